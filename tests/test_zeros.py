@@ -1,5 +1,6 @@
 """Where the gradient of a leaf that is exactly zero was cut."""
 
+import functools
 import importlib
 import pathlib
 
@@ -229,3 +230,51 @@ def test_the_recorder_does_not_warn_where_zeros_say_nothing(optimizer, batch, lo
     step, state = steps(optimizer)
     state, _ = step(state, jnp.asarray(batch))
     cg.FlightRecorder(tmp_path).record(state, batch, loss=loss)
+
+
+# -- Programs of other tests.
+
+
+def per_example_programs():
+    """All programs as one."""
+    rows = importlib.import_module("tests.per_example_programs")
+    made = {name: rows.arguments(name) for name in rows.PROGRAMS}
+    batch = {name: jax.tree.map(lambda x: x[0], own) for name, (_, own) in made.items()}
+
+    def loss(params, batch):
+        return sum(row.loss(params[n], batch[n]) for n, row in rows.PROGRAMS.items())
+
+    return loss, ({name: params for name, (params, _) in made.items()}, batch)
+
+
+def transformer():
+    models = importlib.import_module("tests.compare_models")
+    return models.model(scan=False), models.make_args()
+
+
+def model_of_a_test(name):
+    module = importlib.import_module("tests.test_per_example_models")
+    loss, params, batch = module.MODELS[name][0]()
+    return loss, (params, jax.tree.map(lambda x: x[0], batch))
+
+
+MODELS = ["wmt", "lm1b", "scanned layers", "resnet", "seq2seq", "graph net", "vae", "ppo"]
+MODELS += ["nnx transformer", "nnx cnn", "equinox recurrent", "haiku layers"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "make",
+    [per_example_programs, transformer]
+    + [pytest.param(functools.partial(model_of_a_test, name), id=name) for name in MODELS],
+)
+def test_programs_of_other_tests_have_no_finding(make, monkeypatch):
+    # Only the program of the gradient, and that of zeros if one is.
+    diagnosing = importlib.import_module("clipgrad._diagnose.diagnose")
+    monkeypatch.setattr(diagnosing, "module_sites", lambda block: [])
+    monkeypatch.setattr(diagnosing, "units_and_rows", lambda block, measured: [])
+    found = cg.diagnose(*make())
+    assert found.ok, str(found)
+    told = [note for note in found.notes if "measured as one operation" not in note]
+    assert all("'unused parameter'" in note for note in told), told

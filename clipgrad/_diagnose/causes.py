@@ -72,6 +72,7 @@ class Cause(NamedTuple):
 SILENT = "silent"
 STRUCTURAL = {"cast", "bitcast", "comparison", "index", "flat", "custom rule"}  # at any numbers
 _MASK = -1e30  # a logit below it is masked
+_SATURATED = 5.0  # logits that differ by less leave no element of a softmax at 0 or 1
 
 
 # Of a loss that is 0 these are what one wants, such as a hinge loss without a violation.
@@ -149,8 +150,10 @@ def _of_sum(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
             return _of_one(cut, label, given)
         if _is_masked(cut):
             return _of_mask(label)
-        text = f"the cotangents of {label} cancel: it is saturated"
-        return Cause("saturated", text, "make the logits smaller", -0.1)
+        low, high = cut.block.range(cut.variable)
+        if high - low > _SATURATED:
+            text = f"the cotangents of {label} cancel: it is saturated"
+            return Cause("saturated", text, "make the logits smaller", -0.1)
     text = "its uses have cotangents that are not zero, but their sum is"
     if is_one:
         text += ": a sum or mean over an axis of length 1 is taken from itself or divides itself"
