@@ -28,7 +28,7 @@ class Reach:
         while count != len(self.reached):
             count = len(self.reached)
             for i, equation in enumerate(block.jaxpr.eqns):
-                operands = [k for k, v in enumerate(equation.invars) if self._has(v)]
+                operands = [k for k, v in enumerate(equation.invars) if self.has(v)]
                 if through := [k for k in operands if self._goes_on(block, i, k)]:
                     self._pass(block, i, equation, through)
 
@@ -40,10 +40,10 @@ class Reach:
             self.leave(block.outer)
 
     def _pass(self, block: MeasuredBlock, i: int, equation: JaxprEqn, through: list[int]) -> None:
-        if i not in block.children:
+        first = 1 if equation.primitive.name == "cond" else 0
+        if i not in block.children or through[0] < first:  # or what chooses the branch
             self.reached.update(equation.outvars)
             return
-        first = 1 if equation.primitive.name == "cond" else 0
         for inner in (b for b in block.children[i] if b.values.ran):
             self.reached.update(inner.jaxpr.invars[k - first] for k in through)
             self.follow(inner)
@@ -53,10 +53,11 @@ class Reach:
         constants, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
         state = inner.jaxpr.invars[constants : constants + carried]
         pairs = zip(state, inner.jaxpr.outvars, strict=False)
-        self.reached.update(own for own, out in pairs if self._has(out))
+        self.reached.update(own for own, out in pairs if self.has(out))
         self.follow(inner)
         results = zip(equation.outvars, inner.jaxpr.outvars, strict=True)
-        self.reached.update(v for v, out in results if self._has(out))
+        self.reached.update(v for v, out in results if self.has(out))
 
-    def _has(self, atom: Any) -> bool:
+    def has(self, atom: Any) -> bool:
+        """Whether the walk has come to a value."""
         return type(atom) is not Literal and atom in self.reached
