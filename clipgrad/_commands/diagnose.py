@@ -84,14 +84,14 @@ def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
         args, kwargs = _captured(options.capture, options.args)
     else:
         args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
-    examples, data = _named(options.examples), _named(options.data)
+    examples, data = _named_arguments(options.examples), _named_arguments(options.data)
     if options.capture and options.args is None and examples is None:
         examples = (1,)  # the whole batch of the capture
     chosen = {"argnums": tuple(options.argnums), "has_aux": options.has_aux}
     return diagnose(function, args, kwargs, **chosen, examples=examples, data=data)
 
 
-def _named(arguments: list[str] | None) -> Any:
+def _named_arguments(arguments: list[str] | None) -> Any:
     """The arguments of a function, by position or name; None if there are none."""
     return arguments and [int(name) if name.isdigit() else name for name in arguments]
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._diagnose.blocks import MeasuredBlock
-from clipgrad._diagnose.edge_values import OPERAND
+from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.probe import RESULT
 from clipgrad._diagnose.reach import Reach
 from clipgrad._jaxpr import holds_floats, opened
@@ -114,7 +114,7 @@ class _Search:
         own = np.asarray(block.values.cotangent(i, OPERAND, k))
         if not np.any(own == 0):
             return None
-        sizes = [_size(block, i, n) for n in range(len(equation.outvars))]
+        sizes = [_result_size(block, i, n) for n in range(len(equation.outvars))]
         largest = functools.reduce(np.maximum, sizes)
         where = np.asarray((own == 0) & ~(largest == 0))
         if not where.any():
@@ -152,7 +152,7 @@ class _Search:
         return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), uses=readers)
 
 
-def _size(block: MeasuredBlock, i: int, n: int) -> np.ndarray:
+def _result_size(block: MeasuredBlock, i: int, n: int) -> np.ndarray:
     """The largest cotangent of a result; of one without, such as integers, inf if it is read."""
     found = block.values.cotangent(i, RESULT, n)
     if found is not None:

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from clipgrad._diagnose.blocks import MeasuredBlock
 from clipgrad._diagnose.cuts import ZeroCut
-from clipgrad._diagnose.edge_values import OPERAND
+from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._jaxpr import opened, scan_counts

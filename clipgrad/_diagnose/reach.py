@@ -1,4 +1,4 @@
-"""What is computed from some values of a measured program."""
+"""A walk from values of a measured program to those that are computed from them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -148,7 +148,7 @@ class _Explanations:
         findings, notes = [], []
         for pieces, best in groups.values():
             names = [self._names[i] for i, _ in pieces]
-            parts = [f"[{':, ' * axis}{_indices(own)}]" for (_, axis), own in pieces.items()]
+            parts = [f"[{':, ' * axis}{_index_of(own)}]" for (_, axis), own in pieces.items()]
             subject = _subject([a + b for a, b in zip(names, parts, strict=True)])
             if best[0].cause.name in STRUCTURAL:
                 findings.append(_zero_finding(names, subject, best))
@@ -200,8 +200,8 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
     return text + (f"; {cause.step}" if cause.step else "")
 
 
-def _indices(elements: np.ndarray) -> str:
-    """Which elements of an axis, as in an index."""
+def _index_of(elements: np.ndarray) -> str:
+    """Elements of an axis, as in an index."""
     own = np.flatnonzero(elements)
     if len(own) == 1:
         return str(own[0])

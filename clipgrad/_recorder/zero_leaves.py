@@ -14,11 +14,11 @@ from clipgrad._trees import is_array, with_paths
 
 _MOMENTS = ("mu", "trace")  # of Adam and its like, and of momentum: the mean, without squares
 _TINY = 1e-30  # moments whose smallest number is larger may be zero by rounding
-_SHOWN = 4
+_NAMED_LEAVES = 4
 
 
 def warning_of_zeros(state: Any, loss: Any) -> str | None:
-    """What to say of leaves whose gradient was exactly zero in the first step; None: nothing.
+    """A warning of leaves whose gradient was exactly zero in the first step; None: there are none.
 
     The statistics of each leaf say it, where a clip keeps them, else the moments. Nothing is known
     if all leaves are zero, as at a loss of 0 or where gradients are still accumulated.
@@ -29,8 +29,8 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     zero = [name for name, is_zero in flags.items() if np.all(is_zero)]
     if not zero or len(zero) == len(found) or (loss is not None and not np.any(loss)):
         return None
-    more = f" and {len(zero) - _SHOWN} more" if len(zero) > _SHOWN else ""
-    names = ", ".join(map(repr, zero[:_SHOWN])) + more
+    more = f" and {len(zero) - _NAMED_LEAVES} more" if len(zero) > _NAMED_LEAVES else ""
+    names = ", ".join(map(repr, zero[:_NAMED_LEAVES])) + more
     return (
         f"the gradient of {names} was exactly zero in the first recorded step, which trains "
         "nothing; to find the line, call clipgrad.diagnose(loss, (params, batch)) "
