@@ -114,6 +114,12 @@ def threshold(p, x):
 
 
 @cut("comparison")
+def predicate(p, x):
+    scale = lax.cond(p["w"][0] > 0, lambda: 3, lambda: 2)  # cut
+    return scale * jnp.sum(x)
+
+
+@cut("comparison")
 def equality(p, x):
     same = p["w"] == x  # cut
     return jnp.sum(jnp.where(same, x, 2 * x))
