@@ -96,6 +96,15 @@ class ClipStats(NamedTuple):
         """The share of the elements that the clip changed; 0 if there are none."""
         return self.changed / jnp.maximum(self.size, 1)
 
+    @property
+    def zeros(self) -> jax.Array:
+        """1 if all elements were exactly zero before the clip, as where a gradient is cut; else 0.
+
+        Of no elements it is 0.
+        """
+        is_zero = jnp.all(self.before == 0, axis=-1) & (self.nonfinite == 0) & (self.size > 0)
+        return is_zero.astype(self.size.dtype)
+
     @classmethod
     def zero(cls, shape: tuple[int, ...] = (), dtype: Any = jnp.float32) -> "ClipStats":
         """Statistics of an empty tree, the ``probe`` of `clip_cotangent`.

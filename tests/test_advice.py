@@ -31,8 +31,8 @@ PROGRAMS = {  # the program, the elements of x, the fix
     "std": ("jnp.std(x)", None, [0.5, 0.5], NO_VARIANCE),
     "log of softmax": ("jnp.log(jax.nn.softmax(x))", None, [-200.0, 0.0], "jax.nn.log_softmax"),
     "mask": ("jax.nn.softmax(jnp.where(mask, x, -jnp.inf))", None, [0.3, 0.5], FINITE_MASK),
-    "arccos": ("jnp.arccos(x)", None, [1.0, -1.0], INSIDE),
-    "arcsin": ("jnp.arcsin(x)", None, [1.0, -1.0], INSIDE),
+    "arccos": ("jnp.arccos(x)", None, [1.0, 0.3], INSIDE),
+    "arcsin": ("jnp.arcsin(x)", None, [-1.0, 0.3], INSIDE),
     "arccosh": ("jnp.arccosh(x)", None, [1.0, 1.5], ABOVE),
 }
 
@@ -53,7 +53,7 @@ def cured(program, fix):
 
 def loss_of(program, function):
     names = {"jnp": jnp, "jax": jax, "f": function, "mask": jnp.zeros(2, bool)}
-    return lambda x: jnp.sum(eval(program, names | {"x": x}) * 0.5)
+    return lambda x: jnp.sum(eval(program, names | {"x": x}) * jnp.asarray([0.5, 0.25], x.dtype))
 
 
 @pytest.mark.kinds("name")
@@ -68,8 +68,8 @@ def test_the_fix_of_a_finding_cures_the_program(name, dtype):
     sick = cg.diagnose(loss_of(program, function), (x,))
     assert fix in sick.findings[0].message
     healthy = cg.diagnose(loss_of(cured(program, fix), function), (x,))
-    # At the point where the program was sick, the gradient may be exactly zero.
-    assert [found for found in healthy.findings if found.kind != "zero"] == [], str(healthy)
+    # Where a mask leaves nothing, the gradient is zero.
+    assert [f.cause for f in healthy.findings] == ["where"] * (name == "mask"), str(healthy)
 
 
 def test_a_value_that_overflows_float16_is_finite_in_wider_types():

@@ -1,16 +1,20 @@
 """Where the gradient of a leaf that is exactly zero was cut."""
 
+import functools
 import importlib
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._diagnose.causes import STRUCTURAL
 from tests import zero_cuts
-from tests.zero_cuts import CUTS, HEALTHY, NOTED, X
+from tests.zero_cuts import CUTS, HEALTHY, NOTED, PARTS, WHOLE, X
 
 
 def diagnosed(programs):
@@ -71,7 +75,11 @@ def marked_line(function):
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     ("function", "cause"),
-    [(zero_cuts.penalized_router, "index"), (zero_cuts.penalized_in_scan, "dead")],
+    [
+        (zero_cuts.penalized_router, "index"),
+        (zero_cuts.penalized_in_scan, "dead"),
+        (zero_cuts.penalized_weights_in_eighths, "flat"),
+    ],
 )
 def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(function, cause):
     args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
@@ -84,7 +92,7 @@ def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(functi
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     "function",
-    [zero_cuts.penalized_and_trained, zero_cuts.partly_rounded],
+    [zero_cuts.penalized_and_trained, zero_cuts.partly_rounded, zero_cuts.rounded_penalty],
     ids=lambda f: f.__name__,
 )
 def test_a_leaf_that_the_data_trains_too_is_silent(function):
@@ -106,3 +114,167 @@ def test_layers_of_a_scan_without_a_gradient_are_named(dead):
     assert (finding.leaf, finding.cause) == ("args[0]['w']", "dead")
     assert finding.line == marked_line(zero_cuts.dead_layer_of_a_scan)
     assert f"in layer {', '.join(map(str, dead))} of 5" in finding.message
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """One diagnosis of all cuts of a part of a leaf."""
+    return diagnosed([(cut.function, cut.params) for cut in PARTS])
+
+
+@pytest.mark.parametrize("cut", PARTS, ids=lambda cut: cut.name)
+def test_a_part_of_a_leaf_is_found_where_it_is_cut_or_noted_if_numbers_cut_it(cut, parts):
+    where = f"zero_cuts.py:{cut.line}: the gradient of "
+    leaf = f"args[0]['{cut.name}']{cut.leaf}"
+    findings = {f.message: f for f in parts.findings if leaf in f.message}
+    told = [text for text in [*findings, *parts.notes] if leaf in text]
+    assert len(told) == 1 and where in told[0]
+    own = findings.get(told[0])
+    assert (own and own.cause) == (cut.cause if cut.cause in STRUCTURAL else None)
+    assert own is None or any(leaf.startswith(name) for name in own.leaf.split(", "))
+
+
+def test_parts_that_are_right_have_no_note_and_no_second_program(monkeypatch):
+    found = diagnosed(WHOLE[:3])
+    assert found.ok and not found.notes
+    monkeypatch.delattr("clipgrad._diagnose.zeros.edge_values")
+    found = diagnosed(WHOLE[3:])
+    assert found.ok and not found.notes
+
+
+# -- In the run.
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_statistics_of_a_name_say_whether_its_cotangent_is_exactly_zero():
+    cotangents = {"none": 0.0, "some": [0.0, 2.0], "tiny": TINY, "bad": [jnp.nan, 0.0], "empty": []}
+
+    def loss(w):
+        own = {name: checkpoint_name(w * jnp.ones(np.shape(c) or 2), name)
+               for name, c in cotangents.items()}  # fmt: skip
+        return sum(jnp.sum(own[name] * jnp.asarray(c)) for name, c in cotangents.items())
+
+    _, _, stats = jax.jit(cg.value_and_grad_with_stats(loss))(1.0)
+    zeros = {name: float(own.zeros) for name, own in stats.items()}
+    assert zeros == dict.fromkeys(cotangents, 0.0) | {"none": 1.0}
+    narrow = cg.types.ClipStats.of(*[jnp.array([2.0**-24, 0], jnp.float16)] * 2)
+    assert narrow.zeros == 0 and cg.scalars({"h": stats["none"]})["h/zeros"] == 1
+
+
+def rounded_gate(params, x):
+    return jnp.sum(jnp.round(params["gate"]) * x) + jnp.sum((params["w"] - x) ** 2)
+
+
+GATED = {"gate": jnp.ones(4), "w": jnp.zeros(4)}
+
+
+def steps(optimizer, **options):
+    step = cg.train_step(rounded_gate, cg.skip_spikes(optimizer, halt=True), **options)
+    return step, step.init(GATED)
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_metrics_name_the_leaves_that_are_exactly_zero_without_another_pass():
+    by_leaf = cg.clip_by_global_norm(1.0, stats="per_leaf")
+    step, state = steps(optax.chain(by_leaf, optax.sgd(0.1)), donate=False)
+    _, metrics = step(state, jnp.asarray(X))
+    assert {name: float(s.zeros) for name, s in metrics["leaves"].items()} == {"gate": 1, "w": 0}
+
+    def without(*args):
+        after, metrics = step.update(*args)
+        return after, {name: own for name, own in metrics.items() if name != "leaves"}
+
+    both = step.update, jax.jit(without)
+    programs = [f.lower(state, jnp.asarray(X)).compile().as_text() for f in both]
+    kernels = [text.count(" reduce(") + text.count("custom-call") for text in programs]
+    assert kernels[0] == kernels[1] and "callback" not in programs[0]
+    plain, state = steps(optax.sgd(0.1))
+    assert "leaves" not in plain(state, jnp.asarray(X))[1]
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        optax.chain(cg.clip_by_global_norm(1.0, stats="per_leaf"), optax.sgd(0.1)),
+    ],
+    ids=["adam", "momentum", "per leaf"],
+)
+def test_the_recorder_warns_once_of_leaves_without_a_gradient(optimizer, tmp_path):
+    step, state = steps(optimizer)
+    state, metrics = step(state, jnp.asarray(X))
+    with cg.FlightRecorder(tmp_path) as recorder:
+        call = r"'gate' was exactly zero .* call clipgrad.diagnose\(loss, \(params, batch\)\)"
+        with pytest.warns(UserWarning, match=call):
+            recorder.record(state, X, loss=metrics["loss"])
+        state, metrics = step(state, jnp.asarray(X))
+        recorder.record(state, X)  # a warning would be an error
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "optimizer, batch, loss",
+    [
+        (optax.adam(0.1), X, 0.0),  # the loss is 0
+        (optax.adam(0.1), 0 * X, None),  # all leaves are zero
+        (optax.adam(0.1, mu_dtype=jnp.float16), X, None),  # by rounding, maybe
+        (optax.sgd(0.1), X, None),  # nothing shows it
+    ],
+    ids=["loss of 0", "all zero", "narrow moments", "no moments"],
+)
+def test_the_recorder_does_not_warn_where_zeros_say_nothing(optimizer, batch, loss, tmp_path):
+    step, state = steps(optimizer)
+    state, _ = step(state, jnp.asarray(batch))
+    cg.FlightRecorder(tmp_path).record(state, batch, loss=loss)
+
+
+# -- Programs of other tests.
+
+
+def per_example_programs():
+    """All programs as one."""
+    rows = importlib.import_module("tests.per_example_programs")
+    made = {name: rows.arguments(name) for name in rows.PROGRAMS}
+    batch = {name: jax.tree.map(lambda x: x[0], own) for name, (_, own) in made.items()}
+
+    def loss(params, batch):
+        return sum(row.loss(params[n], batch[n]) for n, row in rows.PROGRAMS.items())
+
+    return loss, ({name: params for name, (params, _) in made.items()}, batch)
+
+
+def transformer():
+    models = importlib.import_module("tests.compare_models")
+    return models.model(scan=False), models.make_args()
+
+
+def model_of_a_test(name):
+    module = importlib.import_module("tests.test_per_example_models")
+    loss, params, batch = module.MODELS[name][0]()
+    return loss, (params, jax.tree.map(lambda x: x[0], batch))
+
+
+MODELS = ["wmt", "lm1b", "scanned layers", "resnet", "seq2seq", "graph net", "vae", "ppo"]
+MODELS += ["nnx transformer", "nnx cnn", "equinox recurrent", "haiku layers"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "make",
+    [per_example_programs, transformer]
+    + [pytest.param(functools.partial(model_of_a_test, name), id=name) for name in MODELS],
+)
+def test_programs_of_other_tests_have_no_finding(make, monkeypatch):
+    # Only the program of the gradient, and that of zeros if one is.
+    diagnosing = importlib.import_module("clipgrad._diagnose.diagnose")
+    monkeypatch.setattr(diagnosing, "module_sites", lambda block: [])
+    monkeypatch.setattr(diagnosing, "units_and_rows", lambda block, measured: [])
+    found = cg.diagnose(*make())
+    assert found.ok, str(found)
+    told = [note for note in found.notes if "measured as one operation" not in note]
+    assert all("'unused parameter'" in note for note in told), told

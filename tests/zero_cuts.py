@@ -5,6 +5,7 @@ by its cause, by the leaf that it cuts and by ``# cut`` in its line; causes in `
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,12 @@ def bits(p, x):
 @cut("comparison")
 def threshold(p, x):
     return jnp.sum((x > p["w"]) * x)  # cut
+
+
+@cut("comparison")
+def predicate(p, x):
+    scale = lax.cond(p["w"][0] > 0, lambda: 3, lambda: 2)  # cut
+    return scale * jnp.sum(x)
 
 
 @cut("comparison")
@@ -307,6 +314,11 @@ def exp_underflow(p, x):
 def softmax_saturated(p, x):
     logits = p["w"] * jnp.array([1.0, 0.0, 0.0, 0.0]) + jnp.array([1e4, 0.0, 0.0, 0.0])
     return jax.nn.softmax(logits) @ x  # cut
+
+
+@cut("cancels", {"w": np.ones(4, np.float32)})
+def sum_of_a_softmax(p, x):
+    return jnp.sum(jax.nn.softmax(p["w"])) + x[0]  # cut
 
 
 @cut("clipped")
@@ -892,6 +904,15 @@ def penalized_in_scan(p, x):
     return jnp.sum(lax.scan(step, p["v"] * x, x)[0]) + 0.1 * jnp.sum(p["w"] ** 2)
 
 
+def penalized_weights_in_eighths(p, x):
+    weights = jnp.round(p["w"] * 8) / 8  # cut
+    return jnp.sum((weights * x - p["v"]) ** 2) + 0.1 * jnp.sum(p["w"] ** 2)
+
+
+def rounded_penalty(p, x):
+    return jnp.sum(jnp.tanh(p["v"] * x)) + jnp.sum((p["w"] - jnp.round(p["w"])) ** 2)
+
+
 def penalized_and_trained(p, x):
     return jnp.sum(jnp.tanh(p["w"] * x) * p["v"]) + 0.1 * jnp.sum(p["w"] ** 2 + p["v"] ** 2)
 
@@ -905,3 +926,129 @@ def dead_layer_of_a_scan(p, x):
         return h + jax.nn.relu(w @ x), None  # cut
 
     return jnp.sum(lax.scan(layer, x, p["w"])[0])
+
+
+# -- Cuts of a part of an axis: the leaf is as in the index of the message.
+
+PARTS: list[Cut] = []
+WHOLE: list = []
+FUSED = np.sin(np.arange(24, dtype=np.float32)).reshape(4, 6)
+TABLE = np.cos(np.arange(36, dtype=np.float32)).reshape(9, 4)
+
+
+def part(cause, leaf, params=None):
+    """Puts a program into the table of parts."""
+    return cut(cause, {"w": FUSED} if params is None else params, leaf, PARTS)
+
+
+whole = functools.partial(healthy, table=WHOLE)
+
+
+def together(*parts):
+    return jnp.sum(jnp.sin(jnp.prod(jnp.stack(parts), axis=0)))
+
+
+@part("flat", "['w'][:, 2:4]")
+def split_and_rounded(p, x):
+    q, k, v = jnp.split(x @ p["w"], 3)
+    return together(q, jnp.round(9 * k), v)  # cut
+
+
+@part("stop_gradient", "['w'][:, 4:6]")
+def sliced_and_detached(p, x):
+    y = x @ p["w"]
+    return together(y[:2], y[2:4], lax.stop_gradient(y[4:]))  # cut
+
+
+@part("comparison", "['w'][:, 0:2]")
+def reshaped_and_compared(p, x):
+    q, k, v = (x @ p["w"]).reshape(3, 2)
+    return together(q > 0, k, v)  # cut
+
+
+@part("cast", "['w'][:, [1, 4]]")
+def interleaved_and_cast(p, x):
+    y = (x @ p["w"]).reshape(2, 3)
+    carrier = (9 * y[:, 1]).astype(jnp.int32)  # cut
+    return together(y[:, 0], carrier, y[:, 2])
+
+
+@part("index", "['w'][:, 0:4]")
+def router_beside_a_value(p, x):
+    y = x @ p["w"]
+    chosen = jnp.argmax(y[:4])  # cut
+    return x[chosen] * jnp.sum(y[4:] ** 2)
+
+
+@part("custom rule", "['b'][3]", {"w": FUSED, "b": FUSED[0]})
+def one_column_through_a_rule(p, x):
+    y = x @ p["w"] + p["b"]
+    return jnp.sum(jnp.sin(y[:3])) + with_zeros(y[3]) + jnp.sum(y[4:] ** 2)  # cut
+
+
+@part("flat", "['w'][:, 0:3]")
+def gate_of_a_scan(p, x):
+    def step(h, now):
+        gate, new = jnp.split(now @ p["w"], 2, axis=-1)
+        return h * jnp.floor(9 * gate) + jnp.tanh(new), None  # cut
+
+    return jnp.sum(lax.scan(step, jnp.ones(3), jnp.outer(x, x))[0])
+
+
+@part("dead", "['w'][:, 2:4]")
+def split_and_dead(p, x):
+    q, k, v = jnp.split(x @ p["w"], 3)
+    return together(q, 1 + jax.nn.relu(k - 99), v)  # cut
+
+
+@part("dead", "['w'][1]", {"w": np.stack([MATRIX] * 3)})
+def layer_of_a_list(p, x):
+    for i in range(3):
+        h = p["w"][i] @ x
+        x = x + (jnp.tanh(h) if i != 1 else jax.nn.relu(h - 99))  # cut
+    return jnp.sum(x)
+
+
+@part("zero factor", "['w'][2]", {"w": np.stack([MATRIX] * 3)})
+def expert_without_a_token(p, x):
+    gates = jax.nn.one_hot(jnp.array([0, 1]), 3)
+    y = [gates[:, i, None] * jnp.tanh(p["w"][i] @ x) for i in range(3)]  # cut
+    return jnp.sum(sum(y))
+
+
+@whole({"w": FUSED})
+def fused(p, x):
+    return together(*jnp.split(x @ p["w"], 3))
+
+
+@whole({"w": FUSED})
+def straight_through_part(p, x):
+    q, k, v = jnp.split(x @ p["w"], 3)
+    return together(q, k + lax.stop_gradient(jnp.round(k) - k), v)
+
+
+@whole({"w": FUSED, "b": np.array([-99, -99, 5, 5, 5, 5], np.float32)})
+def dead_units_before_parts(p, x):
+    h = jax.nn.relu(x @ p["w"] + p["b"])
+    q, k, v = jnp.split(h + jnp.flip(h), 3)
+    return together(q, k, v) + jnp.sum(q > 1)
+
+
+@whole({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()})
+def language_model(p, x):
+    """Absent words, places beyond the end, a causal mask, and words that are padding."""
+    h = p["words"][jnp.array([1, 5, 5, 2])] + p["places"][:4]
+    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), h @ h.T, -jnp.inf)
+    logits = (jax.nn.softmax(scores) @ h @ p["out"].T)[:, :7]
+    return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(jnp.arange(4), 7))
+
+
+@whole({"w": FUSED, "b": np.array([0, -99, 0, 0, -99, 0], np.float32), "v": FUSED})
+def dead_units(p, x):
+    return jnp.sum(p["v"] @ jax.nn.relu(x @ p["w"] + p["b"]) * x)
+
+
+@whole({"a": FUSED, "b": FUSED})
+def heads_of_classes(p, x):
+    chosen = jax.nn.one_hot(2, 6)
+    return jnp.sum((x @ p["a"]) * chosen) + jnp.max(x @ p["b"])

@@ -32,8 +32,9 @@ def add_diagnose_parser(subparsers: Any) -> None:
     """Add `diagnose` to the subcommands of a parser."""
     parser = subparsers.add_parser(
         "diagnose",
-        help="find the operation that makes a gradient NaN, explode, vanish or underflow",
-        description="Find where the gradient of a loss is NaN, explodes, vanishes or underflows.",
+        help="find the operation that makes a gradient NaN, explode, vanish, underflow or zero",
+        description="Find where the gradient of a loss is NaN, explodes, vanishes, underflows or "
+        "is exactly zero.",
         epilog=DIAGNOSE_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,6 +60,13 @@ def add_diagnose_parser(subparsers: Any) -> None:
         nargs="+",
         help="list the bad examples in these arguments, which have the axis of the batch",
     )
+    add(
+        "--data",
+        metavar="ARG",
+        nargs="+",
+        help="find what only a penalty trains: parameters of whose gradient nothing is from these "
+        "arguments",
+    )
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
     parser.set_defaults(run=run_diagnose)
@@ -76,12 +84,16 @@ def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
         args, kwargs = _captured(options.capture, options.args)
     else:
         args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
-    argnums, has_aux = tuple(options.argnums), options.has_aux
-    named = [int(name) if name.isdigit() else name for name in options.examples or ()]
-    examples: Any = named[0] if len(named) == 1 else named or None
-    if options.capture and options.args is None and not named:
+    examples, data = _named_arguments(options.examples), _named_arguments(options.data)
+    if options.capture and options.args is None and examples is None:
         examples = (1,)  # the whole batch of the capture
-    return diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=examples)
+    chosen = {"argnums": tuple(options.argnums), "has_aux": options.has_aux}
+    return diagnose(function, args, kwargs, **chosen, examples=examples, data=data)
+
+
+def _named_arguments(arguments: list[str] | None) -> Any:
+    """The arguments of a function, by position or name; None if there are none."""
+    return arguments and [int(name) if name.isdigit() else name for name in arguments]
 
 
 def _captured(path: str, make_args: str | None) -> Arguments:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._diagnose.edge_values import EdgeValues
-from clipgrad._diagnose.edges import inner_programs
+from clipgrad._diagnose.edges import EdgeValues, inner_programs
 from clipgrad._jaxpr import opened, scan_counts
 from clipgrad._names import Place
 

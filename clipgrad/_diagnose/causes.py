@@ -14,42 +14,6 @@ from clipgrad._diagnose.zero_sources import ABSORBING, zero_source
 from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats
 from clipgrad._names import Place, is_users
 
-_FLAT = {"round", "floor", "ceil", "sign", "nextafter", "floor_divide", "rint", "trunc", "fix"}
-_CASTS = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
-_INDICES = {"argmax", "argmin", "argsort", "top_k", "sort", "searchsorted", "digitize", "unique"}
-_INDICES |= {"histogram", "bincount", "approx_top_k", "approx_max_k", "approx_min_k"}
-_RELUS = {"relu", "maximum", "max", "leaky_relu", "relu6", "hinge_loss", "reduce_max"}
-_CLIPS = {"clip", "clamp", "minimum", "min", "hard_tanh", "hard_sigmoid", "hard_swish", "hard_silu"}
-_SATURATE = {"logistic", "tanh", "erf", "erfc", "exp", "exp2", "expm1", "erf_inv", "log_softmax"}
-_SATURATE |= {"sigmoid", "softmax", "softplus", "elu", "selu", "gelu", "silu", "swish", "logaddexp"}
-_SATURATE |= {"log_sigmoid", "soft_sign", "celu", "logsumexp", "sinh", "cosh", "log1p", "atan"}
-_READERS = {"gather", "dynamic_slice", "slice", "concatenate", "pad", "reduce_max", "reduce_min"}
-_READERS |= {
-    "stack",
-    "unstack",
-    "split",
-    "select_and_gather_add",
-    "reduce_window_max",
-    "cummax",
-    "cummin",
-    "argsort",
-}
-_WRITES = {"scatter", "scatter_add", "scatter-add", "dynamic_update_slice", "scatter_mul"}
-# The cotangents of these are added up, along an axis or over devices.
-_SPREAD = {
-    "add",
-    "sub",
-    "add_any",
-    "neg",
-    "broadcast_in_dim",
-    "pvary",
-    "pcast",
-    "psum",
-    "psum_invariant",
-    "all_gather",
-}
-_STOPS = {"stop_gradient", "map", "tree_map", "stop"}
-
 
 class Cause(NamedTuple):
     """Why a cotangent ends.
@@ -70,90 +34,226 @@ class Cause(NamedTuple):
 
 
 SILENT = "silent"
+STRUCTURAL = {"cast", "bitcast", "comparison", "index", "flat", "custom rule"}  # at any numbers
 _MASK = -1e30  # a logit below it is masked
-
-
+_SATURATED = 5.0  # logits that differ by less leave no element of a softmax at 0 or 1
 # Of a loss that is 0 these are what one wants, such as a hinge loss without a violation.
 EXCUSED = {"dead", "clipped", "where", "zero factor", "saturated", "cancels", "not read", "branch"}
+
+# What functions or primitives there are of a kind.
+_FLAT = frozenset("round floor ceil sign nextafter floor_divide rint trunc fix".split())
+_INDICES = frozenset(
+    """argmax argmin argsort top_k sort searchsorted digitize unique histogram bincount
+    approx_top_k approx_max_k approx_min_k""".split()
+)
+_ONE_SIDED = frozenset("relu maximum max leaky_relu relu6 hinge_loss reduce_max".split())
+_CLIPS = frozenset("clip clamp minimum min hard_tanh hard_sigmoid hard_swish hard_silu".split())
+_READERS = frozenset(
+    """gather dynamic_slice slice concatenate pad reduce_max reduce_min stack unstack split
+    select_and_gather_add reduce_window_max cummax cummin argsort""".split()
+)
+_WRITES = frozenset("scatter scatter_add scatter-add dynamic_update_slice scatter_mul".split())
+# The cotangents of these are added up, along an axis or over devices.
+_SPREAD = frozenset(
+    "add sub add_any neg broadcast_in_dim pvary pcast psum psum_invariant all_gather".split()
+)
+_STOPS = frozenset("stop_gradient map tree_map stop".split())
+
+
+# By the kind of operation: the cause, what is so, what to write instead, and the rank.
+_CAUSES = {
+    "branch": ("branch", "it is read only in a branch of the cond that is not taken",
+               "check the predicate; a branch that is not taken trains nothing", 0),
+    "stop": ("stop_gradient", "stop_gradient detaches it",
+             "if that is meant, leave it out of argnums", 0.2),
+    "own stop": ("stop_gradient", "{label} detaches it", "", 5),
+    "rule": ("custom rule", "the rule of {label} returns zeros for operand {operand}",
+             "check it with cg.check_vjp: clipgrad help custom_rules", 0),
+    "flat": ("flat", "{label} is flat everywhere, so its derivative is 0",
+             "x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through", -0.2),
+    "cast": ("cast", "a cast to {dtype} has no derivative",
+             "keep it floating, or let the gradient through by a custom VJP", 1),
+    "bitcast": ("bitcast", "a bitcast to {dtype} has no derivative",
+                "keep it floating, or let the gradient through by a custom VJP", 1),
+    "index": ("index", "the indices of {label} have no derivative",
+              "multiply by the values, or by their softmax", 2),
+    "comparison": ("comparison", "a comparison ({label}) has no derivative",
+                   "use a smooth function such as jax.nn.sigmoid", 3),
+    "one": ("one element", "{label} over an axis of length 1 is constant",
+            "if a choice is meant, weigh by the softmax over all, before one is chosen", -0.1),
+    "mask": ("one element", "{label} is constant where its mask leaves one element",
+             "check the mask, and its axis", -0.1),
+    "softmax": ("saturated", "the cotangents of {label} cancel: it is saturated",
+                "make the logits smaller", -0.1),
+    "sum": ("cancels", "its uses have cotangents that are not zero, but their sum is{one}",
+            "the loss does not depend on it here", -0.1),
+    "spread": (SILENT, "the cotangents along an axis add up to 0", "", 0.5),
+    "relu": ("dead", "{label} is flat at {every}, {numbers}",
+             "a smaller step or bias, or a leaky form, lets the gradient through", 0),
+    "relu above": ("saturated", "{label} is flat at {every}, {numbers}", "scale its input", 0),
+    "clip": ("clipped", "{label} clips {every}, {numbers}",
+             "widen its bounds, or scale its input", 0),
+    "where": ("where", "the {label} takes the other side at every element",
+              "check its mask: the condition, its axis, and what it is for", 0),
+    "select": ("where", "the where takes the other side at every element",
+               "check its mask: the condition, its axis, and what it is for", 1),
+    "reader": ("not read", "{label} reads no element of it that has a cotangent",
+               "check the indices, and what else is read there", 0.5),
+    "over": ("overwritten", "{label} writes over all of it", "check the indices", 0),
+    "none": ("not read", "{label} writes none of it", "check the indices", 0),
+    "zeros": ("stationary", "its input is 0 throughout, where {label} is flat",
+              "start from other values", 1.5),
+    "saturated": ("saturated", "{label} is saturated at {every}, {numbers}",
+                  "scale its input, or compute with its logarithm", 0),
+    "other": ("flat", "the derivative of {label} is 0 at {every}, {numbers}", "", 0),
+    "underflow": ("underflow", "a cotangent of {largest:.2g} is less than {dtype} can hold",
+                  "scale the loss, or compute in float32", 0),
+    "disjoint": ("zero factor", "its other factor, {numbers}, is 0 wherever there is a cotangent",
+                 "check the masks: they have no element in common", 0),
+    "products": ("cancels", "the products of {label} with the cotangents add up to 0", "", 0.6),
+    "data": ("zero factor", "it is multiplied by {name}, which is 0 throughout", "check {name}", 0),
+    "later": ("trains later", "it is multiplied by {name}, which is 0 throughout and has a "
+              "gradient: its first update ends that", "", 0),
+    "both": ("zero factors", "it is multiplied by {name}, which is 0 throughout, and whose "
+             "gradient is 0 too: neither ever trains", "start one of the two from other values", 0),
+    "made": ("zero factor", "it is multiplied by values that are 0 throughout since {name}",
+             "check what makes these zeros", 0),
+    "constant": ("zero factor", "it is multiplied by a constant that is 0",
+                 "check the constant", 0),
+    "state": ("constant zeros", "it is multiplied by constant zeros, as an initial state is",
+              "", 0.3),
+}  # fmt: skip
+_NOTES = {"stop", "own stop", "mask", "spread", "zeros", "products", "later", "state"}
 
 
 def cause_of(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
     """The cause of a cut; ``zero`` are the inputs whose gradients are zero."""
-    cause = _cause(cut, given, zero)
-    return cause._replace(rank=cause.rank + 4) if cut.is_alive else cause
+    kind, numbers = _kind_of(cut, given, zero)
+    name, text, step, rank = _CAUSES[kind]
+    low, high = cut.block.range(cut.variable)
+    size = math.prod(getattr(cut.variable.aval, "shape", ()))
+    facts = {
+        "label": cut.place.function,
+        "operand": cut.operand,
+        "dtype": next((dtype_of(v) for v in cut.place.equation.outvars), None),
+        "every": f"all {size:,} elements of its input",
+        "numbers": f"{low:.3g} to {high:.3g}",
+        "largest": cut.largest,
+    } | numbers
+    is_note = kind in _NOTES or (kind == "one" and _is_attention(cut))
+    rank += 4 if cut.is_alive else 0
+    return Cause(name, text.format(**facts), step.format(**facts), rank, is_note)
 
 
-def _cause(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
+def _kind_of(
+    cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]
+) -> tuple[str, dict[str, object]]:
+    """The row of the table of a cut, and what its text has besides."""
     name, label = cut.place.equation.primitive.name, cut.place.function
     if cut.kind == BRANCH:
-        text = "it is read only in a branch of the cond that is not taken"
-        return Cause(
-            "branch", text, "check the predicate; a branch that is not taken trains nothing"
-        )
+        return "branch", {}
     if cut.kind == SUM:
-        return _of_sum(cut, label, given)
+        return _kind_of_sum(cut, label)
     if name == "stop_gradient":
-        return _of_stop(cut, label)
+        return ("stop" if label in _STOPS else "own stop"), {}
     if name in CUSTOM_RULES and is_users(_file(cut.place)):
-        text = f"the rule of {cut.place.operation} returns zeros for operand {cut.operand}"
-        return Cause("custom rule", text, f"check it with cg.check_vjp: {_RULES_PAGE}")
+        return "rule", {"label": cut.place.operation}
     if label in _FLAT or name in _FLAT:
-        return _of_flat(label if label in _FLAT else name)
+        return "flat", {"label": label if label in _FLAT else name}
     if name == "while":
-        return _of_integers(cut, name, "in the condition of a loop")
+        return "comparison", {"label": "in the condition of a loop"}
     if not any(holds_floats(v) for v in cut.place.equation.outvars) or label in _INDICES:
-        return _of_integers(cut, name, label)
-    return _of_numbers(cut, name, label, given, zero)
+        return _kind_of_integers(name, label)
+    if name in ABSORBING or name == "div":
+        return _kind_of_product(cut, given, zero)
+    return _kind_of_numbers(cut, name, label), {}
 
 
-_RULES_PAGE = "clipgrad help custom_rules"
+def _kind_of_integers(name: str, label: str) -> tuple[str, dict[str, object]]:
+    casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
+    if name in casts:
+        return casts[name], {}
+    if label in _INDICES or name in _INDICES:
+        return "index", {"label": label if label in _INDICES else name}
+    return "comparison", {}
+
+
+def _kind_of_sum(cut: ZeroCut, label: str) -> tuple[str, dict[str, object]]:
+    is_one = 1 in _lengths(cut)
+    if "softmax" in label or "logsumexp" in label:
+        low, high = cut.block.range(cut.variable)
+        if is_one or _is_masked(cut):
+            return ("one" if is_one else "mask"), {}
+        if high - low > _SATURATED:
+            return "softmax", {}
+        return "sum", {"one": ", as where the elements of a softmax are added up"}
+    one = ": a sum or mean over an axis of length 1 is taken from itself or divides itself"
+    return "sum", {"one": one if is_one else ""}
+
+
+def _kind_of_numbers(cut: ZeroCut, name: str, label: str) -> str:
+    low, high = cut.block.range(cut.variable)
+    is_clip = label in _CLIPS
+    rows = (
+        ("spread", name in _SPREAD),
+        ("underflow", name == "convert_element_type"),
+        ("relu above", not is_clip and label in _ONE_SIDED and "relu" in label and low > 0),
+        ("relu", not is_clip and (label in _ONE_SIDED or name in ("max", "relu"))),
+        ("clip", is_clip or name in ("min", "clamp")),
+        ("where", name == "select_n" and "where" in label),
+        ("select", name == "select_n"),
+        ("reader", name in _READERS),
+        ("over", name in _WRITES and cut.operand == 0),
+        ("none", name in _WRITES),
+        ("zeros", (low, high) == ZERO),
+        ("mask", "softmax" in label and _is_masked(cut)),
+        ("saturated", cut.variable.aval.shape == _shape_of_result(cut)),
+    )
+    return next((kind for kind, applies in rows if applies), "other")
+
+
+def _kind_of_product(
+    cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]
+) -> tuple[str, dict[str, object]]:
+    equation = cut.place.equation
+    other = equation.invars[1 - cut.operand] if cut.operand < 2 else equation.invars[0]
+    low, high = cut.block.range(other)
+    if (low, high) == ZERO:
+        return _kind_of_zeros(cut, other, given, zero)
+    dtype, is_product = dtype_of(cut.variable), equation.primitive.name == "mul"
+    smallest = float(np.finfo(np.dtype(dtype)).tiny) if str(dtype) != "bfloat16" else 1e-38
+    factor = max(abs(low), abs(high))
+    if equation.primitive.name == "div":
+        factor = 1 / min(abs(low), abs(high)) if low * high else 0
+    if np.isfinite(cut.largest) and cut.largest * factor < smallest:
+        return "underflow", {"largest": cut.largest * factor, "dtype": dtype}
+    is_sum = cut.variable.aval.shape != _shape_of_result(cut)
+    if is_product and not is_sum:
+        return "disjoint", {"numbers": f"{low:.3g} to {high:.3g}"}
+    return "products", {}
+
+
+def _kind_of_zeros(
+    cut: ZeroCut, other: object, given: DiagnosisSubject, zero: Sequence[int]
+) -> tuple[str, dict[str, object]]:
+    source = zero_source(cut.block, other)
+    if source.argument is not None:
+        kind = "both" if source.argument in zero else "later"
+        kind = kind if source.argument in given.chosen else "data"
+        return kind, {"name": given.names[source.argument]}
+    if source.place is not None:
+        return "made", {"name": f"{source.place.function} ({source.place.location})"}
+    is_factor = cut.place.equation.primitive.name == "mul" and not source.is_state
+    return ("constant" if is_factor else "state"), {}
+
+
+def _shape_of_result(cut: ZeroCut) -> tuple[int, ...]:
+    return getattr(cut.place.equation.outvars[0].aval, "shape", ())
 
 
 def _file(place: Place) -> str:
     info = getattr(getattr(called_program(place.equation), "jaxpr", None), "debug_info", None)
     return getattr(info, "func_filename", None) or "<frozen"
-
-
-def _of_stop(cut: ZeroCut, label: str) -> Cause:
-    if label in _STOPS:
-        text = "stop_gradient detaches it"
-        step = "if that is meant, leave it out of argnums"
-        return Cause("stop_gradient", text, step, 0.2, True)
-    return Cause("stop_gradient", f"{label} detaches it", "", 5, True)
-
-
-def _of_flat(label: str) -> Cause:
-    text = f"{label} is flat everywhere, so its derivative is 0"
-    step = f"x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through"
-    return Cause("flat", text, step, -0.2)
-
-
-def _of_integers(cut: ZeroCut, name: str, label: str) -> Cause:
-    dtype = next((dtype_of(v) for v in cut.place.equation.outvars), None)
-    if name in _CASTS:
-        what = "cast" if name == "convert_element_type" else "bitcast"
-        text = f"a {what} to {dtype} has no derivative"
-        return Cause(what, text, "keep it floating, or let the gradient through by a custom VJP", 1)
-    if label in _INDICES or name in _INDICES:
-        text = f"the indices of {label if label in _INDICES else name} have no derivative"
-        return Cause("index", text, "multiply by the values, or by their softmax", 2)
-    text = f"a comparison ({label}) has no derivative"
-    return Cause("comparison", text, "use a smooth function such as jax.nn.sigmoid", 3)
-
-
-def _of_sum(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
-    is_one = 1 in _lengths(cut)
-    if "softmax" in label or "logsumexp" in label:
-        if is_one:
-            return _of_one(cut, label, given)
-        if _is_masked(cut):
-            return _of_mask(label)
-        text = f"the cotangents of {label} cancel: it is saturated"
-        return Cause("saturated", text, "make the logits smaller", -0.1)
-    text = "its uses have cotangents that are not zero, but their sum is"
-    if is_one:
-        text += ": a sum or mean over an axis of length 1 is taken from itself or divides itself"
-    return Cause("cancels", text, "the loss does not depend on it here", -0.1)
 
 
 def _is_masked(cut: ZeroCut) -> bool:
@@ -163,11 +263,6 @@ def _is_masked(cut: ZeroCut) -> bool:
         equation = cut.block.producers[atom][1]
         found += [cut.block.range(v) for v in equation.invars if holds_floats(v)]
     return min(low for low, _ in found) < _MASK
-
-
-def _of_mask(label: str) -> Cause:
-    text = f"{label} is constant where its mask leaves one element"
-    return Cause("one element", text, "check the mask, and its axis", -0.1, True)
 
 
 def _lengths(cut: ZeroCut) -> set[int]:
@@ -184,13 +279,7 @@ def _lengths(cut: ZeroCut) -> set[int]:
     return found
 
 
-def _of_one(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
-    text = f"{label} over an axis of length 1 is constant"
-    step = "if a choice is meant, weigh by the softmax over all, before one is chosen"
-    return Cause("one element", text, step, -0.1, _is_attention(cut, given))
-
-
-def _is_attention(cut: ZeroCut, given: DiagnosisSubject) -> bool:
+def _is_attention(cut: ZeroCut) -> bool:
     """Whether the value is a product of two things that are trained, as logits of attention are."""
     block, atom = cut.block, cut.variable
     for _ in range(12):
@@ -213,105 +302,3 @@ def _is_attention(cut: ZeroCut, given: DiagnosisSubject) -> bool:
             return False
         atom = floats[0]
     return False
-
-
-def _of_numbers(
-    cut: ZeroCut, name: str, label: str, given: DiagnosisSubject, zero: Sequence[int]
-) -> Cause:
-    low, high = cut.block.range(cut.variable)
-    every = f"all {_elements_of(cut)} elements of its input"
-    numbers = f"{low:.3g} to {high:.3g}"
-    if name in ABSORBING or name == "div":
-        return _of_product(cut, label, given, zero)
-    if name in _SPREAD:
-        return Cause(SILENT, "the cotangents along an axis add up to 0", "", 0.5, True)
-    if name == "convert_element_type":
-        return _of_underflow(cut, f"the cast to {dtype_of(cut.place.equation.outvars[0])}")
-    is_clip = label in _CLIPS
-    if not is_clip and (label in _RELUS or name in ("max", "relu")):
-        return _of_relu(cut, label, every, numbers)
-    if is_clip or name in ("min", "clamp"):
-        text = f"{label} clips {every}, {numbers}"
-        return Cause("clipped", text, "widen its bounds, or scale its input")
-    if name == "select_n":
-        text = f"the {label if 'where' in label else 'where'} takes the other side at every element"
-        return Cause("where", text, "check its mask: the condition, its axis, and what it is for",
-                     0 if "where" in label or label == "select_n" else 1)  # fmt: skip
-    if name in _READERS:
-        text = f"{label} reads no element of it that has a cotangent"
-        return Cause("not read", text, "check the indices, and what else is read there", 0.5)
-    if name in _WRITES:
-        is_target = cut.operand == 0
-        text = f"{label} writes over all of it" if is_target else f"{label} writes none of it"
-        return Cause("overwritten" if is_target else "not read", text, "check the indices")
-    if (low, high) == ZERO:
-        text = f"its input is 0 throughout, where {label} is flat"
-        return Cause("stationary", text, "start from other values", 1.5, True)
-    if "softmax" in label and _is_masked(cut):
-        return _of_mask(label)
-    if label in _SATURATE or name in _SATURATE:
-        text = f"{label} is saturated at {every}, {numbers}"
-        return Cause("saturated", text, "scale its input, or compute with its logarithm")
-    return Cause("flat", f"the derivative of {label} is 0 at {every}, {numbers}")
-
-
-def _elements_of(cut: ZeroCut) -> str:
-    return f"{math.prod(getattr(cut.variable.aval, 'shape', ())):,}"
-
-
-def _of_relu(cut: ZeroCut, label: str, every: str, numbers: str) -> Cause:
-    low, high = cut.block.range(cut.variable)
-    if "relu" in label and low > 0:
-        return Cause("saturated", f"{label} is flat at {every}, {numbers}", "scale its input")
-    text = f"{label} is flat at {every}, {numbers}"
-    return Cause("dead", text, "a smaller step or bias, or a leaky form, lets the gradient through")
-
-
-def _of_underflow(cut: ZeroCut, what: str) -> Cause:
-    text = f"a cotangent of {cut.largest:.2g} is less than {what} can hold"
-    return Cause("underflow", text, "scale the loss, or compute in float32")
-
-
-def _of_product(cut: ZeroCut, label: str, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
-    equation = cut.place.equation
-    other = equation.invars[1 - cut.operand] if cut.operand < 2 else equation.invars[0]
-    low, high = cut.block.range(other)
-    if (low, high) == ZERO:
-        return _of_zeros(cut, other, given, zero)
-    dtype = dtype_of(cut.variable)
-    smallest = float(np.finfo(np.dtype(dtype)).tiny) if str(dtype) != "bfloat16" else 1e-38
-    size = 1 / min(abs(low), abs(high)) if equation.primitive.name == "div" and low * high else 0
-    factor = size if equation.primitive.name == "div" else max(abs(low), abs(high))
-    if np.isfinite(cut.largest) and cut.largest * factor < smallest:
-        return _of_underflow(cut._replace(largest=cut.largest * factor), str(dtype))
-    is_sum = cut.variable.aval.shape != getattr(equation.outvars[0].aval, "shape", ())
-    if equation.primitive.name == "mul" and not is_sum:
-        text = f"its other factor, {low:.3g} to {high:.3g}, is 0 wherever there is a cotangent"
-        return Cause("zero factor", text, "check the masks: they have no element in common")
-    return Cause(
-        "cancels", f"the products of {label} with the cotangents add up to 0", "", 0.6, True
-    )
-
-
-def _of_zeros(cut: ZeroCut, other: object, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
-    source = zero_source(cut.block, other)
-    if source.argument is not None:
-        name = given.names[source.argument]
-        text = f"it is multiplied by {name}, which is 0 throughout"
-        if source.argument not in given.chosen:
-            return Cause("zero factor", text, f"check {name}")
-        if source.argument not in zero:
-            text += " and has a gradient: its first update ends that"
-            return Cause("trains later", text, is_note=True)
-        text += ", and whose gradient is 0 too: neither ever trains"
-        return Cause("zero factors", text, "start one of the two from other values")
-    if source.place is not None:
-        at = f"{source.place.function} ({source.place.location})"
-        text = f"it is multiplied by values that are 0 throughout since {at}"
-        return Cause("zero factor", text, "check what makes these zeros")
-    if cut.place.equation.primitive.name == "mul" and not source.is_state:
-        return Cause(
-            "zero factor", "it is multiplied by a constant that is 0", "check the constant"
-        )
-    text = "it is multiplied by constant zeros, as an initial state is"
-    return Cause("constant zeros", text, "", 0.3, True)

@@ -8,9 +8,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._diagnose.blocks import MeasuredBlock
-from clipgrad._diagnose.edge_values import OPERAND
+from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.probe import RESULT
-from clipgrad._jaxpr import holds_floats, opened, scan_counts
+from clipgrad._diagnose.reach import Reach
+from clipgrad._jaxpr import holds_floats, opened
 from clipgrad._names import Place
 from clipgrad._program import active_dependence
 
@@ -64,9 +65,8 @@ class ZeroCut(NamedTuple):
 def zero_cuts(program: Any, block: MeasuredBlock, chosen: Sequence[int]) -> list[ZeroCut]:
     """All cuts of a program, in program order."""
     search = _Search(program, chosen)
-    search.mark_alive(block, [True])
     found = dict(zip(chosen, block.values.gradients, strict=True))
-    totals = [np.any(found[i]) if i in found else None for i in range(len(block.jaxpr.invars))]
+    totals = [np.any(found[i][0]) if i in found else None for i in range(len(block.jaxpr.invars))]
     return sorted(search.cuts(block, totals, ()), key=lambda cut: cut.order)
 
 
@@ -75,53 +75,6 @@ class _Search:
 
     def __init__(self, program: Any, chosen: Sequence[int]):
         self._active = active_dependence(program, chosen)
-        self._alive: dict[tuple[int, ...], list[bool]] = {}  # results, by the key of the place
-
-    def mark_alive(self, block: MeasuredBlock, outputs: Sequence[bool]) -> list[bool]:
-        """Mark the results that something alive reads; returns which inputs are."""
-        alive: dict[Var, bool] = {}
-
-        def read(atoms: Sequence, flags: Sequence[bool]) -> None:
-            for atom, flag in zip(atoms, flags, strict=True):
-                if flag and type(atom) is not Literal:
-                    alive[atom] = True
-
-        read(block.jaxpr.outvars, outputs)
-        for i, equation in reversed(list(enumerate(block.jaxpr.eqns))):
-            results = [self._is_alive(block, i, k, v, alive)
-                       for k, v in enumerate(equation.outvars)]  # fmt: skip
-            key = block.place(equation).key
-            known = self._alive.get(key, [False] * len(results))
-            self._alive[key] = [a or b for a, b in zip(known, results, strict=True)]
-            read(equation.invars, self._operands(block, i, equation, results))
-        return [alive.get(v, False) for v in block.jaxpr.invars]
-
-    def _is_alive(self, block: Any, number: int, k: int, variable: Any, alive: dict) -> bool:
-        found = block.values.cotangent(number, RESULT, k)
-        return alive.get(variable, False) if found is None else bool(np.any(found != 0))
-
-    def _operands(
-        self, block: MeasuredBlock, number: int, equation: JaxprEqn, results: list[bool]
-    ) -> Sequence[bool]:
-        inner = [b for b in block.children.get(number, ()) if b.values.ran]
-        everything = [any(results)] * len(equation.invars)
-        if number not in block.children:
-            return everything
-        if equation.primitive.name == "scan":
-            return self._scan(inner[0], equation, results) if inner else everything
-        each = [self.mark_alive(own, results) for own in inner]
-        joined = [any(flags) for flags in zip(*each, strict=True)]
-        return [any(results), *joined] if equation.primitive.name == "cond" else joined
-
-    def _scan(self, body: MeasuredBlock, equation: JaxprEqn, results: list[bool]) -> list[bool]:
-        constants, carried = scan_counts(equation)
-        while True:
-            inputs = self.mark_alive(body, results)
-            state = inputs[constants : constants + carried]
-            new = [a or b for a, b in zip(results, state, strict=False)]
-            if new == results[:carried]:
-                return inputs
-            results = [*new, *results[carried:]]
 
     def cuts(
         self, block: MeasuredBlock, totals: Sequence[Any], around: tuple[int, ...]
@@ -158,8 +111,10 @@ class _Search:
             if not is_branch or _is_read(block.children[i], k - 1):
                 return None
             kind = BRANCH
-        own = block.values.cotangent(i, OPERAND, k)
-        sizes = [self._size(block, i, n, place) for n in range(len(equation.outvars))]
+        own = np.asarray(block.values.cotangent(i, OPERAND, k))
+        if not np.any(own == 0):
+            return None
+        sizes = [_result_size(block, i, n) for n in range(len(equation.outvars))]
         largest = functools.reduce(np.maximum, sizes)
         where = np.asarray((own == 0) & ~(largest == 0))
         if not where.any():
@@ -167,12 +122,6 @@ class _Search:
         sources = self._active[place.key][k]
         size = float(np.max(np.broadcast_to(largest, where.shape)[where]))
         return ZeroCut(kind, block, place, k, where, size, sources, (*around, i))
-
-    def _size(self, block: MeasuredBlock, i: int, n: int, place: Place) -> np.ndarray:
-        found = block.values.cotangent(i, RESULT, n)
-        if found is not None:
-            return np.where(np.isnan(found), np.inf, found)
-        return np.asarray(np.inf if self._alive.get(place.key, [False] * (n + 1))[n] else 0.0)
 
     def _totals(self, block: MeasuredBlock, i: int, equation: JaxprEqn) -> list[Any]:
         first = 1 if equation.primitive.name == "cond" else 0
@@ -201,6 +150,33 @@ class _Search:
         readers = tuple(e for _, e, _, _ in live)
         place = block.place(equation)
         return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), uses=readers)
+
+
+def _result_size(block: MeasuredBlock, i: int, n: int) -> np.ndarray:
+    """The largest cotangent of a result; of one without, such as integers, inf if it is read."""
+    found = block.values.cotangent(i, RESULT, n)
+    if found is not None:
+        return np.where(np.isnan(found), np.inf, found)
+    return np.asarray(np.inf if _is_alive(block, block.jaxpr.eqns[i].outvars[n]) else 0.0)
+
+
+def _is_alive(block: MeasuredBlock, variable: Var) -> bool:
+    """Whether the loss, or something that has a cotangent, is computed from a value."""
+    is_alive, outermost = False, block
+    while outermost.outer is not None:
+        outermost = outermost.outer
+
+    def goes_on(own: MeasuredBlock, i: int, k: int) -> bool:
+        nonlocal is_alive
+        results = (
+            own.values.cotangent(i, RESULT, n) for n in range(len(own.jaxpr.eqns[i].outvars))
+        )
+        is_alive = is_alive or any(found is not None and np.any(found) for found in results)
+        return not is_alive
+
+    walk = Reach(goes_on, {variable})
+    walk.leave(block)
+    return is_alive or walk.has(outermost.jaxpr.outvars[0])
 
 
 def _is_read(branches: list[MeasuredBlock], position: int) -> bool:

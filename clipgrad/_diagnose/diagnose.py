@@ -33,6 +33,7 @@ from clipgrad._diagnose.findings import (
 )
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
 from clipgrad._diagnose.partial_cuts import data_inputs, layers_of_scans
+from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
@@ -193,7 +194,10 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> G
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     if not {finding.kind for finding in findings} & {"value", "vjp"}:
-        zeros, more = _zeros_of(given, grads, loss, data)
+        shares = [_zero_share(grad, [measured[s.site] for s in own])
+                  for grad, own in zip(grads, parts, strict=True)]  # fmt: skip
+        has_pieces = may_have_cut_pieces(block, given, shares)
+        zeros, more = _zeros_of(given, grads, loss, data, has_pieces)
         small = any(finding.kind in ("underflow", "shrinks") for finding in findings)
         findings += [own for own in zeros if not (small and own.cause == "underflow")]
         notes += more
@@ -201,7 +205,11 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> G
 
 
 def _zeros_of(
-    given: DiagnosisSubject, grads: list[Summary], loss: float, data: frozenset[int] | None
+    given: DiagnosisSubject,
+    grads: list[Summary],
+    loss: float,
+    data: frozenset[int] | None,
+    has_pieces: bool,
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
 
@@ -211,7 +219,15 @@ def _zeros_of(
     zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
     layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else {}
     partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in layers.items())
-    return zero_findings(given, zero, loss, data) if zero or partly or data else ([], [])
+    if not (zero or partly or data or has_pieces):
+        return [], []
+    return zero_findings(given, zero, loss, data, has_pieces)
+
+
+def _zero_share(grad: Summary, slices: Sequence[Summary]) -> float:
+    """The share of a gradient that is zero; 0 if the slices that are read have one each."""
+    has_each = slices and not any(np.all(own.zeros == 1) for own in slices)
+    return 0.0 if has_each else float(np.max(grad.zeros))
 
 
 def _nonfinite(

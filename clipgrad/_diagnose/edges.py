@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jax import lax
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._diagnose.edge_values import OPERAND, EdgeValues
 from clipgrad._diagnose.probe import RESULT
 from clipgrad._jaxpr import (
     PRINTS,
@@ -31,11 +30,53 @@ from clipgrad._jaxpr import (
 from clipgrad._numerics import largest
 from clipgrad._program import active_variables
 
+OPERAND = "operand"
 NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not computed
 _REAL = np.dtype(np.float32)
 # A value of so few elements, at all steps and on all devices, leaves the program as it is: to
 # compile its reductions takes longer.
 _WHOLE_VALUES = 2**12
+
+
+class EdgeValues(NamedTuple):
+    """The cotangents of operands and results of a program, and the ranges of values.
+
+    All have leading axes for the scans and the `shard_map`s around the program.
+    """
+
+    probes: Any
+    notes: Any
+    gradients: Any = ()  # of the outermost program: which elements of each axis are not all zero
+
+    def cotangent(self, number: int, kind: str, position: int) -> np.ndarray | None:
+        """The largest magnitude of a cotangent; None if it is not measured."""
+        return self.probes["own"].get(f"{number} {kind} {position}")
+
+    def result_range(self, number: int, position: int) -> tuple[float, float]:
+        """The smallest and the largest element of a result, at all steps."""
+        return _over_steps(self.notes["results"][str(number)][position])
+
+    def input_range(self, position: int) -> tuple[float, float]:
+        """The smallest and the largest element of an input, at all steps."""
+        return _over_steps(self.notes["inputs"][position])
+
+    @property
+    def ran(self) -> bool:
+        """Whether the program was run at all; a branch may not be."""
+        return bool(np.any(np.isfinite(self.notes["ran"][0])))
+
+    def inside(self, number: int) -> list["EdgeValues"]:
+        """The measured values of the programs inside of an equation."""
+        probes = self.probes["inside"].get(str(number), [])
+        notes = self.notes["inside"].get(str(number), [])
+        return [EdgeValues(*own) for own in zip(probes, notes, strict=True)]
+
+
+def _over_steps(noted: Any) -> tuple[float, float]:
+    if isinstance(noted, dict):  # the value itself
+        whole = np.asarray(noted["whole"], np.float64)
+        return float(np.min(whole, initial=np.inf)), float(np.max(whole, initial=-np.inf))
+    return float(np.min(noted[..., 0])), float(np.max(noted[..., 1]))
 
 
 def inner_programs(equation: JaxprEqn) -> list:
@@ -61,10 +102,16 @@ def edge_values(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> E
         given = [inputs[i] for i in chosen]
         _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
         grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
-        return found, notes, [jnp.any(grad != 0, axis=tuple(range(1, grad.ndim))) for grad in grads]
+        return found, notes, [_nonzero_by_axis(grad) for grad in grads]
 
     found, notes, grads = on_host(run(list(inputs), probes))
     return EdgeValues(_largest_by_step(program, found, 0), notes, grads)
+
+
+def _nonzero_by_axis(x: Any) -> list[Any]:
+    """For each axis which of its elements are not zero throughout."""
+    others = [[n for n in range(x.ndim) if n != axis] for axis in range(max(x.ndim, 1))]
+    return [jnp.any(x != 0, axis=tuple(axes)) for axes in others]
 
 
 def _zero_probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
 from clipgrad._diagnose.blocks import MeasuredBlock
 from clipgrad._diagnose.cuts import ZeroCut
-from clipgrad._diagnose.edge_values import OPERAND
+from clipgrad._diagnose.edges import OPERAND
+from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._jaxpr import opened, scan_counts
 from clipgrad._names import Place
@@ -73,73 +74,49 @@ def remainder(
 ) -> Remainder | None:
     """The rest of the gradient of an input if no operation on its way reads the data."""
     read = dependence(given.program)
-    own = [c for c in cuts if argument in c.sources and read[c.place.key][c.operand] & data]
-    if not own:
-        return None
-    walk = _Alive(read, data)
-    start = block.jaxpr.invars[argument]
-    walk.reached.add(start)
-    walk.follow(block)
-    return Remainder(walk.first, own) if walk.first and not walk.reads_data else None
+    own = [c for c in cuts if argument in c.sources and _meets_data(c, read, data)]
+    alive: dict[tuple[int, ...], tuple[Place, set[int]]] = {}
 
-
-class _Alive:
-    """A walk from an input along the edges that are alive."""
-
-    def __init__(self, read: dict, data: frozenset[int]):
-        self._read, self._data = read, data
-        self.reached: set[Var] = set()
-        self.reads_data = False
-        self.first: Place | None = None
-
-    def follow(self, block: MeasuredBlock) -> None:
-        """Go through a program, again as long as loops carry something new."""
-        count = -1
-        while count != len(self.reached) and not self.reads_data:
-            count = len(self.reached)
-            for i in range(len(block.jaxpr.eqns)):
-                self._equation(block, i)
-
-    def _equation(self, block: MeasuredBlock, i: int) -> None:
-        equation = block.jaxpr.eqns[i]
-        alive = [k for k, v in enumerate(equation.invars) if self._is_alive(block, i, k, v)]
-        if not alive:
-            return
-        if i in block.children:
-            self._enter(block, i, alive)
-            return
-        place = block.place(equation)
-        self.first = self.first or place
-        sources, name = self._read[place.key], equation.primitive.name
-        counted = range(len(sources))
-        if name in _BY_OTHERS:
-            counted = [k for k in counted if k not in alive]
-        if name not in _LINEAR and any(sources[k] & self._data for k in counted):
-            self.reads_data = True
-        self.reached.update(equation.outvars)
-
-    def _is_alive(self, block: MeasuredBlock, i: int, k: int, v: object) -> bool:
-        if type(v) is Literal or v not in self.reached:
-            return False
+    def is_alive(block: MeasuredBlock, i: int, k: int) -> bool:
         found = block.values.cotangent(i, OPERAND, k)
-        return found is not None and bool(np.any(found != 0))
+        if found is None or not np.any(found != 0):
+            return False
+        if i not in block.children:
+            place = block.place(block.jaxpr.eqns[i])
+            alive.setdefault(place.key, (place, set()))[1].add(k)
+        return True
 
-    def _enter(self, block: MeasuredBlock, i: int, alive: Sequence[int]) -> None:
-        equation = block.jaxpr.eqns[i]
-        first = 1 if equation.primitive.name == "cond" else 0
-        constants, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
-        for inner in (b for b in block.children[i] if b.values.ran):
-            self.reached.update(inner.jaxpr.invars[k - first] for k in alive)
-            self.follow(inner)
-            state = inner.jaxpr.invars[constants : constants + carried]
-            pairs = zip(state, inner.jaxpr.outvars, strict=False)
-            self.reached.update(own for own, out in pairs if self._has(out))
-            self.follow(inner)
-            results = zip(equation.outvars, inner.jaxpr.outvars, strict=True)
-            self.reached.update(v for v, out in results if self._has(out))
+    if own:
+        Reach(is_alive, {block.jaxpr.invars[argument]}).follow(block)
+    reads = any(_reads_data(*used, read[key], data) for key, used in alive.items())
+    return Remainder(next(iter(alive.values()))[0], own) if alive and not reads else None
 
-    def _has(self, atom: object) -> bool:
-        return type(atom) is not Literal and atom in self.reached
+
+def _meets_data(
+    cut: ZeroCut, read: dict[tuple, list[frozenset[int]]], data: frozenset[int]
+) -> bool:
+    """Whether a value that is cut depends on the data, or is multiplied by it afterwards."""
+    met = bool(read[cut.place.key][cut.operand] & data)
+
+    def goes_on(block: MeasuredBlock, i: int, k: int) -> bool:
+        nonlocal met
+        place = block.place(block.jaxpr.eqns[i])
+        met = met or _reads_data(place, {k}, read.get(place.key, []), data)
+        return not met
+
+    if not met:
+        Reach(goes_on, cut.place.equation.outvars).leave(cut.block)
+    return met
+
+
+def _reads_data(
+    place: Place, operands: set[int], read: Sequence[frozenset[int]], data: frozenset[int]
+) -> bool:
+    """Whether the derivative of an operation by these operands depends on the data."""
+    name, counted = place.equation.primitive.name, set(range(len(read)))
+    if name in _BY_OTHERS:
+        counted -= operands
+    return name not in _LINEAR and any(read[k] & data for k in counted)
 
 
 def data_inputs(given: DiagnosisSubject, data: str | int | Sequence[str | int]) -> frozenset[int]:

@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clipgrad._diagnose.blocks import MeasuredBlock
-from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
+from clipgrad._diagnose.causes import EXCUSED, SILENT, STRUCTURAL, Cause, cause_of
 from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
 from clipgrad._diagnose.findings import inside_of
 from clipgrad._diagnose.partial_cuts import cuts_of_layer, layers_of_scans, remainder
+from clipgrad._diagnose.pieces import cut_pieces
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._docs import docs_page
@@ -50,6 +51,7 @@ def zero_findings(
     zero: Sequence[int],
     loss: float,
     data: frozenset[int] | None = None,
+    has_pieces: bool = False,
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and the notes on gradients that are zero, or cut in part.
 
@@ -58,12 +60,13 @@ def zero_findings(
       zero: the positions of the inputs whose gradients are zero.
       loss: its value.
       data: the inputs that are data, to find what only a penalty trains; None: do not look.
+      has_pieces: whether the gradient of a piece of an input may be zero.
     """
     reached = sources_of_results(given.program)[0]
     notes = _unread(given, [i for i in zero if i not in reached])
     layers = {} if zero else layers_of_scans(given)
     zero = [i for i in zero if i in reached]
-    if not (zero or layers or data):
+    if not (zero or layers or data or has_pieces):
         return [], notes
     try:
         values = edge_values(given.program, given.inputs, given.chosen)
@@ -74,7 +77,8 @@ def zero_findings(
     is_all = len(zero) == len(given.chosen) and loss == 0
     findings, more = search.of_zeros(is_all)
     rest = [*search.of_layers(), *search.of_remainders(data or frozenset())]
-    return [*findings, *rest], [*notes, *more]
+    pieces, also = search.of_pieces() if loss != 0 else ([], [])
+    return [*findings, *rest, *pieces], [*notes, *more, *also]
 
 
 class _Explanations:
@@ -109,7 +113,7 @@ class _Explanations:
         """The findings on layers without a gradient, of leaves that a scan takes by the layer."""
         gradients = dict(zip(self._given.chosen, self._block.values.gradients, strict=True))
         for i, count in layers_of_scans(self._given).items():
-            layers = np.flatnonzero(~np.asarray(gradients[i]))
+            layers = np.flatnonzero(~np.asarray(gradients[i][0]))
             if i in self._zero or not len(layers):
                 continue
             cuts = [c for t in layers for c in cuts_of_layer(self._cuts, i, int(t))]
@@ -129,6 +133,28 @@ class _Explanations:
             if left and best and best[0].cause.rank < _LIKELY:
                 subject = f"only {left.place.location} trains {self._names[i]}: the rest of it"
                 yield _zero_finding([self._names[i]], subject, best)
+
+    def of_pieces(self) -> tuple[list[GradientFinding], list[str]]:
+        """The findings and notes on parts of leaves, such as the keys of a fused kernel.
+
+        What a number cuts, as of units that are dead, may be right for these arguments: a note.
+        """
+        groups: dict[tuple, tuple[dict[tuple[int, int], Any], list[_Explained]]] = {}
+        for piece in cut_pieces(self._given, self._block, self._cuts, self._zero):
+            best = _best(self._explained(piece.cuts))
+            own, _ = groups.setdefault(best[0].place, ({}, best))
+            key = piece.argument, piece.axis
+            own[key] = own.get(key, False) | piece.elements
+        findings, notes = [], []
+        for pieces, best in groups.values():
+            names = [self._names[i] for i, _ in pieces]
+            parts = [f"[{':, ' * axis}{_index_of(own)}]" for (_, axis), own in pieces.items()]
+            subject = _subject([a + b for a, b in zip(names, parts, strict=True)])
+            if best[0].cause.name in STRUCTURAL:
+                findings.append(_zero_finding(names, subject, best))
+            elif best[0].cause.name != SILENT:
+                notes.append(_text_of(subject, best))
+        return findings, notes
 
     def _explained(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
         return [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
@@ -172,6 +198,16 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
     if also:
         text += "; also cut at " + ", ".join(f"{e.at.location} ({e.cause.name})" for e in also)
     return text + (f"; {cause.step}" if cause.step else "")
+
+
+def _index_of(elements: np.ndarray) -> str:
+    """Elements of an axis, as in an index."""
+    own = np.flatnonzero(elements)
+    if len(own) == 1:
+        return str(own[0])
+    if own[-1] - own[0] + 1 == len(own):
+        return f"{own[0]}:{own[-1] + 1}"
+    return f"[{', '.join(map(str, own[:_SHOWN]))}{', ...' * (len(own) > _SHOWN)}]"
 
 
 def _span(steps: Sequence[int]) -> str:

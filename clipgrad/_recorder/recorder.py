@@ -20,6 +20,7 @@ from clipgrad._recorder.newest import Newest
 from clipgrad._recorder.record import StepRecord, kept_tree
 from clipgrad._recorder.storage import MANIFEST, orbax, write
 from clipgrad._recorder.structure import check_structure
+from clipgrad._recorder.zero_leaves import warning_of_zeros
 from clipgrad._trees import check_tree, is_array
 
 # Some numbers of each step: enough for a picture, and less than one small array in all.
@@ -37,8 +38,12 @@ class FlightRecorder:
     Guarantees:
       * It does not copy or hold the parameters. It copies the flag and a few norms of a state, so
         you may donate the buffers of the state.
-      * In one process it never waits for the device. It keeps the batch of each step until the flag
-        of that step arrives, however far the loop runs ahead; the runtime holds these batches too.
+      * If a leaf's gradient was exactly zero in the first step, the first `record` warns, with the
+        leaf and the call of `diagnose`. A clip with ``stats="per_leaf"`` shows that, or the moment
+        of Adam, Lion or momentum.
+      * In one process it waits for the device in the first `record` only. It keeps the batch of
+        each step until the flag of that step arrives, however far the loop runs ahead; the runtime
+        holds these batches too.
       * Several processes must stop at the same step. There `record` waits for the flag of the step
         ``keep - 1`` steps before, so the loop never runs further ahead.
       * A capture never has the batch of another step. If the loop does not record every step, or
@@ -111,6 +116,7 @@ class FlightRecorder:
         self._halted_at: int | None = None
         self._unwritten: StepRecord | None = None
         self._newest = Newest({})
+        self._warns_of_zeros = True  # until the first step was recorded
 
     def record(
         self, state: Any, batch: Any, *, key: Any = None, step: Any = None, **extra: Any
@@ -150,6 +156,10 @@ class FlightRecorder:
         self._records.append(StepRecord(flag, norms, **data, step=step, extra=more))
         given = {} if params is None else {"params": jax.tree.flatten(params)}
         self._newest = Newest({"state": (leaves, structure)} | given)
+        if self._warns_of_zeros:
+            self._warns_of_zeros = False
+            if warning := warning_of_zeros(state, extra.get("loss")):
+                warnings.warn(warning, UserWarning, stacklevel=2)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
 

@@ -17,7 +17,7 @@ from clipgrad._values import ValueStats
 
 Items = Iterator[tuple[str, Any]]
 
-_OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite")
+_OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "zeros")
 _OF_MEASURED = ("norm", "rms", "max", "zeros", "nonfinite")
 _OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
 _OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
@@ -28,8 +28,8 @@ _SCALAR_STATES = ClipStats | ValueStats | GradientClipState | SkipSpikesState
 def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
-    Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
-    ``nonfinite`` below their name, statistics of values ``norm``, ``rms``, ``max``, ``zeros`` and
+    Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction``, ``nonfinite``
+    and ``zeros`` below their name, statistics of values ``norm``, ``rms``, ``max``, ``zeros`` and
     ``nonfinite``. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
 

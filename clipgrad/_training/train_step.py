@@ -21,6 +21,7 @@ from clipgrad._frameworks import (
     take_apart,
 )
 from clipgrad._gradient_clip import (
+    GradientClipState,
     SkipSpikesState,
     as_optimizer,
     asking_for_stats,
@@ -187,7 +188,9 @@ def train_step(
       `ClipStats` of each gradient clip in the optimizer, in the order of its state). With exactly
       one clip they have ``measured_norm`` (the L2 norm that the clip measured, which is not
       ``grad_norm`` with ``where=``, a mask or an earlier transformation), ``clipped_norm`` (the
-      norm after the clip) and ``clip_scale`` (their ratio); with `skip_spikes` ``skipped`` and
+      norm after the clip) and ``clip_scale`` (their ratio); with one clip of ``stats="per_leaf"``
+      ``leaves`` (the `ClipStats` of each leaf by path: ``zeros`` is 1 where the gradient is exactly
+      zero); with `skip_spikes` ``skipped`` and
       ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
       of each name (added up over microbatches); with ``watch_values`` a dictionary ``values`` of
       the `ValueStats` of each name (joined over microbatches), of the parameters before the step;
@@ -333,6 +336,9 @@ def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMe
         (clip,) = clips
         metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
         metrics["clip_scale"] = clip.scale
+    by_leaf = [s.leaf_stats for s in instances(opt_state, GradientClipState) if s.leaf_stats]
+    if len(by_leaf) == 1:
+        metrics["leaves"] = by_leaf[0]
     if skips:
         metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
         in_a_row = jnp.stack([s.nonfinite_consecutive for s in skips])
