@@ -1,6 +1,6 @@
 """Scores clipgrad on mistakes of ports from torch: does it name the module?
 
-    python -m benchmarks.ports [names ...]        # the table and the score
+    python -m benchmarks.ports [twins, types ...] # the table and the score
     python -m benchmarks.ports --check            # the right twins, without clipgrad
 
 The check compares losses and gradients of the right twins with torch's, leaf by leaf, in float32,
@@ -148,12 +148,15 @@ def main(chosen):
     import clipgrad as cg
     from benchmarks.ports import TWINS
 
+    chosen, types = set(chosen), {"float32", "bfloat16"}
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in chosen or not types & chosen]
+    chosen = chosen - types
     right = total = named = alarms = 0
     print(f"{'twin':11} {'mistake':22} verdict  expected | found")
     for twin in TWINS:
         if chosen and twin.name not in chosen:
             continue
-        for dtype in ("float32", "bfloat16"):
+        for dtype in dtypes:
             start = time.time()
             with tempfile.TemporaryDirectory() as folder:
                 path = pathlib.Path(folder, "run.npz")
@@ -180,7 +183,7 @@ def main(chosen):
                     else:
                         named, alarms = named + 1, alarms + (not at)
                         expected = f"silent, {dtype}"
-                    text = " ".join(text.split())[:400]
+                    text = " ".join(text.split()).replace(os.getcwd() + "/", "")[:400]
                     verdict = "right" if at else "WRONG"
                     print(
                         f"{twin.name:11} {bug or '(right)':22} {verdict}    {expected} | {text}",
