@@ -1,0 +1,199 @@
+"""Scores clipgrad on mistakes of ports from torch: does it name the module?
+
+    python -m benchmarks.ports [twins, types ...] # the table and the score
+    python -m benchmarks.ports --check            # the right twins, without clipgrad
+
+The check compares losses and gradients of the right twins with torch's, leaf by leaf, in float32,
+or in float64 where 64 bits are on (``JAX_ENABLE_X64=1``). It says by how much each mistake moves
+the loss and the gradients.
+"""
+
+import fnmatch
+import itertools
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+MARK = 35
+# What flax calls whole models, and a tool may leave away.
+ROOTS = "Tagger", "ResNet", "Decoder"
+
+
+def arrays_of(tensors):
+    """The tensors by name as NumPy arrays; those of a type that NumPy lacks in float32."""
+    import torch
+
+    out = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        out[name] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+    return out
+
+
+def torch_side(twin, dtype):
+    """The module, the loss and the arguments in a type."""
+    import torch
+
+    module, loss, args = twin.torch()
+    to = getattr(torch, dtype)
+    args = tuple(arg.to(to) if arg.is_floating_point() else arg for arg in args)
+    return module.to(to), loss, args
+
+
+def jax_side(twin, bug, dtype, module, args):
+    """The JAX loss and its arguments, with what the torch module has."""
+    import jax
+    import jax.numpy as jnp
+
+    state = arrays_of(module.state_dict())
+    batch = arrays_of(dict(enumerate(args))).values()
+
+    def cast(x):
+        x = jnp.asarray(x)
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    arguments = (twin.carry(state, bug), *twin.batch(tuple(batch), state, bug))
+    return twin.loss(bug), jax.tree.map(cast, arguments)
+
+
+def distance(a, b):
+    """The largest relative distance of two trees of one form, leaf by leaf.
+
+    A leaf below a thousandth of the largest counts as that: a gradient may be zero but for
+    rounding, as of the bias of keys.
+    """
+    import jax
+    import numpy as np
+
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+    whole = max(np.linalg.norm(y) for _, y in pairs)
+    return max(
+        np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-3 * whole, 1e-30) for x, y in pairs
+    )
+
+
+def check(chosen):
+    """Whether each right twin has torch's loss and gradients, and each mistake has not."""
+    import jax
+
+    from benchmarks.ports import TWINS
+
+    limits = {"float32": 2e-5, "bfloat16": 0.2}
+    if jax.config.jax_enable_x64:
+        limits = {"float64": 1e-12}
+    wrong = 0
+    for twin, dtype in itertools.product(TWINS, limits):
+        if chosen and twin.name not in chosen:
+            continue
+        module, torch_loss, args = torch_side(twin, dtype)
+        value = torch_loss(module, *args)
+        value.backward()
+        named = dict(module.named_parameters(remove_duplicate=False))
+        grads = arrays_of({name: parameter.grad for name, parameter in named.items()})
+        expected = jax.tree.leaves(twin.carry(grads, "", True))
+        # The averages of BatchNorm are those before the run.
+        module, _, args = torch_side(twin, dtype)
+        for bug in ("", *(twin.bugs if dtype != "bfloat16" else ())):
+            fun, arguments = jax_side(twin, bug, dtype, module, args)
+            loss, found = jax.jit(jax.value_and_grad(fun))(*arguments)
+            of_loss = distance(loss, value.item())
+            found = jax.tree.leaves(found)
+            same = [x.shape for x in found] == [x.shape for x in expected]
+            of_grads = distance(found, expected) if same else float("nan")
+            good = same and max(of_loss, of_grads) < limits[dtype]
+            wrong += good == bool(bug)
+            print(
+                f"{twin.name:11} {bug or '(right)':22} {dtype:8} loss {of_loss:.1e} "
+                f"gradients {of_grads:.1e}  {'' if good != bool(bug) else 'NOT AS IT SHOULD BE'}",
+                flush=True,
+            )
+    print("wrong:", wrong)
+    return wrong
+
+
+def is_at(module, names):
+    """Whether a scope is one of the names.
+
+    The name of the whole model may stand before it. ``vmap()`` and the names that Equinox gives its
+    own layers, such as ``eqx.nn.Linear``, do not count.
+    """
+    parts = [part for part in (module or "").split("/") if part and part != "vmap()"]
+    parts = [part for part in parts if not part.startswith("eqx.nn.")]
+    if parts and parts[0] in ROOTS:
+        del parts[0]
+    return any(fnmatch.fnmatchcase("/".join(parts), name) for name in names)
+
+
+def judged(found, bug):
+    """Whether the first finding names the place, or one of the wrong leaves; and what it is."""
+    if not found.findings:
+        return False, "nothing"
+    first = found.findings[0]
+    text = f"{first.kind} {first.module}: {first.message}"
+    words = str(first.message).replace("['", "/").replace("']", "").split()
+    words = ["/" + word.strip(".,:;()[]'\"`/") for word in words]
+    leaf = any(fnmatch.fnmatchcase(word, "*/" + leaf) for word in words for leaf in bug.leaves)
+    return not found.ok and (is_at(first.module, bug.modules) or leaf), text
+
+
+def main(chosen):
+    """The table and the score."""
+    import clipgrad.torch
+
+    import clipgrad as cg
+    from benchmarks.ports import TWINS
+
+    chosen, types = set(chosen), {"float32", "bfloat16"}
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in chosen or not types & chosen]
+    chosen = chosen - types
+    right = total = named = alarms = 0
+    print(f"{'twin':11} {'mistake':22} verdict  expected | found")
+    for twin in TWINS:
+        if chosen and twin.name not in chosen:
+            continue
+        for dtype in dtypes:
+            start = time.time()
+            with tempfile.TemporaryDirectory() as folder:
+                path = pathlib.Path(folder, "run.npz")
+                module, torch_loss, args = torch_side(twin, dtype)
+                before = {name: value.clone() for name, value in module.state_dict().items()}
+                clipgrad.torch.save_run(module, torch_loss, args, path)
+                # The averages of BatchNorm are those before the run.
+                module.load_state_dict(before)
+                for bug in ("", *(twin.bugs if dtype == "float32" else ())):
+                    try:
+                        fun, arguments = jax_side(twin, bug, dtype, module, args)
+                        found = cg.compare(path, fun, arguments)
+                        if bug:
+                            at, text = judged(found, twin.bugs[bug])
+                        else:
+                            at = found.ok and not found.findings
+                            text = " | ".join(str(f.message) for f in found.findings) or "silent"
+                    except Exception as error:
+                        at, text = False, f"{type(error).__name__}: {error}"
+                    if bug:
+                        total, right = total + 1, right + at
+                        modules = [module or "the model" for module in twin.bugs[bug].modules]
+                        expected = f"{' or '.join(modules)} ({twin.bugs[bug].what})"
+                    else:
+                        named, alarms = named + 1, alarms + (not at)
+                        expected = f"silent, {dtype}"
+                    text = " ".join(text.split()).replace(os.getcwd() + "/", "")[:400]
+                    verdict = "right" if at else "WRONG"
+                    print(
+                        f"{twin.name:11} {bug or '(right)':22} {verdict}    {expected} | {text}",
+                        flush=True,
+                    )
+            print(f"{twin.name:11} {dtype}: {time.time() - start:.0f} s", file=sys.stderr)
+    print(f"at the module: {right} of {total}; the mark is {MARK} of 40")
+    print(f"right twins that were named: {alarms} of {named}; the mark is 0")
+
+
+if __name__ == "__main__":
+    names = [name for name in sys.argv[1:] if name != "--check"]
+    sys.exit(check(names) > 0) if "--check" in sys.argv else main(names)
