@@ -51,6 +51,7 @@ from clipgrad._trees.vectors import to_numpy as to_numpy
 from clipgrad._trees.vectors import to_vector as to_vector
 from clipgrad._trees.vectors import wide_dtype as wide_dtype
 from clipgrad._trees.vectors import widened_leaf as widened_leaf
+from clipgrad._trees.vectors import rows_in_place as rows_in_place
 from clipgrad._trees.vectors import zeros_in_place as zeros_in_place
 from clipgrad._trees.where import Where as Where
 from clipgrad._trees.where import selected as selected

@@ -1,5 +1,6 @@
 """Lists of float arrays as one real vector: complex numbers are two reals, side by side."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -71,6 +72,11 @@ def zeros_in_place(size: int, dtype: Any = np.float64) -> np.ndarray:
     return whole[start : start + count].view(dtype)
 
 
+def rows_in_place(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Zeros of a shape that XLA on a CPU reads without a copy."""
+    return zeros_in_place(math.prod(shape), dtype).reshape(shape)
+
+
 def to_numpy(leaves: Sequence[Array], out: np.ndarray | None = None) -> np.ndarray:
     """Flatten concrete leaves into one vector: `out`, or of float64."""
     known = [np.asarray(leaf) for leaf in leaves]
@@ -103,9 +109,11 @@ def gradient_rows(found: Iterable[Sequence[Array]], count: int) -> np.ndarray:
     rows, row = np.zeros((count, 0)), 0
     for leaves in found:
         leaves, places = list(leaves), offsets(leaves)
+        give_back(int(places[-1]))
         if not row:
             is_single = all(real_dtype(leaf) == np.float32 for leaf in leaves)
-            rows = np.empty((count, int(places[-1])), np.float32 if is_single else np.float64)
+            shape = count, int(places[-1])
+            rows = rows_in_place(shape, np.float32 if is_single else np.float64)
         for start, stop in zip(places[-2::-1], places[:0:-1], strict=True):
             leaf = leaves.pop()
             to_numpy([np.conj(leaf) if is_complex(leaf) else leaf], rows[row, start:stop])
@@ -127,7 +135,11 @@ def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Arra
 
 def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
     """Trees of leaves stacked leaf by leaf along a new leading axis; compiles nothing."""
-    return [np.stack([np.asarray(leaf) for leaf in leaves]) for leaves in zip(*rows, strict=True)]
+    found = []
+    for leaves in zip(*rows, strict=True):
+        found.append(rows_in_place((len(leaves), *leaves[0].shape), leaves[0].dtype))
+        np.stack([np.asarray(leaf) for leaf in leaves], out=found[-1])
+    return found
 
 
 def _real_parts(leaf, xp):
