@@ -43,7 +43,7 @@ class Compared(Check):
 
     error = None
 
-    def _noise_at(self, _):
+    def _noise_at(self, *_):
         return self.tolerance.explained(0 * G if self.error is None else np.asarray(self.error))
 
 

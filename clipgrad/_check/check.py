@@ -253,7 +253,7 @@ class Check:
                 np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
             if leaves is None or not np.isfinite(found).all():
                 return None
-        return Around(found[0], found[1].max(), is_there)
+        return Around(found[0], found[1].max(), np.packbits(is_there))
 
     def _as_computed(self, rows: int) -> np.ndarray:
         is_there = rows <= len(self.gradient)

@@ -300,7 +300,7 @@ def are_on_cpu(leaves: Sequence[Any]) -> bool:
 
 
 def without_copy(leaf: Any) -> Any:
-    """A leaf for a program on the CPU: itself if it is there, for of a NumPy array JAX makes one."""
+    """A leaf for a program on the CPU: itself if it is there, since JAX may copy a NumPy array."""
     return leaf if are_on_cpu([leaf]) and len(leaf.devices()) == 1 else np.asarray(leaf)
 
 

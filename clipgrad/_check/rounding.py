@@ -50,16 +50,17 @@ def gradient_movement(
         dtype = np.float32 if isinstance(exact, Beside) else np.float64
         with in_float64():
             leaves = list(map(without_copy, given))
-            terms = list(map(jax.device_put, exact.terms if isinstance(exact, Beside) else exact))
+            terms = list(exact.terms if isinstance(exact, Beside) else exact)
             found = [jax.device_put(np.zeros(_trees.real_size(x), dtype)) for x in xs]
             for seed in range(1, 1 + RUNS_OF_GRADIENT):
                 found = gradient.moved(leaves, np.uint32(seed), parts, terms, found)
                 _trees.give_back(size)
         del exact, terms
-        own = np.concatenate(found)
+        own = np.empty(size, dtype)
+        for start, stop in _trees.areas(xs)[::-1]:
+            own[start:stop] = found.pop()
+            _trees.give_back(size)  # each is released at once
         most = np.fmax(most, own, out=own)
-        del found
-        _trees.give_back(size)
     return np.divide(most, np.sqrt(RUNS_OF_GRADIENT), out=most)
 
 
@@ -79,11 +80,9 @@ def _moved_program(gradient: Gradient, given: Sequence[jax.Array]) -> Callable[.
     def run(constants, leaves, seed, parts, terms, found):
         own = _jaxpr.with_constants(jaxpr, constants)
         moved = rounded_in_float64(own, leaves, seed, parts, platform)
-        places = _trees.offsets(moved)
-        areas = [slice(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
         return [
             _with_distance(distances, _trees.to_vector([jnp.conj(x)], x.real.dtype), terms, area)
-            for distances, x, area in zip(found, moved, areas, strict=True)
+            for distances, x, area in zip(found, moved, _trees.areas(moved), strict=True)
         ]
 
     key = ("rounded", _jaxpr.program_key(program), platform)
@@ -91,9 +90,9 @@ def _moved_program(gradient: Gradient, given: Sequence[jax.Array]) -> Callable[.
     return functools.partial(compiled, constants)
 
 
-def _with_distance(distances: Any, moved: Any, terms: Sequence, area: slice) -> Any:
+def _with_distance(distances: Any, moved: Any, terms: Sequence, area: tuple[int, int]) -> Any:
     """The distances with that of a part of a gradient from the sum of terms."""
     for term in terms:
-        moved = moved - term[area].astype(moved.dtype)
+        moved = moved - term[slice(*area)].astype(moved.dtype)
     off = moved.astype(distances.dtype)
     return jnp.hypot(distances, jnp.where(jnp.isfinite(off), off, jnp.zeros_like(off)))

@@ -119,7 +119,7 @@ class Judge:
 
     @functools.cached_property
     def noise(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Gives sizes of a gradient in float64 that are nothing but rounding, to slopes at least."""
+        """Gives sizes of gradients in float64 that are nothing but rounding, to slopes at least."""
         moved = np.broadcast_to(self.point.rounded(*IN_FLOAT64), self.point.scale.size)
         explained = self.tolerance.explained(moved)
         return lambda indices: explained(indices) + tolerances.LEAST_SEEN * moved[indices]
@@ -196,7 +196,7 @@ class Judge:
         around = self.point.around() if flat.any() else None
         if around is None:
             return np.zeros_like(flat)
-        return flat & ~around.is_there[indices]
+        return flat & (np.unpackbits(around.is_there)[indices] == 0)
 
     def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)

@@ -308,8 +308,8 @@ class Tolerance:
 class Around(NamedTuple):
     """What is known of the gradient around a point: the most of several cotangents.
 
-    The root mean square over each leaf, the largest effect of any leaf on the output, and whether
-    each element has a gradient there.
+    The root mean square over each leaf, the largest effect of any leaf on the output, and a bit for
+    each element that has a gradient there.
     """
 
     typical: np.ndarray

@@ -46,6 +46,12 @@ def offsets(leaves: Sequence[Array]) -> np.ndarray:
     return np.cumsum([0] + [real_size(leaf) for leaf in leaves])
 
 
+def areas(leaves: Sequence[Array]) -> list[tuple[int, int]]:
+    """Where each leaf lies in the vector."""
+    places = offsets(leaves)
+    return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
+
+
 def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
     """Flatten traced leaves into one real vector."""
     parts = [_real_parts(leaf, jnp).astype(dtype) for leaf in leaves]
