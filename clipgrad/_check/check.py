@@ -327,7 +327,9 @@ class Check:
         known = point.exact is not None
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
-        lost = lambda indices: self.noise(point.xs, point.gradient)(indices)  # noqa: E731
+        is_known = self.rule is self.plain and isinstance(exact, Beside)
+        near = exact if is_known else point.gradient
+        lost = lambda indices: self.noise(point.xs, near)(indices)  # noqa: E731
         excuses = [Excuse(verified, ROUNDING, lost, of_zero=known)]
         return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
@@ -347,7 +349,7 @@ class Check:
                 return cotangents @ off
         return np.zeros(len(cotangents))
 
-    def _moved(self, gradients, xs, near: np.ndarray, parts: Parts) -> np.ndarray:
+    def _moved(self, gradients, xs, near: Any, parts: Parts) -> np.ndarray:
         """The distance that roundings move each element of some gradients."""
         moved: Any = np.float32(0)
         for gradient in filter(None, gradients):
@@ -372,7 +374,7 @@ class Check:
         """The errors of elements that a jump explains, in outputs that hardly jump as well."""
         return np.fmax(self.jump[indices], self.noise(self.subject.inputs)(indices))
 
-    def noise(self, xs, near: np.ndarray | None = None) -> Errors:
+    def noise(self, xs, near: Any = None) -> Errors:
         """Gives the errors of elements at a point that rounding explains.
 
         For all cotangents, or those of the gradients that were computed there.
@@ -389,7 +391,7 @@ class Check:
     def _noise(self) -> list[tuple[Any, int, Errors]]:
         return []  # at the last points
 
-    def _noise_at(self, xs, near: np.ndarray) -> Errors:
+    def _noise_at(self, xs, near: Any) -> Errors:
         plain = self.tolerance.explained(self._moved([self.plain], xs, near, OWN))
         if self.rule is None or self.rule is self.plain:
             return plain

@@ -27,7 +27,7 @@ def gradient_movement(
     xs: Sequence[jax.Array],
     covectors: np.ndarray,
     parts: Parts,
-    near: np.ndarray | None = None,
+    near: Any = None,
 ) -> np.ndarray:
     """The root mean square of what roundings move each element by, shape (inputs,).
 
@@ -38,15 +38,18 @@ def gradient_movement(
       xs: the point.
       covectors: the cotangents, one row each.
       parts: how many roundings of their own types results and constants move by.
-      near: gradients as they were computed, beside which the exact ones take less memory.
+      near: gradients as they were computed, beside which the exact ones take less memory; or
+        these.
     """
     most: Any = np.float32(0)
     size = sum(map(_trees.real_size, xs))
     near = np.empty((len(covectors), size)) if near is None else near
     for row, covector in enumerate(covectors):
         given = [*xs, *_trees.cotangent_leaves(covector, gradient.outputs)]
+        exact = near[row : row + 1]
+        if not isinstance(near, Beside):
+            exact = kept_beside(exact, lambda _, u=covector: gradient.leaves(xs, u))
         gradient.moved = gradient.moved or _moved_program(gradient, given)
-        exact = kept_beside(near[row : row + 1], lambda _, u=covector: gradient.leaves(xs, u))
         dtype = np.float32 if isinstance(exact, Beside) else np.float64
         with in_float64():
             leaves = list(map(without_copy, given))
