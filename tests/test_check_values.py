@@ -52,6 +52,7 @@ def checked(error=None):
     known = {
         "subject": SUBJECT,
         "tolerance": TOLERANCE,
+        "gradient": np.stack([G, G]),
         "log": Log(Options()),
     }
     check = Compared(**(fields | known))

@@ -43,8 +43,8 @@ from clipgrad._check.scales import Scales
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
-    Around,
     Excuse,
+    NearbySizes,
     Tolerance,
     make_tolerance,
     mean_along,
@@ -237,14 +237,14 @@ class Check:
         rounded = functools.cache(lambda *parts: self._moved(both, xs, gradient, Parts(*parts)))
         return dataclasses.replace(point, rounded=rounded)
 
-    def _around(self, xs, rows: int) -> Around | None:
+    def _around(self, xs, rows: int) -> NearbySizes | None:
         if self.plain is None:
             return None
         apart = moved_apart(self.subject, xs, self.options.seed, NEARBY, np.float32)
         ranges, scale = self.subject.ranges, Scales(xs)
         found, is_there = np.zeros((2, len(ranges))), np.zeros(scale.size, bool)
         for row in range(rows):
-            leaves = self._exact(self.plain, apart, row)
+            leaves: Any = self._exact(self.plain, apart, row)
             for leaf, (start, stop) in enumerate(ranges if leaves else ()):
                 part = _trees.gradient_rows([[leaves[leaf]]], 1)
                 leaves[leaf] = None  # its memory
@@ -253,7 +253,7 @@ class Check:
                 np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
             if leaves is None or not np.isfinite(found).all():
                 return None
-        return Around(found[0], found[1].max(), np.packbits(is_there))
+        return NearbySizes(found[0], found[1].max(), np.packbits(is_there))
 
     def _as_computed(self, rows: int) -> np.ndarray:
         is_there = rows <= len(self.gradient)
@@ -443,14 +443,16 @@ class Check:
             allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
             extra = tolerance.relative[leaf] * sizes.around[leaf]
             floor = same * (allowed.floor - extra) + extra
-            floor = floor if noise is None else floor + 2 * _largest(noise, area)  # each is off
+            floor = (
+                floor if noise is None else floor + 2 * _largest_error(noise, area)
+            )  # each is off
             allowed = allowed._replace(floor=floor, paddle=None)
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
         return np.concatenate(found)
 
 
-def _largest(errors: Errors, area: tuple[int, int]) -> float:
+def _largest_error(errors: Errors, area: tuple[int, int]) -> float:
     return max(errors(np.arange(part.start, part.stop)).max() for part in tolerances.pieces(*area))
 
 

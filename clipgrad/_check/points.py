@@ -13,7 +13,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.beside import Beside
 from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import Around, length_along, pieces
+from clipgrad._check.tolerances import NearbySizes, length_along, pieces
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -51,7 +51,7 @@ class Point:
     scale: Any
     direction: Callable[[int], np.ndarray]
     unreferenced: Sequence[int] = ()
-    around: Callable[[], Around | None] = lambda: None
+    around: Callable[[], NearbySizes | None] = lambda: None
     rounded: Callable[..., Any] = lambda *parts: 0.0
 
     @functools.cached_property
@@ -87,7 +87,7 @@ def make_point(
     gradients,
     seed: int,
     delta: float | None = None,
-    around: Callable[[], Around | None] = lambda: None,
+    around: Callable[[], NearbySizes | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients

@@ -285,7 +285,7 @@ class Tolerance:
         return allowed
 
     def sizes(
-        self, gradient: Any, scale: Any, exact: bool = True, around: "Around | None" = None
+        self, gradient: Any, scale: Any, exact: bool = True, around: "NearbySizes | None" = None
     ) -> "Sizes":
         """The size of a gradient of shape (cotangents, inputs), leaf by leaf.
 
@@ -305,8 +305,8 @@ class Tolerance:
         return Sizes(np.fmax(stacked, part), np.max(effects, axis=0), part, vanishing)
 
 
-class Around(NamedTuple):
-    """What is known of the gradient around a point: the most of several cotangents.
+class NearbySizes(NamedTuple):
+    """The sizes of the gradient around a point, the most of several cotangents.
 
     The root mean square over each leaf, the largest effect of any leaf on the output, and a bit for
     each element that has a gradient there.

@@ -47,7 +47,7 @@ def offsets(leaves: Sequence[Array]) -> np.ndarray:
 
 
 def areas(leaves: Sequence[Array]) -> list[tuple[int, int]]:
-    """Where each leaf lies in the vector."""
+    """The range of each leaf in the vector."""
     places = offsets(leaves)
     return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
 
