@@ -443,9 +443,8 @@ class Check:
             allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
             extra = tolerance.relative[leaf] * sizes.around[leaf]
             floor = same * (allowed.floor - extra) + extra
-            floor = (
-                floor if noise is None else floor + 2 * _largest_error(noise, area)
-            )  # each is off
+            if noise is not None:  # each is off
+                floor = floor + 2 * _largest_error(noise, area)
             allowed = allowed._replace(floor=floor, paddle=None)
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
