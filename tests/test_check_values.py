@@ -43,7 +43,7 @@ class Compared(Check):
 
     error = None
 
-    def _noise_at(self, _):
+    def _noise_at(self, *_):
         return self.tolerance.explained(0 * G if self.error is None else np.asarray(self.error))
 
 
@@ -52,6 +52,7 @@ def checked(error=None):
     known = {
         "subject": SUBJECT,
         "tolerance": TOLERANCE,
+        "gradient": np.stack([G, G]),
         "log": Log(Options()),
     }
     check = Compared(**(fields | known))

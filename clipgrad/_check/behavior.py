@@ -194,11 +194,8 @@ def vmap(check: Check) -> list[Failure]:
     pairs = _trees.stacked(
         [_trees.cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
     )
-    xs, (elsewhere,) = (
-        check.elsewhere(1, row=1)
-        or check.elsewhere(1, EQUALITY, row=1)
-        or (subject.inputs, check.vjp.rows(check.covectors[1:2]))
-    )
+    elsewhere = check.elsewhere(1) or check.elsewhere(1, EQUALITY)
+    xs, there = elsewhere or (subject.inputs, check.vjp)
 
     def forward(fun, xs):
         return jax.eval_shape(jax.vmap(fun), _trees.stacked([xs, xs]))
@@ -210,8 +207,10 @@ def vmap(check: Check) -> list[Failure]:
 
     both = _trees.stacked([subject.inputs, xs]), pairs
     rows = _attempt_gradient(jax.vmap(subject.pull_back), forward, subject, both)
-    failures = claim(rows, 0, check.gradient[0]) + claim(rows, 1, elsewhere, xs)
-    del both, rows  # each is as large as two models
+    del both  # as large as two models
+    failures = claim(rows, 0, check.gradient[0])
+    failures += claim(rows, 1, there(check.covectors[1]), xs)
+    del rows  # likewise
     try:
         shared = _jaxpr.quick_jit(jax.vmap(subject.pull_back, (None, 0)))(subject.inputs, pairs)
     except Exception:
@@ -243,13 +242,14 @@ def forward(check: Check) -> list[Failure]:
     try:
         # Raises errors before much is made; inside of `jax.vmap` JAX would keep what it traced.
         jax.eval_shape(push, subject.inputs, subject.inputs)
-        tangents = [np.empty((2, *x.shape), x.dtype) for x in subject.inputs]
+        tangents = [_trees.rows_in_place((2, *x.shape), x.dtype) for x in subject.inputs]
         for row in (0, 1):
             leaves = _trees.from_rows(_scaled_direction(check, row), subject.inputs)
             for k in range(len(tangents)):  # each direction has the size of the model
                 tangents[k][row] = leaves.pop(0)
         several = _jaxpr.quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
         del tangents
+        _trees.give_back(check.gradient.size)
     except Exception as error:
         has_none = "custom_vjp" in str(error)
         why = "a custom_vjp function has no forward rule" if has_none else first_line(error)
@@ -278,7 +278,10 @@ def _agrees(check: Check, along, tangent) -> list[Failure]:
     slack = LOOSER * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)
     if np.any(off > slack):
-        slack = slack + 2 * check.noise(check.subject.inputs) @ np.abs(along)
+        noise = check.noise(check.subject.inputs)
+        for part in pieces(0, along.size):
+            errors = noise(np.arange(part.start, part.stop))
+            slack = slack + 2 * errors @ np.abs(along[part])
     k = int(np.argmax(off - slack))
     if not np.isfinite(pulled).all() or off[k] <= slack[k]:
         return []

@@ -45,6 +45,11 @@ class Beside(NDArrayOperatorsMixin):
         arrays = (np.asarray(x) if isinstance(x, Beside) else x for x in inputs)
         return getattr(ufunc, method)(*arrays, **options)
 
+    @property
+    def terms(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first row as what float32 holds, and what is added."""
+        return self._near[0], self._rest[0]
+
     def error(self, row: int, where: Any) -> np.ndarray:
         """The distance of elements of a row from those of another that comes from keeping them."""
         return PART * np.abs(self._rest[row, where])
@@ -57,7 +62,7 @@ def kept_beside(gradient: np.ndarray, leaves_of: Callable[[int], list | None]) -
     beside gradients of another type.
     """
     is_short = gradient.dtype == np.float32 and gradient.shape[1] > MANY
-    found = np.empty(gradient.shape, np.float32 if is_short else np.float64)
+    found = _trees.rows_in_place(gradient.shape, np.float32 if is_short else np.float64)
     for k in range(len(gradient)):
         leaves = leaves_of(k)
         if leaves is None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,18 +30,26 @@ from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
 from clipgrad._check.outputs import jumped, masked, unseen_notes
 from clipgrad._check.points import (
+    COTANGENTS,
     NEARBY,
     Point,
     cotangents,
-    element_scales,
     make_point,
     moved_apart,
 )
 from clipgrad._check.report import Failure
 from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, gradient_movement
+from clipgrad._check.scales import Scales
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
+from clipgrad._check.tolerances import (
+    Excuse,
+    NearbySizes,
+    Tolerance,
+    make_tolerance,
+    mean_along,
+    narrowest,
+)
 from clipgrad._check.verdicts import (
     KINK,
     OK,
@@ -66,6 +74,8 @@ CARRIED = (
 )
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
+
+Errors = Callable[[np.ndarray], np.ndarray]  # of elements, by their indices
 
 
 @dataclasses.dataclass
@@ -178,16 +188,11 @@ class Check:
                 found += [axis] if _are_near(outputs, subject.outputs) else []
         return found
 
-    def elsewhere(
-        self, k: int, keeps: int = NOTHING, row: int = 0
-    ) -> tuple[list, np.ndarray] | None:
-        """The k-th further point and the gradient there for one of the cotangents.
-
-        None if the function is not finite there. Of a large gradient nothing is kept.
-        """
+    def elsewhere(self, k: int, keeps: int = NOTHING) -> tuple[list, VJP] | None:
+        """The k-th further point and the VJP there; None if the function is not finite there."""
         key, found = (k, keeps), None
         if xs := self._elsewhere.get(key):
-            return xs, differentiated(self.subject, xs).rows(self.covectors[row : row + 1])
+            return xs, differentiated(self.subject, xs)
         for reach in () if key in self._elsewhere else REACHES:
             xs = nearby(self.subject, self.options.seed + k, reach, keeps)
             if keeps == NOTHING:
@@ -201,15 +206,13 @@ class Check:
                 break
             if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
                 _trees.give_back(self.gradient.shape[1])  # the point was made in many steps
-                found = xs, vjp.rows(self.covectors[row : row + 1])
-                self.are_zero.append(not found[1].any())
+                found = xs, vjp
                 break
         self._elsewhere[key] = found and found[0]
         return found
 
     def drop_second(self) -> None:
         """Keep the gradient for the first cotangent alone; `vjp` gives the other one again."""
-        self.are_zero.append(not self.gradient.any())
         self.gradient = self.gradient[:1].copy()
 
     def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
@@ -219,6 +222,7 @@ class Check:
         """
         xs = self.subject.inputs if xs is None else xs
         gradient = self.gradient if gradient is None else gradient
+        self.are_zero.append(not gradient.any())
         options, rows = self.options, len(gradient)
         is_own = options.delta is not None or options.max_relative_error is not None
         exact = None if is_own else self._kept(self.rule, xs, gradient)
@@ -230,16 +234,26 @@ class Check:
         point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
         _trees.give_back(gradient.shape[1])
         both = {self.rule, self.plain}
-        rounded = functools.cache(lambda *parts: self._moved(both, xs, rows, Parts(*parts)))
+        rounded = functools.cache(lambda *parts: self._moved(both, xs, gradient, Parts(*parts)))
         return dataclasses.replace(point, rounded=rounded)
 
-    def _around(self, xs, rows: int) -> Any:
+    def _around(self, xs, rows: int) -> NearbySizes | None:
         if self.plain is None:
             return None
-        apart = moved_apart(self.subject, xs, self.options.seed, NEARBY)
-        found = self._kept(self.plain, apart, self._as_computed(rows))
-        is_known = isinstance(found, Beside) or found is not None and np.isfinite(found).all()
-        return found if is_known else None
+        apart = moved_apart(self.subject, xs, self.options.seed, NEARBY, np.float32)
+        ranges, scale = self.subject.ranges, Scales(xs)
+        found, is_there = np.zeros((2, len(ranges))), np.zeros(scale.size, bool)
+        for row in range(rows):
+            leaves: Any = self._exact(self.plain, apart, row)
+            for leaf, (start, stop) in enumerate(ranges if leaves else ()):
+                part = _trees.gradient_rows([[leaves[leaf]]], 1)
+                leaves[leaf] = None  # its memory
+                is_there[start:stop] |= part[0] != 0
+                both = [mean_along(part, along) for along in (np.ones(1), scale[start:stop])]
+                np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
+            if leaves is None or not np.isfinite(found).all():
+                return None
+        return NearbySizes(found[0], found[1].max(), np.packbits(is_there))
 
     def _as_computed(self, rows: int) -> np.ndarray:
         is_there = rows <= len(self.gradient)
@@ -293,14 +307,15 @@ class Check:
         converge = functools.cache(lambda: self._unconverged(point))
         is_found = np.any(self.tolerance.loops)
 
-        def allowance():
-            rounding = self.tolerance.explained(point.rounded(*CONSTANTS))
-            if is_found or not converge().any():
-                return rounding
-            self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
-            return rounding + converge()
+        rounding = functools.cache(lambda: self.tolerance.explained(point.rounded(*CONSTANTS)))
 
-        excuses = (Excuse(tolerances.SLIGHT, OK, functools.cache(allowance)),)
+        def allowance(indices):
+            if is_found or not converge().any():
+                return rounding()(indices)
+            self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
+            return rounding()(indices) + converge()[indices]
+
+        excuses = (Excuse(tolerances.SLIGHT, OK, allowance),)
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         judge = self._judge(point, *own, converge() if is_found else None)
         has_own_rule = self.rule is not self.plain and not is_found
@@ -312,14 +327,16 @@ class Check:
         known = point.exact is not None
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
-        lost = functools.partial(self.noise, point.xs)
+        is_known = self.rule is self.plain and isinstance(exact, Beside)
+        near = exact if is_known else point.gradient
+        lost = lambda indices: self.noise(point.xs, near)(indices)  # noqa: E731
         excuses = [Excuse(verified, ROUNDING, lost, of_zero=known)]
         return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
         if self.jump is not None and point.xs is self.subject.inputs:
-            excuses = [*excuses, Excuse(np.inf, SINGULAR, lambda: self._by_jump)]
+            excuses = [*excuses, Excuse(np.inf, SINGULAR, self._by_jump)]
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _apart(self, point: Point) -> np.ndarray:
@@ -332,14 +349,14 @@ class Check:
                 return cotangents @ off
         return np.zeros(len(cotangents))
 
-    def _moved(self, gradients, xs, rows: int, parts: Parts) -> np.ndarray:
+    def _moved(self, gradients, xs, near: Any, parts: Parts) -> np.ndarray:
         """The distance that roundings move each element of some gradients."""
-        moved = np.zeros(self.gradient.shape[1])
+        moved: Any = np.float32(0)
         for gradient in filter(None, gradients):
             with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                own = gradient_movement(gradient, xs, self.covectors[:rows], parts)
-                np.fmax(moved, own, out=moved)
-        return moved
+                own = gradient_movement(gradient, xs, self.covectors[: len(near)], parts, near)
+                moved = np.fmax(moved, own, out=own)
+        return np.broadcast_to(moved, self.gradient.shape[1])
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
@@ -353,37 +370,45 @@ class Check:
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
         return self.tolerance.unconverged(change, exact)
 
-    @functools.cached_property
-    def _by_jump(self) -> np.ndarray:
-        """The error of each element that a jump explains, in outputs that hardly jump as well."""
-        return np.fmax(self.jump, self.noise(self.subject.inputs))
+    def _by_jump(self, indices: np.ndarray) -> np.ndarray:
+        """The errors of elements that a jump explains, in outputs that hardly jump as well."""
+        return np.fmax(self.jump[indices], self.noise(self.subject.inputs)(indices))
 
-    def noise(self, xs) -> np.ndarray:
-        """The error of each element there that rounding explains."""
-        for known, found in self._noise:
-            if known is xs:
+    def noise(self, xs, near: Any = None) -> Errors:
+        """Gives the errors of elements at a point that rounding explains.
+
+        For all cotangents, or those of the gradients that were computed there.
+        """
+        rows = COTANGENTS if near is None else len(near)
+        for known, count, found in self._noise:
+            if known is xs and count == rows:
                 return found
-        found = self._noise_at(xs)
-        self._noise[:] = [*self._noise[-1:], (xs, found)]
+        found = self._noise_at(xs, self._as_computed(rows) if near is None else near)
+        self._noise[:] = [*self._noise[-1:], (xs, rows, found)]
         return found
 
     @functools.cached_property
-    def _noise(self) -> list[tuple[Any, np.ndarray]]:
+    def _noise(self) -> list[tuple[Any, int, Errors]]:
         return []  # at the last points
 
-    def _noise_at(self, xs) -> np.ndarray:
-        rows = len(self.covectors)
-        plain = self.tolerance.explained(self._moved([self.plain], xs, rows, OWN))
+    def _noise_at(self, xs, near: Any) -> Errors:
+        plain = self.tolerance.explained(self._moved([self.plain], xs, near, OWN))
         if self.rule is None or self.rule is self.plain:
             return plain
         # Where its terms cancel, a rule may lose more than plain AD.
-        own = self.tolerance.explained(self._moved([self.rule], xs, rows, OF_RULE))
-        exact = self._kept(self.rule, xs, self._as_computed(rows))
-        known = [exact, self._around(xs, rows)]
+        own = self.tolerance.explained(self._moved([self.rule], xs, near, OF_RULE))
+        exact, rows = self._kept(self.rule, xs, near), len(near)
+        scale, around, leaves_of = Scales(xs), self._around(xs, rows), self.tolerance.leaves_of
+        known = [0.0 if exact is None else self.tolerance.sizes(exact, scale).overall.max()]
+        known += [] if around is None else [around.largest]
         value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
-        value = np.max(np.abs(self.covectors) @ value)
-        most = self.tolerance.cancelled(known, element_scales(xs), value)
-        return np.fmax(plain, np.fmin(own, most))
+        most = self.tolerance.cancelled(max(known), np.max(np.abs(self.covectors[:rows]) @ value))
+
+        def errors(indices):
+            bound = most[leaves_of(indices)] / scale[indices]
+            return np.fmax(plain(indices), np.fmin(own(indices), bound))
+
+        return errors
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
@@ -401,7 +426,9 @@ class Check:
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _differ(self, got, expected, noise=None, around=None, exact: Any = None) -> np.ndarray:
+    def _differ(
+        self, got, expected, noise: Errors | None = None, around=None, exact: Any = None
+    ) -> np.ndarray:
         """The elements where two computations are further apart than the noise of their leaf.
 
         For `exact` ones, of that tolerance, none of the noise that one may have is left out.
@@ -416,11 +443,16 @@ class Check:
             allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
             extra = tolerance.relative[leaf] * sizes.around[leaf]
             floor = same * (allowed.floor - extra) + extra
-            floor = floor if noise is None else floor + 2 * noise[slice(*area)].max()  # each is off
+            if noise is not None:  # each is off
+                floor = floor + 2 * _largest_error(noise, area)
             allowed = allowed._replace(floor=floor, paddle=None)
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
         return np.concatenate(found)
+
+
+def _largest_error(errors: Errors, area: tuple[int, int]) -> float:
+    return max(errors(np.arange(part.start, part.stop)).max() for part in tolerances.pieces(*area))
 
 
 def _finite(rows: Any) -> Any:

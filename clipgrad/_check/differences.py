@@ -299,6 +299,11 @@ def are_on_cpu(leaves: Sequence[Any]) -> bool:
     return all(placed) and all(d.platform == "cpu" for leaf in leaves for d in leaf.devices())
 
 
+def without_copy(leaf: Any) -> Any:
+    """A leaf for a program on the CPU: itself if it is there, since JAX may copy a NumPy array."""
+    return leaf if are_on_cpu([leaf]) and len(leaf.devices()) == 1 else np.asarray(leaf)
+
+
 @contextlib.contextmanager
 def in_float64():
     """A context that computes with 64 bits, on the CPU where there is one."""

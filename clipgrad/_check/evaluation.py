@@ -170,9 +170,8 @@ def _is_chaotic(subject: CheckSubject) -> bool:
 
 def _change(subject: CheckSubject, part: float) -> float:
     """The change of the values when each input moves by about a part of itself, up or down."""
-    pairs = zip(moved_apart(subject, subject.inputs, 0, part), subject.inputs, strict=True)
-    leaves = [jax.device_put(wide.astype(x.dtype)) for wide, x in pairs]
-    change = _trees.to_numpy(subject.fun(leaves)) - _trees.to_numpy(subject.outputs)
+    moved = moved_apart(subject, subject.inputs, 0, part)
+    change = _trees.to_numpy(subject.fun(moved)) - _trees.to_numpy(subject.outputs)
     return float(np.sqrt(np.mean(change**2)))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check.differences import in_float64
+from clipgrad._check.differences import in_float64, without_copy
 from clipgrad._check.points import cotangents
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import PRECISE
@@ -99,6 +99,7 @@ class Gradient:
 
     def __init__(self, function: Widened | PlainAD, constants: Sequence, outputs: Sequence):
         self.function, self.constants, self.outputs = function, constants, outputs
+        self.moved: Callable | None = None  # the program with its roundings, once it is traced
         # Of a call without a hook: calls with any hook raise it as well.
         self._error: Exception | None = None
 
@@ -123,7 +124,8 @@ class Gradient:
         run = _jaxpr.kept_by_key((hook, function.key), lambda: _jaxpr.low_jit(call))
         with in_float64():
             size = sum(x.size for x in xs)
-            widened = _trees.widened_leaf if size <= WIDENED_FIRST else np.asarray
+            _trees.give_back(size)
+            widened = _trees.widened_leaf if size <= WIDENED_FIRST else without_copy
             leaves = [widened(x) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self.outputs]
             cotangent = _trees.cotangent_leaves(covector, like)

@@ -13,7 +13,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.beside import Beside
 from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import length_along, pieces
+from clipgrad._check.tolerances import NearbySizes, length_along, pieces
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -38,8 +38,8 @@ class Point:
       scale: the scale of each element, a power of two, an array or `Scales`.
       direction: gives the vector of a direction.
       unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
-      around: gives plain AD's gradient where each element is moved by `NEARBY` of its own, or None
-        if it cannot be had.
+      around: gives what is known of plain AD's gradient where each element is moved by `NEARBY` of
+        its own, or None if it cannot be had.
       rounded: gives how far such roundings move each element of the rule's and of plain AD's.
     """
 
@@ -51,7 +51,7 @@ class Point:
     scale: Any
     direction: Callable[[int], np.ndarray]
     unreferenced: Sequence[int] = ()
-    around: Callable[[], np.ndarray | None] = lambda: None
+    around: Callable[[], NearbySizes | None] = lambda: None
     rounded: Callable[..., Any] = lambda *parts: 0.0
 
     @functools.cached_property
@@ -60,8 +60,13 @@ class Point:
         return _trees.to_numpy(self.xs)
 
 
-def moved_apart(subject: CheckSubject, xs, seed: int, part: float) -> list[np.ndarray]:
-    """The point in float64 with each element moved by about a part of its own, equal ones apart."""
+def moved_apart(
+    subject: CheckSubject, xs, seed: int, part: float, least: Any = None
+) -> list[jax.Array]:
+    """The point with each element moved by about a part of its own, equal ones apart.
+
+    It is in its own types, or in one that is as precise as `least`.
+    """
     scales, moved = Scales(xs), []
     for x, name, (start, stop) in zip(xs, subject.names, subject.ranges, strict=True):
         move = _dense([x], [f"direction {SINGLE} {name}"], seed)
@@ -70,7 +75,9 @@ def moved_apart(subject: CheckSubject, xs, seed: int, part: float) -> list[np.nd
         move *= part
         wide = jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype))
         (move,) = _trees.from_rows(move, [wide])
-        moved.append(np.add(_trees.widened_leaf(x), move, out=move))
+        np.add(_trees.widened_leaf(x), move, out=move)
+        dtype = np.promote_types(x.dtype, least or x.dtype)
+        moved.append(jax.device_put(move.astype(dtype, copy=False)))
     return moved
 
 
@@ -80,7 +87,7 @@ def make_point(
     gradients,
     seed: int,
     delta: float | None = None,
-    around: Callable[[], np.ndarray | None] = lambda: None,
+    around: Callable[[], NearbySizes | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients

@@ -50,8 +50,7 @@ class CheckSubject(NamedTuple):
     @property
     def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""
-        places = _trees.offsets(self.inputs)
-        return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
+        return _trees.areas(self.inputs)
 
     @property
     def dtypes(self) -> list[str]:

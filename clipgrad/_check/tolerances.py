@@ -152,14 +152,14 @@ class Allowed(NamedTuple):
 class Excuse(NamedTuple):
     """By how much more elements may be off, each as far as was measured for itself.
 
-    What is off no more than `measure()` gives for it is of this `kind`, and `verified` if it is off
-    by that part of the element and its leaf or less, or, with `of_zero`, if the gradient is zero
-    there.
+    What is off no more than `measure(indices)` gives for it is of this `kind`, and `verified` if it
+    is off by that part of the element and its leaf or less, or, with `of_zero`, if the gradient is
+    zero there.
     """
 
     verified: float
     kind: int
-    measure: Callable[[], np.ndarray]
+    measure: Callable[[np.ndarray], np.ndarray]
     of_zero: bool = False
 
 
@@ -242,26 +242,22 @@ class Tolerance:
         floor = floor + self._own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
-    def explained(self, moved: np.ndarray) -> np.ndarray:
-        """The error of each element that rounding explains, where it moves them so far.
+    def explained(self, moved: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        """Gives the errors of elements that rounding explains, where it moves each so far.
 
         It may move one element little by chance, so that the median of the leaf is added.
         """
-        middle = [np.full(b - a, np.median(moved[a:b]) if b > a else 0) for a, b in self.ranges]
+        middle = np.asarray([np.median(moved[a:b]) if b > a else 0.0 for a, b in self.ranges])
         times = TIMES_MOVED * max(1.0, moved.size / FEW_ELEMENTS) ** TAIL
-        return times * (moved + np.concatenate(middle))
+        return lambda indices: times * (moved[indices] + middle[self.leaves_of(indices)])
 
-    def cancelled(self, gradients: Sequence, scale: np.ndarray, value: float) -> np.ndarray:
-        """The size of each element that vanishes beside the largest effect of any leaf.
+    def cancelled(self, largest: float, value: float) -> np.ndarray:
+        """The effect on the output that vanishes beside the largest effect of any leaf, by leaf.
 
-        The effects are of those gradients that are not None; beside the `value` itself, where they
-        vanish beside it.
+        Or beside the `value` itself, where the largest vanishes beside it.
         """
-        known = (self.sizes(g, scale).overall.max() for g in gradients if g is not None)
-        largest = max(known, default=0.0)
-        largest = largest if largest > VANISHING * self.eps.max() * value else value
-        counts = [stop - start for start, stop in self.ranges]
-        return VANISHING * np.repeat(self.eps, counts) * largest / scale
+        vanishes = largest <= VANISHING * self.eps.max() * value
+        return VANISHING * self.eps * (value if vanishes else largest)
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
         """For slopes along a dense direction: `norms` is |v * gradient| over each range."""
@@ -289,7 +285,7 @@ class Tolerance:
         return allowed
 
     def sizes(
-        self, gradient: np.ndarray, scale: np.ndarray, exact: bool = True, around: Any = None
+        self, gradient: Any, scale: Any, exact: bool = True, around: "NearbySizes | None" = None
     ) -> "Sizes":
         """The size of a gradient of shape (cotangents, inputs), leaf by leaf.
 
@@ -297,17 +293,28 @@ class Tolerance:
         """
         typical, effects = [], []
         for start, stop in self.ranges:
-            part, count = gradient[:, start:stop], np.sqrt(max(stop - start, 1))
-            typical.append(length_along(part, np.ones(1)) / count)
             along = scale if scale.size == 1 else scale[start:stop]
-            effects.append(length_along(part, along) / count)
+            for found, by in ((typical, np.ones(1)), (effects, along)):
+                found.append(mean_along(gradient[:, start:stop], by))
         stacked, eps = np.stack(typical, axis=1), np.finfo(np.float64).eps
         vanishing = VANISHING * (eps if exact else self.eps.max())
         part = np.zeros(stacked.shape[1])
         if around is not None:
-            size = self.sizes(around, scale).typical.max(axis=0)
+            size = around.typical
             part = np.where(stacked.max(axis=0) < STATIONARY * size, AROUND * size, 0.0)
         return Sizes(np.fmax(stacked, part), np.max(effects, axis=0), part, vanishing)
+
+
+class NearbySizes(NamedTuple):
+    """The sizes of the gradient around a point, the most of several cotangents.
+
+    The root mean square over each leaf, the largest effect of any leaf on the output, and a bit for
+    each element that has a gradient there.
+    """
+
+    typical: np.ndarray
+    largest: float
+    is_there: np.ndarray
 
 
 class Sizes(NamedTuple):
@@ -355,6 +362,11 @@ def off_by_more(pair, area: tuple[int, int], least: Any, slack: Callable) -> np.
 def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
     """|v * gradient| for each row."""
     return sum_along(gradient, direction)[1]
+
+
+def mean_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """The root mean square of v * gradient for each row."""
+    return length_along(gradient, direction) / np.sqrt(max(gradient.shape[1], 1))
 
 
 def sum_along(gradient: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

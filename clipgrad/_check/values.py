@@ -65,7 +65,8 @@ def _check_further_point(check: Check, k: int) -> bool:
         if elsewhere is None:
             why = why or "the function is not finite"
             continue
-        point = check.point(*elsewhere)
+        xs, vjp = elsewhere
+        point = check.point(xs, vjp.rows(check.covectors[:1]))
         found, failures, notes = _told_at(check, point, where)
         wrong = wrong_leaves(found)
         moved = symmetric if keeps == NOTHING else set()

@@ -23,9 +23,9 @@ FAST_TO_COMPILE = {
 }
 
 
-def low_jit(fun: Callable) -> Callable:
+def low_jit(fun: Callable, **options: Any) -> Callable:
     """`jax.jit` with little optimization; nothing is kept but by what it returns."""
-    return jax.jit(fun, compiler_options=low_optimization())
+    return jax.jit(fun, compiler_options=low_optimization(), **options)
 
 
 def element_count(program: Any) -> int:

@@ -36,6 +36,7 @@ from clipgrad._trees.trees import parts_below as parts_below
 from clipgrad._trees.trees import path_string as path_string
 from clipgrad._trees.trees import with_clippable as with_clippable
 from clipgrad._trees.trees import with_paths as with_paths
+from clipgrad._trees.vectors import areas as areas
 from clipgrad._trees.vectors import cotangent_leaves as cotangent_leaves
 from clipgrad._trees.vectors import from_rows as from_rows
 from clipgrad._trees.vectors import gradient_rows as gradient_rows
@@ -45,6 +46,7 @@ from clipgrad._trees.vectors import leaves_of as leaves_of
 from clipgrad._trees.vectors import offsets as offsets
 from clipgrad._trees.vectors import real_dtype as real_dtype
 from clipgrad._trees.vectors import real_size as real_size
+from clipgrad._trees.vectors import rows_in_place as rows_in_place
 from clipgrad._trees.vectors import split as split
 from clipgrad._trees.vectors import stacked as stacked
 from clipgrad._trees.vectors import to_numpy as to_numpy

@@ -1,5 +1,6 @@
 """Lists of float arrays as one real vector: complex numbers are two reals, side by side."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,12 @@ def offsets(leaves: Sequence[Array]) -> np.ndarray:
     return np.cumsum([0] + [real_size(leaf) for leaf in leaves])
 
 
+def areas(leaves: Sequence[Array]) -> list[tuple[int, int]]:
+    """The range of each leaf in the vector."""
+    places = offsets(leaves)
+    return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
+
+
 def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
     """Flatten traced leaves into one real vector."""
     parts = [_real_parts(leaf, jnp).astype(dtype) for leaf in leaves]
@@ -69,6 +76,11 @@ def zeros_in_place(size: int, dtype: Any = np.float64) -> np.ndarray:
     whole = np.zeros(count + 64, np.uint8)
     start = -whole.ctypes.data % 64
     return whole[start : start + count].view(dtype)
+
+
+def rows_in_place(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Zeros of a shape that XLA on a CPU reads without a copy."""
+    return zeros_in_place(math.prod(shape), dtype).reshape(shape)
 
 
 def to_numpy(leaves: Sequence[Array], out: np.ndarray | None = None) -> np.ndarray:
@@ -103,9 +115,11 @@ def gradient_rows(found: Iterable[Sequence[Array]], count: int) -> np.ndarray:
     rows, row = np.zeros((count, 0)), 0
     for leaves in found:
         leaves, places = list(leaves), offsets(leaves)
+        give_back(int(places[-1]))
         if not row:
             is_single = all(real_dtype(leaf) == np.float32 for leaf in leaves)
-            rows = np.empty((count, int(places[-1])), np.float32 if is_single else np.float64)
+            shape = count, int(places[-1])
+            rows = rows_in_place(shape, np.float32 if is_single else np.float64)
         for start, stop in zip(places[-2::-1], places[:0:-1], strict=True):
             leaf = leaves.pop()
             to_numpy([np.conj(leaf) if is_complex(leaf) else leaf], rows[row, start:stop])
@@ -127,7 +141,11 @@ def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Arra
 
 def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
     """Trees of leaves stacked leaf by leaf along a new leading axis; compiles nothing."""
-    return [np.stack([np.asarray(leaf) for leaf in leaves]) for leaves in zip(*rows, strict=True)]
+    found = []
+    for leaves in zip(*rows, strict=True):
+        found.append(rows_in_place((len(leaves), *leaves[0].shape), leaves[0].dtype))
+        np.stack([np.asarray(leaf) for leaf in leaves], out=found[-1])
+    return found
 
 
 def _real_parts(leaf, xp):
