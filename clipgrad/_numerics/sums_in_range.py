@@ -1,9 +1,10 @@
-"""The forms of a sum of squares that stays in range: by a branch, together, and apart.
+"""The forms of a sum of squares that stays in range: by a branch, together, in a stack, and apart.
 
 On one device each sum may be a pass over the data, so that a branch adds up again only where the
-plain sum is out of range; statistics on one GPU are one reduction of several arrays. Elsewhere sums
-that are apart share one read, which a compiler joins, but not on a GPU where they are of the result
-of a matrix product.
+plain sum is out of range. On one GPU what is added up of a whole array is one reduction of several
+operands, which reads it once; several GPUs would gather for it. Elsewhere, as on a TPU, sums that
+are apart share one read; a GPU's compiler joins them only where they read no result of a matrix
+product.
 """
 
 import functools
@@ -29,6 +30,7 @@ from clipgrad._numerics.ranges import (
     scale_of_plain,
     scaled_square,
     scaled_squares,
+    stacked_squares,
     stacked_sums,
     three_squares,
     unless_plain,
@@ -49,11 +51,12 @@ def sums_in_range(
 
 
 def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    if groups.joint:
-        form = _together if all(map(is_local, leaves)) else _apart_by_leaf
-    else:
-        is_one = len(leaves) == 1 and groups.by_rows(leaves)
-        form = _by_branch if on_one_device(leaves) and not is_one else _apart_by_leaf
+    by_rows = groups.by_rows(leaves)
+    if groups.joint and all(map(is_local, leaves)):
+        return _together(groups, plain, leaves)
+    if not groups.joint and on_one_device(leaves) and (len(leaves) > 1 or not by_rows):
+        return _by_branch(groups, plain, leaves)
+    form = _apart_by_leaf if by_rows else _in_stack
     return form(groups, plain, leaves)
 
 
@@ -141,6 +144,16 @@ def _apart_by_leaf(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> li
     pairs = groups.sums_of(scaled_squares, leaves, written_out=True)
     down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
     return at_once(in_range, down, plain, up)
+
+
+def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """The three sums in one reduction of a stack, whose leaves several GPUs do not gather.
+
+    It reads a leaf three times; apart, the sums of small leaves are three kernels and take longer.
+    """
+    del plain
+    totals = groups.totals(groups.sums_of(stacked_squares, leaves), leaves)
+    return at_once(in_range, *zip(*totals, strict=True))
 
 
 def _together(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
