@@ -13,7 +13,7 @@ import clipgrad as cg
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.norms import slice_norms
 from clipgrad._numerics.reductions import Groups
-from clipgrad._numerics.sums_in_range import _in_stack, _together
+from clipgrad._numerics.sums_in_range import _in_stack, _joint_together
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 
@@ -232,7 +232,7 @@ def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every
 def test_sums_in_one_reduction_are_right_in_every_range(dtype):
     units = np.array([[3, 4, 0]] * 7).T * np.array([1e-37, 1e-25, 1e-9, 1, 1e10, 1e20, 5e37])
     leaves = [jnp.asarray(units[:2], dtype), jnp.asarray(units[2:], dtype)]
-    form = jax.vmap(functools.partial(_together, Groups(None), []), in_axes=1)
+    form = jax.vmap(functools.partial(_joint_together, Groups(None), []), in_axes=1)
     ((total, scale),) = form(leaves)
     expected = np.linalg.norm(units, axis=0)
     np.testing.assert_allclose(jnp.sqrt(total) / scale, expected, rtol=1e-6)
@@ -240,7 +240,7 @@ def test_sums_in_one_reduction_are_right_in_every_range(dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_reduction_keeps_what_is_not_finite(bad):
-    ((total, _),) = _together(Groups(None), [], [jnp.array([bad, 1.0])])
+    ((total, _),) = _joint_together(Groups(None), [], [jnp.array([bad, 1.0])])
     np.testing.assert_array_equal(total, bad)
 
 

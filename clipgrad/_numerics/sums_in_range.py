@@ -53,7 +53,7 @@ def sums_in_range(
 def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     by_rows = groups.by_rows(leaves)
     if groups.joint and all(map(is_local, leaves)):
-        return _together(groups, plain, leaves)
+        return _joint_together(groups, plain, leaves)
     if not groups.joint and on_one_device(leaves) and (len(leaves) > 1 or not by_rows):
         return _by_branch(groups, plain, leaves)
     form = _apart_by_leaf if by_rows else _in_stack
@@ -156,7 +156,7 @@ def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[An
     return at_once(in_range, *zip(*totals, strict=True))
 
 
-def _together(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _joint_together(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """The three sums of each leaf in one reduction, and the choice of the one in range."""
     del plain
     static = [(dtype,) for dtype in groups.dtypes(leaves)]
@@ -195,19 +195,21 @@ def _all_together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """All sums of a leaf in one reduction, where that is on one device."""
     if not all(map(is_local, sizes)):
         return _all_apart(*sizes)
-    return _total([reduced_together(_terms(x), (), tuple(range(x.ndim)))[0] for x in sizes])
+    return _totals_of_leaves(
+        [reduced_together(_summands(x), (), tuple(range(x.ndim)))[0] for x in sizes]
+    )
 
 
 def _all_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    return _total([[jnp.sum(term) for term in _terms(x)] for x in sizes])
+    return _totals_of_leaves([[jnp.sum(term) for term in _summands(x)] for x in sizes])
 
 
-def _terms(size: jax.Array) -> list[jax.Array]:
-    """What is added up of real numbers: squares in three ranges, and 1 if not finite."""
+def _summands(size: jax.Array) -> list[jax.Array]:
+    """The terms of sums of real numbers: squares in three ranges, and 1 if not finite."""
     return [*three_squares(size), flags_of_bits(size)[0]]
 
 
-def _total(sums: list[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
+def _totals_of_leaves(sums: list[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
     *squares, nonfinite = (functools.reduce(jnp.add, each) for each in zip(*sums, strict=True))
     return stacked_sums(*squares), nonfinite

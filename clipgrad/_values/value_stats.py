@@ -180,7 +180,7 @@ def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measurements:
     if not is_local(x) or x.ndim - 1 not in over:
         return _measured_apart(over, x)
     # As integers they need no array of zeros, which JAX would store before a scan.
-    sums, maxima = reduced_together(_terms(x), [to_bits(jnp.abs(x)), to_bits(x)], over)
+    sums, maxima = reduced_together(_measured_terms(x), [to_bits(jnp.abs(x)), to_bits(x)], over)
     *squares, bad, zeros = sums
     top, highest = map(from_bits, maxima)
     return stacked_sums(*squares), (top, nan_unless(~jnp.isnan(top), highest)), bad, zeros
@@ -188,12 +188,12 @@ def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measurements:
 
 def _measured_apart(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    *squares, bad, zeros = (jnp.sum(term, over) for term in _terms(x))
+    *squares, bad, zeros = (jnp.sum(term, over) for term in _measured_terms(x))
     return stacked_sums(*squares), _maxima(over, x, squares[1]), bad, zeros
 
 
-def _terms(x: jax.Array) -> list[jax.Array]:
-    """What is added up: squares in three ranges, 1 if not finite, 1 if zero."""
+def _measured_terms(x: jax.Array) -> list[jax.Array]:
+    """The terms of sums: squares in three ranges, 1 if not finite, 1 if zero."""
     return [*three_squares(x), *flags_of_bits(x)]
 
 
