@@ -30,11 +30,13 @@ def normalized(x, scale):
 
 def layer(x, w):
     w = {k: v.astype(x.dtype) for k, v in w.items()}
-    heads = jnp.split(normalized(x, w["g1"]) @ w["qkv"], 3, -1)
-    heads = [h.reshape(*h.shape[:-1], HEADS, WIDTH // HEADS) for h in heads]
-    attended = jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape)
-    x = x + attended @ w["out"]
-    return x + jax.nn.gelu(normalized(x, w["g2"]) @ w["up"]) @ w["down"]
+    with jax.named_scope("attention"):
+        heads = jnp.split(normalized(x, w["g1"]) @ w["qkv"], 3, -1)
+        heads = [h.reshape(*h.shape[:-1], HEADS, WIDTH // HEADS) for h in heads]
+        attended = jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape)
+        x = x + attended @ w["out"]
+    with jax.named_scope("mlp"):
+        return x + jax.nn.gelu(normalized(x, w["g2"]) @ w["up"]) @ w["down"]
 
 
 def loss_of(dtype, scanned):

@@ -77,6 +77,14 @@ def on_one_device(tree: Any) -> bool:
     return max(sizes, default=jax.device_count()) == 1
 
 
+def is_local(x: jax.Array) -> bool:
+    """Whether all elements are known to be on one device: alone, or within `jax.shard_map`."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    kinds = () if sharding is None else sharding.mesh.axis_types
+    within = bool(kinds) and all(kind == jax.sharding.AxisType.Manual for kind in kinds)
+    return within or on_one_device(x)
+
+
 def exportable(cls: T) -> T:
     """A class decorator: programs that return this named tuple can be exported and serialized.
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from benchmarks.compiled import host_transfers
-from benchmarks.roofline import Estimate
+from benchmarks.roofline import BANDWIDTH, LAUNCH, Estimate
 from tests.helpers import CASES, PLACES
 
 _COMPILERS = ("libtpu", "jax_cuda12_plugin")
@@ -94,9 +94,9 @@ def abstract(shapes: Any, mesh: Any, spec: Any = ROWS, dtype: Any = jnp.float32)
 
 
 class Facts(NamedTuple):
-    """What a compiled program does."""
+    """What a compiled program does, and how long that takes on an H200 by estimate."""
 
-    kernels: int
+    seconds: float
     collectives: int
     temporaries: int
     moved: int  # of the collectives those that move what is not added up
@@ -108,12 +108,12 @@ class Facts(NamedTuple):
             program.lower(*args) if hasattr(program, "lower") else jax.jit(program).lower(*args)
         )
         compiled = lowered.compile()
-        text = re.sub(r"metadata={[^}]*}", "", compiled.as_text())
+        whole = compiled.as_text()
+        text = re.sub(r"metadata={[^}]*}", "", whole)
         assert not host_transfers(text), host_transfers(text)[:3]
-        entry = text[text.index("ENTRY") :]
         joined = r"(?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
         return cls(
-            len(re.findall(r"= [^=]*? (?:fusion|custom-call)[(]", entry)),
+            Estimate(whole).seconds,
             len(re.findall(rf" {joined}(?:-start)?[(]", text)),
             compiled.memory_analysis().temp_size_in_bytes,
             len(re.findall(r" (?:all-gather|all-to-all|collective-permute)(?:-start)?[(]", text)),
@@ -145,22 +145,23 @@ def test_every_rule_compiles_in_both_places_with_one_collective_at_most(kind, pl
     assert facts.collectives <= (0 if kind == "H200" else most)
 
 
-# Kernels as a multiple of optax's, and bytes of temporaries above its. XLA stores the tall leaf of
-# this tree before it reduces its columns in three ranges, which optax does in one.
+# Seconds on GPUs by estimate as a multiple of optax's, nearly all of them launches of kernels and
+# the wait for a branch, and bytes of temporaries above its. XLA stores the tall leaf of this tree
+# before it reduces its columns in three ranges, which optax does in one.
 CLIPS = {
     "global norm": (cg.clip_by_global_norm, optax.clip_by_global_norm, 1.05, 2**21),
     "value": (cg.clip_by_value, optax.clip, 1.0, 0),
-    "block RMS": (cg.clip_by_block_rms, optax.clip_by_block_rms, 1.1, 2**21),
+    "block RMS": (cg.clip_by_block_rms, optax.clip_by_block_rms, 1.25, 2**21),
     "adaptive": (cg.adaptive_grad_clip, optax.adaptive_grad_clip, 1.25, 5 * 2**20),
 }
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 @every_kind
-def test_a_clip_has_about_the_kernels_of_optax_its_collectives_and_its_memory(kind, clip):
-    make, of_optax, kernels, temporaries = CLIPS[clip]
+def test_a_clip_has_about_the_time_of_optax_its_collectives_and_its_memory(kind, clip):
+    make, of_optax, seconds, temporaries = CLIPS[clip]
     ours, theirs = (facts_of_update(tx(0.1), kind) for tx in (make, of_optax))
-    assert ours.kernels <= kernels * theirs.kernels
+    assert kind == "256 TPU" or ours.seconds <= seconds * theirs.seconds
     assert ours.collectives <= theirs.collectives
     assert ours.temporaries <= theirs.temporaries + temporaries
 
@@ -195,13 +196,13 @@ def test_statistics_need_no_temporaries_of_the_size_of_a_leaf(kind, make):
 
 
 @pytest.mark.parametrize("make", [cg.clip_by_global_norm, cg.clip_by_norm, cg.adaptive_grad_clip])
-def test_statistics_of_a_norm_add_a_kernel_for_each_leaf_at_most(make):
+def test_statistics_of_a_norm_add_a_launch_for_each_leaf_at_most(make):
     """On eight GPUs: NaN and inf are counted where the clip scales, and then added up at once.
 
     Norms by leaf are one array, of which there is one kernel, not one for each leaf.
     """
     plain, stats = (facts_of_update(make(0.1, stats=s), "8 H200") for s in (False, True))
-    assert stats.kernels <= plain.kernels + 13  # leaves
+    assert stats.seconds <= plain.seconds + 13 * LAUNCH  # leaves
     assert stats.collectives <= 2
 
 
@@ -242,7 +243,7 @@ def test_kernels_of_attention_are_scaled_where_they_are(kind):
         tree,
         largest,
     )
-    assert facts.collectives == 0 and facts.kernels <= 6
+    assert facts.collectives == 0 and (kind == "256 TPU" or facts.seconds <= 6.5 * LAUNCH)
 
 
 # Error clips
@@ -274,7 +275,7 @@ def model_arguments(kind: str) -> Any:
 
 
 @every_kind
-def test_an_error_clip_by_value_adds_no_kernel_no_collective_and_no_memory(kind):
+def test_an_error_clip_by_value_adds_no_time_no_collective_and_no_memory(kind):
     def clip(h):
         return cg.clip_cotangent(h, cg.ErrorClipByValue(0.5))
 
@@ -283,7 +284,8 @@ def test_an_error_clip_by_value_adds_no_kernel_no_collective_and_no_memory(kind)
         Facts.of(jax.grad(functools.partial(mlp, **option)), params, x)
         for option in ({}, {"clip": clip})
     )
-    assert clipped[:2] == plain[:2] and clipped.temporaries <= plain.temporaries
+    assert clipped.seconds <= 1.01 * plain.seconds and clipped.temporaries <= plain.temporaries
+    assert clipped.collectives == plain.collectives
 
 
 @every_kind
@@ -293,15 +295,6 @@ def test_an_error_clip_by_name_compiles_in_scan_and_remat_at_no_cost(kind):
     args = abstract(layers, mesh, P()), abstract((8 * WIDTH, WIDTH), mesh)
     clipped = cg.error_clip_by_name(scanned, {"h": cg.ErrorClipByValue(0.5)})
     assert Facts.of(jax.grad(clipped), *args) == Facts.of(jax.grad(scanned), *args)
-
-
-def test_a_watched_module_is_at_most_four_kernels_on_a_gpu():
-    params, x = model_arguments("H200")
-    rules = dict.fromkeys(("layer0", "layer1", "layer2"))
-    watched = cg.value_and_grad_with_stats(mlp, rules=rules)
-    plain = Facts.of(jax.value_and_grad(mlp), params, x)
-    added = Facts.of(watched, params, x).kernels - plain.kernels
-    assert 0 < added <= 4 * len(rules)
 
 
 @pytest.mark.parametrize("model", [mlp, scanned])
@@ -317,7 +310,6 @@ def test_statistics_of_values_store_no_value_on_a_gpu(model):
     )
     assert unused == plain
     assert used.temporaries < plain.temporaries + rows[0] * rows[1] * 4
-    assert used.kernels - plain.kernels <= 8 * (1 if model is scanned else 3)
 
 
 def attention(params, x):
@@ -330,6 +322,27 @@ def attention(params, x):
     return jnp.mean(jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(logits), heads["value"]) ** 2)
 
 
+@pytest.mark.parametrize(
+    "watched",
+    [
+        lambda f: cg.value_and_grad_with_stats(f),
+        lambda f: jax.value_and_grad(cg.with_value_stats(f), has_aux=True),
+    ],
+    ids=["cotangents", "values"],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_statistics_read_a_value_once_on_one_gpu(dtype, watched):
+    """The logits are the result of a matrix product, whose sums XLA does not join."""
+    mesh = mesh_of("H200")
+    params = abstract(dict.fromkeys(("query", "key", "value"), (WIDTH, 4, 64)), mesh, P(), dtype)
+    args = params, abstract((16, 1024, WIDTH), mesh, dtype=dtype)
+    plain, used = (Facts.of(f(attention), *args) for f in (jax.value_and_grad, watched))
+    read = (16 * 4 * 1024**2 + 3 * 16 * 1024 * 4 * 64) * jnp.dtype(dtype).itemsize / BANDWIDTH
+    # The value of a module within another one is seen in both. A stack of sums reads it 8 times.
+    assert read < used.seconds - plain.seconds <= 2.5 * read + 40 * LAUNCH
+    assert used.temporaries <= 1.01 * plain.temporaries
+
+
 def test_statistics_of_values_are_computed_where_the_values_are_on_a_tpu():
     """Its compiler would store the results of comparisons, and the values that are compared."""
     mesh = mesh_of("TPU")
@@ -337,7 +350,6 @@ def test_statistics_of_values_are_computed_where_the_values_are_on_a_tpu():
     args = params, abstract((64, 128, WIDTH), mesh)
     measured = jax.value_and_grad(cg.with_value_stats(attention), has_aux=True)
     plain, used = (Facts.of(fun, *args) for fun in (jax.value_and_grad(attention), measured))
-    assert used.kernels <= plain.kernels + 4
     assert used.temporaries <= plain.temporaries + 2**18
 
 
@@ -391,8 +403,8 @@ def test_no_product_of_an_examples_clip_rounds_its_factors(kind, method):
     assert not products_of_rounded_factors(jax.jit(clip).lower(*args).compile().as_text())
 
 
-# Temporaries as a multiple of the plain gradient's, and how many kernels more outside of the scan.
-PER_EXAMPLE = {"one pass": (1.75, 50), "two passes": (1.35, 20)}
+# Temporaries and seconds on GPUs by estimate as multiples of the plain gradient's.
+PER_EXAMPLE = {"one pass": (1.75, 2.5), "two passes": (1.35, 3.5)}
 
 
 @pytest.mark.parametrize("method", PER_EXAMPLE)
@@ -402,13 +414,13 @@ def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind
 
     In one pass all at once; in two passes as the plain gradient's, some of them inside of the scan.
     """
-    temporaries, kernels = PER_EXAMPLE[method]
+    temporaries, seconds = PER_EXAMPLE[method]
     per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0), method=method)
     facts = Facts.of(lambda *args: per_example(*args)[1], *layers_and_sequences(kind))
     plain = facts_of_plain_gradient(kind)
     # Of a program that fits into its fast memory the TPU's compiler counts no temporaries.
     assert facts.temporaries <= temporaries * max(plain.temporaries, 2**19)
-    assert facts.kernels <= plain.kernels + kernels
+    assert kind == "256 TPU" or facts.seconds <= seconds * plain.seconds
     assert facts.moved == 0 and facts.collectives <= plain.collectives
     assert facts.collectives == (kind != "H200") or method == "two passes"
 

@@ -135,7 +135,6 @@ EXTREMES = {
 # The others: (file, function) and why no NaN is lost there.
 HARMLESS = {
     ("_numerics/numbers.py", "largest"): "the one maximum",
-    ("_numerics/numbers.py", "largest_by_bits"): "of integers, whose largest is NaN",
     ("_numerics/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
     ("_jaxpr/elements.py", "at_first"): "on every device",
     ("_diagnose/cotangents.py", "_cotangent_sums"): "a sum beside it says whether there is NaN",

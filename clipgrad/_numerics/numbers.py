@@ -111,12 +111,17 @@ def to_ordered_bits(x: jax.Array) -> jax.Array:
 
     A maximum of them keeps NaN, which a maximum of floating numbers loses in XLA's CPU loops.
     """
+    return to_bits(jnp.abs(x))
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """Integers of the same sign, but for NaN, and from 0 on in the same order."""
     integers = {4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(jnp.abs(x), integers)
+    return jax.lax.bitcast_convert_type(x, integers)
 
 
-def from_ordered_bits(bits: jax.Array) -> jax.Array:
-    """The numbers that `to_ordered_bits` was given."""
+def from_bits(bits: jax.Array) -> jax.Array:
+    """The numbers, from 0 on, that `to_bits` was given."""
     floats = {4: jnp.float32, 8: jnp.float64}[bits.dtype.itemsize]
     return jax.lax.bitcast_convert_type(bits, floats)
 
@@ -150,9 +155,9 @@ def largest(
     return nan_unless(~jnp.isnan(total), jnp.max(x, axis, initial=0))
 
 
-def largest_by_bits(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """The largest magnitude along axes, as `largest`: one kernel on a GPU, and slow on a CPU."""
-    return from_ordered_bits(jnp.max(to_ordered_bits(x), axis, initial=0))
+def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The larger of numbers from 0 on: NaN if one is, also in XLA's CPU loops."""
+    return nan_unless(~jnp.isnan(a + b), jnp.maximum(a, b))
 
 
 def widest(leaves: Sequence[Any]) -> str:

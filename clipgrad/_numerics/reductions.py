@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import explicit_sharding, tracks_varying, varying_axes
-from clipgrad._numerics.calls import for_each
+from clipgrad._numerics.calls import for_each, places_by
 from clipgrad._numerics.numbers import (
     accumulator,
-    from_ordered_bits,
+    from_bits,
     to_ordered_bits,
     widest,
     with_real_dtype,
@@ -71,7 +71,7 @@ class Groups(NamedTuple):
         bits = [to_ordered_bits(part) for part in parts]
         local = self._reduce(functools.partial(jnp.max, initial=0), bits, leaves)
         totals = self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
-        return [from_ordered_bits(total) for total in totals]
+        return [from_bits(total) for total in totals]
 
     def per_leaf(self, values: Sequence[Any], leaves: Arrays) -> list[Any]:
         """For each leaf the value of its group."""
@@ -86,12 +86,11 @@ class Groups(NamedTuple):
 
     def kinds(self, leaves: Arrays) -> list[list[int]]:
         """The places of leaves of one type that are reduced along the same axes."""
-        kinds: dict[Any, list[int]] = {}
-        for i, (leaf, axes) in enumerate(zip(leaves, self._axes_from_end(leaves), strict=True)):
-            kinds.setdefault(i if explicit_sharding(leaf) else (jax.typeof(leaf), axes), []).append(
-                i
-            )
-        return list(kinds.values())
+        pairs = zip(leaves, self._axes_from_end(leaves), strict=True)
+        return places_by(
+            i if explicit_sharding(leaf) else (jax.typeof(leaf), axes)
+            for i, (leaf, axes) in enumerate(pairs)
+        )
 
     def stacked(self, leaves: Arrays, place: int) -> "Groups":
         """The groups of several leaves of the kind of one, along a new first axis."""
@@ -147,6 +146,26 @@ class Groups(NamedTuple):
         """The mapped axes over which this leaf is spread, where that is known, or else all."""
         varying = varying_axes(leaf)
         return tuple(n for n in self.names if n in varying or not tracks_varying(n))
+
+
+def reduced_together(
+    terms: Arrays, integers: Arrays, axes: tuple[int, ...]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The sums of some arrays over axes, and the largest of some integers, at least 0.
+
+    It is one reduction, so that a GPU reads once what all of them are computed from. Of arrays that
+    are spread over devices XLA would gather the whole.
+    """
+    number = len(terms)
+
+    def merged(a: Any, b: Any) -> Any:
+        sums = map(jax.lax.add, a[:number], b[:number])
+        return *sums, *map(jax.lax.max, a[number:], b[number:])
+
+    operands = (*terms, *integers)
+    zeros = tuple(jnp.zeros((), x.dtype) for x in operands)
+    found = jax.lax.reduce(operands, zeros, merged, axes)
+    return list(found[:number]), list(found[number:])
 
 
 def _sums_of_parts(

@@ -1,8 +1,10 @@
-"""The three forms of a sum of squares that stays in range: by a branch, in a stack, and apart.
+"""The forms of a sum of squares that stays in range: by a branch, together, in a stack, and apart.
 
-On one CPU device each sum is a pass over the data, so that a branch adds up again only where the
-plain sum is out of range. On a GPU a stack of the three sums is one kernel. Elsewhere, as on a TPU,
-a stack would be stored, and sums that are apart share one read.
+On one device each sum may be a pass over the data, so that a branch adds up again only where the
+plain sum is out of range. On one GPU what is added up of a whole array is one reduction of several
+operands, which reads it once; several GPUs would gather for it. Elsewhere, as on a TPU, sums that
+are apart share one read; a GPU's compiler joins them only where they read no result of a matrix
+product.
 """
 
 import functools
@@ -14,12 +16,13 @@ import jax.numpy as jnp
 from clipgrad._compat import (
     by_platform,
     explicit_sharding,
+    is_local,
     on_one_device,
     to_varying,
     varying_axes,
 )
-from clipgrad._numerics.calls import at_once, in_one, parted
-from clipgrad._numerics.numbers import real_or_absolute
+from clipgrad._numerics.calls import at_once, for_each, in_one, parted
+from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, with_real_dtype
 from clipgrad._numerics.ranges import (
     from_plain,
     in_range,
@@ -32,7 +35,7 @@ from clipgrad._numerics.ranges import (
     three_squares,
     unless_plain,
 )
-from clipgrad._numerics.reductions import Arrays, Groups
+from clipgrad._numerics.reductions import Arrays, Groups, reduced_together
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -49,6 +52,8 @@ def sums_in_range(
 
 def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     by_rows = groups.by_rows(leaves)
+    if groups.joint and all(map(is_local, leaves)):
+        return _joint_together(groups, plain, leaves)
     if not groups.joint and on_one_device(leaves) and (len(leaves) > 1 or not by_rows):
         return _by_branch(groups, plain, leaves)
     form = _apart_by_leaf if by_rows else _in_stack
@@ -142,13 +147,26 @@ def _apart_by_leaf(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> li
 
 
 def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """The three sums in one reduction for each leaf: apart, they end in three kernels on a GPU.
+    """The three sums in one reduction of a stack, whose leaves several GPUs do not gather.
 
-    A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
+    It reads a leaf three times; apart, the sums of small leaves are three kernels and take longer.
     """
     del plain
     totals = groups.totals(groups.sums_of(stacked_squares, leaves), leaves)
     return at_once(in_range, *zip(*totals, strict=True))
+
+
+def _joint_together(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """The three sums of each leaf in one reduction, and the choice of the one in range."""
+    del plain
+    static = [(dtype,) for dtype in groups.dtypes(leaves)]
+    rows = for_each(_squares_together, static, leaves)
+    return at_once(in_range, *(groups.totals(sums, leaves) for sums in zip(*rows, strict=True)))
+
+
+def _squares_together(dtype: str, leaf: jax.Array) -> list[jax.Array]:
+    size = real_or_absolute(with_real_dtype(leaf, dtype))
+    return reduced_together(three_squares(size), (), tuple(range(size.ndim)))[0]
 
 
 def sums_and_nonfinite(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +174,7 @@ def sums_and_nonfinite(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, 
     sizes = [real_or_absolute(leaf).astype(dtype) for leaf in leaves]
     if not sizes:
         return jnp.zeros(3, dtype), jnp.zeros((), dtype)
-    return by_platform(*sizes, cpu=_all_by_branch, gpu=_all_in_stack, default=_all_apart)
+    return by_platform(*sizes, cpu=_all_by_branch, gpu=_all_together, default=_all_apart)
 
 
 def _all_by_branch(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -170,26 +188,28 @@ def _all_by_branch(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     def known() -> tuple[jax.Array, jax.Array]:
         return jnp.stack(from_plain(plain)), none
 
-    return jax.lax.cond(is_in_range(plain), known, lambda: _all_in_stack(*sizes))
+    return jax.lax.cond(is_in_range(plain), known, lambda: _all_apart(*sizes))
 
 
-def _all_in_stack(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All in one reduction for each leaf, which is one kernel on a GPU."""
-    sums = [jnp.sum(jnp.stack(parts_of_sums(x)), range(1, x.ndim + 1)) for x in sizes]
-    return _with_nonfinite(functools.reduce(jnp.add, sums))
+def _all_together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """All sums of a leaf in one reduction, where that is on one device."""
+    if not all(map(is_local, sizes)):
+        return _all_apart(*sizes)
+    return _totals_of_leaves(
+        [reduced_together(_summands(x), (), tuple(range(x.ndim)))[0] for x in sizes]
+    )
 
 
 def _all_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    totals = [[jnp.sum(part) for part in parts_of_sums(x)] for x in sizes]
-    return _with_nonfinite([functools.reduce(jnp.add, each) for each in zip(*totals, strict=True)])
+    return _totals_of_leaves([[jnp.sum(term) for term in _summands(x)] for x in sizes])
 
 
-def parts_of_sums(size: jax.Array) -> list[jax.Array]:
-    """The terms that are added up of real numbers: squares in three ranges, and 1 if not finite."""
-    return [*three_squares(size), (~jnp.isfinite(size)).astype(size.dtype)]
+def _summands(size: jax.Array) -> list[jax.Array]:
+    """The terms of sums of real numbers: squares in three ranges, and 1 if not finite."""
+    return [*three_squares(size), flags_of_bits(size)[0]]
 
 
-def _with_nonfinite(totals: Any) -> tuple[jax.Array, jax.Array]:
-    down, plain, up, nonfinite = totals
-    return stacked_sums(down, plain, up), nonfinite
+def _totals_of_leaves(sums: list[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    *squares, nonfinite = (functools.reduce(jnp.add, each) for each in zip(*sums, strict=True))
+    return stacked_sums(*squares), nonfinite

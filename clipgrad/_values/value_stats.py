@@ -8,17 +8,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
+from clipgrad._compat import by_platform, exportable, is_local, to_varying, varying_axes
 from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._numerics import (
     flags_of_bits,
+    from_bits,
+    larger,
     largest,
-    largest_by_bits,
-    parts_of_sums,
+    nan_unless,
     real_or_absolute,
+    reduced_together,
     root_of_sums,
     stacked_sums,
     sums_by_largest,
+    three_squares,
+    to_bits,
 )
 
 Maxima = tuple[jax.Array, jax.Array]
@@ -114,8 +118,8 @@ class ValueStats(NamedTuple):
     def joined(self, other: "ValueStats") -> "ValueStats":
         """The statistics of what two statistics are of."""
         sums = jax.tree.map(jnp.add, self, other)
-        both = (jnp.stack(pair) for pair in zip(self._maxima, other._maxima, strict=True))
-        return sums._with_maxima(largest(pair, 0) for pair in both)
+        # Element by element: on a GPU a reduction of two numbers would be a kernel for each pair.
+        return sums._with_maxima(map(larger, self._maxima, other._maxima))
 
     def over(self, axis: int) -> "ValueStats":
         """The statistics joined along an axis that is not negative, such as the axis of steps."""
@@ -171,23 +175,26 @@ def _maxima(over: tuple[int, ...], x: jax.Array, total: jax.Array | None = None)
     return top, largest(x, over, top)
 
 
-def _zeros(x: jax.Array) -> jax.Array:
-    return (x == 0).astype(x.dtype)
-
-
 def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measurements:
-    """All sums in one reduction, which is one kernel on a GPU, and the maxima in another."""
-    parts, behind = jnp.stack([*parts_of_sums(x), _zeros(x)]), tuple(1 + i for i in over)
-    *squares, bad, zeros = jnp.sum(parts, behind)
-    top, highest = largest_by_bits(jnp.stack([x, jnp.where(x < 0, 0, x)]), behind)
-    return stacked_sums(*squares), (top, highest), bad, zeros
+    """All in one reduction, where a GPU has a value whose rows are reduced; it stores columns."""
+    if not is_local(x) or x.ndim - 1 not in over:
+        return _measured_apart(over, x)
+    # As integers they need no array of zeros, which JAX would store before a scan.
+    sums, maxima = reduced_together(_measured_terms(x), [to_bits(jnp.abs(x)), to_bits(x)], over)
+    *squares, bad, zeros = sums
+    top, highest = map(from_bits, maxima)
+    return stacked_sums(*squares), (top, nan_unless(~jnp.isnan(top), highest)), bad, zeros
 
 
 def _measured_apart(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    *squares, _ = parts_of_sums(x)
-    *sums, bad, zeros = (jnp.sum(part, over) for part in (*squares, *flags_of_bits(x)))
-    return stacked_sums(*sums), _maxima(over, x, sums[1]), bad, zeros
+    *squares, bad, zeros = (jnp.sum(term, over) for term in _measured_terms(x))
+    return stacked_sums(*squares), _maxima(over, x, squares[1]), bad, zeros
+
+
+def _measured_terms(x: jax.Array) -> list[jax.Array]:
+    """The terms of sums: squares in three ranges, 1 if not finite, 1 if zero."""
+    return [*three_squares(x), *flags_of_bits(x)]
 
 
 def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> Measurements:
@@ -203,4 +210,4 @@ def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> Measurements:
         lambda: jnp.sum((~jnp.isfinite(x)).astype(x.dtype), over),
     )
     squares = sums_by_largest(jnp.abs(x), top, over)
-    return squares, (top, highest), bad, jnp.sum(_zeros(x), over)
+    return squares, (top, highest), bad, jnp.sum((x == 0).astype(x.dtype), over)
