@@ -1,0 +1,69 @@
+"""Layouts: an array of another framework, signed in every order of its axes."""
+
+import hashlib
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipgrad._compare.signatures import host_sketch
+from clipgrad._compare.sketches import LENGTH
+
+Order = tuple[int, ...]
+_MOST_AXES = 4  # 24 orders
+
+
+class Layouts(NamedTuple):
+    """The signatures of an array, as a file keeps them.
+
+    Attributes:
+      shape: its shape.
+      dtype: the name of its type.
+      sketches: the sketch in each of `orders_of`, shape (orders, 513); of integers none.
+      digests: of integers a hash of their bits as int32 in each order.
+      norm: its norm.
+      largest: its largest magnitude.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sketches: np.ndarray
+    digests: tuple[str, ...]
+    norm: float
+    largest: float
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def orders(self) -> list[Order]:
+        """The orders of axes that are signed."""
+        return orders_of(self.shape)
+
+
+def orders_of(shape: tuple[int, ...]) -> list[Order]:
+    """The orders of the axes that are longer than 1, all of up to four; the order itself first."""
+    axes = [i for i, size in enumerate(shape) if size != 1]
+    if len(axes) <= _MOST_AXES:
+        return list(itertools.permutations(axes))
+    first, second, *rest = axes
+    known = [axes, [first, *rest, second], [*rest, second, first], axes[::-1]]
+    return list(dict.fromkeys(map(tuple, known)))
+
+
+def layouts(x: np.ndarray, dtype: str) -> Layouts:
+    """Sign an array, whose type in its own framework has this name."""
+    turned = [np.transpose(x, (*o, *_ones(x.shape))) for o in orders_of(x.shape)]
+    if x.dtype.kind not in "fc":
+        digests = (hashlib.sha256(t.astype(np.int32).tobytes()).hexdigest() for t in turned)
+        return Layouts(x.shape, dtype, np.zeros((0, LENGTH)), tuple(digests), 0.0, 0.0)
+    with np.errstate(over="ignore"):
+        norm, largest = float(np.linalg.norm(x)), float(np.max(np.abs(x), initial=0))
+    sketches = np.stack([host_sketch(t) for t in turned])
+    return Layouts(x.shape, dtype, sketches, (), norm, largest)
+
+
+def _ones(shape: tuple[int, ...]) -> Order:
+    return tuple(i for i, size in enumerate(shape) if size == 1)

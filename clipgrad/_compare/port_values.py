@@ -1,0 +1,169 @@
+"""The named values of a version in JAX beside those of a model in another framework."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipgrad._compare.ancestors import Ancestors
+from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, closest, judged
+from clipgrad._compare.differences import Judgment
+from clipgrad._compare.matching import Instance, instances
+from clipgrad._compare.port_record import PortEntry
+from clipgrad._compare.sketches import LENGTH
+from clipgrad._compare.versions import Version, VersionRun
+
+Likeness = Callable[[str, tuple[int, ...], PortEntry], float]
+ALIKE, SURE = 0.45, 0.85  # names of which two may be one module, and of which they are
+_UNLIKE = Judgment(float("inf"), 0.0)
+
+
+class PortPair(NamedTuple):
+    """A value of a version and the value of the other framework that it is, or should be."""
+
+    own: Instance
+    other: PortEntry
+    value: Closest
+    cotangent: Judgment | None
+
+
+class PortMatching(NamedTuple):
+    """The pairs in the order of the version, and the values that only one side has."""
+
+    pairs: list[PortPair]
+    unmatched: list[str]
+
+
+def match_values(
+    version: Version,
+    run: VersionRun,
+    floor: VersionRun,
+    entries: Sequence[PortEntry],
+    likeness: Likeness,
+    rtol: float | None,
+) -> PortMatching:
+    """Match values: those that agree, in order; of the others those whose names are alike.
+
+    A value that differs, and of which one that agrees is computed, is cut otherwise in the other
+    framework: it is no difference.
+    """
+    own = sorted((i for v in version.values for i in instances(v)), key=lambda i: i.time)
+    sketched = {i: s for i, x in enumerate(own) if (s := _sketched(x, run.values, floor.values))}
+    candidates = Candidates([entry.value for entry in entries])
+    table = {i: candidates.closest(x, rtol) for i, x in sketched.items()}
+    finder = _Finder(own, entries, table, likeness)
+    found = finder.found()
+    pairs = [
+        PortPair(own[i], entries[j], c, _cotangent(own[i], entries[j], c, run, floor, rtol))
+        for i, (j, c) in sorted(found.items())
+    ]
+    alone = dict.fromkeys(own[i].value.name for i in range(len(own)) if i not in found)
+    used = {j for j, _ in found.values()}
+    theirs = dict.fromkeys(entries[j].name for j in range(len(entries)) if j not in used)
+    return PortMatching(pairs, [*_listed(alone, "JAX"), *_listed(theirs, "torch")])
+
+
+def _listed(names: Sequence[str] | dict[str, None], where: str) -> Iterator[str]:
+    if names := [name for name in names if name]:
+        more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+        yield f"values only in {where}: {', '.join(names[:12])}{more}"
+
+
+def _sketched(instance: Instance, numbers: dict, floors: dict) -> Sketched | None:
+    """The sketch of a value at a step; None of one that is not the same on each device."""
+    value = instance.value
+    if value.position not in numbers:
+        return None
+    own, moved = (np.asarray(x[value.position])[instance.at].reshape(-1, LENGTH) for x in (numbers, floors))
+    kept = np.flatnonzero(np.any(own, axis=1)) if len(own) > 1 else [0]
+    if len(kept) != 1:
+        return None
+    wide = (np.asarray(x[kept[0]], np.float64) for x in (own, moved))
+    return Sketched(*wide, value.shape, value.dtype)
+
+
+def _cotangent(
+    own: Instance,
+    other: PortEntry,
+    value: Closest,
+    run: VersionRun,
+    floor: VersionRun,
+    rtol: float | None,
+) -> Judgment | None:
+    """The closest of the cotangents in the orders in which the values agree."""
+    its = _sketched(own, run.cotangents, floor.cotangents)
+    if its is None or other.cotangent is None or its.size != other.cotangent.size:
+        return None
+    found = [judged(its, other.cotangent, at, rtol) for at in value.at]
+    return min(found, key=lambda j: (j.differs, j.difference))
+
+
+class _Finder:
+    """Finds the value of the other framework of each value of a version."""
+
+    def __init__(
+        self,
+        own: Sequence[Instance],
+        entries: Sequence[PortEntry],
+        table: dict[int, dict[int, Closest]],
+        likeness: Likeness,
+    ) -> None:
+        self._own, self._entries, self._table = own, entries, table
+        self._like = {
+            (i, j): likeness(x.value.name, x.steps, y) - 0.3 * (x.value.kind != y.kind)
+            for i, x in enumerate(own)
+            for j, y in enumerate(entries)
+        }
+
+    def found(self) -> dict[int, tuple[int, Closest]]:
+        """The number of the other value, and how close it is."""
+        agree = [(i, j) for i, row in self._table.items() for j, c in row.items() if c.agrees]
+        found = self._taken(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
+        anchors = sorted(found.items())
+        later = Ancestors([self._own[i] for i in found])
+        rest = [
+            (i, j)
+            for (i, j), like in self._like.items()
+            if j not in found.values() and self._may_be(i, j, like, found)
+        ]
+        rest = [(i, j) for i, j in rest if not later.has(self._own[i])]
+        differing = self._taken(rest, lambda i, j: self._closeness(i, j, anchors))
+        again = {i: j for i, j in agree if i not in found and i not in differing}
+        pairs = found | differing | again
+        return {i: (j, self._closest(i, j)) for i, j in pairs.items()}
+
+    def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
+        """Whether a value that agrees with no other, or with one of another name, is this one."""
+        if i in found:  # it is another one that it should be
+            return like >= SURE and like > self._like[i, found[i]] + 0.2 and j in self._table[i]
+        if any(c.agrees for c in self._table.get(i, {}).values()):
+            return like >= SURE and j in self._table[i]
+        if i in self._table and j in self._table[i]:
+            return like >= ALIKE or self._table[i][j].judgment.difference < NEAR
+        return like >= SURE and i in self._table
+
+    def _closeness(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
+        """The score of two values that differ: by names, difference and the pairs around."""
+        near = min(1.0, self._closest(i, j).judgment.difference)
+        crossed = sum((a < i) != (b < j) for a, b in anchors)
+        same_shape = self._own[i].value.shape == self._entries[j].value.shape
+        score = self._like[i, j] + 0.6 * (1 - near) + 0.1 * same_shape
+        return score - 0.1 * crossed - self._apart(i, j)
+
+    def _closest(self, i: int, j: int) -> Closest:
+        return self._table.get(i, {}).get(j, Closest(_UNLIKE, False, (0,)))
+
+    def _apart(self, i: int, j: int) -> float:
+        return abs(i / len(self._own) - j / len(self._entries))
+
+    def _taken(
+        self, pairs: Sequence[tuple[int, int]], score: Callable[[int, int], float]
+    ) -> dict[int, int]:
+        """One partner for each: the best pairs first."""
+        found: dict[int, int] = {}
+        used: set[int] = set()
+        for i, j in sorted(pairs, key=lambda pair: -score(*pair)):
+            if i not in found and j not in used:
+                found[i] = j
+                used.add(j)
+        return found
