@@ -244,12 +244,13 @@ def _tensors_of(tree: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _leaf(name: str, kind: str, x: Any, gradient: Any = None, owner: str = "") -> PortEntry:
-    cotangent = None if gradient is None else _sign(gradient)
-    return PortEntry(name, kind, owner, (), None, None, _sign(x), cotangent)
+    is_stack = "*" in name
+    cotangent = None if gradient is None else _sign(gradient, is_stack)
+    return PortEntry(name, kind, owner, (), None, None, _sign(x, is_stack), cotangent)
 
 
-def _sign(x: torch.Tensor) -> Any:
-    return layouts(_host(x), _dtype(x))
+def _sign(x: torch.Tensor, is_stack: bool = False) -> Any:
+    return layouts(_host(x), _dtype(x), is_stack)
 
 
 def _host(x: torch.Tensor) -> Any:

@@ -89,7 +89,7 @@ class _Table:
             self._rows[key] = self._count
             self.kept.append(own.sketches)
             self._count += len(own.sketches)
-        return [own.shape, own.dtype, self._rows[key], own.digests, own.norm, own.largest]
+        return [own.shape, own.dtype, self._rows[key], *own[3:]]
 
 
 def saved_port(file: RunFile) -> PortRun:
@@ -107,11 +107,11 @@ def _entry(row: list[Any], sketches: np.ndarray) -> PortEntry:
 
 
 def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Layouts:
-    shape, dtype, first, digests, norm, largest = row
-    count = 0 if digests else len(orders_of(tuple(shape)))
+    shape, dtype, first, digests, norm, largest, stacked = row
+    count = 0 if digests else len(orders_of(tuple(shape), stacked))
     own = sketches[first : first + count]
     if own.shape != (count, LENGTH):
         raise ValueError(f"sketches of shape {own.shape}, not {(count, LENGTH)}")
-    return Layouts(tuple(shape), dtype, own, tuple(digests), norm, largest)
+    return Layouts(tuple(shape), dtype, own, tuple(digests), norm, largest, stacked)
 
 

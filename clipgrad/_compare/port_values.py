@@ -14,7 +14,8 @@ from clipgrad._compare.sketches import LENGTH
 from clipgrad._compare.versions import Version, VersionRun
 
 Likeness = Callable[[str, tuple[int, ...], PortEntry], float]
-ALIKE, SURE = 0.45, 0.85  # names of which two may be one module, and of which they are
+# Names of which two may be one module, of which they probably are, and of which they are.
+ALIKE, LIKELY, SURE = 0.45, 0.6, 0.85
 _UNLIKE = Judgment(float("inf"), 0.0)
 
 
@@ -57,14 +58,13 @@ def match_values(
         PortPair(own[i], entries[j], c, _cotangent(own[i], entries[j], c, run, floor, rtol))
         for i, (j, c) in sorted(found.items())
     ]
-    alone = dict.fromkeys(own[i].value.name for i in range(len(own)) if i not in found)
-    used = {j for j, _ in found.values()}
-    theirs = dict.fromkeys(entries[j].name for j in range(len(entries)) if j not in used)
-    return PortMatching(pairs, [*_listed(alone, "JAX"), *_listed(theirs, "torch")])
+    ours = {pair.own.value.name for pair in pairs}, [each.value.name for each in own]
+    theirs = {pair.other.name for pair in pairs}, [entry.name for entry in entries]
+    return PortMatching(pairs, [*_listed(*ours, "JAX"), *_listed(*theirs, "torch")])
 
 
-def _listed(names: Sequence[str] | dict[str, None], where: str) -> Iterator[str]:
-    if names := [name for name in names if name]:
+def _listed(known: set[str], names: Sequence[str], where: str) -> Iterator[str]:
+    if names := [name for name in dict.fromkeys(names) if name and name not in known]:
         more = f" and {len(names) - 12} more" if len(names) > 12 else ""
         yield f"values only in {where}: {', '.join(names[:12])}{more}"
 
@@ -121,10 +121,11 @@ class _Finder:
         found = self._taken(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
         anchors = sorted(found.items())
         later = Ancestors([self._own[i] for i in found])
+        taken = {j for i, j in found.items() if self._like[i, j] >= LIKELY}
         rest = [
             (i, j)
             for (i, j), like in self._like.items()
-            if j not in found.values() and self._may_be(i, j, like, found)
+            if j not in taken and self._may_be(i, j, like, found)
         ]
         rest = [(i, j) for i, j in rest if not later.has(self._own[i])]
         differing = self._taken(rest, lambda i, j: self._closeness(i, j, anchors))
@@ -138,16 +139,20 @@ class _Finder:
             return like >= SURE and like > self._like[i, found[i]] + 0.2 and j in self._table[i]
         if any(c.agrees for c in self._table.get(i, {}).values()):
             return like >= SURE and j in self._table[i]
+        is_kind = self._own[i].value.kind == self._entries[j].kind
         if i in self._table and j in self._table[i]:
-            return like >= ALIKE or self._table[i][j].judgment.difference < NEAR
-        return like >= SURE and i in self._table
+            near = self._table[i][j].judgment.difference < NEAR
+            return near or like >= ALIKE and is_kind
+        same_steps = self._own[i].steps == self._entries[j].steps
+        return like >= SURE and i in self._table and is_kind and same_steps
 
     def _closeness(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
         """The score of two values that differ: by names, difference and the pairs around."""
         near = min(1.0, self._closest(i, j).judgment.difference)
         crossed = sum((a < i) != (b < j) for a, b in anchors)
         same_shape = self._own[i].value.shape == self._entries[j].value.shape
-        score = self._like[i, j] + 0.6 * (1 - near) + 0.1 * same_shape
+        same_size = j in self._table.get(i, {})
+        score = self._like[i, j] + 0.6 * (1 - near) + 0.1 * same_shape + 0.3 * same_size
         return score - 0.1 * crossed - self._apart(i, j)
 
     def _closest(self, i: int, j: int) -> Closest:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.closeness import Sketched
+from clipgrad._compare.closeness import NEAR, Sketched
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import judge, rounding
 from clipgrad._compare.findings import find
@@ -88,7 +88,8 @@ def compare_port(
     like.renamed.check([v.name for v in version.values], [e.name.replace(".", "/") for e in port.values])
     eps = rounding(version.loss_dtype, port.loss_dtype)
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
-    pairs = [p for p in values.pairs if loss.differs or not p.value.judgment.differs]
+    # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
+    pairs = [p for p in values.pairs if loss.differs or p.value.judgment.difference < NEAR]
     places = [_place(pair) for pair in pairs]
     other = Version(_NOTHING, [], [], port.loss_dtype, frozenset())
     compared = compared_leaves(version.leaves, leaves)

@@ -50,7 +50,7 @@ class ComparisonRow:
       value_tolerance: what rounding explains of the difference of the values.
       cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
       steps: the indices in all scans around it, outermost first.
-      kind: "tag", "module" or "output".
+      kind: "tag", "module", "output", or "enters" for what enters the module.
     """
 
     module: str

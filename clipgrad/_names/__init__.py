@@ -5,6 +5,7 @@ from clipgrad._names.attribute_names import flax_nnx as flax_nnx
 from clipgrad._names.attribute_names import is_equinox as is_equinox
 from clipgrad._names.modules import ModuleValues as ModuleValues
 from clipgrad._names.modules import aside as aside
+from clipgrad._names.modules import entries as entries
 from clipgrad._names.modules import exits as exits
 from clipgrad._names.modules import is_mark as is_mark
 from clipgrad._names.modules import is_used as is_used
