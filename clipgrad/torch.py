@@ -126,7 +126,7 @@ class _Watch:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.values: list[PortEntry] = []
-        self._known: dict[int, tuple[Any, int]] = {}
+        self._known: dict[int, tuple[Any, int, Any]] = {}
         self._handles: list[Any] = []
         for name, own in module.named_modules():
             self._handles += [
@@ -142,8 +142,7 @@ class _Watch:
     def _enters(self, name: str) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             for _, x in _tensors_of((args, kwargs)):
-                if not self._is_known(x):
-                    self._note(name, "enters", module, x, ())
+                self._note(name, "enters", module, x, ())
 
         return hook
 
@@ -160,20 +159,21 @@ class _Watch:
 
         return hook
 
-    def _is_known(self, x: torch.Tensor) -> bool:
-        """Whether this state of a tensor has been noted: a module's result enters the next one."""
-        known, version = self._known.get(id(x), (lambda: None, 0))
-        return known() is x and version == x._version
-
     def _note(self, name: str, kind: str, module: Any, x: Any, steps: tuple[int, ...]) -> None:
         if not x.is_floating_point() and not x.is_complex():
             return
-        self._known[id(x)] = weakref.ref(x), x._version
-        number, place = len(self.values), _caller()
-        owner = type(module).__name__
-        self.values.append(PortEntry(name, kind, owner, steps, *place, _sign(x), None))
-        if x.requires_grad and not steps:
+        number, owner, signed = len(self.values), type(module).__name__, self._signed(x)
+        self.values.append(PortEntry(name, kind, owner, steps, *_caller(), signed, None))
+        if x.requires_grad and not steps and kind == "module":
             x.register_hook(lambda g: self._keep(number, g))
+
+    def _signed(self, x: torch.Tensor) -> Any:
+        """The signatures of a tensor; what leaves a module mostly enters another as it is."""
+        known, version, signed = self._known.get(id(x), (lambda: None, 0, None))
+        if known() is not x or version != x._version:
+            signed = _sign(x)
+            self._known[id(x)] = weakref.ref(x), x._version, signed
+        return signed
 
     def _keep(self, number: int, cotangent: torch.Tensor) -> None:
         self.values[number] = self.values[number]._replace(cotangent=_sign(cotangent))

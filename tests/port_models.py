@@ -227,7 +227,7 @@ def decoder(params, tokens, targets, which, scanned=False):
     pick = picker("decoder", which)
     with named("embed"):
         h = params["embed"][tokens]
-    h = pick("embedding scaled", h, h * 8**0.5)
+    h = pick("embedding scaled", h, h * 4.0)
     if scanned:
         with named("layers"):
             h, _ = lax.scan(lambda h, p: (block(pick, p, h), None), h, params["layers"])

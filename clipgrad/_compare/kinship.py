@@ -1,8 +1,10 @@
 """Kinship: modules of two frameworks are the same if they hold the same parameters."""
 
 import collections
+import re
 from collections.abc import Iterable
 
+Module = tuple[str, ...]  # the words and numbers of its path: layers/0 is layer_0
 Held = frozenset[tuple[int, int | None]]  # pairs of parameters, each with its layer in a stack
 _NOTHING: Held = frozenset()
 
@@ -16,13 +18,13 @@ class Kinship:
     """
 
     def __init__(self, pairs: Iterable[tuple[str, list[str]]]) -> None:
-        ours: dict[tuple[str, int | None], set] = collections.defaultdict(set)
+        ours: dict[tuple[Module, int | None], set] = collections.defaultdict(set)
         theirs: dict[str, set] = collections.defaultdict(set)
         for number, (path, names) in enumerate(pairs):
             layers = enumerate(names) if len(names) > 1 else [(None, names[0])]
             for layer, name in layers:
                 for module in _modules(path.removeprefix("params/"), "/"):
-                    for key in {(module, layer), (module, None)}:
+                    for key in {(_tokens(module), layer), (_tokens(module), None)}:
                         ours[key].add((number, layer))
                 for module in _modules(name, "."):
                     theirs[module].add((number, layer))
@@ -38,7 +40,7 @@ class Kinship:
         """The parameters of a module, whose path may begin with the name of the whole model."""
         segments = name.removeprefix("params/").split("/")
         for start in range(len(segments)):
-            module = "/".join(segments[start:])
+            module = _tokens("/".join(segments[start:]))
             for layer in (*steps[-1:], None):
                 if (module, layer) in self._ours:
                     return self._ours[module, layer]
@@ -49,3 +51,8 @@ def _modules(path: str, separator: str) -> list[str]:
     """The modules around a parameter, without the whole model."""
     segments = path.split(separator)[:-1]
     return [separator.join(segments[: i + 1]) for i in range(len(segments))]
+
+
+def _tokens(module: str) -> Module:
+    tokens = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", module)
+    return tuple(token.lower().removesuffix("s") for token in tokens)

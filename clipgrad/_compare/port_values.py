@@ -10,7 +10,7 @@ from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, clo
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.matching import Instance, instances
 from clipgrad._compare.port_record import PortEntry
-from clipgrad._compare.sketches import LENGTH
+from clipgrad._compare.sketches import ENTERS, LENGTH
 from clipgrad._compare.versions import Version, VersionRun
 
 Likeness = Callable[[str, tuple[int, ...], PortEntry], float]
@@ -90,7 +90,12 @@ def _cotangent(
     floor: VersionRun,
     rtol: float | None,
 ) -> Judgment | None:
-    """The closest of the cotangents in the orders in which the values agree."""
+    """The closest of the cotangents in the orders in which the values agree.
+
+    That of what enters a module depends on what else uses it, such as a copy in another type.
+    """
+    if own.value.kind == ENTERS or other.kind == ENTERS:
+        return None
     its = _sketched(own, run.cotangents, floor.cotangents)
     if its is None or other.cotangent is None or its.size != other.cotangent.size:
         return None

@@ -58,7 +58,7 @@ class _Likeness:
             own = wanted if wanted != name else name.removeprefix(self._root)
             found = similarity(own, other, (steps, entry.steps))
             shared = self.kin.share(name, steps, entry.name) if self.kin else None
-            self._known[key] = found if shared is None else (found + 3 * shared) / 4
+            self._known[key] = found if shared is None else (found + 9 * shared) / 10
         return self._known[key]
 
     def learn(self, kin: Kinship) -> None:
