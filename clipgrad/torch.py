@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
         "clipgrad.torch needs PyTorch, which is not installed; write pip install torch"
@@ -202,10 +202,10 @@ def _parameters(
                 yield _leaf(part, "parameter", own_part, own_grad, owner)
     for stack, names in _stacks(known).items():
         owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
-        both = [torch.stack([known[n].detach() for n in names]), None]
-        if all(gradients.get(n) is not None for n in names):
-            both[1] = torch.stack([gradients[n] for n in names])
-        yield _leaf(stack, "parameter", *both, owner)
+        grads = [g for n in names if (g := gradients.get(n)) is not None]
+        gradient = torch.stack(grads) if len(grads) == len(names) else None
+        own = torch.stack([known[n].detach() for n in names])
+        yield _leaf(stack, "parameter", own, gradient, owner)
 
 
 def _parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:
@@ -229,7 +229,9 @@ def _stacks(known: dict[str, torch.nn.Parameter]) -> dict[str, list[str]]:
         segments = name.split(".")
         for i, segment in enumerate(segments):
             if segment.isdigit():
-                found.setdefault(".".join([*segments[:i], "*", *segments[i + 1 :]]), []).append(name)
+                found.setdefault(".".join([*segments[:i], "*", *segments[i + 1 :]]), []).append(
+                    name
+                )
     several = {stack: names for stack, names in found.items() if len(names) > 1}
     return {s: names for s, names in several.items() if len({known[n].shape for n in names}) == 1}
 

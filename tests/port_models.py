@@ -74,7 +74,9 @@ def mlp_args(found):
 
 def normed(p, x, eps):
     centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + eps) * p["scale"] + p["bias"]
+    return (
+        centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + eps) * p["scale"] + p["bias"]
+    )
 
 
 def mlp(params, x, y, which):
@@ -107,9 +109,18 @@ def gru_args(found):
         for kind, own in zip(("i", "h", "b"), parts, strict=True)
         for gate, part in zip(gates, own, strict=True)
     }}  # fmt: skip
-    params["cell"]["hn"] = dict(zip(("w", "b"), (params["cell"].pop("hn"), np.split(found["gru.bias_hh_l0"], 3)[2]), strict=True))
+    params["cell"]["hn"] = dict(
+        zip(
+            ("w", "b"),
+            (params["cell"].pop("hn"), np.split(found["gru.bias_hh_l0"], 3)[2]),
+            strict=True,
+        )
+    )
     br, bz, _ = np.split(found["gru.bias_hh_l0"], 3)
-    params["cell"]["br"], params["cell"]["bz"] = params["cell"]["br"] + br, params["cell"]["bz"] + bz
+    params["cell"]["br"], params["cell"]["bz"] = (
+        params["cell"]["br"] + br,
+        params["cell"]["bz"] + bz,
+    )
     params["head"] = {"kernel": found["head.weight"].T, "bias": found["head.bias"]}
     return jax.tree.map(jnp.asarray, params), found["args.0"], found["args.1"]
 
@@ -150,8 +161,13 @@ def decoder_args(found, stacked=False, dtype="float32"):
     layers = []
     for i in range(2):
         at = f"layers.{i}."
-        layer = {m: {n: {"kernel": kernel(found, at + own)} for n, own in names.items()} for m, names in LINEAR.items()}
-        layers.append(layer | {n: {"scale": found[f"{at}{own}.weight"]} for n, own in NORMS.items()})
+        layer = {
+            m: {n: {"kernel": kernel(found, at + own)} for n, own in names.items()}
+            for m, names in LINEAR.items()
+        }
+        layers.append(
+            layer | {n: {"scale": found[f"{at}{own}.weight"]} for n, own in NORMS.items()}
+        )
     params = {
         "embed": found["tok_embeddings.weight"],
         "norm": {"scale": found["norm.weight"]},
@@ -219,7 +235,9 @@ def block(pick, p, x):
 
     a = within("attn", attention, p["attn"], within("norm_1", rms, p["norm_1"], x))
     h = pick("no residual", x + a, a)
-    m = within("mlp", mlp_of, p["mlp"], within("norm_2", rms, p["norm_2"], pick("norm after", h, x)))
+    m = within(
+        "mlp", mlp_of, p["mlp"], within("norm_2", rms, p["norm_2"], pick("norm after", h, x))
+    )
     return h + m
 
 

@@ -20,8 +20,8 @@ ROOMS = [
     "_compat", "_docs", "_lazily", "_elsewhere", "_errors", "_folders", "_chart", "_devices",
     "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules",
     "_stats", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
-    "_diagnose", "_recorder", "_compare", "published", "types", "__init__", "_demo", "_commands",
-    "__main__",
+    "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
+    "_commands", "__main__",
 ]  # fmt: skip
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 
@@ -113,14 +113,14 @@ def test_what_the_public_functions_are_made_of_does_not_import_them():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_public_jax_and_runtime_dependencies_are_imported(path):
-    allowed = {"clipgrad", "jax", "numpy", "optax", "matplotlib", "sklearn", "tqdm", "orbax"}
-    extras = {"matplotlib", "sklearn", "tqdm", "orbax"}
+    extras = {"matplotlib", "sklearn", "tqdm", "orbax", "torch"}
+    allowed = {"clipgrad", "jax", "numpy", "optax", *extras}
     for module in imports(path):
         top = module.split(".")[0]
         assert "_src" not in module.split(".")
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
-            assert room(path) in ("_demo", "_check", "_commands", "_chart", "_recorder")
+            assert room(path) in ("_demo", "_check", "_commands", "_chart", "_recorder", "torch")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 

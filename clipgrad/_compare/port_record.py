@@ -1,6 +1,5 @@
 """The run of a model in another framework, as a file keeps it."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,5 +112,3 @@ def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Layouts:
     if own.shape != (count, LENGTH):
         raise ValueError(f"sketches of shape {own.shape}, not {(count, LENGTH)}")
     return Layouts(tuple(shape), dtype, own, tuple(digests), norm, largest, stacked)
-
-

@@ -1,12 +1,12 @@
 """The named values of a version in JAX beside those of a model in another framework."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from clipgrad._compare.ancestors import Ancestors
-from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, closest, judged
+from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, judged
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.matching import Instance, instances
 from clipgrad._compare.port_record import PortEntry
@@ -74,12 +74,14 @@ def _sketched(instance: Instance, numbers: dict, floors: dict) -> Sketched | Non
     value = instance.value
     if value.position not in numbers:
         return None
-    own, moved = (np.asarray(x[value.position])[instance.at].reshape(-1, LENGTH) for x in (numbers, floors))
+    own, moved = (
+        np.asarray(x[value.position])[instance.at].reshape(-1, LENGTH) for x in (numbers, floors)
+    )
     kept = np.flatnonzero(np.any(own, axis=1)) if len(own) > 1 else [0]
     if len(kept) != 1:
         return None
-    wide = (np.asarray(x[kept[0]], np.float64) for x in (own, moved))
-    return Sketched(*wide, value.shape, value.dtype)
+    first, floor = (np.asarray(x[kept[0]], np.float64) for x in (own, moved))
+    return Sketched(first, floor, value.shape, value.dtype)
 
 
 def _cotangent(

@@ -11,7 +11,6 @@ import numpy as np
 from clipgrad._compare.closeness import NEAR, Sketched
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import judge, rounding
-from clipgrad._compare.findings import find
 from clipgrad._compare.gradients import comparison_of
 from clipgrad._compare.kinship import Kinship
 from clipgrad._compare.matching import Instance, Pair, Renamed
@@ -85,7 +84,9 @@ def compare_port(
     arguments = parameter_findings(leaves, like)
     like.learn(leaves.kin)
     values = match_values(version, run, floor, port.values, like, rtol)
-    like.renamed.check([v.name for v in version.values], [e.name.replace(".", "/") for e in port.values])
+    like.renamed.check(
+        [v.name for v in version.values], [e.name.replace(".", "/") for e in port.values]
+    )
     eps = rounding(version.loss_dtype, port.loss_dtype)
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
     # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
@@ -93,7 +94,9 @@ def compare_port(
     places = [_place(pair) for pair in pairs]
     other = Version(_NOTHING, [], [], port.loss_dtype, frozenset())
     compared = compared_leaves(version.leaves, leaves)
-    found = comparison_of(version, other, places, loss, compared, [*values.unmatched, *_alone(leaves)])
+    found = comparison_of(
+        version, other, places, loss, compared, [*values.unmatched, *_alone(leaves)]
+    )
     return _explained(found, pairs, arguments, port)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import clipgrad.torch
+from clipgrad._compare.run_file import read_run, write_run
 from tests.torch_runs.models import table
 
 FOLDER = pathlib.Path(__file__).parent
@@ -29,7 +30,13 @@ def main():
     torch.set_num_threads(1)
     for name, (model, loss, args) in table().items():
         values = numbers(model, args)
-        clipgrad.torch.save_run(model, loss, args, FOLDER / f"{name}.npz")
+        path = FOLDER / f"{name}.npz"
+        clipgrad.torch.save_run(model, loss, args, path)
+        run = read_run(path)
+        for row in run.header["values"]:
+            row[4] = row[4] and pathlib.Path(row[4]).name  # not of one machine
+        header = {key: x for key, x in run.header.items() if key != "format"}
+        write_run(path, header, run.arrays)
         np.savez_compressed(FOLDER / f"{name}_numbers.npz", **values)
 
 

@@ -44,7 +44,7 @@ class Convolutions(nn.Module):
     def forward(self, x):
         h = self.relu(self.bn1(self.conv1(x)))
         h = self.relu(self.bn2(self.conv2(h)))
-        return self.fc(h.mean(dim=(1, 5)))
+        return self.fc(h.mean(dim=(2, 3)))
 
 
 class RMSNorm(nn.Module):
