@@ -151,7 +151,8 @@ class _Finder:
             near = self._table[i][j].judgment.difference < NEAR
             return near or like >= ALIKE and is_kind
         same_steps = self._own[i].steps == self._entries[j].steps
-        return like >= SURE and i in self._table and is_kind and same_steps
+        is_result = is_kind and self._own[i].value.kind != ENTERS  # several enter
+        return like >= SURE and i in self._table and is_result and same_steps
 
     def _closeness(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
         """The score of two values that differ: by names, difference and the pairs around."""
