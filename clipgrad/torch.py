@@ -57,27 +57,29 @@ def save_run(
          clipgrad.torch.save_run(model.eval(), lambda m, x: m(x).mean(), (x,), "torch.npz")
          print(cg.compare("torch.npz", jax_loss, (params, x)))
     """
-    _check(module, loss_fn, args, path)
+    _check_call(module, loss_fn, args, path)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    arguments = [_leaf(f"args[{i}]", "argument", x) for i, x in _tensors_of(args)]
+    arguments = [_leaf_entry(f"args[{i}]", "argument", x) for i, x in _tensors_of(args)]
     watch = _Watch(module)
     try:
         with torch.enable_grad(), torch.random.fork_rng():
             loss = loss_fn(module, *args)
-            gradients = _gradients(module, loss)
+            gradients = _torch_gradients(module, loss)
     finally:
         watch.close()
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
     leaves = [*_parameters(module, gradients), *arguments]
-    leaves += [_leaf(name, "buffer", x) for name, x in buffers.items() if x.is_floating_point()]
-    numbers = _host(loss).reshape(())
-    facts = _circumstances(module, loss)
+    leaves += [
+        _leaf_entry(name, "buffer", x) for name, x in buffers.items() if x.is_floating_point()
+    ]
+    numbers = _numpy_of(loss).reshape(())
+    facts = _torch_facts(module, loss)
     write_port(path, PortRun(watch.values, leaves, numbers, _dtype(loss), facts))
 
 
-def _check(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
+def _check_call(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
     if not callable(loss_fn):
@@ -92,7 +94,7 @@ def _check(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
     check_path(path)
 
 
-def _gradients(module: torch.nn.Module, loss: Any) -> dict[str, torch.Tensor | None]:
+def _torch_gradients(module: torch.nn.Module, loss: Any) -> dict[str, torch.Tensor | None]:
     """The gradient of each parameter; those that the parameters hold stay as they are."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
@@ -104,7 +106,7 @@ def _gradients(module: torch.nn.Module, loss: Any) -> dict[str, torch.Tensor | N
     return dict(zip(moving, found, strict=True))
 
 
-def _circumstances(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, Any]:
+def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, Any]:
     modes = {own.training for own in module.modules()}
     mode = "train and eval" if len(modes) > 1 else "train" if True in modes else "eval"
     dropped = [
@@ -154,7 +156,7 @@ class _Watch:
             if isinstance(module, torch.nn.RNNBase) and isinstance(outputs[0], torch.Tensor):
                 for i, x in enumerate(outputs[0].unbind(1 if module.batch_first else 0)):
                     self._note(name, "module", module, x, (i,))
-            for part, x in _parts(name, module, outputs, -1):
+            for part, x in _fused_parts(name, module, outputs, -1):
                 self._note(part, "module", module, x, ())
 
         return hook
@@ -163,7 +165,7 @@ class _Watch:
         if not x.is_floating_point() and not x.is_complex():
             return
         number, owner, signed = len(self.values), type(module).__name__, self._signed(x)
-        self.values.append(PortEntry(name, kind, owner, steps, *_caller(), signed, None))
+        self.values.append(PortEntry(name, kind, owner, steps, *_calling_line(), signed, None))
         if x.requires_grad and not steps and kind == "module":
             x.register_hook(lambda g: self._keep(number, g))
 
@@ -171,15 +173,15 @@ class _Watch:
         """The signatures of a tensor; what leaves a module mostly enters another as it is."""
         known, version, signed = self._known.get(id(x), (lambda: None, 0, None))
         if known() is not x or version != x._version:
-            signed = _sign(x)
+            signed = _layouts_of(x)
             self._known[id(x)] = weakref.ref(x), x._version, signed
         return signed
 
     def _keep(self, number: int, cotangent: torch.Tensor) -> None:
-        self.values[number] = self.values[number]._replace(cotangent=_sign(cotangent))
+        self.values[number] = self.values[number]._replace(cotangent=_layouts_of(cotangent))
 
 
-def _caller() -> tuple[str | None, int | None]:
+def _calling_line() -> tuple[str | None, int | None]:
     """The innermost line that is neither of torch nor of this file."""
     frame: Any = sys._getframe(1)
     while frame and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
@@ -195,20 +197,20 @@ def _parameters(
     for name, x in known.items():
         own = module.get_submodule(name.rpartition(".")[0])
         gradient, owner = gradients.get(name), type(own).__name__
-        yield _leaf(name, "parameter", x, gradient, owner)
+        yield _leaf_entry(name, "parameter", x, gradient, owner)
         for axis in {0, x.ndim - 1}:
-            parts, grads = (_parts(name, own, t, axis) for t in (x, gradient))
+            parts, grads = (_fused_parts(name, own, t, axis) for t in (x, gradient))
             for (part, own_part), (_, own_grad) in zip(parts, grads, strict=False):
-                yield _leaf(part, "parameter", own_part, own_grad, owner)
+                yield _leaf_entry(part, "parameter", own_part, own_grad, owner)
     for stack, names in _stacks(known).items():
         owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
         grads = [g for n in names if (g := gradients.get(n)) is not None]
         gradient = torch.stack(grads) if len(grads) == len(names) else None
         own = torch.stack([known[n].detach() for n in names])
-        yield _leaf(stack, "parameter", own, gradient, owner)
+        yield _leaf_entry(stack, "parameter", own, gradient, owner)
 
 
-def _parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:
+def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:
     """The parts of a fused array along an axis, in two, three and four."""
     is_fused = isinstance(module, torch.nn.RNNBase) or any(f in name for f in _FUSED)
     if not is_fused or not isinstance(x, torch.Tensor) or not x.ndim:
@@ -245,17 +247,17 @@ def _tensors_of(tree: Any) -> Iterator[tuple[Any, torch.Tensor]]:
             yield from ((key, x) for _, x in _tensors_of(own))
 
 
-def _leaf(name: str, kind: str, x: Any, gradient: Any = None, owner: str = "") -> PortEntry:
+def _leaf_entry(name: str, kind: str, x: Any, gradient: Any = None, owner: str = "") -> PortEntry:
     is_stack = "*" in name
-    cotangent = None if gradient is None else _sign(gradient, is_stack)
-    return PortEntry(name, kind, owner, (), None, None, _sign(x, is_stack), cotangent)
+    cotangent = None if gradient is None else _layouts_of(gradient, is_stack)
+    return PortEntry(name, kind, owner, (), None, None, _layouts_of(x, is_stack), cotangent)
 
 
-def _sign(x: torch.Tensor, is_stack: bool = False) -> Any:
-    return layouts(_host(x), _dtype(x), is_stack)
+def _layouts_of(x: torch.Tensor, is_stack: bool = False) -> Any:
+    return layouts(_numpy_of(x), _dtype(x), is_stack)
 
 
-def _host(x: torch.Tensor) -> Any:
+def _numpy_of(x: torch.Tensor) -> Any:
     """A tensor in NumPy, which has no bfloat16."""
     x = x.detach().cpu()
     is_narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)

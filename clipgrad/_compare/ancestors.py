@@ -38,7 +38,7 @@ class Ancestors:
             reached = self._before(own.value.programs[level], starts, own_holders[:level], feeds)
             if reached & (variables - inside):
                 return True
-            starts = _operands(own_holders[level - 1]) if level else []
+            starts = _operand_variables(own_holders[level - 1]) if level else []
         return False
 
     def _before(
@@ -60,7 +60,7 @@ class Ancestors:
                 continue
             found.add(variable)
             if variable in program.makers:
-                todo += _operands(program.makers[variable])
+                todo += _operand_variables(program.makers[variable])
             elif loop and variable in program.inputs:
                 i = program.inputs.index(variable) - loop.constants
                 if 0 <= i < loop.carried:
@@ -69,5 +69,5 @@ class Ancestors:
         return found
 
 
-def _operands(operation: OperationRecord) -> list[int]:
+def _operand_variables(operation: OperationRecord) -> list[int]:
     return [v for v in operation.operands if isinstance(v, int)]

@@ -64,7 +64,7 @@ def _value_finding(
         made_by(side.value.program, side.value.variable, value_scopes(side.value), ends)
         for side, ends in _sides(first, before)
     ).outside(shared)
-    text = f"the value {_named(first)} {_difference(first.value)}"
+    text = f"the value {_named_value(first)} {_difference(first.value)}"
     # The inner view of the same value agrees: what changed it is in this module alone.
     module = first.name if _other_view(first, before) else found.module
     factor = _factor(first.value, [place.value for place in before])
@@ -122,7 +122,7 @@ def _leaf_finding(
     return dataclasses.replace(finding, path=leaf.path)
 
 
-def _named(place: ComparedPlace) -> str:
+def _named_value(place: ComparedPlace) -> str:
     """The name of a value, within a sentence."""
     if place.pair.own.value.kind == ENTERS:
         return f"that enters {place.name}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 Module = tuple[str, ...]  # the words and numbers of its path: layers/0 is layer_0
 Held = frozenset[tuple[int, int | None]]  # pairs of parameters, each with its layer in a stack
-_NOTHING: Held = frozenset()
+_NONE_HELD: Held = frozenset()
 
 
 class Kinship:
@@ -32,8 +32,8 @@ class Kinship:
         self._theirs = {key: frozenset(held) for key, held in theirs.items()}
 
     def share(self, name: str, steps: tuple[int, ...], other: str) -> float | None:
-        """How much of the parameters of two modules is in both; None if one of them has none."""
-        own, its = self._held(name, steps), self._theirs.get(other, _NOTHING)
+        """The share of two modules' parameters that both have; None if one of them has none."""
+        own, its = self._held(name, steps), self._theirs.get(other, _NONE_HELD)
         return len(own & its) / len(own | its) if own and its else None
 
     def _held(self, name: str, steps: tuple[int, ...]) -> Held:
@@ -44,7 +44,7 @@ class Kinship:
             for layer in (*steps[-1:], None):
                 if (module, layer) in self._ours:
                     return self._ours[module, layer]
-        return _NOTHING
+        return _NONE_HELD
 
 
 def _modules(path: str, separator: str) -> list[str]:

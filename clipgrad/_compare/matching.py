@@ -77,11 +77,11 @@ def _groups(version: Version, renamed: "Renamed") -> dict[Group, list[Instance]]
     groups: dict[Group, list[Instance]] = collections.defaultdict(list)
     for value in version.values:
         group = renamed(value.name), value.kind, value.shape
-        groups[group] += instances(value)
+        groups[group] += instances_of(value)
     return {g: sorted(found, key=lambda i: i.time) for g, found in groups.items()}
 
 
-def instances(value: VersionValue) -> Iterator[Instance]:
+def instances_of(value: VersionValue) -> Iterator[Instance]:
     """The value at each step of the scans around it."""
     for steps in itertools.product(*(range(size) for size, is_scan in value.axes if is_scan)):
         left = iter(steps)

@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +13,13 @@ from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf
 from clipgrad._compare.kinship import Kinship
 from clipgrad._compare.layouts import Layouts, Order
 from clipgrad._compare.port_record import PortEntry
-from clipgrad._compare.port_values import ALIKE
+from clipgrad._compare.port_values import ALIKE, Likeness
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.signatures import Signature
 from clipgrad._compare.versions import VersionLeaf
 
-Likeness = Callable[[str, tuple[int, ...], PortEntry], float]
 _SAME = 1e-5  # norms of the same numbers in another order
-_MOST_NAMES = 5
+_MOST_SHOWN = 5
 
 
 class LeafPair(NamedTuple):
@@ -110,7 +109,7 @@ def _pair(
 
 
 def _kin(kin: Kinship, path: str, entry: PortEntry) -> float | None:
-    """How much of their parameters the modules of two parameters share."""
+    """The share of parameters that the modules around two parameters both have."""
     return kin.share(path.rpartition("/")[0], (), entry.name.rpartition(".")[0])
 
 
@@ -165,8 +164,8 @@ def parameter_findings(found: PortLeaves, likeness: Likeness) -> list[Comparison
     texts |= dict(_odd_orders(found.pairs))
     if not texts:
         return []
-    shown = list(texts.values())[:_MOST_NAMES]
-    more = f"; and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    shown = list(texts.values())[:_MOST_SHOWN]
+    more = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
     text = f"{len(texts)} of the arguments differ: {'; '.join(shown)}{more}"
     return [ComparisonFinding("argument", text, path=next(iter(texts)))]
 

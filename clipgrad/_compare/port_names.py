@@ -30,16 +30,16 @@ def similarity(own: str, other: str, steps: tuple[tuple[int, ...], tuple[int, ..
     """From 0 to 1: by the last words, by all words, and by the numbers, steps among them."""
     if own.replace(".", "/") == other.replace(".", "/") and steps[0] == steps[1]:
         return 1.0
-    a, b = (_parts(name, at) for name, at in zip((own, other), steps, strict=True))
+    a, b = (_name_parts(name, at) for name, at in zip((own, other), steps, strict=True))
     numbers = 1.0 if a.numbers == b.numbers else 0.5 if not (a.numbers and b.numbers) else 0.0
-    return 0.45 * _share(a.last, b.last) + 0.25 * _share(a.words, b.words) + 0.3 * numbers
+    return 0.45 * _overlap(a.last, b.last) + 0.25 * _overlap(a.words, b.words) + 0.3 * numbers
 
 
-def _share(a: Set[str], b: Set[str]) -> float:
+def _overlap(a: Set[str], b: Set[str]) -> float:
     return len(a & b) / max(1, len(a | b))
 
 
-def _parts(name: str, steps: tuple[int, ...]) -> _Parts:
+def _name_parts(name: str, steps: tuple[int, ...]) -> _Parts:
     segments = re.split(r"[/.]", re.sub(r"\[.*\]$", "", name))
     found = [re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", segment) for segment in segments]
     every = [token for segment in found for token in segment]

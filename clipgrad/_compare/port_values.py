@@ -8,7 +8,7 @@ import numpy as np
 from clipgrad._compare.ancestors import Ancestors
 from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, judged
 from clipgrad._compare.differences import Judgment
-from clipgrad._compare.matching import Instance, instances
+from clipgrad._compare.matching import Instance, instances_of
 from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.sketches import ENTERS, LENGTH
 from clipgrad._compare.versions import Version, VersionRun
@@ -48,8 +48,8 @@ def match_values(
     A value that differs, and of which one that agrees is computed, is cut otherwise in the other
     framework: it is no difference.
     """
-    own = sorted((i for v in version.values for i in instances(v)), key=lambda i: i.time)
-    sketched = {i: s for i, x in enumerate(own) if (s := _sketched(x, run.values, floor.values))}
+    own = sorted((i for v in version.values for i in instances_of(v)), key=lambda i: i.time)
+    sketched = {i: s for i, x in enumerate(own) if (s := _sketch_at(x, run.values, floor.values))}
     candidates = Candidates([entry.value for entry in entries])
     table = {i: candidates.closest(x, rtol) for i, x in sketched.items()}
     finder = _Finder(own, entries, table, likeness)
@@ -60,16 +60,16 @@ def match_values(
     ]
     ours = {pair.own.value.name for pair in pairs}, [each.value.name for each in own]
     theirs = {pair.other.name for pair in pairs}, [entry.name for entry in entries]
-    return PortMatching(pairs, [*_listed(*ours, "JAX"), *_listed(*theirs, "torch")])
+    return PortMatching(pairs, [*_values_alone(*ours, "JAX"), *_values_alone(*theirs, "torch")])
 
 
-def _listed(known: set[str], names: Sequence[str], where: str) -> Iterator[str]:
+def _values_alone(known: set[str], names: Sequence[str], where: str) -> Iterator[str]:
     if names := [name for name in dict.fromkeys(names) if name and name not in known]:
         more = f" and {len(names) - 12} more" if len(names) > 12 else ""
         yield f"values only in {where}: {', '.join(names[:12])}{more}"
 
 
-def _sketched(instance: Instance, numbers: dict, floors: dict) -> Sketched | None:
+def _sketch_at(instance: Instance, numbers: dict, floors: dict) -> Sketched | None:
     """The sketch of a value at a step; None of one that is not the same on each device."""
     value = instance.value
     if value.position not in numbers:
@@ -98,7 +98,7 @@ def _cotangent(
     """
     if own.value.kind == ENTERS or other.kind == ENTERS:
         return None
-    its = _sketched(own, run.cotangents, floor.cotangents)
+    its = _sketch_at(own, run.cotangents, floor.cotangents)
     if its is None or other.cotangent is None or its.size != other.cotangent.size:
         return None
     found = [judged(its, other.cotangent, at, rtol) for at in value.at]

@@ -32,7 +32,7 @@ from clipgrad._names import Location
 
 
 class _Likeness:
-    """How alike names in JAX and in the other framework are; names that a user gave are one.
+    """The likeness of names in JAX and in the other framework; names that a user gave are one.
 
     Args:
       names: names in the other framework by names in JAX.
@@ -80,7 +80,7 @@ def compare_port(
     roots = {value.name.split("/")[0] for value in version.values if value.name}
     like = _Likeness(names or {}, roots)
     signed = {**side.facts.params, **side.facts.data}
-    leaves = match_leaves(signed, _gradients(version, run, floor), port.leaves, like, rtol)
+    leaves = match_leaves(signed, _sketched_gradients(version, run, floor), port.leaves, like, rtol)
     arguments = parameter_findings(leaves, like)
     like.learn(leaves.kin)
     values = match_values(version, run, floor, port.values, like, rtol)
@@ -91,20 +91,22 @@ def compare_port(
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
     # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
     pairs = [p for p in values.pairs if loss.differs or p.value.judgment.difference < NEAR]
-    places = [_place(pair) for pair in pairs]
-    other = Version(_NOTHING, [], [], port.loss_dtype, frozenset())
+    places = [_port_place(pair) for pair in pairs]
+    other = Version(_NO_PROGRAM, [], [], port.loss_dtype, frozenset())
     compared = compared_leaves(version.leaves, leaves)
     found = comparison_of(
-        version, other, places, loss, compared, [*values.unmatched, *_alone(leaves)]
+        version, other, places, loss, compared, [*values.unmatched, *_arrays_alone(leaves)]
     )
     return _explained(found, pairs, arguments, port)
 
 
-_NOTHING = ProgramRecord((), (), (), ())
+_NO_PROGRAM = ProgramRecord((), (), (), ())
 _MADE = OperationRecord("", (), (), (), saved=(Location(None, None, None), None))
 
 
-def _gradients(version: Version, run: VersionRun, floor: VersionRun) -> dict[str, Sketched]:
+def _sketched_gradients(
+    version: Version, run: VersionRun, floor: VersionRun
+) -> dict[str, Sketched]:
     rows = zip(version.leaves, run.grads, floor.grads, strict=True)
     return {
         leaf.path: Sketched(np.asarray(g), np.asarray(moved), leaf.shape, leaf.dtype)
@@ -112,19 +114,19 @@ def _gradients(version: Version, run: VersionRun, floor: VersionRun) -> dict[str
     }
 
 
-def _place(pair: PortPair) -> ComparedPlace:
+def _port_place(pair: PortPair) -> ComparedPlace:
     """A pair as a place of a comparison; of the other framework there is no program."""
     other = pair.other
     value = VersionValue(
         (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, (), False, -1,
-        _MADE, (), (_NOTHING,),
+        _MADE, (), (_NO_PROGRAM,),
     )  # fmt: skip
     return ComparedPlace(
         Pair(pair.own, Instance(value, other.steps, ())), pair.value.judgment, pair.cotangent
     )
 
 
-def _alone(leaves: PortLeaves) -> list[str]:
+def _arrays_alone(leaves: PortLeaves) -> list[str]:
     """The parameters that only one side has."""
     ours = [f"{path} {list(own.shape)}" for path, own in leaves.alone.items()]
     theirs = [f"{e.name} {list(e.value.shape)}" for e in leaves.others if e.kind == "parameter"]
@@ -139,7 +141,7 @@ def _explained(
     port: PortRun,
 ) -> GradientComparison:
     """A comparison with what the other framework's file says of it."""
-    notes = [*found.notes, *_circumstances(port)]
+    notes = [*found.notes, *_mode_notes(port)]
     if not found.findings:
         texts = (finding.message for finding in arguments)
         return dataclasses.replace(found, notes=(*texts, *notes))
@@ -160,7 +162,7 @@ def _with_other(finding: ComparisonFinding, pairs: Sequence[PortPair]) -> Compar
     return dataclasses.replace(finding, message=f"{text})")
 
 
-def _circumstances(port: PortRun) -> list[str]:
+def _mode_notes(port: PortRun) -> list[str]:
     dropped = port.circumstances.get("dropout")
     if not dropped:
         return []

@@ -20,7 +20,7 @@ from clipgrad._jaxpr import (
     scan_counts,
     value_programs,
 )
-from clipgrad._names import ModuleValues, Place, entries, path, placed_equations
+from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
 from clipgrad._program import mixed
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
@@ -169,7 +169,7 @@ class Sketches(ValueHook):
         """See what nothing uses, and what enters a module; that is replaced."""
         found = list(super().results(equation, outputs))
         for i, variable in enumerate(equation.outvars):
-            if scopes := entries(self._jaxpr).get(variable):
+            if scopes := module_entries(self._jaxpr).get(variable):
                 found[i] = self._see(self._name(scopes), ENTERS, i, -1, found[i])
         return found
 
@@ -210,14 +210,14 @@ def _has_entries(program: Any) -> bool:
     """Whether a value enters a module in a program, or in one inside of it."""
     jaxpr = opened(program)[0]
     inner = (p for equation in jaxpr.eqns for p in value_programs(equation))
-    return bool(entries(jaxpr)) or any(map(_has_entries, inner))
+    return bool(module_entries(jaxpr)) or any(map(_has_entries, inner))
 
 
 def entering_values(program: Any) -> Iterator[NamedValue]:
     """The floating values that enter modules, and leave none; they have the names of these."""
     for own, place, jaxpr, scopes in placed_equations(program, value_programs):
         for i, v in enumerate(place.equation.outvars):
-            entered = entries(jaxpr).get(v)
+            entered = module_entries(jaxpr).get(v)
             if entered and holds_floats(v):
                 name = "/".join((*scopes, *entered))
                 yield NamedValue((*own, i, -1), name, ENTERS, place, jaxpr, v, ())

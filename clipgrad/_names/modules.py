@@ -99,7 +99,7 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
     return _EXITS[jaxpr]
 
 
-def entries(jaxpr: Any) -> dict[Var, ScopePath]:
+def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
     """Return the arrays of a program that enter a scope and leave none: the scope that they enter.
 
     What is an input in another form, such as a cast or a slice of stacked weights, is left out.
