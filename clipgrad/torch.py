@@ -1,5 +1,7 @@
 """Runs of PyTorch models, for `clipgrad.compare`; the only module that needs torch."""
 
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import os
 import sys
 import weakref
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 try:
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
 except ImportError as error:
     raise ImportError(
         "clipgrad.torch needs PyTorch, which is not installed; write pip install torch"

@@ -32,10 +32,10 @@ def similarity(own: str, other: str, steps: tuple[tuple[int, ...], tuple[int, ..
         return 1.0
     a, b = (_name_parts(name, at) for name, at in zip((own, other), steps, strict=True))
     numbers = 1.0 if a.numbers == b.numbers else 0.5 if not (a.numbers and b.numbers) else 0.0
-    return 0.45 * _overlap(a.last, b.last) + 0.25 * _overlap(a.words, b.words) + 0.3 * numbers
+    return 0.45 * _jaccard(a.last, b.last) + 0.25 * _jaccard(a.words, b.words) + 0.3 * numbers
 
 
-def _overlap(a: Set[str], b: Set[str]) -> float:
+def _jaccard(a: Set[str], b: Set[str]) -> float:
     return len(a & b) / max(1, len(a | b))
 
 
