@@ -34,7 +34,8 @@ BUGS = {
         "mask off by one": "attn", "no mask": "attn", "tiled groups": "attn",
         "scale of the model": "attn", "no scale": "attn", "gelu": "mlp", "gate and up": "mlp",
         "norm epsilon": "norm", "mean in the norm": "norm", "no final norm": "norm",
-        "norm after": "layer", "no residual": "layer", "embedding scaled": "", "tied output": "output",
+        "norm after": "layer", "no residual": "layer", "embedding scaled": "",
+        "tied output": "output",
     },
 }  # fmt: skip
 
