@@ -210,7 +210,8 @@ def _odd_orders(pairs: Sequence[LeafPair]) -> Iterator[tuple[str, str]]:
     kinds: dict[tuple, list[LeafPair]] = collections.defaultdict(list)
     for pair in pairs:
         if len(pair.orders[0]) > 1:
-            kind = pair.other.owner, pair.other.name.rpartition(".")[2], len(pair.orders[0])
+            name = pair.other.name.rpartition(".")[2].split("[")[0]
+            kind = pair.other.owner, name, len(pair.orders[0])
             kinds[kind].append(pair)
     for own in kinds.values():
         counts = collections.Counter(order for pair in own for order in pair.orders)
