@@ -24,6 +24,12 @@ FOUND_BY = {
         "differ; mismatch; parity; compare_examples; neighbors; batch dependence; mask leak; "
         "padding",
     ),
+    "port": (
+        "Port a model from PyTorch to JAX: a file of the torch model, and the first module of the "
+        "port that differs.",
+        "PyTorch; torch; port; convert; weights; state_dict; parity; NCHW; NHWC; "
+        "Hugging Face; logits differ",
+    ),
     "bfloat16": (
         "Find the modules and the leaves of the gradient where bfloat16 or float16 loses "
         "precision in JAX.",

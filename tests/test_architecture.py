@@ -20,14 +20,15 @@ ROOMS = [
     "_compat", "_docs", "_lazily", "_elsewhere", "_errors", "_folders", "_chart", "_devices",
     "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules",
     "_stats", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
-    "_diagnose", "_recorder", "_compare", "published", "types", "__init__", "_demo", "_commands",
-    "__main__",
+    "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
+    "_commands", "__main__",
 ]  # fmt: skip
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 
 
 # Names that several modules of a folder define on purpose, and no other module.
-SHARED = {"TASK": "_demo"}  # each task of the demo has one, which `tasks.py` collects
+# Each task of the demo has one TASK, which `tasks.py` collects.
+SHARED = {("TASK", "_demo"), ("save_run", "_compare"), ("save_run", "torch")}
 
 
 def room(path):
@@ -113,14 +114,14 @@ def test_what_the_public_functions_are_made_of_does_not_import_them():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_public_jax_and_runtime_dependencies_are_imported(path):
-    allowed = {"clipgrad", "jax", "numpy", "optax", "matplotlib", "sklearn", "tqdm", "orbax"}
-    extras = {"matplotlib", "sklearn", "tqdm", "orbax"}
+    extras = {"matplotlib", "sklearn", "tqdm", "orbax", "torch"}
+    allowed = {"clipgrad", "jax", "numpy", "optax", *extras}
     for module in imports(path):
         top = module.split(".")[0]
         assert "_src" not in module.split(".")
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
-            assert room(path) in ("_demo", "_check", "_commands", "_chart", "_recorder")
+            assert room(path) in ("_demo", "_check", "_commands", "_chart", "_recorder", "torch")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -163,7 +164,7 @@ def test_no_name_is_defined_in_two_modules():
                 modules[name].add(path)
     several = {name: paths for name, paths in modules.items() if len(paths) > 1}
     found = {(name, room(path)) for name, paths in several.items() for path in paths}
-    assert found == set(SHARED.items()), several
+    assert found == SHARED, several
 
 
 def test_the_tests_that_comments_name_as_reasons_exist():

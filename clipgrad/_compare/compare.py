@@ -6,6 +6,8 @@ from typing import Any
 
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.gradients import compare_gradients
+from clipgrad._compare.port_record import PortRun
+from clipgrad._compare.ports import compare_port
 from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
 from clipgrad._compare.save_run import live, saved
 from clipgrad._compare.steps import StepRun, compare_steps
@@ -124,6 +126,8 @@ def _compare(
         else live(name, run, own, named, argnums, has_aux, signed=None in given)
         for name, run, own in zip(("fun", "other"), versions, given, strict=True)
     )
+    if isinstance(first, PortRun) or isinstance(second, PortRun):
+        return _beside_port(first, second, names, rtol)
     if isinstance(first, StepRun) and isinstance(second, StepRun):
         return compare_steps(first, second, rtol)
     if isinstance(first, StepRun) or isinstance(second, StepRun):
@@ -133,6 +137,22 @@ def _compare(
             "they are steps, in save_run too"
         )
     return compare_gradients(first, second, names, rtol)
+
+
+def _beside_port(
+    first: Any, second: Any, names: Mapping[str, str] | None, rtol: float | None
+) -> GradientComparison:
+    """Compare a loss in JAX with a run of another framework, in either order."""
+    side, port = (second, first) if isinstance(first, PortRun) else (first, second)
+    if isinstance(side, PortRun | StepRun):
+        what = "a whole step" if isinstance(side, StepRun) else "another run of torch"
+        raise ValueError(
+            f"run: got a run of torch and {what}, expected a loss in JAX, or a file that "
+            "clipgrad.save_run wrote of one"
+        )
+    if port is first and names:
+        names = {other: own for own, other in names.items()}
+    return compare_port(side, port, names, rtol)
 
 
 def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:

@@ -87,7 +87,8 @@ def _excess(row: ComparisonRow) -> float:
 
 
 def _line(row: ComparisonRow) -> str:
-    name = row.module if len(row.module) < _NAME_WIDTH else "..." + row.module[4 - _NAME_WIDTH :]
+    name = f"into {row.module}" if row.kind == "enters" else row.module
+    name = name if len(name) < _NAME_WIDTH else "..." + name[4 - _NAME_WIDTH :]
     step = "" if row.step is None else row.step
     cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"
     return f"{name:<{_NAME_WIDTH}}{step:>6}{row.value:>10.1e}{cotangent:>12}"

@@ -10,6 +10,7 @@ from clipgrad._compare.matching import Instance
 from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.program_record import OperationRecord
 from clipgrad._compare.records import ComparisonFinding
+from clipgrad._compare.sketches import ENTERS
 from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
 from clipgrad._compare.versions import Version
 from clipgrad._compare.wiring import shared_modules
@@ -63,7 +64,7 @@ def _value_finding(
         made_by(side.value.program, side.value.variable, value_scopes(side.value), ends)
         for side, ends in _sides(first, before)
     ).outside(shared)
-    text = f"the value of {first.name or 'what the scan carries'} {_difference(first.value)}"
+    text = f"the value {_named_value(first)} {_difference(first.value)}"
     # The inner view of the same value agrees: what changed it is in this module alone.
     module = first.name if _other_view(first, before) else found.module
     factor = _factor(first.value, [place.value for place in before])
@@ -100,7 +101,8 @@ def _vjp_finding(
     module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
     assert last.cotangent is not None
     by = module or "what follows"
-    text = f"the cotangent that {by} passes back to {last.name} {_difference(last.cotangent)}"
+    to = f"what enters {last.name}" if value.kind == ENTERS else last.name
+    text = f"the cotangent that {by} passes back to {to} {_difference(last.cotangent)}"
     text += "; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
     place = _around_first(found, value.place[1:]) or value.place
@@ -118,6 +120,13 @@ def _leaf_finding(
     found = found.outside(shared)
     finding = located("grads", found.module, None, text, _around_first(found, ()), None)
     return dataclasses.replace(finding, path=leaf.path)
+
+
+def _named_value(place: ComparedPlace) -> str:
+    """The name of a value, within a sentence."""
+    if place.pair.own.value.kind == ENTERS:
+        return f"that enters {place.name}"
+    return f"of {place.name or 'what the scan carries'}"
 
 
 def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> ComparedPlace | None:

@@ -32,7 +32,7 @@ def compare_gradients(
     judging = judge_sketches if by_sketch else judge
     leaves, alone = _leaves(versions, own, theirs, floor, judging, rtol)
     unmatched = [*matching.unmatched, *partial, *alone]
-    found = _comparison(*versions, places, loss, leaves, unmatched)
+    found = comparison_of(*versions, places, loss, leaves, unmatched)
     return with_facts(found, first.facts, second.facts)
 
 
@@ -69,7 +69,7 @@ def _leaves(
     return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in only)]
 
 
-def _comparison(
+def comparison_of(
     first: Version,
     second: Version,
     places: list[ComparedPlace],
@@ -77,6 +77,7 @@ def _comparison(
     leaves: list[ComparedLeaf],
     unmatched: list[str],
 ) -> GradientComparison:
+    """The findings and notes of two versions whose places and leaves are judged."""
     findings = find(first, second, places, loss, leaves)
     notes = undecided(places)
     notes += [] if loss.is_judged else ["the loss: rounding decides here, so it is not judged"]

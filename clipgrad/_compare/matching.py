@@ -55,7 +55,7 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
       ValueError: an expression of ``names`` fits no value of the first version, or leads to none
         of the second.
     """
-    ours, theirs = _Renamed(dict(names or {})), _Renamed({})
+    ours, theirs = Renamed(dict(names or {})), Renamed({})
     theirs.patterns = [b for a, b in ours.rules if "*" in b and "*" not in a]
     groups = _groups(own, ours), _groups(other, theirs)
     ours.check([v.name for v in own.values], [name for name, *_ in groups[1]])
@@ -73,15 +73,16 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
     return Matching(sorted(pairs, key=lambda pair: pair.own.time), unmatched)
 
 
-def _groups(version: Version, renamed: "_Renamed") -> dict[Group, list[Instance]]:
+def _groups(version: Version, renamed: "Renamed") -> dict[Group, list[Instance]]:
     groups: dict[Group, list[Instance]] = collections.defaultdict(list)
     for value in version.values:
         group = renamed(value.name), value.kind, value.shape
-        groups[group] += _instances(value)
+        groups[group] += instances_of(value)
     return {g: sorted(found, key=lambda i: i.time) for g, found in groups.items()}
 
 
-def _instances(value: VersionValue) -> Iterator[Instance]:
+def instances_of(value: VersionValue) -> Iterator[Instance]:
+    """The value at each step of the scans around it."""
     for steps in itertools.product(*(range(size) for size, is_scan in value.axes if is_scan)):
         left = iter(steps)
         at = tuple(next(left) if is_scan else slice(None) for _, is_scan in value.axes)
@@ -104,7 +105,7 @@ def _unmatched(group: Group, found: Sequence, same: Sequence, here: str, there: 
     return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
 
 
-class _Renamed:
+class Renamed:
     """The name under which a value of one version is looked for in the other."""
 
     def __init__(self, names: dict[str, str]) -> None:

@@ -50,7 +50,8 @@ class ComparisonRow:
       value_tolerance: what rounding explains of the difference of the values.
       cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
       steps: the indices in all scans around it, outermost first.
-      kind: "tag", "module", "output", or "gradient" of a leaf beside examples.
+      kind: "tag", "module", "output", "enters" for what enters the module, or "gradient" of a leaf
+        beside examples.
     """
 
     module: str

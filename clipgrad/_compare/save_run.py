@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from clipgrad._compare.port_record import PORT, PortRun, port_file, saved_port
 from clipgrad._compare.run_file import RunFile, damaged, read_run, write_run
 from clipgrad._compare.run_record import GRADIENT, gradient_file, saved_gradient
 from clipgrad._compare.sides import LiveSide, SavedSide
@@ -71,14 +72,24 @@ def save_run(
       'hidden'
     """
     check_call(fun, args, kwargs)
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: got {path!r}, expected the path of a file, such as 'before.npz'")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ValueError(f"path: got {os.fspath(path)!r}, expected one in a folder that exists")
+    check_path(path)
     with settings_of_runs():
         side = live("fun", fun, args, dict(kwargs or {}), argnums, has_aux, signed=True)
         file = step_file(side) if isinstance(side, StepRun) else gradient_file(side)
     _write_once(path, file)
+
+
+def check_path(path: Any) -> None:
+    """Raise an error for what is no path, or one in a folder that is not there."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: got {path!r}, expected the path of a file, such as 'before.npz'")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ValueError(f"path: got {os.fspath(path)!r}, expected one in a folder that exists")
+
+
+def write_port(path: str | os.PathLike, run: PortRun) -> None:
+    """Write the run of a model in another framework."""
+    _write_once(path, port_file(run))
 
 
 def _write_once(path: str | os.PathLike, file: RunFile) -> None:
@@ -110,14 +121,18 @@ def live(
     return LiveSide(version(fun, args, kwargs, argnums, has_aux), signed)
 
 
-def saved(path: str | os.PathLike) -> SavedSide | StepRun:
+def saved(path: str | os.PathLike) -> SavedSide | StepRun | PortRun:
     """A version from a file.
 
     Raises:
       ValueError: it holds no run that can be read.
     """
     file = read_run(path)
-    kinds: dict[Any, Callable[[RunFile], Any]] = {GRADIENT: saved_gradient, STEP: saved_step}
+    kinds: dict[Any, Callable[[RunFile], Any]] = {
+        GRADIENT: saved_gradient,
+        STEP: saved_step,
+        PORT: saved_port,
+    }
     try:
         return kinds[file.header["kind"]](file)
     except Exception as error:  # of plain data that is not what it should be

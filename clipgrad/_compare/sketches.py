@@ -20,7 +20,7 @@ from clipgrad._jaxpr import (
     scan_counts,
     value_programs,
 )
-from clipgrad._names import ModuleValues, Place, path, placed_equations
+from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
 from clipgrad._program import mixed
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
@@ -29,6 +29,7 @@ NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
 LENGTH = 2 * NUMBERS + 1
+ENTERS = "enters"  # the kind of values that enter a module
 
 
 def sketch_dtype(dtype: Any) -> Any:
@@ -168,6 +169,14 @@ class Sketches(ValueHook):
         values = super().values(jaxpr)
         return _CarriedValues(self, jaxpr, self._leave) if self.carried else values
 
+    def results(self, equation: Any, outputs: Sequence) -> Sequence:
+        """See what nothing uses, and what enters a module; that is replaced."""
+        found = list(super().results(equation, outputs))
+        for i, variable in enumerate(equation.outvars):
+            if scopes := module_entries(self._jaxpr).get(variable):
+                found[i] = self._see(self._name(scopes), ENTERS, i, -1, found[i])
+        return found
+
     def inside(self, equation: Any, step: Any) -> Self:
         """The hook for a program inside of an equation."""
         count = scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
@@ -185,7 +194,8 @@ class Sketches(ValueHook):
     def _has_names_inside(self, equation: Any) -> bool:
         inner = [e for program in value_programs(equation) for e in equations(program)]
         scans = any(e.primitive.name == "scan" for e in (equation, *inner))
-        return scans or super()._has_names_inside(equation)
+        entered = any(map(_has_entries, value_programs(equation)))
+        return scans or entered or super()._has_names_inside(equation)
 
 
 class _CarriedValues(ModuleValues):
@@ -198,6 +208,23 @@ class _CarriedValues(ModuleValues):
     def outputs(self, jaxpr: Any) -> list:
         """The results of the step."""
         return self._hook.end_of_step(jaxpr, super().outputs(jaxpr))
+
+
+def _has_entries(program: Any) -> bool:
+    """Whether a value enters a module in a program, or in one inside of it."""
+    jaxpr = opened(program)[0]
+    inner = (p for equation in jaxpr.eqns for p in value_programs(equation))
+    return bool(module_entries(jaxpr)) or any(map(_has_entries, inner))
+
+
+def entering_values(program: Any) -> Iterator[NamedValue]:
+    """The floating values that enter modules, and leave none; they have the names of these."""
+    for own, place, jaxpr, scopes in placed_equations(program, value_programs):
+        for i, v in enumerate(place.equation.outvars):
+            entered = module_entries(jaxpr).get(v)
+            if entered and holds_floats(v):
+                name = "/".join((*scopes, *entered))
+                yield NamedValue((*own, i, -1), name, ENTERS, place, jaxpr, v, ())
 
 
 def carried_values(program: Any) -> Iterator[NamedValue]:

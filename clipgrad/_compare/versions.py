@@ -18,7 +18,13 @@ from clipgrad._compare.program_record import (
     point_at,
     program_record,
 )
-from clipgrad._compare.sketches import LENGTH, Sketches, carried_values, sketch_dtype
+from clipgrad._compare.sketches import (
+    LENGTH,
+    Sketches,
+    carried_values,
+    entering_values,
+    sketch_dtype,
+)
 from clipgrad._diagnose import (
     DiagnosisSubject,
     is_of_callback,
@@ -50,7 +56,7 @@ class VersionValue(NamedTuple):
     Attributes:
       position: see `NamedValue`.
       name: the tag, or the path of the module.
-      kind: ``"tag"`` or ``"module"``.
+      kind: ``"tag"``, ``"module"``, or ``"enters"`` for what enters a module.
       dtype: its type.
       shape: its shape at one step and on one device.
       scopes: the scopes of its program that it leaves; none for a tag.
@@ -166,7 +172,8 @@ def version(
     ]  # what a scan returns is what its last step carries on
     program = program_record(found.program)
     active = active_variables(found.program, found.chosen)
-    values = [_version_value(value, program, active) for value in (*named, *carried)]
+    found_values = (*named, *carried, *entering_values(found.program))
+    values = [_version_value(value, program, active) for value in found_values]
     inputs = [found.inputs[i] for i in found.chosen]
     leaves = [
         VersionLeaf(path, i, x.dtype, x.shape)

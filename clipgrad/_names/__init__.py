@@ -10,6 +10,7 @@ from clipgrad._names.modules import is_mark as is_mark
 from clipgrad._names.modules import is_used as is_used
 from clipgrad._names.modules import left_unused as left_unused
 from clipgrad._names.modules import look as look
+from clipgrad._names.modules import module_entries as module_entries
 from clipgrad._names.modules import variables_of_modules as variables_of_modules
 from clipgrad._names.names import Names as Names
 from clipgrad._names.names import names_of as names_of

@@ -24,9 +24,15 @@ Uses = dict[Var, frozenset[ScopePath]]
 # A program called from many places is read once, so that the time is linear in the source.
 _USES: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
 _VARIABLES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
+_ENTRIES: weakref.WeakKeyDictionary[Any, dict[Var, ScopePath]] = weakref.WeakKeyDictionary()
 _EXITS: weakref.WeakKeyDictionary[Any, dict[Var, "Exit"]] = weakref.WeakKeyDictionary()
 _ASIDES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
 
+# Operations by which an input, such as the weights of a layer, is still what it was.
+_MOVES = frozenset({
+    "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "gather", "iota",
+    "reshape", "slice", "split", "squeeze", "transpose",
+})  # fmt: skip
 _LOOK, _ASIDE = "clipgrad: look", "clipgrad: aside"
 
 
@@ -91,6 +97,32 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
                 if (kept := _kept_scopes(around, used)) < len(around):
                     found[variable] = Exit(around, kept)
     return _EXITS[jaxpr]
+
+
+def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
+    """Return the arrays of a program that enter a scope and leave none: the scope that they enter.
+
+    What is an input in another form, such as a cast or a slice of stacked weights, is left out.
+    """
+    if jaxpr not in _ENTRIES:
+        _ENTRIES[jaxpr] = found = {}
+        moved = {*jaxpr.invars, *jaxpr.constvars}
+        for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
+            own = [v for v in equation.outvars if _is_array_variable(v) and v not in _asides(jaxpr)]
+            if equation.primitive.name in _MOVES and moved.issuperset(_operands(equation)):
+                moved.update(own)
+                continue
+            depth = len(path(equation))
+            for variable in own if equation.primitive.name != "name" else ():
+                used = uses(jaxpr).get(variable, ())
+                deeper = sorted(use[: depth + 1] for use in used if len(use) > depth)
+                if deeper and variable not in exits(jaxpr):
+                    found[variable] = deeper[0]
+    return _ENTRIES[jaxpr]
+
+
+def _operands(equation: JaxprEqn) -> list[Var]:
+    return [atom for atom in equation.invars if not isinstance(atom, Literal)]
 
 
 def variables_of_modules(program: Any) -> frozenset[Var]:

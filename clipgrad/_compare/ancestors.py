@@ -1,0 +1,73 @@
+"""The values of which others are computed."""
+
+from collections.abc import Iterable, Sequence
+
+from clipgrad._compare.matching import Instance
+from clipgrad._compare.program_record import OperationRecord, ProgramRecord
+
+
+class Ancestors:
+    """The values of which some values are computed, at the same step or at earlier ones.
+
+    Args:
+      values: the values that are computed.
+    """
+
+    def __init__(self, values: Sequence[Instance]) -> None:
+        self._values = values
+        self._known: dict[tuple[int, tuple[int, ...], bool], set[int]] = {}
+
+    def has(self, ancestor: Instance) -> bool:
+        """Whether one of the values is computed of another value, which is not itself."""
+        later = [own for own in self._values if own.time > ancestor.time]
+        return any(self._is_of(own, ancestor) for own in later)
+
+    def _is_of(self, own: Instance, ancestor: Instance) -> bool:
+        """Whether a value is computed of one before."""
+        variables = {ancestor.value.variable}
+        variables.update(v for holder in ancestor.value.holders for v in holder.results)
+        if own.value.variable == ancestor.value.variable:
+            return own.steps != ancestor.steps
+        own_holders, around = own.value.holders, ancestor.value.holders
+        shared = [a is b for a, b in zip(own_holders, around, strict=False)]
+        depth = shared.index(False) if False in shared else len(shared)
+        inside = {v for holder in around[:depth] for v in holder.results}
+        starts: list[int] = [own.value.variable]
+        for level in range(len(own_holders), -1, -1):
+            feeds = own.steps != ancestor.steps and level <= depth
+            reached = self._before(own.value.programs[level], starts, own_holders[:level], feeds)
+            if reached & (variables - inside):
+                return True
+            starts = _operand_variables(own_holders[level - 1]) if level else []
+        return False
+
+    def _before(
+        self,
+        program: ProgramRecord,
+        starts: Iterable[int],
+        holders: tuple[OperationRecord, ...],
+        feeds: bool,
+    ) -> set[int]:
+        """The variables of a program that some are computed of; in a loop in earlier steps, too."""
+        key = id(program), tuple(sorted(starts)), feeds
+        if key in self._known:
+            return self._known[key]
+        loop = holders[-1].loop if holders and feeds else None
+        found, todo = set[int](), list(key[1])
+        while todo:
+            variable = todo.pop()
+            if variable in found:
+                continue
+            found.add(variable)
+            if variable in program.makers:
+                todo += _operand_variables(program.makers[variable])
+            elif loop and variable in program.inputs:
+                i = program.inputs.index(variable) - loop.constants
+                if 0 <= i < loop.carried:
+                    todo += [v for v in (program.outputs[i],) if isinstance(v, int)]
+        self._known[key] = found
+        return found
+
+
+def _operand_variables(operation: OperationRecord) -> list[int]:
+    return [v for v in operation.operands if isinstance(v, int)]

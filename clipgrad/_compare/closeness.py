@@ -1,0 +1,94 @@
+"""Closeness: how far arrays of one framework are from those of another, in any order of axes."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._compare.differences import Judgment, rounding
+from clipgrad._compare.layouts import Layouts
+from clipgrad._compare.sketches import NUMBERS, judge_sketches
+
+NEAR = 0.3  # a difference of which the two may be one value
+
+
+class Sketched(NamedTuple):
+    """The sketch of an array in JAX, and its movement by rounding."""
+
+    sketch: np.ndarray
+    floor: np.ndarray
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+
+class Closest(NamedTuple):
+    """Two arrays in the order of axes in which they are closest, and in others as close.
+
+    Attributes:
+      judgment: how close they are.
+      agrees: whether they are the same numbers.
+      at: the numbers of the orders in which they are, or else of the closest one.
+    """
+
+    judgment: Judgment
+    agrees: bool
+    at: tuple[int, ...]
+
+
+def judged(own: Sketched, other: Layouts, at: int, rtol: float | None = None) -> Judgment:
+    """Compare two arrays in one of the orders; rounding of the other framework adds as much."""
+    eps = rounding(own.dtype, _float_type(other.dtype))
+    return judge_sketches(own.sketch, other.sketches[at], 2 * own.floor, eps, rtol)
+
+
+@functools.cache
+def _float_type(name: str) -> Any:
+    try:
+        return jnp.finfo(name).dtype
+    except (TypeError, ValueError):  # a type that JAX does not have
+        return jnp.dtype("float32")
+
+
+class Candidates:
+    """Arrays of the other framework, to be compared with arrays of as many elements."""
+
+    def __init__(self, every: Sequence[Layouts]) -> None:
+        self._every = every
+        self._by_size: dict[int, list[int]] = {}
+        for i, own in enumerate(every):
+            if len(own.sketches):
+                self._by_size.setdefault(own.size, []).append(i)
+
+    def closest(self, own: Sketched, rtol: float | None = None) -> dict[int, Closest]:
+        """Each array of this size, by its number, in its closest order."""
+        found = {}
+        for i in self._by_size.get(own.size, []):
+            found[i] = closest(own, self._every[i], rtol)
+        return found
+
+
+def closest(own: Sketched, other: Layouts, rtol: float | None = None) -> Closest:
+    """Compare two arrays of as many elements in every order of axes."""
+    far = distances(own.sketch, other.sketches)
+    best = int(np.argmin(far))
+    near = [i for i in range(len(far)) if far[i] < NEAR]
+    found = {i: judged(own, other, i, rtol) for i in near or [best]}
+    agree = tuple(i for i, j in found.items() if j.is_judged and not j.differs)
+    return Closest(found[best], bool(agree), agree or (best,))
+
+
+def distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """About how far a sketch is from others, shape (n, 513)."""
+    found = np.where(others[:, -1] == own[-1], 0, np.inf)
+    for part in (slice(0, NUMBERS), slice(NUMBERS, 2 * NUMBERS)):
+        apart = np.linalg.norm(others[:, part] - own[part], axis=1)
+        size = np.maximum(np.linalg.norm(others[:, part], axis=1), np.linalg.norm(own[part]))
+        found = np.maximum(found, np.divide(apart, size, where=size > 0, out=np.zeros_like(apart)))
+    return found

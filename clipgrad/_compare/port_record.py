@@ -1,0 +1,114 @@
+"""The run of a model in another framework, as a file keeps it."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipgrad._compare.layouts import Layouts, orders_of
+from clipgrad._compare.run_file import RunFile
+from clipgrad._compare.sketches import LENGTH
+
+PORT = "port"  # the kind of such a file
+
+
+class PortEntry(NamedTuple):
+    """An array with a name.
+
+    Attributes:
+      name: the path of the module, or of the parameter.
+      kind: ``"module"`` for what leaves a module, ``"enters"`` for what enters one;
+        ``"parameter"``, ``"buffer"`` or ``"argument"``.
+      owner: the class of the module.
+      steps: the step of a recurrent module, if it is of one.
+      file: the user's file that calls the module, or None.
+      line: its number.
+      value: the signatures of the array.
+      cotangent: those of its cotangent or gradient, or None.
+    """
+
+    name: str
+    kind: str
+    owner: str
+    steps: tuple[int, ...]
+    file: str | None
+    line: int | None
+    value: Layouts
+    cotangent: Layouts | None
+
+
+class PortRun(NamedTuple):
+    """The run of a model in another framework.
+
+    Attributes:
+      values: what leaves and enters modules, in the order of computation.
+      leaves: parameters, buffers and arguments.
+      loss: its value, and the name of its type.
+      circumstances: versions, device and mode.
+    """
+
+    values: list[PortEntry]
+    leaves: list[PortEntry]
+    loss: np.ndarray
+    loss_dtype: str
+    circumstances: dict[str, Any]
+
+
+def port_file(run: PortRun) -> RunFile:
+    """The plain data and the arrays of a run; arrays of the same numbers are kept once."""
+    table = _Table()
+    header = {
+        "kind": PORT,
+        "loss dtype": run.loss_dtype,
+        "circumstances": run.circumstances,
+        "values": [table.row(entry) for entry in run.values],
+        "leaves": [table.row(entry) for entry in run.leaves],
+    }
+    wide = any("64" in entry.value.dtype for entry in run.values)
+    sketches = np.concatenate([np.zeros((0, LENGTH)), *table.kept])
+    arrays = {"loss": run.loss, "sketches": sketches.astype(np.float64 if wide else np.float32)}
+    return RunFile(header, arrays)
+
+
+class _Table:
+    """The sketches of a file, in rows."""
+
+    def __init__(self) -> None:
+        self.kept: list[np.ndarray] = []
+        self._rows: dict[bytes, int] = {}
+        self._count = 0
+
+    def row(self, entry: PortEntry) -> list[Any]:
+        """An entry as plain data."""
+        value, cotangent = self._layouts(entry.value), entry.cotangent
+        return [*entry[:6], value, cotangent and self._layouts(cotangent)]
+
+    def _layouts(self, own: Layouts) -> list[Any]:
+        key = own.sketches.tobytes()
+        if key not in self._rows:
+            self._rows[key] = self._count
+            self.kept.append(own.sketches)
+            self._count += len(own.sketches)
+        return [own.shape, own.dtype, self._rows[key], *own[3:]]
+
+
+def saved_port(file: RunFile) -> PortRun:
+    """The run that a file describes."""
+    header, sketches = file.header, file.arrays["sketches"].astype(np.float64)
+    values, leaves = ([_entry(row, sketches) for row in header[x]] for x in ("values", "leaves"))
+    loss, dtype = file.arrays["loss"].reshape(()).astype(np.float64), header["loss dtype"]
+    return PortRun(values, leaves, loss, dtype, dict(header["circumstances"]))
+
+
+def _entry(row: list[Any], sketches: np.ndarray) -> PortEntry:
+    name, kind, owner, steps, file, line, value, cotangent = row
+    own, its = (x and _saved_layouts(x, sketches) for x in (value, cotangent))
+    return PortEntry(name, kind, owner, tuple(steps), file, line, own, its)
+
+
+def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Layouts:
+    shape, dtype, first, digests, norm, largest, stacked = row
+    count = 0 if digests else len(orders_of(tuple(shape), stacked))
+    own = sketches[first : first + count]
+    if own.shape != (count, LENGTH):
+        raise ValueError(f"sketches of shape {own.shape}, not {(count, LENGTH)}")
+    return Layouts(tuple(shape), dtype, own, tuple(digests), norm, largest, stacked)

@@ -1,0 +1,280 @@
+"""The models of `tests/torch_runs` in JAX, with the bugs that ports have, chosen by numbers.
+
+Each loss takes ``which``, the number of its bug in `BUGS`, or -1 for none: so one compiled program
+serves all bugs of a model.
+"""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipgrad._compare.ports import compare_port
+from clipgrad._compare.save_run import saved
+from clipgrad._compare.sides import SavedSide, facts_of, with_signatures
+from clipgrad._compare.versions import VersionProgram, version
+
+FOLDER = pathlib.Path(__file__).parent / "torch_runs"
+named = jax.named_scope
+# The bugs of each model: the module in which compare finds each.
+BUGS = {
+    "mlp": {
+        "tanh gelu": "act", "epsilon": "norm", "no residual": "", "no bias": "fc2",
+        "norm after gelu": "norm", "scaled before the norm": "", "sum for mean": "",
+    },
+    "gru": {
+        "gates swapped": "cell", "reset after": "cell", "tanh of the gate": "cell",
+        "state not zero": "cell", "last but one": "",
+    },
+    "decoder": {
+        "rope interleaved": "attn", "rope from 1": "attn", "rope base": "attn",
+        "mask off by one": "attn", "no mask": "attn", "tiled groups": "attn",
+        "scale of the model": "attn", "no scale": "attn", "gelu": "mlp", "gate and up": "mlp",
+        "norm epsilon": "norm", "mean in the norm": "norm", "no final norm": "norm",
+        "norm after": "layer", "no residual": "layer", "embedding scaled": "",
+        "tied output": "output",
+    },
+}  # fmt: skip
+
+
+def numbers(name):
+    """The parameters and arguments of a run, by their names in torch."""
+    with np.load(FOLDER / f"{name}_numbers.npz") as found:
+        return {key: found[key] for key in found.files}
+
+
+def kernel(found, name):
+    """A linear layer's kernel, (in, out)."""
+    return jnp.asarray(found[f"{name}.weight"].T)
+
+
+def picker(model, which):
+    """A function of a bug's name, and of what is right and wrong there."""
+    order = list(BUGS[model])
+    return lambda bug, right, wrong: jnp.where(which == order.index(bug), wrong, right)
+
+
+def dense(p, x):
+    return x @ p["kernel"] + p.get("bias", 0)
+
+
+# ---- an MLP ----
+
+
+def mlp_args(found):
+    params = {
+        name: {"kernel": kernel(found, name), "bias": jnp.asarray(found[f"{name}.bias"])}
+        for name in ("fc1", "fc2", "fc3")
+    }
+    params["norm"] = {"scale": found["norm.weight"], "bias": found["norm.bias"]}
+    return jax.tree.map(jnp.asarray, params), found["args.0"], found["args.1"]
+
+
+def normed(p, x, eps):
+    centred = x - x.mean(-1, keepdims=True)
+    return (
+        centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + eps) * p["scale"] + p["bias"]
+    )
+
+
+def mlp(params, x, y, which):
+    pick = picker("mlp", which)
+    with named("fc1"):
+        h = dense(params["fc1"], x)
+    h = pick("scaled before the norm", h, 3 * h)
+    with named("norm"):
+        own = functools.partial(normed, params["norm"], eps=pick("epsilon", 1e-5, 1e-3))
+        n = pick("norm after gelu", own(h), own(jax.nn.gelu(h, approximate=False)))
+    with named("act"):
+        h = pick("tanh gelu", jax.nn.gelu(n, approximate=False), jax.nn.gelu(n))
+    with named("fc2"):
+        d = dense(params["fc2"], h)
+        d = pick("no bias", d, d - params["fc2"]["bias"])
+    h = pick("no residual", h + d, d)
+    with named("fc3"):
+        out = dense(params["fc3"], jnp.tanh(h))
+    return pick("sum for mean", jnp.mean((out - y) ** 2), jnp.sum((out - y) ** 2) / 6)
+
+
+# ---- a GRU ----
+
+
+def gru_args(found):
+    gates = ("r", "z", "n")
+    parts = [np.split(found[f"gru.{kind}_l0"], 3) for kind in ("weight_ih", "weight_hh", "bias_ih")]
+    params = {"cell": {
+        f"{kind}{gate}": part.T
+        for kind, own in zip(("i", "h", "b"), parts, strict=True)
+        for gate, part in zip(gates, own, strict=True)
+    }}  # fmt: skip
+    params["cell"]["hn"] = dict(
+        zip(
+            ("w", "b"),
+            (params["cell"].pop("hn"), np.split(found["gru.bias_hh_l0"], 3)[2]),
+            strict=True,
+        )
+    )
+    br, bz, _ = np.split(found["gru.bias_hh_l0"], 3)
+    params["cell"]["br"], params["cell"]["bz"] = (
+        params["cell"]["br"] + br,
+        params["cell"]["bz"] + bz,
+    )
+    params["head"] = {"kernel": found["head.weight"].T, "bias": found["head.bias"]}
+    return jax.tree.map(jnp.asarray, params), found["args.0"], found["args.1"]
+
+
+def gru(params, x, y, which):
+    pick, p = picker("gru", which), params["cell"]
+
+    def step(h, x):
+        with named("cell"):
+            r = jax.nn.sigmoid(x @ p["ir"] + h @ p["hr"] + p["br"])
+            z = jax.nn.sigmoid(x @ p["iz"] + h @ p["hz"] + p["bz"])
+            r, z = pick("gates swapped", r, z), pick("gates swapped", z, r)
+            inner = r * (h @ p["hn"]["w"] + p["hn"]["b"])
+            inner = pick("reset after", inner, (r * h) @ p["hn"]["w"] + p["hn"]["b"])
+            n = jnp.tanh(x @ p["in"] + inner + p["bn"])
+            n = pick("tanh of the gate", n, jax.nn.sigmoid(x @ p["in"] + inner + p["bn"]))
+            h = (1 - z) * n + z * h
+        return h, h
+
+    start = pick("state not zero", jnp.zeros((3, 8)), 0.1)
+    last, every = lax.scan(step, start, jnp.swapaxes(x, 0, 1))
+    last = pick("last but one", last, every[-2])
+    with named("head"):
+        out = dense(params["head"], last)
+    return jnp.mean((out - y) ** 2)
+
+
+# ---- a decoder ----
+
+LINEAR = {
+    "attn": {"q": "attention.wq", "k": "attention.wk", "v": "attention.wv", "o": "attention.wo"},
+    "mlp": {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"},
+}
+NORMS = {"norm_1": "attention_norm", "norm_2": "ffn_norm"}
+
+
+def decoder_args(found, stacked=False, dtype="float32"):
+    layers = []
+    for i in range(2):
+        at = f"layers.{i}."
+        layer = {
+            m: {n: {"kernel": kernel(found, at + own)} for n, own in names.items()}
+            for m, names in LINEAR.items()
+        }
+        layers.append(
+            layer | {n: {"scale": found[f"{at}{own}.weight"]} for n, own in NORMS.items()}
+        )
+    params = {
+        "embed": found["tok_embeddings.weight"],
+        "norm": {"scale": found["norm.weight"]},
+        "output": {"kernel": kernel(found, "output")},
+        "layers": jax.tree.map(lambda *x: jnp.stack(x), *layers) if stacked else layers,
+    }
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    return params, found["args.0"], found["args.1"]
+
+
+def rms(pick, p, x):
+    wide = x.astype("float32")
+    wide = pick("mean in the norm", wide, wide - wide.mean(-1, keepdims=True))
+    size = jnp.mean(wide**2, -1, keepdims=True) + pick("norm epsilon", 1e-5, 1e-3)
+    return (wide * lax.rsqrt(size)).astype(x.dtype) * p["scale"]
+
+
+def rope(pick, x):
+    """Rotary position embedding of (B, T, H, D)."""
+    half = x.shape[-1] // 2
+    base = pick("rope base", 100.0, 10.0)
+    positions = jnp.arange(x.shape[1]) + pick("rope from 1", 0, 1) * jnp.arange(x.shape[1])
+    angles = positions[:, None] * base ** (-jnp.arange(half) / half)
+    cos, sin = (f(angles)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    halves, pairs = (x[..., :half], x[..., half:]), (x[..., ::2], x[..., 1::2])
+    turn = lambda a, b: (a * cos - b * sin, b * cos + a * sin)  # noqa: E731
+    right = jnp.concatenate(turn(*halves), -1)
+    return pick("rope interleaved", right, jnp.stack(turn(*pairs), -1).reshape(x.shape))
+
+
+def attention(pick, p, x):
+    B, T, D = x.shape
+    with named("q"):
+        q = dense(p["q"], x).reshape(B, T, 4, -1)
+    with named("k"):
+        k = dense(p["k"], x).reshape(B, T, 2, -1)
+    with named("v"):
+        v = dense(p["v"], x).reshape(B, T, 2, -1)
+    q, k = rope(pick, q), rope(pick, k)
+    k, v = (pick("tiled groups", jnp.repeat(t, 2, 2), jnp.tile(t, (1, 1, 2, 1))) for t in (k, v))
+    size = pick("no scale", pick("scale of the model", q.shape[-1] ** 0.5, D**0.5), 1.0)
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) / size.astype(x.dtype)
+    ahead = jnp.arange(T)[None] - jnp.arange(T)[:, None]
+    seen = ahead <= pick("no mask", pick("mask off by one", 0, 1), T)
+    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf))
+    with named("o"):
+        return dense(p["o"], jnp.einsum("bhts,bshd->bthd", weights, v).reshape(B, T, D))
+
+
+def mlp_of(pick, p, x):
+    with named("gate"):
+        gate = dense(p["gate"], x)
+    with named("up"):
+        up = dense(p["up"], x)
+    first, second = pick("gate and up", gate, up), pick("gate and up", up, gate)
+    h = pick("gelu", jax.nn.silu(first), jax.nn.gelu(first)) * second
+    with named("down"):
+        return dense(p["down"], h)
+
+
+def block(pick, p, x):
+    def within(name, f, *args):
+        with named(name):
+            return f(pick, *args)
+
+    a = within("attn", attention, p["attn"], within("norm_1", rms, p["norm_1"], x))
+    h = pick("no residual", x + a, a)
+    m = within(
+        "mlp", mlp_of, p["mlp"], within("norm_2", rms, p["norm_2"], pick("norm after", h, x))
+    )
+    return h + m
+
+
+def decoder(params, tokens, targets, which, scanned=False):
+    pick = picker("decoder", which)
+    with named("embed"):
+        h = params["embed"][tokens]
+    h = pick("embedding scaled", h, h * 4.0)
+    if scanned:
+        with named("layers"):
+            h, _ = lax.scan(lambda h, p: (block(pick, p, h), None), h, params["layers"])
+    else:
+        for i, p in enumerate(params["layers"]):
+            with named(f"layer_{i}"):
+                h = block(pick, p, h)
+    with named("norm"):
+        h = pick("no final norm", rms(pick, params["norm"], h), h)
+    with named("output"):
+        tied = params["embed"].T
+        logits = h @ pick("tied output", params["output"]["kernel"], tied)
+    logits = jax.nn.log_softmax(logits.astype("float32"))
+    return -jnp.mean(jnp.take_along_axis(logits, targets[..., None], -1))
+
+
+def compared(run, loss, args, bugs):
+    """The comparison of each bug with a run of torch; the floor is that of the right loss."""
+    port = saved(FOLDER / f"{run}.npz")
+    own = version(loss, (*args, jnp.int32(-1)), {}, 0, False)
+    at = own.subject.names.index(f"args[{len(args)}]")
+    program = VersionProgram(own, frozenset((v.name, v.kind) for v in own.values))
+    right = program()
+    floor = program.floor(right, with_signatures)
+    facts = facts_of(own)
+    for number in bugs:
+        inputs = list(own.subject.inputs)
+        inputs[at] = jnp.int32(number)
+        program._given = own.subject._replace(inputs=inputs)
+        side = SavedSide(own, with_signatures(program()), floor, facts)
+        yield compare_port(side, port, None, None)

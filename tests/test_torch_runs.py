@@ -1,0 +1,130 @@
+"""Runs that torch writes; README's command does not install torch."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from clipgrad._compare.save_run import saved
+
+pytestmark = pytest.mark.exhaustive
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def table():
+    from tests.torch_runs.models import table
+
+    return table()
+
+
+@pytest.mark.parametrize("name", ["mlp", "gru", "conv_train", "conv_eval", "decoder"])
+def test_the_files_of_this_repository_are_what_torch_writes(name, table, tmp_path):
+    import clipgrad.torch
+    from tests.torch_runs.make import FOLDER
+
+    module, loss, args = table[name]
+    before = {key: x.clone() for key, x in module.state_dict().items()}
+    state = torch.random.get_rng_state()
+    clipgrad.torch.save_run(module, loss, args, tmp_path / "run.npz")
+    assert all(torch.equal(x, before[key]) for key, x in module.state_dict().items())
+    assert all(p.grad is None and not p._backward_hooks for p in module.parameters())
+    assert not any(own._forward_hooks or own._forward_pre_hooks for own in module.modules())
+    assert torch.equal(state, torch.random.get_rng_state())
+    own, other = saved(tmp_path / "run.npz"), saved(FOLDER / f"{name}.npz")
+    for mine, theirs in ((own.values, other.values), (own.leaves, other.leaves)):
+        assert [entry[:4] for entry in mine] == [entry[:4] for entry in theirs]
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(a.value.sketches, b.value.sketches, rtol=1e-3, atol=1e-5)
+            assert (a.cotangent is None) == (b.cotangent is None)
+    assert (tmp_path / "run.npz").stat().st_size < 100_000
+
+
+def test_a_run_has_what_torch_computes(table, tmp_path):
+    import clipgrad.torch
+    from clipgrad._compare.layouts import layouts
+
+    module, loss, args = table["mlp"]
+    clipgrad.torch.save_run(module, loss, args, tmp_path / "run.npz")
+    run = saved(tmp_path / "run.npz")
+    with torch.enable_grad():
+        h = module.fc1(args[0])
+        n = module.norm(h)
+        rest = torch.nn.functional.gelu(n)
+        out = module.fc3(torch.tanh(rest + module.fc2(rest)))
+        value = loss(lambda x: out, *args)
+    np.testing.assert_allclose(run.loss, value.item(), rtol=1e-6)
+    found = {(entry.name, entry.kind): entry for entry in run.values}
+    for name, x in (("fc1", h), ("norm", n), ("fc3", out)):
+        grad = torch.autograd.grad(value, x, retain_graph=True)[0]
+        for own, expected in (
+            (found[name, "module"].value, x),
+            (found[name, "module"].cotangent, grad),
+        ):
+            theirs = layouts(expected.detach().numpy(), "float32").sketches
+            np.testing.assert_allclose(own.sketches, theirs, rtol=1e-4, atol=1e-6)
+    assert found["fc2", "enters"].file.endswith("models.py") and found["fc2", "enters"].line > 0
+    assert run.circumstances["mode"] == "train" and run.circumstances["dropout"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"module": 3}, TypeError, "module: got int, expected a torch.nn.Module"),
+        ({"loss_fn": 3}, TypeError, "loss_fn: got 3, expected a function of the module"),
+        ({"args": [3]}, TypeError, r"args: got list, expected a tuple; for one argument write \(x"),
+        ({"path": 3}, TypeError, "path: got 3, expected the path of a file"),
+        (
+            {"loss_fn": lambda m, *a: m(a[0])},
+            ValueError,
+            r"shape \(6, 4\), expected a floating sca",
+        ),
+        ({"loss_fn": lambda m, *a: a[0].sum()}, ValueError, "the loss depends on no parameter of"),
+    ],
+)
+def test_wrong_usage_is_said(change, error, message, table, tmp_path):
+    import clipgrad.torch
+
+    names = ("module", "loss_fn", "args", "path")
+    given = dict(zip(names, (*table["mlp"], tmp_path / "run.npz"), strict=True)) | change
+    with pytest.raises(error, match=message):
+        clipgrad.torch.save_run(**given)
+
+
+def test_fused_weights_and_dropout_are_noted(tmp_path):
+    import clipgrad.torch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.drop = torch.nn.Linear(4, 12), torch.nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.qkv(x)).mean()
+
+    clipgrad.torch.save_run(Model(), lambda m, x: m(x), (torch.randn(2, 4),), tmp_path / "run.npz")
+    run = saved(tmp_path / "run.npz")
+    assert run.circumstances["dropout"] == ["drop"]
+    names = [entry.name for entry in (*run.values, *run.leaves)]
+    assert "qkv[4:8]" in names and "qkv.weight[8:12]" in names
+
+
+def test_without_torch_the_import_says_what_to_install():
+    program = "import sys; sys.modules['torch'] = None; import clipgrad.torch"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "clipgrad.torch needs PyTorch, which is not installed; write pip install" in found.stderr
+
+
+def test_the_page_on_ports_runs_and_finds_what_it_says(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("flax")
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "port.md").read_text()
+    program = "".join(re.findall(r"```py\n(.*?)```", page, re.DOTALL))
+    assert len(program.splitlines()) <= 12
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "port.md", "exec"), {})
+    assert "value: the values differ from here on: Sequential/layers_1" in capsys.readouterr().out
+    exec(compile(program.replace("LayerNorm()", "LayerNorm(epsilon=1e-5)"), "port.md", "exec"), {})
+    assert "no difference beyond rounding" in capsys.readouterr().out
