@@ -143,9 +143,8 @@ def judged(found, bug):
 
 def main(chosen):
     """The table and the score."""
-    import clipgrad.torch
-
     import clipgrad as cg
+    import clipgrad.torch
     from benchmarks.ports import TWINS
 
     chosen, types = set(chosen), {"float32", "bfloat16"}
