@@ -136,6 +136,7 @@ EXTREMES = {
 HARMLESS = {
     ("_numerics/numbers.py", "largest"): "the one maximum",
     ("_numerics/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
+    ("_numerics/reductions.py", "merged"): "of integers",
     ("_jaxpr/elements.py", "at_first"): "on every device",
     ("_diagnose/cotangents.py", "_cotangent_sums"): "a sum beside it says whether there is NaN",
     ("_diagnose/edges.py", "_range"): "numbers in a message, which nothing is decided by",
@@ -158,7 +159,8 @@ HOST = ("_check", "_demo")  # methods there are of NumPy's arrays
 def extremes_of(path):
     """The functions of a module that take a maximum or minimum of elements of JAX's arrays."""
     tree = ast.parse(path.read_text())
-    if "jnp" not in {a.asname for n in ast.walk(tree) for a in getattr(n, "names", [])}:
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    if "jnp" not in {name.asname for n in imports for name in n.names}:
         return  # NumPy, on the host
 
     def visit(node, function):
