@@ -196,7 +196,9 @@ class Judge:
         around = self.point.around() if flat.any() else None
         if around is None:
             return np.zeros_like(flat)
-        return flat & (np.unpackbits(around.is_there)[indices] == 0)
+        leaves = self.tolerance.leaves_of(indices)
+        starts = np.array([start for start, _ in self.ranges])[leaves]
+        return flat & ~around.is_there(leaves, indices - starts)
 
     def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
