@@ -20,8 +20,8 @@ FOUND_BY = {
     "two_versions": (
         "Find the first module where two versions of a JAX loss differ: a kernel and its "
         "reference, a port, before and after a change, a run before and after a restart.",
-        "compare; save_run; resumed run; restart; port; reference; faster kernel; regression; "
-        "differ; mismatch; parity; compare_examples; neighbors; batch dependence; mask leak; "
+        "compare; save_run; resumed run; restart; reference; faster kernel; regression; "
+        "differ; mismatch; compare_examples; neighbors; batch dependence; mask leak; "
         "padding",
     ),
     "port": (

@@ -86,7 +86,7 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype, monkeypatch):
     @jax.jit
     def measured(x):
         found = [
-            form(x, x / 2) for form in (forms._all_by_branch, forms._all_together, forms._all_apart)
+            form(x, 2 * x) for form in (forms._all_by_branch, forms._all_together, forms._all_apart)
         ]
         return [(_stats.root_of_sums(sums), nonfinite) for sums, nonfinite in found]
 
