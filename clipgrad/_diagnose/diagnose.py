@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
+from clipgrad._diagnose.layers import layers_of_scans
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
-from clipgrad._diagnose.partial_cuts import data_inputs, layers_of_scans
+from clipgrad._diagnose.partial_cuts import data_inputs
 from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
@@ -217,8 +219,9 @@ def _zeros_of(
     """
     of = dict(zip(given.chosen, grads, strict=True))
     zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
-    layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else {}
-    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in layers.items())
+    layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else []
+    sizes = [(own.argument, math.prod(own.lengths)) for own in layers]
+    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in sizes)
     if not (zero or partly or data or has_pieces):
         return [], []
     return zero_findings(given, zero, loss, data, has_pieces)
