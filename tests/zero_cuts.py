@@ -269,6 +269,12 @@ def updated_throughout(p, x):
     return jnp.sum(lax.dynamic_update_slice(p["w"], p["v"], (0,)) * x)  # cut
 
 
+@cut("cancels")
+def ratio_to_itself(p, x):
+    logp = jnp.log(p["w"] ** 2)
+    return jnp.sum(jnp.exp(logp - logp) * x)  # cut
+
+
 # -- Cuts of numbers.
 
 

@@ -46,7 +46,7 @@ def _has_reader(block: MeasuredBlock, variable: Var) -> bool:
             inner = block.children.get(i, [])
             inputs = [b.jaxpr.invars[k - len(equation.invars)] for b in inner]
             if block.values.cotangent(i, OPERAND, k) is not None and (
-                not inner or any(map(_is_read, inner, inputs))
+                not inner or any(map(_has_reader, inner, inputs))
             ):
                 return True
     return False
@@ -56,12 +56,10 @@ def _producer(block: MeasuredBlock, atom: Any) -> tuple[MeasuredBlock, JaxprEqn 
     """The operation that makes a result, and its program, inside of calls and before moves."""
     number, equation, k = block.producers.get(atom, (0, None, 0))
     while equation is not None and equation.primitive.name in _MOVES:
-        before = (
-            block.producers.get(equation.invars[0]) if type(equation.invars[0]) is Var else None
-        )
-        if before is None:
+        before = equation.invars[0]
+        if type(before) is Literal or before not in block.producers:
             break
-        number, equation, k = before
+        number, equation, k = block.producers[before]
     inner = block.children.get(number, []) if equation is not None else []
     if len(inner) == 1 and equation is not None and equation.primitive.name != "scan":
         own, found = _producer(inner[0], inner[0].jaxpr.outvars[k])

@@ -88,6 +88,8 @@ _CAUSES = {
                 "make the logits smaller", -0.1),
     "sum": ("cancels", "its uses have cotangents that are not zero, but their sum is{one}",
             "the loss does not depend on it here", -0.1),
+    "itself": ("cancels", "it is subtracted from itself",
+               "was stop_gradient meant on one of the two?", -0.1),
     "spread": (SILENT, "the cotangents along an axis add up to 0", "", 0.5),
     "relu": ("dead", "{label} is flat at {every}, {numbers}",
              "a smaller step or bias, or a leaky form, lets the gradient through", 0),
@@ -195,6 +197,8 @@ def _kind_of_sum(cut: ZeroCut, label: str) -> tuple[str, dict[str, object]]:
         if high - low > _SATURATED:
             return "softmax", {}
         return "sum", {"one": ", as where the elements of a softmax are added up"}
+    if any(e.primitive.name == "sub" and e.invars[0] is e.invars[1] for e in cut.uses):
+        return "itself", {}
     one = ": a sum or mean over an axis of length 1 is taken from itself or divides itself"
     return "sum", {"one": one if is_one else ""}
 

@@ -132,7 +132,9 @@ def cuts_of_layers(
         if scans is None or layers.argument not in cut.sources or cut.where.ndim != len(around):
             continue
         at = [len(scan.parent.axes) if scan.parent else 0 for scan in scans]
-        steps = [_later(cut, scans, at, t) if is_later else _steps_at(cut, at, t) for t in zero]
+        steps = [
+            _later_steps(cut, scans, at, t) if is_later else _steps_at(cut, at, t) for t in zero
+        ]
         if (where := cut.where & functools.reduce(np.logical_or, steps)).any():
             found.append(cut._replace(where=where))
     return found
@@ -152,7 +154,7 @@ def _steps_at(cut: ZeroCut, at: Sequence[int], index: Sequence[Any]) -> np.ndarr
     return steps
 
 
-def _later(
+def _later_steps(
     cut: ZeroCut, scans: Sequence[Place], at: Sequence[int], index: tuple[int, ...]
 ) -> np.ndarray:
     """The later steps, if the operand is computed from what a scan carries."""
@@ -170,9 +172,7 @@ def _is_from_carry(cut: ZeroCut, scan: Place) -> bool:
     while body.parent is not None and body.parent.key != scan.key:
         assert body.outer is not None
         body = body.outer
-    walk = Reach(
-        lambda own, i, k: own.values.cotangent(i, OPERAND, k) is not None,
-        [v for k, v in enumerate(body.jaxpr.invars) if body.is_carry(k)],
-    )
+    states = [v for k, v in enumerate(body.jaxpr.invars) if body.is_carry(k)]
+    walk = Reach(lambda own, i, k: own.values.cotangent(i, OPERAND, k) is not None, states)
     walk.follow(body)
     return walk.has(cut.variable)
