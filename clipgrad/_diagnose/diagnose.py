@@ -200,10 +200,25 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> G
                   for grad, own in zip(grads, parts, strict=True)]  # fmt: skip
         has_pieces = may_have_cut_pieces(block, given, shares)
         zeros, more = _zeros_of(given, grads, loss, data, has_pieces)
-        small = any(finding.kind in ("underflow", "shrinks") for finding in findings)
-        findings += [own for own in zeros if not (small and own.cause == "underflow")]
+        findings = _with_zeros(findings, zeros)
         notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
+
+
+def _with_zeros(
+    findings: list[GradientFinding], zeros: list[GradientFinding]
+) -> list[GradientFinding]:
+    """All findings; one of underflow has the leaves that it leaves at zero."""
+    lost = ", ".join(own.leaf for own in zeros if own.cause == "underflow")
+    if not lost or not {finding.kind for finding in findings} & {"underflow", "shrinks"}:
+        return [*findings, *zeros]
+    then = f"; the gradient of {lost} is exactly zero"
+    named = [
+        dataclasses.replace(own, leaf=lost, cause=own.kind, message=own.message + then)
+        if own.kind == "underflow" else own
+        for own in findings
+    ]  # fmt: skip
+    return [*named, *(own for own in zeros if own.cause != "underflow")]
 
 
 def _zeros_of(
