@@ -170,6 +170,20 @@ def test_layers_of_a_scan_without_a_gradient_are_named(cut, wrapped):
     assert f"in layer {cut.leaf} of " in own.message
 
 
+def test_messages_have_the_numbers_of_the_layers_that_are_cut():
+    messages = {f.leaf.split("'")[1]: f.message for f in layers_found("jit of checkpoint").findings}
+    assert (
+        "flat at all 4 elements of its input, -1.1 to -0.3, at" in messages["dead_layer_of_a_scan"]
+    )
+    assert "multiplied by a constant that is 0, at step 2" in messages["dropped_layer"]
+    assert "a later write covers what set writes" in messages["exits_in_one_slot"]
+
+
+def test_a_value_minus_itself_is_told(table):
+    (own,) = [f for f in table.findings if "ratio_to_itself" in f.leaf]
+    assert "it is subtracted from itself; was stop_gradient meant" in own.message
+
+
 def test_layers_that_may_be_meant_to_have_no_gradient_are_noted_at_most():
     found = layers_found("jit of checkpoint")
     for cut in zero_cuts.NOTED_LAYERS:
