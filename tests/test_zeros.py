@@ -176,6 +176,7 @@ def test_messages_have_the_numbers_of_the_layers_that_are_cut():
         "flat at all 4 elements of its input, -1.1 to -0.3, at" in messages["dead_layer_of_a_scan"]
     )
     assert "multiplied by a constant that is 0, at step 2" in messages["dropped_layer"]
+    assert "at step 1 to 3 of 4" in messages["replaced_from_the_last"]
     assert "a later write covers what set writes" in messages["exits_in_one_slot"]
 
 

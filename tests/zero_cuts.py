@@ -1019,7 +1019,10 @@ NOTED_LAYERS: list[Cut] = []
 
 @cut("", {"w": STACK}, "0, 1, 2", NOTED_LAYERS)
 def only_the_last_output(p, x):
-    return jnp.sum(lax.scan(lambda h, w: (h, w @ x), x, p["w"])[1][-1])
+    def layer(h, w):
+        return h, w @ x + jax.nn.relu(w @ x - 99.0)
+
+    return jnp.sum(lax.scan(layer, x, p["w"])[1][-1])
 
 
 @cut("stop_gradient", {"w": STACK}, "0, 1, 2", NOTED_LAYERS)
