@@ -663,6 +663,7 @@ def test_the_gradient_of_an_argument_that_underflows_is_found():
 
     (finding,) = cg.diagnose(loss, ({"w": jnp.ones(4, jnp.float16)},)).findings
     assert (finding.kind, finding.operation) == ("underflow", "argument")
+    assert (finding.leaf, finding.cause) == ("args[0]['w']", "underflow")
     assert "100% of the gradient of args[0]['w'] is zero in float16" in finding.message
     assert cg.diagnose(loss, ({"w": jnp.ones(4, jnp.bfloat16)},)).ok
 

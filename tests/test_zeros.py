@@ -1,5 +1,6 @@
 """Where the gradient of a leaf that is exactly zero was cut."""
 
+import dataclasses
 import functools
 import importlib
 import pathlib
@@ -105,15 +106,92 @@ def test_data_that_is_no_argument_is_refused():
         cg.diagnose(lambda w, x: w @ x, (jnp.ones(2), jnp.ones(2)), data="y")
 
 
-@pytest.mark.parametrize("dead", [(2,), (0, 3)])
-def test_layers_of_a_scan_without_a_gradient_are_named(dead):
-    weights = np.stack([np.eye(4, dtype=np.float32)] * 5)
-    weights[list(dead)] *= -1
-    positive = jnp.abs(jnp.asarray(X))
-    (finding,) = cg.diagnose(zero_cuts.dead_layer_of_a_scan, ({"w": weights}, positive)).findings
-    assert (finding.leaf, finding.cause) == ("args[0]['w']", "dead")
-    assert finding.line == marked_line(zero_cuts.dead_layer_of_a_scan)
-    assert f"in layer {', '.join(map(str, dead))} of 5" in finding.message
+def named(name, function):
+    def program(p, x):
+        return function(p, x)
+
+    program.__name__ = name
+    return program
+
+
+def over_a_batch(function):
+    return lambda p, x: jnp.mean(jax.vmap(lambda x: function(p, x))(jnp.stack([x, 2 * x])))
+
+
+def jit_inside(function):
+    def scan(f, *args, **options):
+        return jax.jit(lambda *args: lax_scan(f, *args, **options))(*args)
+
+    def run(p, x):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax.lax, "scan", scan)
+            return function(p, x)
+
+    lax_scan = jax.lax.scan
+    return run
+
+
+def rearranged(w):
+    return (2 * w).astype(w.dtype).swapaxes(0, 1).swapaxes(0, 1).reshape(*w.shape[:2], -1) / 2
+
+
+WRAPPED = {
+    "plain": lambda function: function,
+    "jit": jax.jit,
+    "jit inside": jit_inside,
+    "checkpoint": jax.checkpoint,
+    "jit of checkpoint": lambda function: jax.jit(jax.checkpoint(function)),
+    "vmap": over_a_batch,
+    "jit of vmap": lambda function: jax.jit(over_a_batch(function)),
+    "rearranged": lambda f: lambda p, x: f({"w": rearranged(p["w"]).reshape(p["w"].shape)}, x),
+}
+
+
+@functools.cache
+def layers_found(wrapped):
+    """One diagnosis of all programs of stacked layers, each inside of some transformations."""
+    table = [*zero_cuts.LAYERS, *zero_cuts.NOTED_LAYERS]
+    return diagnosed([(named(c.name, WRAPPED[wrapped](c.function)), c.params)
+                      for c in table])  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", zero_cuts.LAYERS, ids=lambda cut: cut.name)
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        pytest.param(name, marks=() if name == "jit of checkpoint" else pytest.mark.exhaustive)
+        for name in WRAPPED
+    ],
+)
+def test_layers_of_a_scan_without_a_gradient_are_named(cut, wrapped):
+    found = layers_found(wrapped)
+    assert told(dataclasses.replace(cut, leaf="['w']"), found) == ([(cut.line, cut.cause)], [])
+    (own,) = [f for f in found.findings if f"['{cut.name}']" in f.leaf]
+    assert f"in layer {cut.leaf} of " in own.message
+
+
+def test_messages_have_the_numbers_of_the_layers_that_are_cut():
+    messages = {f.leaf.split("'")[1]: f.message for f in layers_found("jit of checkpoint").findings}
+    assert (
+        "flat at all 4 elements of its input, -1.1 to -0.3, at" in messages["dead_layer_of_a_scan"]
+    )
+    assert "multiplied by a constant that is 0, at step 2" in messages["dropped_layer"]
+    assert "at step 1 to 3 of 4" in messages["replaced_from_the_last"]
+    assert "a later write covers what set writes" in messages["exits_in_one_slot"]
+
+
+def test_a_value_minus_itself_is_told(table):
+    (own,) = [f for f in table.findings if "ratio_to_itself" in f.leaf]
+    assert "it is subtracted from itself; was stop_gradient meant" in own.message
+
+
+def test_layers_that_may_be_meant_to_have_no_gradient_are_noted_at_most():
+    found = layers_found("jit of checkpoint")
+    for cut in zero_cuts.NOTED_LAYERS:
+        findings, notes = told(dataclasses.replace(cut, leaf="['w']"), found)
+        assert not findings and len(notes) == bool(cut.leaf), cut.name
+        assert all(f"in layer {cut.leaf} of 4" in note for note in notes)
+        assert all(cut.cause in note for note in notes)
 
 
 @pytest.fixture(scope="module")

@@ -269,6 +269,12 @@ def updated_throughout(p, x):
     return jnp.sum(lax.dynamic_update_slice(p["w"], p["v"], (0,)) * x)  # cut
 
 
+@cut("cancels")
+def ratio_to_itself(p, x):
+    logp = jnp.log(p["w"] ** 2)
+    return jnp.sum(jnp.exp(logp - logp) * x)  # cut
+
+
 # -- Cuts of numbers.
 
 
@@ -921,11 +927,120 @@ def partly_rounded(p, x):
     return jnp.sum((p["w"] + jnp.round(p["v"])) * x) + jnp.sum(p["v"] * x) ** 2
 
 
+# Of stacked layers: the leaf ends in the layers.
+
+LAYERS: list[Cut] = []
+STACK = np.stack([np.eye(4, dtype=np.float32)] * 4)
+KEPT = np.array([1, 1, 0, 1], np.float32)
+
+
+def stacked(cause, which, params=None):
+    """Puts a program of stacked layers into the table."""
+    return cut(cause, {"w": STACK} if params is None else params, which, LAYERS)
+
+
+@stacked("dead", "1, 3", {"w": STACK * np.array([1, -1, 1, -1], np.float32)[:, None, None]})
 def dead_layer_of_a_scan(p, x):
     def layer(h, w):
-        return h + jax.nn.relu(w @ x), None  # cut
+        return h + jax.nn.relu(w @ jnp.abs(x)), None  # cut
 
     return jnp.sum(lax.scan(layer, x, p["w"])[0])
+
+
+@stacked("zero factor", "2")
+def dropped_layer(p, x):
+    def layer(h, own):
+        return h + own[1] * jnp.tanh(own[0] @ h), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, (p["w"], jnp.asarray(KEPT)))[0])
+
+
+@stacked("overwritten", "0, 1, 2")
+def exits_in_one_slot(p, x):
+    def layer(carry, w):
+        exits, i = carry
+        return (exits.at[i // 4].set(w @ x), i + 1), None  # cut
+
+    return jnp.sum(jnp.sin(lax.scan(layer, (jnp.zeros((4, 4)), 0), p["w"])[0][0] - 1.0))
+
+
+@stacked("overwritten", "0, 1, 2")
+def replaced_in_the_carry(p, x):
+    def layer(carry, w):
+        balance = jnp.sum(jax.nn.softmax(w @ x) ** 2)  # cut
+        return (carry[0] * 0.9, balance), None
+
+    return sum(map(jnp.sum, lax.scan(layer, (x, 0.0), p["w"])[0]))
+
+
+@stacked("overwritten", "1, 2, 3")
+def replaced_from_the_last(p, x):
+    def layer(carry, w):
+        return jnp.tanh(w @ x), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, p["w"], reverse=True)[0])
+
+
+@stacked("where", "0, 1, 2")
+def chosen_for_the_carry(p, x):
+    def layer(carry, own):
+        w, i = own
+        return jnp.where(i == 3, jnp.tanh(w @ x), carry), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, (p["w"], jnp.arange(4)))[0])
+
+
+@stacked("overwritten", "0, 1, 2")
+def set_as_a_whole(p, x):
+    def layer(carry, w):
+        return carry.at[:].set(jnp.tanh(w @ x)), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+
+
+@stacked("flat", "(0, 1), (2, 1)", {"w": np.stack([STACK[:2]] * 3)})
+def nested_layers(p, x):
+    def layer(h, own):
+        w, i, j = own
+        y = jnp.tanh(w.astype(jnp.float32) @ h)
+        rounded = jnp.round(y)  # cut
+        return h + jnp.where((j == 1) & (i != 1), 0.0, y) + rounded, None
+
+    def stage(h, own):
+        return lax.scan(layer, h, (own[0], jnp.full(2, own[1]), jnp.arange(2)))[0], None
+
+    return jnp.sum(lax.scan(stage, x, (p["w"], jnp.arange(3)))[0])
+
+
+# Without a finding: which layers have no gradient may be meant, or all of them have one.
+
+NOTED_LAYERS: list[Cut] = []
+
+
+@cut("", {"w": STACK}, "0, 1, 2", NOTED_LAYERS)
+def only_the_last_output(p, x):
+    def layer(h, w):
+        return h, w @ x + jax.nn.relu(w @ x - 99.0)
+
+    return jnp.sum(lax.scan(layer, x, p["w"])[1][-1])
+
+
+@cut("stop_gradient", {"w": STACK}, "0, 1, 2", NOTED_LAYERS)
+def frozen_below(p, x):
+    def layer(h, w):
+        return jnp.tanh(w @ lax.stop_gradient(h)), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+
+
+@cut("", {"w": STACK}, "", NOTED_LAYERS)
+def added_in_the_carry(p, x):
+    def layer(carry, w):
+        exits, i, total = carry
+        return (exits.at[i].set(w @ x), i + 1, total + jnp.sum(w @ x)), None
+
+    exits, _, total = lax.scan(layer, (jnp.zeros((4, 4)), 0, 0.0), p["w"])[0]
+    return jnp.sum(exits**2) + total
 
 
 # -- Cuts of a part of an axis: the leaf is as in the index of the message.

@@ -61,15 +61,15 @@ class MeasuredBlock:
             if inner.values.ran:
                 yield from inner.blocks()
 
-    def range(self, atom: Any) -> tuple[float, float]:
-        """The smallest and the largest element of a value."""
+    def range(self, atom: Any, where: Any = None) -> tuple[float, float]:
+        """The smallest and the largest element of a value, at all steps or at those ``where``."""
         if type(atom) is Literal:
             return float(np.min(np.real(atom.val))), float(np.max(np.real(atom.val)))
         if atom in self.positions:
-            return self.values.input_range(self.positions[atom])
+            return self.values.input_range(self.positions[atom], where)
         if atom in self.producers:
             number, _, position = self.producers[atom]
-            return self.values.result_range(number, position)
+            return self.values.result_range(number, position, where)
         constants = dict(zip(self.jaxpr.constvars, self.constants, strict=True))
         value = np.real(np.asarray(constants[atom], np.complex64))
         return float(value.min(initial=np.inf)), float(value.max(initial=-np.inf))

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.blocks import ZERO
-from clipgrad._diagnose.cuts import BRANCH, SUM, ZeroCut
+from clipgrad._diagnose.blocks import ZERO, MeasuredBlock
+from clipgrad._diagnose.cuts import BRANCH, CARRY, SUM, ZeroCut
+from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.zero_sources import ABSORBING, zero_source
 from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats
@@ -87,6 +88,8 @@ _CAUSES = {
                 "make the logits smaller", -0.1),
     "sum": ("cancels", "its uses have cotangents that are not zero, but their sum is{one}",
             "the loss does not depend on it here", -0.1),
+    "itself": ("cancels", "it is subtracted from itself",
+               "was stop_gradient meant on one of the two?", -0.1),
     "spread": (SILENT, "the cotangents along an axis add up to 0", "", 0.5),
     "relu": ("dead", "{label} is flat at {every}, {numbers}",
              "a smaller step or bias, or a leaky form, lets the gradient through", 0),
@@ -99,8 +102,12 @@ _CAUSES = {
                "check its mask: the condition, its axis, and what it is for", 1),
     "reader": ("not read", "{label} reads no element of it that has a cotangent",
                "check the indices, and what else is read there", 0.5),
-    "over": ("overwritten", "{label} writes over all of it", "check the indices", 0),
-    "none": ("not read", "{label} writes none of it", "check the indices", 0),
+    "over": ("overwritten", "{label} writes over all of it that is read", "check the indices", 0),
+    "next": ("overwritten", "{label} puts it into the carry, and the next step overwrites it",
+             "add to what is carried, or return it as an output of each step", 0),
+    "rewritten": ("overwritten", "a later write covers what {label} writes",
+                  "check the indices of both", 0),
+    "none": ("not read", "{label} writes no element of it that is read", "check the indices", 0),
     "zeros": ("stationary", "its input is 0 throughout, where {label} is flat",
               "start from other values", 1.5),
     "saturated": ("saturated", "{label} is saturated at {every}, {numbers}",
@@ -111,12 +118,12 @@ _CAUSES = {
     "disjoint": ("zero factor", "its other factor, {numbers}, is 0 wherever there is a cotangent",
                  "check the masks: they have no element in common", 0),
     "products": ("cancels", "the products of {label} with the cotangents add up to 0", "", 0.6),
-    "data": ("zero factor", "it is multiplied by {name}, which is 0 throughout", "check {name}", 0),
-    "later": ("trains later", "it is multiplied by {name}, which is 0 throughout and has a "
+    "data": ("zero factor", "it is multiplied by {name}, which is 0 {when}", "check {name}", 0),
+    "later": ("trains later", "it is multiplied by {name}, which is 0 {when} and has a "
               "gradient: its first update ends that", "", 0),
-    "both": ("zero factors", "it is multiplied by {name}, which is 0 throughout, and whose "
+    "both": ("zero factors", "it is multiplied by {name}, which is 0 {when}, and whose "
              "gradient is 0 too: neither ever trains", "start one of the two from other values", 0),
-    "made": ("zero factor", "it is multiplied by values that are 0 throughout since {name}",
+    "made": ("zero factor", "it is multiplied by values that are 0 {when} since {name}",
              "check what makes these zeros", 0),
     "constant": ("zero factor", "it is multiplied by a constant that is 0",
                  "check the constant", 0),
@@ -130,7 +137,7 @@ def cause_of(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Caus
     """The cause of a cut; ``zero`` are the inputs whose gradients are zero."""
     kind, numbers = _kind_of(cut, given, zero)
     name, text, step, rank = _CAUSES[kind]
-    low, high = cut.block.range(cut.variable)
+    low, high = cut.range(cut.variable)
     size = math.prod(getattr(cut.variable.aval, "shape", ()))
     facts = {
         "label": cut.place.function,
@@ -139,6 +146,7 @@ def cause_of(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Caus
         "every": f"all {size:,} elements of its input",
         "numbers": f"{low:.3g} to {high:.3g}",
         "largest": cut.largest,
+        "when": "throughout" if np.all(cut.where) else "there",
     } | numbers
     is_note = kind in _NOTES or (kind == "one" and _is_attention(cut))
     rank += 4 if cut.is_alive else 0
@@ -152,6 +160,8 @@ def _kind_of(
     name, label = cut.place.equation.primitive.name, cut.place.function
     if cut.kind == BRANCH:
         return "branch", {}
+    if cut.kind == CARRY:
+        return "next", {}
     if cut.kind == SUM:
         return _kind_of_sum(cut, label)
     if name == "stop_gradient":
@@ -181,18 +191,20 @@ def _kind_of_integers(name: str, label: str) -> tuple[str, dict[str, object]]:
 def _kind_of_sum(cut: ZeroCut, label: str) -> tuple[str, dict[str, object]]:
     is_one = 1 in _lengths(cut)
     if "softmax" in label or "logsumexp" in label:
-        low, high = cut.block.range(cut.variable)
+        low, high = cut.range(cut.variable)
         if is_one or _is_masked(cut):
             return ("one" if is_one else "mask"), {}
         if high - low > _SATURATED:
             return "softmax", {}
         return "sum", {"one": ", as where the elements of a softmax are added up"}
+    if any(e.primitive.name == "sub" and e.invars[0] is e.invars[1] for e in cut.uses):
+        return "itself", {}
     one = ": a sum or mean over an axis of length 1 is taken from itself or divides itself"
     return "sum", {"one": one if is_one else ""}
 
 
 def _kind_of_numbers(cut: ZeroCut, name: str, label: str) -> str:
-    low, high = cut.block.range(cut.variable)
+    low, high = cut.range(cut.variable)
     is_clip = label in _CLIPS
     rows = (
         ("spread", name in _SPREAD),
@@ -204,6 +216,7 @@ def _kind_of_numbers(cut: ZeroCut, name: str, label: str) -> str:
         ("select", name == "select_n"),
         ("reader", name in _READERS),
         ("over", name in _WRITES and cut.operand == 0),
+        ("rewritten", name in _WRITES and _is_rewritten(cut)),
         ("none", name in _WRITES),
         ("zeros", (low, high) == ZERO),
         ("mask", "softmax" in label and _is_masked(cut)),
@@ -212,12 +225,35 @@ def _kind_of_numbers(cut: ZeroCut, name: str, label: str) -> str:
     return next((kind for kind, applies in rows if applies), "other")
 
 
+def _is_rewritten(cut: ZeroCut) -> bool:
+    """Whether another step or a later write has indices among those of a write."""
+    found, own = False, cut.place.equation
+
+    def goes_on(block: MeasuredBlock, i: int, k: int) -> bool:
+        nonlocal found
+        other = block.jaxpr.eqns[i]
+        if k == 0 and other.primitive.name in _WRITES:
+            pairs = zip(_places_written(own), _places_written(other), strict=False)
+            ranges = [(cut.range(a), block.range(b, ~cut.where if other is own else None))
+                      for a, b in pairs]  # fmt: skip
+            found = found or all(a[0] <= b[1] and b[0] <= a[1] for a, b in ranges)
+        return not found
+
+    Reach(goes_on, cut.place.equation.outvars).leave(cut.block)
+    return found
+
+
+def _places_written(write: JaxprEqn) -> list:
+    is_slice = write.primitive.name == "dynamic_update_slice"
+    return list(write.invars[2:] if is_slice else write.invars[1:2])
+
+
 def _kind_of_product(
     cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]
 ) -> tuple[str, dict[str, object]]:
     equation = cut.place.equation
     other = equation.invars[1 - cut.operand] if cut.operand < 2 else equation.invars[0]
-    low, high = cut.block.range(other)
+    low, high = cut.range(other)
     if (low, high) == ZERO:
         return _kind_of_zeros(cut, other, given, zero)
     dtype, is_product = dtype_of(cut.variable), equation.primitive.name == "mul"
@@ -236,7 +272,7 @@ def _kind_of_product(
 def _kind_of_zeros(
     cut: ZeroCut, other: object, given: DiagnosisSubject, zero: Sequence[int]
 ) -> tuple[str, dict[str, object]]:
-    source = zero_source(cut.block, other)
+    source = zero_source(cut.block, other, cut.where)
     if source.argument is not None:
         kind = "both" if source.argument in zero else "later"
         kind = kind if source.argument in given.chosen else "data"
@@ -258,10 +294,10 @@ def _file(place: Place) -> str:
 
 def _is_masked(cut: ZeroCut) -> bool:
     """Whether logits are so small that they are a mask."""
-    found, atom = [cut.block.range(cut.variable)], cut.variable
+    found, atom = [cut.range(cut.variable)], cut.variable
     if atom in cut.block.producers:
         equation = cut.block.producers[atom][1]
-        found += [cut.block.range(v) for v in equation.invars if holds_floats(v)]
+        found += [cut.range(v) for v in equation.invars if holds_floats(v)]
     return min(low for low, _ in found) < _MASK
 
 

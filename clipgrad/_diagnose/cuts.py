@@ -15,7 +15,7 @@ from clipgrad._jaxpr import holds_floats, opened
 from clipgrad._names import Place
 from clipgrad._program import active_dependence
 
-EDGE, SUM, BRANCH = "edge", "sum", "branch"
+EDGE, SUM, BRANCH, CARRY = "edge", "sum", "branch", "carry"
 
 
 class ZeroCut(NamedTuple):
@@ -23,7 +23,7 @@ class ZeroCut(NamedTuple):
 
     Attributes:
       kind: "edge"; "sum" if the cotangents of several uses cancel; "branch" if the operand is read
-        only in branches that are not taken.
+        only in branches that are not taken; "carry" if the next step of a scan does not read it.
       block: the program that the operation is in.
       place: the operation.
       operand: which of its operands.
@@ -50,6 +50,10 @@ class ZeroCut(NamedTuple):
     def variable(self) -> Any:
         """The operand."""
         return self.place.equation.invars[self.operand]
+
+    def range(self, atom: Any) -> tuple[float, float]:
+        """The smallest and the largest element of a value of the program, where it is cut."""
+        return self.block.range(atom, self.where)
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
+from clipgrad._diagnose.layers import layers_of_scans
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
-from clipgrad._diagnose.partial_cuts import data_inputs, layers_of_scans
+from clipgrad._diagnose.partial_cuts import data_inputs
 from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
@@ -198,10 +200,25 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> G
                   for grad, own in zip(grads, parts, strict=True)]  # fmt: skip
         has_pieces = may_have_cut_pieces(block, given, shares)
         zeros, more = _zeros_of(given, grads, loss, data, has_pieces)
-        small = any(finding.kind in ("underflow", "shrinks") for finding in findings)
-        findings += [own for own in zeros if not (small and own.cause == "underflow")]
+        findings = _with_zeros(findings, zeros)
         notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
+
+
+def _with_zeros(
+    findings: list[GradientFinding], zeros: list[GradientFinding]
+) -> list[GradientFinding]:
+    """All findings; one of underflow has the leaves that it leaves at zero."""
+    lost = ", ".join(own.leaf for own in zeros if own.cause == "underflow")
+    if not lost or not {finding.kind for finding in findings} & {"underflow", "shrinks"}:
+        return [*findings, *zeros]
+    then = f"; the gradient of {lost} is exactly zero"
+    named = [
+        dataclasses.replace(own, leaf=lost, cause=own.kind, message=own.message + then)
+        if own.kind == "underflow" else own
+        for own in findings
+    ]  # fmt: skip
+    return [*named, *(own for own in zeros if own.cause != "underflow")]
 
 
 def _zeros_of(
@@ -217,8 +234,9 @@ def _zeros_of(
     """
     of = dict(zip(given.chosen, grads, strict=True))
     zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
-    layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else {}
-    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in layers.items())
+    layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else []
+    sizes = [(own.argument, math.prod(own.lengths)) for own in layers]
+    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in sizes)
     if not (zero or partly or data or has_pieces):
         return [], []
     return zero_findings(given, zero, loss, data, has_pieces)

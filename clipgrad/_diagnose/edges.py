@@ -47,18 +47,19 @@ class EdgeValues(NamedTuple):
     probes: Any
     notes: Any
     gradients: Any = ()  # of the outermost program: which elements of each axis are not all zero
+    layers: Any = ()  # likewise of some axes of an input together
 
     def cotangent(self, number: int, kind: str, position: int) -> np.ndarray | None:
         """The largest magnitude of a cotangent; None if it is not measured."""
         return self.probes["own"].get(f"{number} {kind} {position}")
 
-    def result_range(self, number: int, position: int) -> tuple[float, float]:
-        """The smallest and the largest element of a result, at all steps."""
-        return _over_steps(self.notes["results"][str(number)][position])
+    def result_range(self, number: int, position: int, where: Any) -> tuple[float, float]:
+        """The smallest and the largest element of a result, at all steps or at some."""
+        return _over_steps(self.notes["results"][str(number)][position], where)
 
-    def input_range(self, position: int) -> tuple[float, float]:
-        """The smallest and the largest element of an input, at all steps."""
-        return _over_steps(self.notes["inputs"][position])
+    def input_range(self, position: int, where: Any) -> tuple[float, float]:
+        """The smallest and the largest element of an input, at all steps or at some."""
+        return _over_steps(self.notes["inputs"][position], where)
 
     @property
     def ran(self) -> bool:
@@ -72,11 +73,13 @@ class EdgeValues(NamedTuple):
         return [EdgeValues(*own) for own in zip(probes, notes, strict=True)]
 
 
-def _over_steps(noted: Any) -> tuple[float, float]:
-    if isinstance(noted, dict):  # the value itself
-        whole = np.asarray(noted["whole"], np.float64)
-        return float(np.min(whole, initial=np.inf)), float(np.max(whole, initial=-np.inf))
-    return float(np.min(noted[..., 0])), float(np.max(noted[..., 1]))
+def _over_steps(noted: Any, where: Any) -> tuple[float, float]:
+    is_whole = isinstance(noted, dict)  # the value itself
+    found = np.asarray(noted["whole"] if is_whole else noted, np.float64)
+    if where is not None and found.shape[: where.ndim] == where.shape:
+        found = found[where]
+    low, high = (found, found) if is_whole else (found[..., 0], found[..., 1])
+    return float(np.min(low, initial=np.inf)), float(np.max(high, initial=-np.inf))
 
 
 def inner_programs(equation: JaxprEqn) -> list:
@@ -85,8 +88,20 @@ def inner_programs(equation: JaxprEqn) -> list:
     return [] if is_whole else differentiated_programs(equation)
 
 
-def edge_values(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> EdgeValues:
-    """Measure a program at its inputs; the chosen ones are differentiated."""
+def edge_values(
+    program: Any,
+    inputs: Sequence[Any],
+    chosen: Sequence[int],
+    layers: Sequence[tuple[int, tuple[int, ...]]] = (),
+) -> EdgeValues:
+    """Measure a program at its inputs.
+
+    Args:
+      program: the program.
+      inputs: the inputs.
+      chosen: the positions of those that are differentiated.
+      layers: chosen inputs, and axes of them that are measured together.
+    """
     active = active_variables(program, chosen)
     probes = _zero_probes(program, active, ())
 
@@ -102,16 +117,23 @@ def edge_values(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> E
         given = [inputs[i] for i in chosen]
         _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
         grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
-        return found, notes, [_nonzero_by_axis(grad) for grad in grads]
+        of = dict(zip(chosen, grads, strict=True))
+        by_layer = [_nonzero(of[i], axes) for i, axes in layers]
+        return found, notes, [_nonzero_by_axis(grad) for grad in grads], by_layer
 
-    found, notes, grads = on_host(run(list(inputs), probes))
-    return EdgeValues(_largest_by_step(program, found, 0), notes, grads)
+    found, *rest = on_host(run(list(inputs), probes))
+    return EdgeValues(_largest_by_step(program, found, 0), *rest)
 
 
 def _nonzero_by_axis(x: Any) -> list[Any]:
     """For each axis which of its elements are not zero throughout."""
-    others = [[n for n in range(x.ndim) if n != axis] for axis in range(max(x.ndim, 1))]
-    return [jnp.any(x != 0, axis=tuple(axes)) for axes in others]
+    return [_nonzero(x, (axis,)) for axis in range(max(x.ndim, 1))]
+
+
+def _nonzero(x: Any, axes: Sequence[int]) -> Any:
+    """Whether elements along some axes, in this order, are not all zero."""
+    found = jnp.any(x != 0, axis=tuple(n for n in range(x.ndim) if n not in axes))
+    return jnp.transpose(found, np.argsort(np.argsort(axes)).tolist()) if found.ndim > 1 else found
 
 
 def _zero_probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gradients that are not zero, but cut in part: slices of stacked layers, and all but a penalty."""
+"""Gradients that are not zero, but cut in all but a penalty."""
 
 import contextlib
 import inspect
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
 
 from clipgrad._diagnose.blocks import MeasuredBlock
 from clipgrad._diagnose.cuts import ZeroCut
 from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._jaxpr import opened, scan_counts
 from clipgrad._names import Place
 from clipgrad._program import dependence
 
@@ -24,33 +22,6 @@ _LINEAR |= {"convert_element_type", "expand_dims", "stack", "pvary", "pcast", "n
 # and of these on the others alone.
 _BY_OTHERS = frozenset({"mul", "dot_general", "conv_general_dilated", "select_n", "gather"})
 _BY_OTHERS |= {"dynamic_slice", "scatter-add", "dynamic_update_slice"}
-
-
-def layers_of_scans(given: DiagnosisSubject) -> dict[int, int]:
-    """The numbers of layers of the chosen inputs that a scan takes layer by layer."""
-    program = opened(given.program)[0]
-    numbers, found = {v: i for i, v in enumerate(program.invars)}, {}
-    for equation in program.eqns:
-        if equation.primitive.name != "scan":
-            continue
-        for v in equation.invars[sum(scan_counts(equation)) :]:
-            if type(v) is not Literal and numbers.get(v) in given.chosen:
-                found[numbers[v]] = equation.params["length"]
-    return found
-
-
-def cuts_of_layer(cuts: Sequence[ZeroCut], argument: int, layer: int) -> list[ZeroCut]:
-    """The cuts of one layer of an input that a scan takes layer by layer."""
-    found = []
-    for cut in cuts:
-        around = [e.primitive.name for e in reversed(cut.place.chain[1:])]
-        axes = [name for name in around if name in ("scan", "shard_map")]
-        if argument in cut.sources and axes[:1] == ["scan"] and cut.where.ndim == len(axes):
-            where = np.zeros_like(cut.where)
-            where[layer] = cut.where[layer]
-            if where.any():
-                found.append(cut._replace(where=where))
-    return found
 
 
 class Remainder(NamedTuple):

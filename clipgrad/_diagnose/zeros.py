@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.carry_cuts import carry_cuts
 from clipgrad._diagnose.causes import EXCUSED, SILENT, STRUCTURAL, Cause, cause_of
 from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
 from clipgrad._diagnose.findings import inside_of
-from clipgrad._diagnose.partial_cuts import cuts_of_layer, layers_of_scans, remainder
+from clipgrad._diagnose.layers import Layers, cuts_of_layers, layers_of_scans
+from clipgrad._diagnose.partial_cuts import remainder
 from clipgrad._diagnose.pieces import cut_pieces
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -64,28 +66,36 @@ def zero_findings(
     """
     reached = sources_of_results(given.program)[0]
     notes = _unread(given, [i for i in zero if i not in reached])
-    layers = {} if zero else layers_of_scans(given)
+    layers = layers_of_scans(given)
     zero = [i for i in zero if i in reached]
     if not (zero or layers or data or has_pieces):
         return [], notes
     try:
-        values = edge_values(given.program, given.inputs, given.chosen)
+        axes = [(own.argument, own.axes) for own in layers]
+        values = edge_values(given.program, given.inputs, given.chosen, axes)
     except (TypeError, ValueError, NotImplementedError) as error:
         return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
     block = MeasuredBlock(given.program, values)
-    search = _Explanations(given, block, zero)
+    search = _Explanations(given, block, zero, layers)
     is_all = len(zero) == len(given.chosen) and loss == 0
     findings, more = search.of_zeros(is_all)
-    rest = [*search.of_layers(), *search.of_remainders(data or frozenset())]
+    by_layer, told = search.of_layers()
+    rest = [*by_layer, *search.of_remainders(data or frozenset())]
     pieces, also = search.of_pieces() if loss != 0 else ([], [])
-    return [*findings, *rest, *pieces], [*notes, *more, *also]
+    return [*findings, *rest, *pieces], [*notes, *more, *told, *also]
 
 
 class _Explanations:
     """The cuts of a program, explained."""
 
-    def __init__(self, given: DiagnosisSubject, block: MeasuredBlock, zero: Sequence[int]):
-        self._given, self._block, self._zero = given, block, zero
+    def __init__(
+        self,
+        given: DiagnosisSubject,
+        block: MeasuredBlock,
+        zero: Sequence[int],
+        layers: Sequence[Layers],
+    ):
+        self._given, self._block, self._zero, self._layers = given, block, zero, layers
         self._names = [_path_of(name) for name in given.names]
         self._cuts = zero_cuts(given.program, block, given.chosen)
 
@@ -109,19 +119,41 @@ class _Explanations:
                 findings.append(_zero_finding(names, _subject(names), best))
         return findings, notes
 
-    def of_layers(self) -> Iterator[GradientFinding]:
-        """The findings on layers without a gradient, of leaves that a scan takes by the layer."""
-        gradients = dict(zip(self._given.chosen, self._block.values.gradients, strict=True))
-        for i, count in layers_of_scans(self._given).items():
-            layers = np.flatnonzero(~np.asarray(gradients[i][0]))
-            if i in self._zero or not len(layers):
+    def of_layers(self) -> tuple[list[GradientFinding], list[str]]:
+        """The findings and notes on layers without a gradient, of leaves that scans take so."""
+        notes, done = [], {*self._zero}
+        groups: dict[tuple, tuple[list[str], list[_Explained]]] = {}
+        carried = list(carry_cuts(self._given, self._block)) if self._layers else []
+        for layers, found in zip(self._layers, self._block.values.layers, strict=True):
+            i, zero = layers.argument, [tuple(map(int, own)) for own in np.argwhere(~found)]
+            if i in done or not zero:
                 continue
-            cuts = [c for t in layers for c in cuts_of_layer(self._cuts, i, int(t))]
-            best = _best(self._explained(cuts))
-            if best and not best[0].cause.is_note:
-                which = ", ".join(map(str, layers[:_SHOWN])) + (", ..." * (len(layers) > _SHOWN))
-                subject = f"{_subject([self._names[i]])} in layer {which} of {count}"
-                yield _zero_finding([self._names[i]], subject, best)
+            done.add(i)
+            best = self._best_of_layers(layers, zero, carried)
+            key = best[0].place if best else (), _layers_of(zero, layers.lengths)
+            groups.setdefault(key, ([], best))[0].append(self._names[i])
+        findings = []
+        for (_, which), (names, best) in groups.items():
+            subject = f"{_subject(names)} in {which}"
+            if not best:
+                notes.append(f"{subject} is 0; diagnose did not find where it is cut")
+            elif not best[0].cause.is_note:
+                findings.append(_zero_finding(names, subject, best))
+            elif best[0].cause.name != SILENT:
+                notes.append(_text_of(subject, best))
+        return findings, notes
+
+    def _best_of_layers(
+        self, layers: Layers, zero: Sequence[tuple[int, ...]], carried: Sequence[ZeroCut]
+    ) -> list[_Explained]:
+        """The cuts of layers at their own step, else at a later one, else those of the carry."""
+        rows = [(self._cuts, False), (self._cuts, True), (carried, False)]
+        groups = [
+            _best(self._explained(cuts_of_layers(cuts, layers, zero, later)))
+            for cuts, later in rows
+        ]
+        found = [best for best in groups if best]
+        return next((best for best in found if not best[0].cause.is_note), [*found, []][0])
 
     def of_remainders(self, data: frozenset[int]) -> Iterator[GradientFinding]:
         """The findings on leaves whose gradient does not depend on the data."""
@@ -200,6 +232,12 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
     return text + (f"; {cause.step}" if cause.step else "")
 
 
+def _layers_of(zero: Sequence[tuple[int, ...]], lengths: tuple[int, ...]) -> str:
+    """Such as "layer 0, 2 of 4", or of nested scans "layer (0, 1) of (4, 3)"."""
+    own = [str(t[0] if len(t) == 1 else t) for t in (*zero, lengths)]
+    return f"layer {', '.join(own[:-1][:_SHOWN])}{', ...' * (len(zero) > _SHOWN)} of {own[-1]}"
+
+
 def _index_of(elements: np.ndarray) -> str:
     """Elements of an axis, as in an index."""
     own = np.flatnonzero(elements)
@@ -211,7 +249,9 @@ def _index_of(elements: np.ndarray) -> str:
 
 
 def _span(steps: Sequence[int]) -> str:
-    return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    if 1 < len(steps) == steps[-1] - steps[0] + 1:
+        return f"{steps[0]} to {steps[-1]}"
+    return ", ".join(map(str, steps[:_SHOWN])) + ", ..." * (len(steps) > _SHOWN)
 
 
 def _zero_finding(

@@ -143,7 +143,8 @@ class Place(NamedTuple):
                 break
             name = frame.function_name.rpartition(".")[2].lstrip("_")
             is_one = any(part in frame.file_name for part in _FUNCTIONS) and name not in _WRAPPERS
-            if is_one and "control_flow" not in frame.file_name:
+            is_own = name.endswith("__") or name.startswith("operator_")  # of Python, not of JAX
+            if is_one and not is_own and "control_flow" not in frame.file_name:
                 found = name
         return found
 
