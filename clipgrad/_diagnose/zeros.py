@@ -169,7 +169,8 @@ class _Explanations:
     def of_pieces(self) -> tuple[list[GradientFinding], list[str]]:
         """The findings and notes on parts of leaves, such as the keys of a fused kernel.
 
-        What a number cuts, as of units that are dead, may be right for these arguments: a note.
+        What a number cuts, as of units that are dead, may be right for these arguments: a note. So
+        is a comparison, since a part may be a flag beside the numbers of an argument.
         """
         groups: dict[tuple, tuple[dict[tuple[int, int], Any], list[_Explained]]] = {}
         for piece in cut_pieces(self._given, self._block, self._cuts, self._zero):
@@ -182,7 +183,7 @@ class _Explanations:
             names = [self._names[i] for i, _ in pieces]
             parts = [f"[{':, ' * axis}{_index_of(own)}]" for (_, axis), own in pieces.items()]
             subject = _subject([a + b for a, b in zip(names, parts, strict=True)])
-            if best[0].cause.name in STRUCTURAL:
+            if best[0].cause.name in STRUCTURAL - {"comparison"}:
                 findings.append(_zero_finding(names, subject, best))
             elif best[0].cause.name != SILENT:
                 notes.append(_text_of(subject, best))
