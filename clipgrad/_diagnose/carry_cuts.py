@@ -13,7 +13,14 @@ from clipgrad._diagnose.probe import RESULT
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._program import active_dependence
 
-_MOVES = {"transpose", "reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "copy"}
+_REARRANGED_BY = {
+    "transpose",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "convert_element_type",
+    "copy",
+}
 
 
 def carry_cuts(given: DiagnosisSubject, block: MeasuredBlock) -> Iterator[ZeroCut]:
@@ -55,7 +62,7 @@ def _has_reader(block: MeasuredBlock, variable: Var) -> bool:
 def _producer(block: MeasuredBlock, atom: Any) -> tuple[MeasuredBlock, JaxprEqn | None]:
     """The operation that makes a result, and its program, inside of calls and before moves."""
     number, equation, k = block.producers.get(atom, (0, None, 0))
-    while equation is not None and equation.primitive.name in _MOVES:
+    while equation is not None and equation.primitive.name in _REARRANGED_BY:
         before = equation.invars[0]
         if type(before) is Literal or before not in block.producers:
             break
