@@ -163,9 +163,9 @@ class _Finder:
             near = self._table[i][j].judgment.difference < NEAR
             enters = self._entering[i, j] >= LIKELY
             return near or like >= ALIKE and is_kind or enters
-        same_steps = self._own[i].steps == self._entries[j].steps
+        same_rank = self._ranks[0][i] == self._ranks[1][j]
         is_result = is_kind and self._own[i].value.kind != ENTERS  # several enter
-        return like >= SURE and i in self._table and is_result and same_steps
+        return like >= SURE and i in self._table and is_result and same_rank
 
     def _closeness(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
         """The score of two values that differ: by names, difference and the pairs around."""
