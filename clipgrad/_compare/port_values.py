@@ -153,11 +153,11 @@ class _Finder:
 
     def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
         """Whether a value that agrees with no other, or with one of another name, is this one."""
-        if i in found:  # it is another one that it should be
-            is_better = like >= SURE and like > self._like[i, found[i]] + 0.2
-            return is_better and j in self._table[i] and not self._is_one(j, found[i])
-        if any(c.agrees for c in self._table.get(i, {}).values()):
-            return like >= SURE and j in self._table[i]
+        agreeing = [k for k, c in self._table.get(i, {}).items() if c.agrees]
+        if agreeing:  # it is another one that it should be
+            is_better = i not in found or like > self._like[i, found[i]] + 0.2
+            is_other = is_better and j in self._table[i]
+            return is_other and like >= SURE and not any(self._is_one(j, k) for k in agreeing)
         is_kind = self._own[i].value.kind == self._entries[j].kind
         if i in self._table and j in self._table[i]:
             near = self._table[i][j].judgment.difference < NEAR
