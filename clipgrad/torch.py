@@ -214,7 +214,8 @@ def _parameters(
 
 def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:
     """The parts of a fused array along an axis, in two, three and four."""
-    is_fused = isinstance(module, torch.nn.RNNBase) or any(f in name for f in _FUSED)
+    is_recurrent = isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase)
+    is_fused = is_recurrent and axis >= 0 or any(f in name for f in _FUSED)
     if not is_fused or not isinstance(x, torch.Tensor) or not x.ndim:
         return []
     length = x.shape[axis]

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipgrad._compare.layouts import layouts
+from clipgrad._compare.port_record import PortEntry, PortRun
 from clipgrad._compare.ports import compare_port
 from clipgrad._compare.save_run import saved
 from clipgrad._compare.sides import SavedSide, facts_of, with_signatures
@@ -36,6 +38,10 @@ BUGS = {
         "norm epsilon": "norm", "mean in the norm": "norm", "no final norm": "norm",
         "norm after": "layer", "no residual": "layer", "embedding scaled": "",
         "tied output": "output",
+    },
+    "tagger": {
+        "positions shifted": "embeddings", "epsilon": "ln_1", "gate reversed": "encoder",
+        "over examples": "encoder", "sum for mean": "", "kernel of another layout": "fc",
     },
 }  # fmt: skip
 
@@ -263,9 +269,125 @@ def decoder(params, tokens, targets, which, scanned=False):
     return -jnp.mean(jnp.take_along_axis(logits, targets[..., None], -1))
 
 
+# ---- a tagger, whose run is of no framework: `other_tagger` says what modules would see ----
+
+EXAMPLES = STEPS = 3  # as many, so that axes can be confused
+WIDTH = 8
+
+
+def tagger_numbers():
+    """The parameters, by their names in the other framework, and the arguments."""
+    shapes = {
+        "proj.weight": (WIDTH, 5), "position": (STEPS, WIDTH), "blocks.0.norm1.weight": (WIDTH,),
+        "cell.weight_ih": (WIDTH, WIDTH), "cell.weight_hh": (WIDTH, WIDTH),
+        "fc.weight": (4, STEPS * WIDTH), "args[0]": (EXAMPLES, STEPS, 5), "args[1]": (EXAMPLES, 4),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def layer_norm(scale, x, eps):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * scale
+
+
+def other_tagger(p, names):
+    """The loss, and what enters and leaves modules, whose names are added to ``names``."""
+    seen = []
+
+    def call(name, f, *xs):
+        seen.extend((name, "enters", x) for x in xs)
+        seen.append((name, "module", f(*xs)))
+        return seen[-1][2]
+
+    h = call("proj", lambda x: x @ p["proj.weight"].T, p["args[0]"]) + p["position"]
+    norm = functools.partial(layer_norm, p["blocks.0.norm1.weight"], eps=1e-5)
+    h = call("blocks.0", functools.partial(call, "blocks.0.norm1", norm), h)
+    state, states = jnp.zeros((EXAMPLES, WIDTH)), []
+    for t in range(STEPS):
+        state = call(
+            "cell",
+            lambda x, s: cell(p["cell.weight_ih"].T, p["cell.weight_hh"].T, x, s)[0],
+            h[:, t],
+            state,
+        )
+        states.append(state)
+    h = call("drop", jnp.array, jnp.stack(states, 1))
+    out = call("fc", lambda x: x @ p["fc.weight"].T, h.reshape(EXAMPLES, -1))
+    names.extend(own[:2] for own in seen)
+    return jnp.mean((out - p["args[1]"]) ** 2), [own[2] for own in seen]
+
+
+def cell(w, u, x, s):
+    gate, new = jax.nn.sigmoid(x @ w), jnp.tanh(x @ w + s @ u)
+    return (1 - gate) * new + gate * s, gate * new + (1 - gate) * s
+
+
+def tagger_run():
+    """The run of `other_tagger`, as if a framework had written it."""
+    p, names = tagger_numbers(), []
+    run = jax.value_and_grad(lambda p: other_tagger(p, names), has_aux=True)
+    (loss, seen), grads = jax.jit(run)(p)
+    kinds = {name: "argument" if "args" in name else "parameter" for name in p}
+
+    def signed(x):
+        return layouts(np.asarray(x), "float32")
+
+    values = [
+        PortEntry(*own, "", (), None, None, signed(x), None)
+        for own, x in zip(names, seen, strict=True)
+    ]
+    leaves = [
+        PortEntry(name, kinds[name], "", (), None, None, signed(x), signed(grads[name]))
+        for name, x in p.items()
+    ]
+    return PortRun(values, leaves, np.asarray(loss), "float32", {})
+
+
+def tagger_args(p):
+    """The head reads its input with the steps last, so its kernel has its rows in that order."""
+    kernel = p["fc.weight"].T.reshape(STEPS, WIDTH, 4).swapaxes(0, 1).reshape(-1, 4)
+    params = {
+        "patches": p["proj.weight"].T, "position": p["position"],
+        "ln_1": p["blocks.0.norm1.weight"], "encoder": {"w": p["cell.weight_ih"].T,
+        "u": p["cell.weight_hh"].T}, "fc": {"kernel": kernel},
+    }  # fmt: skip
+    return jax.tree.map(jnp.asarray, params), p["args[0]"], p["args[1]"]
+
+
+def tagger(params, x, y, which):
+    pick = picker("tagger", which)
+    with named("embeddings"):
+        with named("patches"):
+            h = x @ params["patches"]
+        position = params["position"]
+        h = h + pick("positions shifted", position, jnp.roll(position, 1, 0))
+    with named("layers/0"), named("ln_1"):
+        h = layer_norm(params["ln_1"], h, pick("epsilon", 1e-5, 1e-2))
+    flip = functools.partial(jnp.swapaxes, axis1=0, axis2=1)
+
+    def step(state, x):
+        with named("encoder"):
+            p = params["encoder"]
+            state = pick("gate reversed", *cell(p["w"], p["u"], x, state))
+        return state, state
+
+    with named("encoder"):
+        h = pick("over examples", flip(h), h)
+    _, h = lax.scan(step, jnp.zeros((EXAMPLES, WIDTH)), h)
+    with named("encoder"):
+        h = pick("over examples", flip(h), h)
+    h = h.swapaxes(1, 2).reshape(EXAMPLES, -1)
+    with named("fc"):
+        kernel = params["fc"]["kernel"]
+        other = kernel.reshape(WIDTH, STEPS, 4).swapaxes(0, 1).reshape(-1, 4)
+        out = h @ pick("kernel of another layout", kernel, other)
+    return pick("sum for mean", jnp.mean((out - y) ** 2), jnp.sum((out - y) ** 2))
+
+
 def compared(run, loss, args, bugs):
     """The comparison of each bug with a run of torch; the floor is that of the right loss."""
-    port = saved(FOLDER / f"{run}.npz")
+    port = saved(FOLDER / f"{run}.npz") if isinstance(run, str) else run
     own = version(loss, (*args, jnp.int32(-1)), {}, 0, False)
     at = own.subject.names.index(f"args[{len(args)}]")
     program = VersionProgram(own, frozenset((v.name, v.kind) for v in own.values))

@@ -1,9 +1,10 @@
 """The values of which others are computed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from clipgrad._compare.matching import Instance
 from clipgrad._compare.program_record import OperationRecord, ProgramRecord
+from clipgrad._compare.versions import VersionValue
 
 
 class Ancestors:
@@ -11,16 +12,32 @@ class Ancestors:
 
     Args:
       values: the values that are computed.
+      ends: the variables of which nothing is looked for.
     """
 
-    def __init__(self, values: Sequence[Instance]) -> None:
-        self._values = values
+    def __init__(self, values: Sequence[Instance], ends: Set[int] = frozenset()) -> None:
+        self._values, self._ends = values, ends
         self._known: dict[tuple[int, tuple[int, ...], bool], set[int]] = {}
 
     def has(self, ancestor: Instance) -> bool:
         """Whether one of the values is computed of another value, which is not itself."""
         later = [own for own in self._values if own.time > ancestor.time]
         return any(self._is_of(own, ancestor) for own in later)
+
+    def inputs(self, of: VersionValue | ProgramRecord) -> set[int]:
+        """The inputs, by number, that a value, or the loss of a program, is computed of."""
+        holders, programs = (
+            ((), (of,)) if isinstance(of, ProgramRecord) else (of.holders, of.programs)
+        )
+        starts = of.outputs[:1] if isinstance(of, ProgramRecord) else (of.variable,)
+        starts = [v for v in starts if isinstance(v, int)]
+        for level in range(len(holders), 0, -1):
+            own, holder = programs[level], holders[level - 1]
+            reached = self._before(own, starts, holders[:level], True)
+            inner = zip(own.inputs[::-1], holder.operands[::-1], strict=False)
+            starts = [outer for v, outer in inner if v in reached and isinstance(outer, int)]
+        reached = self._before(programs[0], starts, (), False)
+        return {i for i, v in enumerate(programs[0].inputs) if v in reached}
 
     def _is_of(self, own: Instance, ancestor: Instance) -> bool:
         """Whether a value is computed of one before."""
@@ -59,6 +76,8 @@ class Ancestors:
             if variable in found:
                 continue
             found.add(variable)
+            if variable in self._ends and variable not in key[1]:
+                continue
             if variable in program.makers:
                 todo += _operand_variables(program.makers[variable])
             elif loop and variable in program.inputs:

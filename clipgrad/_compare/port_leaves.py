@@ -158,16 +158,17 @@ def compared_leaves(leaves: Sequence[VersionLeaf], found: PortLeaves) -> list[Co
     ]
 
 
-def parameter_findings(found: PortLeaves, likeness: Likeness) -> list[ComparisonFinding]:
-    """The finding of parameters that hold other numbers or are turned, at most one."""
-    texts = dict(_other_numbers(found, likeness))
-    texts |= dict(_odd_orders(found.pairs))
-    if not texts:
-        return []
+def parameter_texts(found: PortLeaves, likeness: Likeness) -> dict[str, str]:
+    """What is said of each parameter that holds other numbers or is turned."""
+    return dict(_other_numbers(found, likeness)) | dict(_odd_orders(found.pairs))
+
+
+def parameter_finding(texts: Mapping[str, str]) -> ComparisonFinding:
+    """The finding of such parameters."""
     shown = list(texts.values())[:_MOST_SHOWN]
     more = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
     text = f"{len(texts)} of the arguments differ: {'; '.join(shown)}{more}"
-    return [ComparisonFinding("argument", text, path=next(iter(texts)))]
+    return ComparisonFinding("argument", text, path=next(iter(texts)))
 
 
 def _other_numbers(found: PortLeaves, likeness: Likeness) -> Iterator[tuple[str, str]]:
@@ -175,7 +176,13 @@ def _other_numbers(found: PortLeaves, likeness: Likeness) -> Iterator[tuple[str,
     left = list(found.others)
     for path, own in found.alone.items():
         near = [e for e in left if _may_be(own, e.value)]
-        scores = {e.name: likeness(path, (), e) + (_kin(found.kin, path, e) or 0) for e in near}
+        siblings = _siblings(path, found.pairs)
+        scores = {
+            e.name: likeness(path, (), e)
+            + (_kin(found.kin, path, e) or 0)
+            + any(_shift(name, e.name) == shift for name, shift in siblings)
+            for e in near
+        }
         named = max(near, key=lambda e: scores[e.name], default=None)
         name = path or ONE_ARGUMENT
         if path in found.again and (named is None or found.again[path].name != named.name):
@@ -187,6 +194,21 @@ def _other_numbers(found: PortLeaves, likeness: Likeness) -> Iterator[tuple[str,
             continue
         if named is not None:
             left.remove(named)
+
+
+def _siblings(path: str, pairs: Sequence[LeafPair]) -> list[tuple[str, int]]:
+    """The other framework's names of the same parameter in other layers, and how far these are."""
+    shifts = ((pair.other.name, _shift(pair.path, path)) for pair in pairs)
+    return [(name, shift) for name, shift in shifts if shift]
+
+
+def _shift(first: str, second: str) -> int | None:
+    """The difference of the one number that two names differ in, if they do in nothing else."""
+    tokens = [re.split(r"(\d+)", name) for name in (first, second)]
+    apart = [(a, b) for a, b in zip(*tokens, strict=False) if a != b]
+    is_one = len(tokens[0]) == len(tokens[1]) and len(apart) == 1
+    numbers = [int(token) for token in apart[0] if token.isdigit()] if is_one else []
+    return numbers[1] - numbers[0] if len(numbers) == 2 else None
 
 
 def _may_be(own: Signature, other: Layouts) -> bool:

@@ -1,6 +1,7 @@
 """The named values of a version in JAX beside those of a model in another framework."""
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from clipgrad._compare.ancestors import Ancestors
 from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, judged
 from clipgrad._compare.differences import Judgment
+from clipgrad._compare.entered import Entered
 from clipgrad._compare.matching import Instance, instances_of
 from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.sketches import ENTERS, LENGTH
@@ -116,11 +118,20 @@ class _Finder:
         likeness: Likeness,
     ) -> None:
         self._own, self._entries, self._table = own, entries, table
-        self._like = {
-            (i, j): likeness(x.value.name, x.steps, y) - 0.3 * (x.value.kind != y.kind)
-            for i, x in enumerate(own)
-            for j, y in enumerate(entries)
-        }
+        self._ranks = (
+            _ranks([(x.value.name, x.value.kind, x.value.shape) for x in own]),
+            _ranks([(y.name, y.kind, y.value.shape, bool(y.steps)) for y in entries]),
+        )
+        self._entering: dict[tuple[int, int], float] = {}
+        self._like: dict[tuple[int, int], float] = {}
+        entered = Entered()
+        for i, x in enumerate(own):
+            names = entered.names(x.value)
+            for j, y in enumerate(entries):
+                same = likeness(x.value.name, x.steps, y) - 0.3 * (x.value.kind != y.kind)
+                views = names if y.kind == ENTERS else []
+                into = max((likeness(name, x.steps, y) for name in views), default=0.0) - 0.1
+                self._entering[i, j], self._like[i, j] = into, max(same, into)
 
     def found(self) -> dict[int, tuple[int, Closest]]:
         """The number of the other value, and how close it is."""
@@ -142,17 +153,19 @@ class _Finder:
 
     def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
         """Whether a value that agrees with no other, or with one of another name, is this one."""
-        if i in found:  # it is another one that it should be
-            return like >= SURE and like > self._like[i, found[i]] + 0.2 and j in self._table[i]
-        if any(c.agrees for c in self._table.get(i, {}).values()):
-            return like >= SURE and j in self._table[i]
+        agreeing = [k for k, c in self._table.get(i, {}).items() if c.agrees]
+        if agreeing:  # it is another one that it should be
+            is_better = i not in found or like > self._like[i, found[i]] + 0.2
+            is_other = is_better and j in self._table[i]
+            return is_other and like >= SURE and not any(self._is_one(j, k) for k in agreeing)
         is_kind = self._own[i].value.kind == self._entries[j].kind
         if i in self._table and j in self._table[i]:
             near = self._table[i][j].judgment.difference < NEAR
-            return near or like >= ALIKE and is_kind
-        same_steps = self._own[i].steps == self._entries[j].steps
+            enters = self._entering[i, j] >= LIKELY
+            return near or like >= ALIKE and is_kind or enters
+        same_rank = self._ranks[0][i] == self._ranks[1][j]
         is_result = is_kind and self._own[i].value.kind != ENTERS  # several enter
-        return like >= SURE and i in self._table and is_result and same_steps
+        return like >= SURE and i in self._table and is_result and same_rank
 
     def _closeness(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
         """The score of two values that differ: by names, difference and the pairs around."""
@@ -160,8 +173,15 @@ class _Finder:
         crossed = sum((a < i) != (b < j) for a, b in anchors)
         same_shape = self._own[i].value.shape == self._entries[j].value.shape
         same_size = j in self._table.get(i, {})
+        same_rank = self._ranks[0][i] == self._ranks[1][j]
         score = self._like[i, j] + 0.6 * (1 - near) + 0.1 * same_shape + 0.3 * same_size
+        score += 0.3 * same_rank
         return score - 0.1 * crossed - self._apart(i, j)
+
+    def _is_one(self, j: int, k: int) -> bool:
+        """Whether two values are one, in other orders of axes, such as what is flattened."""
+        first, others = self._entries[j].value.sketches[0], self._entries[k].value.sketches
+        return j != k and bool(np.any(np.all(others == first, axis=1)))
 
     def _closest(self, i: int, j: int) -> Closest:
         return self._table.get(i, {}).get(j, Closest(_UNLIKE, False, (0,)))
@@ -180,3 +200,13 @@ class _Finder:
                 found[i] = j
                 used.add(j)
         return found
+
+
+def _ranks(keys: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """The number of each among those of its key, such as the calls of a module; and their count."""
+    counts, found = collections.Counter(keys), []
+    seen = collections.Counter[Hashable]()
+    for key in keys:
+        found.append((seen[key], counts[key]))
+        seen[key] += 1
+    return found

@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._compare.ancestors import Ancestors
 from clipgrad._compare.closeness import NEAR, Sketched
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import judge, rounding
@@ -19,7 +20,8 @@ from clipgrad._compare.port_leaves import (
     PortLeaves,
     compared_leaves,
     match_leaves,
-    parameter_findings,
+    parameter_finding,
+    parameter_texts,
 )
 from clipgrad._compare.port_names import similarity
 from clipgrad._compare.port_record import PortEntry, PortRun
@@ -81,7 +83,7 @@ def compare_port(
     like = _Likeness(names or {}, roots)
     signed = {**side.facts.params, **side.facts.data}
     leaves = match_leaves(signed, _sketched_gradients(version, run, floor), port.leaves, like, rtol)
-    arguments = parameter_findings(leaves, like)
+    arguments = parameter_texts(leaves, like)
     like.learn(leaves.kin)
     values = match_values(version, run, floor, port.values, like, rtol)
     like.renamed.check(
@@ -97,7 +99,8 @@ def compare_port(
     found = comparison_of(
         version, other, places, loss, compared, [*values.unmatched, *_arrays_alone(leaves)]
     )
-    return _explained(found, pairs, arguments, port)
+    used = _used_arguments(side, pairs) if found.findings else set()
+    return _explained(found, pairs, arguments, used, port)
 
 
 _NO_PROGRAM = ProgramRecord((), (), (), ())
@@ -134,32 +137,56 @@ def _arrays_alone(leaves: PortLeaves) -> list[str]:
     return [f"arrays only in {where}: {', '.join(names)}" for where, names in rows if names]
 
 
+def _used_arguments(side: Side, pairs: Sequence[PortPair]) -> set[str]:
+    """The arguments of which the first value that differs is computed, behind those that agree."""
+    version, facts = side.version, side.facts
+    assert facts is not None  # it is signed, beside a file
+    positions = {leaf.path: leaf.position for leaf in version.leaves}
+    left = sorted({*range(len(version.program.inputs))} - {*positions.values()})
+    positions |= dict(zip(facts.data, left, strict=False))
+    bad = [pair.own.value for pair in pairs if pair.value.judgment.differs]
+    agreeing = {pair.own.value.variable for pair in pairs} - {value.variable for value in bad}
+    used = Ancestors((), agreeing).inputs(bad[0] if bad else version.program)
+    return {path for path, i in positions.items() if i in used}
+
+
 def _explained(
     found: GradientComparison,
     pairs: Sequence[PortPair],
-    arguments: Sequence[ComparisonFinding],
+    arguments: Mapping[str, str],
+    used: Set[str],
     port: PortRun,
 ) -> GradientComparison:
-    """A comparison with what the other framework's file says of it."""
-    notes = [*found.notes, *_mode_notes(port)]
-    if not found.findings:
-        texts = (finding.message for finding in arguments)
-        return dataclasses.replace(found, notes=(*texts, *notes))
+    """A comparison with what the other framework's file says of it.
+
+    Arguments that differ are no finding if what differs first is not computed of them: they fit
+    values that have another layout.
+    """
+    blamed = {path: text for path, text in arguments.items() if path in used}
+    first = [parameter_finding(blamed)] if blamed else []
+    others = {path: text for path, text in arguments.items() if path not in used}
+    texts = [parameter_finding(others).message] if others else []
+    notes = (*found.notes, *texts, *_mode_notes(port))
     findings = [_with_other(finding, pairs) for finding in found.findings]
-    return dataclasses.replace(found, findings=(*arguments, *findings), notes=tuple(notes))
+    return dataclasses.replace(found, findings=(*first, *findings), notes=notes)
 
 
 def _with_other(finding: ComparisonFinding, pairs: Sequence[PortPair]) -> ComparisonFinding:
     """A finding with the name and the line of the value in the other framework."""
-    bad = [pair for pair in pairs if pair.value.judgment.differs]
+    bad = [i for i, pair in enumerate(pairs) if pair.value.judgment.differs]
     if finding.kind != "value" or not bad:
         return finding
-    other = bad[0].other
+    other = pairs[bad[0]].other
     verb = "enters" if other.kind == "enters" else "leaves"
     text = f"{finding.message}; in torch it {verb} {other.name or 'the model'} ({other.owner}"
     if other.file is not None:
         text += f", {os.path.basename(other.file)}:{other.line}"
-    return dataclasses.replace(finding, message=f"{text})")
+    text += ")"
+    if not finding.module:
+        own = pairs[bad[0]].own.value.name
+        before = f"{pairs[bad[0] - 1].own.value.name} (agrees)" if bad[0] else "the arguments"
+        text += f"; it is outside of modules, between {before} and {own or 'the end'}"
+    return dataclasses.replace(finding, message=text)
 
 
 def _mode_notes(port: PortRun) -> list[str]:

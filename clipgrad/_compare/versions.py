@@ -212,7 +212,7 @@ def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
 
 def _of_model(path: str) -> str:
     """A path without what NNX puts around the attributes of a model that it takes apart."""
-    return re.sub(r"^states/\d+/(.*)/value$", r"\1", path)
+    return re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
 
 
 class VersionProgram:
