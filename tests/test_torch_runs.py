@@ -101,15 +101,17 @@ def test_fused_weights_and_dropout_are_noted(tmp_path):
         def __init__(self):
             super().__init__()
             self.qkv, self.drop = torch.nn.Linear(4, 12), torch.nn.Dropout(0.5)
+            self.cell = torch.nn.GRUCell(12, 5)
 
         def forward(self, x):
-            return self.drop(self.qkv(x)).mean()
+            return self.cell(self.drop(self.qkv(x))).mean()
 
     clipgrad.torch.save_run(Model(), lambda m, x: m(x), (torch.randn(2, 4),), tmp_path / "run.npz")
     run = saved(tmp_path / "run.npz")
     assert run.circumstances["dropout"] == ["drop"]
     names = [entry.name for entry in (*run.values, *run.leaves)]
-    assert "qkv[4:8]" in names and "qkv.weight[8:12]" in names
+    assert {"qkv[4:8]", "qkv.weight[8:12]", "cell.weight_ih[5:10]"} <= {*names}
+    assert "cell[0:5]" not in names  # its output is of no gates
 
 
 def test_without_torch_the_import_says_what_to_install():

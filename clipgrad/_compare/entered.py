@@ -19,7 +19,7 @@ class Entered:
     def names(self, value: VersionValue) -> list[str]:
         """The modules, outermost first, that use a value from outside."""
         own = (*value_scopes(value), *value.maker.scopes)
-        found = {}
+        found: dict[str, None] = {}
         for scopes in self._uses(value):
             shared = len(os.path.commonprefix([own, scopes]))
             found |= {"/".join(scopes[:i]): None for i in range(shared + 1, len(scopes) + 1)}

@@ -159,12 +159,12 @@ def compared_leaves(leaves: Sequence[VersionLeaf], found: PortLeaves) -> list[Co
 
 
 def parameter_texts(found: PortLeaves, likeness: Likeness) -> dict[str, str]:
-    """What is said of each parameter that holds other numbers or is turned."""
+    """A text for each parameter that holds other numbers or is turned."""
     return dict(_other_numbers(found, likeness)) | dict(_odd_orders(found.pairs))
 
 
 def parameter_finding(texts: Mapping[str, str]) -> ComparisonFinding:
-    """The finding of such parameters."""
+    """The finding of parameters of which there are texts."""
     shown = list(texts.values())[:_MOST_SHOWN]
     more = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
     text = f"{len(texts)} of the arguments differ: {'; '.join(shown)}{more}"
