@@ -194,7 +194,9 @@ def test_nchw_beside_nhwc(run, changes, module):
     args = convolution_args(run)
     found = cg.compare(models.FOLDER / f"{run}.npz", convolutions("train" in run, **changes), args)
     if module is None:
-        assert found.ok and not found.findings and not found.notes, str(found)
+        # A bias before a normalization has no gradient but rounding.
+        own = [note for note in found.notes if "rounding decides here" not in note]
+        assert found.ok and not found.findings and not own, str(found)
         assert not any("array" in text for text in found.unmatched), str(found)
     else:
         assert [(f.kind, f.module) for f in found.findings] == [("value", module)], str(found)
