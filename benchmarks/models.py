@@ -23,6 +23,19 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return trees.normal(shape, seed=seed)
 
 
+def in_bfloat16(fun: Callable) -> Callable:
+    """The function computed in bfloat16: of its arguments in that type, its results in float32."""
+
+    def cast(tree: Any, dtype: Any) -> Any:
+        is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
+        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+    def call(*args: Any, **options: Any) -> Any:
+        return cast(fun(*cast(args, jnp.bfloat16), **options), jnp.float32)
+
+    return call
+
+
 def mlp_params(widths: list[int]) -> list[jax.Array]:
     """The weights of a network without biases."""
     shapes = list(zip(widths[:-1], widths[1:], strict=True))

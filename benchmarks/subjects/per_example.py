@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import clipgrad as cg
-from benchmarks import per_example_models
+from benchmarks import models, per_example_models
 from benchmarks.per_example_models import Model
 from benchmarks.rows import (
     FLOOR,
@@ -23,6 +23,7 @@ from benchmarks.rows import (
     jitted,
     optional,
 )
+from benchmarks.subjects.names import NARROW
 
 TITLE = "Clip of each example's gradient"
 
@@ -100,7 +101,7 @@ def sides(
         side("optax, all at once", PEER, optax_sum(model)),
         side("no clip", FLOOR, unclipped(model), None),
         privacy(model, batch, microbatch),
-        *(in_torch(model, batch) if microbatch is None else []),
+        *(in_torch(model, batch) if microbatch is None and model.twin else []),
     ]
 
 
@@ -128,6 +129,12 @@ WORK = (
 )
 
 
+def narrow_transformer(scale: Scale) -> Model:
+    """The transformer in bfloat16, without a twin."""
+    model = per_example_models.transformer(scale)
+    return model._replace(loss=models.in_bfloat16(model.loss), twin="")
+
+
 def rows(scale: Scale) -> list[Row]:
     """Each model in a small and a large batch; the MLP in microbatches as well."""
     found = [
@@ -145,4 +152,10 @@ def rows(scale: Scale) -> list[Row]:
         lambda: sides(lambda: per_example_models.mlp(scale), 64, 16),
         1e-5,
     )
-    return [found[0], parts, *found[1:]]
+    narrow = Row(
+        "transformer of 0.8M, scan + remat, in bfloat16, batch 16",
+        lambda: sides(lambda: narrow_transformer(scale), 16),
+        NARROW,
+        20.0,
+    )
+    return [found[0], parts, *found[1:], narrow]

@@ -10,6 +10,7 @@ import optax
 import clipgrad as cg
 from benchmarks import models, trees
 from benchmarks.rows import FLOOR, OURS, PEER, Row, Scale, Side, donated, jitted
+from benchmarks.subjects.names import NARROW
 
 TITLE = "Steps of adamw"
 # Out of reach, so that the step without a clip must give the same numbers.
@@ -55,11 +56,14 @@ def update(make: Callable, width: int, layers: int) -> list[Side]:
     return sides(make, params, lambda _, grads: grads, grads)
 
 
-def training(make: Callable, width: int, layers: int, length: int) -> list[Side]:
-    """The gradients of a transformer are computed."""
+def training(
+    make: Callable, width: int, layers: int, length: int, narrow: bool = False
+) -> list[Side]:
+    """The gradients of a transformer are computed, also in bfloat16."""
     params = trees.normal(trees.transformer(width, layers), width**-0.5)
     data = jax.random.normal(jax.random.key(0), (4, length, width), jnp.float32)
-    return sides(make, params, jax.grad(models.unrolled_transformer), data)
+    loss = models.unrolled_transformer
+    return sides(make, params, jax.grad(models.in_bfloat16(loss) if narrow else loss), data)
 
 
 def rows(scale: Scale) -> list[Row]:
@@ -70,4 +74,10 @@ def rows(scale: Scale) -> list[Row]:
         Row("update of 21M parameters, donated", lambda: update(donated, width, layers)),
         # The compiler adds up in another order where the norm reads the gradient, too.
         Row("transformer, donated", lambda: training(donated, small, layers, length), 1e-5, 10.0),
+        Row(
+            "transformer in bfloat16, donated",
+            lambda: training(donated, small, layers, length, narrow=True),
+            NARROW,
+            10.0,
+        ),
     ]

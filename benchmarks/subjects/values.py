@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import clipgrad as cg
 from benchmarks import models
 from benchmarks.rows import FLOOR, OURS, PEER, Row, Scale, Side, jitted
+from benchmarks.subjects.names import NARROW
 
 TITLE = "Statistics of values by name"
 FLAX, PLAIN = "flax capture_intermediates", "plain"
@@ -58,10 +59,11 @@ def programs(fun: Callable, apply: Callable, names: list[str]) -> dict[str, Call
     }
 
 
-def sides(scale: Scale, scanned: bool) -> list[Side]:
-    """The variants, flax and the plain gradient."""
+def sides(scale: Scale, scanned: bool, narrow: bool = False) -> list[Side]:
+    """The variants, flax and the plain gradient; also computed in bfloat16."""
     fun, params, data, names = models.flax_transformer(scale, scanned)
-    found = programs(fun, models.flax_apply(scale, scanned), names)
+    dtype = models.in_bfloat16 if narrow else lambda fun: fun
+    found = programs(dtype(fun), dtype(models.flax_apply(scale, scanned)), names)
     kinds = {FLAX: PEER, PLAIN: FLOOR}
     return [
         jitted(name, kinds.get(name, OURS), run, params, data, numbers=lambda result: result[0])
@@ -72,7 +74,9 @@ def sides(scale: Scale, scanned: bool) -> list[Side]:
 def rows(scale: Scale) -> list[Row]:
     """A transformer whose layers are unrolled, and one that scans them; all modules."""
     found = {"unrolled transformer": False, "scanned transformer": True}
-    return [
+    plain = [
         Row(name, lambda s=scanned: sides(scale, s), rtol=1e-5, budget=12.0)
         for name, scanned in found.items()
     ]
+    narrow = lambda: sides(scale, scanned=True, narrow=True)  # noqa: E731
+    return [*plain, Row("scanned transformer in bfloat16", narrow, rtol=NARROW, budget=12.0)]
