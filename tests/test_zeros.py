@@ -272,6 +272,7 @@ def test_metrics_name_the_leaves_that_are_exactly_zero_without_another_pass():
     assert "leaves" not in plain(state, jnp.asarray(X))[1]
 
 
+@pytest.mark.exhaustive  # which has orbax
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     "optimizer",
@@ -293,6 +294,7 @@ def test_the_recorder_warns_once_of_leaves_without_a_gradient(optimizer, tmp_pat
         recorder.record(state, X)  # a warning would be an error
 
 
+@pytest.mark.exhaustive  # which has orbax
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     "optimizer, batch, loss",
