@@ -1,6 +1,7 @@
 """Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
 
 import collections
+import contextlib
 import gc
 import importlib.metadata
 import os
@@ -23,6 +24,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from clipgrad._trees import give_back  # noqa: E402
 from tests import costs, kinds  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -71,6 +73,28 @@ def pytest_collection_finish():
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+
+
+# The bytes of a process beyond which the caches of JAX are emptied, and what it may add until then:
+# the 4,000 tests that README's command leaves out would take 11 GB in each of two processes.
+_MOST, _MORE = 6 * 2**30, 2 * 2**30
+_limits = [_MOST]
+
+
+def _resident():
+    with contextlib.suppress(OSError):  # Linux has it
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def pytest_runtest_teardown(nextitem):
+    """Programs of tests that are over need no memory."""
+    if nextitem is not None and _resident() > _limits[-1]:
+        jax.clear_caches()
+        gc.collect()
+        give_back(2**20)
+        _limits.append(max(_MOST, _resident() + _MORE))
 
 
 @pytest.fixture
