@@ -37,7 +37,7 @@ def save_run(
     Guarantees:
       * Of each array a sketch of 513 numbers is written in every order of its axes, up to 24, so
         that layouts such as NCHW and NHWC can be told from differences.
-      * A recurrent module of `torch.nn` has a value for each step. Layers in a `ModuleList` are
+      * A recurrent module of ``torch.nn`` has a value for each step. Layers in a ``ModuleList`` are
         written also as one stack, and fused weights, such as ``qkv``, also in parts.
 
     Args:
@@ -96,7 +96,7 @@ def _check_call(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
     check_path(path)
 
 
-def _torch_gradients(module: torch.nn.Module, loss: Any) -> dict[str, torch.Tensor | None]:
+def _torch_gradients(module: torch.nn.Module, loss: Any) -> dict[str, Any]:
     """The gradient of each parameter; those that the parameters hold stay as they are."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
@@ -191,9 +191,7 @@ def _calling_line() -> tuple[str | None, int | None]:
     return (frame.f_code.co_filename, frame.f_lineno) if frame else (None, None)
 
 
-def _parameters(
-    module: torch.nn.Module, gradients: dict[str, torch.Tensor | None]
-) -> Iterator[PortEntry]:
+def _parameters(module: torch.nn.Module, gradients: dict[str, Any]) -> Iterator[PortEntry]:
     """The parameters; fused ones in parts, too, and those of layers in a list as a stack."""
     known = dict(module.named_parameters())
     for name, x in known.items():

@@ -60,6 +60,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["torch"]  # of clipgrad.torch, which the site needs not run
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 napoleon_custom_sections = ["Guarantees"]
@@ -67,7 +68,7 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 # Other projects and private types are named, not linked: a build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|collections|os|pathlib|clipgrad\._\w+)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|torch|collections|os|pathlib|clipgrad\._\w+)\..*")]
 
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"
