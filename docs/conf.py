@@ -68,7 +68,8 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 # Other projects and private types are named, not linked: a build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|torch|collections|os|pathlib|clipgrad\._\w+)\..*")]
+_OTHERS = "jax|optax|numpy|torch|collections|os|pathlib"
+nitpick_ignore_regex = [("py:.*", rf"({_OTHERS}|clipgrad\._\w+)\..*")]
 
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"
