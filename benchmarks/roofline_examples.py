@@ -76,19 +76,24 @@ def programs(loss):
     } | clips
 
 
-def main():
-    tokens = jax.ShapeDtypeStruct((EXAMPLES, TOKENS), jnp.int32)
-    args = placed((parameters(), tokens), "H200")
+def table(programs_of, args, digits):
+    """Prints what programs of each dtype and form take; the first of them is the plain one."""
+    args = placed(args, "H200")
     print("| computes in | layers | program | ms | ratio | temporaries, MB |")
     print("|---|---|---|---|---|---|")
     for dtype in (jnp.bfloat16, jnp.float32):
         for scanned in (True, False):
             plain = None
-            for name, fun in programs(loss_of(dtype, scanned)).items():
+            for name, fun in programs_of(loss_of(dtype, scanned)).items():
                 compiled = jax.jit(fun).lower(*args).compile()
                 seconds = Estimate(compiled.as_text()).seconds
                 plain = plain or seconds
                 size = compiled.memory_analysis().temp_size_in_bytes / 2**20
                 row = dtype.__name__, "scanned" if scanned else "unrolled", name
-                numbers = f"{seconds * 1e3:.1f} | {seconds / plain:.2f} | {size:,.0f}"
+                numbers = f"{seconds * 1e3:.1f} | {seconds / plain:.{digits}f} | {size:,.0f}"
                 print(f"| {' | '.join(row)} | {numbers} |", flush=True)
+
+
+def main():
+    tokens = jax.ShapeDtypeStruct((EXAMPLES, TOKENS), jnp.int32)
+    table(programs, (parameters(), tokens), digits=2)

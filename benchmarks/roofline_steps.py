@@ -14,8 +14,6 @@ import optax
 
 import clipgrad as cg
 from benchmarks import roofline_examples as model
-from benchmarks.accelerators import placed
-from benchmarks.roofline import Estimate
 
 TOKENS = 512
 
@@ -42,21 +40,12 @@ def main():
     model.LAYERS = parser.parse_args().layers
     params, tx = model.parameters(), optax.adamw(1e-4)
     tokens = jax.ShapeDtypeStruct((model.EXAMPLES, TOKENS), jnp.int32)
-    args = placed((params, jax.eval_shape(tx.init, params), tokens), "H200")
-    print("| computes in | layers | program | ms | ratio | temporaries, MB |")
-    print("|---|---|---|---|---|---|")
-    for dtype in (jnp.bfloat16, jnp.float32):
-        for scanned in (True, False):
-            one, plain = model.loss_of(dtype, scanned), None
-            loss = lambda p, batch, one=one: jnp.mean(jax.vmap(one, (None, 0))(p, batch))  # noqa: E731
-            for name, fun in gradients(loss).items():
-                compiled = jax.jit(step_of(fun, tx)).lower(*args).compile()
-                seconds = Estimate(compiled.as_text()).seconds
-                plain = plain or seconds
-                size = compiled.memory_analysis().temp_size_in_bytes / 2**20
-                row = dtype.__name__, "scanned" if scanned else "unrolled", name
-                numbers = f"{seconds * 1e3:.1f} | {seconds / plain:.3f} | {size:,.0f}"
-                print(f"| {' | '.join(row)} | {numbers} |", flush=True)
+
+    def programs(one):
+        loss = lambda p, batch: jnp.mean(jax.vmap(one, (None, 0))(p, batch))  # noqa: E731
+        return {name: step_of(fun, tx) for name, fun in gradients(loss).items()}
+
+    model.table(programs, (params, jax.eval_shape(tx.init, params), tokens), digits=3)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The text of other errors in messages."""
+"""Texts in messages: of other errors, and of lists of names."""
 
 import textwrap
+from collections.abc import Sequence
 
 # With the kind of the error before it, a line of a terminal.
 LINE = 90
@@ -12,6 +13,12 @@ def folded(text: str, indent: str = "") -> str:
     return textwrap.fill(
         text, PAGE, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Closeness: how far arrays of one framework are from those of another, in any order of axes."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,7 @@ from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.layouts import Layouts
 from clipgrad._compare.sketches import NUMBERS, judge_sketches
 
+K = TypeVar("K", bound=Hashable)
 NEAR = 0.3  # a difference of which the two may be one value
 
 
@@ -82,6 +83,25 @@ def closest(own: Sketched, other: Layouts, rtol: float | None = None) -> Closest
     found = {i: judged(own, other, i, rtol) for i in near or [best]}
     agree = tuple(i for i, j in found.items() if j.is_judged and not j.differs)
     return Closest(found[best], bool(agree), agree or (best,))
+
+
+def closest_of(
+    own: Sketched, other: Layouts, orders: Sequence[int], rtol: float | None
+) -> Judgment:
+    """Compare two arrays in the closest of some orders of axes."""
+    found = [judged(own, other, at, rtol) for at in orders]
+    return min(found, key=lambda j: (j.differs, j.difference))
+
+
+def best_pairs(pairs: Sequence[tuple[K, int]], score: Callable[[K, int], float]) -> dict[K, int]:
+    """One partner for each: the best pairs first."""
+    found: dict[K, int] = {}
+    used: set[int] = set()
+    for own, other in sorted(pairs, key=lambda pair: -score(*pair)):
+        if own not in found and other not in used:
+            found[own] = other
+            used.add(other)
+    return found
 
 
 def distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:

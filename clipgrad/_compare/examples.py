@@ -27,6 +27,7 @@ from clipgrad._compare.sides import with_signatures
 from clipgrad._compare.sketches import LENGTH, judge_sketches
 from clipgrad._compare.versions import Version, VersionProgram, VersionRun, version
 from clipgrad._error_clip import check_function
+from clipgrad._errors import first_few
 from clipgrad._jaxpr import settings_of_runs
 from clipgrad._trees import loss_and_aux
 
@@ -319,10 +320,9 @@ def _finding(
     bad = sorted(
         (leaf for leaf in leaves if leaf.judgment.differs), key=lambda x: -x.judgment.difference
     )
-    shown = [f"{x.path or ONE_ARGUMENT} ({x.judgment.difference:.2g})" for x in bad[:MOST_LEAVES]]
-    more = f" and {len(bad) - MOST_LEAVES} more" if len(bad) > MOST_LEAVES else ""
-    text = f"{found[0].message}; so does the gradient of {', '.join(shown)}{more}" if bad else ""
-    message = f"{text or found[0].message}; {POSSIBLE_REASONS[kind]}"
+    shown = [f"{x.path or ONE_ARGUMENT} ({x.judgment.difference:.2g})" for x in bad]
+    more = f"; so does the gradient of {first_few(shown, MOST_LEAVES)}" if bad else ""
+    message = f"{found[0].message}{more}; {POSSIBLE_REASONS[kind]}"
     # Operations before, outside of all modules, keep to one example: the value leaves its module.
     left = next((place.name for place in places if place.value.differs), "")
     return dataclasses.replace(found[0], kind=kind, message=message, module=found[0].module or left)

@@ -14,6 +14,7 @@ from clipgrad._compare.run_facts import with_facts
 from clipgrad._compare.sides import SavedSide, Side, without_floor
 from clipgrad._compare.sketches import judge_sketches
 from clipgrad._compare.versions import SketchedNames, Version, VersionRun
+from clipgrad._errors import first_few
 
 
 def compare_gradients(
@@ -128,8 +129,6 @@ def _inner_differences(places: Sequence[ComparedPlace]) -> list[str]:
         judged = [(place.name, getattr(place, what)) for place in places]
         bad = list(dict.fromkeys(name for name, found in judged if found and found.differs))
         if bad:
-            more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-            found.append(
-                f"outputs and gradients agree, but the {what}s of {', '.join(bad[:5])}{more} differ"
-            )
+            names = first_few(bad, 5)
+            found.append(f"outputs and gradients agree, but the {what}s of {names} differ")
     return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.closeness import Candidates, Closest, Sketched, judged
+from clipgrad._compare.closeness import Candidates, Closest, Sketched, best_pairs, closest_of
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf
 from clipgrad._compare.kinship import Kinship
@@ -71,14 +71,11 @@ def match_leaves(
     def score(path: str, entry: PortEntry) -> float:
         return likeness(path, (), entry) + (_kin(kin, path, entry) or 0.0)
 
-    def certain(key: tuple[str, int]) -> float:
-        gradient = table[key][1]
-        return score(key[0], entries[key[1]]) + (gradient is not None and not gradient.differs)
+    def certain(path: str, j: int) -> float:
+        gradient = table[path, j][1]
+        return score(path, entries[j]) + (gradient is not None and not gradient.differs)
 
-    pairs: dict[str, int] = {}
-    for path, j in sorted(table, key=certain, reverse=True):
-        if path not in pairs and j not in pairs.values():
-            pairs[path] = j
+    pairs = best_pairs(list(table), certain)
     matched = [
         _pair(path, params[path], entries[pairs[path]], *table[path, pairs[path]])
         for path in params
@@ -131,8 +128,7 @@ def _gradient(
     """The closest of the gradients in the orders in which the parameters agree."""
     if own is None or other is None:
         return None
-    found = [judged(own, other, at, rtol) for at in value.at]
-    return min(found, key=lambda j: (j.differs, j.difference))
+    return closest_of(own, other, value.at, rtol)
 
 
 def _is_whole(entry: PortEntry) -> bool:

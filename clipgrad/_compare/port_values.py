@@ -7,13 +7,21 @@ from typing import NamedTuple
 import numpy as np
 
 from clipgrad._compare.ancestors import Ancestors
-from clipgrad._compare.closeness import NEAR, Candidates, Closest, Sketched, judged
+from clipgrad._compare.closeness import (
+    NEAR,
+    Candidates,
+    Closest,
+    Sketched,
+    best_pairs,
+    closest_of,
+)
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.entered import Entered
 from clipgrad._compare.matching import Instance, instances_of
 from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.sketches import ENTERS, LENGTH
 from clipgrad._compare.versions import Version, VersionRun
+from clipgrad._errors import first_few
 
 Likeness = Callable[[str, tuple[int, ...], PortEntry], float]
 # Names of which two may be one module, of which they probably are, and of which they are.
@@ -67,8 +75,7 @@ def match_values(
 
 def _values_alone(known: set[str], names: Sequence[str], where: str) -> Iterator[str]:
     if names := [name for name in dict.fromkeys(names) if name and name not in known]:
-        more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-        yield f"values only in {where}: {', '.join(names[:12])}{more}"
+        yield f"values only in {where}: {first_few(names, 12)}"
 
 
 def _sketch_at(instance: Instance, numbers: dict, floors: dict) -> Sketched | None:
@@ -103,8 +110,7 @@ def _cotangent(
     its = _sketch_at(own, run.cotangents, floor.cotangents)
     if its is None or other.cotangent is None or its.size != other.cotangent.size:
         return None
-    found = [judged(its, other.cotangent, at, rtol) for at in value.at]
-    return min(found, key=lambda j: (j.differs, j.difference))
+    return closest_of(its, other.cotangent, value.at, rtol)
 
 
 class _Finder:
@@ -136,7 +142,7 @@ class _Finder:
     def found(self) -> dict[int, tuple[int, Closest]]:
         """The number of the other value, and how close it is."""
         agree = [(i, j) for i, row in self._table.items() for j, c in row.items() if c.agrees]
-        found = self._taken(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
+        found = best_pairs(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
         anchors = sorted(found.items())
         later = Ancestors([self._own[i] for i in found])
         taken = {j for i, j in found.items() if self._like[i, j] >= LIKELY}
@@ -146,7 +152,7 @@ class _Finder:
             if j not in taken and self._may_be(i, j, like, found)
         ]
         rest = [(i, j) for i, j in rest if not later.has(self._own[i])]
-        differing = self._taken(rest, lambda i, j: self._closeness(i, j, anchors))
+        differing = best_pairs(rest, lambda i, j: self._closeness(i, j, anchors))
         again = {i: j for i, j in agree if i not in found and i not in differing}
         pairs = found | differing | again
         return {i: (j, self._closest(i, j)) for i, j in pairs.items()}
@@ -188,18 +194,6 @@ class _Finder:
 
     def _apart(self, i: int, j: int) -> float:
         return abs(i / len(self._own) - j / len(self._entries))
-
-    def _taken(
-        self, pairs: Sequence[tuple[int, int]], score: Callable[[int, int], float]
-    ) -> dict[int, int]:
-        """One partner for each: the best pairs first."""
-        found: dict[int, int] = {}
-        used: set[int] = set()
-        for i, j in sorted(pairs, key=lambda pair: -score(*pair)):
-            if i not in found and j not in used:
-                found[i] = j
-                used.add(j)
-        return found
 
 
 def _ranks(keys: Sequence[Hashable]) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.leaf_paths import same_leaves
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.signatures import Signature, judge_signatures, signature
+from clipgrad._errors import first_few
 
 _MOST_NAMES = 5
 
@@ -77,9 +78,8 @@ def _other_arguments(own: RunFacts, other: RunFacts) -> list[ComparisonFinding]:
     differing = [(name, found.difference) for name, found in judged if found.differs]
     if not differing:
         return []
-    shown = ", ".join(_shown_difference(*each) for each in differing[:_MOST_NAMES])
-    more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
-    text = f"{len(differing)} of {len(pairs)} arguments differ: {shown}{more}"
+    shown = first_few([_shown_difference(*each) for each in differing], _MOST_NAMES)
+    text = f"{len(differing)} of {len(pairs)} arguments differ: {shown}"
     return [ComparisonFinding("argument", text, path=differing[0][0])]
 
 

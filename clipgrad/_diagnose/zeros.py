@@ -18,7 +18,7 @@ from clipgrad._diagnose.pieces import cut_pieces
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._docs import docs_page
-from clipgrad._errors import first_line
+from clipgrad._errors import first_few, first_line
 from clipgrad._names import Place
 from clipgrad._program import sources_of_results
 
@@ -202,7 +202,8 @@ def _best(found: Sequence[_Explained]) -> list[_Explained]:
 def _unread(given: DiagnosisSubject, leaves: Sequence[int]) -> list[str]:
     if not leaves:
         return []
-    return [f"the loss does not depend on {_list_of([_path_of(given.names[i]) for i in leaves])}"]
+    names = [_path_of(given.names[i]) for i in leaves]
+    return [f"the loss does not depend on {first_few(names, _SHOWN)}"]
 
 
 def _path_of(name: str) -> str:
@@ -210,13 +211,8 @@ def _path_of(name: str) -> str:
     return re.sub(r"\.states\[\d+\]|\.value$", "", name)
 
 
-def _list_of(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _subject(names: Sequence[str]) -> str:
-    return f"the gradient of {_list_of(names)}"
+    return f"the gradient of {first_few(names, _SHOWN)}"
 
 
 def _text_of(subject: str, best: Sequence[_Explained]) -> str:

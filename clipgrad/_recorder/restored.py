@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._errors import first_few
 from clipgrad._frameworks import with_leaves
 from clipgrad._recorder.structure import entries, path_text
 from clipgrad._trees import is_array
@@ -54,5 +55,4 @@ def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 def _path_list(known: dict[tuple, Any]) -> str:
     paths = [path_text(path) or "one leaf" for path in known]
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return ", ".join(map(repr, paths[:5])) + more if paths else "none"
+    return first_few([*map(repr, paths)], 5) or "none"

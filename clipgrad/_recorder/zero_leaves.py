@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._docs import docs_page
+from clipgrad._errors import first_few
 from clipgrad._frameworks import without_variables
 from clipgrad._gradient_clip import GradientClipState
-from clipgrad._trees import is_array, with_paths
+from clipgrad._trees import instances, is_array, with_paths
 
 _MOMENTS = ("mu", "trace")  # of Adam and its like, and of momentum: the mean, without squares
 _TINY = 1e-30  # moments whose smallest number is larger may be zero by rounding
@@ -29,8 +30,7 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     zero = [name for name, is_zero in flags.items() if np.all(is_zero)]
     if not zero or len(zero) == len(found) or (loss is not None and not np.any(loss)):
         return None
-    more = f" and {len(zero) - _NAMED_LEAVES} more" if len(zero) > _NAMED_LEAVES else ""
-    names = ", ".join(map(repr, zero[:_NAMED_LEAVES])) + more
+    names = first_few([*map(repr, zero)], _NAMED_LEAVES)
     return (
         f"the gradient of {names} was exactly zero in the first recorded step, which trains "
         "nothing; to find the line, call clipgrad.diagnose(loss, (params, batch)) "
@@ -39,9 +39,9 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
 
 
 def _zeros_by_stats(state: Any) -> Iterator[tuple[str, Any]]:
-    for clip in _states_with(state, "leaf_stats"):
-        by_path = clip.leaf_stats if isinstance(clip, GradientClipState) else None
-        yield from ((path, stats.zeros == 1) for path, stats in (by_path or {}).items())
+    for clip in instances(state, GradientClipState):
+        by_path = clip.leaf_stats or {}
+        yield from ((path, stats.zeros == 1) for path, stats in by_path.items())
 
 
 def _zeros_by_moments(state: Any) -> Iterator[tuple[str, Any]]:
