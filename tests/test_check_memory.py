@@ -37,7 +37,9 @@ PEAK = "print([line.split()[1] for line in open('/proc/self/status') if 'VmHWM' 
 def peak(program):
     """The largest memory of a process of its own."""
     command = [sys.executable, "-c", f"{program}\n{PEAK}"]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    # Else glibc keeps freed arrays of up to 32 MiB, how many depends on what runs beside this.
+    returned = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | returned
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return 1024 * int(done.stdout.split()[-1])
 
@@ -45,18 +47,17 @@ def peak(program):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("function", "most", "held"),
+    ("function", "held"),
     [
-        ("jax.nn.relu", 8, "'vmap' not in found.not_run"),  # it has a rule
-        # Here an element is in doubt; 7.4 alone, 8.7 beside other programs, where XLA frees later.
-        ("jnp.tanh", 9, "'off by rounding' in str(found)"),
+        ("jax.nn.relu", "'vmap' not in found.not_run"),  # it has a rule
+        ("jnp.tanh", "'off by rounding' in str(found)"),  # an element is in doubt
     ],
 )
-def test_a_check_of_ten_million_parameters_takes_few_times_their_memory(function, most, held):
+def test_a_check_of_ten_million_parameters_takes_eight_times_their_memory(function, held):
     model = MODEL.format(width=1000, depth=10, function=function)
     plain = peak(model + "jax.block_until_ready(jax.jit(jax.grad(loss))(weights))")
     whole = peak(model + f"found = cg.check_grads(loss, (weights,))\nassert found.ok and {held}")
-    assert whole - plain <= most * 4 * 10 * 1000**2
+    assert whole - plain <= 8 * 4 * 10 * 1000**2
 
 
 def test_what_is_kept_in_numpy_is_at_most_seven_times_the_parameters():
