@@ -66,6 +66,18 @@ def by_platform(
     return jax.lax.platform_dependent(*args, **forms, default=default)
 
 
+def gpus_have_bfloat16() -> bool:
+    """Whether each GPU here, if any, multiplies bfloat16: before Ampere (8.0) XLA refuses to.
+
+    A program may be compiled for a GPU that is not here, and that is taken to be a newer one.
+    """
+    try:
+        found = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return True
+    return all(float(gpu.compute_capability) >= 8 for gpu in found)
+
+
 def on_one_device(tree: Any) -> bool:
     """Whether the program that these arrays are in is known to run on one device.
 

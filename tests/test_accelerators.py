@@ -381,7 +381,7 @@ def products_of_rounded_factors(text: str) -> list[str]:
         found.group(0)
         for found in products
         if {types[name] for name in re.findall(r"%[\w.-]+", found.group(1))} != {"bf16"}
-        and "operand_precision={highest,highest}" not in found.group(2)
+        and not re.search(r"operand_precision=\{highest,highest\}|bf16_f32_x6", found.group(2))
     ]
 
 

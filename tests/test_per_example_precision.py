@@ -1,6 +1,7 @@
 """Products of each example's clip, where a backend rounds the factors of a product by default."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,29 @@ from clipgrad._per_example.terms import product
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
 GPU, TPU = 10, 7  # TF32, and one pass of bfloat16
+SIX = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 LIMIT = 1e-3
 
 
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """Programs for accelerators, which run here."""
-    choice = lambda *args, default, **forms: default(*args)  # noqa: E731
+    choice = lambda *args, default, **forms: forms.get("cuda", default)(*args)  # noqa: E731
     monkeypatch.setattr(terms, "platform_dependent", choice)
+
+
+def pairs_of_halves(x, y):
+    """The six largest pairs of the bfloat16 numbers whose sums two arrays are."""
+
+    def halves(x):
+        rest = x
+        for _ in range(3):
+            half = jax.lax.reduce_precision(rest, 8, 7)
+            yield half
+            rest = rest - half
+
+    first, second = list(halves(x)), list(halves(y))
+    return [(first[i], second[j]) for i in range(3) for j in range(3 - i)]
 
 
 class DefaultPrecision(Hook):
@@ -34,6 +50,8 @@ class DefaultPrecision(Hook):
         if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
             return None
         asked = equation.params["precision"]
+        if asked == SIX:
+            return [sum(bind(equation, pair)[0] for pair in pairs_of_halves(*inputs))]
         if asked is not None and set(asked) != {jax.lax.Precision.DEFAULT}:
             return None
         rounded = [
@@ -224,3 +242,21 @@ def test_what_is_not_finite_stays_as_it_is_in_products_with_narrow_factors():
         wide, jnp.ones(2, jnp.bfloat16)
     )
     np.testing.assert_array_equal(found, [np.inf, -np.inf, np.nan])
+
+
+@pytest.mark.parametrize(("capability", "algorithm"), [(None, True), ("9.0", True), ("7.5", False)])
+def test_a_gpu_that_lacks_products_of_halves_multiplies_float32(monkeypatch, capability, algorithm):
+    """XLA refuses them for a T4."""
+
+    def gpus(backend):
+        if capability is None:
+            raise RuntimeError("Unknown backend cuda")
+        return [types.SimpleNamespace(compute_capability=capability)]
+
+    monkeypatch.setattr(jax, "local_devices", gpus)
+    monkeypatch.setattr(terms, "platform_dependent", jax.lax.platform_dependent)
+    x = jax.ShapeDtypeStruct((4, 4), "float32")
+    run = jax.jit(lambda x, y: product([x, y], [(0, 1), (1, 2)], (0, 2)))
+    text = run.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("algorithm" in text) is algorithm and ("HIGHEST" in text) is not algorithm
+    assert "HIGHEST" in run.trace(x, x).lower(lowering_platforms=("tpu",)).as_text()

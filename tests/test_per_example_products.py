@@ -238,7 +238,7 @@ def test_what_is_direct_for_its_time_is_the_same_clip(monkeypatch, key):
     params = {"layers": [jax.random.normal(k, (24, 24)) for k in keys[:2]], "scale": jnp.ones(24)}
     batch = jax.random.normal(keys[2], (4, 3, 24))
     loss = functools.partial(computed_in, "float32")
-    monkeypatch.setattr(plan_module, "device_rates", lambda: Rates(1e30, 1.0, 1.0, 1e30))
+    monkeypatch.setattr(plan_module, "device_rates", lambda: Rates(1e30, 1.0, 1e30))
     options = {"reduce": "sum", "where": "layers*"}
     clips = [
         cg.clip_per_example(loss, cg.ClipByGlobalNorm(0.5), method=method, **options)

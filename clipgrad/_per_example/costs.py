@@ -2,7 +2,7 @@
 
 A number is read or written at the bandwidth, and multiplied at the rate of its type. Norms and
 clipped sums do not run at the default precision of a backend: a bfloat16 factor meets a float32
-weight in three products, and float32 is multiplied exactly. The gradients of all examples, as
+weight in three products of bfloat16, and a float32 factor in six. The gradients of all examples, as
 `jax.vmap` of `jax.grad` makes them, run at the default precision, and are written and read twice.
 """
 
@@ -19,19 +19,18 @@ from clipgrad._per_example.terms import Products, apart
 
 
 class Rates(NamedTuple):
-    """Bytes and operations in a second: in bfloat16, in float32, and in float32 as by default."""
+    """Bytes and operations in a second: in bfloat16, and in float32 as by default."""
 
     bandwidth: float
     half: float
-    single: float
     default: float
 
 
 # Of an H200 as measured, and of a TPU v5e by its data sheet. A ratio of two methods is needed, and
 # other devices of a kind have about the same.
 _RATES = {
-    "gpu": Rates(3.9e12, 620e12, 50e12, 300e12),
-    "tpu": Rates(0.8e12, 190e12, 32e12, 190e12),
+    "gpu": Rates(3.9e12, 620e12, 300e12),
+    "tpu": Rates(0.8e12, 190e12, 190e12),
 }
 
 
@@ -92,7 +91,7 @@ def seconds_of(shapes: Sequence[Any], size: int, rates: Rates) -> dict[str, floa
         total = 0.0
         for cost in costs:
             half = cost.dtype == "bfloat16"
-            exact = rates.half if half else rates.single
+            exact = rates.half if half else rates.half / 6
             usual = rates.half if half else rates.default
             total += cost.norm / exact if norm else 0
             total += cost.sum * (weights * (3 if half else 1) / exact + default / usual)
