@@ -15,7 +15,6 @@ from flax import nnx
 from jax.extend import source_info_util
 
 import clipgrad as cg
-from clipgrad._commands.names import add_names_parser
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jnp.linspace(-1.0, 1.0, 6)
@@ -244,27 +243,6 @@ def test_attribute_paths_go_around_the_scopes_of_equinox_and_not_around_those_of
     assert float(stats["mlp"].norm) == pytest.approx(float(jnp.linalg.norm(grad)))
 
 
-def test_models_in_containers_and_keywords_have_the_path_of_their_place():
-    pair = {"generator": linear(), "critics": [linear(1)]}
-
-    def both(models, x, *, extra):
-        return jnp.sum(models["critics"][0](models["generator"](x)) * extra(x))
-
-    found = [name.name for name in cg.list_names(both, (pair, X), {"extra": linear()})]
-    assert [n for n in found if "eqx.nn" not in n] == ["generator", "critics/0", "critics"]
-
-
-def test_a_clip_inside_of_a_clip_sees_the_same_names():
-    model = Auto(Codec(linear(), linear()))
-    inner = cg.error_clip_by_name(loss, {"codec/down": cg.ErrorClipByValue(1e-3)})
-    watched = cg.value_and_grad_with_stats(inner, rules={"codec/*": None}, watch=())
-    _, grads, stats = watched(model, X)
-    assert set(stats) == {"codec/up", "codec/down"}
-    clipped, plain = eqx.filter_grad(inner)(model, X), eqx.filter_grad(loss)(model, X)
-    assert eqx.tree_equal(grads, clipped)
-    assert not np.allclose(clipped.codec.down.weight, plain.codec.down.weight, rtol=0.1)
-
-
 def test_eager_statistics_change_no_bit():
     model = Auto(Codec(linear(), linear()))
     value, grads, stats = cg.value_and_grad_with_stats(loss)(model, X)
@@ -416,35 +394,6 @@ def test_threads_have_the_same_classes_and_the_same_names():
 
 
 # ---- all the places where names are taken -------------------------------------------------------
-
-
-def test_a_diagnosis_names_the_attribute_path():
-    class Root(eqx.Module):
-        scale: jax.Array
-
-        def __call__(self, x):
-            return jnp.sqrt(self.scale * x)
-
-    model = Holder(Root(jnp.zeros(())))
-    (finding,) = cg.diagnose(loss, (model, jnp.abs(X))).findings
-    assert finding.module == "child" and finding.operation == "sqrt"
-    other = NNXHolder(nnx.Rngs(0))
-    assert "layers/1/linear" in {row.module for row in cg.diagnose(loss, (other, X)).rows}
-
-
-def make_model():
-    return Auto(Codec(linear(), linear())), X
-
-
-def test_the_command_lists_attribute_paths(capsys):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add_names_parser(parser.add_subparsers())
-    here = "tests.test_attribute_names_edges"
-    options = parser.parse_args(["names", f"{here}:loss", "--args", f"{here}:make_model"])
-    assert options.run(options) == 0
-    assert "codec/down " in capsys.readouterr().out
 
 
 def training_loss(model, batch):

@@ -277,14 +277,6 @@ def test_a_hook_is_asked_about_constants():
     np.testing.assert_allclose(again(lambda x: x + table, Tripled()), X + 3 * table)
 
 
-def test_a_program_is_traced_again_for_wider_inputs():
-    with jax.enable_x64(True):
-        program = jax.make_jaxpr(lambda x: x * x)(jnp.float32(2))
-        aval = jax.ShapeDtypeStruct((), jnp.float64)
-        wide = _jaxpr.retrace(program, [aval], _jaxpr.Hook())
-        assert _jaxpr.opened(wide)[0].outvars[0].aval.dtype == jnp.float64
-
-
 def test_a_context_of_an_equation_is_kept():
     def scoped(x):
         with jax.named_scope("outer"):
@@ -317,16 +309,6 @@ def test_sites_have_their_names_nests_and_dtypes():
     assert (found["h"].nest, found["h"].dtype, found["h"].within) == ((4, 4), "float32", None)
     assert found["index"].nest == () and not found["index"].is_differentiable
     assert found["h"].is_differentiable and found["h"].used and not found["unused"].used
-
-
-def test_a_traced_function_is_evaluated_for_other_arguments_of_its_types():
-    def fun(x, n, *, flag):
-        return {"y": jnp.sin(x) * n, "flag": flag, "n": n}
-
-    traced = _jaxpr.trace(fun, (X, 3), {"flag": "text"})
-    result = traced.evaluate((2 * X, 3), {"flag": "text"}, _jaxpr.Hook())
-    assert result["flag"] == "text" and result["n"] == 3
-    np.testing.assert_allclose(result["y"], 3 * jnp.sin(2 * X), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("is_reusable", "times"), [(True, 1), (False, 3)])

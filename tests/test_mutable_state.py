@@ -177,16 +177,6 @@ def test_statistics_of_a_model_come_with_what_nnx_returns(argnums, same):
     assert stats["h"].size == 16
 
 
-def test_auxiliary_results_and_keywords_of_a_model_are_kept():
-    def with_aux(model, *, x):
-        return loss(model, x), {"model": model, "x": x, "text": "a"}
-
-    model = Model()
-    (value, aux), grads, stats = cg.value_and_grad_with_stats(with_aux, has_aux=True)(model, x=X)
-    assert aux["model"] is model and aux["text"] == "a" and model.calls == 1
-    assert isinstance(grads, nnx.State) and stats["h"].norm > 0
-
-
 @every_transformed
 def test_a_model_that_is_returned_is_the_one_that_was_passed(transformed):
     model = Model()
@@ -223,18 +213,6 @@ def test_a_model_that_is_closed_over_and_changed_is_an_error_that_says_what_to_w
         with pytest.raises(ValueError, match=r"fun: got .* NNX model .*; write fun\(model, ...\)"):
             transformed(closed)(X)
     assert model.count[...] == model.calls == 0
-
-
-@every_transformed
-def test_other_containers_are_values_as_for_jit(transformed):
-    def fun(batch):
-        batch["x"] = 3 * batch["x"]
-        return jnp.sum(checkpoint_name(batch.pop("x"), "h"))
-
-    batch = {"x": X}
-    jax.jit(fun)(batch)
-    transformed(fun)(batch)
-    assert batch["x"] is X
 
 
 # references
