@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import assert_close, assert_same, reductions, tree_of
@@ -407,23 +405,6 @@ def test_zeroed_gradients_are_followed_as_what_is_left_of_them():
     tx = cg.clip_by_global_norm(cg.PercentileThreshold(50), nonfinite="zero")
     _, state = tx.update(jnp.array([jnp.nan, 3.0]), tx.init(jnp.zeros(2)))
     assert state.threshold == 3
-
-
-@pytest.mark.exhaustive
-def test_devices_in_shard_map_follow_one_norm(key):
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4), axis_name="x")
-    grads = jax.random.normal(key, (6, 8))
-
-    def train(grads):
-        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(grads[0]), grads)
-        return updates, state.threshold
-
-    mapped = jax.shard_map(train, mesh=mesh, in_specs=P(None, "x"), out_specs=(P(None, "x"), P()))
-    updates, threshold = jax.jit(mapped)(grads)
-    single = cg.clip_by_global_norm(cg.HistoryThreshold(window=4))
-    state, expected = scan(single, grads, grads[0])
-    assert_close((updates, threshold), (expected, state.threshold))
 
 
 # Bad input

@@ -218,31 +218,6 @@ def test_methods_have_names_once_and_a_part_that_is_called_from_outside_its_whol
     }
 
 
-class Layers(eqx.Module):
-    """Layers of Equinox that hold others, with a scope of one's own around some."""
-
-    mlp: eqx.nn.MLP
-    attn: eqx.nn.MultiheadAttention
-
-    def __call__(self, x):
-        x = jax.vmap(self.mlp)(x)
-        with jax.named_scope("mine"):
-            return self.attn(x, x, x)
-
-
-def test_attribute_paths_go_around_the_scopes_of_equinox_and_not_around_those_of_the_user():
-    model = Layers(eqx.nn.MLP(6, 6, 8, 1, key=KEY), eqx.nn.MultiheadAttention(2, 6, key=KEY))
-    found = [name.name for name in cg.list_names(loss, (model, X[None]))]
-    parts = {"query_proj", "key_proj", "value_proj", "output_proj"}
-    expected = {"mlp/layers", "mlp/layers/0", "mlp/layers/1", "mine/attn"}
-    assert expected | {f"mine/attn/{part}" for part in parts} <= set(found)
-    assert "mlp/layers/0/eqx.nn.MLP/eqx.nn.Linear" in found
-    stats = cg.value_and_grad_with_stats(loss, watch=["**/query_proj", "mlp"])(model, X[None])[2]
-    assert set(stats) == {"mine/attn/query_proj", "mlp"}
-    grad = jax.grad(lambda h: jnp.sum(model.attn(h, h, h) ** 2))(jax.vmap(model.mlp)(X[None]))
-    assert float(stats["mlp"].norm) == pytest.approx(float(jnp.linalg.norm(grad)))
-
-
 def test_eager_statistics_change_no_bit():
     model = Auto(Codec(linear(), linear()))
     value, grads, stats = cg.value_and_grad_with_stats(loss)(model, X)
@@ -330,22 +305,6 @@ def test_a_model_in_a_closure_has_no_names_and_the_error_says_where_it_has():
                 cg.error_clip_by_name(closed, {name: None})(X)
     with pytest.raises(ValueError, match=r"has names if it is an argument: fun\(model, ...\)"):
         cg.value_and_grad_with_stats(lambda x: loss(other, x))(X)
-
-
-def test_a_model_that_is_joined_with_a_closure_works_as_without_names():
-    params, static = eqx.partition(Auto(Codec(linear(), linear())), eqx.is_array)
-
-    def joined(params, x):
-        return loss(eqx.combine(params, static), x)
-
-    value, grads, stats = cg.value_and_grad_with_stats(joined)(params, X)
-    assert eqx.tree_equal((value, grads), eqx.filter_value_and_grad(joined)(params, X))
-    assert set(stats) == {"eqx.nn.Linear"}
-
-    def whole(params, static, x):
-        return loss(eqx.combine(params, static), x)
-
-    assert set(names(whole, params, static, X)) == {"codec", "codec/up", "codec/down"}
 
 
 def test_a_compiled_step_is_traced_once_and_classes_are_made_once():

@@ -1,13 +1,9 @@
 """The benchmarks: rows run, and a peer with other numbers is refused. Nothing is timed here."""
 
-import json
-import types
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import held_out, report, rows
 from benchmarks.rows import OURS, PEER, DifferentNumbersError, Row, Scale
 from benchmarks.subjects import SUBJECTS, per_example
@@ -69,22 +65,6 @@ def compared(name, kind, low):
     side = {"seconds": seconds, "facts": {}, "name": name, "kind": kind}
     ratio = {"median": low + 0.1, "low": low, "high": low + 0.2, "n": 5}
     return side, {"ours": "clipgrad", "theirs": name, "kind": kind, "ratio": {"run": ratio}}
-
-
-def test_the_command_writes_json_a_table_and_keeps_other_sections(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "QUICK", TINY.part)
-    first, norm = SUBJECTS["norm"].rows(TINY)[:1], "Global norm clip"
-    subject = types.SimpleNamespace(TITLE=norm, rows=lambda scale: first)
-    monkeypatch.setitem(SUBJECTS, "norm", subject)
-    (tmp_path / "RESULTS.md").write_text("# Results\n\nOlder.\n")
-    command.main(["--quick", "--only", "norm", "--out", str(tmp_path)])
-    assert "leaves and compilation were not all run" in command.write(tmp_path)
-    stored = json.loads((tmp_path / "norm.json").read_text())
-    assert stored["machine"]["versions"]["jax"] == jax.__version__
-    assert "--quick" in stored["command"] and len(stored["rows"]) == 1
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("# Results\n\nOlder.\n") and text.count("## Compared with") == 1
-    assert "128 MB in 20 leaves" in text and text.count(report.START) == text.count(report.END) == 1
 
 
 @pytest.mark.parametrize("work", per_example.WORK, ids=lambda work: work[0])

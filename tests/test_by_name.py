@@ -47,6 +47,7 @@ def instructions(compiled):
     return [line for line in lines if " = " in line]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", ["plain", "scan", "scan of scan", "remat, dots", "jit of jit"])
 def test_the_compiled_forward_pass_is_the_same_program(name):
     model = functools.partial(MODELS[name], tag=checkpoint_name)
@@ -146,20 +147,6 @@ def test_a_norm_by_name_inside_of_vmap_without_a_warning():
     cg.value_and_grad_with_stats(model)(X)
 
 
-@pytest.mark.parametrize("rule", [VALUE, cg.ClipByGlobalNorm(0.1), cg.ClipByNorm(0.1, axis=-1)])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["by name", "everywhere"])
-def test_a_variable_may_have_more_elements_than_an_int32_counts(rule, everywhere):
-    def model(x):
-        return jnp.sum(checkpoint_name(jnp.sin(x), "h"), axis=-1)
-
-    clipped = cg.error_clip_by_name(model, {"h": rule})
-    if everywhere:
-        clipped = cg.error_clip_everywhere(model, rule)
-    x = jax.ShapeDtypeStruct((3, 10**9), jnp.float32)
-    gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(clipped(x))), x)
-    assert gradient.shape == x.shape
-
-
 def test_the_clipped_function_is_differentiable_forwards_beside_the_clips():
     def model(x, y):
         return jnp.sum(jnp.sin(checkpoint_name(x, "h")) + y**2)
@@ -181,22 +168,6 @@ def test_the_result_keeps_its_tree_and_weak_types():
         result = fun({"w": X, "empty": None}, 2.0, name="a", flag=False)
         assert result["text"] == "a" and result["flag"] is False and result["none"] is None
         assert result["weak"].weak_type and not result["h"].weak_type
-
-
-def test_a_program_inside_jit_is_compiled_once_for_eager_calls(monkeypatch):
-    made = []
-    jitted = _jaxpr.entrances._jitted
-    monkeypatch.setattr(
-        _jaxpr.entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
-    )
-    inner = jax.jit(loss_of(step))
-    grads = [
-        jax.grad(cg.error_clip_by_name(inner, {"h": cg.ErrorClipByValue(limit)}))(X)
-        for limit in (jnp.array(0.1), jnp.array(0.2), 0.1, 0.1)
-    ]
-    assert len(made) == 2
-    assert_same([grads[0]] * 2, grads[2:])
-    assert not np.allclose(grads[0], grads[1])
 
 
 UNKNOWN = (
@@ -272,3 +243,25 @@ def test_the_signature_and_the_name_are_kept():
     clipped = cg.error_clip_by_name(model, {"h": VALUE})
     assert (clipped.__name__, clipped.__doc__) == ("model", "Its docstring.")
     assert inspect.signature(clipped) == inspect.signature(model)
+
+
+def test_many_tagged_sites_make_a_program_linear_in_the_size_of_the_model():
+    """Counts equations, which no clock disturbs; the time is in the benchmarks."""
+
+    def model(x, sites):
+        @jax.jit
+        def block(x):
+            return checkpoint_name(jnp.sin(x), "out")
+
+        for i in range(sites):
+            x = block(checkpoint_name(jax.checkpoint(jnp.tanh)(x), f"in{i}"))
+        return jnp.sum(x)
+
+    def equations(sites):
+        fun = functools.partial(model, sites=sites)
+        names = {f"in{i}": VALUE for i in range(sites)} | {"out": VALUE}
+        clipped = cg.error_clip_by_name(fun, names)
+        return len(list(_jaxpr.equations(jax.make_jaxpr(clipped)(X))))
+
+    small, large = equations(11), equations(88)
+    assert large == pytest.approx(8 * small, rel=0.05)

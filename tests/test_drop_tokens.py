@@ -150,11 +150,6 @@ def loss(x, rule):
 # Statistics, and by name
 
 
-def block(x, w, name):
-    with jax.named_scope(name):
-        return x + jnp.tanh(x @ w)
-
-
 def test_vmap_counts_the_tokens_of_every_lane():
     def loss(probe, x):
         return jnp.sum(cg.clip_cotangent(x, cg.DropTokens(1), probe=probe) ** 2)

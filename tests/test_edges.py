@@ -154,37 +154,11 @@ RULES = {
     "adaptive": cg.AdaptiveClip,
     "function": lambda c: lambda tree: jax.tree.map(lambda g: 0.5 * g, tree),
 }
-THRESHOLDS = {
-    "number": 0.5,
-    "NumPy number": np.float64(0.5),
-    "array": np.array(0.5),
-    "schedule": lambda step: np.float64(0.5),
-    "PercentileThreshold": cg.PercentileThreshold(),
-    "HistoryThreshold": cg.HistoryThreshold(),
-    "ZScoreThreshold": cg.ZScoreThreshold(),
-    "EMAThreshold": cg.EMAThreshold(),
-}
 
 
 def model(params, x):
     h = checkpoint_name(x @ params["w"], "h")
     return jnp.mean(h) * params["b"] + jnp.sum(params["v"])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ci("threshold stats", "rule")
-@pytest.mark.parametrize("stats", [False, True, "per_leaf"])
-@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
-    tx = cg.gradient_clip(rule(threshold), stats=stats)
-
-    def two_updates():
-        _, state = tx.update(NUMPY, tx.init(NUMPY), NUMPY)
-        return tx.update(NUMPY, state, NUMPY)[0]
-
-    updates = jax.tree.leaves(jax.eval_shape(two_updates))
-    assert len(updates) == 3 and all(leaf.dtype == jnp.float32 for leaf in updates)
 
 
 X = np.ones((4, 3))

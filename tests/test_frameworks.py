@@ -34,37 +34,6 @@ class Transformer(nn.Module):
         return nn.Dense(3, name="head")(nn.LayerNorm()(x))
 
 
-class ScannedBlock(nn.Module):
-    """A block as `nn.scan` wants it."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        return Block(name="block")(x), None
-
-
-class Scanned(nn.Module):
-    """Blocks that are scanned and computed again in the backward pass."""
-
-    @nn.compact
-    def __call__(self, x):
-        layers = nn.scan(
-            nn.remat(ScannedBlock),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=3,
-        )
-        x, _ = layers(name="layers")(x, None)
-        return nn.Dense(3, name="head")(x)
-
-
-class Recurrent(nn.Module):
-    """An LSTM over time."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3, name="head")(nn.RNN(nn.LSTMCell(4), name="rnn")(x))
-
-
 def linen(module):
     params = jax.jit(module.init)(jax.random.key(0), X)
     return params, lambda params, x: jnp.mean(jnp.sin(module.apply(params, x)) ** 2)

@@ -126,21 +126,6 @@ def test_every_threshold_can_be_a_schedule(rule, key):
         assert_close(updates, fixed.update(grads, fixed.init(params), params)[0])
 
 
-def test_a_schedule_traces_once():
-    traces = []
-    tx = cg.clip_by_value(optax.linear_schedule(1.0, 0.0, 100))
-
-    @jax.jit
-    def step(grads, state):
-        traces.append(1)
-        return tx.update(grads, state)
-
-    state = tx.init(jnp.zeros(2))
-    for i in range(20):
-        _, state = step(jnp.ones(2) * i, state)
-    assert len(traces) == 1
-
-
 @pytest.mark.exhaustive
 def test_a_known_norm_is_used_instead_of_a_sum(key):
     grads = tree_of(key, scale=3.0)

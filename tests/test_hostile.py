@@ -216,19 +216,6 @@ PASSENGERS = {
 MORE = {"object": Model(), "objects of NumPy": np.array([None]), "text of NumPy": np.array(["x"])}
 
 
-@pytest.mark.kinds()
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_leaves_without_a_gradient_come_back_as_they_are(name):
-    tree = PASSENGERS | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}
-    result = GRADIENTS[name](tree)
-    unmoved = set(PASSENGERS) - (
-        {"int", "bool", "int4", "uint2"} if name == "skip_spikes" else set()
-    )
-    assert all(result[k] is tree[k] for k in unmoved)
-    alone = {"w": tree["w"], "empty": tree["empty"]}
-    assert_same({k: result[k] for k in alone}, GRADIENTS[name](alone))
-
-
 @pytest.mark.parametrize("name", ANYTHING)
 def test_a_function_that_is_clipped_may_be_given_anything(name):
     tree = PASSENGERS | MORE | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}

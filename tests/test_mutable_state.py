@@ -183,22 +183,6 @@ def test_a_model_that_is_returned_is_the_one_that_was_passed(transformed):
     assert transformed(lambda m, x: (m(x), m))(model, X)[1] is model
 
 
-def test_a_model_of_another_trace_can_be_read():
-    def read(model, x):
-        return jnp.sum(checkpoint_name(model.first(x), "h") ** 2)
-
-    model = Model()
-    expected = jax.grad(read, argnums=1)(model, X)
-    for gradient in (
-        jax.grad(cg.error_clip_by_name(read, RULES), argnums=1),
-        jax.vmap(jax.grad(cg.error_clip_by_name(read, RULES), argnums=1), in_axes=(None, 0)),
-        jax.grad(lambda m, x: cg.error_clip_by_name(lambda x: read(m, x), RULES)(x), argnums=1),
-        lambda m, x: cg.value_and_grad_with_stats(read, argnums=1)(m, x)[1],
-        jax.vmap(lambda m, x: cg.value_and_grad_with_stats(read, 1)(m, x)[1], in_axes=(None, 0)),
-    ):
-        assert_close(gradient(model, X), expected, rtol=1e-6)
-
-
 OUTSIDERS = {
     "by name": lambda f: cg.error_clip_by_name(f, RULES),
     "everywhere": lambda f: cg.error_clip_everywhere(f, RULES["h"]),

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import assert_close, assert_same
+from tests.helpers import assert_same
 
 RNG = np.random.default_rng(0)
 LIMIT = 2.0
@@ -118,6 +116,7 @@ def test_heads_without_a_clip_keep_their_bits(largest):
     assert_same(found, jax.tree.map(jnp.asarray, updates))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("shape", "bias", "parts", "axis", "heads"),
     [
@@ -227,6 +226,7 @@ def test_logits_that_grow_stay_at_the_limit(optimizer):
 FAR_BELOW = {"ordinary": 0.0, "shifted": -400.0, "masked": -1e9, "masked by -inf": -np.inf}
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", FAR_BELOW)
 def test_logits_far_below_zero_are_no_reason_to_scale(name):
     """Softmax ignores shifts; and of what a mask adds nothing comes from the kernels."""
@@ -380,32 +380,6 @@ def test_logits_that_are_no_numbers_are_refused():
             tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits={"logits": given})
 
 
-def test_heads_that_devices_cut_are_clipped_each_by_its_own_logits():
-    params = {"q": jnp.asarray(normal(5, 4, 3)), "k": jnp.asarray(normal(5, 4, 3))}
-    params["q"] = params["q"].at[:, 2].mul(1000)
-    mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
-
-    def attention(q, k, x):
-        with jax.named_scope("logits"):
-            return jnp.einsum("sd,dhe,tf,fhe->hst", x, q, x, k)
-
-    cut = {"in_specs": (P(None, "m"), P(None, "m"), P()), "out_specs": P("m")}
-    on_devices = jax.shard_map(attention, mesh=mesh, **cut)
-    largest = lambda p: on_devices(p["q"], p["k"], x).max((1, 2))  # noqa: E731
-    x = jnp.asarray(normal(6, 5))
-    before = largest(params)
-    step = cg.train_step(
-        lambda p, x: on_devices(p["q"], p["k"], x).mean(),
-        optax.chain(optax.sgd(0.0), cg.qk_clip([PAIR], max_logit=100.0)),
-        watch_values={"logits": (0, "m")},
-        donate=False,
-    )
-    state, metrics = step(step.init(params), x)
-    assert_close(metrics["values"]["logits"].highest, before, rtol=1e-6)
-    assert (before > 100).tolist() == [False, False, True, False]
-    assert_close(largest(state.params), jnp.minimum(before, 100), rtol=1e-4)
-
-
 def test_a_path_that_is_not_there_is_refused_at_once():
     with pytest.raises(
         ValueError, match="pairs: got the path 'w', expected that of a kernel; ther"
@@ -415,6 +389,7 @@ def test_a_path_that_is_not_there_is_refused_at_once():
         cg.qk_clip([PAIR]).update(PARAMS, optax.EmptyState(), max_logits={})
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_computed_in_float32(dtype):
     params = {"q": jnp.asarray(normal(5, 2, 2), dtype), "k": jnp.asarray(normal(5, 2, 2), dtype)}

@@ -72,6 +72,7 @@ def test_a_tree_of_numbers_keeps_the_state_of_optax():
     assert tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}) == optax.EmptyState()
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("method", ["one pass", "two passes", "direct"])
 def test_each_example_has_a_limit_for_each_layer(method):
     x = jax.random.normal(jax.random.key(0), (6, 4)) * 0.3  # where tanh is not saturated

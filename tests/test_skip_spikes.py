@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import RELEASED, assert_same
@@ -193,21 +191,6 @@ def test_extra_arguments_are_passed_on_and_a_known_norm_is_used():
     assert state.skipped and state.raw_norm == 11 and seen == {"value": 1.0, "grad_norm": 11.0}
     tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), anything=2)
     assert seen["anything"] == 2
-
-
-@pytest.mark.exhaustive
-def test_all_devices_skip_together():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, axis_name="x")
-
-    def update(grads):
-        updates, state = tx.update(grads, tx.init(grads[:1]))
-        return updates, state.skipped
-
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P()))
-    for last, skipped in ((1.0, False), (11.0, True)):
-        updates, skip = jax.jit(mapped)(jnp.ones(8).at[-1].set(last))
-        assert skip == skipped and (updates == 0).all() == skipped
 
 
 def test_states_with_keys_integers_and_nothing_are_kept():

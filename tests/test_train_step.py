@@ -267,23 +267,6 @@ def test_statistics_that_find_no_place_are_missed_in_a_warning(wrap, key):
     chex.assert_tree_all_finite(state.params)
 
 
-@pytest.mark.exhaustive
-def test_a_clip_in_the_loss_is_none_of_the_optimizer(key):
-    """The inner loop of meta-learning; a line search calls the loss from inside of the update."""
-    params, batch = data(key)
-
-    def loss(params, batch):
-        inner = optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(0.1))
-        grads = jax.grad(loss_fn)(params, batch)
-        updates, _ = inner.update(grads, inner.init(params))
-        return loss_fn(optax.apply_updates(params, updates), batch)
-
-    search = optax.scale_by_backtracking_linesearch(3)
-    step = cg.train_step(loss, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0), search))
-    _, metrics = step(step.init(params), batch)
-    assert len(metrics["clips"]) == 1
-
-
 def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
     with pytest.raises(TypeError, match=r"loss_fn: got an optax.*; write train_step\(loss_fn, opt"):
         cg.train_step(optax.sgd(0.1), lambda params, batch: 0.0)
@@ -334,19 +317,6 @@ def tagged_step(rule, **options):
     params = {"w": jnp.array(1.5)}
     batch = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
     return step(step.init(params), batch), params, batch
-
-
-@pytest.mark.exhaustive
-def test_tagged_variables_are_clipped_and_their_statistics_are_metrics():
-    rule = cg.ErrorClipByValue(0.5)
-    (state, metrics), params, batch = tagged_step(rule)
-    watched = cg.value_and_grad_with_stats(tagged_loss, rules={"h": rule})
-    value, grads, stats = watched(params, batch)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-6)
-    assert_close(metrics["error_clip"], stats, rtol=1e-5)
-    assert metrics["error_clip"]["h"].norm.shape == (3,)
-    assert not np.allclose(grads["w"], jax.grad(tagged_loss)(params, batch)["w"])
 
 
 @pytest.mark.exhaustive

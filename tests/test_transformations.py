@@ -90,28 +90,6 @@ def test_every_step_of_a_scan_is_clipped(rule, wrap):
     assert not np.allclose(scanned, plain)
 
 
-@pytest.mark.kinds("limit", "make")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda c: cg.ClipByValue(c),
-        lambda c: cg.ClipByNorm(c),
-        lambda c: lambda tree: jnp.clip(tree, -c, c),
-        lambda c: lambda tree: cg.ClipByGlobalNorm(c)(tree),
-    ],
-)
-@pytest.mark.parametrize("limit", [0.3, 1])
-def test_a_traced_threshold_reaches_the_backward_pass_of_a_scan(make, limit):
-    def loss(h, limit):
-        return rnn(h, X, lambda x: cg.clip_cotangent(x, make(limit)))
-
-    h = jnp.full((3,), 0.1)
-    traced, by_limit = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(h, limit)
-    assert_close(traced, jax.grad(lambda h: loss(h, limit))(h), rtol=1e-6)
-    if isinstance(limit, float):
-        assert by_limit == 0
-
-
 def test_a_threshold_that_changes_inside_a_scan():
     def loss(h, limits):
         def step(h, c):
@@ -121,26 +99,6 @@ def test_a_threshold_that_changes_inside_a_scan():
 
     limits = jnp.array([0.25, 4.0])
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), limits), 3 * 0.25 * np.ones(2))
-
-
-@pytest.mark.kinds()
-@pytest.mark.ci()
-@every_rule
-def test_loops_run_forward_and_fori_loops_backward(rule):
-    def clip(h):
-        return cg.clip_cotangent(jnp.tanh(2 * h), rule)
-
-    def while_(x):
-        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, clip(c[1])), (0, x))[1]
-
-    def fori(x):
-        return jax.lax.fori_loop(0, 3, lambda _, h: clip(h), x)
-
-    plain = jnp.tanh(2 * jnp.tanh(2 * jnp.tanh(2 * X)))
-    assert_close(jax.jit(while_)(X), plain)
-    loop = jax.grad(lambda x: outer(jnp.pad(fori(x), ((0, 0), (0, 1)))))(X)
-    unrolled = jax.grad(lambda x: outer(jnp.pad(clip(clip(clip(x))), ((0, 0), (0, 1)))))(X)
-    assert_close(loop, unrolled, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.kinds("taken")

@@ -84,33 +84,6 @@ def test_units_of_every_layout_in_one_tree(axis):
             np.testing.assert_allclose(clipped[path], expected, rtol=2e-6, err_msg=path)
 
 
-OPTAX_IS_WRONG = [
-    ("attention/out/kernel", "a unit of it is one output, of all heads"),
-    ("conv1d/kernel", "a unit of it is one output, of all taps"),
-    ("one_input/kernel", "squeezed, all units are one"),
-]
-OPTAX_REFUSES = ["six"]
-
-
-@pytest.mark.parametrize("path, why", OPTAX_IS_WRONG)
-def test_inputs_on_which_optax_is_wrong(path, why):
-    grads, params = (tree[path] for tree in trees())
-    expected = reference(grads, params, LAYOUTS[path][1], 0.1)
-    np.testing.assert_allclose(cg.AdaptiveClip(0.1)(grads, params), expected, rtol=2e-6)
-    theirs = optax.adaptive_grad_clip(0.1)
-    assert not np.allclose(theirs.update(grads, theirs.init(params), params)[0], expected), why
-
-
-@pytest.mark.parametrize("path", OPTAX_REFUSES)
-def test_inputs_that_optax_refuses(path):
-    grads, params = (tree[path] for tree in trees())
-    expected = reference(grads, params, LAYOUTS[path][1], 0.1)
-    np.testing.assert_allclose(cg.AdaptiveClip(0.1)(grads, params), expected, rtol=2e-6)
-    theirs = optax.adaptive_grad_clip(0.1)
-    with pytest.raises(ValueError):
-        theirs.update(grads, theirs.init(params), params)
-
-
 @pytest.mark.parametrize(
     "axis, match",
     [
