@@ -45,7 +45,8 @@ def standard_numerics():
         yield
 
 
-X, Y = np.linspace(-2, 2, 10, dtype=np.float32).reshape(5, 2), np.float32([[0], [4], [1], [3], [2]])
+X = np.linspace(-2, 2, 10, dtype=np.float32).reshape(5, 2)
+Y = np.array([[0], [4], [1], [3], [2]], np.float32)
 PARAMS = {"b": jnp.linspace(-1.0, 1.0, 4), "w": jnp.linspace(0.5, 2.0, 12).reshape(3, 4)}
 GRADS = [jax.tree.map(lambda p, i=i: jnp.cos(9 * p) * (1 + i), PARAMS) for i in range(2)]
 
