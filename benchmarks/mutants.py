@@ -154,7 +154,7 @@ MUTANTS = [
          "if around == path:",
          "if around is None:",
          "attribute_names attribute_names_edges"),
-        ("_names/wanted.py", "if site.used} or found", "} or found", "names_in_loops names"),
+        ("_names/wanted.py", "if site.used} or found", "} or found", "names"),
         ("_jaxpr/evaluate.py", "        return hook.flatten\n", "        return True\n", "jaxpr"),
         ("_stats.py",
          "(before != after) & ~(jnp.isnan(before) & jnp.isnan(after))",

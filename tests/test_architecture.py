@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import pathlib
 import re
@@ -35,12 +36,21 @@ def room(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path):
+    return list(ast.walk(parsed(path)))
+
+
+@functools.cache
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+    found = [n.module for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module]
+    plain = [n for n in nodes(path) if isinstance(n, ast.Import)]
+    return found + [alias.name for node in plain for alias in node.names]
 
 
 def test_each_room_has_its_place():
@@ -126,7 +136,7 @@ def test_only_public_jax_and_runtime_dependencies_are_imported(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_functions_are_short(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
@@ -136,7 +146,7 @@ def test_functions_are_short(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_docstrings_name_the_thing(path):
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         text = isinstance(node, documented) and ast.get_docstring(node) or ""
         assert not re.match(r"(What|How|Where|Which|The same)\b", text), text
 
@@ -159,7 +169,7 @@ def bindings(statements):
 def test_no_name_is_defined_in_two_modules():
     modules = collections.defaultdict(set)
     for path in FILES:
-        for name in bindings(ast.parse(path.read_text()).body):
+        for name in bindings(parsed(path).body):
             if not name.startswith("__"):
                 modules[name].add(path)
     several = {name: paths for name, paths in modules.items() if len(paths) > 1}

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.extend import source_info_util
 
 import clipgrad as cg
-from clipgrad._commands.names import add_names_parser
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jnp.linspace(-1.0, 1.0, 6)
@@ -219,52 +218,6 @@ def test_methods_have_names_once_and_a_part_that_is_called_from_outside_its_whol
     }
 
 
-class Layers(eqx.Module):
-    """Layers of Equinox that hold others, with a scope of one's own around some."""
-
-    mlp: eqx.nn.MLP
-    attn: eqx.nn.MultiheadAttention
-
-    def __call__(self, x):
-        x = jax.vmap(self.mlp)(x)
-        with jax.named_scope("mine"):
-            return self.attn(x, x, x)
-
-
-def test_attribute_paths_go_around_the_scopes_of_equinox_and_not_around_those_of_the_user():
-    model = Layers(eqx.nn.MLP(6, 6, 8, 1, key=KEY), eqx.nn.MultiheadAttention(2, 6, key=KEY))
-    found = [name.name for name in cg.list_names(loss, (model, X[None]))]
-    parts = {"query_proj", "key_proj", "value_proj", "output_proj"}
-    expected = {"mlp/layers", "mlp/layers/0", "mlp/layers/1", "mine/attn"}
-    assert expected | {f"mine/attn/{part}" for part in parts} <= set(found)
-    assert "mlp/layers/0/eqx.nn.MLP/eqx.nn.Linear" in found
-    stats = cg.value_and_grad_with_stats(loss, watch=["**/query_proj", "mlp"])(model, X[None])[2]
-    assert set(stats) == {"mine/attn/query_proj", "mlp"}
-    grad = jax.grad(lambda h: jnp.sum(model.attn(h, h, h) ** 2))(jax.vmap(model.mlp)(X[None]))
-    assert float(stats["mlp"].norm) == pytest.approx(float(jnp.linalg.norm(grad)))
-
-
-def test_models_in_containers_and_keywords_have_the_path_of_their_place():
-    pair = {"generator": linear(), "critics": [linear(1)]}
-
-    def both(models, x, *, extra):
-        return jnp.sum(models["critics"][0](models["generator"](x)) * extra(x))
-
-    found = [name.name for name in cg.list_names(both, (pair, X), {"extra": linear()})]
-    assert [n for n in found if "eqx.nn" not in n] == ["generator", "critics/0", "critics"]
-
-
-def test_a_clip_inside_of_a_clip_sees_the_same_names():
-    model = Auto(Codec(linear(), linear()))
-    inner = cg.error_clip_by_name(loss, {"codec/down": cg.ErrorClipByValue(1e-3)})
-    watched = cg.value_and_grad_with_stats(inner, rules={"codec/*": None}, watch=())
-    _, grads, stats = watched(model, X)
-    assert set(stats) == {"codec/up", "codec/down"}
-    clipped, plain = eqx.filter_grad(inner)(model, X), eqx.filter_grad(loss)(model, X)
-    assert eqx.tree_equal(grads, clipped)
-    assert not np.allclose(clipped.codec.down.weight, plain.codec.down.weight, rtol=0.1)
-
-
 def test_eager_statistics_change_no_bit():
     model = Auto(Codec(linear(), linear()))
     value, grads, stats = cg.value_and_grad_with_stats(loss)(model, X)
@@ -354,22 +307,6 @@ def test_a_model_in_a_closure_has_no_names_and_the_error_says_where_it_has():
         cg.value_and_grad_with_stats(lambda x: loss(other, x))(X)
 
 
-def test_a_model_that_is_joined_with_a_closure_works_as_without_names():
-    params, static = eqx.partition(Auto(Codec(linear(), linear())), eqx.is_array)
-
-    def joined(params, x):
-        return loss(eqx.combine(params, static), x)
-
-    value, grads, stats = cg.value_and_grad_with_stats(joined)(params, X)
-    assert eqx.tree_equal((value, grads), eqx.filter_value_and_grad(joined)(params, X))
-    assert set(stats) == {"eqx.nn.Linear"}
-
-    def whole(params, static, x):
-        return loss(eqx.combine(params, static), x)
-
-    assert set(names(whole, params, static, X)) == {"codec", "codec/up", "codec/down"}
-
-
 def test_a_compiled_step_is_traced_once_and_classes_are_made_once():
     model = Auto(Codec(linear(), linear()))
     seen, traces = [], []
@@ -416,35 +353,6 @@ def test_threads_have_the_same_classes_and_the_same_names():
 
 
 # ---- all the places where names are taken -------------------------------------------------------
-
-
-def test_a_diagnosis_names_the_attribute_path():
-    class Root(eqx.Module):
-        scale: jax.Array
-
-        def __call__(self, x):
-            return jnp.sqrt(self.scale * x)
-
-    model = Holder(Root(jnp.zeros(())))
-    (finding,) = cg.diagnose(loss, (model, jnp.abs(X))).findings
-    assert finding.module == "child" and finding.operation == "sqrt"
-    other = NNXHolder(nnx.Rngs(0))
-    assert "layers/1/linear" in {row.module for row in cg.diagnose(loss, (other, X)).rows}
-
-
-def make_model():
-    return Auto(Codec(linear(), linear())), X
-
-
-def test_the_command_lists_attribute_paths(capsys):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add_names_parser(parser.add_subparsers())
-    here = "tests.test_attribute_names_edges"
-    options = parser.parse_args(["names", f"{here}:loss", "--args", f"{here}:make_model"])
-    assert options.run(options) == 0
-    assert "codec/down " in capsys.readouterr().out
 
 
 def training_loss(model, batch):

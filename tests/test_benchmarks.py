@@ -1,16 +1,11 @@
 """The benchmarks: rows run, and a peer with other numbers is refused. Nothing is timed here."""
 
-import json
-import types
-
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import held_out, report, rows
-from benchmarks.rows import FLOOR, OURS, PEER, DifferentNumbersError, Row, Scale
+from benchmarks.rows import OURS, PEER, DifferentNumbersError, Row, Scale
 from benchmarks.subjects import SUBJECTS, per_example
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
@@ -45,16 +40,6 @@ def test_a_row_whose_sides_differ_is_refused(wrong):
         rows.measure(pair(wrong))
 
 
-def test_a_peer_of_a_subject_that_is_wrong_is_refused(monkeypatch):
-    row = next(iter(SUBJECTS["norm"].rows(TINY)))._replace(budget=0)
-    rows.measure(row)
-    wrong = optax.stateless(lambda g, _: jax.tree.map(lambda x: 1.001 * x, g))
-    right = optax.clip_by_global_norm
-    monkeypatch.setattr(optax, "clip_by_global_norm", lambda c: optax.chain(right(c), wrong))
-    with pytest.raises(DifferentNumbersError, match="clipgrad and optax differ by 0.001"):
-        rows.measure(row)
-
-
 CHEAP = {"norm": -1, "clips": 1, "per_example": 0, "compilation": 0, "error_clip": -1}
 
 
@@ -80,56 +65,6 @@ def compared(name, kind, low):
     side = {"seconds": seconds, "facts": {}, "name": name, "kind": kind}
     ratio = {"median": low + 0.1, "low": low, "high": low + 0.2, "n": 5}
     return side, {"ours": "clipgrad", "theirs": name, "kind": kind, "ratio": {"run": ratio}}
-
-
-def test_the_table_marks_what_is_slower_than_a_peer():
-    found = [compared("slow", PEER, 0.5), compared("fast", PEER, 1.2), compared("copy", FLOOR, 1.2)]
-    sides, ratios = zip(*found, strict=True)
-    ours = {"seconds": {"run": {"median": 0.0031}}, "facts": {}, "name": "clipgrad", "kind": OURS}
-    row = {"name": "work", "sides": [ours, *sides], "ratios": ratios, "absent": []}
-    results = {"norm": {"title": "Norm", "rows": [row]}}
-    assert "| work | clipgrad | 3.1 | slow | 2 | 0.60 | 0.50 to 0.70 |" in report.table(results)
-    assert "fast | 2 | **1.30** |" in report.losses(results)
-    assert "slow" not in report.losses(results) and "copy" not in report.losses(results)
-    assert "*copy* | 2 | *1.30* |" in report.table(results)
-
-
-def test_the_command_writes_json_a_table_and_keeps_other_sections(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "QUICK", TINY.part)
-    first, norm = SUBJECTS["norm"].rows(TINY)[:1], "Global norm clip"
-    subject = types.SimpleNamespace(TITLE=norm, rows=lambda scale: first)
-    monkeypatch.setitem(SUBJECTS, "norm", subject)
-    (tmp_path / "RESULTS.md").write_text("# Results\n\nOlder.\n")
-    command.main(["--quick", "--only", "norm", "--out", str(tmp_path)])
-    assert "leaves and compilation were not all run" in command.write(tmp_path)
-    stored = json.loads((tmp_path / "norm.json").read_text())
-    assert stored["machine"]["versions"]["jax"] == jax.__version__
-    assert "--quick" in stored["command"] and len(stored["rows"]) == 1
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("# Results\n\nOlder.\n") and text.count("## Compared with") == 1
-    assert "128 MB in 20 leaves" in text and text.count(report.START) == text.count(report.END) == 1
-
-
-def test_some_rows_are_run_again_and_the_others_say_where_they_are_from(tmp_path, monkeypatch):
-    def row(name):
-        return Row(name, lambda: pair(lambda x: {"a": 2 * x, "b": x}).sides(), budget=0)
-
-    subject = types.SimpleNamespace(TITLE="Norm", rows=lambda scale: list(map(row, "abc")))
-    monkeypatch.setitem(SUBJECTS, "norm", subject)
-    for chosen in ("ab", "c", "b"):
-        command.main(["--only", "norm", "--out", str(tmp_path), "--rows", *chosen])
-    found = json.loads((tmp_path / "norm.json").read_text())
-    origins = {row["name"]: row.get("origin", found)["command"] for row in found["rows"]}
-    runs = {name: origin.partition("--rows ")[2] for name, origin in origins.items()}
-    assert list(runs.items()) == [("a", "a b"), ("b", "b"), ("c", "c")]
-    # One line for all that differ in their rows alone, and one for another commit.
-    assert (tmp_path / "RESULTS.md").read_text().count("* norm: ") == 1
-    found["rows"][0]["origin"]["machine"] |= {"commit": "another", "load": 7}
-    lines = report.origin({"norm": found}).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["* norm (1 row)", "* norm (2 rows)"]
-    assert "another" in lines[0] and "Load average before: 7, so other" in lines[0]
-    with pytest.raises(SystemExit):
-        command.parsed(["--only", "norm", "--rows", "d"])
 
 
 @pytest.mark.parametrize("work", per_example.WORK, ids=lambda work: work[0])

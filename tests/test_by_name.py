@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _jaxpr
@@ -49,6 +47,7 @@ def instructions(compiled):
     return [line for line in lines if " = " in line]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", ["plain", "scan", "scan of scan", "remat, dots", "jit of jit"])
 def test_the_compiled_forward_pass_is_the_same_program(name):
     model = functools.partial(MODELS[name], tag=checkpoint_name)
@@ -148,31 +147,6 @@ def test_a_norm_by_name_inside_of_vmap_without_a_warning():
     cg.value_and_grad_with_stats(model)(X)
 
 
-@pytest.mark.parametrize("rule", [VALUE, cg.ClipByGlobalNorm(0.1), cg.ClipByNorm(0.1, axis=-1)])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["by name", "everywhere"])
-def test_a_variable_may_have_more_elements_than_an_int32_counts(rule, everywhere):
-    def model(x):
-        return jnp.sum(checkpoint_name(jnp.sin(x), "h"), axis=-1)
-
-    clipped = cg.error_clip_by_name(model, {"h": rule})
-    if everywhere:
-        clipped = cg.error_clip_everywhere(model, rule)
-    x = jax.ShapeDtypeStruct((3, 10**9), jnp.float32)
-    gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(clipped(x))), x)
-    assert gradient.shape == x.shape
-
-
-def test_it_can_be_applied_again():
-    first, second = {"h": lambda g: jnp.clip(g, -1, 1)}, {"h": lambda g: 0.5 * g, "out": VALUE}
-    loss = loss_of(scanned)
-    twice = cg.error_clip_by_name(cg.error_clip_by_name(loss, first), second)
-
-    def hand(x, name):
-        return by_hand(first)(by_hand(second)(x, name), name)
-
-    assert_close(jax.grad(twice)(X), jax.grad(loss_of(scanned, hand))(X), rtol=1e-5, atol=1e-6)
-
-
 def test_the_clipped_function_is_differentiable_forwards_beside_the_clips():
     def model(x, y):
         return jnp.sum(jnp.sin(checkpoint_name(x, "h")) + y**2)
@@ -182,17 +156,6 @@ def test_the_clipped_function_is_differentiable_forwards_beside_the_clips():
     np.testing.assert_allclose(tangent, jnp.sum(2 * X), rtol=1e-6)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: clipped(x, X), (X,), (X,))
-
-
-def test_names_keep_their_meaning_for_remat_policies(capsys):
-    only = jax.checkpoint_policies.save_only_these_names("h")
-
-    def model(x):
-        return jnp.sum(jnp.sin(checkpoint_name(jnp.exp(x), "h")))
-
-    for fun in (model, cg.error_clip_by_name(model, {"h": VALUE})):
-        jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(fun, policy=only), X)
-        assert "named 'h'" in capsys.readouterr().out
 
 
 def test_the_result_keeps_its_tree_and_weak_types():
@@ -205,70 +168,6 @@ def test_the_result_keeps_its_tree_and_weak_types():
         result = fun({"w": X, "empty": None}, 2.0, name="a", flag=False)
         assert result["text"] == "a" and result["flag"] is False and result["none"] is None
         assert result["weak"].weak_type and not result["h"].weak_type
-
-
-def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
-    def model(x, power, shift, activation):
-        assert isinstance(power, int) and isinstance(shift, float)
-        return jnp.sum(activation(checkpoint_name(x, "h")) ** power) + shift
-
-    clipped = cg.error_clip_by_name(model, {"h": VALUE})
-    assert_same(clipped(X, 2, 0.5, jnp.sin), model(X, 2, 0.5, jnp.sin))
-    assert clipped(np.asarray(X), 2, 0.5, jnp.sin).dtype == jnp.float32
-
-
-def test_source_lines_and_scopes_are_kept():
-    def a_function_of_the_user(x):
-        with jax.named_scope("a_scope_of_the_user"):
-            return jnp.sum(jnp.sin(checkpoint_name(x, "h")))
-
-    clipped = cg.error_clip_by_name(a_function_of_the_user, {"h": VALUE})
-    text = jax.jit(clipped).lower(X).as_text(debug_info=True)
-    assert "a_scope_of_the_user" in text
-    assert "a_function_of_the_user" in text
-
-
-def test_options_of_an_inner_jit_are_kept():
-    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
-    rows = NamedSharding(mesh, P("d"))
-
-    @functools.partial(jax.jit, out_shardings=rows)
-    def inner(x):
-        return checkpoint_name(jnp.sin(x), "h")
-
-    clipped = cg.error_clip_by_name(inner, {"h": VALUE})
-    x = jax.device_put(jnp.ones((8, 3)), NamedSharding(mesh, P()))
-    assert clipped(x).sharding == rows
-    assert "@inner" in jax.jit(clipped).lower(x).as_text()
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_shardings_are_kept(kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (kind, kind))
-    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
-    with jax.set_mesh(mesh):
-        loss = loss_of(MODELS["remat, dots"])
-        clipped = jax.jit(jax.grad(cg.error_clip_by_name(loss, {"h": VALUE})))
-        gradient, plain = clipped(x), jax.jit(jax.grad(loss))(x)
-    assert gradient.sharding == plain.sharding
-    expected = jax.grad(cg.error_clip_by_name(loss_of(MODELS["remat, dots"]), {"h": VALUE}))(X)
-    assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_program_inside_jit_is_compiled_once_for_eager_calls(monkeypatch):
-    made = []
-    jitted = _jaxpr.entrances._jitted
-    monkeypatch.setattr(
-        _jaxpr.entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
-    )
-    inner = jax.jit(loss_of(step))
-    grads = [
-        jax.grad(cg.error_clip_by_name(inner, {"h": cg.ErrorClipByValue(limit)}))(X)
-        for limit in (jnp.array(0.1), jnp.array(0.2), 0.1, 0.1)
-    ]
-    assert len(made) == 2
-    assert_same([grads[0]] * 2, grads[2:])
-    assert not np.allclose(grads[0], grads[1])
 
 
 UNKNOWN = (
@@ -304,15 +203,6 @@ def test_a_name_of_integers_is_an_error():
 
     with pytest.raises(TypeError, match="got 'index', which tags int32 values, expected floating"):
         cg.error_clip_by_name(model, {"index": VALUE})(X)
-
-
-def test_integers_beside_numbers_of_one_name_are_passed_over():
-    def model(x):
-        tagged = checkpoint_name({"x": x, "i": jnp.arange(2)}, "h")
-        return jnp.sum(3 * tagged["x"][tagged["i"]])
-
-    gradient = jax.grad(cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)}))(X)
-    np.testing.assert_allclose(gradient, np.repeat([1.0, 1, 0, 0], 3).reshape(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -355,8 +245,23 @@ def test_the_signature_and_the_name_are_kept():
     assert inspect.signature(clipped) == inspect.signature(model)
 
 
-def test_donated_buffers_are_donated():
-    inner = jax.jit(lambda x: checkpoint_name(x + 1, "h"), donate_argnums=0)
-    x = jnp.ones(4)
-    cg.error_clip_by_name(inner, {"h": VALUE})(x)
-    assert x.is_deleted()
+def test_many_tagged_sites_make_a_program_linear_in_the_size_of_the_model():
+    """Counts equations, which no clock disturbs; the time is in the benchmarks."""
+
+    def model(x, sites):
+        @jax.jit
+        def block(x):
+            return checkpoint_name(jnp.sin(x), "out")
+
+        for i in range(sites):
+            x = block(checkpoint_name(jax.checkpoint(jnp.tanh)(x), f"in{i}"))
+        return jnp.sum(x)
+
+    def equations(sites):
+        fun = functools.partial(model, sites=sites)
+        names = {f"in{i}": VALUE for i in range(sites)} | {"out": VALUE}
+        clipped = cg.error_clip_by_name(fun, names)
+        return len(list(_jaxpr.equations(jax.make_jaxpr(clipped)(X))))
+
+    small, large = equations(11), equations(88)
+    assert large == pytest.approx(8 * small, rel=0.05)

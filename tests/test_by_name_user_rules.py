@@ -111,14 +111,6 @@ INSIDE = {
         out_specs=PartitionSpec("d"),
     )(x),
 }
-OUTSIDE = {
-    "eager": lambda f, c: f(c),
-    "jit": lambda f, c: jax.jit(f)(c),
-    "vmap": lambda f, c: jax.vmap(f)(jnp.array([c, c]))[1],
-    "scan": lambda f, c: lax.scan(lambda k, c: (k, f(c)), 0, jnp.array([9.0, c]))[1][1],
-    "cond": lambda f, c: lax.cond(c > 0, f, lambda c: 0 * X, c),
-    "remat": lambda f, c: jax.checkpoint(f)(c),
-}
 every_rule = pytest.mark.parametrize("make", RULES, ids=lambda r: r.__name__)
 every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 every_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
@@ -135,18 +127,6 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place, insi
     for c in (1.0, 2.0, jnp.array(5.0)):
         object.__setattr__(rule, "c", c)
         np.testing.assert_array_equal(gradient(X), np.full(X.shape, 3 * c))
-
-
-@pytest.mark.kinds("inside", "outside", "place")
-@every_place
-@pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
-@pytest.mark.parametrize("inside", [INSIDE["jit of jit"], INSIDE["scan of jit"]])
-def test_a_rule_may_hold_what_is_traced(place, outside, inside):
-    def gradient(c):
-        return place(lambda x: jnp.sum(inside(x)), OfTheProtocol(c))(X)
-
-    for c in (2.0, 5.0):
-        assert_close(outside(gradient, jnp.array(c)), np.full(X.shape, 3 * c), rtol=1e-6)
 
 
 @pytest.mark.kinds("place")

@@ -6,14 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
-import clipgrad as cg
 from clipgrad._commands import cli
 from clipgrad._demo import blank_patches as _blank_patches
-from clipgrad._demo import pendulum as _pendulum
 from clipgrad._demo import task as _task
 from clipgrad._demo.tasks import TASKS
 from clipgrad._demo.train import train
@@ -83,48 +79,6 @@ def test_the_report_holds_the_gradient_norm_at_each_time_step(name, steps, bound
     assert (high <= bound * math.sqrt(elements) * (1 + 1e-5)).all()
 
 
-def doubling(*arms):
-    """A recurrence that doubles the gradient at each step back in time, and never learns."""
-
-    def loss(params, batch):
-        def cell(h, x):
-            return params["w"] * checkpoint_name(h, "state") + x, None
-
-        return jax.lax.scan(cell, jnp.float32(0), batch)[0]
-
-    return _task.Task(
-        name="doubling",
-        summary="",
-        goal="",
-        steps=3,
-        optimizer=optax.sgd(0.0),
-        arms=arms,
-        load=lambda: jnp.ones(4),
-        init=lambda data, random: {"w": np.float32(2)},
-        sample=lambda data, key: data,
-        loss=loss,
-        tag="state",
-        evaluate=lambda first, last, data: {"w": last["w"]},
-        reached=lambda metrics: metrics["w"] == 2,
-        recurrent=True,
-    )
-
-
-@pytest.mark.exhaustive
-def test_every_arm_records_what_goes_back_at_each_time_step_of_each_training_step():
-    rule = cg.ErrorClipByValue(max=3.0)
-    arms = (_task.Arm(_task.PLAIN), _task.Arm(_task.ERROR, error_clip=rule))
-    (result,) = train([doubling(*arms)], 2, lambda count: None)
-    plain, clipped = result.runs
-    assert plain.through_time.shape == clipped.through_time.shape == (2, 3, 4)
-    np.testing.assert_array_equal(plain.through_time, np.full((2, 3, 4), [16, 8, 4, 2]))
-    np.testing.assert_array_equal(clipped.through_time, np.full((2, 3, 4), [3, 3, 3, 2]))
-    # The states that enter the steps are 0, 1, 3 and 7; the gradients that leave them 8, 4, 2, 1.
-    np.testing.assert_array_equal(plain.norm, np.full((2, 3), 4 * 1 + 2 * 3 + 1 * 7))
-    np.testing.assert_array_equal(clipped.norm, np.full((2, 3), 3 * 1 + 2 * 3 + 1 * 7))
-    np.testing.assert_array_equal(plain.loss, clipped.loss)
-
-
 @pytest.fixture
 def blank_patches(content):
     arms = content["tasks"]["blank-patches"]["arms"]
@@ -162,11 +116,6 @@ def test_mended_patches_are_those_of_the_task_with_a_finite_gradient_where_one_i
     np.testing.assert_allclose(_blank_patches.mended_unit(h), [[[0, 0], [0.6, 0.8]]], rtol=1e-6)
     slopes = jax.grad(lambda h: _blank_patches.mended_unit(h)[..., 0].sum())(h)
     np.testing.assert_allclose(slopes, [[[0, 0], [0.128, -0.096]]], rtol=1e-4)
-
-
-def pendulum(**others):
-    params = _pendulum.TASK.init(None, np.random.default_rng(0))
-    return jax.tree.map(jnp.asarray, params | others)
 
 
 def test_an_error_while_training_is_not_lost():

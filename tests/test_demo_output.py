@@ -139,62 +139,9 @@ def panels(result):
     return losses, norms
 
 
-def beside(axes):
-    """The names of the curves and what is said of them, from the bottom to the top."""
-    return {text.get_text(): text.xy[1] for text in axes.texts if text.xy[0] == 1.015}
-
-
-def test_panels_are_labelled_and_logarithmic():
-    losses, norms = panels(ENDING)
-    assert losses.get_ylabel() == "loss"
-    assert norms.get_ylabel() == "gradient norm before any gradient clip"
-    for axes in (losses, norms):
-        assert (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel()) == ("log", "log", "step")
-    assert list(beside(losses)) == [
-        "error clip\nnats per character 2.00..2.40\ngoal: 2 of 2 seeds",
-        "no clipping\nnats per character NaN\ngoal: 0 of 2 seeds",
-    ]
-
-
-def test_only_the_arms_that_tell_the_story_are_drawn_at_most_four():
-    finite = [[4.0, 3.0, 2.0]] * 2
-    losses, _ = panels(made_up(finite, finite, labels=(_task.NORM, _task.BOTH)))
-    assert [text.partition("\n")[0] for text in beside(losses)] == [_task.NORM]
-    assert all(0 < len(task.story().arms) <= 4 for task in TASKS.values())
-
-
-def test_the_panel_of_time_steps_draws_what_was_recorded():
-    _, axes = panels(THROUGH_TIME)
-    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
-    assert axes.get_xlabel().startswith("time step (")
-    assert axes.get_ylabel() == "norm of the gradient of 'h'"
-    drawn = [list(line.get_ydata()) for line in axes.lines]
-    assert drawn[:3] == [[6, 2, 1], [4, 2, 1], pytest.approx([8e20, 4e9, 1])]
-    for line in drawn[3:]:
-        np.testing.assert_array_equal(line, [0.5, NAN, 0.5])
-    assert all(list(line.get_xdata()) == [1, 2, 3] for line in axes.lines)
-    plain, clipped = ({line.get_color() for line in axes.lines[i : i + 3]} for i in (0, 3))
-    assert len(plain) == len(clipped) == 1 and plain != clipped
-    assert axes.get_ylim()[0] < 0.5 and axes.get_ylim()[1] > 8e20
-
-
 def inside(axes):
     """The texts in a panel, without the names of the curves to its right."""
     return [text.get_text() for text in axes.texts if text.xy[0] != 1.015]
-
-
-def crosses(axes):
-    """The points of all crosses, in drawing order."""
-    lines = [line for line in axes.lines if line.get_marker() == "x"]
-    return [list(zip(*line.get_data(), strict=True)) for line in lines]
-
-
-def test_a_run_that_becomes_nan_ends_in_a_cross_at_its_last_finite_value():
-    losses, _ = panels(ENDING)
-    last, row = crosses(losses)
-    assert last == [(1, 4.0), (2, 3.5)]
-    assert row == [(2, 0.95), (3, 0.95)]
-    assert inside(losses) == ["no clipping: NaN in 2 of 2"]
 
 
 def test_an_explosion_is_cut_and_the_cut_is_said():

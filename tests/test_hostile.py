@@ -207,13 +207,6 @@ def test_what_may_hold_a_gradient_is_refused_and_not_passed_by(name):
         EVERY[name](Model())
 
 
-def test_what_where_leaves_out_may_be_anything():
-    tree = {"a": Model(), "b": jnp.array([3.0, 4.0])}
-    clipped, _ = cg.clip_grads(tree, cg.ClipByNorm(1.0), where="b")
-    assert clipped["a"] is tree["a"]
-    np.testing.assert_allclose(clipped["b"], [0.6, 0.8], rtol=1e-6)
-
-
 # Leaves that no clip acts on, and what a function that is differentiated may be given besides.
 PASSENGERS = {
     "none": None, "text": "text", "function": jax.nn.relu, "int": 3, "bool": np.array([True]),
@@ -221,19 +214,6 @@ PASSENGERS = {
     "float0": np.zeros(2, jax.dtypes.float0),
 }  # fmt: skip
 MORE = {"object": Model(), "objects of NumPy": np.array([None]), "text of NumPy": np.array(["x"])}
-
-
-@pytest.mark.kinds()
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_leaves_without_a_gradient_come_back_as_they_are(name):
-    tree = PASSENGERS | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}
-    result = GRADIENTS[name](tree)
-    unmoved = set(PASSENGERS) - (
-        {"int", "bool", "int4", "uint2"} if name == "skip_spikes" else set()
-    )
-    assert all(result[k] is tree[k] for k in unmoved)
-    alone = {"w": tree["w"], "empty": tree["empty"]}
-    assert_same({k: result[k] for k in alone}, GRADIENTS[name](alone))
 
 
 @pytest.mark.parametrize("name", ANYTHING)
@@ -326,25 +306,11 @@ def test_a_state_that_was_used_is_answered_by_what_to_write():
 # Values
 
 
-def test_scalars_passes_over_what_is_no_number():
-    found = cg.scalars(PASSENGERS | MORE | {"w": np.float16(2.0), "x": np.ones(2)})
-    assert set(found) == {"int", "bool", "int4", "uint2", "w", "x"}
-
-
-@pytest.mark.parametrize(
-    "norms", [{"a": 1.0}, Model(), ["text"], [[1.0], [2.0, 3.0]]], ids=range(4)
-)
-def test_norms_that_are_no_numbers_are_refused(norms):
-    with pytest.raises(TypeError, match="norms: got .*expected an array or a list of numbers"):
-        cg.published.suggest_threshold(norms)
-
-
 # Many leaves
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [300, pytest.param(10**4, marks=pytest.mark.exhaustive)])
-def test_a_tree_may_have_ten_thousand_leaves(number):
-    tree = {f"leaf {i}": jax.ShapeDtypeStruct((2,), jnp.float32) for i in range(number)}
-    tx = cg.clip_by_global_norm(1.0)
-    assert jax.eval_shape(lambda grads: updated(tx, grads), tree) == tree
+def test_what_where_leaves_out_may_be_anything():
+    tree = {"a": Model(), "b": jnp.array([3.0, 4.0])}
+    clipped, _ = cg.clip_grads(tree, cg.ClipByNorm(1.0), where="b")
+    assert clipped["a"] is tree["a"]
+    np.testing.assert_allclose(clipped["b"], [0.6, 0.8], rtol=1e-6)

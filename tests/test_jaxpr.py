@@ -228,16 +228,6 @@ def test_a_program_is_bound_again_as_it_was(name):
     assert texts[0] == texts[1]
 
 
-def test_effects_happen_as_often_as_before():
-    notes = []
-    for function in (noting, lambda x: again(noting, Doubling(), x)):
-        NOTED.clear()
-        jax.jit(function)(X)
-        jax.effects_barrier()
-        notes.append(list(NOTED))
-    assert notes[0] == notes[1] and len(notes[0]) == 7
-
-
 def test_a_symmetric_linear_solve_stays_symmetric():
     for program in (solved, lambda x: again(solved, _jaxpr.Hook(), x)):
         solve = jax.make_jaxpr(program)(X).eqns[0].params["jaxprs"]
@@ -277,14 +267,6 @@ def test_a_hook_is_asked_about_constants():
     np.testing.assert_allclose(again(lambda x: x + table, Tripled()), X + 3 * table)
 
 
-def test_a_program_is_traced_again_for_wider_inputs():
-    with jax.enable_x64(True):
-        program = jax.make_jaxpr(lambda x: x * x)(jnp.float32(2))
-        aval = jax.ShapeDtypeStruct((), jnp.float64)
-        wide = _jaxpr.retrace(program, [aval], _jaxpr.Hook())
-        assert _jaxpr.opened(wide)[0].outvars[0].aval.dtype == jnp.float64
-
-
 def test_a_context_of_an_equation_is_kept():
     def scoped(x):
         with jax.named_scope("outer"):
@@ -319,16 +301,6 @@ def test_sites_have_their_names_nests_and_dtypes():
     assert found["h"].is_differentiable and found["h"].used and not found["unused"].used
 
 
-def test_a_traced_function_is_evaluated_for_other_arguments_of_its_types():
-    def fun(x, n, *, flag):
-        return {"y": jnp.sin(x) * n, "flag": flag, "n": n}
-
-    traced = _jaxpr.trace(fun, (X, 3), {"flag": "text"})
-    result = traced.evaluate((2 * X, 3), {"flag": "text"}, _jaxpr.Hook())
-    assert result["flag"] == "text" and result["n"] == 3
-    np.testing.assert_allclose(result["y"], 3 * jnp.sin(2 * X), rtol=1e-6)
-
-
 @pytest.mark.parametrize(("is_reusable", "times"), [(True, 1), (False, 3)])
 def test_an_inner_jit_is_compiled_once_if_equal_hooks_always_do_the_same(is_reusable, times):
     inner = jax.jit(jnp.sin)
@@ -344,20 +316,3 @@ def test_an_inner_jit_is_compiled_once_if_equal_hooks_always_do_the_same(is_reus
     for _ in range(3):
         again(lambda x: inner(x), hook)
     assert seen.count("sin") == times
-
-
-def test_a_node_of_a_users_own_is_rebuilt_with_all_its_leaves():
-    @jax.tree_util.register_pytree_node_class
-    class Checked:
-        def __init__(self, x):
-            self.x = jnp.asarray(x) + 0.0
-
-        def tree_flatten(self):
-            return (self.x,), None
-
-        tree_unflatten = classmethod(lambda cls, _, children: cls(*children))
-
-    traced = _jaxpr.trace(lambda c, flag: (Checked(jnp.sin(c.x)), flag), (Checked(X), "flag"), {})
-    result, flag = traced.evaluate((Checked(2 * X), "flag"), {}, _jaxpr.Hook())
-    np.testing.assert_allclose(result.x, jnp.sin(2 * X), rtol=1e-6)
-    assert flag == "flag"

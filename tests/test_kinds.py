@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.kinds import covering
-
 pytest_plugins = ["pytester"]
 
 INI = """
@@ -105,17 +103,3 @@ def test_what_is_selected_runs_whole(pytester, options, number):
 def test_a_file_of_exhaustive_tests_is_not_even_imported_by_default(pytester):
     pytester.makepyfile(test_other="pytestmark = pytest.mark.exhaustive\nimport no_such_library")
     assert len(run(pytester)) == 13
-
-
-def test_rows_that_come_first_are_not_shown_again():
-    rows = [{"a": i, "b": j} for i in range(3) for j in range(3)]
-    picked = covering(rows, ["a", "b"], first=[8])
-    assert picked[0] == 8 and len(picked) == 3
-    assert covering(rows, ["a"], first=[0, 3, 6]) == [0, 3, 6]
-
-
-def test_few_rows_show_every_pair():
-    rows = [{"a": i, "b": j, "c": k} for i in range(4) for j in range(4) for k in range(4)]
-    picked = [rows[i] for i in covering(rows, ["a b", "b c", "a c"])]
-    assert len({(row["a"], row["c"]) for row in picked}) == 16
-    assert len(picked) <= 24  # of 64; 16 is the least there is

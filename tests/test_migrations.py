@@ -145,17 +145,6 @@ def test_small_gradients_are_left_as_they_are(scale, max_norm, factor):
     assert_close(names["grads"], scaled(grads, factor))
 
 
-def test_haiku_trees_have_paths_of_two_levels():
-    import haiku
-
-    net = haiku.without_apply_rng(haiku.transform(lambda x: haiku.nets.MLP([4, 2])(x)))
-    params = net.init(jax.random.key(0), jnp.ones((1, 3)))
-    grads = jax.grad(lambda p: 100 * jnp.sum(net.apply(p, jnp.ones((1, 3)))))(params)
-    updates = updates_of(cg.clip_by_global_norm(0.25, where="linear_0/"), grads, params)
-    assert float(cg.global_norm(updates["mlp/~/linear_0"])) == pytest.approx(0.25, rel=1e-5)
-    assert updates["mlp/~/linear_1"]["w"] is grads["mlp/~/linear_1"]["w"]
-
-
 def test_flax_linen_train_state():
     from flax import linen as nn
     from flax.training.train_state import TrainState

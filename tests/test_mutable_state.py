@@ -177,36 +177,10 @@ def test_statistics_of_a_model_come_with_what_nnx_returns(argnums, same):
     assert stats["h"].size == 16
 
 
-def test_auxiliary_results_and_keywords_of_a_model_are_kept():
-    def with_aux(model, *, x):
-        return loss(model, x), {"model": model, "x": x, "text": "a"}
-
-    model = Model()
-    (value, aux), grads, stats = cg.value_and_grad_with_stats(with_aux, has_aux=True)(model, x=X)
-    assert aux["model"] is model and aux["text"] == "a" and model.calls == 1
-    assert isinstance(grads, nnx.State) and stats["h"].norm > 0
-
-
 @every_transformed
 def test_a_model_that_is_returned_is_the_one_that_was_passed(transformed):
     model = Model()
     assert transformed(lambda m, x: (m(x), m))(model, X)[1] is model
-
-
-def test_a_model_of_another_trace_can_be_read():
-    def read(model, x):
-        return jnp.sum(checkpoint_name(model.first(x), "h") ** 2)
-
-    model = Model()
-    expected = jax.grad(read, argnums=1)(model, X)
-    for gradient in (
-        jax.grad(cg.error_clip_by_name(read, RULES), argnums=1),
-        jax.vmap(jax.grad(cg.error_clip_by_name(read, RULES), argnums=1), in_axes=(None, 0)),
-        jax.grad(lambda m, x: cg.error_clip_by_name(lambda x: read(m, x), RULES)(x), argnums=1),
-        lambda m, x: cg.value_and_grad_with_stats(read, argnums=1)(m, x)[1],
-        jax.vmap(lambda m, x: cg.value_and_grad_with_stats(read, 1)(m, x)[1], in_axes=(None, 0)),
-    ):
-        assert_close(gradient(model, X), expected, rtol=1e-6)
 
 
 OUTSIDERS = {
@@ -223,18 +197,6 @@ def test_a_model_that_is_closed_over_and_changed_is_an_error_that_says_what_to_w
         with pytest.raises(ValueError, match=r"fun: got .* NNX model .*; write fun\(model, ...\)"):
             transformed(closed)(X)
     assert model.count[...] == model.calls == 0
-
-
-@every_transformed
-def test_other_containers_are_values_as_for_jit(transformed):
-    def fun(batch):
-        batch["x"] = 3 * batch["x"]
-        return jnp.sum(checkpoint_name(batch.pop("x"), "h"))
-
-    batch = {"x": X}
-    jax.jit(fun)(batch)
-    transformed(fun)(batch)
-    assert batch["x"] is X
 
 
 # references

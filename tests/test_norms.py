@@ -87,6 +87,7 @@ def test_a_float64_leaf_makes_the_norm_float64():
         assert cg.global_norm(jnp.array([3e200 + 4e200j])) == pytest.approx(5e200, rel=1e-15)
 
 
+@pytest.mark.kinds("ord", "empty")
 @every_order
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": None}, jnp.zeros((0, 3))], ids=str)
 def test_an_empty_tree_has_norm_zero(ord, empty):

@@ -1,7 +1,5 @@
 """What of a model is trained, and what is state: one answer at every entry point."""
 
-import copy
-
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -257,53 +255,6 @@ def test_a_skipped_step_leaves_the_state_of_the_model():
     state, metrics = step(state, X.at[0, 0].set(jnp.nan))
     assert metrics["skipped"]
     assert_close(state_of(state.params), before, rtol=0)
-
-
-def test_models_beside_arrays_are_trained_together():
-    def scaled(params, x):
-        return loss(params["model"], x) * params["scale"]
-
-    given = {"model": Normed(nnx.Rngs(0)), "scale": jnp.float32(2), "ids": jnp.arange(3)}
-    step = cg.train_step(scaled, optax.sgd(0.1))
-    state, _ = step(step.init(given), X)
-    expected = copy.deepcopy(given["model"])
-    _, grads = gradient(Normed, expected, X)
-    value = loss(copy.deepcopy(given["model"]), X)
-    assert_close(state.params["scale"], 2 - 0.1 * value, rtol=1e-5)
-    kernel = given["model"].last.kernel[...] - 0.2 * grads["last"]["kernel"][...]
-    assert_close(state.params["model"].last.kernel[...], kernel, rtol=1e-5)
-    assert_close(state.params["model"].norm.mean[...], expected.norm.mean[...], rtol=1e-6)
-
-
-def test_a_state_of_several_kinds_trains_its_parameters():
-    graph, given = nnx.split(Evaluated(nnx.Rngs(0)))
-    step = cg.train_step(lambda p, x: loss(nnx.merge(graph, p), x), optax.sgd(0.1))
-    state, _ = step(step.init(given), X)
-    for (path, before), (_, after) in zip(
-        nnx.to_flat_state(given), nnx.to_flat_state(state.params), strict=True
-    ):
-        if isinstance(before, nnx.Variable):  # another array in the state is an array of the tree
-            is_moved = not np.array_equal(before[...], after[...])
-            assert is_moved == (before.dtype == jnp.float32 and type(before) is nnx.Param), path
-
-
-def test_integers_among_the_parameters_of_examples_have_no_gradient():
-    params = {"w": jnp.ones(3), "ids": jnp.arange(3), "flag": True}
-    single = lambda p, x: jnp.sum(p["w"][p["ids"]] * x)  # noqa: E731
-    _, grads, stats = cg.clip_per_example(single, cg.ClipByGlobalNorm(1.0), reduce="sum")(params, X)
-    assert grads["ids"] is None and grads["flag"] is None
-    assert_close(stats.norm, jnp.linalg.norm(X, axis=1), rtol=1e-6)
-    assert_close(cg.per_example_norms(single)(params, X), stats.norm, rtol=1e-6)
-
-
-def test_an_equinox_model_is_clipped_by_example_as_filter_grad_does():
-    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
-    single = lambda model, x: jnp.sum(model(x) ** 2)  # noqa: E731
-    _, grads, stats = cg.clip_per_example(single, None)(model, X)
-    each = eqx.filter_vmap(eqx.filter_grad(single), in_axes=(None, 0))(model, X)
-    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter_grad(single)(model, X[0]))
-    assert_close(stats.norm, jax.vmap(cg.global_norm)(each), rtol=1e-5)
-    assert_close(cg.per_example_norms(single)(model, X), stats.norm, rtol=1e-5)
 
 
 # bad input

@@ -63,7 +63,7 @@ def on_devices(f, **options):
 def test_a_clip_of_a_part_of_the_gradient_warns_once(clip):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jax.jit(on_devices(clip(None)))(GRADS)
+        jax.eval_shape(on_devices(clip(None)), GRADS)
     assert len(caught) == 1, [str(w.message) for w in caught]
     assert re.search(WARNING, str(caught[0].message))
 
@@ -76,21 +76,6 @@ def test_what_is_meant_is_written_in_one_of_two_ways(clip):
     assert_close(
         each, jnp.concatenate([clip(None)(part) for part in GRADS.reshape(2, 2)]), rtol=1e-6
     )
-
-
-def test_every_axis_that_is_not_named_is_in_the_warning():
-    mesh = make_mesh(d=2, m=2)
-    run = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(("d", "m")), out_specs=P())
-    norm = lambda name: run(  # noqa: E731
-        lambda g: jax.lax.pmean(cg.global_norm(g, axis_name=name), ("d", "m"))
-    )
-    with pytest.warns(UserWarning, match=r"vary over 'd', 'm', .*axis_name=\('d', 'm'\) for"):
-        jax.jit(norm(None))(GRADS)
-    with pytest.warns(UserWarning, match=r"vary over 'm', .*axis_name=\('d', 'm'\) for"):
-        jax.jit(lambda g: run(lambda g: jax.lax.pmean(cg.global_norm(g, axis_name="d"), "m"))(g))(
-            GRADS
-        )
-    assert_close(jax.jit(run(lambda g: cg.global_norm(g, axis_name=("d", "m"))))(GRADS), 13.0)
 
 
 def test_nothing_warns_where_leaves_are_the_same_or_nothing_is_known():
@@ -108,6 +93,7 @@ SLICES = {
 }
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("clip", SLICES.values(), ids=SLICES)
 def test_slices_warn_until_somebody_says_what_cuts_them(clip):
     mesh, x = make_mesh(d=2, m=2), jax.random.normal(jax.random.key(3), (8, 4))
@@ -200,6 +186,7 @@ def test_an_example_over_parts_of_the_parameters_is_whole_or_warns(kind):
         jax.jit(each("d"))(PARAMS, EXAMPLES)
 
 
+@pytest.mark.exhaustive
 def test_followed_gradients_are_as_direct_whatever_axes_the_loss_varies_over():
     """The loss of one example varies over more mapped axes than it, as many, or fewer."""
     losses = (
@@ -243,11 +230,3 @@ def test_without_tracking_the_norm_of_two_parts_is_passed(tree):
     counted = on_devices(every, in_specs=(specs,), out_specs=P(), check_vma=False)
     norm = np.sqrt(13.0**2 + 2 * 26.0)
     assert_close(jax.jit(counted)(tree), norm, rtol=1e-6)
-
-
-def test_a_root_mean_square_over_devices_counts_all_elements():
-    whole = jax.jit(on_devices(lambda g: cg.ClipByBlockRMS(1.0, axis_name="d")(g)))(GRADS)
-    assert_close(whole, cg.ClipByBlockRMS(1.0)(GRADS), rtol=1e-6)
-    names = ["d"]
-    rules = cg.ClipByNorm(1.0, axis_name=names), cg.ClipByBlockRMS(1.0, axis_name=names)
-    assert all(rule.axis_name == ("d",) for rule in rules)

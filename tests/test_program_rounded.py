@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from clipgrad._jaxpr import low_jit
@@ -101,29 +100,6 @@ def test_what_is_no_number_or_small_and_whole_stays():
     assert np.all(np.asarray(moved_by_rounding(small, 1)) != np.asarray(small))
 
 
-def test_two_seeds_and_two_operations_are_independent():
-    def twice(x):
-        return jnp.tanh(x), jnp.tanh(x)
-
-    (x, first), (_, second) = runs(twice, numbers(4000, seed=4))
-    signs = [np.sign(y - x) for y in (*first[:2], second[0])]
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert abs(np.mean(signs[i] * signs[j])) < 0.06
-
-
-@pytest.mark.parametrize("count", [64, 4096])
-def test_a_sum_of_n_terms_moves_by_about_the_square_root_of_n_roundings(count):
-    def sums(x):
-        halves = jnp.full((count, 1), 0.5)
-        return jnp.sum(x), (x[None] @ halves)[0, 0] * 2, jnp.cumsum(x)[-1], lax.fori_loop(
-            0, 2, lambda i, t: t + jnp.sum(x), 0.0
-        ) / 2  # fmt: skip
-
-    for own, several in runs(sums, numbers(count, seed=5)):
-        found = np.sqrt(np.mean((several - own) ** 2)) / np.sqrt(count) / eps(jnp.float32)
-        assert 0.3 < found < 3, found
-
-
 def block(w, x, dtype=jnp.float32):
     w, x = w.astype(dtype), x.astype(dtype)
     return jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2)
@@ -147,14 +123,6 @@ def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_their
     assert 0.5 * eps("bfloat16") < narrow < 4 * eps("bfloat16")
     assert 0.5 * eps("float32") < wide < 3 * eps("float32")
     assert 0.5 * eps("bfloat16") < cast < 1.5 * eps("bfloat16")
-
-
-def test_constants_of_many_digits_move():
-    def results(x):
-        return jnp.where(x > 9, x, jnp.float32(0.1)), jnp.where(x > 9, x, jnp.float32(0.75))
-
-    tenth, short = movements(results, X)
-    assert 0.5 * eps("float32") < tenth < 2 * eps("float32") and short == 0
 
 
 def test_every_kind_of_program_is_entered():
@@ -209,15 +177,6 @@ def test_devices_of_a_shard_map_round_apart_and_what_is_the_same_on_each_stays_s
     steps = np.sign(apart[1] - apart[0])
     assert abs(np.mean(steps[:, 0] * steps[:, 1])) < 0.1
     assert np.any(same[1] != same[0])
-
-
-def test_arrays_with_explicit_axes_move():
-    own = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(own):
-        x = jax.device_put(X, NamedSharding(own, P(AXIS)))
-        w = jax.device_put(W, NamedSharding(own, P()))
-        (found,) = movements(lambda w, x: jnp.sum(jnp.tanh(x @ w), axis=1), w, x)
-    assert eps("float32") / 2 < found < 10 * eps("float32")
 
 
 @pytest.mark.parametrize("platform, bits", [("cuda", 10), ("tpu", 7)])

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import assert_close, assert_same
+from tests.helpers import assert_same
 
 RNG = np.random.default_rng(0)
 LIMIT = 2.0
@@ -118,52 +116,7 @@ def test_heads_without_a_clip_keep_their_bits(largest):
     assert_same(found, jax.tree.map(jnp.asarray, updates))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_computed_in_float32(dtype):
-    params = {"q": jnp.asarray(normal(5, 2, 2), dtype), "k": jnp.asarray(normal(5, 2, 2), dtype)}
-    tx = cg.qk_clip([("logits", "q", "k", 1)], LIMIT)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    largest = {"logits": jnp.array([4 * LIMIT, 1.0])}
-    updates, _ = tx.update(zeros, tx.init(params), params, max_logits=largest)
-    assert updates["q"].dtype == dtype
-    assert_same(optax.apply_updates(params, updates)["q"][:, 0], params["q"][:, 0] / 2)
-
-
-def on_two_devices(function):
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-    one = jax.vmap(function)  # the part of a device, which has one row
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
-
-
-WAYS = {
-    "vmap": lambda f: jax.jit(jax.vmap(f)),
-    "scan": lambda f: jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, f(*x)), 0, xs)[1]),
-    "shard_map": on_two_devices,
-}
-
-
-@pytest.mark.kinds("dtype", "way")
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_clip_that_is_made_inside_of_a_transformation_is_the_same(way, dtype):
-    def after(params, largest):
-        tx = cg.qk_clip([("logits", "q", "k", 1)], LIMIT)
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        logits = {"logits": largest}
-        updates, _ = tx.update(zeros, tx.init(params), params, max_logits=logits)
-        return optax.apply_updates(params, updates)
-
-    with jax.enable_x64(dtype == "float64"):
-        params = {n: jnp.asarray(normal(2, 5, 3, 2), dtype) for n in "qk"}
-        largest = jnp.asarray([[1.0, 4 * LIMIT, 9 * LIMIT], [LIMIT, 16 * LIMIT, 2.0]], dtype)
-        found = WAYS[way](after)(params, largest)
-    root = np.minimum(1, LIMIT / np.float64(largest))[:, None, :, None] ** 0.5
-    for name, kernel in params.items():
-        assert found[name].dtype == dtype
-        rtol = 1e-6 if dtype == "float32" else 1e-14
-        np.testing.assert_allclose(found[name], np.float64(kernel) * root, rtol=rtol)
-
-
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("shape", "bias", "parts", "axis", "heads"),
     [
@@ -273,6 +226,7 @@ def test_logits_that_grow_stay_at_the_limit(optimizer):
 FAR_BELOW = {"ordinary": 0.0, "shifted": -400.0, "masked": -1e9, "masked by -inf": -np.inf}
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", FAR_BELOW)
 def test_logits_far_below_zero_are_no_reason_to_scale(name):
     """Softmax ignores shifts; and of what a mask adds nothing comes from the kernels."""
@@ -426,32 +380,6 @@ def test_logits_that_are_no_numbers_are_refused():
             tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits={"logits": given})
 
 
-def test_heads_that_devices_cut_are_clipped_each_by_its_own_logits():
-    params = {"q": jnp.asarray(normal(5, 4, 3)), "k": jnp.asarray(normal(5, 4, 3))}
-    params["q"] = params["q"].at[:, 2].mul(1000)
-    mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
-
-    def attention(q, k, x):
-        with jax.named_scope("logits"):
-            return jnp.einsum("sd,dhe,tf,fhe->hst", x, q, x, k)
-
-    cut = {"in_specs": (P(None, "m"), P(None, "m"), P()), "out_specs": P("m")}
-    on_devices = jax.shard_map(attention, mesh=mesh, **cut)
-    largest = lambda p: on_devices(p["q"], p["k"], x).max((1, 2))  # noqa: E731
-    x = jnp.asarray(normal(6, 5))
-    before = largest(params)
-    step = cg.train_step(
-        lambda p, x: on_devices(p["q"], p["k"], x).mean(),
-        optax.chain(optax.sgd(0.0), cg.qk_clip([PAIR], max_logit=100.0)),
-        watch_values={"logits": (0, "m")},
-        donate=False,
-    )
-    state, metrics = step(step.init(params), x)
-    assert_close(metrics["values"]["logits"].highest, before, rtol=1e-6)
-    assert (before > 100).tolist() == [False, False, True, False]
-    assert_close(largest(state.params), jnp.minimum(before, 100), rtol=1e-4)
-
-
 def test_a_path_that_is_not_there_is_refused_at_once():
     with pytest.raises(
         ValueError, match="pairs: got the path 'w', expected that of a kernel; ther"
@@ -459,3 +387,15 @@ def test_a_path_that_is_not_there_is_refused_at_once():
         cg.qk_clip([("logits", "w", "k", 1)]).init(PARAMS)
     with pytest.raises(ValueError, match="params: got None, expected the parameters"):
         cg.qk_clip([PAIR]).update(PARAMS, optax.EmptyState(), max_logits={})
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    params = {"q": jnp.asarray(normal(5, 2, 2), dtype), "k": jnp.asarray(normal(5, 2, 2), dtype)}
+    tx = cg.qk_clip([("logits", "q", "k", 1)], LIMIT)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    largest = {"logits": jnp.array([4 * LIMIT, 1.0])}
+    updates, _ = tx.update(zeros, tx.init(params), params, max_logits=largest)
+    assert updates["q"].dtype == dtype
+    assert_same(optax.apply_updates(params, updates)["q"][:, 0], params["q"][:, 0] / 2)

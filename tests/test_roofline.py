@@ -93,12 +93,3 @@ def test_a_program_takes_the_time_that_is_known(name):
     found = Estimate(text)
     assert found.seconds == pytest.approx(seconds, rel=1e-4)
     assert sum(found.kernels.values()) == pytest.approx(found.seconds)
-
-
-def test_of_a_slice_in_a_fused_kernel_only_the_slice_is_read():
-    called = (
-        f"%called (p: f32[]) -> f32[] {{\n  %p = {GIGA} parameter(0)\n"
-        "  ROOT %s = f32[1,262144]{1,0} slice(%p), slice={[0:1], [0:262144]}\n}\n"
-    )
-    text = program("  ROOT %f = f32[1,262144]{1,0} fusion(%x), kind=kLoop, calls=%called", called)
-    assert Estimate(text).seconds == pytest.approx(2 * 2**20 / BANDWIDTH + LAUNCH)

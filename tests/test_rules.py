@@ -1,18 +1,12 @@
 """Known answers of single rules: units, axes, bounds, orders."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, PLACES, assert_same, tree_of
 from tests.test_by_name_user_rules import (
     Equal,
     LookAlike,
@@ -174,27 +168,6 @@ OWN_PLACES = {
 }
 
 
-def on_devices(f):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    return lambda c, x: jax.shard_map(f, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))(c, x)
-
-
-# Each makes of a function of a number and an array another that has the same result.
-TRANSFORMS = {
-    "nothing": lambda f: f,
-    "jit": jax.jit,
-    "jit of jit": lambda f: jax.jit(jax.jit(f)),
-    "vmap": lambda f: lambda c, x: jax.vmap(f, in_axes=(None, 0))(c, x),
-    "vmap of thresholds": lambda f: lambda c, x: jax.vmap(f, (0, None))(jnp.stack([c, c]), x)[1],
-    "scan": lambda f: lambda c, x: (
-        lax.scan(lambda k, c: (k, f(c, x)), 0, jnp.stack([9 * c, c]))[1][1]
-    ),
-    "scan of jit": lambda f: lambda c, x: lax.map(lambda row: jax.jit(f)(c, row), x),
-    "fori_loop": lambda f: lambda c, x: lax.fori_loop(0, 2, lambda i, _: f(c, x), x),
-    "cond": lambda f: lambda c, x: lax.cond(c > 0, f, lambda c, x: 0 * x, c, x),
-    "remat": jax.checkpoint,
-    "shard_map": lambda f: jax.jit(on_devices(f)),
-}  # fmt: skip
 every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
 
@@ -208,37 +181,3 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
     for c in (1.0, 2.0, jnp.array(5.0), np.float32(7.0)):
         object.__setattr__(rule, "c", c)
         np.testing.assert_array_equal(place(rule, X), c * X)
-
-
-@pytest.mark.kinds("place", "transform")
-@pytest.mark.ci("place", "transform")
-@every_place
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, transform):
-    clip = transform(lambda c, x: place(OfTheProtocol(c), x))
-    for c in (2.0, 5.0):
-        np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
-
-
-@every_place
-def test_a_subclass_of_a_rule_may_use_its_fields_and_an_attribute_beside_them(place):
-    class Softer(cg.ClipByValue):
-        def __call__(self, grads, params=None):
-            return jax.tree.map(lambda g: self.softness * g, super().__call__(grads))
-
-    rule = Softer(4.0)
-    for softness in (0.5, 0.25):
-        object.__setattr__(rule, "softness", softness)
-        np.testing.assert_array_equal(place(rule, X), softness * jnp.minimum(X, 4.0))
-
-
-@pytest.mark.kinds()
-@pytest.mark.ci("case", "apply")
-@pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_subclass_that_adds_nothing_is_the_rule(case, apply, key):
-    rule = case.make(0.3)
-    same = type("Same", (type(rule),), {})
-    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-    grads, params = tree_of(key), tree_of(jax.random.fold_in(key, 1))
-    assert_same(apply(same(**fields), grads, params), apply(rule, grads, params))

@@ -145,46 +145,6 @@ def test_a_global_norm_is_one_all_reduce_and_no_gather(layout, kind):
     assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
 
 
-@every_kind
-def test_a_value_clip_needs_no_collective(kind):
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        compiled = compiled_update(cg.clip_by_value(1.0), placed(GRADS, mesh, "both"))
-    assert all_reduces(compiled) == 0 and "all-gather" not in compiled.as_text()
-
-
-@jax.jit
-def statistics(grads):
-    rules = cg.ClipByGlobalNorm(1.0), cg.ClipByBlockRMS(0.5)
-    return [cg.clip_grads(grads, rule)[1] for rule in rules]
-
-
-@pytest.mark.exhaustive
-@every_kind
-def test_statistics_are_those_of_one_device(kind):
-    expected, mesh = statistics(GRADS), mesh_of(kind)
-    with jax.set_mesh(mesh):
-        assert_close(statistics(placed(GRADS, mesh, "both")), expected, rtol=1e-5, atol=1e-38)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-def test_adaptive_thresholds_and_skipping_take_one_all_reduce(layout):
-    """What is followed is the norm of the clip; a clip within skip_spikes is handed its norm."""
-    mesh = mesh_of(AxisType.Auto)
-    follow = cg.clip_by_global_norm(cg.HistoryThreshold(window=4))
-    skip = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)), window=4)
-
-    def skipping(grads, state):
-        return skip.update(grads, state, grad_norm=cg.global_norm(grads))
-
-    with jax.set_mesh(mesh):
-        grads = placed(GRADS, mesh, layout)
-        for tx, update in ((follow, follow.update), (skip, skipping)):
-            compiled = jax.jit(update).lower(grads, tx.init(grads)).compile()
-            assert all_reduces(compiled) == 1 and "all-gather" not in compiled.as_text()
-
-
 # training
 
 

@@ -7,8 +7,6 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import assert_close
@@ -55,23 +53,6 @@ def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.exhaustive
-def test_it_is_value_and_grad_update_and_apply(key):
-    params, batch = data(key)
-    tx = optax.chain(cg.clip_by_global_norm(1.0), optax.adam(1e-2))
-    step = cg.train_step(loss_fn, tx)
-    state = step.init(params)
-    expected, opt_state = params, tx.init(params)
-    for _ in range(3):
-        loss, grads = jax.value_and_grad(loss_fn)(expected, batch)
-        updates, opt_state = tx.update(grads, opt_state, expected)
-        expected = optax.apply_updates(expected, updates)
-        state, metrics = step(state, batch)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-        np.testing.assert_allclose(metrics["grad_norm"], cg.global_norm(grads), rtol=1e-5)
-    assert_close(state.params, expected, rtol=1e-5)
-
-
 def test_the_metrics_say_what_was_clipped(key):
     params, batch = data(key)
     step = cg.train_step(loss_fn, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)))
@@ -89,16 +70,6 @@ def test_a_gradient_that_is_not_finite_is_counted(key):
     _, metrics = step(step.init(params), (x.at[0, 0].set(jnp.nan), y))
     assert metrics["nonfinite"] > 0 and metrics["clips"] == ()
     assert "clipped_norm" not in metrics
-
-
-def test_several_clips_are_listed_in_order(key):
-    params, batch = data(key)
-    tx = optax.chain(cg.clip_by_value(0.5), cg.clip_by_global_norm(0.1), optax.sgd(0.1))
-    _, metrics = cg.train_step(loss_fn, tx)(cg.train_step(loss_fn, tx).init(params), batch)
-    first, second = metrics["clips"]
-    assert first.norm == metrics["grad_norm"] and "clip_scale" not in metrics
-    np.testing.assert_allclose(second.norm, first.clipped_norm, rtol=1e-6)
-    np.testing.assert_allclose(second.clipped_norm, 0.1, rtol=1e-6)
 
 
 def test_the_state_is_that_of_optax_and_metrics_say_what_was_clipped_all_the_same(key):
@@ -179,20 +150,6 @@ def test_buffers_are_donated_and_the_parameters_of_the_caller_are_not(donate, ke
     step(state, batch)
     assert all(leaf.is_deleted() == donate for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-
-
-def test_weakly_typed_parameters_do_not_retrace():
-    traces = []
-
-    def loss(p, b):
-        traces.append(1)
-        return jnp.sum((p * b) ** 2)
-
-    step = cg.train_step(loss, optax.sgd(0.1))
-    state = step.init(jnp.asarray(2.0))
-    for _ in range(3):
-        state, _ = step(state, jnp.ones(2))
-    assert len(traces) == 1
 
 
 def test_the_raw_norm_is_not_summed_twice(key):
@@ -283,41 +240,6 @@ def test_a_clip_that_does_not_act_in_a_step_reports_nothing_and_its_state_keeps_
         assert optax.tree.get(state.opt_state, "clipped_count") == 1
 
 
-def test_a_clip_with_a_schedule_reports_and_its_state_is_as_small_as_before(key):
-    params, batch = data(key)
-    tx = optax.chain(cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.0, 4)), optax.sgd(0.1))
-    step = cg.train_step(loss_fn, tx)
-    state = step.init(params)
-    for expected in (1.0, 0.75):
-        state, metrics = step(state, batch)
-        np.testing.assert_allclose(metrics["clipped_norm"], expected, rtol=1e-6)
-    chex.assert_trees_all_equal_structs(state.opt_state, tx.init(params))
-    assert optax.tree.get(state.opt_state, "threshold") == 0.75
-
-
-@pytest.mark.exhaustive
-def test_a_step_inside_of_shard_map_reports_too():
-    """There a branch that does not act must return statistics of the type of those that do."""
-    whole = cg.clip_by_global_norm(1.0, axis_name="d")
-    tx = optax.apply_if_finite(
-        optax.chain(whole, cg.clip_by_norm(0.1, axis_name=()), optax.adam(0.1)), 3
-    )
-    step = cg.train_step(lambda params, batch: batch.sum() * (params["w"] ** 2).sum(), tx)
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
-
-    def run(w):
-        state, metrics = step.update(step.init({"w": w}), jnp.ones(1))
-        first, second = metrics["clips"]
-        return state.params["w"], first.clipped_norm, second.clipped_norm[None]
-
-    specs = (P("d"), P(), P("d"))
-    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=specs))
-    w, joint, each = mapped(jnp.arange(1.0, 5.0))
-    np.testing.assert_allclose(joint, 1, rtol=1e-6)
-    np.testing.assert_allclose(each, [0.1, 0.1], rtol=1e-6)
-    np.testing.assert_allclose(w, jnp.arange(1.0, 5.0) - 0.1, rtol=1e-4)
-
-
 def of_another_state(inner):
     """A wrapper whose state is not that of the clip."""
     empty = optax.EmptyState()
@@ -343,23 +265,6 @@ def test_statistics_that_find_no_place_are_missed_in_a_warning(wrap, key):
         state, metrics = step(state, batch)
     assert metrics["clips"] == () and "measured_norm" not in metrics
     chex.assert_tree_all_finite(state.params)
-
-
-@pytest.mark.exhaustive
-def test_a_clip_in_the_loss_is_none_of_the_optimizer(key):
-    """The inner loop of meta-learning; a line search calls the loss from inside of the update."""
-    params, batch = data(key)
-
-    def loss(params, batch):
-        inner = optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(0.1))
-        grads = jax.grad(loss_fn)(params, batch)
-        updates, _ = inner.update(grads, inner.init(params))
-        return loss_fn(optax.apply_updates(params, updates), batch)
-
-    search = optax.scale_by_backtracking_linesearch(3)
-    step = cg.train_step(loss, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0), search))
-    _, metrics = step(step.init(params), batch)
-    assert len(metrics["clips"]) == 1
 
 
 def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
@@ -412,26 +317,6 @@ def tagged_step(rule, **options):
     params = {"w": jnp.array(1.5)}
     batch = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
     return step(step.init(params), batch), params, batch
-
-
-@pytest.mark.exhaustive
-def test_tagged_variables_are_clipped_and_their_statistics_are_metrics():
-    rule = cg.ErrorClipByValue(0.5)
-    (state, metrics), params, batch = tagged_step(rule)
-    watched = cg.value_and_grad_with_stats(tagged_loss, rules={"h": rule})
-    value, grads, stats = watched(params, batch)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-6)
-    assert_close(metrics["error_clip"], stats, rtol=1e-5)
-    assert metrics["error_clip"]["h"].norm.shape == (3,)
-    assert not np.allclose(grads["w"], jax.grad(tagged_loss)(params, batch)["w"])
-
-
-def test_a_rule_that_is_off_only_watches():
-    (state, metrics), params, batch = tagged_step(None)
-    gradient = jax.grad(tagged_loss)(params, batch)["w"]
-    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * gradient, rtol=1e-6)
-    assert metrics["error_clip"]["h"].norm.all() and not metrics["error_clip"]["h"].clipped.any()
 
 
 @pytest.mark.exhaustive

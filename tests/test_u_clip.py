@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import clipgrad as cg
-from tests.helpers import CASES, assert_close, assert_same, float64, tree_of
+from tests.helpers import CASES, assert_close, float64, tree_of
 
 
 def run(tx, steps, params=None):
@@ -64,22 +64,6 @@ def test_one_bad_step_is_seen_and_forgotten(rule, bad):
     assert np.isfinite(found[1]).all() == (bad == np.inf and isinstance(rule, cg.ClipByValue))
 
 
-def test_without_a_clip_that_acts_it_changes_nothing(key):
-    steps = [tree_of(jax.random.fold_in(key, i)) for i in range(3)]
-    for clip in (None, cg.ClipByGlobalNorm(jnp.inf), optax.identity(), cg.clip_by_norm(1e9)):
-        found, state = run(cg.u_clip(clip), steps)
-        assert_same(found, steps)
-        assert_close(state.carry, jax.tree.map(jnp.zeros_like, steps[0]))
-
-
-def test_leaves_without_gradients_stay_and_have_no_carry():
-    tree = {"i": jnp.arange(2), "k": jax.random.key(0), "n": None, "w": jnp.array([3.0, 4.0])}
-    tx = cg.u_clip(cg.ClipByGlobalNorm(1.0))
-    updates, state = tx.update(tree, tx.init(tree))
-    assert all(updates[name] is tree[name] for name in "ikn")
-    assert state.carry["i"] is None and state.carry["w"].shape == (2,)
-
-
 def test_the_state_is_carried_by_scan_and_keeps_its_structure():
     tx = optax.chain(cg.u_clip(cg.clip_by_global_norm(1.0, stats=True)), optax.trace(0.9))
     params = {"w": jnp.zeros(2)}
@@ -124,3 +108,11 @@ def test_what_is_not_a_clip_or_not_its_state_is_refused():
     for state in (tx.init({"w": jnp.zeros(3)}), tx.init(None), optax.EmptyState()):
         with pytest.raises(ValueError, match=r"state: got a carry .*the state of init\(params\)"):
             tx.update({"w": jnp.zeros(2)}, state)
+
+
+def test_leaves_without_gradients_stay_and_have_no_carry():
+    tree = {"i": jnp.arange(2), "k": jax.random.key(0), "n": None, "w": jnp.array([3.0, 4.0])}
+    tx = cg.u_clip(cg.ClipByGlobalNorm(1.0))
+    updates, state = tx.update(tree, tx.init(tree))
+    assert all(updates[name] is tree[name] for name in "ikn")
+    assert state.carry["i"] is None and state.carry["w"].shape == (2,)

@@ -84,60 +84,6 @@ def test_units_of_every_layout_in_one_tree(axis):
             np.testing.assert_allclose(clipped[path], expected, rtol=2e-6, err_msg=path)
 
 
-OPTAX_IS_WRONG = [
-    ("attention/out/kernel", "a unit of it is one output, of all heads"),
-    ("conv1d/kernel", "a unit of it is one output, of all taps"),
-    ("one_input/kernel", "squeezed, all units are one"),
-]
-OPTAX_REFUSES = ["six"]
-
-
-@pytest.mark.parametrize("path, why", OPTAX_IS_WRONG)
-def test_inputs_on_which_optax_is_wrong(path, why):
-    grads, params = (tree[path] for tree in trees())
-    expected = reference(grads, params, LAYOUTS[path][1], 0.1)
-    np.testing.assert_allclose(cg.AdaptiveClip(0.1)(grads, params), expected, rtol=2e-6)
-    theirs = optax.adaptive_grad_clip(0.1)
-    assert not np.allclose(theirs.update(grads, theirs.init(params), params)[0], expected), why
-
-
-@pytest.mark.parametrize("path", OPTAX_REFUSES)
-def test_inputs_that_optax_refuses(path):
-    grads, params = (tree[path] for tree in trees())
-    expected = reference(grads, params, LAYOUTS[path][1], 0.1)
-    np.testing.assert_allclose(cg.AdaptiveClip(0.1)(grads, params), expected, rtol=2e-6)
-    theirs = optax.adaptive_grad_clip(0.1)
-    with pytest.raises(ValueError):
-        theirs.update(grads, theirs.init(params), params)
-
-
-def test_layers_that_a_scan_stacks_are_clipped_like_single_ones():
-    """optax takes the layer for the unit: its limit is that of the largest layer."""
-    rng = np.random.default_rng(0)
-    scales = 10.0 ** np.arange(-2.0, 3.0)[:, None, None]
-    params = np.float32(rng.normal(size=(5, 8, 8)) * scales)
-    grads = np.float32(rng.normal(size=(5, 8, 8)))
-    stacked = cg.AdaptiveClip(0.02, axis={"layers": -2})(
-        {"layers": {"kernel": grads}}, {"layers": {"kernel": params}}
-    )["layers"]["kernel"]
-    for layer in range(5):
-        alone = cg.AdaptiveClip(0.02)(grads[layer], params[layer])
-        np.testing.assert_allclose(stacked[layer], alone, rtol=1e-6)
-    theirs = optax.adaptive_grad_clip(0.02)
-    wrong = theirs.update(grads, theirs.init(params), params)[0]
-    assert np.linalg.norm(wrong[0]) > 10 * np.linalg.norm(stacked[0])
-
-
-def test_a_unit_may_be_a_whole_leaf():
-    """The rule of dreamerv3: the update of a whole tensor relative to its norm."""
-    grads, params = trees()
-    clipped = jax.jit(cg.AdaptiveClip(0.3, axis={".": None}))(grads, params)
-    for path, grad in grads.items():
-        size, weight = (np.linalg.norm(np.float64(x).ravel()) for x in (grad, params[path]))
-        expected = grad / max(1.0, size / (0.3 * max(1e-3, weight)))
-        np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)
-
-
 @pytest.mark.parametrize(
     "axis, match",
     [

@@ -12,10 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad._jaxpr as _jaxpr
-import clipgrad._names as _names
 from clipgrad._values import ValueHook, named_values, value_hook
 from tests.helpers import assert_close, assert_same
-from tests.tagged import MODELS, X, scanned, step
+from tests.tagged import MODELS, X, step
 
 
 @value_hook()
@@ -91,6 +90,7 @@ def traced(model, tag=tagged):
     return _jaxpr.trace(lambda x: model(x, tag), (X,), {})
 
 
+@pytest.mark.kinds()
 @every_program
 def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
     program = traced(model)
@@ -110,47 +110,12 @@ def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
 
 @pytest.mark.kinds()
 @every_program
-def test_notes_are_no_values_with_names(model):
-    def noting(x):
-        program, hook = _jaxpr.trace(lambda x: model(x, tagged), (x,), {}), Sums()
-        return program.evaluate((x,), {}, hook), hook.noted()
-
-    found, plain = (
-        [(v.name, v.kind, v.variable.aval.shape) for v in named_values(program.program)]
-        for program in (_jaxpr.trace(noting, (X,), {}), traced(model))
-    )
-    assert found == plain
-    sites = _names.sites(_jaxpr.trace(noting, (X,), {}).program)
-    assert sites == _names.sites(traced(model).program)
-
-
-@pytest.mark.kinds()
-@every_program
 def test_another_trace_of_the_same_function_has_the_same_positions(model):
     first, second = (
         [(v.position, v.name, v.kind) for v in named_values(traced(model).program)]
         for _ in range(2)
     )
     assert first == second
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", COUNTED)
-def test_the_counts_are_those_of_the_values_that_are_computed(name):
-    model, seen = PROGRAMS[name], []
-
-    def counting(x, name):
-        jax.debug.callback(lambda x: seen.append(np.sum(np.asarray(x, np.float64))), x)
-        return checkpoint_name(x, name)
-
-    jax.block_until_ready(model(X, counting))
-    jax.effects_barrier()
-    program, hook = traced(model, checkpoint_name), Sums()
-    program.evaluate((X,), {}, hook)
-    tags = {v.position for v in named_values(program.program) if v.kind == "tag"}
-    totals = [note for key, note in hook.noted().items() if key in tags]
-    assert sum(float(jnp.sum(count)) for _, count in totals) == len(seen)
-    np.testing.assert_allclose(sum(float(jnp.sum(n)) for n, _ in totals), sum(seen), rtol=1e-5)
 
 
 @pytest.mark.kinds()
@@ -178,41 +143,6 @@ def test_a_hook_that_wants_one_name_leaves_all_else_as_it_is():
     program, hook = traced(step), Taps(only="out")
     jaxpr = jax.make_jaxpr(lambda x: program.evaluate((x,), {}, hook))(X)
     assert str(jaxpr) == str(jax.make_jaxpr(lambda x: step(x, tagged))(X))
-
-
-def test_the_moments_of_a_reversed_scan_are_its_steps_from_the_last_one_on():
-    def model(x, reverse):
-        return scanned(x, checkpoint_name, reverse=reverse)
-
-    for reverse in (False, True):
-        program = _jaxpr.trace(lambda x, reverse=reverse: model(x, reverse), (X,), {})
-        h, out = named_values(program.program)
-        assert (h.name, out.name) == ("h", "out")
-        times = [value.time((i,)) for i in range(4) for value in (h, out)]
-        assert (sorted(times) == times) != reverse
-        assert (h.time((0,)) > out.time((1,))) == reverse
-
-
-def test_a_value_that_devices_share_is_noted_once_where_jax_knows_what_varies():
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
-
-    def model(x, y):
-        own, shared = checkpoint_name(2 * x, "own"), checkpoint_name(3 * y, "shared")
-        return own + shared[0]
-
-    counts = []
-    for check in (True, False):
-        fun = jax.shard_map(
-            model, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check
-        )
-        args = (jnp.arange(8.0), jnp.ones(3))
-        program, hook = _jaxpr.trace(fun, args, {}), Sums()
-        jax.jit(lambda *args, p=program, h=hook: (p.evaluate(args, {}, h), h.noted()))(*args)
-        notes = jax.jit(lambda *a, p=program, h=hook: (p.evaluate(a, {}, h), h.noted())[1])(*args)
-        names = {v.position: v.name for v in named_values(program.program)}
-        counts.append({names[key]: list(map(float, note)) for key, note in notes.items()})
-    assert counts[0] == {"own": [56.0, 4.0], "shared": [9.0, 1.0]}
-    assert counts[1] == {"own": [56.0, 4.0], "shared": [36.0, 4.0]}
 
 
 def test_the_options_of_a_jit_inside_stay():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from clipgrad._values import value_stats
 from tests.helpers import assert_close, assert_same
-from tests.tagged import MODELS, X, loss_of, scanned
+from tests.tagged import X, loss_of, scanned
 from tests.test_value_hook import COUNTED, PROGRAMS, in_a_while
 
 PROPERTIES = ("norm", "rms", "max", "highest", "nonfinite", "zeros", "size")
@@ -68,6 +68,7 @@ ARRAYS = {
 every_array = pytest.mark.parametrize("name", ARRAYS)
 
 
+@pytest.mark.kinds("name", "axis")
 @every_array
 @pytest.mark.parametrize("axis", [None, 0, -1])
 def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
@@ -88,14 +89,6 @@ def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
         np.testing.assert_array_equal(np.isfinite(stats.norm), np.isfinite(kept["norm"]))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_narrow_types_are_summed_in_float32(dtype):
-    x = jnp.full((300, 4), 300.0, dtype)
-    stats = cg.types.ValueStats.of(x)
-    assert stats.norm.dtype == jnp.float32
-    assert_stats(stats, [np.asarray(x, np.float64)])
-
-
 def test_float64_stays():
     with jax.enable_x64():
         x = jnp.array([3e-170, 4e-170])
@@ -108,33 +101,6 @@ def test_float64_stays():
 def test_what_is_no_array_of_floating_numbers_is_refused(value):
     with pytest.raises(TypeError, match="x: got .*, expected an array of floating or complex num"):
         cg.types.ValueStats.of(value)
-
-
-NUMBERS = {"float": -2.5, "complex": 3 + 4j, "NumPy": np.float32(2), "array": np.full(3, -2.0)}
-
-
-@pytest.mark.usefixtures("users_promotion")
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_of_python_with_a_name_is_measured_eagerly_as_when_compiled(name):
-    number = NUMBERS[name]
-
-    def function(x):
-        with scope("module"):
-            y = checkpoint_name(number, "h")
-
-        def step(total, _):
-            return total + jnp.sum(jnp.abs(x * checkpoint_name(number, "inside"))), None
-
-        return lax.scan(step, jnp.abs(y).sum(), None, length=2)[0]
-
-    measured = cg.with_value_stats(function, watch=["h", "inside", "module"])
-    for run in (measured, jax.jit(measured)):
-        stats = run(jnp.ones(()))[1]
-        assert_stats(stats["h"], [number])
-        assert_stats(stats["module"], [number])
-        np.testing.assert_allclose(stats["inside"].max, [np.abs(number).max()] * 2, rtol=1e-6)
-    eager = cg.with_value_stats(lambda x: checkpoint_name(x, "h") * 2)(number)[1]["h"]
-    assert_stats(eager, [number])
 
 
 def test_statistics_of_parts_join_to_those_of_the_whole():
@@ -170,6 +136,7 @@ def together(stats):
     return stats
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", COUNTED)
 def test_tags_are_measured_in_any_program(name):
     seen = recorded(PROGRAMS[name])
@@ -180,16 +147,6 @@ def test_tags_are_measured_in_any_program(name):
     assert all(float(jnp.sum(stats[key].size)) == 0 for key in untaken)
     for key, values in seen.items():
         assert_stats(together(stats[key]), values, rtol=2e-6)
-
-
-@pytest.mark.parametrize("name", [n for n in MODELS if "remat" in n])
-def test_recomputation_counts_once(name):
-    with_remat = jax.value_and_grad(cg.with_value_stats(loss_of(MODELS[name])), has_aux=True)
-    without = {"scan of remat": MODELS["scan"]}.get(
-        name, lambda x, tag: MODELS["plain"](MODELS["plain"](x, tag), tag)
-    )
-    (_, stats), _ = jax.jit(with_remat)(X)
-    assert_close(stats, cg.with_value_stats(loss_of(without))(X)[1], rtol=1e-5)
 
 
 def test_each_step_of_a_scan_has_an_entry():
@@ -211,32 +168,6 @@ def test_each_step_of_a_scan_has_an_entry():
                 assert_stats(jax.tree.map(lambda s, i=i: s[i], stats[name]), [value], rtol=2e-6)
 
 
-def test_nested_scans_have_an_axis_each_and_shared_names_the_axes_that_they_share():
-    def layer(x, scale):
-        def cell(h, row):
-            return checkpoint_name(h * scale + row, "h"), None
-
-        with scope("layer"):
-            h = lax.scan(cell, jnp.zeros(3), x)[0]
-        return checkpoint_name(x * h[None], "twice"), None
-
-    def model(x):
-        x = checkpoint_name(lax.scan(layer, x, jnp.array([0.5, 2.0]))[0], "alone")
-        return checkpoint_name(2 * x, "twice").sum()
-
-    stats = jax.jit(cg.with_value_stats(model, watch=["*", "twice"]))(X)[1]
-    shapes = {name: stats[name].rms.shape for name in stats}
-    assert shapes == {"h": (2, 4), "layer": (2,), "alone": (), "twice": ()}
-    x, first = np.asarray(X, np.float64), []
-    for scale in (0.5, 2.0):
-        h = np.zeros(3)
-        for row in x:
-            h = h * scale + row
-        x = x * h
-        first.append(x)
-    assert_stats(stats["twice"], [*first, 2 * x], rtol=2e-6)
-
-
 @pytest.mark.parametrize("trips", [0, 3])
 def test_the_iterations_of_a_loop_of_unknown_length_are_joined(trips):
     def model(x, n):
@@ -252,23 +183,6 @@ def test_the_iterations_of_a_loop_of_unknown_length_are_joined(trips):
     assert_stats(stats["net"], [np.asarray(X, np.float64) * 2**i for i in range(1, trips + 1)])
 
 
-def test_what_a_branch_computes_counts_if_it_is_taken():
-    def model(x, on):
-        def left(x):
-            return checkpoint_name(x * 2, "both") + checkpoint_name(x, "left")
-
-        return lax.cond(on, left, lambda x: checkpoint_name(x * 3, "both"), x)
-
-    measured = jax.jit(cg.with_value_stats(model))
-    x = np.asarray(X, np.float64)
-    stats = measured(X, True)[1]
-    assert_stats(stats["both"], [2 * x])
-    assert_stats(stats["left"], [x])
-    stats = measured(X, False)[1]
-    assert_stats(stats["both"], [3 * x])
-    assert_stats(stats["left"], [])
-
-
 def test_a_lane_of_vmap_has_its_own_statistics_and_a_batch_inside_has_those_of_all():
     def model(x):
         return checkpoint_name(jnp.sin(x), "h").sum()
@@ -278,23 +192,6 @@ def test_a_lane_of_vmap_has_its_own_statistics_and_a_batch_inside_has_those_of_a
         assert_stats(jax.tree.map(lambda s, i=i: s[i], stats), [row])
     stats = cg.with_value_stats(jax.vmap(model))(X)[1]["h"]
     assert_stats(stats, [np.sin(np.asarray(X, np.float64))])
-
-
-def test_custom_rules_are_left_whole_and_their_results_are_values_of_the_modules_around():
-    @jax.custom_vjp
-    def rule(x):
-        return jnp.sin(x)
-
-    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (100 * g * jnp.cos(x),))
-
-    def loss(x):
-        with scope("net"):
-            y = rule(x)
-        return y.sum()
-
-    (_, stats), grads = jax.value_and_grad(cg.with_value_stats(loss), has_aux=True)(X)
-    assert_stats(stats["net"], [np.sin(np.asarray(X, np.float64))])
-    np.testing.assert_allclose(grads, 100 * np.cos(X), rtol=1e-6)
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -360,6 +257,7 @@ CUTS = {
 }
 
 
+@pytest.mark.kinds("check")
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("name", CUTS)
 def test_an_axis_that_devices_cut_is_whole_again(name, check):
@@ -434,20 +332,6 @@ def test_value_and_gradient_are_those_of_the_function(name):
     assert_close((value, grads), plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["plain", "scan", "jit", "scan of remat", "cond and switch"])
-def test_values_and_cotangents_of_one_run_are_those_of_two(name):
-    loss = loss_of(MODELS[name])
-    both = cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)
-    (value, values), grads, cotangents = jax.jit(both)(X)
-    assert_close((value, grads), jax.value_and_grad(loss)(X), rtol=1e-5, atol=1e-6)
-    assert_close(values, cg.with_value_stats(loss)(X)[1], rtol=1e-5)
-    alone = cg.value_and_grad_with_stats(loss)(X)[2]
-    assert_close(cotangents, alone, rtol=1e-5)
-    twice = cg.with_value_stats(cg.with_value_stats(loss))(X)
-    assert_close(twice[1], values, rtol=1e-5)
-    assert cg.list_names(cg.with_value_stats(loss), (X,)) == cg.list_names(loss, (X,))
-
-
 def test_statistics_have_no_derivative():
     def regularized(x):
         value, stats = cg.with_value_stats(lambda x: checkpoint_name(x * x, "h").sum())(x)
@@ -471,50 +355,6 @@ def test_auxiliary_results_come_before_the_statistics():
     assert_same((value, aux["x"]), (X.sum(), X))
     with pytest.raises(TypeError, match=r"has_aux: got a result of .*, expected fun to return"):
         cg.with_value_stats(lambda x: checkpoint_name(x, "h"), has_aux=True)(X)
-
-
-def test_a_function_of_keywords_and_other_leaves_keeps_its_name():
-    def loss(x, *, scale, mode="sum"):
-        return getattr(jnp, mode)(checkpoint_name(x * scale, "h"))
-
-    measured = cg.with_value_stats(loss)
-    assert measured.__name__ == "loss"
-    value, stats = measured(X, scale=2.0, mode="max")
-    assert_same(value, (2 * X).max())
-    assert_stats(stats["h"], [2 * np.asarray(X, np.float64)])
-
-
-def test_a_jit_inside_keeps_donation_and_shardings_with_its_statistics():
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
-    spread = jax.NamedSharding(mesh, P("d"))
-
-    def inner(x):
-        return checkpoint_name(x * 2, "h")
-
-    compiled = jax.jit(inner, out_shardings=spread, donate_argnums=0)
-    jaxpr = jax.make_jaxpr(cg.with_value_stats(lambda x: compiled(x)))(X).jaxpr
-    (equation,) = (e for e in jaxpr.eqns if e.params.get("name") == "inner")
-    assert equation.params["donated_invars"] == (True,)
-    stats = cg.types.ValueStats._fields
-    assert equation.params["out_shardings"][0] == spread and len(equation.outvars) == 1 + len(stats)
-    out, stats = jax.jit(cg.with_value_stats(lambda x: compiled(x)))(X)
-    assert out.sharding.is_equivalent_to(spread, 2)
-    assert_stats(stats["h"], [2 * np.asarray(X, np.float64)])
-
-
-def test_a_program_that_is_called_from_many_places_is_measured_in_time_linear_in_the_source():
-    def measured(depth):
-        fun = lambda x: checkpoint_name(x * 1.01, "h")  # noqa: E731
-        for _ in range(depth):
-            fun = jax.jit(lambda x, f=fun: f(x) + f(x))
-        return jax.jit(cg.with_value_stats(lambda x: fun(x)))
-
-    stats = measured(4)(jnp.ones(()))[1]["h"]
-    assert stats.size == 2**4
-    np.testing.assert_allclose(stats.max, 1.01, rtol=1e-6)
-    # Not compiled: XLA writes every call out.
-    once, twice = (len(measured(n).lower(1.0).as_text().splitlines()) for n in (7, 14))
-    assert twice <= 2 * once
 
 
 # ---- what is watched ----------------------------------------------------------------------------
@@ -620,6 +460,7 @@ def attention_loss(params, batch):
     return jnp.mean(jnp.tanh(logits) ** 2)
 
 
+@pytest.mark.kinds("accumulate", "has_aux")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_training_step_measures_the_values_before_it(accumulate, has_aux):
@@ -641,17 +482,6 @@ def test_a_training_step_measures_the_values_before_it(accumulate, has_aux):
     assert step.update._cache_size() == 1
 
 
-def test_the_optimizer_gets_the_largest_elements():
-    def update(updates, state, params=None, *, max_logits, **_):
-        return jax.tree.map(lambda u: u * 0 + max_logits["logits"][None], updates), state
-
-    spy = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-    optimizer = optax.chain(cg.clip_by_global_norm(1.0), spy)
-    step = cg.train_step(attention_loss, optimizer, watch_values={"logits": -1})
-    state, metrics = step(step.init({"w": jnp.eye(3)}), X)
-    assert_close(state.params["w"], jnp.eye(3) + jnp.maximum(X.max(0), 0)[None])
-
-
 def test_loggers_get_the_properties_by_name():
     step = cg.train_step(attention_loss, optax.sgd(0.1), watch_values={"attn": None, "logits": -1})
     _, metrics = step(step.init({"w": jnp.eye(3)}), X)
@@ -665,6 +495,7 @@ def test_loggers_get_the_properties_by_name():
     assert set(cg.scalars(stats, by="module")) == {f"values/{name}" for name in of_values}
 
 
+@pytest.mark.kinds("form", "bad")
 @pytest.mark.parametrize("form", [value_stats._measured_together, value_stats._measured_apart])
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("bad", [None, np.nan, -np.inf])

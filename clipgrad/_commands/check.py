@@ -9,7 +9,16 @@ from typing import Any
 import jax
 
 from clipgrad._check import CHECKS, GradCheckReport, Options, check_grads
-from clipgrad._commands.function import FAILED, PASSED, add_function, arguments, complain, load
+from clipgrad._commands.function import (
+    FAILED,
+    PASSED,
+    add_command,
+    add_function,
+    arguments,
+    complain,
+    load,
+)
+from clipgrad._commands.result import plain_json
 from clipgrad._devices import PLATFORMS
 
 CHECK_EPILOG = """\
@@ -69,13 +78,8 @@ WORDS: dict[str, dict[str, Any]] = {
 
 def add_check_parser(subparsers: Any) -> None:
     """Add `check` to the subcommands of a parser."""
-    parser = subparsers.add_parser(
-        "check",
-        help="check the gradient of a function against finite differences",
-        description="Check the gradient of a function against finite differences.",
-        epilog=CHECK_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Check the gradient of a function against finite differences."
+    parser = add_command(subparsers, "check", about, CHECK_EPILOG, run_check)
     add = parser.add_argument_group("what to check").add_argument
     add_function(add)
     paths = "by position, name or path; you can repeat it"
@@ -91,7 +95,6 @@ def add_check_parser(subparsers: Any) -> None:
     how("--device", metavar="KINDS", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (all)")
     how("--x64", action="store_true", help="enable 64-bit types first")
     parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
-    parser.set_defaults(run=run_check)
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -131,23 +134,11 @@ def _command_report(options: argparse.Namespace) -> GradCheckReport:
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
     """The report as plain data."""
     failures = [
-        {
-            "check": failure.check,
-            "where": failure.where,
-            "detail": failure.detail,
-            "numeric": _number(failure.numeric),
-            "error": _number(failure.error),
-            "analytic": _number(failure.analytic),
-            "indices": failure.indices.tolist(),
-        }
+        {name: plain_json(value) for name, value in failure._asdict().items() if name != "ratio"}
         for failure in report.failures
     ]
     names = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
     return {"failures": failures} | {name: getattr(report, name) for name in names}
-
-
-def _number(value: float) -> float | None:
-    return value if value == value and abs(value) != float("inf") else None
 
 
 def _selectors(texts: list[str] | None) -> list[int | str] | None:

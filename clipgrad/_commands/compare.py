@@ -7,6 +7,7 @@ from typing import Any
 
 from clipgrad._commands.function import (
     UsageError,
+    add_command,
     add_function,
     arguments,
     load,
@@ -31,13 +32,8 @@ exit code:
 
 def add_compare_parser(subparsers: Any) -> None:
     """Add `compare` to the subcommands of a parser."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="find the first place where two versions of a loss, or of a training step, differ",
-        description="Find the first place where two versions of a loss or training step differ.",
-        epilog=COMPARE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Find the first place where two versions of a loss, or of a training step, differ."
+    parser = add_command(subparsers, "compare", about, COMPARE_EPILOG, run_compare)
     add = parser.add_argument
     add_function(add, "loss")
     add(
@@ -62,7 +58,6 @@ def add_compare_parser(subparsers: Any) -> None:
     )
     add("--rtol", metavar="ERROR", type=float, help="a tolerance in place of the measured one")
     add("--out", metavar="DIR", help="write comparison.png and comparison.json into this folder")
-    parser.set_defaults(run=run_compare)
 
 
 def run_compare(options: argparse.Namespace) -> int:

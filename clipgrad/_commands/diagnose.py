@@ -7,6 +7,7 @@ from typing import Any
 from clipgrad._commands.arguments import Arguments
 from clipgrad._commands.function import (
     UsageError,
+    add_command,
     add_function,
     arguments,
     load,
@@ -30,14 +31,8 @@ exit code:
 
 def add_diagnose_parser(subparsers: Any) -> None:
     """Add `diagnose` to the subcommands of a parser."""
-    parser = subparsers.add_parser(
-        "diagnose",
-        help="find the operation that makes a gradient NaN, explode, vanish, underflow or zero",
-        description="Find where the gradient of a loss is NaN, explodes, vanishes, underflows or "
-        "is exactly zero.",
-        epilog=DIAGNOSE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Find the operation that makes a gradient NaN, explode, vanish, underflow or zero."
+    parser = add_command(subparsers, "diagnose", about, DIAGNOSE_EPILOG, run_diagnose)
     add = parser.add_argument
     add_function(add, "loss")
     add(
@@ -69,7 +64,6 @@ def add_diagnose_parser(subparsers: Any) -> None:
     )
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
-    parser.set_defaults(run=run_diagnose)
 
 
 def run_diagnose(options: argparse.Namespace) -> int:

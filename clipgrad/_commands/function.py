@@ -1,5 +1,6 @@
 """The function that a command runs, its arguments, and how a command ends."""
 
+import argparse
 import importlib
 import os
 import sys
@@ -21,6 +22,21 @@ PASSED, FAILED, WRONG_USAGE = 0, 1, 2
 
 class UsageError(Exception):
     """The command line asks for something that is not there, or that raises."""
+
+
+def add_command(
+    subparsers: Any, name: str, about: str, epilog: str, run: Callable[[Any], int]
+) -> argparse.ArgumentParser:
+    """Add a subcommand, which one sentence describes, and text with examples."""
+    parser = subparsers.add_parser(
+        name,
+        help=about[:1].lower() + about[1:].rstrip("."),
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_function(add: Callable[..., Any], kind: str = "function") -> None:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from clipgrad._commands.function import PASSED, UsageError, complain
+from clipgrad._commands.function import PASSED, UsageError, add_command, complain
 from clipgrad._docs import docs_pages, docs_title
 from clipgrad._trees import nearest
 
@@ -19,15 +19,9 @@ exit code:
 
 def add_help_parser(subparsers: Any) -> None:
     """Add `help` to the subcommands of a parser."""
-    parser = subparsers.add_parser(
-        "help",
-        help="print a page of the documentation",
-        description="Print a page of the documentation; without a name, list the pages.",
-        epilog=HELP_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Print a page of the documentation; without a name, list the pages."
+    parser = add_command(subparsers, "help", about, HELP_EPILOG, run_help)
     parser.add_argument("page", nargs="?", help="the name of a page, such as nan")
-    parser.set_defaults(run=run_help)
 
 
 def run_help(options: argparse.Namespace) -> int:

@@ -3,7 +3,15 @@
 import argparse
 from typing import Any
 
-from clipgrad._commands.function import PASSED, UsageError, add_function, arguments, complain, load
+from clipgrad._commands.function import (
+    PASSED,
+    UsageError,
+    add_command,
+    add_function,
+    arguments,
+    complain,
+    load,
+)
 from clipgrad._error_clip import list_names
 
 NAMES_EPILOG = """\
@@ -19,15 +27,8 @@ exit code:
 def add_names_parser(subparsers: Any) -> None:
     """Add `names` to the subcommands of a parser."""
     about = "List the values inside a function that can be clipped and watched by name."
-    parser = subparsers.add_parser(
-        "names",
-        help="list the values inside a function that can be clipped and watched by name",
-        description=about,
-        epilog=NAMES_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "names", about, NAMES_EPILOG, run_names)
     add_function(parser.add_argument)
-    parser.set_defaults(run=run_names)
 
 
 def run_names(options: argparse.Namespace) -> int:

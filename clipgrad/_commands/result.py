@@ -40,7 +40,7 @@ def show_result(
 
 def plain_records(records: Any) -> list[dict[str, Any]]:
     """The fields of records as plain data; numbers that are not finite are null."""
-    return [{name: _plain_json(value) for name, value in vars(x).items()} for x in records]
+    return [{name: plain_json(value) for name, value in vars(x).items()} for x in records]
 
 
 def _write_result(name: str, data: Any, found: Any, folder: pathlib.Path) -> None:
@@ -50,9 +50,9 @@ def _write_result(name: str, data: Any, found: Any, folder: pathlib.Path) -> Non
     found.plot().savefig(folder / f"{name}.png", dpi=120)
 
 
-def _plain_json(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain_json(item) for item in value]
+        return [plain_json(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value

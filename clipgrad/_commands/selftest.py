@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from clipgrad._check import GradCheckReport, check_grads
-from clipgrad._commands.function import FAILED, PASSED, complain
+from clipgrad._commands.function import FAILED, PASSED, add_command, complain
 from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
 from clipgrad._numerics import global_norm
@@ -137,15 +137,11 @@ def _title(rule) -> str:
 
 def add_selftest_parser(subparsers: Any) -> None:
     """Add `selftest` to the subcommands of a parser."""
-    parser = subparsers.add_parser(
-        "selftest",
-        help="check every VJP of this library on every available device",
-        description="Check every VJP of this library on every available device.",
-    )
+    about = "Check every VJP of this library on every available device."
+    parser = add_command(subparsers, "selftest", about, "", run_selftest)
     parser.add_argument(
         "--device", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (default: all)"
     )
-    parser.set_defaults(run=run_selftest)
 
 
 def run_selftest(options: argparse.Namespace) -> int:

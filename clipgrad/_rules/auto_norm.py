@@ -69,7 +69,6 @@ class AutoNorm(MeasuringRule):
     gamma: ArrayLike = 0.01
     _: dataclasses.KW_ONLY
     axis_name: AxisName = static_field(default=None)
-    needs_params: ClassVar[bool] = False
     acts_on: ClassVar[str] = "tree"
     limits: ClassVar[bool] = False
     ord: ClassVar[float] = 2

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,6 @@ class ClipByBlockRMS(MeasuringRule):
     threshold: ArrayLike
     _: dataclasses.KW_ONLY
     axis_name: AxisName = static_field(default=None)
-    needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_threshold("threshold", self.threshold, adaptive=True)

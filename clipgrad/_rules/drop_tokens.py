@@ -72,7 +72,6 @@ class DropTokens(MeasuringRule):
     _: dataclasses.KW_ONLY
     axis: int | tuple[int, ...] = static_field(default=-1)
     axis_name: AxisName = static_field(default=None)
-    needs_params: ClassVar[bool] = False
     limits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -72,7 +72,6 @@ class ClipByGlobalNorm(MeasuringRule):
     _: dataclasses.KW_ONLY
     ord: float = static_field(default=2)
     axis_name: AxisName = static_field(default=None)
-    needs_params: ClassVar[bool] = False
     acts_on: ClassVar[str] = "tree"
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -78,7 +78,6 @@ class ClipByNorm(MeasuringRule):
     ord: float = static_field(default=2)
     axis: int | tuple[int, ...] | None = static_field(default=None)
     axis_name: AxisName = static_field(default=None)
-    needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_limits("max_norm", self.max_norm)

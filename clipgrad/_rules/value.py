@@ -77,7 +77,6 @@ class ClipByValue(MeasuringRule):
     min: ArrayLike | None = None
     _: dataclasses.KW_ONLY
     nan: ArrayLike | None = None
-    needs_params: ClassVar[bool] = False
     acts_on: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
