@@ -121,7 +121,7 @@ def test_a_comparison_takes_the_memory_of_a_gradient(wrap):
     args = jnp.ones((64, 64)) / 64, jnp.ones((1024, 64))
     plain = jax.jit(jax.value_and_grad(loss)).lower(*args).compile(RELEASED).memory_analysis()
     own = version(loss, args, {}, 0, False)
-    program = VersionProgram(own, frozenset({("layer", "module"), ("", "module")}))
+    program = VersionProgram(own)
     traced = program.traced.program
     lowered = jax.jit(jaxpr_as_fun(traced)).lower(*traced.in_avals)
     ours = lowered.compile(RELEASED).memory_analysis()

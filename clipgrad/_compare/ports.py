@@ -76,7 +76,7 @@ def compare_port(
     The rounding of the program in JAX is measured; the other's is as large, and is added.
     """
     version = side.version
-    run = side.run(frozenset((value.name, value.kind) for value in version.values))
+    run = side.run()
     floor = side.floor()
     assert side.facts is not None  # it is signed, beside a file
     roots = {value.name.split("/")[0] for value in version.values if value.name}
