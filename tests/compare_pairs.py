@@ -96,27 +96,6 @@ def backward_args(draw):
     return {"in": draw(3, 4), "own": draw(4, 4, by=0.5)}, draw(6, 2, 3)
 
 
-def state_space(associative):
-    def loss(params, x):
-        with scope("in"):
-            drive, decay = x @ params["b"], jax.nn.sigmoid(x @ params["a"])
-        with scope("ssm"):
-            if associative:
-                both = lambda p, q: (p[0] * q[0], p[1] * q[0] + q[1])  # noqa: E731
-                _, h = lax.associative_scan(both, (decay, drive))
-            else:
-                body = lambda h, t: (t[0] * h + t[1],) * 2  # noqa: E731
-                _, h = lax.scan(body, jnp.zeros_like(drive[0]), (decay, drive))
-        with scope("out"):
-            return jnp.mean((h @ params["c"]) ** 2)
-
-    return loss
-
-
-def state_space_args(draw):
-    return {"a": draw(4, 6), "b": draw(4, 6), "c": draw(6, 3)}, draw(20, 4)
-
-
 def tower(kind):
     """Blocks in a scan, in a loop, two in each step, or with another variance."""
 
@@ -342,26 +321,6 @@ def by_rows(averaged=True, check=False):
     return over_devices(centered(averaged, "d"), (P(), P("d")), check)
 
 
-def by_features(axis=None):
-    def loss(params, x):
-        with scope("up"):
-            h = jax.nn.gelu(x @ params["a"])
-        with scope("down"):
-            y = h @ params["b"]
-            y = lax.psum(y, axis) if axis else y
-        with scope("sum"):
-            return jnp.mean((x + y) ** 2)
-
-    return loss
-
-
-def by_features_args(draw):
-    return {"a": draw(6, 8), "b": draw(8, 6)}, draw(5, 6)
-
-
-FEATURES = ({"a": P(None, "d"), "b": P("d")}, P())
-
-
 def in_parts(parts):
     def loss(params, batch):
         def one(rows):
@@ -555,7 +514,6 @@ EQUAL = {
     "linear attention, in chunks": LossPair(
         linear_attention("recurrent"), linear_attention("chunks"), linear_attention_args
     ),
-    "associative scan": LossPair(state_space(False), state_space(True), state_space_args),
     "a scan of what is flipped": LossPair(
         backward_in_time(False), backward_in_time(True), backward_args
     ),
@@ -571,12 +529,6 @@ EQUAL = {
     "microbatches": LossPair(in_parts(1), in_parts(3), rows_args),
     "rows over devices": LossPair(centered(), by_rows(), rows_args),
     "rows over devices, tracked": LossPair(centered(), by_rows(check=True), rows_args),
-    "features over devices": LossPair(
-        by_features(), over_devices(by_features("d"), FEATURES, False), by_features_args
-    ),
-    "features over devices, tracked": LossPair(
-        over_devices(by_features("d"), FEATURES, True), by_features(), by_features_args
-    ),
     "convolution by Fourier": LossPair(
         long_convolution(False), long_convolution(True), long_convolution_args
     ),

@@ -101,9 +101,10 @@ def compare(
     _check_comparison(fun, other, other_args, argnums, names, rtol)
     named = dict(kwargs or {})
     with settings_of_runs():
-        if not _is_path(fun) and isinstance(other, str) and not _is_path(other):
+        if isinstance(other, str) and not _is_path(other):
             check_call(fun, args, kwargs)
-            return compare_dtypes(fun, other, args, named, argnums, has_aux, rtol)
+            checked: Any = fun, other, args, named, argnums, has_aux, rtol
+            return compare_dtypes(*checked)
         given = _arguments_of(fun, other, args, kwargs, other_args)
         versions: tuple[Any, Any] = fun, other
         first, second = (

@@ -153,8 +153,9 @@ class ExampleRuns(NamedTuple):
     def judged(self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int) -> JudgedRuns:
         """Two runs compared by a row of the notes of values."""
         pairs = match(self.version, self.version, None).pairs
-        seen = (_seen(run, row) for run in (own, other, floor))
-        return judged_runs((self.version, self.version), pairs, *seen, judge_sketches, None)
+        first, second, moved = (_seen(run, row) for run in (own, other, floor))
+        versions = self.version, self.version
+        return judged_runs(versions, pairs, first, second, moved, judge_sketches, None)
 
     def is_used(self, instance: Instance) -> bool:
         """Whether the loss may depend on a value: it has no cotangent, or one that is not zero."""

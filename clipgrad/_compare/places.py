@@ -66,8 +66,10 @@ def compared_places(
         if value.position in own.cotangents and pair.other.value.position in other.cotangents:
             cotangent = _aligned(pair, own.cotangents, other.cotangents, floor.cotangents, False)
         eps = rounding(*(side.value.dtype for side in pair))
-        judged = [x and judge_sketches(*x, eps, rtol) for x in (aligned, cotangent)]
-        found.append(ComparedPlace(pair, *judged))
+        judged = judge_sketches(*aligned, eps, rtol)
+        found.append(
+            ComparedPlace(pair, judged, cotangent and judge_sketches(*cotangent, eps, rtol))
+        )
     return found, list(partial)
 
 

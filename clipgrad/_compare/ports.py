@@ -121,7 +121,7 @@ def _port_place(pair: PortPair) -> ComparedPlace:
     """A pair as a place of a comparison; of the other framework there is no program."""
     other = pair.other
     value = VersionValue(
-        (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, (), False, -1,
+        (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, False, -1,
         _MADE, (), (_NO_PROGRAM,),
     )  # fmt: skip
     return ComparedPlace(

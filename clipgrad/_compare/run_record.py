@@ -39,7 +39,7 @@ def gradient_file(side: Side) -> RunFile:
 
 def _value_data(value: VersionValue) -> dict[str, Any]:
     location = next((x.location for x in value.place if x.location.file), value.maker.location)
-    known = ("position", "name", "kind", "shape", "scopes", "tapped")
+    known = ("position", "name", "kind", "shape", "tapped")
     own = {name: getattr(value, name) for name in known} | {"dtype": str(value.dtype)}
     steps = [size for size, is_scan in value.axes if is_scan]
     return own | {"steps": steps, "file": location.file, "line": location.line}
@@ -66,7 +66,6 @@ def saved_gradient(file: RunFile) -> Side:
             row["kind"],
             jnp.dtype(row["dtype"]),
             tuple(row["shape"]),
-            tuple(row["scopes"]),
             row["tapped"],
             *point_at(program, row["position"]),
         )

@@ -222,7 +222,7 @@ def entering_values(program: Any) -> Iterator[NamedValue]:
             entered = module_entries(jaxpr).get(v)
             if entered and holds_floats(v):
                 name = "/".join((*scopes, *entered))
-                yield NamedValue((*own, i, -1), name, ENTERS, place, jaxpr, v, ())
+                yield NamedValue((*own, i, -1), name, ENTERS, place, v)
 
 
 def carried_values(program: Any) -> Iterator[NamedValue]:
@@ -241,4 +241,4 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
             if type(v) is not Literal and v in makers and holds_floats(v):
                 position = (*own, 0, len(body.eqns), i, 0)
                 at = Place(makers[v], place)
-                yield NamedValue(position, "/".join(inside), "module", at, body, v, ())
+                yield NamedValue(position, "/".join(inside), "module", at, v)

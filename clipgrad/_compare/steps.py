@@ -106,7 +106,7 @@ def compare_steps(first: StepRun, second: StepRun, rtol: float | None) -> Gradie
         for path, found in judged.items()
     ]
     notes = _notes(first, second, judged, known)
-    parts = map(tuple, (findings, rows, unmatched, notes))
+    parts = tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
     return with_facts(GradientComparison(not findings, *parts), first.facts, second.facts)
 
 

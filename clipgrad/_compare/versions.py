@@ -43,7 +43,6 @@ from clipgrad._jaxpr import (
     quick_jit,
     trace,
 )
-from clipgrad._names import ScopePath
 from clipgrad._program import active_variables, rounded
 from clipgrad._values import NamedValue, named_values
 
@@ -57,7 +56,6 @@ class VersionValue(NamedTuple):
       kind: ``"tag"``, ``"module"``, or ``"enters"`` for what enters a module.
       dtype: its type.
       shape: its shape at one step and on one device.
-      scopes: the scopes of its program that it leaves; none for a tag.
       tapped: whether it has a cotangent that can be reached.
       variable: its number in the program.
       maker: the operation that computes it.
@@ -70,7 +68,6 @@ class VersionValue(NamedTuple):
     kind: str
     dtype: Any
     shape: tuple[int, ...]
-    scopes: ScopePath
     tapped: bool
     variable: int
     maker: OperationRecord
@@ -192,7 +189,7 @@ def _version_value(
 ) -> VersionValue:
     aval: Any = value.variable.aval
     tapped = not value.in_while and value.variable in active
-    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), value.scopes
+    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape)
     return VersionValue(*own, tapped, *point_at(program, value.position))
 
 

@@ -17,18 +17,14 @@ class NamedValue(NamedTuple):
       name: the tag, or the path of the module.
       kind: ``"tag"`` or ``"module"``.
       place: the equation that computes it, and those around.
-      jaxpr: the program that the equation is in.
       variable: the result of the equation.
-      scopes: the scopes of this program that the value leaves; none for a tag.
     """
 
     position: tuple[int, ...]
     name: str
     kind: str
     place: _names.Place
-    jaxpr: Any
     variable: Var
-    scopes: _names.ScopePath
 
     @property
     def in_while(self) -> bool:
@@ -50,12 +46,11 @@ def named_values(program: Any) -> Iterator[NamedValue]:
             if not _jaxpr.holds_floats(variable):
                 continue
             position = (*own, output)
-            rest = (place, jaxpr, variable)
             if equation.primitive.name == "name" and not _names.is_mark(equation):
-                yield NamedValue((*position, 0), equation.params["name"], "tag", *rest, ())
+                yield NamedValue((*position, 0), equation.params["name"], "tag", place, variable)
             for left in _left(jaxpr, equation, variable):
                 name = "/".join((*scopes, *left))
-                yield NamedValue((*position, len(left)), name, "module", *rest, left)
+                yield NamedValue((*position, len(left)), name, "module", place, variable)
 
 
 def _left(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[_names.ScopePath]:
