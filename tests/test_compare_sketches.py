@@ -9,6 +9,8 @@ from jax.extend.core import jaxpr_as_fun
 from clipgrad._compare.differences import floor_of, rounding
 from clipgrad._compare.sketches import LENGTH, judge_sketches, sketch, tapped
 from clipgrad._compare.versions import VersionProgram, version
+from clipgrad._jaxpr import trace
+from clipgrad._program import rounded
 from tests.helpers import RELEASED
 
 EPS = rounding(jnp.float32)
@@ -103,6 +105,14 @@ def test_float64_has_a_sketch_in_float64():
         assert found.dtype == np.float64
     size = np.linalg.norm(found) / np.linalg.norm(x)
     assert 0.5e-12 < size < 2e-12
+
+
+@pytest.mark.parametrize("by, moves", [(1.0, False), (1.1, True)])
+def test_rounding_moves_a_value_and_leaves_its_sketch_whole(by, moves):
+    x = jnp.asarray(normal(40, 20), jnp.float32)
+    program = trace(lambda x: sketch(x * by if moves else x), (x,), {}).program
+    (found,) = jax.jit(lambda x: rounded(program, [x], jnp.uint32(1)))(x)
+    assert bool(jnp.any(found != jax.jit(sketch)(x * by if moves else x))) is moves
 
 
 @pytest.mark.kinds()

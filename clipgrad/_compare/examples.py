@@ -25,7 +25,7 @@ from clipgrad._compare.exchange import (
     example_count,
     padded_places,
     with_batch,
-    with_examples,
+    with_examples_at,
 )
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.gradients import JudgedRuns, judged_runs, undecided_leaves
@@ -165,13 +165,13 @@ class ExampleRuns(NamedTuple):
 
 def _seen(run: VersionRun, row: int) -> VersionRun:
     """A run with a row of the notes of values, without the codes of what is not finite."""
-    values = {at: _finite(notes[..., row, :]) for at, notes in run.values.items()}
+    values = {at: _uncoded(notes[..., row, :]) for at, notes in run.values.items()}
     return run._replace(
-        values=values, cotangents={at: _finite(x) for at, x in run.cotangents.items()}
+        values=values, cotangents={at: _uncoded(x) for at, x in run.cotangents.items()}
     )
 
 
-def _finite(sketches: np.ndarray) -> np.ndarray:
+def _uncoded(sketches: np.ndarray) -> np.ndarray:
     return sketches * (np.arange(LENGTH) < LENGTH - 1)
 
 
@@ -185,7 +185,7 @@ def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> Exa
     there = np.roll(here, -1)
     orders = here, np.where(chosen, there, here), np.where(chosen, here, there), there
     orders = *orders, np.random.default_rng(1).permutation(size)
-    *runs, other = (with_signatures(program(with_examples(given, order))) for order in orders)
+    *runs, other = (with_signatures(program(with_examples_at(given, order))) for order in orders)
     others = {"place": other}
     if padding is not None:
         others["padding"] = with_signatures(program(with_batch(given, padding)))
@@ -230,7 +230,7 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
     dependence where its cotangent is the same for all examples.
     """
     a, b, c, d = runs.exchanged
-    pair = _difference(a, b), _difference(c, d)
+    pair = _run_difference(a, b), _run_difference(c, d)
     floor = jax.tree.map(lambda x: 2 * x, runs.floor)  # of four runs
     found, squares = (runs.judged(*pair, floor, row) for row in (LINEAR, SQUARED))
     others = [runs.judged(a, run, runs.floor, LINEAR).places for run in (b, c, d)]
@@ -245,7 +245,7 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
     return found._replace(places=places)
 
 
-def _difference(own: VersionRun, other: VersionRun) -> VersionRun:
+def _run_difference(own: VersionRun, other: VersionRun) -> VersionRun:
     return jax.tree.map(lambda x, y: np.subtract(x, y, dtype=np.float64), own, other)
 
 

@@ -41,7 +41,7 @@ def chosen_examples(examples: int | Sequence[int] | None, size: int) -> np.ndarr
     return chosen
 
 
-def with_examples(given: DiagnosisSubject, numbers: np.ndarray) -> list[Any]:
+def with_examples_at(given: DiagnosisSubject, numbers: np.ndarray) -> list[Any]:
     """The inputs of a loss with these examples in the places of the batch."""
     pairs = zip(given.names, given.inputs, strict=True)
     return [_rows(x, numbers) if _is_cut(name, x) else x for name, x in pairs]

@@ -21,7 +21,7 @@ from clipgrad._jaxpr import (
     value_programs,
 )
 from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
-from clipgrad._program import measure, mixed
+from clipgrad._program import measuring, mixed
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
 SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
@@ -37,7 +37,7 @@ def sketch_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64 if jnp.finfo(dtype).bits == 64 else np.float32)
 
 
-@measure  # traced once for each shape
+@measuring  # traced once for each shape
 def sketch(x: jax.Array) -> jax.Array:
     r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
 
@@ -49,17 +49,17 @@ def sketch(x: jax.Array) -> jax.Array:
     """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    return _sums(on_every_device(x).ravel().astype(sketch_dtype(x.dtype)), jnp)
+    return _sketch_sums(on_every_device(x).ravel().astype(sketch_dtype(x.dtype)), jnp)
 
 
 def host_sketch(x: np.ndarray) -> np.ndarray:
     """The `sketch` of an array in NumPy, in float64."""
     if np.iscomplexobj(x):
         x = np.stack([np.real(x), np.imag(x)], axis=-1)
-    return _sums(np.ravel(x).astype(np.float64), np)
+    return _sketch_sums(np.ravel(x).astype(np.float64), np)
 
 
-def _sums(flat: Any, xp: Any) -> Any:
+def _sketch_sums(flat: Any, xp: Any) -> Any:
     """The numbers of a sketch, in NumPy or in JAX.
 
     Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a

@@ -105,12 +105,12 @@ def compare_steps(first: StepRun, second: StepRun, rtol: float | None) -> Gradie
         ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
         for path, found in judged.items()
     ]
-    notes = _notes(first, second, judged, known)
+    notes = _notes_of_runs(first, second, judged, known)
     parts = tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
     return with_facts(GradientComparison(not findings, *parts), first.facts, second.facts)
 
 
-def _notes(
+def _notes_of_runs(
     first: StepRun, second: StepRun, judged: Mapping[str, Judgment], known: Counts
 ) -> list[str]:
     notes = [*first.notes, *second.notes]
@@ -141,7 +141,7 @@ def run_step(
     def floor() -> dict[str, Any]:
         paths = step.paths if step else outputs
         own = {p: kept[p].value for p in paths if isinstance(outputs[p].value, np.ndarray | Exact)}
-        runs = _moved(step) if step else _moved_by_arguments(fun, args, kwargs)
+        runs = _moved_by_program(step) if step else _moved_by_arguments(fun, args, kwargs)
         view = _as_signed if signed else lambda value: value
         return floor_of(own, ({path: view(run[path]) for path in own} for run in runs))
 
@@ -168,7 +168,7 @@ def _signed(output: Output) -> Output:
 
 
 def _as_signed(value: Any) -> Any:
-    """What a file keeps of a value: a sketch or a single number, a digest, or text."""
+    """The part of a value that a file keeps: a sketch or a single number, a digest, or text."""
     if isinstance(value, np.ndarray):
         return host_sketch(value) if value.ndim else value
     return digest(signature(value.values).digest) if isinstance(value, Exact) else repr(value)
@@ -191,7 +191,7 @@ def _outputs_of(
 
     with_models(run, fun, args, dict(kwargs))
     check_concrete("fun", found[0])
-    entries = [(path, leaf) for path, leaf in _by_path(found[0]) if leaf is not None]
+    entries = [(path, leaf) for path, leaf in _named_outputs(found[0]) if leaf is not None]
     values = host_values([leaf for _, leaf in entries])
     return {
         path: Output(value, np.shape(leaf), _dtype_of_output(leaf))
@@ -199,7 +199,7 @@ def _outputs_of(
     }
 
 
-def _by_path(tree: Any) -> list[tuple[str, Any]]:
+def _named_outputs(tree: Any) -> list[tuple[str, Any]]:
     return [(path or WHOLE_OUTPUT, leaf) for path, leaf in with_paths(tree)]
 
 
@@ -215,7 +215,7 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
         paths: list[str] = []
 
         def outputs(*args: Any, **kwargs: Any) -> Any:
-            results = _by_path(function(*args, **kwargs))
+            results = _named_outputs(function(*args, **kwargs))
             kept = [(path, leaf) for path, leaf in results if isinstance(leaf, jax.Array)]
             paths[:] = [path for path, _ in kept]
             return [leaf for _, leaf in kept]
@@ -227,7 +227,7 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
     return found[0]
 
 
-def _moved(step: StepProgram) -> Iterator[dict[str, Any]]:
+def _moved_by_program(step: StepProgram) -> Iterator[dict[str, Any]]:
     """The outputs of a step, each time with other roundings."""
     run = _jaxpr.jit_for_one_call(step.program)(lambda *given: rounded(step.program, *given))
     for i in range(1, 1 + RUNS):

@@ -81,7 +81,7 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     two, a cast that changes no number, an integer, a constant of few binary digits. An argument is
     what it is. Solvers, kernels and callbacks are seen from outside: their operands and results
     move. Each iteration of a `while` moves alike, so that a loop that waits until nothing changes
-    ends. What `measure` decorates is left whole. Not modeled: a reduction that a backend computes
+    ends. What `measuring` decorates is left whole. Not modeled: a reduction that a backend computes
     in another type than the program says.
 
     Args:
@@ -348,7 +348,7 @@ def moved_by_rounding(x: Any, seed: Any) -> Any:
         return _to_neighbors(x, salt, float(limits.eps), least)
 
 
-def measure(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def measuring(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Decorates what measures values, and is no part of a program: `rounded` leaves it whole."""
     function.__name__ = MEASURE
     return jax.jit(function)
