@@ -1,4 +1,7 @@
-"""Training steps that are right under their layout, each beside the same step on one device."""
+"""Training steps that are right under their layout, each beside the same step on one device.
+
+Weights are float32; `dtype` is the type in which most of them compute.
+"""
 
 import functools
 from collections.abc import Callable
@@ -34,10 +37,18 @@ def batch(rows=16):
     return numbers(rows, 8, seed=22), numbers(rows, 8, seed=23)
 
 
-def loss(params, batch):
-    x, y = batch
+def loss(params, batch, dtype):
+    params, (x, y) = jax.tree.map(lambda x: x.astype(dtype), (params, batch))
     hidden = jnp.tanh(x @ params["in"]) * params["scale"]
-    return jnp.mean(jnp.square(hidden @ params["out"] - y))
+    return squares(hidden @ params["out"], y)
+
+
+def squares(found, y):
+    return jnp.mean(jnp.square(found.astype(jnp.float32) - y.astype(jnp.float32)))
+
+
+def both(dtype):
+    return jax.value_and_grad(functools.partial(loss, dtype=dtype))
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -55,9 +66,6 @@ def stepped(value_and_grad, optimizer=OPTIMIZER):
     return jax.jit(step)
 
 
-PLAIN = stepped(jax.value_and_grad(loss))
-
-
 def state():
     return params(), OPTIMIZER.init(params())
 
@@ -66,55 +74,59 @@ def placed(tree, *spec):
     return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
 
 
-def in_shard_map():
-    @functools.partial(
-        jax.shard_map, mesh=mesh(), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=True
+def in_shards(gradient, check):
+    return jax.shard_map(
+        gradient, mesh=mesh(), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=check
     )
-    def both(params, batch):
-        return jax.value_and_grad(lambda p: lax.pmean(loss(p, batch), AXIS))(params)
-
-    return RightStep(PLAIN, stepped(both), (*state(), batch()))
 
 
-def with_pmean():
-    @functools.partial(
-        jax.shard_map, mesh=mesh(), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=False
-    )
-    def both(params, batch):
-        return lax.pmean(jax.value_and_grad(loss)(params, batch), AXIS)
-
-    return RightStep(PLAIN, stepped(both), (*state(), batch()))
+def beside(dtype, other, args=None):
+    """The plain step, and another one of the same arguments."""
+    return RightStep(stepped(both(dtype)), stepped(other), (*state(), batch()), args)
 
 
-def by_the_compiler(**specs):
+def in_shard_map(dtype):
+    def gradient(params, batch):
+        return jax.value_and_grad(lambda p: lax.pmean(loss(p, batch, dtype), AXIS))(params)
+
+    return beside(dtype, in_shards(gradient, True))
+
+
+def with_pmean(dtype):
+    return beside(dtype, in_shards(lambda *args: lax.pmean(both(dtype)(*args), AXIS), False))
+
+
+def by_the_compiler(dtype, **specs):
     """GSPMD: the same program, with other layouts of parameters and batch."""
     specs = {name: specs.get(name, ()) for name in params()}
     own = {name: placed(p, *specs[name]) for name, p in params().items()}
     moments = jax.tree.map(jnp.asarray, OPTIMIZER.init(own))
-    return RightStep(PLAIN, PLAIN, (*state(), batch()), (own, moments, placed(batch(), AXIS)))
+    return beside(dtype, both(dtype), (own, moments, placed(batch(), AXIS)))
 
 
-def accumulated():
-    def both(params, batch):
+def accumulated(dtype):
+    def gradient(params, batch):
         parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
-        values = lax.map(lambda part: jax.value_and_grad(loss)(params, part), parts)
+        values = lax.map(lambda part: both(dtype)(params, part), parts)
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 
-    return RightStep(PLAIN, stepped(both), (*state(), batch()))
+    return beside(dtype, gradient)
 
 
-def rematerialized():
-    both = jax.value_and_grad(jax.checkpoint(loss))
-    return RightStep(PLAIN, stepped(both), (*state(), batch()), (*state(), placed(batch(), AXIS)))
+def rematerialized(dtype):
+    gradient = jax.value_and_grad(jax.checkpoint(functools.partial(loss, dtype=dtype)))
+    return beside(dtype, gradient, (*state(), placed(batch(), AXIS)))
 
 
-def multi_steps():
+def multi_steps(dtype):
     several = optax.MultiSteps(OPTIMIZER, every_k_schedule=4)
+
+    def grad(*args):
+        return both(dtype)(*args)[1]
 
     @jax.jit
     def whole(params, batch):
-        grads = jax.grad(loss)(params, batch)
-        updates, _ = OPTIMIZER.update(grads, OPTIMIZER.init(params), params)
+        updates, _ = OPTIMIZER.update(grad(params, batch), OPTIMIZER.init(params), params)
         return optax.apply_updates(params, updates)
 
     @jax.jit
@@ -122,18 +134,18 @@ def multi_steps():
         opt_state = several.init(params)
         for i in range(4):
             part = jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch)
-            updates, opt_state = several.update(jax.grad(loss)(params, part), opt_state, params)
+            updates, opt_state = several.update(grad(params, part), opt_state, params)
             params = optax.apply_updates(params, updates)
         return params
 
     return RightStep(whole, in_parts, (params(), batch()))
 
 
-def train_state():
+def train_state(dtype):
     from flax.training.train_state import TrainState
 
     def step(state, batch):
-        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        value, grads = both(dtype)(state.params, batch)
         return state.apply_gradients(grads=grads), value
 
     given = TrainState.create(apply_fn=None, params=params(), tx=OPTIMIZER)
@@ -141,15 +153,16 @@ def train_state():
     return RightStep(jitted, jitted, (given, batch()), (placed(given), placed(batch(), AXIS)))
 
 
-def of_this_library():
+def of_this_library(dtype):
     optimizer = optax.chain(cg.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    one = cg.train_step(loss, optimizer)
-    four = cg.train_step(loss, optimizer, accumulate=4)
+    own = functools.partial(loss, dtype=dtype)
+    one = cg.train_step(own, optimizer)
+    four = cg.train_step(own, optimizer, accumulate=4)
     args = (one.init(params()), batch())
     return RightStep(one, four, args, (placed(args[0]), placed(args[1], AXIS)))
 
 
-def of_equinox():
+def of_equinox(dtype):
     import equinox as eqx
 
     model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
@@ -159,7 +172,9 @@ def of_equinox():
     @eqx.filter_jit
     def step(model, opt_state, batch):
         def loss(model):
-            return jnp.mean(jnp.square(jax.vmap(model)(batch[0]) - batch[1]))
+            arrays, rest = eqx.partition((model, batch[0]), eqx.is_array)
+            own, x = eqx.combine(jax.tree.map(lambda x: x.astype(dtype), arrays), rest)
+            return squares(jax.vmap(own)(x), batch[1])
 
         value, grads = eqx.filter_value_and_grad(loss)(model)
         updates, opt_state = optimizer.update(grads, opt_state)
@@ -169,23 +184,23 @@ def of_equinox():
     return RightStep(step, step, own, (model, opt_state, placed_batch))
 
 
-def of_nnx():
+def of_nnx(dtype):
     from flax import nnx
 
     class Net(nnx.Module):
         """A model with statistics of the batch."""
 
         def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.first, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
-            self.last = nnx.Linear(16, 8, rngs=rngs)
+            kinds = {"rngs": nnx.Rngs(0), "dtype": dtype}
+            self.first, self.norm = nnx.Linear(8, 16, **kinds), nnx.BatchNorm(16, **kinds)
+            self.last = nnx.Linear(16, 8, **kinds)
 
         def __call__(self, x):
             return self.last(jax.nn.relu(self.norm(self.first(x))))
 
     def step(model, optimizer, batch):
         def loss(model):
-            return jnp.mean(jnp.square(model(batch[0]) - batch[1]))
+            return squares(model(batch[0]), batch[1])
 
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads)
@@ -232,16 +247,13 @@ def synchronized_variance():
     return RightStep(lambda p, x: step(p, x, lambda tree: tree), jax.jit(sharded), args)
 
 
+SPLIT = {"in": (None, AXIS), "out": (AXIS,)}
 STEPS = {
-    "synchronized variance": synchronized_variance,
     "shard_map": in_shard_map,
     "shard_map with pmean": with_pmean,
-    "experts": functools.partial(of_experts, weighted=False),
-    "experts and weights": functools.partial(of_experts, weighted=True),
-    "experts and microbatches": of_experts_in_microbatches,
     "GSPMD": by_the_compiler,
-    "FSDP": lambda: by_the_compiler(**{"in": (AXIS,), "out": (AXIS,), "scale": (None, AXIS)}),
-    "tensor parallel": lambda: by_the_compiler(**{"in": (None, AXIS), "out": (AXIS,)}),
+    "FSDP": lambda dtype: by_the_compiler(dtype, **SPLIT | {"in": (AXIS,), "scale": (None, AXIS)}),
+    "tensor parallel": lambda dtype: by_the_compiler(dtype, **SPLIT),
     "accumulation": accumulated,
     "remat": rematerialized,
     "MultiSteps": multi_steps,
@@ -249,4 +261,10 @@ STEPS = {
     "train_step": of_this_library,
     "Equinox": of_equinox,
     "NNX": of_nnx,
+}
+OF_FLOAT32 = {
+    "synchronized variance": synchronized_variance,
+    "experts": functools.partial(of_experts, weighted=False),
+    "experts and weights": functools.partial(of_experts, weighted=True),
+    "experts and microbatches": of_experts_in_microbatches,
 }

@@ -16,7 +16,7 @@ from clipgrad._compare.layouts import layouts
 from clipgrad._compare.port_record import PortEntry, PortRun
 from clipgrad._compare.ports import compare_port
 from clipgrad._compare.save_run import saved
-from clipgrad._compare.sides import SavedSide, facts_of, with_signatures
+from clipgrad._compare.sides import facts_of, saved_side, with_signatures
 from clipgrad._compare.versions import VersionProgram, version
 
 FOLDER = pathlib.Path(__file__).parent / "torch_runs"
@@ -390,13 +390,13 @@ def compared(run, loss, args, bugs):
     port = saved(FOLDER / f"{run}.npz") if isinstance(run, str) else run
     own = version(loss, (*args, jnp.int32(-1)), {}, 0, False)
     at = own.subject.names.index(f"args[{len(args)}]")
-    program = VersionProgram(own, frozenset((v.name, v.kind) for v in own.values))
-    right = program()
+    program = VersionProgram(own)
+    right = with_signatures(program())
     floor = program.floor(right, with_signatures)
     facts = facts_of(own)
     for number in bugs:
         inputs = list(own.subject.inputs)
         inputs[at] = jnp.int32(number)
         program._given = own.subject._replace(inputs=inputs)
-        side = SavedSide(own, with_signatures(program()), floor, facts)
+        side = saved_side(own, with_signatures(program()), floor, facts)
         yield compare_port(side, port, None, None)

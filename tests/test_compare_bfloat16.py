@@ -1,12 +1,11 @@
 """Public models in bfloat16: what is lost, held against gradients and values in float64."""
 
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import clipgrad as cg
 from benchmarks.flax_models import Transformer
@@ -33,14 +32,6 @@ def transformer(dtype):
     return loss, (cast(params, dtype), data(2, 16, 32, dtype=dtype))
 
 
-def recurrent(dtype):
-    """An LSTM of Linen over 12 steps."""
-    model = lambda of: linen.RNN(linen.OptimizedLSTMCell(24, param_dtype=of))  # noqa: E731
-    params = model("float32").init(jax.random.key(0), data(4, 12, 16, dtype="float32"))
-    loss = lambda p, x: jnp.mean(model(dtype).apply(p, x)[:, -1] ** 2)  # noqa: E731
-    return loss, (cast(params, dtype), data(4, 12, 16, dtype=dtype))
-
-
 def normalized(dtype):
     """An MLP of Haiku behind a layer norm, of data far from zero."""
     net = hk.without_apply_rng(
@@ -49,26 +40,6 @@ def normalized(dtype):
     params = net.init(jax.random.key(0), data(8, 16, dtype="float32"))
     x = (40 + data(8, 16, dtype="float32")).astype(jnp.bfloat16).astype(dtype)
     return lambda p, x: jnp.mean(net.apply(p, x) ** 2), (cast(params, dtype), x)
-
-
-def attention(dtype):
-    """A block of Equinox."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    with jax.enable_x64(False):
-        model = {
-            "attention": eqx.nn.MultiheadAttention(4, 32, key=keys[0]),
-            "norm": eqx.nn.LayerNorm(32),
-            "mlp": eqx.nn.MLP(32, 32, 64, 2, key=keys[1]),
-        }
-    arrays, rest = eqx.partition(model, eqx.is_array)
-
-    def loss(arrays, x):
-        own = eqx.combine(arrays, rest)
-        y = jax.vmap(own["norm"])(x)
-        x = x + own["attention"](y, y, y)
-        return jnp.mean(jax.vmap(own["mlp"])(x) ** 2)
-
-    return loss, (cast(arrays, dtype), data(10, 32, dtype=dtype))
 
 
 class Net(nnx.Module):
@@ -94,9 +65,7 @@ def convolutions(dtype):
 
 MODELS = {
     "transformer of Linen": transformer,
-    "LSTM of Linen": recurrent,
     "MLP of Haiku": normalized,
-    "attention of Equinox": attention,
     "convolutions of NNX": convolutions,
 }
 

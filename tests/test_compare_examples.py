@@ -30,7 +30,6 @@ PARAMS = {
     **{name: numbers(WIDTH, WIDTH, seed=i, by=0.4) for i, name in enumerate(SQUARE)},
     "experts": numbers(EXPERTS, WIDTH, WIDTH, seed=8, by=0.4),
     "router": numbers(WIDTH, EXPERTS, seed=9),
-    "kernel": numbers(3, WIDTH, WIDTH, seed=10, by=0.3),
 }  # fmt: skip
 REAL = np.arange(LENGTH) < LENGTHS[:, None]
 BATCH = {
@@ -77,15 +76,6 @@ def normalized(h, axes):
     return centered / jnp.sqrt(jnp.mean(centered**2, axes, keepdims=True) + 1e-5)
 
 
-def convolved(params, h, batch):
-    h = jnp.where(batch["real"][..., None], h, 0)
-    made = lax.conv_general_dilated(h, params["kernel"], (1,), "SAME", None, None, DIMS)
-    return normalized(made.reshape(*h.shape[:2], 2, -1), (1, 3)).reshape(h.shape)
-
-
-DIMS = lax.conv_dimension_numbers((1, 1, 1), (1, 1, 1), ("NHC", "HIO", "NHC"))
-
-
 def experts(params, h, batch, capacity):
     flat = h.reshape(-1, WIDTH)
     probs = jax.nn.softmax(flat @ params["router"])
@@ -130,7 +120,6 @@ PARTS = {
     "gru": recurrent,
     "LayerNorm": lambda p, h, b: normalized(h, -1),
     "BatchNorm": lambda p, h, b: normalized(h, (0, 1)),
-    "conv": convolved,
     "experts": lambda p, h, b: experts(p, h, b, p["on"]["capacity"]),
     "running": running,
     "maximum": lambda p, h, b: jnp.exp(h - jnp.max(h)),
@@ -165,15 +154,14 @@ def loss(params, batch, parts=tuple(PARTS), losses=tuple(LOSSES)):
 
 # Of two programs, the second one dear.
 PROGRAMS = [
-    tuple(name for name in PARTS if name not in ("packed", "gru", "conv")),
-    ("packed", "gru", "LayerNorm", "conv"),
+    tuple(name for name in PARTS if name not in ("packed", "gru")),
+    ("packed", "gru", "LayerNorm"),
 ]
 RIGHT = {
     "MLP": {},
     "transformer and experts": {"attention": 1, "LayerNorm": 1, "experts": 1},
     "packed transformer": {"packed": 1, "LayerNorm": 1},
     "GRU": {"gru": 1},
-    "convolutions and GroupNorm": {"conv": 1},
 }
 ALL_KINDS = ("neighbors", "place", "padding")
 # What is on, the module that is named, and the kinds of the findings.
@@ -229,7 +217,7 @@ def rows(table):
     """Those of the second program are marked."""
     for name, row in table.items():
         on = row if isinstance(row, dict) else row[0]
-        dear = any(part in on for part in ("packed", "gru", "conv"))
+        dear = any(part in on for part in ("packed", "gru"))
         yield pytest.param(name, marks=(pytest.mark.exhaustive, *[pytest.mark.product] * dear))
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import clipgrad as cg
-from tests.test_compare_versions import BATCH, wide
+from tests.test_compare_versions import BATCH
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
 
@@ -57,17 +57,6 @@ def test_a_port_from_linen_to_nnx():
     assert found.findings[0].kind == "value" and "LinenNet/down" in found.findings[0].message
     net = NnxNet(params["params"])
     assert cg.compare(of_nnx, of_nnx, (net, BATCH)).ok
-
-
-def test_a_port_in_float64():
-    with jax.enable_x64(True):
-        batch = wide(BATCH)
-        params = wide(LinenNet().init(jax.random.key(0), batch[0]))
-        args, other = (params, batch), (NnxNet(params["params"]), batch)
-        names = {"LinenNet/up": "up", "LinenNet/down": "down"}
-        found = cg.compare(of_linen, of_nnx, args, other_args=other, names=names)
-        assert found.ok and sum(row.kind == "module" for row in found.rows) == 2, str(found)
-        assert max(row.value for row in found.rows) < 1e-14
 
 
 def test_models_of_equinox():

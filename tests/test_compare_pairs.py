@@ -8,7 +8,7 @@ from tests.compare_pairs import EQUAL, PLANTED, Draw
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
-CORE = ("capacity of experts", "advantage not stopped", "rows over devices", "masks")
+CORE = ("float16 in a norm", "advantage not stopped", "rows over devices", "masks")
 DTYPES = pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("float64", marks=pytest.mark.exhaustive)]
 )
@@ -25,7 +25,7 @@ def compared(pair, dtype):
 
 
 def test_the_tables_have_enough_pairs():
-    assert len(PLANTED) >= 25 and len(EQUAL) >= 30
+    assert len(PLANTED) >= 10 and len(EQUAL) >= 20
 
 
 @DTYPES

@@ -97,14 +97,12 @@ def test_an_overflow_is_counted_and_is_no_share(odd):
                          "so not judged"]  # fmt: skip
 
 
-@pytest.mark.parametrize("beside", [1.0, 1e4, np.inf])
-def test_a_leaf_that_is_mostly_rounding_is_found_beside_any_other(beside):
+def test_a_leaf_that_is_mostly_rounding_is_found_beside_an_infinite_one():
     def loss(params, x):
         return cancelling(params, x) + jnp.sum(jnp.sqrt(params["z"]))
 
     params, x = arguments(100.0)
-    at = 0.0 if np.isinf(beside) else 1 / (2 * beside) ** 2
-    found = cg.compare(loss, "float32", (params | {"z": jnp.full(2, at, "bfloat16")}, x))
+    found = cg.compare(loss, "float32", (params | {"z": jnp.zeros(2, "bfloat16")}, x))
     lost = {f.path: f.ratio for f in found.findings if f.path}
     assert not found.ok and "scale" in lost and lost["scale"] > 0.4, str(found)
 

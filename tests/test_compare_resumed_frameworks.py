@@ -134,11 +134,11 @@ def eqx_step(state, batch):
 # ---- checkpoints ----
 
 
-def of_orbax(state, path, target=None):
+def of_orbax(state, path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / "state", state)
         checkpointer.wait_until_finished()
-        return checkpointer.restore(path / "state", state if target is None else target)
+        return checkpointer.restore(path / "state", state)
 
 
 def of_equinox(state, path):
@@ -150,17 +150,6 @@ def of_state(state, path):
     """NNX objects by way of their state."""
     graph, arrays = nnx.split(state)
     return nnx.merge(graph, of_orbax(arrays, path))
-
-
-def narrow(state, path):
-    """A target of another type."""
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    half = {**target.params, "up": jax.tree.map(as_half, target.params["up"])}
-    return of_orbax(state, path, target.replace(params=half))
-
-
-def as_half(x):
-    return jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=x.sharding)
 
 
 TRAINERS = {
@@ -180,10 +169,9 @@ def after_two(name):
     return state
 
 
-def resumed(name, restored, shift=0):
-    step, batches = TRAINERS[name][1], [jnp.asarray(x) for x in BATCHES]
-    own, its = batches[2:4], batches[2 + shift : 4 + shift]
-    return cg.compare_resumed(step, (after_two(name), own), (restored, its), rtol=0.0)
+def resumed(name, restored):
+    step, batches = TRAINERS[name][1], [jnp.asarray(x) for x in BATCHES[2:4]]
+    return cg.compare_resumed(step, (after_two(name), batches), (restored, batches), rtol=0.0)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -233,11 +221,3 @@ def test_what_a_restart_loses_is_named_by_its_path(name, path):
     assert not found.ok
     first = min(finding.path for finding in found.findings)
     assert first.removeprefix("state/").removesuffix("/value") == path, str(found)
-
-
-def test_a_type_that_orbax_narrows_and_data_one_off_are_named(tmp_path):
-    state = after_two("TrainState")
-    paths = [finding.path for finding in resumed("TrainState", narrow(state, tmp_path)).findings]
-    assert paths == ["state/params/up/bias", "state/params/up/kernel"]
-    off = resumed("TrainState", state, shift=1)
-    assert [finding.path for finding in off.findings] == ["batches/0", "batches/1"]

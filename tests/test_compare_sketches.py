@@ -9,6 +9,8 @@ from jax.extend.core import jaxpr_as_fun
 from clipgrad._compare.differences import floor_of, rounding
 from clipgrad._compare.sketches import LENGTH, judge_sketches, sketch, tapped
 from clipgrad._compare.versions import VersionProgram, version
+from clipgrad._jaxpr import trace
+from clipgrad._program import rounded
 from tests.helpers import RELEASED
 
 EPS = rounding(jnp.float32)
@@ -105,6 +107,14 @@ def test_float64_has_a_sketch_in_float64():
     assert 0.5e-12 < size < 2e-12
 
 
+@pytest.mark.parametrize("by, moves", [(1.0, False), (1.1, True)])
+def test_rounding_moves_a_value_and_leaves_its_sketch_whole(by, moves):
+    x = jnp.asarray(normal(40, 20), jnp.float32)
+    program = trace(lambda x: sketch(x * by if moves else x), (x,), {}).program
+    (found,) = jax.jit(lambda x: rounded(program, [x], jnp.uint32(1)))(x)
+    assert bool(jnp.any(found != jax.jit(sketch)(x * by if moves else x))) is moves
+
+
 @pytest.mark.kinds()
 @pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body])
 def test_a_comparison_takes_the_memory_of_a_gradient(wrap):
@@ -121,7 +131,7 @@ def test_a_comparison_takes_the_memory_of_a_gradient(wrap):
     args = jnp.ones((64, 64)) / 64, jnp.ones((1024, 64))
     plain = jax.jit(jax.value_and_grad(loss)).lower(*args).compile(RELEASED).memory_analysis()
     own = version(loss, args, {}, 0, False)
-    program = VersionProgram(own, frozenset({("layer", "module"), ("", "module")}))
+    program = VersionProgram(own)
     traced = program.traced.program
     lowered = jax.jit(jaxpr_as_fun(traced)).lower(*traced.in_avals)
     ours = lowered.compile(RELEASED).memory_analysis()

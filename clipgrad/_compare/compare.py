@@ -99,33 +99,27 @@ def compare(
       (False, 'value', 'hidden')
     """
     _check_comparison(fun, other, other_args, argnums, names, rtol)
-    with settings_of_runs():
-        return _compare(fun, other, args, kwargs, other_args, argnums, has_aux, names, rtol)
-
-
-def _compare(
-    fun: Any,
-    other: Any,
-    args: Any,
-    kwargs: Any,
-    other_args: Any,
-    argnums: Any,
-    has_aux: bool,
-    names: Mapping[str, str] | None,
-    rtol: float | None,
-) -> GradientComparison:
     named = dict(kwargs or {})
-    if not _is_path(fun) and isinstance(other, str) and not _is_path(other):
-        check_call(fun, args, kwargs)
-        return compare_dtypes(fun, other, args, named, argnums, has_aux, rtol)
-    given = _arguments_of(fun, other, args, kwargs, other_args)
-    versions: tuple[Any, Any] = fun, other
-    first, second = (
-        saved(run)
-        if _is_path(run)
-        else live(name, run, own, named, argnums, has_aux, signed=None in given)
-        for name, run, own in zip(("fun", "other"), versions, given, strict=True)
-    )
+    with settings_of_runs():
+        if isinstance(other, str) and not _is_path(other):
+            check_call(fun, args, kwargs)
+            checked: Any = fun, other, args, named, argnums, has_aux, rtol
+            return compare_dtypes(*checked)
+        given = _arguments_of(fun, other, args, kwargs, other_args)
+        versions: tuple[Any, Any] = fun, other
+        first, second = (
+            saved(run)
+            if _is_path(run)
+            else live(name, run, own, named, argnums, has_aux, signed=None in given)
+            for name, run, own in zip(("fun", "other"), versions, given, strict=True)
+        )
+        return _compared(first, second, names, rtol)
+
+
+def _compared(
+    first: Any, second: Any, names: Mapping[str, str] | None, rtol: float | None
+) -> GradientComparison:
+    """Compare two runs of one kind, or a loss in JAX with a run of another framework."""
     if isinstance(first, PortRun) or isinstance(second, PortRun):
         return _beside_port(first, second, names, rtol)
     if isinstance(first, StepRun) and isinstance(second, StepRun):

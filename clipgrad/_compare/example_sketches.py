@@ -11,7 +11,7 @@ from clipgrad._values import value_hook
 MAGNITUDES, LINEAR, SQUARED, REAL = range(4)  # the rows of the notes
 
 
-@value_hook(data=("real",), choices=("names", "carried"))
+@value_hook(data=("real",), choices=("carried",))
 class ExampleSketches(Sketches):
     """Notes of each value sketches of it, of its squares, and of its part that is not padded.
 
@@ -23,7 +23,6 @@ class ExampleSketches(Sketches):
       real: where the batch is not padded, or None.
     """
 
-    names: frozenset[tuple[str, str]] = frozenset()
     carried: int = 0
     real: Any = None
 

@@ -5,11 +5,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment, judge, rounding
+from clipgrad._compare.differences import Judgment
 from clipgrad._compare.example_sketches import (
     LINEAR,
     MAGNITUDES,
@@ -18,9 +19,17 @@ from clipgrad._compare.example_sketches import (
     ExampleSketches,
     has_places,
 )
-from clipgrad._compare.exchange import Exchange, chosen_examples, example_count, padded_places
+from clipgrad._compare.exchange import (
+    check_examples_differ,
+    chosen_examples,
+    example_count,
+    padded_places,
+    with_batch,
+    with_examples_at,
+)
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
-from clipgrad._compare.matching import Pair, match
+from clipgrad._compare.gradients import JudgedRuns, judged_runs, undecided_leaves
+from clipgrad._compare.matching import Instance, match
 from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._compare.sides import with_signatures
@@ -31,7 +40,6 @@ from clipgrad._errors import first_few
 from clipgrad._jaxpr import settings_of_runs
 from clipgrad._trees import loss_and_aux
 
-View = Callable[[VersionRun], np.ndarray]
 MOST_LEAVES = 5
 UNUSED = Judgment(0.0, 0.0)
 POSSIBLE_REASONS = {
@@ -126,112 +134,80 @@ def _weighted_total(
 
 
 class ExampleRuns(NamedTuple):
-    """The runs of a loss, of which floors and pairs are compared.
+    """The runs of a loss that are compared, with its `ExampleSketches`.
 
     Attributes:
       version: the loss.
       exchanged: its runs with examples a beside b, c beside b, a beside d, and c beside d.
       floor: the movement of the first of them by rounding.
       others: a run with the batch in another order ("place"), or with other padding ("padding").
-      places: the shape of the array that says what is padded.
+      padded: the shape of the array that says what is padded.
     """
 
     version: Version
     exchanged: list[VersionRun]
     floor: VersionRun
     others: dict[str, VersionRun]
-    places: tuple[int, ...]
+    padded: tuple[int, ...]
 
-    def dependence(self, view: View) -> Judgment:
-        """The change of what the first examples add by other neighbors."""
-        a, b, c, d = (np.asarray(view(run), np.float64) for run in self.exchanged)
-        floor = 2 * np.asarray(view(self.floor))  # of four runs
-        return _judged(a - b, c - d, floor, self._eps)
+    def judged(self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int) -> JudgedRuns:
+        """Two runs compared by a row of the notes of values."""
+        pairs = match(self.version, self.version, None).pairs
+        first, second, moved = (_seen(run, row) for run in (own, other, floor))
+        versions = self.version, self.version
+        return judged_runs(versions, pairs, first, second, moved, judge_sketches, None)
 
-    def change(self, kind: str, view: View) -> Judgment:
-        """The difference of a run with another order or padding."""
-        runs = self.exchanged[0], self.others[kind], self.floor
-        own, other, floor = (np.asarray(view(run), np.float64) for run in runs)
-        return _judged(own, other, floor, self._eps)
-
-    def varies(self, view: View) -> bool:
-        """Whether what is seen depends on the examples at all."""
-        first, *others = (np.asarray(view(run), np.float64) for run in self.exchanged)
-        floor = np.asarray(view(self.floor))
-        return any(_judged(first, other, floor, self._eps).differs for other in others)
-
-    @property
-    def _eps(self) -> float:
-        return rounding(self.version.loss_dtype)
+    def is_used(self, instance: Instance) -> bool:
+        """Whether the loss may depend on a value: it has no cotangent, or one that is not zero."""
+        found = [run.cotangents.get(instance.value.position) for run in self.exchanged]
+        return any(x is None or np.any(x[instance.at][..., :-1]) for x in found)
 
 
-def _judged(own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float) -> Judgment:
-    if np.shape(own)[-1:] == (LENGTH,):
-        return judge_sketches(own, other, floor, eps, None)
-    return judge(own, other, floor, eps, None)
+def _seen(run: VersionRun, row: int) -> VersionRun:
+    """A run with a row of the notes of values, without the codes of what is not finite."""
+    values = {at: _uncoded(notes[..., row, :]) for at, notes in run.values.items()}
+    return run._replace(
+        values=values, cotangents={at: _uncoded(x) for at, x in run.cotangents.items()}
+    )
+
+
+def _uncoded(sketches: np.ndarray) -> np.ndarray:
+    return sketches * (np.arange(LENGTH) < LENGTH - 1)
 
 
 def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> ExampleRuns:
     assert own.subject is not None  # it runs now
     size, given = len(chosen), own.subject
-    batch = Exchange.of(given.inputs, given.names, size)
-    if batch.is_uniform:
-        raise ValueError("batch: got examples that are all equal, expected ones that differ")
+    check_examples_differ(given)
     real = None if padded is None else jnp.asarray(~padded)
-    names = frozenset((value.name, value.kind) for value in own.values)
-    hook = functools.partial(ExampleSketches, real=real)
-    program = VersionProgram(own, names, sketches=hook)
+    program = VersionProgram(own, sketches=functools.partial(ExampleSketches, real=real))
     here = np.arange(size)
     there = np.roll(here, -1)
-    first, *rest = (
-        program(batch.with_examples(numbers))
-        for numbers in (here, np.where(chosen, there, here), np.where(chosen, here, there), there)
-    )
-    order = np.random.default_rng(1).permutation(size)
-    others = {"place": with_signatures(program(batch.with_examples(order)))}
+    orders = here, np.where(chosen, there, here), np.where(chosen, here, there), there
+    orders = *orders, np.random.default_rng(1).permutation(size)
+    *runs, other = (with_signatures(program(with_examples_at(given, order))) for order in orders)
+    others = {"place": other}
     if padding is not None:
-        others["padding"] = with_signatures(program(batch.with_batch(padding)))
-    floor = program.floor(first, with_signatures)
-    runs = [with_signatures(run) for run in (first, *rest)]
+        others["padding"] = with_signatures(program(with_batch(given, padding)))
+    floor = program.floor(runs[0], with_signatures)
     return ExampleRuns(own, runs, floor, others, () if padded is None else padded.shape)
 
 
 def _of_runs(runs: ExampleRuns) -> GradientComparison:
-    pairs = match(runs.version, runs.version, None).pairs
-    places = [_place_beside_neighbors(runs, pair) for pair in pairs]
-    leaves = _judged_leaves(runs, runs.dependence)
-    if problem := _nothing_to_judge(runs, leaves):
+    first = _beside_neighbors(runs)
+    if problem := _nothing_to_judge(runs, first.leaves):
         return GradientComparison(False, (unjudged(problem),), ())
-    findings = [_finding(runs, "neighbors", runs.dependence, places, leaves)]
-    for kind in runs.others:
-        measure = functools.partial(runs.change, kind)
-        own = _places(runs, kind, pairs), _judged_leaves(runs, measure)
-        findings.append(_finding(runs, kind, measure, *own))
+    judged = {"neighbors": first} | {kind: _changed(runs, kind) for kind in runs.others}
+    findings = (_finding(runs.version, kind, own) for kind, own in judged.items())
     found = tuple(finding for finding in findings if finding)
-    notes = tuple(
-        f"{leaf.path or ONE_ARGUMENT}: rounding decides here, so its gradient is not judged"
-        for leaf in leaves
-        if not leaf.judgment.is_judged
-    )
-    rows = (*(place.row for place in places), *map(_leaf_row, leaves))
-    return GradientComparison(not found, found, rows, (), notes)
+    rows = (*(place.row for place in first.places), *map(_leaf_row, first.leaves))
+    return GradientComparison(not found, found, rows, (), tuple(undecided_leaves(first.leaves)))
 
 
 def _leaf_row(leaf: ComparedLeaf) -> ComparisonRow:
     found = leaf.judgment
     own = leaf.path or ONE_ARGUMENT, None, found.difference, None, found.tolerance
     return ComparisonRow(*own, kind="gradient")
-
-
-def _judged_leaves(runs: ExampleRuns, measure: Callable[[View], Judgment]) -> list[ComparedLeaf]:
-    return [
-        ComparedLeaf(leaf.path, leaf.position, measure(lambda run, i=i: run.grads[i]))
-        for i, leaf in enumerate(runs.version.leaves)
-    ]
-
-
-def _loss(run: VersionRun) -> np.ndarray:
-    return run.loss
 
 
 def _nothing_to_judge(runs: ExampleRuns, leaves: Sequence[ComparedLeaf]) -> str:
@@ -247,82 +223,59 @@ def _nothing_to_judge(runs: ExampleRuns, leaves: Sequence[ComparedLeaf]) -> str:
     return ""
 
 
-def _place_beside_neighbors(runs: ExampleRuns, pair: Pair) -> ComparedPlace:
-    """The dependence of a value and its cotangent on several examples at once.
+def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
+    """The change of what the first examples add by other neighbors.
 
-    A sum over examples is no dependence where its cotangent is the same for all examples.
+    A value depends on several examples at once if it or its square does. A sum over examples is no
+    dependence where its cotangent is the same for all examples.
     """
-    found, cotangent = runs.dependence(_row_of(pair, LINEAR)), None
-    is_sum = False
-    if pair.own.value.position in runs.floor.cotangents:
-        cotangent = runs.dependence(_cotangent_of(pair))
-        is_sum = not found.differs and not runs.varies(_cotangent_of(pair))
-    if not _is_used(runs, pair):
-        found = UNUSED
-    elif not found.differs and not is_sum:
-        found = runs.dependence(_row_of(pair, SQUARED))
-    return ComparedPlace(pair, found, cotangent)
+    a, b, c, d = runs.exchanged
+    pair = _run_difference(a, b), _run_difference(c, d)
+    floor = jax.tree.map(lambda x: 2 * x, runs.floor)  # of four runs
+    found, squares = (runs.judged(*pair, floor, row) for row in (LINEAR, SQUARED))
+    others = [runs.judged(a, run, runs.floor, LINEAR).places for run in (b, c, d)]
+    places = []
+    for place, square, *same in zip(found.places, squares.places, *others, strict=True):
+        varies = any(each.cotangent and each.cotangent.differs for each in same)
+        if not runs.is_used(place.pair.own):
+            place = place._replace(value=UNUSED)
+        elif not place.value.differs and (place.cotangent is None or varies):
+            place = place._replace(value=square.value)
+        places.append(place)
+    return found._replace(places=places)
 
 
-def _is_used(runs: ExampleRuns, pair: Pair) -> bool:
-    """Whether the loss may depend on a value: it has no cotangent, or one that is not zero."""
-    has_one = pair.own.value.position in runs.floor.cotangents
-    return not has_one or any(np.any(_cotangent_of(pair)(run)) for run in runs.exchanged)
+def _run_difference(own: VersionRun, other: VersionRun) -> VersionRun:
+    return jax.tree.map(lambda x, y: np.subtract(x, y, dtype=np.float64), own, other)
 
 
-def _places(runs: ExampleRuns, kind: str, pairs: Sequence[Pair]) -> list[ComparedPlace]:
-    """The change of each value with another order or padding, where it is known what is padded."""
-    row, found = MAGNITUDES if kind == "place" else REAL, []
-    for pair in pairs:
-        value = pair.own.value
-        if kind == "padding" and not has_places(value.shape, runs.places):
-            if value.holders or {*runs.places[1:]} & {*value.shape[1:]}:
+def _changed(runs: ExampleRuns, kind: str) -> JudgedRuns:
+    """The change with another order or padding, of values where it is known what is padded."""
+    row = MAGNITUDES if kind == "place" else REAL
+    found = runs.judged(runs.exchanged[0], runs.others[kind], runs.floor, row)
+    places = []
+    for place in found.places:
+        value = place.pair.own.value
+        if kind == "padding" and not has_places(value.shape, runs.padded):
+            if value.holders or {*runs.padded[1:]} & {*value.shape[1:]}:
                 continue
-        is_used = _is_used(runs, pair)
-        judged = runs.change(kind, _row_of(pair, row)) if is_used else UNUSED
-        found.append(ComparedPlace(pair, judged, None))
-    return found
+        judged = place.value if runs.is_used(place.pair.own) else UNUSED
+        places.append(ComparedPlace(place.pair, judged, None))
+    return found._replace(places=places)
 
 
-def _row_of(pair: Pair, row: int) -> View:
-    """A row of the notes of a value, without the code of what is not finite."""
-
-    def view(run: VersionRun) -> np.ndarray:
-        notes = np.asarray(run.values[pair.own.value.position])[pair.own.at]
-        found = notes.reshape(-1, *notes.shape[-2:])[:, row].astype(np.float64)
-        found[:, -1] = 0
-        return found
-
-    return view
-
-
-def _cotangent_of(pair: Pair) -> View:
-    def view(run: VersionRun) -> np.ndarray:
-        notes = np.asarray(run.cotangents[pair.own.value.position])[pair.own.at]
-        found = notes.reshape(-1, LENGTH).astype(np.float64)
-        found[:, -1] = 0
-        return found
-
-    return view
-
-
-def _finding(
-    runs: ExampleRuns,
-    kind: str,
-    measure: Callable[[View], Judgment],
-    places: Sequence[ComparedPlace],
-    leaves: Sequence[ComparedLeaf],
-) -> ComparisonFinding | None:
+def _finding(own: Version, kind: str, judged: JudgedRuns) -> ComparisonFinding | None:
     """The first place of a kind of dependence, with the leaves whose gradient has it."""
-    found = find(runs.version, runs.version, places, measure(_loss), leaves)
+    found = find(own, own, *judged[:3])
     if not found:
         return None
     bad = sorted(
-        (leaf for leaf in leaves if leaf.judgment.differs), key=lambda x: -x.judgment.difference
+        (leaf for leaf in judged.leaves if leaf.judgment.differs),
+        key=lambda x: -x.judgment.difference,
     )
     shown = [f"{x.path or ONE_ARGUMENT} ({x.judgment.difference:.2g})" for x in bad]
     more = f"; so does the gradient of {first_few(shown, MOST_LEAVES)}" if bad else ""
     message = f"{found[0].message}{more}; {POSSIBLE_REASONS[kind]}"
     # Operations before, outside of all modules, keep to one example: the value leaves its module.
-    left = next((place.name for place in places if place.value.differs), "")
+    left = next((place.name for place in judged.places if place.value.differs), "")
     return dataclasses.replace(found[0], kind=kind, message=message, module=found[0].module or left)

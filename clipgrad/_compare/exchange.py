@@ -1,12 +1,13 @@
 """The examples of a batch, exchanged among its places without a change of shapes."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._diagnose import DiagnosisSubject
 from clipgrad._trees import is_array, nearest, with_paths
 
 IN_BATCH = "args[1]"  # the name of the inputs that are in the batch begins so
@@ -40,57 +41,35 @@ def chosen_examples(examples: int | Sequence[int] | None, size: int) -> np.ndarr
     return chosen
 
 
-class Exchange(NamedTuple):
-    """The inputs of a program, and which of them have the axis of the examples.
+def with_examples_at(given: DiagnosisSubject, numbers: np.ndarray) -> list[Any]:
+    """The inputs of a loss with these examples in the places of the batch."""
+    pairs = zip(given.names, given.inputs, strict=True)
+    return [_rows(x, numbers) if _is_cut(name, x) else x for name, x in pairs]
 
-    Attributes:
-      inputs: the arrays.
-      names: their names.
-      is_cut: whether each has that axis.
-      size: the number of examples.
-    """
 
-    inputs: list[Any]
-    names: list[str]
-    is_cut: list[bool]
-    size: int
+def with_batch(given: DiagnosisSubject, batch: Any) -> list[Any]:
+    """The inputs of a loss with another batch of the same types; the weights stay."""
+    left = iter([x for x in jax.tree.leaves(batch) if is_array(x)])
+    pairs = zip(given.names, given.inputs, strict=True)
+    return [next(left) if name.startswith(f"{IN_BATCH}[0]") else x for name, x in pairs]
 
-    @classmethod
-    def of(cls, inputs: list[Any], names: list[str], size: int) -> "Exchange":
-        """The inputs of a subject."""
-        pairs = zip(inputs, names, strict=True)
-        return cls(
-            inputs, names, [name.startswith(IN_BATCH) and np.ndim(x) > 0 for x, name in pairs], size
-        )
 
-    def with_examples(self, numbers: np.ndarray) -> list[Any]:
-        """The inputs with these examples in the places of the batch."""
-        return [
-            _rows(x, numbers) if is_cut else x
-            for x, is_cut in zip(self.inputs, self.is_cut, strict=True)
-        ]
+def check_examples_differ(given: DiagnosisSubject) -> None:
+    """Raise `ValueError` if all examples are equal."""
+    pairs = zip(given.names[:-1], given.inputs[:-1], strict=True)  # the last are weights
+    hosts = [_plain_numbers(x) for name, x in pairs if _is_cut(name, x)]
+    if all(np.array_equal(x, np.broadcast_to(x[:1], x.shape)) for x in hosts):
+        raise ValueError("batch: got examples that are all equal, expected ones that differ")
 
-    def with_batch(self, batch: Any) -> list[Any]:
-        """The inputs with another batch of the same types; the weights stay."""
-        left = iter([x for x in jax.tree.leaves(batch) if is_array(x)])
-        pairs = zip(self.inputs, self.names, strict=True)
-        return [next(left) if name.startswith(f"{IN_BATCH}[0]") else x for x, name in pairs]
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all examples are equal."""
-        pairs = zip(self.inputs[:-1], self.is_cut, strict=False)  # the last are weights
-        return all(_all_equal(x) for x, is_cut in pairs if is_cut)
+def _is_cut(name: str, x: Any) -> bool:
+    """Whether an input has the axis of the examples."""
+    return name.startswith(IN_BATCH) and np.ndim(x) > 0
 
 
 def _rows(x: Any, numbers: np.ndarray) -> Any:
     found = x[numbers]
     return jax.device_put(found, x.sharding) if isinstance(x, jax.Array) else found
-
-
-def _all_equal(x: Any) -> bool:
-    host = _plain_numbers(x)
-    return np.array_equal(host, np.broadcast_to(host[:1], host.shape))
 
 
 def _plain_numbers(x: Any) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from clipgrad._compare.differences import Judgment
@@ -11,7 +11,16 @@ from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.program_record import OperationRecord
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.sketches import ENTERS
-from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
+from clipgrad._compare.slices import (
+    Ends,
+    Slice,
+    made_by,
+    module_of,
+    outside,
+    used_by,
+    users_of,
+    value_scopes,
+)
 from clipgrad._compare.versions import Version
 from clipgrad._compare.wiring import shared_modules
 from clipgrad._names import ScopePath
@@ -60,13 +69,14 @@ def _value_finding(
 ) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
-    found = _together(
-        made_by(side.value.program, side.value.variable, value_scopes(side.value), ends)
-        for side, ends in _sides(first, before)
-    ).outside(shared)
+    found = Slice()
+    for side, ends in _sides(first, before):
+        own = side.value
+        found += made_by(own.program, own.variable, value_scopes(own), ends)
+    found = outside(found, shared)
     text = f"the value {_named_value(first)} {_difference(first.value)}"
     # The inner view of the same value agrees: what changed it is in this module alone.
-    module = first.name if _other_view(first, before) else found.module
+    module = first.name if _other_view(first, before) else module_of(found)
     factor = _factor(first.value, [place.value for place in before])
     return located("value", module, first.step, text, value.place, factor)
 
@@ -76,12 +86,12 @@ def _loss_finding(
 ) -> ComparisonFinding:
     (result,) = own.program.outputs
     ends = _agreeing(places)
-    made = made_by(own.program, result, (), ends) if isinstance(result, int) else Slice([], [])
-    found = made.outside(shared)
+    made = made_by(own.program, result, (), ends) if isinstance(result, int) else []
+    found = outside(made, shared)
     text = f"the loss {_difference(loss)}; "
     text += f"all {len(places)} named values agree" if places else "no named value was matched"
     factor = _factor(loss, [place.value for place in places])
-    return located("value", found.module, None, text, _around_first(found, ()), factor)
+    return located("value", module_of(found), None, text, _around_first(found, ()), factor)
 
 
 def _vjp_finding(
@@ -97,8 +107,8 @@ def _vjp_finding(
     value = last.pair.own.value
     outer = _other_view(last, later)
     users = [users_of(side, ends) for side, ends in _sides(last, later)]
-    found = _together(part for part, _ in users).outside(shared)
-    module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
+    found = outside([each for part, _ in users for each in part], shared)
+    module, step = (outer.name, last.step) if outer else (module_of(found), users[0][1])
     assert last.cotangent is not None
     by = module or "what follows"
     to = f"what enters {last.name}" if value.kind == ENTERS else last.name
@@ -114,11 +124,11 @@ def _leaf_finding(
 ) -> ComparisonFinding:
     tapped = [place for place in places if place.cotangent is not None]
     start = own.program.inputs[leaf.position]
-    found, _ = used_by(own.program, [start], (), (), _agreeing(tapped))
+    found, _ = used_by(own.program, [start], (), _agreeing(tapped))
     text = f"the gradient of {leaf.path or ONE_ARGUMENT} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
-    found = found.outside(shared)
-    finding = located("grads", found.module, None, text, _around_first(found, ()), None)
+    found = outside(found, shared)
+    finding = located("grads", module_of(found), None, text, _around_first(found, ()), None)
     return dataclasses.replace(finding, path=leaf.path)
 
 
@@ -166,18 +176,9 @@ def _sides(place: ComparedPlace, agreeing: Sequence[ComparedPlace]) -> list[tupl
     return [(pair[side], _agreeing(agreeing, side)) for side in range(count)]
 
 
-def _together(parts: Iterable[Slice]) -> Slice:
-    """The operations of several slices."""
-    found = Slice([], [])
-    for part in parts:
-        found.scopes.extend(part.scopes)
-        found.operations.extend(part.operations)
-    return found
-
-
 def _around_first(found: Slice, around: Around) -> Around:
     """The first operation of a slice, and those around."""
-    return (found.operations[0], *around) if found.operations else ()
+    return (found[0][1], *around) if found else ()
 
 
 def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:

@@ -1,73 +1,77 @@
 """Two versions of a loss: their named values, their cotangents, and their gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment, judge, rounding
+from clipgrad._compare.differences import Judgment, floor_of, judge, rounding
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.leaf_paths import same_leaves
-from clipgrad._compare.matching import match
-from clipgrad._compare.places import ComparedPlace, compared_places, undecided
-from clipgrad._compare.records import ComparisonFinding, unjudged
+from clipgrad._compare.matching import Pair, match
+from clipgrad._compare.places import ComparedPlace, compared_places, undecided_places
+from clipgrad._compare.records import ComparisonFinding, undecided, unjudged
 from clipgrad._compare.run_facts import with_facts
-from clipgrad._compare.sides import SavedSide, Side, without_floor
+from clipgrad._compare.sides import Side
 from clipgrad._compare.sketches import judge_sketches
-from clipgrad._compare.versions import SketchedNames, Version, VersionRun
+from clipgrad._compare.versions import Version, VersionRun
 from clipgrad._errors import first_few
+
+
+class JudgedRuns(NamedTuple):
+    """Two runs of losses, each place, loss and gradient judged; and what only one of them has."""
+
+    places: list[ComparedPlace]
+    loss: Judgment
+    leaves: list[ComparedLeaf]
+    unmatched: list[str]
 
 
 def compare_gradients(
     first: Side, second: Side, names: Mapping[str, str] | None, rtol: float | None
 ) -> GradientComparison:
     """Compare two versions of a loss and of its gradient; those that run do so one by one."""
-    matching = match(first.version, second.version, names)
-    own = first.run(_wanted(pair.own.value for pair in matching.pairs))
-    floor = first.floor() if rtol is None else without_floor(own)
-    theirs = second.run(_wanted(pair.other.value for pair in matching.pairs))
-    places, partial = compared_places(matching.pairs, own, theirs, floor, rtol)
     versions = first.version, second.version
-    dtypes = [version.loss_dtype for version in versions]
-    loss = judge(own.loss, theirs.loss, floor.loss, rounding(*dtypes), rtol)
-    by_sketch = any(isinstance(side, SavedSide) for side in (first, second))
-    judging = judge_sketches if by_sketch else judge
-    leaves, alone = _leaves(versions, own, theirs, floor, judging, rtol)
-    unmatched = [*matching.unmatched, *partial, *alone]
-    found = comparison_of(*versions, places, loss, leaves, unmatched)
+    matching = match(*versions, names)
+    own = first.run()
+    floor = first.floor() if rtol is None else floor_of(own, ())
+    judging = judge if first.facts is None else judge_sketches
+    found = judged_runs(versions, matching.pairs, own, second.run(), floor, judging, rtol)
+    unmatched = [*matching.unmatched, *found.unmatched]
+    found = comparison_of(*versions, *found[:3], unmatched)
     return with_facts(found, first.facts, second.facts)
 
 
-def _wanted(values: Any) -> SketchedNames:
-    return frozenset((value.name, value.kind) for value in values)
-
-
-def _leaves(
+def judged_runs(
     versions: tuple[Version, Version],
+    pairs: Sequence[Pair],
     own: VersionRun,
     theirs: VersionRun,
     floor: VersionRun,
     judging: Callable[..., Judgment],
     rtol: float | None,
-) -> tuple[list[ComparedLeaf], list[str]]:
-    """The leaves of both gradients, and those that only one of them has."""
+) -> JudgedRuns:
+    """Judge the values, the loss and the gradients of two runs; gradients by `judging`."""
+    places, unmatched = compared_places(pairs, own, theirs, floor, rtol)
+    dtypes = [version.loss_dtype for version in versions]
+    loss = judge(own.loss, theirs.loss, floor.loss, rounding(*dtypes), rtol)
     paths = [[leaf.path for leaf in version.leaves] for version in versions]
-    same = same_leaves(*paths)
-    found, alone = [], []
+    same, found = same_leaves(*paths), []
     for i, leaf in enumerate(versions[0].leaves):
         name = leaf.path or ONE_ARGUMENT
         if i not in same:
-            alone.append(f"gradient {name}, only in fun")
+            unmatched.append(f"gradient {name}, only in fun")
             continue
         j, its = same[i], versions[1].leaves[same[i]]
         if leaf.shape != its.shape:
             shapes = f"{list(leaf.shape)} in fun, {list(its.shape)} in other"
-            alone.append(f"gradient {name}, of another shape: {shapes}")
+            unmatched.append(f"gradient {name}, of another shape: {shapes}")
             continue
         eps = rounding(leaf.dtype, its.dtype)
         judgment = judging(own.grads[i], theirs.grads[j], floor.grads[i], eps, rtol)
         found.append(ComparedLeaf(leaf.path, leaf.position, judgment))
     only = [path for j, path in enumerate(paths[1]) if j not in same.values()]
-    return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in only)]
+    unmatched += [f"gradient {path or ONE_ARGUMENT}, only in other" for path in only]
+    return JudgedRuns(places, loss, found, unmatched)
 
 
 def comparison_of(
@@ -80,13 +84,9 @@ def comparison_of(
 ) -> GradientComparison:
     """The findings and notes of two versions whose places and leaves are judged."""
     findings = find(first, second, places, loss, leaves)
-    notes = undecided(places)
-    notes += [] if loss.is_judged else ["the loss: rounding decides here, so it is not judged"]
-    notes += [
-        f"{leaf.path or ONE_ARGUMENT}: rounding decides here, so its gradient is not judged"
-        for leaf in leaves
-        if not leaf.judgment.is_judged
-    ]
+    notes = undecided_places(places)
+    notes += [] if loss.is_judged else [undecided("the loss")]
+    notes += undecided_leaves(leaves)
     if not places:
         notes.append("no named value was matched; name values by names=, or tag them")
     if not findings:
@@ -94,6 +94,15 @@ def comparison_of(
         findings += _no_gradient_judged(first, leaves)
     rows = tuple(place.row for place in places)
     return GradientComparison(not findings, tuple(findings), rows, tuple(unmatched), tuple(notes))
+
+
+def undecided_leaves(leaves: Sequence[ComparedLeaf]) -> list[str]:
+    """Notes of the leaves that rounding decides."""
+    return [
+        undecided(leaf.path or ONE_ARGUMENT, "its gradient")
+        for leaf in leaves
+        if not leaf.judgment.is_judged
+    ]
 
 
 def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[ComparisonFinding]:

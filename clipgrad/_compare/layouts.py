@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.signatures import host_sketch
-from clipgrad._compare.sketches import LENGTH
+from clipgrad._compare.sketches import LENGTH, host_sketch
 
 Order = tuple[int, ...]
 _MOST_AXES = 4  # 24 orders

@@ -7,7 +7,7 @@ import numpy as np
 
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.matching import Instance, Pair
-from clipgrad._compare.records import ComparisonRow
+from clipgrad._compare.records import ComparisonRow, undecided
 from clipgrad._compare.sketches import LENGTH, judge_sketches
 from clipgrad._compare.versions import VersionRun
 
@@ -56,53 +56,40 @@ def compared_places(
     found: list[ComparedPlace] = []
     partial: dict[str, None] = {}
     for pair in pairs:
-        keys = pair.own.value.position, pair.other.value.position
-        if _is_partial(own.values, other.values, pair):
-            value = pair.own.value
-            partial[f"{value.kind} {value.name}: not the same on each device, in one version"] = (
-                None
-            )
+        value = pair.own.value
+        aligned = _aligned(pair, own.values, other.values, floor.values)
+        if aligned is None:
+            text = f"{value.kind} {value.name}: not the same on each device, in one version"
+            partial[text] = None
             continue
-        judged = _place_judgment(pair, own.values, other.values, floor.values, rtol)
         cotangent = None
-        shared = keys[0] in own.cotangents and keys[1] in other.cotangents
-        if shared and _same_devices(own.cotangents, other.cotangents, pair):
-            cotangent = _place_judgment(
-                pair, own.cotangents, other.cotangents, floor.cotangents, rtol
-            )
-        found.append(ComparedPlace(pair, judged, cotangent))
+        if value.position in own.cotangents and pair.other.value.position in other.cotangents:
+            cotangent = _aligned(pair, own.cotangents, other.cotangents, floor.cotangents, False)
+        eps = rounding(*(side.value.dtype for side in pair))
+        judged = judge_sketches(*aligned, eps, rtol)
+        found.append(
+            ComparedPlace(pair, judged, cotangent and judge_sketches(*cotangent, eps, rtol))
+        )
     return found, list(partial)
 
 
-def _same_devices(own: dict, other: dict, pair: Pair) -> bool:
-    return len(_on_devices(own, pair.own)) == len(_on_devices(other, pair.other))
+def _aligned(
+    pair: Pair, own: dict, other: dict, floor: dict, alike: bool = True
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """The sketches of both versions, and the floor, on the same devices.
 
-
-def _is_partial(own: dict, other: dict, pair: Pair) -> bool:
-    """Whether devices have other values in one version, and the other version has one value."""
-    if _same_devices(own, other, pair):
-        return False
-    for found in (_on_devices(own, pair.own), _on_devices(other, pair.other)):
-        kept = found[np.any(found, axis=1)]
-        if len(kept) > 1 and not np.array_equal(kept, np.broadcast_to(kept[:1], kept.shape)):
-            return True
-    return False
-
-
-def _place_judgment(
-    pair: Pair, own: dict, other: dict, floor: dict, rtol: float | None
-) -> Judgment:
-    sketches = [_on_devices(x, pair.own) for x in (own, floor)]
+    None if one version has several values and the other has one; or, if they are not `alike` on
+    all devices, if it has several devices.
+    """
+    ours, moved = (_on_devices(x, pair.own) for x in (own, floor))
     theirs = _on_devices(other, pair.other)
-    if len(theirs) != len(sketches[0]):  # the same value on some devices
-        kept = np.any(sketches[0] if len(sketches[0]) > 1 else theirs, axis=1)
-        sketches = [x[kept] if len(x) > 1 else x for x in sketches]
-        theirs = theirs[kept] if len(theirs) > 1 else theirs
-        shape = np.broadcast_shapes(sketches[0].shape, theirs.shape)
-        sketches = [np.broadcast_to(x, shape) for x in sketches]
-        theirs = np.broadcast_to(theirs, shape)
-    eps = rounding(*(side.value.dtype for side in pair))
-    return judge_sketches(sketches[0], theirs, sketches[1], eps, rtol)
+    if len(ours) == len(theirs):
+        return ours, theirs, moved
+    kept = [x[np.any(x, axis=1)] for x in (ours, theirs)]  # the others are no copies
+    if not alike or any(len(x) and np.any(x != x[:1]) for x in kept):
+        return None
+    first, second = (int(np.argmax(np.any(x, axis=1))) for x in (ours, theirs))
+    return ours[first], theirs[second], moved[first]
 
 
 def _on_devices(notes: dict, instance: Instance) -> np.ndarray:
@@ -110,17 +97,14 @@ def _on_devices(notes: dict, instance: Instance) -> np.ndarray:
     return np.asarray(notes[instance.value.position])[instance.at].reshape(-1, LENGTH)
 
 
-def undecided(places: Iterable[ComparedPlace]) -> list[str]:
+def undecided_places(places: Iterable[ComparedPlace]) -> list[str]:
     """Notes of the places that rounding decides, each name once."""
     steps: dict[tuple[str, str], list[Any]] = {}
     for place in places:
         for what, found in (("value", place.value), ("cotangent", place.cotangent)):
             if found is not None and not found.is_judged:
                 steps.setdefault((place.name, what), []).append(place.step)
-    return [
-        f"{name}{_listed(at)}: rounding decides here, so its {what} is not judged"
-        for (name, what), at in steps.items()
-    ]
+    return [undecided(f"{name}{_listed(at)}", f"its {what}") for (name, what), at in steps.items()]
 
 
 def _listed(steps: Sequence[int | None]) -> str:

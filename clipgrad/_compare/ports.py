@@ -76,7 +76,7 @@ def compare_port(
     The rounding of the program in JAX is measured; the other's is as large, and is added.
     """
     version = side.version
-    run = side.run(frozenset((value.name, value.kind) for value in version.values))
+    run = side.run()
     floor = side.floor()
     assert side.facts is not None  # it is signed, beside a file
     roots = {value.name.split("/")[0] for value in version.values if value.name}
@@ -121,7 +121,7 @@ def _port_place(pair: PortPair) -> ComparedPlace:
     """A pair as a place of a comparison; of the other framework there is no program."""
     other = pair.other
     value = VersionValue(
-        (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, (), False, -1,
+        (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, False, -1,
         _MADE, (), (_NO_PROGRAM,),
     )  # fmt: skip
     return ComparedPlace(

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._compare.differences import relative_floor
+from clipgrad._compare.findings import ONE_ARGUMENT
 from clipgrad._compare.records import ComparisonFinding, unjudged
 from clipgrad._jaxpr import computed_types
 
@@ -15,20 +16,6 @@ from clipgrad._jaxpr import computed_types
 # 0.3 to 2 times the ratio of the types' roundings (a bias before a norm, of keys, of all logits).
 # By chance it may be exactly zero; then the rounding of the program shows how large it could be.
 NOTHING_LEFT = 1 / 16
-
-
-class LeafPrecision(NamedTuple):
-    """The verdict on the precision of a leaf.
-
-    Attributes:
-      is_judged: whether there is a gradient to judge.
-      finding: the loss of precision, or None.
-      note: what else there is to say, or "".
-    """
-
-    is_judged: bool
-    finding: ComparisonFinding | None = None
-    note: str = ""
 
 
 def lost_precision(
@@ -54,50 +41,42 @@ def lost_precision(
       ratio: how many times coarser the rounding of the function is; see `rounding_ratio`.
       most: the share of a leaf's gradient that may be rounding.
     """
-    found = [
-        _precision(path, own, wide, lambda i=i: floors()[i], dtype, ratio, most)
-        for i, (path, own, wide) in enumerate(zip(paths, grads, exact, strict=True))
-    ]
-    findings = [leaf.finding for leaf in found if leaf.finding]
-    if not any(leaf.is_judged for leaf in found):
+    findings, notes, is_judged = [], [], False
+    most_left = NOTHING_LEFT * ratio
+    for i, (path, own, wide) in enumerate(zip(paths, grads, exact, strict=True)):
+        name = path or ONE_ARGUMENT
+        odd, odd_there = ~np.isfinite(own), ~np.isfinite(wide)
+        if np.any(odd != odd_there):
+            findings.append(_overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
+            continue
+        left = ~odd
+        error = relative_floor(wide[left], np.abs(own[left] - wide[left]))
+        if error > most and (error >= most_left or _movement(floors()[i], wide, left) >= most_left):
+            notes.append(f"{name}: zero but for rounding")
+            continue
+        is_judged |= error > most or bool(np.any(left)) or not own.size
+        findings += [_rounded_leaf(path, error)] if error > most else []
+        if np.any(odd):
+            count = f"{name}: {_count(odd)} of its gradient"
+            notes.append(f"{count} are NaN or inf in both types, so not judged")
+    if not findings and not is_judged:
         findings.append(
             unjudged(
                 "no gradient is judged: each is zero but for rounding, or NaN or inf in both "
                 "types; diagnose(fun, args) says which operation makes it so"
             )
         )
-    return findings, [leaf.note for leaf in found if leaf.note]
+    return findings, notes
 
 
-def _precision(
-    path: str,
-    own: np.ndarray,
-    wide: np.ndarray,
-    floor: Callable[[], np.ndarray],
-    dtype: str,
-    ratio: float,
-    most: float,
-) -> LeafPrecision:
-    name = path or "the argument"
-    odd, odd_there = ~np.isfinite(own), ~np.isfinite(wide)
-    if np.any(odd != odd_there):
-        return LeafPrecision(True, _overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
-    left, note = ~odd, ""
-    if np.any(odd):
-        note = f"{name}: {_count(odd)} of its gradient are NaN or inf in both types, so not judged"
-    error = relative_floor(wide[left], np.abs(own[left] - wide[left]))
-    if error <= most:
-        return LeafPrecision(bool(np.any(left)) or not own.size, None, note)
-    most_left = NOTHING_LEFT * ratio
-    if error >= most_left or _movement(floor(), wide, left) >= most_left:
-        return LeafPrecision(False, None, f"{name}: zero but for rounding")
+def _rounded_leaf(path: str, error: float) -> ComparisonFinding:
     share = (
         f"{100 * error:.{1 if error < 0.1 else 0}f}% of"
         if error <= 1
         else f"{error:.2g} times the size of"
     )
-    text = f"{share} the gradient of {name} is rounding"
-    return LeafPrecision(True, ComparisonFinding("rounding", text, path=path, ratio=error), note)
+    text = f"{share} the gradient of {path or ONE_ARGUMENT} is rounding"
+    return ComparisonFinding("rounding", text, path=path, ratio=error)
 
 
 def _movement(floor: np.ndarray, wide: np.ndarray, left: np.ndarray) -> float:
@@ -107,7 +86,7 @@ def _movement(floor: np.ndarray, wide: np.ndarray, left: np.ndarray) -> float:
 
 def _overflowed(path: str, here: np.ndarray, there: np.ndarray, dtype: str) -> ComparisonFinding:
     """The finding of a gradient that is not finite in one of the types only."""
-    text = f"the gradient of {path or 'the argument'} overflows: "
+    text = f"the gradient of {path or ONE_ARGUMENT} overflows: "
     if np.any(here):
         text += f"{_count(here)} are NaN or inf, and finite in {dtype}; scale the loss down, or "
         text += "compute what overflows in a type with a wider range"

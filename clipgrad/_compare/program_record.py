@@ -63,7 +63,7 @@ class OperationRecord:
         """The innermost line of the user's own files within its program."""
         return self.saved[0] if self.saved else Place(_of_jax(self.equation)).location
 
-    @property
+    @functools.cached_property
     def digest(self) -> str | None:
         """Equal to that of operations with the same parameters, in any process; None: of no other.
 
@@ -83,11 +83,6 @@ class ProgramRecord:
     inputs: tuple[int, ...]
     operations: tuple[OperationRecord, ...]
     outputs: tuple[Operand, ...]
-
-    @property
-    def is_from_file(self) -> bool:
-        """Whether it was read from a file."""
-        return any(operation.saved for operation in self.operations)
 
     @functools.cached_property
     def makers(self) -> dict[int, OperationRecord]:
@@ -209,24 +204,13 @@ def _operation_of(row: list[Any], known: list[ProgramRecord]) -> OperationRecord
     )
 
 
-class ProgramPoint(NamedTuple):
-    """A variable of a program, or of one inside of it.
+def point_at(
+    program: ProgramRecord, position: Sequence[int]
+) -> tuple[int, OperationRecord, tuple[OperationRecord, ...], tuple[ProgramRecord, ...]]:
+    """The variable, maker, holders and programs of a `VersionValue`, by its position.
 
-    Attributes:
-      variable: its number.
-      maker: the operation that computes it.
-      holders: the operations around, outermost first.
-      programs: the program and those inside of the holders, outermost first.
+    Behind the last operation of a program is what it carries.
     """
-
-    variable: int
-    maker: OperationRecord
-    holders: tuple[OperationRecord, ...]
-    programs: tuple[ProgramRecord, ...]
-
-
-def point_at(program: ProgramRecord, position: Sequence[int]) -> ProgramPoint:
-    """The variable of a `NamedValue`'s position; behind the last operation: one that is carried."""
     *around, number, output, _ = position
     holders, programs = [], [program]
     for at, inside in zip(around[::2], around[1::2], strict=True):
@@ -235,7 +219,7 @@ def point_at(program: ProgramRecord, position: Sequence[int]) -> ProgramPoint:
     own = programs[-1]
     if number < len(own.operations):
         maker = own.operations[number]
-        return ProgramPoint(maker.results[output], maker, tuple(holders), tuple(programs))
+        return maker.results[output], maker, tuple(holders), tuple(programs)
     variable = own.outputs[output]
     assert isinstance(variable, int)  # a carry that is computed
-    return ProgramPoint(variable, own.makers[variable], tuple(holders), tuple(programs))
+    return variable, own.makers[variable], tuple(holders), tuple(programs)

@@ -1,7 +1,8 @@
 """Factors between two versions of a training step, and the mistakes that make them."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,48 +91,31 @@ def meaning(ratio: float, known: Counts) -> str | None:
         return None
     large, small = ("fun", "other") if ratio > 1 else ("other", "fun")
     factor = max(ratio, 1 / ratio)
-    found = [text for fits, text in _explanations(known, large, small) if fits(factor)]
+    found = [
+        text
+        for number, slack, text in _explanations(known, large, small)
+        if number * (1 - slack) < factor < number * (1 + CLOSE)
+    ]
     return f"this would be what {' or '.join(dict.fromkeys(found))}" if found else None
 
 
-def _explanations(
-    known: Counts, large: str, small: str
-) -> Iterable[tuple[Callable[[float], bool], str]]:
+def _explanations(known: Counts, large: str, small: str) -> Iterator[tuple[float, float, str]]:
+    """Factors, by how much less they may be, and the mistakes that make them."""
+    mean, squares = f"gives where {small} takes the mean", "gives, not their squares"
     for n in known.devices:
-        yield (
-            lambda f, n=n: _is_near(f, n),
-            f"a sum over the {n} devices in {large} gives where {small} takes the mean",
-        )
-        yield (
-            lambda f, n=n: NEARLY * math.sqrt(n) < f < math.sqrt(n) * (1 + CLOSE),
-            f"adding the norms of the parts on the {n} devices in {large} gives, not their "
-            f"squares, or counting squares of replicated leaves {n} times",
-        )
-        yield (
-            lambda f, n=n: _is_near(f, n * n),
-            f"two sums over the {n} devices in {large} give where {small} takes means",
-        )
+        yield n, CLOSE, f"a sum over the {n} devices in {large} {mean}"
+        parts = f"the parts on the {n} devices in {large}"
+        often = f"counting squares of replicated leaves {n} times"
+        yield math.sqrt(n), 1 - NEARLY, f"adding the norms of {parts} {squares}, or {often}"
+        twice = f"two sums over the {n} devices in {large} give where {small} takes means"
+        yield n * n, CLOSE, twice
     for k in known.steps:
-        yield (
-            lambda f, k=k: _is_near(f, k),
-            f"a sum over the {k} microbatches (or steps of a scan) in {large} gives where {small} "
-            "takes the mean",
-        )
-        yield (
-            lambda f, k=k: _is_near(f, math.sqrt(k)),
-            f"adding the norms of the {k} microbatches (or steps of a scan) in {large} gives, not "
-            "their squares",
-        )
-    for n, k in ((n, k) for n in known.devices for k in known.steps):
-        yield (
-            lambda f, n=n, k=k: _is_near(f, n * k),
-            f"a sum over the {n} devices and the {k} microbatches in {large} gives where {small} "
-            "takes the mean",
-        )
-
-
-def _is_near(factor: float, number: float) -> bool:
-    return abs(factor - number) <= CLOSE * number
+        parts = f"the {k} microbatches (or steps of a scan) in {large}"
+        yield k, CLOSE, f"a sum over {parts} {mean}"
+        yield math.sqrt(k), CLOSE, f"adding the norms of {parts} {squares}"
+    for n, k in itertools.product(known.devices, known.steps):
+        parts = f"the {n} devices and the {k} microbatches"
+        yield n * k, CLOSE, f"a sum over {parts} in {large} {mean}"
 
 
 def repeats(arrays: Sequence[np.ndarray], parts: int) -> bool:

@@ -38,6 +38,11 @@ def unjudged(message: str) -> ComparisonFinding:
     return ComparisonFinding("not judged", message)
 
 
+def undecided(name: str, what: str = "it") -> str:
+    """The note of a place that is not judged."""
+    return f"{name}: rounding decides here, so {what} is not judged"
+
+
 @dataclasses.dataclass(frozen=True)
 class ComparisonRow:
     """A place of both versions: a named value, at one step of the scans around it, or an output.

@@ -39,13 +39,12 @@ def compare_dtypes(
     """
     own = version(fun, args, kwargs, argnums, has_aux)
     pairs = match(own, own, None).pairs
-    names = frozenset((value.name, value.kind) for value in own.values)
-    program = VersionProgram(own, names)
+    program = VersionProgram(own)
     narrow = program()
     # Of the whole gradient: a custom rule may be narrower than the loss.
     ratio = rounding_ratio(program.traced.program, dtype)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        wide = VersionProgram(own, names, jnp.dtype(dtype))()
+        wide = VersionProgram(own, jnp.dtype(dtype))()
     places, _ = compared_places(pairs, narrow, wide, floor_of(narrow, ()), None)
     most = MOST_ROUNDING if rtol is None else rtol
     floors = functools.cache(lambda: program.floor(narrow).grads)

@@ -9,7 +9,7 @@ import numpy as np
 from clipgrad._compare.program_record import point_at, program_data, program_from_data
 from clipgrad._compare.run_facts import RunFacts
 from clipgrad._compare.run_file import RunFile
-from clipgrad._compare.sides import LiveSide, SavedSide
+from clipgrad._compare.sides import Side, saved_side
 from clipgrad._compare.signatures import Signature
 from clipgrad._compare.sketches import LENGTH
 from clipgrad._compare.versions import Version, VersionLeaf, VersionRun, VersionValue
@@ -17,11 +17,10 @@ from clipgrad._compare.versions import Version, VersionLeaf, VersionRun, Version
 GRADIENT = "gradient"  # the kind of such a file
 
 
-def gradient_file(side: LiveSide) -> RunFile:
+def gradient_file(side: Side) -> RunFile:
     """Run a version, and describe the run by plain data and arrays."""
     version = side.version
-    run = side.run(frozenset((value.name, value.kind) for value in version.values))
-    floor = side.floor()
+    run, floor = side.run(), side.floor()
     assert side.facts is not None  # it is signed
     facts, arrays = facts_file(side.facts)
     header = {
@@ -40,7 +39,7 @@ def gradient_file(side: LiveSide) -> RunFile:
 
 def _value_data(value: VersionValue) -> dict[str, Any]:
     location = next((x.location for x in value.place if x.location.file), value.maker.location)
-    known = ("position", "name", "kind", "shape", "scopes", "tapped")
+    known = ("position", "name", "kind", "shape", "tapped")
     own = {name: getattr(value, name) for name in known} | {"dtype": str(value.dtype)}
     steps = [size for size, is_scan in value.axes if is_scan]
     return own | {"steps": steps, "file": location.file, "line": location.line}
@@ -56,7 +55,7 @@ def _numbers_of_run(version: Version, run: VersionRun, name: str) -> dict[str, n
     return found | {f"{name}gradient {i}": x for i, x in enumerate(run.grads)}
 
 
-def saved_gradient(file: RunFile) -> SavedSide:
+def saved_gradient(file: RunFile) -> Side:
     """The run that a file describes."""
     header = file.header
     program = program_from_data(header["program"])
@@ -67,7 +66,6 @@ def saved_gradient(file: RunFile) -> SavedSide:
             row["kind"],
             jnp.dtype(row["dtype"]),
             tuple(row["shape"]),
-            tuple(row["scopes"]),
             row["tapped"],
             *point_at(program, row["position"]),
         )
@@ -80,7 +78,7 @@ def saved_gradient(file: RunFile) -> SavedSide:
     types = jnp.dtype(header["loss dtype"]), frozenset(header["types"])
     version = Version(program, values, leaves, *types)
     run, floor = (_saved_numbers(version, file.arrays, name) for name in ("", "floor "))
-    return SavedSide(version, run, floor, saved_facts(file))
+    return saved_side(version, run, floor, saved_facts(file))
 
 
 def _saved_numbers(version: Version, arrays: Mapping[str, np.ndarray], name: str) -> VersionRun:

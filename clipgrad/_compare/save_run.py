@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from clipgrad._compare.port_record import PORT, PortRun, port_file, saved_port
 from clipgrad._compare.run_file import RunFile, damaged, read_run, write_run
 from clipgrad._compare.run_record import GRADIENT, gradient_file, saved_gradient
-from clipgrad._compare.sides import LiveSide, SavedSide
+from clipgrad._compare.sides import Side, live_side
 from clipgrad._compare.step_record import STEP, saved_step, step_file
 from clipgrad._compare.steps import StepRun, run_step
 from clipgrad._compare.versions import version
@@ -110,7 +110,7 @@ def live(
     has_aux: bool,
     *,
     signed: bool,
-) -> LiveSide | StepRun:
+) -> Side | StepRun:
     """A version that runs now; signed beside one from a file."""
     if argnums is None:
         if has_aux:
@@ -118,10 +118,10 @@ def live(
                 "has_aux: got True with argnums=None, expected False; all outputs are compared"
             )
         return run_step(name, fun, args, kwargs, signed)
-    return LiveSide(version(fun, args, kwargs, argnums, has_aux), signed)
+    return live_side(version(fun, args, kwargs, argnums, has_aux), signed)
 
 
-def saved(path: str | os.PathLike) -> SavedSide | StepRun | PortRun:
+def saved(path: str | os.PathLike) -> Side | StepRun | PortRun:
     """A version from a file.
 
     Raises:

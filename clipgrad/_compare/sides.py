@@ -1,35 +1,38 @@
 """The sides of a comparison: a version that runs now, or the run of one that was saved."""
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
-from clipgrad._compare.differences import floor_of
 from clipgrad._compare.run_facts import RunFacts, run_facts
 from clipgrad._compare.signatures import signature
-from clipgrad._compare.versions import SketchedNames, Version, VersionProgram, VersionRun
+from clipgrad._compare.versions import Version, VersionProgram, VersionRun
 
 
-class LiveSide:
-    """A version that runs when it is compared.
+class Side(NamedTuple):
+    """A version, and what gives its results.
 
-    Args:
+    Attributes:
       version: the version.
-      signed: whether arguments and gradients are signed, as beside a run from a file.
+      run: gives the results of a run.
+      floor: gives their movement by the rounding of its program.
+      facts: its arguments and circumstances beside a run from a file, where gradients are known by
+        their sketches; or None.
     """
 
-    def __init__(self, version: Version, signed: bool = False) -> None:
-        self.version = version
-        self.facts = facts_of(version) if signed else None
-        self._view: Callable[[VersionRun], VersionRun] = with_signatures if signed else _as_it_is
+    version: Version
+    run: Callable[[], VersionRun]
+    floor: Callable[[], VersionRun]
+    facts: RunFacts | None
 
-    def run(self, names: SketchedNames) -> VersionRun:
-        """Run it, with the sketches of values of these names."""
-        self._program = VersionProgram(self.version, names)
-        self._found = self._program()
-        return self._view(self._found)
 
-    def floor(self) -> VersionRun:
-        """The movement of the results of the run by the rounding of its program."""
-        return self._program.floor(self._found, self._view)
+def live_side(version: Version, signed: bool) -> Side:
+    """A version that runs when it is compared; signed beside a run from a file."""
+    view = with_signatures if signed else lambda run: run
+    program = functools.cache(lambda: VersionProgram(version))
+    found = functools.cache(lambda: view(program()()))
+    facts = facts_of(version) if signed else None
+    return Side(version, found, lambda: program().floor(found(), view), facts)
 
 
 def facts_of(version: Version) -> RunFacts:
@@ -41,37 +44,11 @@ def facts_of(version: Version) -> RunFacts:
     return run_facts(params, {given.names[i]: given.inputs[i] for i in sorted(left)})
 
 
-class SavedSide:
+def saved_side(version: Version, run: VersionRun, floor: VersionRun, facts: RunFacts) -> Side:
     """The run of a version, from a file."""
-
-    def __init__(
-        self, version: Version, run: VersionRun, floor: VersionRun, facts: RunFacts
-    ) -> None:
-        self.version, self.facts = version, facts
-        self._run, self._floor = run, floor
-
-    def run(self, names: SketchedNames) -> VersionRun:
-        """The results, of all names."""
-        del names
-        return self._run
-
-    def floor(self) -> VersionRun:
-        """The movement of the results by rounding."""
-        return self._floor
-
-
-Side = LiveSide | SavedSide
-
-
-def without_floor(run: VersionRun) -> VersionRun:
-    """No movement."""
-    return floor_of(run, ())
+    return Side(version, lambda: run, lambda: floor, facts)
 
 
 def with_signatures(run: VersionRun) -> VersionRun:
     """The run with a sketch in place of each gradient."""
     return run._replace(grads=[signature(x).sketch for x in run.grads])
-
-
-def _as_it_is(run: VersionRun) -> VersionRun:
-    return run

@@ -6,16 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._compare.differences import Exact, Judgment, host_values, rounding
-from clipgrad._compare.sketches import (
-    LENGTH,
-    MASKED,
-    NUMBERS,
-    SCALE,
-    SHIFTS,
-    hashes_of,
-    judge_sketches,
-    signs_of,
-)
+from clipgrad._compare.sketches import LENGTH, host_sketch, judge_sketches
 
 
 class Signature(NamedTuple):
@@ -49,25 +40,6 @@ def signature(x: Any) -> Signature:
     with np.errstate(over="ignore"):
         norm, largest = float(np.linalg.norm(host)), float(np.max(np.abs(host), initial=0))
     return Signature(shape, dtype, host_sketch(host), "", norm, largest)
-
-
-def host_sketch(x: np.ndarray) -> np.ndarray:
-    """The `sketch` of an array in NumPy, in float64."""
-    if np.iscomplexobj(x):
-        x = np.stack([np.real(x), np.imag(x)], axis=-1)
-    flat = np.ravel(x).astype(np.float64)
-    hashes = hashes_of(np.arange(flat.size, dtype=np.uint32))
-    finite, large = np.isfinite(flat), np.abs(flat) >= MASKED
-    signed = flat * signs_of(hashes)
-    parts = [np.where(finite & ~large, signed, 0), np.where(finite & large, signed * SCALE, 0)]
-    count = -(-flat.size // NUMBERS)
-    rows = np.pad(np.stack(parts), ((0, 0), (0, count * NUMBERS - flat.size)))
-    shifts = hashes_of(np.arange(count, dtype=np.uint32), SHIFTS)[:, None]
-    columns = np.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
-    turned = np.take_along_axis(rows.reshape(2, count, NUMBERS), columns.astype(int)[None], axis=2)
-    kinds = np.where(np.isnan(flat), 1, np.where(finite, 0, np.where(flat > 0, 2, 3)))
-    code = np.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
-    return np.concatenate([np.sum(turned, axis=1).ravel(), [float(code)]])
 
 
 def judge_signatures(own: Signature, other: Signature) -> Judgment:

@@ -21,7 +21,7 @@ from clipgrad._jaxpr import (
     value_programs,
 )
 from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
-from clipgrad._program import mixed
+from clipgrad._program import measuring, mixed
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
 SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
@@ -37,7 +37,7 @@ def sketch_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64 if jnp.finfo(dtype).bits == 64 else np.float32)
 
 
-@jax.jit  # traced once for each shape
+@measuring  # traced once for each shape
 def sketch(x: jax.Array) -> jax.Array:
     r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
 
@@ -49,15 +49,35 @@ def sketch(x: jax.Array) -> jax.Array:
     """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    flat = on_every_device(x).ravel().astype(sketch_dtype(x.dtype))
-    hashes = hashes_of(jnp.arange(flat.size, dtype=jnp.uint32))
-    finite, large = jnp.isfinite(flat), jnp.abs(flat) >= MASKED
+    return _sketch_sums(on_every_device(x).ravel().astype(sketch_dtype(x.dtype)), jnp)
+
+
+def host_sketch(x: np.ndarray) -> np.ndarray:
+    """The `sketch` of an array in NumPy, in float64."""
+    if np.iscomplexobj(x):
+        x = np.stack([np.real(x), np.imag(x)], axis=-1)
+    return _sketch_sums(np.ravel(x).astype(np.float64), np)
+
+
+def _sketch_sums(flat: Any, xp: Any) -> Any:
+    """The numbers of a sketch, in NumPy or in JAX.
+
+    Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a
+    column of a matrix come into one bucket.
+    """
+    hashes = hashes_of(xp.arange(flat.size, dtype=np.uint32))
+    finite, large = xp.isfinite(flat), xp.abs(flat) >= MASKED
     signed = flat * signs_of(hashes).astype(flat.dtype)
-    parts = [jnp.where(finite & ~large, signed, 0), jnp.where(finite & large, signed * SCALE, 0)]
-    sums = _buckets(jnp.stack(parts)).ravel()
-    kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
-    code = jnp.sum(kinds.astype(jnp.uint32) * hashes, dtype=jnp.uint32) & jnp.uint32(0xFFFFFF)
-    return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
+    parts = [xp.where(finite & ~large, signed, 0), xp.where(finite & large, signed * SCALE, 0)]
+    count = -(-flat.size // NUMBERS)
+    padded = xp.pad(xp.stack(parts), ((0, 0), (0, count * NUMBERS - flat.size)))
+    shifts = hashes_of(xp.arange(count, dtype=np.uint32), SHIFTS)[:, None]
+    columns = xp.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
+    rows = padded.reshape(2, count, NUMBERS)
+    turned = xp.take_along_axis(rows, columns.astype(np.int32)[None], axis=2)
+    kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
+    code = xp.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
+    return xp.concatenate([xp.sum(turned, axis=1).ravel(), code.astype(flat.dtype)[None]])
 
 
 def hashes_of(positions: Any, first: int = 0) -> Any:
@@ -69,21 +89,6 @@ def signs_of(hashes: Any) -> Any:
     """A sign by a bit of each hash."""
     bits = (hashes >> np.uint32(13)) & np.uint32(1)
     return 1 - 2 * bits.astype(np.int32)
-
-
-def _buckets(x: jax.Array) -> jax.Array:
-    """The sums, shape (m, 256), of elements, shape (m, n), in buckets.
-
-    Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a
-    column of a matrix come into one bucket.
-    """
-    count = -(-x.shape[1] // NUMBERS)
-    padded = jnp.pad(x, ((0, 0), (0, count * NUMBERS - x.shape[1])))
-    rows = padded.reshape(len(x), count, NUMBERS)
-    shifts = hashes_of(jnp.arange(count, dtype=jnp.uint32), SHIFTS)[:, None]
-    columns = jnp.arange(NUMBERS, dtype=jnp.uint32)[None, :] + shifts & jnp.uint32(NUMBERS - 1)
-    turned = jnp.take_along_axis(rows, columns.astype(jnp.int32)[None], axis=2)
-    return jnp.sum(turned, axis=1)
 
 
 def judge_sketches(
@@ -124,24 +129,17 @@ def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple:
 tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
-@value_hook(data=(), choices=("names", "carried"))
+@value_hook(data=(), choices=("carried",))
 class Sketches(ValueHook):
-    """Notes the sketch of each value of some names, and of its cotangent where it has a tap.
+    """Notes the sketch of each value, and of its cotangent where it has a tap.
 
     What a scan carries from step to step has the name of the scan; see `carried_values`.
 
     Attributes:
-      names: pairs of a name and its kind.
       carried: how many results of the program a scan carries.
     """
 
-    names: frozenset[tuple[str, str]] = frozenset()
     carried: int = 0
-
-    def wants(self, name: str, kind: str, used: bool) -> bool:
-        """Whether it is one of the names."""
-        del used
-        return (name, kind) in self.names
 
     def starts(self, inputs: Sequence) -> None:
         """Begin a new evaluation."""
@@ -224,7 +222,7 @@ def entering_values(program: Any) -> Iterator[NamedValue]:
             entered = module_entries(jaxpr).get(v)
             if entered and holds_floats(v):
                 name = "/".join((*scopes, *entered))
-                yield NamedValue((*own, i, -1), name, ENTERS, place, jaxpr, v, ())
+                yield NamedValue((*own, i, -1), name, ENTERS, place, v)
 
 
 def carried_values(program: Any) -> Iterator[NamedValue]:
@@ -243,4 +241,4 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
             if type(v) is not Literal and v in makers and holds_floats(v):
                 position = (*own, 0, len(body.eqns), i, 0)
                 at = Place(makers[v], place)
-                yield NamedValue(position, "/".join(inside), "module", at, body, v, ())
+                yield NamedValue(position, "/".join(inside), "module", at, v)

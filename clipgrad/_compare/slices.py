@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import NamedTuple
 
 from clipgrad._compare.matching import Instance
 from clipgrad._compare.program_record import OperationRecord, ProgramRecord
@@ -10,29 +9,17 @@ from clipgrad._compare.versions import VersionValue
 from clipgrad._names import ScopePath
 
 Ends = Callable[[int], bool]  # whether a named value that agrees ends a slice
+Slice = list[tuple[ScopePath, OperationRecord]]  # operations, each with the scopes around it
 
 
-class Slice(NamedTuple):
-    """Operations between named values.
+def module_of(found: Slice) -> str:
+    """The common scope of a slice, "" for none."""
+    return "/".join(os.path.commonprefix([scopes for scopes, _ in found]))
 
-    Attributes:
-      scopes: those around each operation.
-      operations: themselves, in the order in which they were found.
-    """
 
-    scopes: list[ScopePath]
-    operations: list[OperationRecord]
-
-    @property
-    def module(self) -> str:
-        """Their common scope, "" for none."""
-        return "/".join(os.path.commonprefix(self.scopes))
-
-    def outside(self, modules: Set[ScopePath]) -> "Slice":
-        """The operations that no such module holds directly; all, if each is in one of them."""
-        pairs = zip(self.scopes, self.operations, strict=True)
-        kept = [pair for pair in pairs if pair[0] not in modules]
-        return Slice(*map(list, zip(*kept, strict=True))) if kept else self
+def outside(found: Slice, modules: Set[ScopePath]) -> Slice:
+    """The operations that no such module holds directly; all, if each is in one of them."""
+    return [each for each in found if each[0] not in modules] or found
 
 
 def made_by(program: ProgramRecord, variable: int, scopes: ScopePath, ends: Ends) -> Slice:
@@ -42,18 +29,15 @@ def made_by(program: ProgramRecord, variable: int, scopes: ScopePath, ends: Ends
     are others.
     """
     behind = _behind(program, ends)
-    found, every = Slice([], []), Slice([], [])
-    todo, seen = [variable], set[OperationRecord]()
+    every, todo, seen = Slice(), [variable], set[OperationRecord]()
     while todo:
         operation = program.makers.get(todo.pop())
         if operation is None or operation in seen:
             continue
         seen.add(operation)
-        for part in (every, found) if operation in behind else (every,):
-            part.scopes.append((*scopes, *operation.scopes))
-            part.operations.append(operation)
+        every.append(((*scopes, *operation.scopes), operation))
         todo += [v for v in operation.operands if isinstance(v, int) and not ends(v)]
-    return found if found.operations else every
+    return [each for each in every if each[1] in behind] or every
 
 
 def _behind(program: ProgramRecord, ends: Ends) -> set[OperationRecord]:
@@ -68,68 +52,52 @@ def _behind(program: ProgramRecord, ends: Ends) -> set[OperationRecord]:
 
 
 def used_by(
-    program: ProgramRecord,
-    variables: Iterable[int],
-    scopes: ScopePath,
-    inside: ScopePath,
-    ends: Ends,
+    program: ProgramRecord, variables: Iterable[int], scopes: ScopePath, ends: Ends
 ) -> tuple[Slice, set[int]]:
-    """The operations that use variables, up to named values; and all variables on the way.
-
-    Operations inside of the scopes ``inside`` of the program are left out.
-    """
-    found, reached = Slice([], []), set(variables)
+    """The operations that use variables, up to named values; and all variables on the way."""
+    found, reached = Slice(), set(variables)
     for operation in program.operations:
         hits = [i for i, v in enumerate(operation.operands) if v in reached]
-        around = operation.scopes
-        if not hits or (inside and around[: len(inside)] == inside):
-            continue
-        deeper, outputs = _inside(operation, hits, (*scopes, *around), ends)
-        found.scopes.extend(deeper.scopes or [(*scopes, *around)])
-        found.operations.extend(deeper.operations or [operation])
-        reached |= {v for v in outputs if not ends(v)}
+        if hits:
+            around = (*scopes, *operation.scopes)
+            found += _inside(operation, hits, around, ends) or [(around, operation)]
+            reached |= {v for v in operation.results if not ends(v)}
     return found, reached
 
 
 def _inside(
     operation: OperationRecord, hits: Sequence[int], scopes: ScopePath, ends: Ends
-) -> tuple[Slice, list[int]]:
-    """The operations inside of one that use some inputs, and its results after them."""
-    found, outputs = Slice([], []), list(operation.results)
+) -> Slice:
+    """The operations in the programs inside of one that use some of its inputs."""
+    found = Slice()
     for program in operation.entered:
         first = len(operation.operands) - len(program.inputs)  # a cond's index is before the inputs
         starts = [program.inputs[i - first] for i in hits if i >= first]
-        deeper, reached = used_by(program, starts, scopes, (), ends)
-        found.scopes.extend(deeper.scopes)
-        found.operations.extend(deeper.operations)
-        if len(operation.entered) == 1 and len(program.outputs) == len(outputs):
-            pairs = zip(operation.results, program.outputs, strict=True)
-            outputs = [v for v, inner in pairs if inner in reached]
-    return found, outputs
+        found += used_by(program, starts, scopes, ends)[0]
+    return found
 
 
 def users_of(instance: Instance, ends: Ends) -> tuple[Slice, int | None]:
-    """The operations that use a value outside of its module, and their step, or None.
+    """The operations that use a value, and their step, or None.
 
     A value that a scan carries is used in its next step, or else, like other results, by what uses
-    the result of the operation around.
+    the results of the operation around.
     """
     value, steps = instance.value, list(instance.steps)
     holders, programs, variables = list(value.holders), list(value.programs), {value.variable}
-    scopes, inside = value_scopes(value), value.scopes
+    scopes = value_scopes(value)
     while True:
-        found, reached = used_by(programs[-1], variables, scopes, inside, ends)
-        if found.scopes or not holders:
+        found, reached = used_by(programs[-1], variables, scopes, ends)
+        if found or not holders:
             return found, steps[-1] if steps else None
         holder, program = holders.pop(), programs.pop()
         if holder.loop:
             later = _next_step(holder, program, reached, steps.pop())
             if later is not None:
-                found, _ = used_by(program, later[0], scopes, (), ends)
-                if found.scopes:
+                found, _ = used_by(program, later[0], scopes, ends)
+                if found:
                     return found, later[1]
-        variables = _results(holder, program, reached)
-        scopes, inside = scopes[: len(scopes) - len(holder.scopes)], ()
+        variables, scopes = set(holder.results), scopes[: len(scopes) - len(holder.scopes)]
 
 
 def _next_step(
@@ -142,14 +110,6 @@ def _next_step(
     starts = [program.inputs[constants + i] for i, v in results if v in reached]
     later = step + (-1 if reverse else 1)
     return (starts, later) if starts and 0 <= later < length else None
-
-
-def _results(holder: OperationRecord, program: ProgramRecord, reached: set[int]) -> set[int]:
-    """The results of an operation that are these variables of the program inside of it."""
-    if len(holder.results) != len(program.outputs):
-        return set(holder.results)
-    pairs = zip(holder.results, program.outputs, strict=True)
-    return {v for v, inner in pairs if inner in reached}
 
 
 def value_scopes(value: VersionValue) -> ScopePath:

@@ -1,8 +1,5 @@
 """The run of a step as a file keeps it."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,7 +8,7 @@ from clipgrad._compare.ratios import Counts
 from clipgrad._compare.run_file import RunFile
 from clipgrad._compare.run_record import checked, facts_file, saved_facts
 from clipgrad._compare.sketches import LENGTH
-from clipgrad._compare.steps import Digest, Output, StepRun
+from clipgrad._compare.steps import Output, StepRun, digest
 
 STEP = "step"  # the kind of such a file
 
@@ -27,17 +24,14 @@ def step_file(run: StepRun) -> RunFile:
             arrays[f"output {i}"] = output.value
             if path in floor:
                 arrays[f"floor {i}"] = floor[path]
-        elif isinstance(output.value, Digest):
-            row |= {"digest": output.value.text, "moves": bool(np.any(_moving(floor, path)))}
+        elif isinstance(output.value, Exact):
+            moves = path in floor and bool(np.any(floor[path].values))
+            row |= {"digest": output.value.values.tobytes().hex(), "moves": moves}
         else:
             row["text"] = output.value
         rows.append(row)
     notes = {"notes": run.notes, "ages": run.ages, "counts": run.counts}
     return RunFile({"kind": STEP, "outputs": rows, **notes, **header}, arrays)
-
-
-def _moving(floor: Mapping[str, Any], path: str) -> Any:
-    return floor[path].values if path in floor else False
 
 
 def saved_step(file: RunFile) -> StepRun:
@@ -46,7 +40,7 @@ def saved_step(file: RunFile) -> StepRun:
     for i, row in enumerate(header["outputs"]):
         path, shape, value = row["path"], tuple(row["shape"]), None
         if "digest" in row:
-            value, floor[path] = Digest(row["digest"]), Exact(np.asarray(float(row["moves"])))
+            value, floor[path] = digest(row["digest"]), Exact(np.asarray(float(row["moves"])))
         elif "text" in row:
             value = row["text"]
         else:

@@ -1,7 +1,7 @@
 """Two versions of a whole training step: their outputs, by path."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +23,10 @@ from clipgrad._compare.differences import (
 )
 from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeats
-from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
+from clipgrad._compare.records import ComparisonFinding, ComparisonRow, undecided, unjudged
 from clipgrad._compare.run_facts import RunFacts, run_facts, with_facts
-from clipgrad._compare.signatures import host_sketch, signature
-from clipgrad._compare.sketches import LENGTH, judge_sketches
+from clipgrad._compare.signatures import signature
+from clipgrad._compare.sketches import host_sketch, judge_sketches
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._program import moved_by_rounding, rounded
@@ -39,7 +39,7 @@ class Output(NamedTuple):
     """An output of a step: its value on the host, and the type that it had.
 
     Attributes:
-      value: its numbers, `Exact` or any other object; if it is signed their sketch, or a `Digest`.
+      value: its numbers, `Exact` or any other object; if it is signed their sketch, or a `digest`.
       shape: its shape.
       dtype: its type.
       signed: whether its numbers are not kept.
@@ -49,12 +49,6 @@ class Output(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     signed: bool = False
-
-
-class Digest(NamedTuple):
-    """A hash of what is compared exactly."""
-
-    text: str
 
 
 class StepProgram(NamedTuple):
@@ -89,15 +83,47 @@ class StepRun(NamedTuple):
 
 def compare_steps(first: StepRun, second: StepRun, rtol: float | None) -> GradientComparison:
     """Compare the outputs of two runs of a step by path."""
+    own, theirs = first.outputs, second.outputs
+    order, floor = first.ages or second.ages, first.floor() if rtol is None else {}
+    both = sorted((path for path in own if path in theirs), key=lambda path: order.get(path, 0))
+    if not both:
+        raise ValueError(
+            f"other: got outputs {list(theirs)[:5]}, expected the outputs of fun; "
+            f"{nearest('', own)}; return trees with the same paths"
+        )
+    judged = {p: _output_judgment(own[p], theirs[p], floor.get(p), rtol) for p in both}
+    known = first.counts.beside(second.counts)
+    findings = [
+        _output_finding(path, own[path], theirs[path], found, known)
+        for path, found in judged.items()
+        if found.differs
+    ]
+    findings += [] if findings else _no_output_judged(own, judged)
+    unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
+    unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
+    rows = [
+        ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
+        for path, found in judged.items()
+    ]
+    notes = _notes_of_runs(first, second, judged, known)
+    parts = tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
+    return with_facts(GradientComparison(not findings, *parts), first.facts, second.facts)
+
+
+def _notes_of_runs(
+    first: StepRun, second: StepRun, judged: Mapping[str, Judgment], known: Counts
+) -> list[str]:
     notes = [*first.notes, *second.notes]
     if not first.ages and not second.ages:
         notes.append("so outputs are in the order of their paths, not of their computation")
-    known = first.counts.beside(second.counts)
     notes += first.repeats(known)
-    floor = first.floor() if rtol is None else {}
-    order = first.ages or second.ages
-    found = _compared_outputs(first.outputs, second.outputs, floor, order, known, rtol, notes)
-    return with_facts(found, first.facts, second.facts)
+    notes += [undecided(path) for path, found in judged.items() if not found.is_judged]
+    types = {p: (first.outputs[p].dtype, second.outputs[p].dtype) for p in judged}
+    return notes + [
+        f"{path}: {own} in fun, {other} in other"
+        for path, (own, other) in types.items()
+        if str(own) != str(other)
+    ]
 
 
 def run_step(
@@ -110,63 +136,47 @@ def run_step(
         step = _program(fun, args, kwargs)
     except Exception as error:  # a step may be a loop of Python that reads numbers
         notes.append(f"{name} can't be traced as one program ({first_line(error)})")
+    kept = {path: _signed(x) for path, x in outputs.items()} if signed else outputs
 
     def floor() -> dict[str, Any]:
-        if step is None:
-            return _floor_of_arguments(fun, args, kwargs, outputs, signed)
-        return _floor(step, outputs, signed)
+        paths = step.paths if step else outputs
+        own = {p: kept[p].value for p in paths if isinstance(outputs[p].value, np.ndarray | Exact)}
+        runs = _moved_by_program(step) if step else _moved_by_arguments(fun, args, kwargs)
+        view = _as_signed if signed else lambda value: value
+        return floor_of(own, ({path: view(run[path]) for path in own} for run in runs))
 
     found = dict(zip(step.paths, ages(step.program), strict=True)) if step else {}
     counts = part_counts(args, [step.program] if step else [])
     repeats = functools.partial(_repeats, args, outputs)
-    kept = {path: _signed(x) for path, x in outputs.items()} if signed else outputs
     facts = run_facts({}, _given_arrays(args, kwargs)) if signed else None
     return StepRun(kept, floor, found, counts, notes, repeats, facts)
 
 
 def _given_arrays(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays and numbers among the arguments, by their names."""
-    leaves = [(f"args/{path}", x) for path, x in with_paths(args)]
-    leaves += [(f"kwargs/{path}", x) for path, x in with_paths(kwargs)]
-    return {path: x for path, x in leaves if is_array(x) or isinstance(x, int | float | complex)}
+    return {
+        path: x
+        for path, x in with_paths({"args": args, "kwargs": kwargs})
+        if is_array(x) or isinstance(x, int | float | complex)
+    }
 
 
 def _signed(output: Output) -> Output:
     """An output without its numbers, but for a single one."""
-    value = _signed_value(output.value)
-    return output if value is output.value else output._replace(value=value, signed=True)
+    is_kept = isinstance(output.value, np.ndarray) and not output.value.ndim
+    return output._replace(value=_as_signed(output.value), signed=not is_kept)
 
 
-def _signed_value(value: Any) -> Any:
+def _as_signed(value: Any) -> Any:
+    """The part of a value that a file keeps: a sketch or a single number, a digest, or text."""
     if isinstance(value, np.ndarray):
         return host_sketch(value) if value.ndim else value
-    if isinstance(value, Exact):
-        return Digest(signature(value.values).digest)
-    return repr(value)
+    return digest(signature(value.values).digest) if isinstance(value, Exact) else repr(value)
 
 
-def _signed_floor(floor: Any) -> Any:
-    """Of what is compared exactly, whether any of it moves."""
-    return Exact(np.asarray(float(np.any(floor.values)))) if isinstance(floor, Exact) else floor
-
-
-def _sketched(value: Any) -> Any:
-    """The numbers of which a floor is kept: `Exact` ones all, until it is known which move."""
-    return _signed_value(value) if isinstance(value, np.ndarray) else value
-
-
-def _output_floor(own: Any, runs: Iterable[Any], signed: bool) -> Any:
-    """The movement of outputs, in a dictionary or a list."""
-    if not signed:
-        return floor_of(own, runs)
-
-    def is_exact(x: Any) -> bool:
-        return isinstance(x, Exact)
-
-    def view(tree: Any) -> Any:
-        return jax.tree.map(_sketched, tree, is_leaf=is_exact)
-
-    return jax.tree.map(_signed_floor, floor_of(view(own), map(view, runs)), is_leaf=is_exact)
+def digest(text: str) -> Exact:
+    """The bytes of a hash of what is compared exactly."""
+    return Exact(np.frombuffer(bytes.fromhex(text), np.uint8))
 
 
 def _outputs_of(
@@ -181,14 +191,16 @@ def _outputs_of(
 
     with_models(run, fun, args, dict(kwargs))
     check_concrete("fun", found[0])
-    entries = [
-        (path or WHOLE_OUTPUT, leaf) for path, leaf in with_paths(found[0]) if leaf is not None
-    ]
+    entries = [(path, leaf) for path, leaf in _named_outputs(found[0]) if leaf is not None]
     values = host_values([leaf for _, leaf in entries])
     return {
         path: Output(value, np.shape(leaf), _dtype_of_output(leaf))
         for (path, leaf), value in zip(entries, values, strict=True)
     }
+
+
+def _named_outputs(tree: Any) -> list[tuple[str, Any]]:
+    return [(path or WHOLE_OUTPUT, leaf) for path, leaf in with_paths(tree)]
 
 
 def _dtype_of_output(leaf: Any) -> Any:
@@ -203,12 +215,8 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
         paths: list[str] = []
 
         def outputs(*args: Any, **kwargs: Any) -> Any:
-            results = with_paths(function(*args, **kwargs))
-            kept = [
-                (path or WHOLE_OUTPUT, leaf)
-                for path, leaf in results
-                if isinstance(leaf, jax.Array)
-            ]
+            results = _named_outputs(function(*args, **kwargs))
+            kept = [(path, leaf) for path, leaf in results if isinstance(leaf, jax.Array)]
             paths[:] = [path for path, _ in kept]
             return [leaf for _, leaf in kept]
 
@@ -219,77 +227,21 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
     return found[0]
 
 
-def _floor(step: StepProgram, outputs: Mapping[str, Output], signed: bool) -> dict[str, Any]:
-    """The movement of the outputs of a step by its rounding, by path."""
-    own = [outputs[path].value for path in step.paths]
+def _moved_by_program(step: StepProgram) -> Iterator[dict[str, Any]]:
+    """The outputs of a step, each time with other roundings."""
     run = _jaxpr.jit_for_one_call(step.program)(lambda *given: rounded(step.program, *given))
-    runs = (host_values(run(step.inputs, jnp.uint32(i))) for i in range(1, 1 + RUNS))
-    return dict(zip(step.paths, _output_floor(own, runs, signed), strict=True))
+    for i in range(1, 1 + RUNS):
+        yield dict(zip(step.paths, host_values(run(step.inputs, jnp.uint32(i))), strict=True))
 
 
-def _floor_of_arguments(
-    fun: Callable[..., Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    outputs: Mapping[str, Output],
-    signed: bool,
-) -> dict[str, Any]:
-    """The movement of the outputs by roundings of the arguments, for a step that is no program."""
-
-    def numbers(found: Mapping[str, Output]) -> dict[str, Any]:
-        kinds = np.ndarray | Exact
-        return {path: x.value for path, x in found.items() if isinstance(x.value, kinds)}
-
-    own = numbers(outputs)
-    runs = (
-        numbers(
-            _outputs_of(
-                fun, *jax.tree.map(functools.partial(moved_by_rounding, seed=i), (args, kwargs))
-            )
-        )
-        for i in range(1, 1 + RUNS)
-    )
-    return _output_floor(own, runs, signed)
-
-
-def _compared_outputs(
-    own: dict[str, Output],
-    theirs: dict[str, Output],
-    floor: Mapping[str, Any],
-    order: Mapping[str, int],
-    known: Counts,
-    rtol: float | None,
-    notes: list[str],
-) -> GradientComparison:
-    both = sorted((path for path in own if path in theirs), key=lambda path: order.get(path, 0))
-    if not both:
-        raise ValueError(
-            f"other: got outputs {list(theirs)[:5]}, expected the outputs of fun; "
-            f"{nearest('', own)}; return trees with the same paths"
-        )
-    findings, judged = [], {}
-    for path in both:
-        found = _output_judgment(own[path], theirs[path], floor.get(path), rtol)
-        judged[path] = found
-        if not found.is_judged:
-            notes.append(f"{path}: rounding decides here, so it is not judged")
-        elif found.differs:
-            findings.append(_output_finding(path, own[path], theirs[path], found, known))
-    rows = [
-        ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
-        for path, found in judged.items()
-    ]
-    findings += [] if findings else _no_output_judged(own, judged)
-    unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
-    unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
-    notes += [
-        f"{path}: {own[path].dtype} in fun, {theirs[path].dtype} in other"
-        for path in both
-        if str(own[path].dtype) != str(theirs[path].dtype)
-    ]
-    return GradientComparison(
-        not findings, tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
-    )
+def _moved_by_arguments(
+    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The outputs of a step that is no program, with arguments that are moved by roundings."""
+    for i in range(1, 1 + RUNS):
+        move = functools.partial(moved_by_rounding, seed=i)
+        found = _outputs_of(fun, *jax.tree.map(move, (args, kwargs)))
+        yield {path: output.value for path, output in found.items()}
 
 
 def _no_output_judged(
@@ -311,14 +263,12 @@ def _output_judgment(own: Output, other: Output, floor: Any, rtol: float | None)
         return Judgment(float("inf"), 0.0)
     values = own.value, other.value
     if all(isinstance(x, np.ndarray) for x in values):
-        if own.signed:
-            floor = np.zeros(LENGTH) if floor is None else floor
-            return judge_sketches(*values, floor, rounding(own.dtype, other.dtype), rtol)
-        return judge(*values, floor, rounding(own.dtype, other.dtype), rtol)
+        floor = np.zeros(np.shape(own.value)) if floor is None else floor
+        judging = judge_sketches if own.signed else judge
+        return judging(*values, floor, rounding(own.dtype, other.dtype), rtol)
     if all(isinstance(x, Exact) for x in values):
         return judge_exactly(values[0].values, values[1].values, floor and floor.values)
-    is_judged = not isinstance(own.value, Digest) or floor is None or not np.any(floor.values)
-    return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0, is_judged)
+    return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0)
 
 
 def _output_finding(

@@ -43,11 +43,8 @@ from clipgrad._jaxpr import (
     quick_jit,
     trace,
 )
-from clipgrad._names import ScopePath
 from clipgrad._program import active_variables, rounded
 from clipgrad._values import NamedValue, named_values
-
-SketchedNames = frozenset[tuple[str, str]]
 
 
 class VersionValue(NamedTuple):
@@ -59,7 +56,6 @@ class VersionValue(NamedTuple):
       kind: ``"tag"``, ``"module"``, or ``"enters"`` for what enters a module.
       dtype: its type.
       shape: its shape at one step and on one device.
-      scopes: the scopes of its program that it leaves; none for a tag.
       tapped: whether it has a cotangent that can be reached.
       variable: its number in the program.
       maker: the operation that computes it.
@@ -72,7 +68,6 @@ class VersionValue(NamedTuple):
     kind: str
     dtype: Any
     shape: tuple[int, ...]
-    scopes: ScopePath
     tapped: bool
     variable: int
     maker: OperationRecord
@@ -194,7 +189,7 @@ def _version_value(
 ) -> VersionValue:
     aval: Any = value.variable.aval
     tapped = not value.in_while and value.variable in active
-    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), value.scopes
+    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape)
     return VersionValue(*own, tapped, *point_at(program, value.position))
 
 
@@ -220,21 +215,18 @@ class VersionProgram:
 
     Args:
       own: the version.
-      names: the names, with kinds, whose values are sketched.
       wide: the dtype in which the value and the gradient are evaluated, or None.
-      sketches: makes the hook that notes the values, of taps and names.
+      sketches: makes the hook that notes the values, of taps.
     """
 
     def __init__(
         self,
         own: Version,
-        names: SketchedNames,
         wide: Any = None,
         sketches: Callable[..., Sketches] = Sketches,
     ) -> None:
         assert own.subject is not None  # it has not run yet
-        self._given, self._names = own.subject, names
-        self._taps, self._sketches = _taps(own, names), sketches
+        self._given, self._taps, self._sketches = own.subject, _taps(own), sketches
         self.traced = trace(self._both, (own.subject.inputs, self._taps), {})
         program = self.traced.program
         self._run = kept_run(program, jax.jit) if wide is None else _widened(program, wide)
@@ -258,10 +250,10 @@ class VersionProgram:
     def floor(
         self, own: VersionRun, view: Callable[[VersionRun], VersionRun] = lambda run: run
     ) -> VersionRun:
-        """The movement of the results of a run, as seen in a view, by the program's rounding."""
+        """The movement of the results of a run, which are seen in a view, by rounding."""
         leaves = self._leaves()
         runs = (self._rounded(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
-        return floor_of(view(own), (view(self._on_host(results)) for results in runs))
+        return floor_of(own, (view(self._on_host(results)) for results in runs))
 
     @functools.cached_property
     def _rounded(self) -> Callable[[list, jax.Array], list]:
@@ -287,7 +279,7 @@ class VersionProgram:
         every = list(inputs)
         for i, x in zip(self._given.chosen, moving, strict=True):
             every[i] = x
-        hook = self._sketches(taps=taps, names=self._names)
+        hook = self._sketches(taps=taps)
         (value,) = evaluate(self._given.program, every, hook)
         return value, hook.noted()
 
@@ -302,12 +294,12 @@ def _widened(program: Any, dtype: Any) -> Callable[[list], list]:
     return quick_jit(run, jax.jit)
 
 
-def _taps(own: Version, names: SketchedNames) -> dict[Any, jax.Array]:
+def _taps(own: Version) -> dict[Any, jax.Array]:
     """A tap for each value that has a cotangent to be reached."""
     return {
         value.position: jnp.zeros(
             (*(size for size, _ in value.axes), LENGTH), sketch_dtype(value.dtype)
         )
         for value in own.values
-        if (value.name, value.kind) in names and value.tapped
+        if value.tapped
     }

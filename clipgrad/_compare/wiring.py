@@ -3,8 +3,7 @@
 import os
 from collections.abc import Hashable, Sequence
 
-from clipgrad._compare.program_record import Operand, OperationRecord, ProgramRecord
-from clipgrad._jaxpr import equation_key
+from clipgrad._compare.program_record import Operand, ProgramRecord
 from clipgrad._names import ScopePath
 
 
@@ -15,20 +14,15 @@ def shared_modules(*programs: ProgramRecord) -> set[ScopePath]:
     cotangents that agree: no difference begins there. An operand of another module has the number
     of its first use among the values that leave that module.
     """
-    from_file = any(program.is_from_file for program in programs)
-    first, *others = (_Wiring(program, from_file).found for program in programs)
+    first, *others = (_Wiring(program).found for program in programs)
     return {scope for scope, own in first.items() if all(own == x.get(scope) for x in others)}
 
 
 class _Wiring:
-    """The operations of each scope in order, each with its operands.
+    """The operations of each scope in order, by their digests, each with its operands."""
 
-    Beside a program from a file they are known by their digests.
-    """
-
-    def __init__(self, program: ProgramRecord, by_digest: bool) -> None:
+    def __init__(self, program: ProgramRecord) -> None:
         self.found: dict[ScopePath, list[Hashable]] = {}
-        self._by_digest = by_digest
         self._makers: dict[int, tuple[ScopePath, Hashable]] = {}
         self._leaving: dict[ScopePath, dict[int, int]] = {}
         self._define([*program.constants, *program.inputs], (), "input")
@@ -41,7 +35,8 @@ class _Wiring:
             scope = (*around, *own.scopes)
             operations = self.found.setdefault(scope, [])
             number = len(operations)
-            operation = [self._key(own), *(self._operand(x, scope) for x in own.operands)]
+            key = own.digest or object()  # which equals no other
+            operation = [key, *(self._operand(x, scope) for x in own.operands)]
             for i, inner in enumerate(own.seen):
                 self._define([*inner.constants, *inner.inputs], scope, (number, i))
                 operation.append((scope, *self._walk(inner, scope)))
@@ -50,11 +45,6 @@ class _Wiring:
             operations.append(tuple(operation))
             every.append((scope, operations[-1]))
         return every
-
-    def _key(self, operation: OperationRecord) -> Hashable:
-        if operation.equation is not None and not self._by_digest:
-            return equation_key(operation.equation)
-        return operation.digest or object()  # which equals no other
 
     def _define(self, variables: Sequence[int], scope: ScopePath, by: Hashable) -> None:
         for i, variable in enumerate(variables):

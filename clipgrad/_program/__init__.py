@@ -9,6 +9,7 @@ from clipgrad._program.factors import has_fixed_factors as has_fixed_factors
 from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.gradient import Operation as Operation
 from clipgrad._program.rounded import Parts as Parts
+from clipgrad._program.rounded import measuring as measuring
 from clipgrad._program.rounded import mixed as mixed
 from clipgrad._program.rounded import moved_by_rounding as moved_by_rounding
 from clipgrad._program.rounded import one_promotion as one_promotion

@@ -6,7 +6,7 @@ The one answer to the question whether a difference could be rounding.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -55,6 +55,7 @@ SOLVERS = FOREIGN_PROGRAMS | frozenset(
     "symmetric_product triangular_solve tridiagonal tridiagonal_solve".split()
 )
 RUNS_ON = ("cpu", "gpu", "tpu")
+MEASURE = "clipgrad_measure"  # the name of a `jit`
 # The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
 PASSES = {
     "DEFAULT": (2.0**-10, 2.0**-7),
@@ -80,7 +81,8 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     two, a cast that changes no number, an integer, a constant of few binary digits. An argument is
     what it is. Solvers, kernels and callbacks are seen from outside: their operands and results
     move. Each iteration of a `while` moves alike, so that a loop that waits until nothing changes
-    ends. Not modeled: a reduction that a backend computes in another type than the program says.
+    ends. What `measuring` decorates is left whole. Not modeled: a reduction that a backend computes
+    in another type than the program says.
 
     Args:
       program: the jaxpr; custom rules in it are entered by what they compute.
@@ -145,6 +147,8 @@ class _Rounding(Hook):
         name = equation.primitive.name
         if name in PRINTS:
             return []
+        if equation.params.get("name") == MEASURE:
+            return bind(equation, inputs)
         if is_entered(equation, self):
             return None
         if name in UNROUNDED or not any(map(holds_floats, equation.outvars)):
@@ -342,6 +346,12 @@ def moved_by_rounding(x: Any, seed: Any) -> Any:
         limits, salt = jnp.finfo(x.dtype), jnp.asarray(seed, jnp.uint32)
         least = NEIGHBOR * float(limits.smallest_subnormal)
         return _to_neighbors(x, salt, float(limits.eps), least)
+
+
+def measuring(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Decorates what measures values, and is no part of a program: `rounded` leaves it whole."""
+    function.__name__ = MEASURE
+    return jax.jit(function)
 
 
 @contextlib.contextmanager
