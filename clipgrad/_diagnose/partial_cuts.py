@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cuts import ZeroCut
 from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.reach import Reach
@@ -38,7 +38,7 @@ class Remainder(NamedTuple):
 
 def remainder(
     given: DiagnosisSubject,
-    block: MeasuredBlock,
+    block: Block,
     cuts: Sequence[ZeroCut],
     argument: int,
     data: frozenset[int],
@@ -48,8 +48,8 @@ def remainder(
     own = [c for c in cuts if argument in c.sources and _meets_data(c, read, data)]
     alive: dict[tuple[int, ...], tuple[Place, set[int]]] = {}
 
-    def is_alive(block: MeasuredBlock, i: int, k: int) -> bool:
-        found = block.values.cotangent(i, OPERAND, k)
+    def is_alive(block: Block, i: int, k: int) -> bool:
+        found = block.cotangent(i, OPERAND, k)
         if found is None or not np.any(found != 0):
             return False
         if i not in block.children:
@@ -69,7 +69,7 @@ def _meets_data(
     """Whether a value that is cut depends on the data, or is multiplied by it afterwards."""
     met = bool(read[cut.place.key][cut.operand] & data)
 
-    def goes_on(block: MeasuredBlock, i: int, k: int) -> bool:
+    def goes_on(block: Block, i: int, k: int) -> bool:
         nonlocal met
         place = block.place(block.jaxpr.eqns[i])
         met = met or _reads_data(place, {k}, read.get(place.key, []), data)
