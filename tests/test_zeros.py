@@ -69,10 +69,6 @@ def test_healthy_programs_have_no_finding():
     assert found.ok, found
 
 
-def marked_line(function):
-    return zero_cuts.Cut(function, None, "", "").line
-
-
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     ("function", "cause"),
@@ -85,7 +81,7 @@ def marked_line(function):
 def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(function, cause):
     args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
     (finding,) = cg.diagnose(function, args, data="x").findings
-    assert (finding.leaf, finding.line) == ("args[0]['w']", marked_line(function))
+    assert (finding.leaf, finding.line) == ("args[0]['w']", zero_cuts.line_of(function))
     assert finding.cause == cause and " trains args[0]['w']: the rest of it is 0" in finding.message
     assert cg.diagnose(function, args).ok
 
