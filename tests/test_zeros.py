@@ -132,12 +132,8 @@ def rearranged(w):
 
 
 WRAPPED = {
-    "plain": lambda function: function,
-    "jit": jax.jit,
-    "jit inside": jit_inside,
-    "checkpoint": jax.checkpoint,
     "jit of checkpoint": lambda function: jax.jit(jax.checkpoint(function)),
-    "vmap": over_a_batch,
+    "jit inside": jit_inside,
     "jit of vmap": lambda function: jax.jit(over_a_batch(function)),
     "rearranged": lambda f: lambda p, x: f({"w": rearranged(p["w"]).reshape(p["w"].shape)}, x),
 }

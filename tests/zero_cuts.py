@@ -6,7 +6,6 @@ line of its function. Causes in `NOTED` are notes.
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -375,15 +374,16 @@ SQUARE, BOTH, KEEP = {"w": MATRIX}, {"w": MATRIX, "v": MATRIX}, np.array([1, 0, 
 STACKED, ROWS = {"w": np.stack([MATRIX] * 3)}, {"w": np.ones((9, 4), np.float32)}
 
 
-def right(**rows):
+def right(table, **rows):
     """Puts functions without a fault into the table, some with parameters of their own."""
     for name, row in rows.items():
         of, *params = row if isinstance(row, tuple) else (row,)
         own = params_of(of, *params)
-        HEALTHY.append((summed(name, of, own), own))
+        table.append((summed(name, of, own), own))
 
 
 right(
+    HEALTHY,
     layers=(lambda w, x, v: jax.nn.relu(v @ jax.nn.relu(w @ x) + 0.1) @ x, BOTH),
     attention=(lambda w, x, v: attended(jnp.outer(x, x), w, v, CAUSAL) @ jnp.sin(v), BOTH),
     attention_over_one_token=(lambda w, x, v: attended(x[None], w, v) @ (x[None] @ v), BOTH),
@@ -497,71 +497,58 @@ STACK = np.stack([np.eye(4, dtype=np.float32)] * 4)
 KEPT = np.array([1, 1, 0, 1], np.float32)
 
 
-def stacked(cause, which, params=None):
-    """Puts a program of stacked layers into the table."""
-    return cut(cause, {"w": STACK} if params is None else params, which, LAYERS)
+def stacked(cause, which, start=lambda x: x, result=jnp.sum, params=None, table=LAYERS, **options):
+    """Puts a scan over stacked layers into the table, by the function of one layer."""
+
+    def register(layer):
+        def program(p, x):
+            own = p["w"], jnp.arange(4), jnp.asarray(KEPT)
+            step = lambda h, own: (layer(h, *own, x), None)  # noqa: E731
+            return result(lax.scan(step, start(x), own, **options)[0])
+
+        program.__name__, own = layer.__name__, {"w": STACK} if params is None else params
+        table.append(Cut(program, own, cause, which, line_of(layer)))
+
+    return register
 
 
-@stacked("dead", "1, 3", {"w": STACK * np.array([1, -1, 1, -1], np.float32)[:, None, None]})
-def dead_layer_of_a_scan(p, x):
-    def layer(h, w):
-        return h + jax.nn.relu(w @ jnp.abs(x)), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+@stacked("dead", "1, 3", params={"w": STACK * np.float32([1, -1, 1, -1])[:, None, None]})
+def dead_layer_of_a_scan(h, w, t, keep, x):
+    return h + jax.nn.relu(w @ jnp.abs(x))  # cut
 
 
 @stacked("zero factor", "2")
-def dropped_layer(p, x):
-    def layer(h, own):
-        return h + own[1] * jnp.tanh(own[0] @ h), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, (p["w"], jnp.asarray(KEPT)))[0])
+def dropped_layer(h, w, t, keep, x):
+    return h + keep * jnp.tanh(w @ h)  # cut
 
 
-@stacked("overwritten", "0, 1, 2")
-def exits_in_one_slot(p, x):
-    def layer(carry, w):
-        exits, i = carry
-        return (exits.at[i // 4].set(w @ x), i + 1), None  # cut
-
-    return jnp.sum(jnp.sin(lax.scan(layer, (jnp.zeros((4, 4)), 0), p["w"])[0][0] - 1.0))
+@stacked("overwritten", "0, 1, 2", jnp.diag, lambda exits: jnp.sum(jnp.sin(exits - 1.0)))
+def exits_in_one_slot(exits, w, t, keep, x):
+    return exits.at[t // 4].set(w @ x)  # cut
 
 
-@stacked("overwritten", "0, 1, 2")
-def replaced_in_the_carry(p, x):
-    def layer(carry, w):
-        balance = jnp.sum(jax.nn.softmax(w @ x) ** 2)  # cut
-        return (carry[0] * 0.9, balance), None
-
-    return sum(map(jnp.sum, lax.scan(layer, (x, 0.0), p["w"])[0]))
+@stacked("overwritten", "0, 1, 2", lambda x: (x, 0.0), lambda carry: sum(map(jnp.sum, carry)))
+def replaced_in_the_carry(carry, w, t, keep, x):
+    balance = jnp.sum(jax.nn.softmax(w @ x) ** 2)  # cut
+    return carry[0] * 0.9, balance
 
 
-@stacked("overwritten", "1, 2, 3")
-def replaced_from_the_last(p, x):
-    def layer(carry, w):
-        return jnp.tanh(w @ x), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"], reverse=True)[0])
+@stacked("overwritten", "1, 2, 3", reverse=True)
+def replaced_from_the_last(h, w, t, keep, x):
+    return jnp.tanh(w @ x)  # cut
 
 
 @stacked("where", "0, 1, 2")
-def chosen_for_the_carry(p, x):
-    def layer(carry, own):
-        w, i = own
-        return jnp.where(i == 3, jnp.tanh(w @ x), carry), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, (p["w"], jnp.arange(4)))[0])
+def chosen_for_the_carry(h, w, t, keep, x):
+    return jnp.where(t == 3, jnp.tanh(w @ x), h)  # cut
 
 
 @stacked("overwritten", "0, 1, 2")
-def set_as_a_whole(p, x):
-    def layer(carry, w):
-        return carry.at[:].set(jnp.tanh(w @ x)), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+def set_as_a_whole(h, w, t, keep, x):
+    return h.at[:].set(jnp.tanh(w @ x))  # cut
 
 
-@stacked("flat", "(0, 1), (2, 1)", {"w": np.stack([STACK[:2]] * 3)})
+@cut("flat", {"w": np.stack([STACK[:2]] * 3)}, "(0, 1), (2, 1)", LAYERS)
 def nested_layers(p, x):
     def layer(h, own):
         w, i, j = own
@@ -588,12 +575,9 @@ def only_the_last_output(p, x):
     return jnp.sum(lax.scan(layer, x, p["w"])[1][-1])
 
 
-@cut("stop_gradient", {"w": STACK}, "0, 1, 2", NOTED_LAYERS)
-def frozen_below(p, x):
-    def layer(h, w):
-        return jnp.tanh(w @ lax.stop_gradient(h)), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+@stacked("stop_gradient", "0, 1, 2", table=NOTED_LAYERS)
+def frozen_below(h, w, t, keep, x):
+    return jnp.tanh(w @ lax.stop_gradient(h))  # cut
 
 
 @cut("", {"w": STACK}, "", NOTED_LAYERS)
@@ -612,59 +596,57 @@ PARTS: list[Cut] = []
 WHOLE: list = []
 FUSED = np.sin(np.arange(24, dtype=np.float32)).reshape(4, 6)
 TABLE = np.cos(np.arange(36, dtype=np.float32)).reshape(9, 4)
-
-
-def part(cause, leaf, params=None):
-    """Puts a program into the table of parts."""
-    return cut(cause, {"w": FUSED} if params is None else params, leaf, PARTS)
-
-
-whole = functools.partial(healthy, table=WHOLE)
+DIES, SOME = np.float32([[-99, -99, 5, 5, 5, 5], [0, -99, 0, 0, -99, 0]])
 
 
 def together(*parts):
     return jnp.sum(jnp.sin(jnp.prod(jnp.stack(parts), axis=0)))
 
 
-@part("flat", "['w'][:, 2:4]")
-def split_and_rounded(p, x):
-    q, k, v = jnp.split(x @ p["w"], 3)
-    return together(q, jnp.round(9 * k), v)  # cut
+def thirds(y, of):
+    """Three parts of an axis, a function of the second."""
+    q, k, v = jnp.split(y, 3)
+    return together(q, of(k), v)
 
 
-@part("stop_gradient", "['w'][:, 4:6]")
-def sliced_and_detached(p, x):
-    y = x @ p["w"]
-    return together(y[:2], y[2:4], lax.stop_gradient(y[4:]))  # cut
+def ends(y, of):
+    return together(y[:2], y[2:4], of(y[4:]))
 
 
-@part("comparison", "['w'][:, 0:2]")
-def reshaped_and_compared(p, x):
-    q, k, v = (x @ p["w"]).reshape(3, 2)
-    return together(q > 0, k, v)  # cut
+def rows(y, of):
+    q, k, v = y
+    return together(of(q), k, v)
 
 
-@part("cast", "['w'][:, [1, 4]]")
-def interleaved_and_cast(p, x):
-    y = (x @ p["w"]).reshape(2, 3)
-    carrier = (9 * y[:, 1]).astype(jnp.int32)  # cut
-    return together(y[:, 0], carrier, y[:, 2])
+def columns(y, of):
+    y = y.reshape(2, 3)
+    return together(y[:, 0], of(y[:, 1]), y[:, 2])
 
 
-@part("index", "['w'][:, 0:4]")
-def router_beside_a_value(p, x):
-    y = x @ p["w"]
-    chosen = jnp.argmax(y[:4])  # cut
-    return x[chosen] * jnp.sum(y[4:] ** 2)
+def parts(**rows):
+    """Puts functions of ``y``, the product of ``x`` with a fused kernel, and of ``x`` there."""
+    for name, (cause, part, of) in rows.items():
+        own = summed(name, lambda w, x, of=of: of(x @ w, x), {"w": FUSED})
+        PARTS.append(Cut(own, {"w": FUSED}, cause, f"['w']{part}", of.__code__.co_firstlineno))
 
 
-@part("custom rule", "['b'][3]", {"w": FUSED, "b": FUSED[0]})
+parts(
+    split_and_rounded=("flat", "[:, 2:4]", lambda y, x: thirds(y, lambda k: jnp.round(9 * k))),
+    sliced=("stop_gradient", "[:, 4:6]", lambda y, x: ends(y, lambda v: lax.stop_gradient(v))),
+    compared=("comparison", "[:, 0:2]", lambda y, x: rows(y.reshape(3, 2), lambda q: q > 0)),
+    interleaved=("cast", "[:, [1, 4]]", lambda y, x: columns(y, lambda k: (9 * k).astype(int))),
+    router=("index", "[:, 0:4]", lambda y, x: x[jnp.argmax(y[:4])] * jnp.sum(y[4:] ** 2)),
+    split_and_dead=("dead", "[:, 2:4]", lambda y, x: thirds(y, lambda k: 1 + jax.nn.relu(k - 99))),
+)
+
+
+@cut("custom rule", {"w": FUSED, "b": FUSED[0]}, "['b'][3]", PARTS)
 def one_column_through_a_rule(p, x):
     y = x @ p["w"] + p["b"]
     return jnp.sum(jnp.sin(y[:3])) + with_zeros(y[3]) + jnp.sum(y[4:] ** 2)  # cut
 
 
-@part("flat", "['w'][:, 0:3]")
+@cut("flat", {"w": FUSED}, "['w'][:, 0:3]", PARTS)
 def gate_of_a_scan(p, x):
     def step(h, now):
         gate, new = jnp.split(now @ p["w"], 2, axis=-1)
@@ -673,13 +655,7 @@ def gate_of_a_scan(p, x):
     return jnp.sum(lax.scan(step, jnp.ones(3), jnp.outer(x, x))[0])
 
 
-@part("dead", "['w'][:, 2:4]")
-def split_and_dead(p, x):
-    q, k, v = jnp.split(x @ p["w"], 3)
-    return together(q, 1 + jax.nn.relu(k - 99), v)  # cut
-
-
-@part("dead", "['w'][1]", {"w": np.stack([MATRIX] * 3)})
+@cut("dead", {"w": np.stack([MATRIX] * 3)}, "['w'][1]", PARTS)
 def layer_of_a_list(p, x):
     for i in range(3):
         h = p["w"][i] @ x
@@ -687,46 +663,40 @@ def layer_of_a_list(p, x):
     return jnp.sum(x)
 
 
-@part("zero factor", "['w'][2]", {"w": np.stack([MATRIX] * 3)})
+@cut("zero factor", {"w": np.stack([MATRIX] * 3)}, "['w'][2]", PARTS)
 def expert_without_a_token(p, x):
     gates = jax.nn.one_hot(jnp.array([0, 1]), 3)
     y = [gates[:, i, None] * jnp.tanh(p["w"][i] @ x) for i in range(3)]  # cut
     return jnp.sum(sum(y))
 
 
-@whole({"w": FUSED})
-def fused(p, x):
-    return together(*jnp.split(x @ p["w"], 3))
+right(
+    WHOLE,
+    fused=(lambda w, x: thirds(x @ w, jnp.sin), {"w": FUSED}),
+    through=(lambda w, x: thirds(x @ w, lambda k: through(k, jnp.round(k))), {"w": FUSED}),
+    dead_units_before_parts=(
+        lambda w, x, v: thirds((lambda h: h + jnp.flip(h))(jax.nn.relu(x @ w + v)), jnp.sin),
+        {"w": FUSED, "v": DIES},
+    ),
+)
 
 
-@whole({"w": FUSED})
-def straight_through_part(p, x):
-    q, k, v = jnp.split(x @ p["w"], 3)
-    return together(q, k + lax.stop_gradient(jnp.round(k) - k), v)
-
-
-@whole({"w": FUSED, "b": np.array([-99, -99, 5, 5, 5, 5], np.float32)})
-def dead_units_before_parts(p, x):
-    h = jax.nn.relu(x @ p["w"] + p["b"])
-    q, k, v = jnp.split(h + jnp.flip(h), 3)
-    return together(q, k, v) + jnp.sum(q > 1)
-
-
-@whole({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()})
+@healthy({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()}, WHOLE)
 def language_model(p, x):
     """Absent words, places beyond the end, a causal mask, and words that are padding."""
     h = p["words"][jnp.array([1, 5, 5, 2])] + p["places"][:4]
-    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), h @ h.T, -jnp.inf)
-    logits = (jax.nn.softmax(scores) @ h @ p["out"].T)[:, :7]
+    logits = (attended(h, jnp.eye(4), jnp.eye(4), CAUSAL) @ h @ p["out"].T)[:, :7]
     return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(jnp.arange(4), 7))
 
 
-@whole({"w": FUSED, "b": np.array([0, -99, 0, 0, -99, 0], np.float32), "v": FUSED})
-def dead_units(p, x):
-    return jnp.sum(p["v"] @ jax.nn.relu(x @ p["w"] + p["b"]) * x)
-
-
-@whole({"a": FUSED, "b": FUSED})
-def heads_of_classes(p, x):
-    chosen = jax.nn.one_hot(2, 6)
-    return jnp.sum((x @ p["a"]) * chosen) + jnp.max(x @ p["b"])
+right(
+    WHOLE,
+    dead_units=(
+        lambda w, x, v: jax.nn.relu(x @ w + v),
+        {"w": FUSED, "v": SOME},
+    ),
+    heads_of_classes=(
+        lambda w, x, v: (x @ w) * jax.nn.one_hot(2, 6) + jnp.max(x @ v),
+        {"w": FUSED, "v": FUSED},
+    ),
+)
