@@ -185,7 +185,7 @@ def test_one_value_and_one_vjp_are_said_in_this_order():
     def loss(x):
         a = jnp.sum(jnp.sqrt(2 * x)) + jnp.sum(jnp.sqrt(x))
         b = jnp.sum(jnp.log(x))
-        return a + b + jnp.log(2 * x).sum()
+        return a + b + jnp.sum(jnp.log(jax.lax.stop_gradient(2 * x)))
 
     found = cg.diagnose(loss, (jnp.array([1.0, 0.0]),))
     lines = [(f.kind, f.line) for f in found.findings]

@@ -98,8 +98,11 @@ def test_a_leaf_that_the_data_trains_too_is_silent(function):
 
 
 def test_data_that_is_no_argument_is_refused():
-    with pytest.raises(ValueError, match="data: got 'y', expected the positions or names of arg"):
-        cg.diagnose(lambda w, x: w @ x, (jnp.ones(2), jnp.ones(2)), data="y")
+    loss, args = lambda w, x, scale: w @ x * scale, (jnp.ones(2), jnp.ones(2), 2.0)
+    with pytest.raises(ValueError, match="data: got 'y', expected the name or the position of an"):
+        cg.diagnose(loss, args, data="y")
+    with pytest.raises(ValueError, match=r"data: got \(-1,\), expected an argument with arrays"):
+        cg.diagnose(loss, args, data=(-1,))
 
 
 def named(name, function):

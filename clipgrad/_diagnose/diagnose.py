@@ -35,12 +35,11 @@ from clipgrad._diagnose.findings import (
 )
 from clipgrad._diagnose.layers import layers_of_scans
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
-from clipgrad._diagnose.partial_cuts import data_inputs
 from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
-from clipgrad._diagnose.subject import DiagnosisSubject, subject
+from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
 from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
@@ -135,7 +134,10 @@ def diagnose(
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)
-        inputs = None if data is None else data_inputs(given, data)
+        keys = [] if data is None else named_arguments("data", data, fun, args, kwargs or {})
+        inputs = frozenset(i for i, (key, _) in enumerate(given.paths) if key in keys)
+        if keys and not inputs:
+            raise ValueError(f"data: got {data!r}, expected an argument with arrays")
         found = _diagnosis_or_error(given, inputs)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))
@@ -145,7 +147,7 @@ def diagnose(
         return dataclasses.replace(found, examples=bad, notes=(*found.notes, *notes))
 
 
-def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int] | None) -> GradientDiagnosis:
+def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int]) -> GradientDiagnosis:
     """The diagnosis of a loss, also if a callback in it raises an error.
 
     If the operation that raises gets what is not finite, the finding is on where that is from.
@@ -165,7 +167,7 @@ def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int] | None) ->
     return GradientDiagnosis((finding,), (), ())
 
 
-def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> GradientDiagnosis:
+def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> GradientDiagnosis:
     block = Block(given.program)
     sites, parts = module_sites(block), parts_of_arguments(block, given.chosen)
     run = functools.partial(measure, given.program, given.inputs, given.chosen)
@@ -226,7 +228,7 @@ def _zeros_of(
     block: Block,
     grads: list[Summary],
     loss: float,
-    data: frozenset[int] | None,
+    data: frozenset[int],
     has_pieces: bool,
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.

@@ -1,9 +1,7 @@
 """Gradients that are not zero, but cut in all but a penalty."""
 
-import contextlib
-import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,23 +86,3 @@ def _reads_data(
     if name in _BY_OTHERS:
         counted -= operands
     return name not in _LINEAR and any(read[k] & data for k in counted)
-
-
-def data_inputs(given: DiagnosisSubject, data: str | int | Sequence[str | int]) -> frozenset[int]:
-    """The inputs of the arguments that are data.
-
-    Raises:
-      ValueError: there is no such argument.
-    """
-    wanted: list[Any] = [data] if isinstance(data, str | int) else list(data)
-    keys: set[Any] = {key for key, _ in given.paths}
-    positions: dict[Any, Any] = {}
-    with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
-        positions = {name: i for i, name in enumerate(inspect.signature(given.fun).parameters)}
-    chosen = {name if name in keys else positions.get(name, name) for name in wanted}
-    if missing := [name for name in wanted if not {name, positions.get(name)} & keys]:
-        raise ValueError(
-            f"data: got {missing[0]!r}, expected the positions or names of arguments with arrays, "
-            f"some of {', '.join(map(repr, sorted(keys, key=str)))}"
-        )
-    return frozenset(i for i, (key, _) in enumerate(given.paths) if key in chosen)

@@ -62,7 +62,7 @@ def zero_findings(
     zero: Sequence[int],
     loss: float,
     layers: Sequence[Layers] = (),
-    data: frozenset[int] | None = None,
+    data: frozenset[int] = frozenset(),
     has_pieces: bool = False,
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and the notes on gradients that are zero, or cut in part.
@@ -72,7 +72,7 @@ def zero_findings(
       zero: the positions of the inputs whose gradients are zero.
       loss: its value.
       layers: the axes of inputs that scans take layer by layer.
-      data: the inputs that are data, to find what only a penalty trains; None: do not look.
+      data: the inputs that are data, to find what only a penalty trains; none: do not look.
       has_pieces: whether the gradient of a piece of an input may be zero.
     """
     reached = sources_of_results(given.program)[0]
@@ -88,7 +88,7 @@ def zero_findings(
     search = _Explanations(given, Block(given.program, values), zero, layers)
     search.of_zeros(is_all=len(zero) == len(given.chosen) and loss == 0)
     search.of_layers()
-    search.of_remainders(data or frozenset())
+    search.of_remainders(data)
     if loss != 0:
         search.of_pieces()
     return search.findings, [*notes, *search.notes]
