@@ -26,55 +26,42 @@ def mapped(fun, **options):
     return jax.shard_map(fun, mesh=mesh(), **options)
 
 
-def on_devices(x):
-    def shard(x):
-        y = jnp.sqrt(x)
-        return jax.lax.psum(y, "d") * (1.0 + jax.lax.axis_index("d"))
-
-    return mapped(shard, in_specs=D, out_specs=D)(x).sum()
+def root(x):
+    return jnp.sqrt(x)
 
 
-def unchecked(x):
-    def shard(x):
-        y = jnp.sqrt(x)
-        return jnp.mean(jax.lax.all_gather(y, "d"))[None]
-
-    return mapped(shard, in_specs=D, out_specs=D, check_vma=False)(x).sum()
+def over_three(of, x):
+    """The sum over three steps, at the second of which the number is ``x``."""
+    steps = jnp.stack([x + 1, x, x + 2])
+    return jax.lax.scan(lambda total, x: (total + of(x).sum(), None), 0.0, steps)[0]
 
 
-def replicas(x):
-    return jax.pmap(lambda x: jax.lax.pmean(jnp.sqrt(x), "d"), axis_name="d")(x).sum()
+def total(x):
+    return jax.lax.psum(root(x), "d")
 
 
-def scan_on_devices(x):
-    def shard(x):
-        def step(total, x):
-            return total + jax.lax.psum(jnp.sqrt(x), "d").sum(), None
-
-        return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
-
-    return mapped(shard, in_specs=D, out_specs=PartitionSpec())(x)
+def each(of, out_specs=D, **options):
+    return lambda x: mapped(of, in_specs=D, out_specs=out_specs, **options)(x).sum()
 
 
-def devices_in_a_scan(x):
-    def step(total, x):
-        root = mapped(lambda x: jnp.sqrt(x), in_specs=D, out_specs=D)(x)
-        return total + root.sum(), None
-
-    return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
+SPREAD = {
+    "shard_map": each(lambda x: total(x) * (1.0 + jax.lax.axis_index("d"))),
+    "unchecked": each(lambda x: jax.lax.all_gather(root(x), "d").mean()[None], check_vma=False),
+    "pmap": lambda x: jax.pmap(lambda x: jax.lax.pmean(root(x), "d"), axis_name="d")(x).sum(),
+    "scan on devices": each(lambda x: over_three(total, x), PartitionSpec()),
+    "devices in a scan": lambda x: over_three(each(root), x),
+}
 
 
 @pytest.mark.kinds()
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
-@pytest.mark.parametrize(
-    "loss", [on_devices, unchecked, replicas, scan_on_devices, devices_in_a_scan]
-)
-def test_it_is_found_on_one_of_several_devices(loss, bad, kind):
-    (finding,) = cg.diagnose(loss, (jnp.ones(8).at[3].set(bad),)).findings
+@pytest.mark.parametrize("name", SPREAD)
+def test_it_is_found_on_one_of_several_devices(name, bad, kind):
+    (finding,) = cg.diagnose(SPREAD[name], (jnp.ones(8).at[3].set(bad),)).findings
     assert (finding.kind, finding.operation, finding.device) == (kind, "sqrt", "d=3")
     assert ", on device d=3" in finding.message
-    assert finding.line == line_of(loss, "sqrt") and f"sqrt at {bad:g}" in finding.message
-    assert finding.step == (1 if "scan" in loss.__name__ else None)
+    assert finding.line == line_of(root, "sqrt") and f"sqrt at {bad:g}" in finding.message
+    assert finding.step == (1 if "scan" in name else None)
     assert (finding.file or "").endswith("test_diagnose_programs.py")
 
 

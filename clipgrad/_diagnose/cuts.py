@@ -69,8 +69,8 @@ class ZeroCut(NamedTuple):
 def zero_cuts(program: Any, block: Block, chosen: Sequence[int]) -> list[ZeroCut]:
     """All cuts of a program, in program order."""
     search = _Search(program, chosen)
-    found = dict(zip(chosen, block.values.gradients, strict=True))
-    totals = [np.any(found[i][0]) if i in found else None for i in range(len(block.jaxpr.invars))]
+    found = {i: np.any(block.values.gradients[i, (0,)]) for i in chosen}
+    totals = [found.get(i) for i in range(len(block.jaxpr.invars))]
     return sorted(search.cuts(block, totals, ()), key=lambda cut: cut.order)
 
 

@@ -37,8 +37,8 @@ class EdgeValues(NamedTuple):
 
     cotangents: dict[Site, np.ndarray]  # their largest magnitudes
     ranges: dict[tuple[int, ...], Any]  # by the ids of the variable and of the equations around it
-    gradients: Any  # of the outermost program: which elements of each axis are not all zero
-    layers: Any  # likewise of some axes of an input together
+    # Of inputs: which elements of an axis, or of some axes together, are not all zero.
+    gradients: dict[tuple[int, tuple[int, ...]], np.ndarray]
 
     def range(self, key: tuple[int, ...], where: Any) -> tuple[float, float]:
         """The smallest and the largest element of a value, at all steps or at some."""
@@ -63,10 +63,12 @@ def edge_values(
       program: the program.
       inputs: the inputs.
       chosen: the positions of those that are differentiated.
-      layers: chosen inputs, and axes of them that are measured together.
+      layers: chosen inputs, and axes of them that are measured together, besides each axis alone.
     """
     sites = OrderedDict(_sites(program, active_variables(program, chosen)))
     probes = OrderedDict((site, probe) for site, (_, probe) in sites.items())
+    alone = [(i, (axis,)) for i in chosen for axis in range(max(np.ndim(inputs[i]), 1))]
+    asked = list(dict.fromkeys([*alone, *layers]))
 
     @jit_for_one_call(program)
     def run(inputs: list, probes: Any) -> Any:
@@ -81,17 +83,11 @@ def edge_values(
         _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
         grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
         of = dict(zip(chosen, grads, strict=True))
-        by_layer = [_nonzero(of[i], axes) for i, axes in layers]
-        return found, notes, [_nonzero_by_axis(grad) for grad in grads], by_layer
+        return found, notes, [_nonzero(of[i], axes) for i, axes in asked]
 
-    found, *rest = on_host(run(list(inputs), probes))
+    found, ranges, nonzero = on_host(run(list(inputs), probes))
     sizes = {site: _largest_by_step(found[site], axes) for site, (axes, _) in sites.items()}
-    return EdgeValues(sizes, *rest)
-
-
-def _nonzero_by_axis(x: Any) -> list[Any]:
-    """For each axis which of its elements are not zero throughout."""
-    return [_nonzero(x, (axis,)) for axis in range(max(x.ndim, 1))]
+    return EdgeValues(sizes, ranges, dict(zip(asked, nonzero, strict=True)))
 
 
 def _nonzero(x: Any, axes: Sequence[int]) -> Any:

@@ -59,7 +59,9 @@ def cut_pieces(
 ) -> Iterator[CutPiece]:
     """The pieces of inputs whose gradient is zero, but not that of the rest of the input."""
     active = active_dependence(given.program, given.chosen)
-    read = dict(zip(given.chosen, block.values.gradients, strict=True))
+    read: dict[int, list[np.ndarray]] = {i: [] for i in given.chosen}
+    for (i, axes), own in block.values.gradients.items():
+        read[i] += [own] if len(axes) == 1 else []
     left = {i for i, axes in read.items() if i not in skipped and not all(map(np.all, axes))}
     ends = {(cut.place.key, cut.operand): cut for cut in cuts}
     equations = [equation for own in block.blocks() for equation in own.jaxpr.eqns]

@@ -142,8 +142,9 @@ class _Explanations:
         """Tell of layers without a gradient, of leaves that scans take so."""
         rows, done = [], {*self._zero}
         carried = list(carry_cuts(self._given, self._block)) if self._layers else []
-        for layers, found in zip(self._layers, self._block.values.layers, strict=True):
-            i, zero = layers.argument, [tuple(map(int, own)) for own in np.argwhere(~found)]
+        for layers in self._layers:
+            i, found = layers.argument, self._block.values.gradients[layers.argument, layers.axes]
+            zero = [tuple(map(int, own)) for own in np.argwhere(~found)]
             if i not in done and zero:
                 done.add(i)
                 best = self._best_of_layers(layers, zero, carried)
@@ -235,7 +236,7 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
 def _layers_of(zero: Sequence[tuple[int, ...]], lengths: tuple[int, ...]) -> str:
     """Such as "layer 0, 2 of 4", or of nested scans "layer (0, 1) of (4, 3)"."""
     own = [str(t[0] if len(t) == 1 else t) for t in (*zero, lengths)]
-    return f"layer {', '.join(own[:-1][:_SHOWN])}{', ...' * (len(zero) > _SHOWN)} of {own[-1]}"
+    return f"layer {_listed(own[:-1])} of {own[-1]}"
 
 
 def _index_of(elements: np.ndarray) -> str:
@@ -245,13 +246,17 @@ def _index_of(elements: np.ndarray) -> str:
         return str(own[0])
     if own[-1] - own[0] + 1 == len(own):
         return f"{own[0]}:{own[-1] + 1}"
-    return f"[{', '.join(map(str, own[:_SHOWN]))}{', ...' * (len(own) > _SHOWN)}]"
+    return f"[{_listed(own)}]"
 
 
 def _span(steps: Sequence[int]) -> str:
     if 1 < len(steps) == steps[-1] - steps[0] + 1:
         return f"{steps[0]} to {steps[-1]}"
-    return ", ".join(map(str, steps[:_SHOWN])) + ", ..." * (len(steps) > _SHOWN)
+    return _listed(steps)
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values[:_SHOWN])) + ", ..." * (len(values) > _SHOWN)
 
 
 def _zero_finding(
