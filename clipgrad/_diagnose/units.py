@@ -76,7 +76,7 @@ def _runs(block: Block, longest: int) -> Iterator[tuple[list[JaxprEqn], list[Blo
     run: list[JaxprEqn] = []
     for i, equation in enumerate(block.jaxpr.eqns):
         inside = block.children.get(i, [])
-        is_held = bool(inside) and not _is_small(equation, inside)
+        is_held = bool(inside) and not _is_small_call(equation, inside)
         if run and (is_held or len(run) >= longest or not _continues(run, equation)):
             yield run, []
             run = []
@@ -94,7 +94,7 @@ def _continues(run: list[JaxprEqn], equation: JaxprEqn) -> bool:
     return Place(run[0]).module == Place(equation).module
 
 
-def _is_small(equation: JaxprEqn, inside: list[Block]) -> bool:
+def _is_small_call(equation: JaxprEqn, inside: list[Block]) -> bool:
     """Whether an equation stays whole in a measurement of modules."""
     held = (e for block in inside for own in block.blocks() for e in own.jaxpr.eqns)
     has_loops = any(e.primitive.name == "scan" for e in held)

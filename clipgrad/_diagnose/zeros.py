@@ -236,7 +236,7 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
 def _layers_of(zero: Sequence[tuple[int, ...]], lengths: tuple[int, ...]) -> str:
     """Such as "layer 0, 2 of 4", or of nested scans "layer (0, 1) of (4, 3)"."""
     own = [str(t[0] if len(t) == 1 else t) for t in (*zero, lengths)]
-    return f"layer {_listed(own[:-1])} of {own[-1]}"
+    return f"layer {_first_numbers(own[:-1])} of {own[-1]}"
 
 
 def _index_of(elements: np.ndarray) -> str:
@@ -246,16 +246,16 @@ def _index_of(elements: np.ndarray) -> str:
         return str(own[0])
     if own[-1] - own[0] + 1 == len(own):
         return f"{own[0]}:{own[-1] + 1}"
-    return f"[{_listed(own)}]"
+    return f"[{_first_numbers(own)}]"
 
 
 def _span(steps: Sequence[int]) -> str:
     if 1 < len(steps) == steps[-1] - steps[0] + 1:
         return f"{steps[0]} to {steps[-1]}"
-    return _listed(steps)
+    return _first_numbers(steps)
 
 
-def _listed(values: Any) -> str:
+def _first_numbers(values: Any) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + ", ..." * (len(values) > _SHOWN)
 
 
