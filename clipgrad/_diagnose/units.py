@@ -59,7 +59,7 @@ class Unit:
 def all_units(block: Block, longest: int | None = None) -> Iterator[Unit]:
     """The units of a block and of those inside that are gone into, in program order."""
     if longest is None:
-        longest = min(max(_count(block) // _PARTS, 1), _LONGEST)
+        longest = min(max(_size_of(block) // _PARTS, 1), _LONGEST)
     used: dict[Var, set[int]] = {v: {0} for v in block.jaxpr.outvars if type(v) is not Literal}
     for equation in block.jaxpr.eqns:
         for v in equation.invars:
@@ -98,11 +98,11 @@ def _is_small_call(equation: JaxprEqn, inside: list[Block]) -> bool:
     """Whether an equation stays whole in a measurement of modules."""
     held = (e for block in inside for own in block.blocks() for e in own.jaxpr.eqns)
     has_loops = any(e.primitive.name == "scan" for e in held)
-    is_small = equation.primitive.name in JIT and sum(map(_count, inside)) <= _SMALL_FUNCTION
+    is_small = equation.primitive.name in JIT and sum(map(_size_of, inside)) <= _SMALL_FUNCTION
     return is_small and not has_loops
 
 
-def _count(block: Block) -> int:
+def _size_of(block: Block) -> int:
     """The number of equations, inside of others too."""
     return sum(len(own.jaxpr.eqns) for own in block.blocks())
 
