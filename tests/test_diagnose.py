@@ -1,7 +1,6 @@
 """Each disease of a gradient is found at its line, its module and its step."""
 
 import inspect
-import pathlib
 import sys
 
 import jax
@@ -29,8 +28,6 @@ def kinds(found):
     return [finding.kind for finding in found.findings]
 
 
-# The functions of the table of docs/nan.md, each on a line of its own, with a point where it is
-# healthy, and the kind and operation of the finding at the point of the table.
 def root(x):
     return jnp.sqrt(x)
 
@@ -39,55 +36,32 @@ def norm(x):
     return jnp.linalg.norm(jnp.stack([x, x]))
 
 
-def masked_log(x):
-    return jnp.where(x > 0, jnp.log(x), 0.0)
-
-
-def power(x):
-    return x**0.3
-
-
-def deviation(x):
-    return jnp.std(jnp.stack([x, 0.0 * x]))
-
-
 def log_of_softmax(x):
     return jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])
 
 
-def masked_softmax(x):
-    return jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]
-
-
-def arccos(x):
-    return jnp.arccos(x)
-
-
-def arccosh(x):
-    return jnp.arccosh(x)
-
-
-def masked_exp(x):
-    return jnp.where(x < 80, jnp.exp(x), 0.0)
-
-
-def fourth_power(x):
-    return (x.astype(jnp.float16) ** 4).astype(jnp.float32)
-
-
-DISEASES = [
-    (root, 0.0, 0.5, "vjp", "sqrt"),
-    (norm, 0.0, 0.5, "vjp", "sqrt"),
-    (masked_log, 0.0, 0.5, "vjp", "log"),
-    (power, 0.0, 0.5, "vjp", "pow"),
-    (deviation, 0.0, 0.5, "vjp", "sqrt"),
-    (log_of_softmax, -200.0, 0.5, "value", "log"),
-    (masked_softmax, -jnp.inf, 0.5, "value", "sub"),
-    (arccos, 1.0, 0.5, "vjp", "acos"),
-    (arccosh, 1.0, 1.5, "vjp", "acosh"),
-    (masked_exp, 200.0, 0.5, "vjp", "exp"),
-    (fourth_power, 300.0, 0.5, "value", "integer_pow"),
-]
+# The functions of the table of docs/nan.md, each on a line of its own, with the point of the table,
+# one where it is healthy, and the kind and operation of the finding.
+DISEASES = {
+    "root": (lambda x: jnp.sqrt(x), 0.0, 0.5, "vjp", "sqrt"),
+    "norm": (lambda x: jnp.linalg.norm(jnp.stack([x, x])), 0.0, 0.5, "vjp", "sqrt"),
+    "log": (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), 0.0, 0.5, "vjp", "log"),
+    "power": (lambda x: x**0.3, 0.0, 0.5, "vjp", "pow"),
+    "deviation": (lambda x: jnp.std(jnp.stack([x, 0.0 * x])), 0.0, 0.5, "vjp", "sqrt"),
+    "log of softmax": (
+        lambda x: jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0]), -200.0, 0.5, "value", "log"
+    ),
+    "masked softmax": (
+        lambda x: jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0], -jnp.inf, 0.5, "value", "sub"
+    ),
+    "arccos": (lambda x: jnp.arccos(x), 1.0, 0.5, "vjp", "acos"),
+    "arccosh": (lambda x: jnp.arccosh(x), 1.0, 1.5, "vjp", "acosh"),
+    "masked exp": (lambda x: jnp.where(x < 80, jnp.exp(x), 0.0), 200.0, 0.5, "vjp", "exp"),
+    "fourth power": (
+        lambda x: (x.astype(jnp.float16) ** 4).astype(jnp.float32), 300.0, 0.5, "value",
+        "integer_pow",
+    ),
+}  # fmt: skip
 STEPS, SICK = 5, 3
 
 
@@ -131,14 +105,14 @@ PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("disease", DISEASES, ids=lambda d: d[0].__name__)
+@pytest.mark.parametrize("disease", DISEASES)
 def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
-    fun, bad, good, kind, operation = disease
+    fun, bad, good, kind, operation = DISEASES[disease]
     x = jnp.full(STEPS, good).at[SICK].set(bad)
     found = cg.diagnose(place(fun), (x,))
     assert kinds(found) == [kind], str(found)
     (finding,) = found.findings
-    assert finding.file == FILE and finding.line == line_of(fun, "return")
+    assert finding.file == FILE and finding.line == fun.__code__.co_firstlineno
     assert finding.operation == operation
     assert finding.step == (SICK if place in (scanned, rematerialized) else None)
     assert finding.module == ("Model/sick" if place is in_a_module else "")
@@ -206,25 +180,15 @@ def test_the_same_library_function_twice_is_told_apart_by_line():
 
 
 @pytest.mark.exhaustive
-def test_value_and_vjp_are_both_said_in_this_order():
+def test_one_value_and_one_vjp_are_said_in_this_order():
     def loss(x):
-        a = jnp.sum(jnp.sqrt(x))
+        a = jnp.sum(jnp.sqrt(2 * x)) + jnp.sum(jnp.sqrt(x))
         b = jnp.sum(jnp.log(x))
-        return a + b
+        return a + b + jnp.sum(jnp.log(jax.lax.stop_gradient(2 * x)))
 
     found = cg.diagnose(loss, (jnp.array([1.0, 0.0]),))
     lines = [(f.kind, f.line) for f in found.findings]
     assert lines == [("value", line_of(loss, "log(")), ("vjp", line_of(loss, "sqrt("))]
-
-
-@pytest.mark.exhaustive
-def test_there_is_at_most_one_finding_of_a_kind():
-    def loss(x):
-        values = jnp.log(x).sum() + jnp.log(2 * x).sum()
-        return values + jnp.sqrt(x).sum() + jnp.sqrt(2 * x).sum()
-
-    kinds = [f.kind for f in cg.diagnose(loss, (jnp.array([1.0, 0.0]),)).findings]
-    assert kinds == ["value", "vjp"]
 
 
 def test_the_loss_is_traced_once_and_its_arguments_stay():
@@ -240,38 +204,23 @@ def test_the_loss_is_traced_once_and_its_arguments_stay():
     assert (x == 0).all()
 
 
-def healthy_double_where(x):
-    return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0))
+def where(ok, of, x, other):
+    """The double `where`, and the single one if the other number is no better."""
+    return jnp.sum(jnp.where(ok, of(jnp.where(ok, x, other)), 0.0))
 
 
-def finite_result_of_a_mask(x):
-    return jnp.sum(jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)) ** 2)
+ENDS_FINITE = {
+    "double where": lambda x: where(x > 0, jnp.sqrt, x, 1.0),
+    "a mask": lambda x: jnp.sum(jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)) ** 2),
+    "a gradient that a mask drops": lambda x: where(x > 0, jnp.sqrt, x, 0.0),
+    "stopped": lambda x: jnp.sum(jnp.floor(jnp.sqrt(x)) + x + jax.lax.stop_gradient(jnp.sqrt(x))),
+    "rules": lambda x: jnp.sum(jax.nn.relu(x) + jax.nn.silu(x)) + jax.nn.logsumexp(-100.0 * x),
+}
 
 
-def gradient_dropped_by_the_mask(x):
-    return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 0.0)), 0.0))
-
-
-def stopped(x):
-    return jnp.sum(jnp.floor(jnp.sqrt(x)) + x + jax.lax.stop_gradient(jnp.sqrt(x)))
-
-
-def healthy_rules(x):
-    return jnp.sum(jax.nn.relu(x) + jax.nn.silu(x)) + jax.nn.logsumexp(-100.0 * x)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        healthy_double_where,
-        finite_result_of_a_mask,
-        gradient_dropped_by_the_mask,
-        stopped,
-        healthy_rules,
-    ],
-)
-def test_what_ends_finite_has_no_finding(loss):
-    found = cg.diagnose(loss, (jnp.array([1.0, 0.0, 2.0]),))
+@pytest.mark.parametrize("name", ENDS_FINITE)
+def test_what_ends_finite_has_no_finding(name):
+    found = cg.diagnose(ENDS_FINITE[name], (jnp.array([1.0, 0.0, 2.0]),))
     assert found.ok and str(found).startswith("nothing is wrong")
 
 
@@ -298,6 +247,10 @@ def test_a_constant_that_reaches_the_loss_is_said():
     assert kinds(found) == ["value"] and "a constant that is not finite" in str(found)
 
 
+def twice(y):
+    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
+
+
 def sums_in_a_scan(x):
     return jax.lax.scan(lambda t, _: (t + 1e38 * jnp.sin(x), None), 0.0, None, length=5)[0]
 
@@ -309,32 +262,23 @@ def uses_in_a_jit(x):
 
 
 def uses_of_what_a_scan_carries(x):
-    def step(c, _):
-        return 2e38 * jnp.sin(c) + 2e38 * jnp.tan(c), None
-
-    return jax.lax.scan(step, x, None, length=1)[0]
+    return jax.lax.scan(lambda c, _: (twice(c), None), x, None, length=1)[0]
 
 
 def uses_behind_a_rule(x):
-    y = jax.nn.relu(x + 1.0) - (2.0 * x + 1)
-    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
-
-
-def uses_of_a_sum(x):
-    y = jnp.sinh(x) + jnp.arctan(2.0 * x)
-    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
+    return twice(jax.nn.relu(x + 1.0) - (2.0 * x + 1))
 
 
 def uses_of_a_sum_and_of_its_part(x):
     part = jnp.sinh(x)
     y = part + jnp.arctan(2.0 * x)
-    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y) + part
+    return twice(y) + part
 
 
 def uses_of_a_sum_in_a_scan(x):
     def step(total, _):
         y = jnp.sinh(x) + jnp.arctan(2.0 * x)
-        return total + 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y), None
+        return total + twice(y), None
 
     return jax.lax.scan(step, 0.0, None, length=2)[0]
 
@@ -344,7 +288,7 @@ def uses_in_a_branch(x):
 
 
 def uses_of_an_argument(x):
-    return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
+    return twice(x)
 
 
 @pytest.mark.kinds()
@@ -356,7 +300,6 @@ def uses_of_an_argument(x):
         (uses_in_a_branch, "argument", 2),
         (uses_of_an_argument, "argument", 2),
         (uses_in_a_jit, "mul", 2),
-        (uses_of_a_sum, "add", 2),
         (uses_of_a_sum_and_of_its_part, "add", 2),
         (uses_of_a_sum_in_a_scan, "add", 2),
         (sums_in_a_scan, "argument", 5),
@@ -416,38 +359,29 @@ def test_an_operation_whose_nan_is_masked_is_not_the_finding():
     assert finding.kind == "vjp" and finding.line == line_of(loss, "norm(")
 
 
-def nested(x):
-    def outer(total, row):
-        return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), total, row)[0], None
-
-    return jax.lax.scan(outer, 0.0, x)[0]
+def rooted(x, **options):
+    return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), 0.0, x, **options)[0]
 
 
-def reversed_scan(x):
-    return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), 0.0, x[0], reverse=True)[0]
-
-
-def branch(x):
-    return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sum(jnp.sqrt(x)), lambda x: 0.0, x)
-
-
-def mapped(x):
-    return jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x))
-
-
-def mapped_by_lax(x):
-    return jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0]))
+PROGRAMS = {
+    "nested": lambda x: jax.lax.scan(lambda t, row: (t + rooted(row), None), 0.0, x)[0],
+    "reversed": lambda x: rooted(x[0], reverse=True),
+    "branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: rooted(x[0]), lambda x: 0.0, x),
+    "vmap": lambda x: jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x)),
+    "map": lambda x: jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0])),
+}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-1.0, "value")])
-@pytest.mark.parametrize("loss", [nested, reversed_scan, branch, mapped, mapped_by_lax])
-def test_it_is_found_inside_of_other_programs(loss, bad, kind):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_found_inside_of_other_programs(name, bad, kind):
     x = jnp.ones((3, 4)).at[0, 1].set(bad)
-    (finding,) = cg.diagnose(loss, (x,)).findings
+    (finding,) = cg.diagnose(PROGRAMS[name], (x,)).findings
     assert (finding.kind, finding.operation) == (kind, "sqrt")
-    assert finding.line == line_of(loss, "sqrt")
-    assert finding.step == (None if loss in (branch, mapped) else 1)
+    own = PROGRAMS[name].__code__.co_firstlineno
+    assert finding.line == (own if "map" in name else line_of(rooted, "sqrt"))
+    assert finding.step == (None if name == "vmap" else 1)
 
 
 @jax.custom_vjp
@@ -487,12 +421,6 @@ def rnn(radius, steps=50, size=16):
         return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(size), x)[0])
 
     return loss, (jnp.asarray(radius * q, jnp.float32), jnp.full((steps, size), 0.01))
-
-
-@pytest.mark.parametrize("radius, kind", [(1.5, "grows"), (0.5, "shrinks")])
-def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
-    (finding,) = cg.diagnose(*rnn(radius)).findings
-    assert finding.kind == kind and finding.factor == pytest.approx(radius, rel=1e-3)
 
 
 @pytest.mark.exhaustive
@@ -544,17 +472,10 @@ def test_growth_between_the_scans_inside_is_of_the_outer_scan():
     )
 
 
-@pytest.mark.parametrize("radius", [0.8, 1.0])
-def test_an_rnn_that_keeps_its_gradient_has_no_finding(radius):
-    assert cg.diagnose(*rnn(radius)).ok
-
-
 @pytest.mark.exhaustive
 def test_a_gradient_that_overflows_is_found_at_its_step_and_grows():
-    def loss(w, x):
-        return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(8), x)[0])
-
-    first, second = cg.diagnose(loss, (1.5 * jnp.eye(8), jnp.zeros((400, 8)))).findings
+    loss, (w, x) = rnn(1.5, 400)
+    first, second = cg.diagnose(loss, (1.5 * jnp.eye(16), 0 * x)).findings
     assert (first.kind, first.operation) == ("vjp", "dot_general")
     # 1.5 ** n leaves float32 between n = 218 and 219; the last step is 399.
     assert first.step == 399 - 218
@@ -628,27 +549,20 @@ def test_float16_underflows_where_bfloat16_does_not():
     assert cg.diagnose(small_steps, arguments(jnp.bfloat16)).ok
 
 
-def half_relu(x):
-    return jax.nn.relu(x * 2)
-
-
-def half_relu6(x):
-    return jax.nn.relu6(x * 2)
-
-
-def half_noise(x):
-    return x * 2 + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
-
-
-def half_while(x):
-    return x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, jnp.zeros((), x.dtype))
+LOW = jnp.float16
+HALF = {
+    "relu": lambda x: jax.nn.relu(x * 2),
+    "relu6": lambda x: jax.nn.relu6(x * 2),
+    "noise": lambda x: x * 2 + jax.random.normal(jax.random.key(0), x.shape, x.dtype),
+    "while": lambda x: x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, LOW(0)),
+}
 
 
 @pytest.mark.kinds()
-@pytest.mark.parametrize("layer", [half_relu, half_relu6, half_noise, half_while])
+@pytest.mark.parametrize("layer", HALF)
 def test_underflow_is_found_behind_rules_bits_and_loops(layer):
     def loss(x):
-        h = layer(x) * x.dtype.type(1e-3)
+        h = HALF[layer](x) * x.dtype.type(1e-3)
         return jnp.sum(h.astype(jnp.float32) * 1e-6)
 
     found = cg.diagnose(loss, (jnp.array([-1.0, 1.0, 2.0, 2.5], jnp.float16),))
@@ -666,17 +580,6 @@ def test_the_gradient_of_an_argument_that_underflows_is_found():
     assert (finding.leaf, finding.cause) == ("args[0]['w']", "underflow")
     assert "100% of the gradient of args[0]['w'] is zero in float16" in finding.message
     assert cg.diagnose(loss, ({"w": jnp.ones(4, jnp.bfloat16)},)).ok
-
-
-@pytest.mark.exhaustive
-def test_each_kind_of_finding_has_the_path_of_its_file_relative_to_the_folder(monkeypatch):
-    monkeypatch.chdir(pathlib.Path(__file__).parent)
-    half = jnp.ones((8, 8), jnp.float16), jnp.ones((4, 8), jnp.float16)
-    cases = [(root, (0.0,)), (log_of_softmax, (-200.0,)), (uses_of_an_argument, (0.0,))]
-    cases += [rnn(1.5), deep(2.5), (small_steps, half), (root, (jnp.nan,))]
-    for loss, args in cases:
-        for finding in cg.diagnose(loss, args).findings:
-            assert finding.message.startswith(f"test_diagnose.py:{finding.line}: ")
 
 
 def test_rows_have_the_cotangents_by_step():
@@ -739,30 +642,12 @@ def test_the_growth_of_the_character_rnn_is_found():
         (jnp.sum, (1.0,), {"kwargs": [1]}, TypeError, "^kwargs: got list, expected a mapping"),
         (jnp.sin, (jnp.ones(2),), {}, ValueError, r"^fun: got float32\[2\].*write its mean or sum"),
         (lambda x: (x, x), (1.0,), {}, ValueError, "^fun: got a tuple.*has_aux=True"),
-        (
-            lambda x: x,
-            (1.0,),
-            {"has_aux": True},
-            ValueError,
-            r"^fun: got float32\[\].*leave has_aux out",
-        ),
+        (lambda x: x, (1.0,), {"has_aux": True}, ValueError, r"^fun: got float32.*leave has_aux"),
         (lambda x: 1.0, (1.0,), {}, ValueError, "^fun: got float .*computed from the arg"),
         (jnp.sum, (1.0,), {"argnums": 1}, ValueError, "^argnums: got 1 for 1 arguments"),
         (jnp.sum, (1.0,), {"argnums": ()}, ValueError, r"^argnums: got \(\), expected at least"),
-        (
-            lambda x: 1.0 * jnp.sum(x),
-            (jnp.arange(3),),
-            {},
-            ValueError,
-            r"got int32\[3\] in args\[0\]",
-        ),
-        (
-            lambda x: 1.0 * x,
-            (1,),
-            {},
-            ValueError,
-            r"^args: got int in args\[0\], expected floating arrays",
-        ),
+        (lambda x: jnp.sum(x) * 1.0, (jnp.arange(3),), {}, ValueError, r"got int32\[3\] in args"),
+        (lambda x: 1.0 * x, (1,), {}, ValueError, r"^args: got int in args\[0\], expected float"),
         (lambda x: 1j * x, (1.0,), {}, ValueError, r"^fun: got complex64\[\]"),
     ],
 )

@@ -77,7 +77,7 @@ def test_data_is_an_option(models, capsys, data):
     shown = " ".join(capsys.readouterr().out.split())
     assert "trains args[0]: the rest of it is 0: round is flat" in shown
     assert main([*what, "--data", data, "y"]) == 2
-    assert "data: got 'y', expected the positions or names" in capsys.readouterr().err
+    assert "data: got 'y', expected the name or the position" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,11 @@ def halved(w, x):
     )
 
 
+def rounded(w, x):
+    step = lambda h, _: (jax.lax.cond(h[0, 0] > 9, jnp.sin, jax.jit(jnp.round), h @ w), None)  # noqa: E731
+    return jnp.sum(jax.lax.scan(step, x, length=2)[0])
+
+
 @jax.custom_vjp
 def ruled(x):
     return jnp.sin(x)
@@ -125,6 +130,7 @@ ASKED = {
     "a value": lambda: cg.diagnose(lambda w, x: jnp.sum(jnp.log(x @ w)), (SMALL, SMALL)),
     "in a scan": lambda: cg.diagnose(scanned, (SMALL, 0 * SMALL)),
     "underflow": lambda: cg.diagnose(halved, (SMALL, SMALL)),
+    "a zero": lambda: cg.diagnose(rounded, (SMALL, SMALL)),
     "examples": lambda: cg.diagnose(lambda w, x: jnp.sum(x @ w), (SMALL, SMALL), examples=1),
     "versions": lambda: cg.compare(
         scanned, lambda w, x: scanned(w, x * np.float32(1.1)), (SMALL, SMALL)

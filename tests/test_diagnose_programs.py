@@ -26,55 +26,42 @@ def mapped(fun, **options):
     return jax.shard_map(fun, mesh=mesh(), **options)
 
 
-def on_devices(x):
-    def shard(x):
-        y = jnp.sqrt(x)
-        return jax.lax.psum(y, "d") * (1.0 + jax.lax.axis_index("d"))
-
-    return mapped(shard, in_specs=D, out_specs=D)(x).sum()
+def root(x):
+    return jnp.sqrt(x)
 
 
-def unchecked(x):
-    def shard(x):
-        y = jnp.sqrt(x)
-        return jnp.mean(jax.lax.all_gather(y, "d"))[None]
-
-    return mapped(shard, in_specs=D, out_specs=D, check_vma=False)(x).sum()
+def over_three(of, x):
+    """The sum over three steps, at the second of which the number is ``x``."""
+    steps = jnp.stack([x + 1, x, x + 2])
+    return jax.lax.scan(lambda total, x: (total + of(x).sum(), None), 0.0, steps)[0]
 
 
-def replicas(x):
-    return jax.pmap(lambda x: jax.lax.pmean(jnp.sqrt(x), "d"), axis_name="d")(x).sum()
+def total(x):
+    return jax.lax.psum(root(x), "d")
 
 
-def scan_on_devices(x):
-    def shard(x):
-        def step(total, x):
-            return total + jax.lax.psum(jnp.sqrt(x), "d").sum(), None
-
-        return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
-
-    return mapped(shard, in_specs=D, out_specs=PartitionSpec())(x)
+def each(of, out_specs=D, **options):
+    return lambda x: mapped(of, in_specs=D, out_specs=out_specs, **options)(x).sum()
 
 
-def devices_in_a_scan(x):
-    def step(total, x):
-        root = mapped(lambda x: jnp.sqrt(x), in_specs=D, out_specs=D)(x)
-        return total + root.sum(), None
-
-    return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
+SPREAD = {
+    "shard_map": each(lambda x: total(x) * (1.0 + jax.lax.axis_index("d"))),
+    "unchecked": each(lambda x: jax.lax.all_gather(root(x), "d").mean()[None], check_vma=False),
+    "pmap": lambda x: jax.pmap(lambda x: jax.lax.pmean(root(x), "d"), axis_name="d")(x).sum(),
+    "scan on devices": each(lambda x: over_three(total, x), PartitionSpec()),
+    "devices in a scan": lambda x: over_three(each(root), x),
+}
 
 
 @pytest.mark.kinds()
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
-@pytest.mark.parametrize(
-    "loss", [on_devices, unchecked, replicas, scan_on_devices, devices_in_a_scan]
-)
-def test_it_is_found_on_one_of_several_devices(loss, bad, kind):
-    (finding,) = cg.diagnose(loss, (jnp.ones(8).at[3].set(bad),)).findings
+@pytest.mark.parametrize("name", SPREAD)
+def test_it_is_found_on_one_of_several_devices(name, bad, kind):
+    (finding,) = cg.diagnose(SPREAD[name], (jnp.ones(8).at[3].set(bad),)).findings
     assert (finding.kind, finding.operation, finding.device) == (kind, "sqrt", "d=3")
     assert ", on device d=3" in finding.message
-    assert finding.line == line_of(loss, "sqrt") and f"sqrt at {bad:g}" in finding.message
-    assert finding.step == (1 if "scan" in loss.__name__ else None)
+    assert finding.line == line_of(root, "sqrt") and f"sqrt at {bad:g}" in finding.message
+    assert finding.step == (1 if "scan" in name else None)
     assert (finding.file or "").endswith("test_diagnose_programs.py")
 
 
@@ -195,49 +182,12 @@ def test_numpy_integers_choose_arguments(argnums):
         cg.diagnose(lambda x, y: x * y, (1.0, 0.0), argnums=1.0)
 
 
-def weights(x):
-    e = jnp.exp(x)
-    total = e.sum()
-    return (e / total).max()
-
-
-def difference(x):
-    return jnp.sum(jnp.exp(x) - jnp.exp(x))
-
-
-def half_square(x):
-    square = x.astype(jnp.float16) ** 2
-    return jnp.sum((square - square.mean()).astype(jnp.float32))
-
-
-def product(x):
-    large = (1e30 * x)[None] @ (1e30 * x)[:, None]
-    return jnp.sum(jnp.sin(large))
-
-
-def of_a_pole(x):
-    inverse = 1 / (x - 100)
-    return jnp.sum(0 * inverse)
-
-
-def entropy(x):
-    p = jnp.maximum(x, 99) - 99
-    logs = jnp.log(p)
-    return jnp.sum(p * logs)
-
-
 def in_a_scan(x):
     def step(h, x):
         h = h * jnp.exp(x)
         return h / (1 + h), None
 
     return jax.lax.scan(step, 1.0, jnp.stack([x[0], x[0], x[1]]))[0]
-
-
-def lost_in_a_quotient(x):
-    square = (1e30 * x) ** 2
-    part = x / square
-    return jnp.sum(part / jnp.sum(part))
 
 
 def in_an_earlier_step(x):
@@ -248,30 +198,40 @@ def in_an_earlier_step(x):
     return jnp.sum(jnp.where(before > 0, 0.0, before / before))
 
 
-OVERFLOWS = [
-    (lost_in_a_quotient, "** 2", "div"),
-    (in_an_earlier_step, "jnp.exp", "div"),
-    (weights, "jnp.exp", "div"),
-    (difference, "jnp.exp", "sub"),
-    (half_square, "** 2", "sub"),
-    (product, "@", "sin"),
-    (of_a_pole, "1 /", "mul"),
-    (entropy, "jnp.log", "mul"),
-    (in_a_scan, "jnp.exp", "div"),
-]
+def share(x):
+    return jnp.max(x / x.sum())
+
+
+def centred(x):
+    return jnp.sum((x - x.mean()).astype(jnp.float32))
+
+
+def product(x):
+    return (1e30 * x)[None] @ (1e30 * x)[:, None]
+
+
+# Losses, the operation that overflows, the one that makes NaN of its inf, and the step.
+OVERFLOWS = {
+    "quotient": (lambda x: share(x / (1e30 * x) ** 2), "integer_pow", "div", None),
+    "earlier step": (in_an_earlier_step, "exp", "div", 1),
+    "weights": (lambda x: share(jnp.exp(x)), "exp", "div", None),
+    "difference": (lambda x: jnp.sum(jnp.exp(x) - jnp.exp(x)), "exp", "sub", None),
+    "half": (lambda x: centred((3 * x).astype(jnp.float16) ** 2), "integer_pow", "sub", None),
+    "product": (lambda x: jnp.sum(jnp.sin(product(x))), "dot_general", "sin", None),
+    "pole": (lambda x: jnp.sum(0 * (1 / (x - 100))), "div", "mul", None),
+    "entropy": (lambda x: jnp.sum((x - x) * jnp.log(x - x)), "log", "mul", None),
+    "scan": (in_a_scan, "exp", "div", 2),
+}
 
 
 @pytest.mark.kinds()
-@pytest.mark.parametrize("loss, text, then", OVERFLOWS, ids=lambda x: getattr(x, "__name__", None))
-def test_the_overflow_is_the_finding_and_nan_its_consequence(loss, text, then):
-    if loss is half_square:
-        x = jnp.array([1.0, 300.0])
-    else:
-        x = jnp.array([1.0, 100.0])
-    finding = cg.diagnose(loss, (x,)).findings[0]
-    assert finding.kind == "value" and finding.line == line_of(loss, text)
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_the_overflow_is_the_finding_and_nan_its_consequence(name):
+    loss, operation, then, step = OVERFLOWS[name]
+    finding = cg.diagnose(loss, (jnp.array([1.0, 100.0]),)).findings[0]
+    assert (finding.kind, finding.operation) == ("value", operation)
     assert f"and {then} (" in finding.message and "turns its inf into NaN" in finding.message
-    assert finding.step == {in_a_scan: 2, in_an_earlier_step: 1}.get(loss)
+    assert finding.step == step
 
 
 def test_an_overflow_is_the_finding_where_an_infinity_follows_from_a_zero():
@@ -485,6 +445,6 @@ def product_of_a_bad_value(x):
     return jnp.sum(x) * jnp.sum(jnp.log(jax.lax.stop_gradient(x) - 200))
 
 
-@pytest.mark.parametrize("loss", [lost_in_a_quotient, product_of_a_bad_value])
+@pytest.mark.parametrize("loss", [OVERFLOWS["quotient"][0], product_of_a_bad_value])
 def test_what_follows_from_a_value_that_is_not_finite_is_no_second_finding(loss):
     assert kinds(cg.diagnose(loss, (jnp.array([1.0, 100.0]),))) == ["value"]

@@ -69,10 +69,6 @@ def test_healthy_programs_have_no_finding():
     assert found.ok, found
 
 
-def marked_line(function):
-    return zero_cuts.Cut(function, None, "", "").line
-
-
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     ("function", "cause"),
@@ -85,7 +81,7 @@ def marked_line(function):
 def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(function, cause):
     args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
     (finding,) = cg.diagnose(function, args, data="x").findings
-    assert (finding.leaf, finding.line) == ("args[0]['w']", marked_line(function))
+    assert (finding.leaf, finding.line) == ("args[0]['w']", zero_cuts.line_of(function))
     assert finding.cause == cause and " trains args[0]['w']: the rest of it is 0" in finding.message
     assert cg.diagnose(function, args).ok
 
@@ -102,8 +98,11 @@ def test_a_leaf_that_the_data_trains_too_is_silent(function):
 
 
 def test_data_that_is_no_argument_is_refused():
-    with pytest.raises(ValueError, match="data: got 'y', expected the positions or names of arg"):
-        cg.diagnose(lambda w, x: w @ x, (jnp.ones(2), jnp.ones(2)), data="y")
+    loss, args = lambda w, x, scale: w @ x * scale, (jnp.ones(2), jnp.ones(2), 2.0)
+    with pytest.raises(ValueError, match="data: got 'y', expected the name or the position of an"):
+        cg.diagnose(loss, args, data="y")
+    with pytest.raises(ValueError, match=r"data: got \(-1,\), expected an argument with arrays"):
+        cg.diagnose(loss, args, data=(-1,))
 
 
 def named(name, function):
@@ -136,12 +135,8 @@ def rearranged(w):
 
 
 WRAPPED = {
-    "plain": lambda function: function,
-    "jit": jax.jit,
-    "jit inside": jit_inside,
-    "checkpoint": jax.checkpoint,
     "jit of checkpoint": lambda function: jax.jit(jax.checkpoint(function)),
-    "vmap": over_a_batch,
+    "jit inside": jit_inside,
     "jit of vmap": lambda function: jax.jit(over_a_batch(function)),
     "rearranged": lambda f: lambda p, x: f({"w": rearranged(p["w"]).reshape(p["w"].shape)}, x),
 }

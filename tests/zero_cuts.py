@@ -1,11 +1,11 @@
 """Programs with a leaf whose gradient is exactly zero, and programs without a fault.
 
 Each is a function of ``p``, a dictionary of parameters, and of ``x``, four numbers. A cut is marked
-by its cause, by the leaf that it cuts and by ``# cut`` in its line; causes in `NOTED` are notes.
+by its cause, by the leaf that it cuts and by ``# cut`` in its line; that of a row of a table is the
+line of its function. Causes in `NOTED` are notes.
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +25,12 @@ KEY = jax.random.key(0)
 NOTED = {"stop_gradient", "unused", "trains later", "stationary", "constant zeros"}
 
 
+def line_of(function: Callable) -> int | None:
+    """The line with the mark in a function, or in what it wraps."""
+    lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    return next((first + i for i, line in enumerate(lines) if "# cut" in line), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """A program whose leaf is cut.
@@ -34,37 +40,31 @@ class Cut:
       params: its parameters.
       cause: of the finding, or of the note.
       leaf: the path of the leaf in the parameters, as in ``['w']``.
+      line: where it is cut.
     """
 
     function: Callable[[Any, Any], Any]
     params: Any
     cause: str
     leaf: str
+    line: int | None
 
     @property
     def name(self) -> str:
         """The name of the function."""
         return self.function.__name__
 
-    @property
-    def line(self) -> int | None:
-        """The line with the mark, or None."""
-        function = inspect.unwrap(self.function)
-        lines, first = inspect.getsourcelines(function)
-        marked = [first + i for i, line in enumerate(lines) if "# cut" in line]
-        return marked[0] if marked else LINES.get(self.name)
-
 
 CUTS: list[Cut] = []
 HEALTHY: list[tuple[Callable[[Any, Any], Any], Any]] = []
-LINES: dict[str, int] = {}  # of marks outside of the functions
 
 
-def cut(cause, params=None, leaf="['w']", table=CUTS):
-    """Puts a program into the table."""
+def cut(cause, params=None, leaf="['w']", table=CUTS, at=None):
+    """Puts a program into the table; the mark may be in what it calls."""
 
     def register(function):
-        table.append(Cut(function, {"w": W} if params is None else params, cause, leaf))
+        own = {"w": W} if params is None else params
+        table.append(Cut(function, own, cause, leaf, line_of(at or function)))
         return function
 
     return register
@@ -80,135 +80,26 @@ def healthy(params=None, table=HEALTHY):
     return register
 
 
-def marked_in(helper, *names):
-    """The mark of some programs is in a function that they call."""
-    lines, first = inspect.getsourcelines(helper)
-    line = next(first + i for i, text in enumerate(lines) if "# cut" in text)
-    LINES.update(dict.fromkeys(names, line))
+def summed(name, of, params):
+    """The sum of a function of ``w``, ``x`` and maybe ``v``, as a program."""
+
+    def program(p, x):
+        return jnp.sum(of(p["w"], x, *([p["v"]] if "v" in p else [])))
+
+    program.__name__ = name
+    return program
 
 
-# -- Cuts of structure.
+def params_of(of, params=None):
+    """The parameters of a function, by its arguments; `W` for those that are not given."""
+    return dict.fromkeys("wv" if of.__code__.co_argcount == 3 else "w", W) | (params or {})
 
 
-@cut("cast")
-def cast_to_int(p, x):
-    count = p["w"].astype(jnp.int32)  # cut
-    return jnp.sum(count * x)
-
-
-@cut("cast")
-def cast_to_bool(p, x):
-    gate = p["w"].astype(bool)  # cut
-    return jnp.sum(gate * x)
-
-
-@cut("bitcast")
-def bits(p, x):
-    carrier = lax.bitcast_convert_type(p["w"], jnp.int32)  # cut
-    return jnp.sum(lax.bitcast_convert_type(carrier, jnp.float32) * x)
-
-
-@cut("comparison")
-def threshold(p, x):
-    return jnp.sum((x > p["w"]) * x)  # cut
-
-
-@cut("comparison")
-def predicate(p, x):
-    scale = lax.cond(p["w"][0] > 0, lambda: 3, lambda: 2)  # cut
-    return scale * jnp.sum(x)
-
-
-@cut("comparison")
-def equality(p, x):
-    same = p["w"] == x  # cut
-    return jnp.sum(jnp.where(same, x, 2 * x))
-
-
-@cut("comparison")
-def finite(p, x):
-    return jnp.sum(jnp.isfinite(p["w"]) * x)  # cut
-
-
-@cut("index")
-def argmax_index(p, x):
-    return x[jnp.argmax(p["w"])]  # cut
-
-
-@cut("index")
-def argmax_one_hot(p, x):
-    chosen = jnp.argmax(p["w"] * x)  # cut
-    return jax.nn.one_hot(chosen, 4) @ x
-
-
-@cut("index")
-def top_k_indices(p, x):
-    _, indices = lax.top_k(p["w"], 2)  # cut
-    return jnp.sum(x[indices])
-
-
-@cut("index")
-def argsort_order(p, x):
-    order = jnp.argsort(p["w"])  # cut
-    return x[order] @ x
-
-
-@cut("index")
-def searched(p, x):
-    edges = jnp.linspace(0.0, 1.0, 5)
-    place = jnp.searchsorted(edges, p["w"])  # cut
-    return jnp.sum(place * x)
-
-
-@cut("index")
-def digitized(p, x):
-    return jnp.sum(jnp.digitize(p["w"], jnp.linspace(0.0, 1.0, 5)) * x)  # cut
-
-
-@cut("flat")
-def rounded(p, x):
-    return jnp.sum(jnp.round(p["w"] * 8) / 8 * x)  # cut
-
-
-@cut("flat")
-def floored(p, x):
-    whole = jnp.floor(p["w"])  # cut
-    return jnp.sum(whole * x)
-
-
-@cut("flat")
-def ceiled(p, x):
-    return jnp.sum(x * jnp.ceil(p["w"]))  # cut
-
-
-@cut("flat")
-def signs(p, x):
-    direction = jnp.sign(p["w"])  # cut
-    return jnp.sum(direction * x)
-
-
-@cut("flat")
-def floor_divided(p, x):
-    return jnp.sum((p["w"] // 0.25) * x)  # cut
-
-
-def clean(tree):
-    """A helper that hides what it does."""
-    return jax.tree.map(lambda leaf: lax.stop_gradient(leaf), tree)  # cut
-
-
-@cut("stop_gradient")
-def detached_in_a_helper(p, x):
-    return jnp.sum(clean({"a": p["w"]})["a"] * x)
-
-
-@cut("stop_gradient")
-def detached_here(p, x):
-    fixed = lax.stop_gradient(p["w"])  # cut
-    return jnp.sum(fixed**2 * x)
-
-
-marked_in(clean, "detached_in_a_helper")
+def cuts(**rows):
+    """Puts functions into the table by their names: each its cause, itself, and parameters."""
+    for name, (cause, of, *params) in rows.items():
+        own = params_of(of, *params)
+        CUTS.append(Cut(summed(name, of, own), own, cause, "['w']", of.__code__.co_firstlineno))
 
 
 @jax.custom_vjp
@@ -220,53 +111,113 @@ def with_zeros(w):
 with_zeros.defvjp(lambda w: (w * 2, w), lambda w, g: (jnp.zeros_like(w),))
 
 
-@cut("custom rule")
-def zeros_of_a_vjp(p, x):
-    return jnp.sum(with_zeros(p["w"]) * x)  # cut
+@jax.custom_vjp
+def with_none(w, v):
+    """A kernel that has a backward pass of one argument."""
+    return w * v
 
 
-@cut("custom rule", {"w": W, "v": W})
-def none_of_a_vjp(p, x):
-    @jax.custom_vjp
-    def kernel(w, v):
-        return w * v
-
-    kernel.defvjp(lambda w, v: (w * v, w), lambda w, g: (None, g * w))
-    return jnp.sum(kernel(p["w"], p["v"]) * x)  # cut
+with_none.defvjp(lambda w, v: (w * v, w), lambda w, g: (None, g * w))
 
 
-@cut("custom rule")
-def zeros_of_a_jvp(p, x):
-    @jax.custom_jvp
-    def quantized(w):
-        return w * 0.5
+@jax.custom_jvp
+def without_tangent(w):
+    """A kernel whose tangent is zero."""
+    return w * 0.5
 
-    quantized.defjvp(lambda primals, tangents: (quantized(*primals), tangents[0] * 0.0))
-    return jnp.sum(quantized(p["w"]) * x)  # cut
+
+without_tangent.defjvp(lambda primals, tangents: (without_tangent(*primals), tangents[0] * 0.0))
+BRANCHES = [lambda w, x: x, lambda w, x: w * x, lambda w, x: 2 * w * x]
+FIRST, LAST = np.eye(4, dtype=np.float32)[[0, 3]]
+FAR = np.array([90, 91])
+SEGMENTS = {"segment_ids": np.array([7, 8, 9, 10]), "num_segments": 4}
+
+# Cuts of structure.
+cuts(
+    cast_to_int=("cast", lambda w, x: w.astype(jnp.int32) * x),
+    cast_to_bool=("cast", lambda w, x: w.astype(bool) * x),
+    bits=("bitcast", lambda w, x: lax.bitcast_convert_type(w, jnp.int32) * x),
+    threshold=("comparison", lambda w, x: (x > w) * x),
+    predicate=("comparison", lambda w, x: lax.cond(w[0] > 0, lambda: 3, lambda: 2) * x),
+    equality=("comparison", lambda w, x: jnp.where(w == x, x, 2 * x)),
+    finite=("comparison", lambda w, x: jnp.isfinite(w) * x),
+    argmax_index=("index", lambda w, x: x[jnp.argmax(w)]),
+    argmax_one_hot=("index", lambda w, x: jax.nn.one_hot(jnp.argmax(w * x), 4) @ x),
+    top_k_indices=("index", lambda w, x: x[lax.top_k(w, 2)[1]]),
+    argsort_order=("index", lambda w, x: x[jnp.argsort(w)] @ x),
+    searched=("index", lambda w, x: jnp.searchsorted(jnp.linspace(0.0, 1.0, 5), w) * x),
+    digitized=("index", lambda w, x: jnp.digitize(w, jnp.linspace(0.0, 1.0, 5)) * x),
+    rounded=("flat", lambda w, x: jnp.round(w * 8) / 8 * x),
+    floored=("flat", lambda w, x: jnp.floor(w) * x),
+    signs=("flat", lambda w, x: jnp.sign(w) * x),
+    floor_divided=("flat", lambda w, x: (w // 0.25) * x),
+    detached_here=("stop_gradient", lambda w, x: lax.stop_gradient(w) ** 2 * x),
+    zeros_of_a_vjp=("custom rule", lambda w, x: with_zeros(w) * x),
+    none_of_a_vjp=("custom rule", lambda w, x, v: with_none(w, v) * x),
+    zeros_of_a_jvp=("custom rule", lambda w, x: without_tangent(w) * x),
+    overwritten=("overwritten", lambda w, x, v: (w * x).at[:].set(v)),
+    updated=("overwritten", lambda w, x, v: lax.dynamic_update_slice(w, v, (0,)) * x),
+)
+# Cuts of numbers.
+cuts(
+    dead_relu=("dead", lambda w, x: jax.nn.relu(w * x - 5.0)),
+    dead_maximum=("dead", lambda w, x: jnp.maximum(w - 3.0, 0.0)),
+    dead_layer=("dead", lambda w, x, v: jax.nn.relu(w @ x + v) * x, {"w": MATRIX, "v": NONE - 9}),
+    relu6_above=("saturated", lambda w, x: jax.nn.relu6(w + 9.0) * x),
+    sigmoid_saturated=("saturated", lambda w, x: jax.nn.sigmoid(w + 200.0) * x),
+    tanh_saturated=("saturated", lambda w, x: jnp.tanh(w * 10 + 70.0) * x),
+    exp_underflow=("saturated", lambda w, x: jnp.exp(w - 300.0) * x),
+    softmax_saturated=("saturated", lambda w, x: jax.nn.softmax((w + 1e4) * FIRST) @ x),
+    sum_of_a_softmax=("cancels", lambda w, x: jax.nn.softmax(w), {"w": NONE + 1}),
+    clipped=("clipped", lambda w, x: jnp.clip(w + 7.0, -1.0, 1.0) * x),
+    minimum=("clipped", lambda w, x: jnp.minimum(w + 7.0, 1.0) * x),
+    lax_clamp=("clipped", lambda w, x: lax.clamp(2.0, w, 3.0) * x),
+    where_other_side=("where", lambda w, x: jnp.where(x > 100.0, w, x)),
+    mask_all_false=("where", lambda w, x: jnp.where(jnp.arange(4) >= 4, w * x, 0.0)),
+    selected=("where", lambda w, x: lax.select(x < 50.0, x, w * x)),
+    mask_times=("zero factor", lambda w, x: w * (x > 10.0).astype(jnp.float32)),
+    zero_coefficient=("zero factor", lambda w, x: (x[0] * 0.0) * jnp.sum(w**2)),
+    matrix_of_a_dead_input=("zero factor", lambda w, x: w @ jax.nn.relu(x - 9), {"w": MATRIX}),
+    below_the_triangle=("zero factor", lambda w, x: jnp.zeros((4, 4)) * w, {"w": MATRIX}),
+    both_zero=("zero factors", lambda w, x, v: w * v, {"w": NONE, "v": NONE}),
+    lora_of_zeros=("zero factors", lambda w, x, v: x @ v @ w, {"w": 0 * MATRIX, "v": 0 * MATRIX}),
+    disjoint_masks=("zero factor", lambda w, x: (w * FIRST) * LAST),
+    filled_gather=("not read", lambda w, x: jnp.take(w, FAR, mode="fill", fill_value=0.0)),
+    another_part=("not read", lambda w, x, v: jnp.concatenate([w, v])[4 + jnp.argsort(x)]),
+    never_largest=("not read", lambda w, x, v: jnp.max(jnp.stack([w - 50.0, v]), axis=0) * x),
+    dropped_segments=("not read", lambda w, x: jax.ops.segment_sum(w, **SEGMENTS) @ x),
+    branch_not_taken=("branch", lambda w, x: lax.cond(x[0] > 9.0, lambda: w * x, lambda: x)),
+    switch_not_taken=("branch", lambda w, x: lax.switch((x[0] > 5).astype(int), BRANCHES, w, x)),
+    half_cast=("underflow", lambda w, x: 1e-12 * w.astype(jnp.float16).astype(jnp.float32)),
+    single_product=("underflow", lambda w, x: w * 1e-30 * 1e-30),
+    softmax_over_one=("one element", lambda w, x: jax.nn.softmax(lax.top_k(w * x, 1)[0])),
+    log_softmax_over_one=("one element", lambda w, x: jax.nn.log_softmax((w * x)[:, None], -1)),
+    minus_itself=("cancels", lambda w, x: (lambda y: y - y)(w * x)),
+)
+# What may be meant.
+cuts(
+    lora_at_first=("trains later", lambda w, x, v: v * (w * x), {"v": NONE}),
+    zero_head=("trains later", lambda w, x, v: jnp.tanh(w @ x) @ v, {"w": MATRIX, "v": NONE}),
+    rezero=("trains later", lambda w, x, v: x + v * jnp.tanh(w * x), {"v": NONE[0]}),
+    square_at_zero=("stationary", lambda w, x: w**2, {"w": NONE}),
+    cube_at_zero=("stationary", lambda w, x: w**3 * x, {"w": NONE}),
+    initial_state=("constant zeros", lambda w, x, v: w @ jnp.zeros(4) + v * x, {"w": MATRIX}),
+)
+
+
+def clean(tree):
+    """A helper that hides what it does."""
+    return jax.tree.map(lambda leaf: lax.stop_gradient(leaf), tree)  # cut
+
+
+@cut("stop_gradient", at=clean)
+def detached_in_a_helper(p, x):
+    return jnp.sum(clean({"a": p["w"]})["a"] * x)
 
 
 @cut("unused", {"w": W, "v": W})
 def unused(p, x):
     return jnp.sum(p["v"] * x)
-
-
-@cut("unused", {"w": W, "v": W})
-def replaced(p, x):
-    y = p["w"] * x
-    y = p["v"] * x
-    return jnp.sum(y)
-
-
-@cut("overwritten", {"w": W, "v": W})
-def overwritten(p, x):
-    y = p["w"] * x
-    y = y.at[:].set(p["v"])  # cut
-    return jnp.sum(y)
-
-
-@cut("overwritten", {"w": W, "v": W})
-def updated_throughout(p, x):
-    return jnp.sum(lax.dynamic_update_slice(p["w"], p["v"], (0,)) * x)  # cut
 
 
 @cut("cancels")
@@ -275,191 +226,10 @@ def ratio_to_itself(p, x):
     return jnp.sum(jnp.exp(logp - logp) * x)  # cut
 
 
-# -- Cuts of numbers.
-
-
-@cut("dead")
-def dead_relu(p, x):
-    hidden = jax.nn.relu(p["w"] * x - 5.0)  # cut
-    return jnp.sum(hidden) + jnp.sum(x)
-
-
-@cut("dead")
-def dead_maximum(p, x):
-    return jnp.sum(jnp.maximum(p["w"] - 3.0, 0.0)) + jnp.sum(x)  # cut
-
-
-@cut("dead", {"w": MATRIX, "b": NONE - 9})
-def dead_layer(p, x):
-    y = p["w"] @ x + p["b"]
-    return jnp.sum(jax.nn.relu(y) * x) + 1.0  # cut
-
-
-@cut("saturated")
-def relu6_above(p, x):
-    return jnp.sum(jax.nn.relu6(p["w"] + 9.0) * x)  # cut
-
-
-@cut("saturated")
-def sigmoid_saturated(p, x):
-    gate = jax.nn.sigmoid(p["w"] + 200.0)  # cut
-    return jnp.sum(gate * x)
-
-
-@cut("saturated")
-def tanh_saturated(p, x):
-    return jnp.sum(jnp.tanh(p["w"] * 10 + 70.0) * x)  # cut
-
-
-@cut("saturated")
-def exp_underflow(p, x):
-    return jnp.sum(jnp.exp(p["w"] - 300.0) * x) + 1.0  # cut
-
-
-@cut("saturated")
-def softmax_saturated(p, x):
-    logits = p["w"] * jnp.array([1.0, 0.0, 0.0, 0.0]) + jnp.array([1e4, 0.0, 0.0, 0.0])
-    return jax.nn.softmax(logits) @ x  # cut
-
-
-@cut("cancels", {"w": np.ones(4, np.float32)})
-def sum_of_a_softmax(p, x):
-    return jnp.sum(jax.nn.softmax(p["w"])) + x[0]  # cut
-
-
-@cut("clipped")
-def clipped(p, x):
-    return jnp.sum(jnp.clip(p["w"] + 7.0, -1.0, 1.0) * x)  # cut
-
-
-@cut("clipped")
-def minimum(p, x):
-    return jnp.sum(jnp.minimum(p["w"] + 7.0, 1.0) * x)  # cut
-
-
-@cut("clipped")
-def lax_clamp(p, x):
-    return jnp.sum(lax.clamp(2.0, p["w"], 3.0) * x)  # cut
-
-
-@cut("where")
-def where_other_side(p, x):
-    y = jnp.where(x > 100.0, p["w"], x)  # cut
-    return jnp.sum(y)
-
-
-@cut("where")
-def mask_all_false(p, x):
-    mask = jnp.arange(4) >= 4
-    return jnp.sum(jnp.where(mask, p["w"] * x, 0.0)) + jnp.sum(x)  # cut
-
-
-@cut("where")
-def selected(p, x):
-    return jnp.sum(lax.select(x < 50.0, x, p["w"] * x))  # cut
-
-
-@cut("zero factor")
-def mask_times(p, x):
-    mask = (x > 10.0).astype(jnp.float32)
-    return jnp.sum(p["w"] * mask) + jnp.sum(x)  # cut
-
-
-@cut("zero factor")
-def zero_coefficient(p, x):
-    weight = x[0] * 0.0
-    return weight * jnp.sum(p["w"] ** 2) + jnp.sum(x)  # cut
-
-
-@cut("zero factor", {"w": MATRIX})
-def matrix_of_a_dead_input(p, x):
-    hidden = jax.nn.relu(x - 10.0)
-    return jnp.sum(p["w"] @ hidden) + jnp.sum(x)  # cut
-
-
-@cut("zero factor", {"w": MATRIX})
-def below_the_triangle(p, x):
-    return jnp.sum(jnp.zeros((4, 4)) * p["w"]) + jnp.sum(x)  # cut
-
-
-@cut("zero factors", {"a": NONE, "b": NONE}, "['a']")
-def both_zero(p, x):
-    return jnp.sum(p["a"] * p["b"]) + jnp.sum(x)  # cut
-
-
-@cut("zero factors", {"down": np.zeros((4, 2), np.float32), "up": np.zeros((2, 4), np.float32)},
-     "['up']")  # fmt: skip
-def lora_of_zeros(p, x):
-    return jnp.sum(x @ p["down"] @ p["up"]) + jnp.sum(x)  # cut
-
-
-@cut("zero factor")
-def disjoint_masks(p, x):
-    first, last = jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.array([0.0, 0.0, 1.0, 1.0])
-    y = p["w"] * first  # cut
-    return jnp.sum(y * last) + jnp.sum(x)
-
-
-@cut("not read")
-def filled_gather(p, x):
-    return jnp.take(p["w"], jnp.array([90, 91]), mode="fill", fill_value=0.0).sum() + x[0]  # cut
-
-
-@cut("not read", {"w": W, "v": W})
-def another_part(p, x):
-    table = jnp.concatenate([p["w"], p["v"]])  # cut
-    return jnp.sum(table[4 + jnp.argsort(x)] * x)
-
-
-@cut("not read", {"w": W, "v": W})
-def never_largest(p, x):
-    both = jnp.stack([p["w"] - 50.0, p["v"]])  # cut
-    return jnp.sum(jnp.max(both, axis=0) * x)
-
-
-@cut("not read")
-def dropped_segments(p, x):
-    sums = jax.ops.segment_sum(p["w"], jnp.array([7, 8, 9, 10]), num_segments=4)  # cut
-    return sums @ x + x[0]
-
-
-@cut("branch")
-def branch_not_taken(p, x):
-    return lax.cond(x[0] > 9.0, lambda: jnp.sum(p["w"] * x), lambda: jnp.sum(x))  # cut
-
-
-@cut("branch")
-def switch_not_taken(p, x):
-    branches = [lambda w: jnp.sum(x), lambda w: w @ x, lambda w: 2 * (w @ x)]
-    return lax.switch((x[0] > 5.0).astype(int), branches, p["w"])  # cut
-
-
 @cut("underflow")
 def half_product(p, x):
     half = p["w"].astype(jnp.float16) * jnp.float16(1e-4)  # cut
     return jnp.sum(half * jnp.float16(1e-5)).astype(jnp.float32) + x[0]
-
-
-@cut("underflow")
-def half_cast(p, x):
-    wide = p["w"].astype(jnp.float16).astype(jnp.float32)  # cut
-    return jnp.sum(wide * x) * 1e-12
-
-
-@cut("underflow")
-def single_product(p, x):
-    return jnp.sum(p["w"] * 1e-30 * 1e-30) + x[0]  # cut
-
-
-@cut("one element")
-def softmax_over_one(p, x):
-    best, _ = lax.top_k(p["w"] * x, 1)
-    return jnp.sum(jax.nn.softmax(best)) * jnp.sum(x)  # cut
-
-
-@cut("one element")
-def log_softmax_over_one(p, x):
-    return jnp.sum(jax.nn.log_softmax((p["w"] * x)[:, None], axis=-1))  # cut
 
 
 @cut("cancels")
@@ -477,31 +247,49 @@ def norm_over_one(p, x):
     return jnp.sum(centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6)) + x[0]
 
 
-@cut("cancels")
-def minus_itself(p, x):
-    y = p["w"] * x
-    return jnp.sum(y - y) + x[0]  # cut
-
-
 # -- Inside of programs.
 
 
-@cut("flat")
-def in_jit(p, x):
-    @jax.jit
-    def quantize(w):
-        return jnp.round(w)  # cut
-
-    return jnp.sum(quantize(p["w"]) * x)
+def quantize(w, x):
+    return jnp.round(9 * w) * x  # cut
 
 
-@cut("dead")
-def in_scan(p, x):
-    def step(h, now):
-        h = jax.nn.relu(p["w"] * now - 40.0) + 0.5 * h  # cut
-        return h, None
+def dies(w, x):
+    return jax.nn.relu(w * x - 40.0)  # cut
 
-    return jnp.sum(lax.scan(step, x, x)[0])
+
+def over_devices(function, *arrays):
+    """Maps a function over all devices; each gets one number of each array."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    spread = [jnp.tile(a, (2, 1)).reshape(-1)[: jax.device_count()] for a in arrays]
+    specs = tuple(P("data") for _ in arrays)
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P())(*spread)
+
+
+def scanned(f):
+    return lambda w, x: lax.scan(lambda h, now: (f(w, now) + 0.5 * h, None), x, x)[0]
+
+
+def twice(f, w, x):
+    return lax.scan(lambda h, _: (h + f(w, x), None), x, length=2)[0]
+
+
+INSIDE = {
+    "jit": jax.jit,
+    "scan": scanned,
+    "cond": lambda f: lambda w, x: lax.cond(x[0] > 0, f, lambda w, x: w * x, w, x),
+    "branches": lambda f: lambda w, x: lax.cond(x[0] < 0, f, f, w, x),  # which are one program
+    "remat": jax.checkpoint,
+    "vmap": jax.vmap,
+    "loops": lambda f: jax.jit(lambda w, x: twice(scanned(jax.checkpoint(f)), w, x)),
+    "mesh": lambda f: (
+        lambda w, x: over_devices(lambda w, x: lax.psum(jnp.sum(f(w, x) + x), "data"), w, x)
+    ),
+}
+for _name, _of in INSIDE.items():
+    for _cause, _body in (("flat", quantize), ("dead", dies)):
+        _own = summed(f"{_cause}_in_{_name}", _of(_body), {"w": W})
+        CUTS.append(Cut(_own, {"w": W}, _cause, "['w']", line_of(_body)))
 
 
 @cut("zero factor", leaf="['w']")
@@ -521,50 +309,6 @@ def in_while(p, x):
     return jnp.sum(total)
 
 
-@cut("clipped")
-def in_cond(p, x):
-    def taken(w):
-        return jnp.clip(w + 9.0, 0.0, 1.0)  # cut
-
-    return jnp.sum(lax.cond(x[0] > 0, taken, lambda w: w, p["w"]) * x)
-
-
-@cut("flat")
-def in_remat(p, x):
-    @jax.checkpoint
-    def block(w):
-        return jnp.floor(jnp.tanh(w) * 4)  # cut
-
-    return jnp.sum(block(p["w"]) * x)
-
-
-@cut("flat")
-def in_vmap(p, x):
-    def row(w, x):
-        return jnp.sign(w) * x  # cut
-
-    return jnp.sum(jax.vmap(row)(p["w"], x))
-
-
-@cut("custom rule")
-def in_vmap_of_a_rule(p, x):
-    return jnp.sum(jax.vmap(with_zeros)(p["w"]) * x)  # cut
-
-
-@cut("dead")
-def in_loops(p, x):
-    def block(w, now):
-        return jax.nn.relu(w * now - 30.0)  # cut
-
-    def inner(h, now):
-        return h + jax.checkpoint(block)(p["w"], now), None
-
-    def outer(h, _):
-        return lax.scan(inner, h, x)[0], None
-
-    return jnp.sum(jax.jit(lambda h: lax.scan(outer, h, length=2)[0])(x))
-
-
 @cut("cast")
 def in_fori(p, x):
     def body(_, total):
@@ -573,29 +317,9 @@ def in_fori(p, x):
     return jnp.sum(lax.fori_loop(0, 3, body, x))
 
 
-def over_devices(function, *arrays):
-    """Maps a function over all devices; each gets one number of each array."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    spread = [jnp.tile(a, (2, 1)).reshape(-1)[: jax.device_count()] for a in arrays]
-    specs = tuple(P("data") for _ in arrays)
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P())(*spread)
-
-
-@cut("flat")
-def floor_on_a_mesh(p, x):
-    def shard(w, x):
-        return lax.psum(jnp.sum(jnp.floor(w) * x), "data")  # cut
-
-    return over_devices(shard, p["w"], x)
-
-
-@cut("dead")
-def dead_on_a_mesh(p, x):
-    def shard(w, x):
-        y = jax.nn.relu(w * x - 20.0)  # cut
-        return lax.psum(jnp.sum(y + x), "data")
-
-    return over_devices(shard, p["w"], x)
+@cut("custom rule")
+def in_vmap_of_a_rule(p, x):
+    return jnp.sum(jax.vmap(with_zeros)(p["w"]) * x)  # cut
 
 
 @cut("zero factor")
@@ -607,111 +331,101 @@ def masked_on_a_mesh(p, x):
     return over_devices(shard, p["w"], x)
 
 
-# -- What may be meant.
-
-
-@cut("trains later", {"w": W, "v": NONE})
-def lora_at_first(p, x):
-    return jnp.sum(p["v"] * (p["w"] * x)) + jnp.sum(x)  # cut
-
-
-@cut("trains later", {"w": MATRIX, "v": NONE})
-def zero_head(p, x):
-    return jnp.tanh(p["w"] @ x) @ p["v"] + x[0]  # cut
-
-
-@cut("trains later", {"w": W, "v": np.zeros((), np.float32)})
-def rezero(p, x):
-    return jnp.sum(x + p["v"] * jnp.tanh(p["w"] * x))  # cut
-
-
-@cut("stationary", {"w": NONE})
-def square_at_zero(p, x):
-    return jnp.sum(p["w"] ** 2) + x[0]  # cut
-
-
-@cut("stationary", {"w": NONE})
-def cube_at_zero(p, x):
-    return jnp.sum(p["w"] ** 3 * x)  # cut
-
-
-@cut("constant zeros", {"w": MATRIX, "v": MATRIX})
-def initial_state(p, x):
-    state = jnp.zeros(4)
-    return jnp.sum(jnp.tanh(p["w"] @ state + p["v"] @ x))  # cut
-
-
 # -- Programs without a fault.
 
 
-@healthy({"a": MATRIX, "b": MATRIX, "c": W})
-def layers(p, x):
-    return jax.nn.relu(p["a"] @ jax.nn.relu(p["b"] @ x) + p["c"]) @ x
+def centred(y):
+    return (y - jnp.mean(y)) * lax.rsqrt(jnp.var(y) + 1e-6)
 
 
-@healthy({"k": np.ones((3, 1, 1), np.float32)})
-def convolution(p, x):
-    y = lax.conv_general_dilated(x[None, :, None], p["k"], (1,), "SAME",
-                                 dimension_numbers=("NWC", "WIO", "NWC"))  # fmt: skip
-    return jnp.sum(y**2)
+def through(y, value):
+    """The straight-through form."""
+    return y + lax.stop_gradient(value - y)
 
 
-@healthy({"q": MATRIX, "k": MATRIX, "v": MATRIX})
-def attention(p, x):
-    h = jnp.outer(x, x)
-    logits = (h @ p["q"]) @ (h @ p["k"]).T
-    logits = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), logits, -jnp.inf)
-    return jnp.sum(jax.nn.softmax(logits) @ (h @ p["v"]) * h)
+def layer(h, w):
+    return jnp.tanh(w @ h), None
 
 
-@healthy({"q": MATRIX, "k": MATRIX, "v": MATRIX})
-def attention_over_one_token(p, x):
-    h = x[None]
-    logits = (h @ p["q"]) @ (h @ p["k"]).T
-    return jnp.sum(jax.nn.softmax(logits) @ (h @ p["v"]) * h)
+def routed(best, experts):
+    gates, chosen = best
+    return gates[:, None] * experts[chosen]
 
 
-@healthy({"a": MATRIX, "b": MATRIX})
-def rnn(p, x):
-    def step(h, now):
-        h = jnp.tanh(p["a"] @ h + p["b"] @ (now * x))
-        return h, h
-
-    return jnp.sum(lax.scan(step, jnp.zeros(4), x)[1])
+def attended(h, q, k, mask=True):
+    return jax.nn.softmax(jnp.where(mask, (h @ q) @ (h @ k).T, -jnp.inf))
 
 
-@healthy({"a": MATRIX, "b": MATRIX})
+@jax.custom_vjp
+def through_rule(w):
+    return jnp.sign(w)
+
+
+through_rule.defvjp(lambda w: (jnp.sign(w), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def ruled(w):
+    return jnp.sin(w)
+
+
+ruled.defjvp(lambda primals, tangents: (ruled(*primals), jnp.cos(primals[0]) * tangents[0]))
+CAUSAL, UNITS = np.tril(np.ones((4, 4), bool)), np.array([-9, 0.5, 0.5, -9], np.float32)
+SQUARE, BOTH, KEEP = {"w": MATRIX}, {"w": MATRIX, "v": MATRIX}, np.array([1, 0, 1], np.float32)
+STACKED, ROWS = {"w": np.stack([MATRIX] * 3)}, {"w": np.ones((9, 4), np.float32)}
+
+
+def right(table, **rows):
+    """Puts functions without a fault into the table, some with parameters of their own."""
+    for name, row in rows.items():
+        of, *params = row if isinstance(row, tuple) else (row,)
+        own = params_of(of, *params)
+        table.append((summed(name, of, own), own))
+
+
+right(
+    HEALTHY,
+    layers=(lambda w, x, v: jax.nn.relu(v @ jax.nn.relu(w @ x) + 0.1) @ x, BOTH),
+    attention=(lambda w, x, v: attended(jnp.outer(x, x), w, v, CAUSAL) @ jnp.sin(v), BOTH),
+    attention_over_one_token=(lambda w, x, v: attended(x[None], w, v) @ (x[None] @ v), BOTH),
+    rnn=(lambda w, x, v: scanned(lambda w, t: jnp.tanh(w @ (x * t)))(w, x) @ v, BOTH),
+    straight_through=lambda w, x: through(w, jnp.round(w)) * x,
+    straight_through_rule=lambda w, x: through_rule(w) * x,
+    absent_rows=(lambda w, x: w[np.array([1, 5])] * x[None], ROWS),
+    some_dead_units=(lambda w, x: jax.nn.relu(w @ x + UNITS), SQUARE),
+    layer_norm=(lambda w, x, v: jnp.tanh(centred(w @ x) * v) * x, SQUARE),
+    log_sum_exp=lambda w, x: jax.nn.logsumexp(w * x),
+    rezero_that_trains=lambda w, x, v: x + v * jnp.tanh(w * x),
+    partly_masked=lambda w, x: jnp.where(x > 0, w, x),
+    partly_clipped=lambda w, x: jnp.clip(w, 0.0, 1.0) * x,
+    taken=lambda w, x: lax.cond(x[0] > 0, lambda w: w @ x, lambda w: jnp.sum(x), w),
+    scan_that_forgets=lambda w, x: lax.scan(lambda h, k: (h * k + w, None), x, KEEP)[0] * x,
+    remat_layers=(lambda w, x: lax.scan(jax.checkpoint(layer), x, w)[0], STACKED),
+    mapped=lambda w, x: jax.vmap(lambda w, x: jnp.tanh(w * x))(w, x),
+    rule_of_their_own=lambda w, x: ruled(w) * x,
+    on_a_mesh=lambda w, x: INSIDE["mesh"](lambda w, x: jnp.tanh(w * x))(w, x),
+    fori=lambda w, x: lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h * w), x),
+    solve=(lambda w, x: jnp.linalg.solve(w @ w.T + jnp.eye(4), x), SQUARE),
+    spectrum=lambda w, x: jnp.abs(jnp.fft.fft(w + x)) ** 2,
+    sorted_values=lambda w, x: jnp.sort(w) @ x,
+    dropout=(lambda w, x: jnp.where(jax.random.bernoulli(KEY, 0.5, (4,)), w @ x, 0.0), SQUARE),
+    penalty=lambda w, x, v: v * w * x + 0.1 * optax.tree.norm([w, v]) ** 2,
+    huber=lambda w, x: optax.huber_loss(w, x, delta=0.1),
+    cross_entropy=(
+        lambda w, x: optax.softmax_cross_entropy_with_integer_labels(w @ x, jnp.int32(2)),
+        SQUARE,
+    ),
+    experts=(lambda w, x, v: routed(lax.top_k(jax.nn.softmax(w @ x), 2), v) * x[None], BOTH),
+    target_network=lambda w, x, v: (w @ x - lax.stop_gradient(v @ x)) ** 2 + 0.01 * jnp.sum(v**2),
+)
+
+
+@healthy()
 def one_step_of_an_rnn(p, x):
     def step(h, now):
-        return jnp.tanh(p["a"] @ h + p["b"] @ now), None
+        return jnp.tanh(p["w"] * h + p["w"] * now), None
 
     return jnp.sum(lax.scan(step, jnp.zeros(4), x[None])[0])
-
-
-@healthy()
-def straight_through(p, x):
-    w = p["w"]
-    return jnp.sum((w + lax.stop_gradient(jnp.round(w) - w)) * x)
-
-
-@healthy()
-def straight_through_rule(p, x):
-    @jax.custom_vjp
-    def sign(w):
-        return jnp.sign(w)
-
-    sign.defvjp(lambda w: (jnp.sign(w), None), lambda _, g: (g,))
-    return jnp.sum(sign(p["w"]) * x)
-
-
-@healthy({"table": np.ones((9, 4), np.float32)})
-def absent_rows(p, x):
-    return jnp.sum(p["table"][jnp.array([1, 5])] * x[None])
-
-
-@healthy({"w": MATRIX, "b": np.array([-9, 0.5, 0.5, -9], np.float32)})
-def some_dead_units(p, x):
-    return jnp.sum(jax.nn.relu(p["w"] @ x + p["b"])) + x[0]
 
 
 @healthy({"w": MATRIX, "b": W})
@@ -721,167 +435,17 @@ def bias_before_a_norm(p, x):
     return jnp.sum(jnp.sin(y))
 
 
-@healthy({"w": MATRIX, "s": W})
-def layer_norm(p, x):
-    y = p["w"] @ x
-    y = (y - jnp.mean(y)) * lax.rsqrt(jnp.var(y) + 1e-6)
-    return jnp.sum(jnp.tanh(y * p["s"]) * x)
-
-
-@healthy({"w": MATRIX})
-def cross_entropy(p, x):
-    logits = p["w"] @ x
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.int32(2))
-
-
-@healthy()
-def log_sum_exp(p, x):
-    return jax.nn.logsumexp(p["w"] * x)
-
-
-@healthy()
-def top_k_values(p, x):
-    values, indices = lax.top_k(p["w"], 2)
-    return jnp.sum(jax.nn.softmax(values) * x[indices])
-
-
-@healthy({"gate": MATRIX, "experts": np.ones((4, 4), np.float32)})
-def experts(p, x):
-    gates, chosen = lax.top_k(jax.nn.softmax(p["gate"] @ x), 2)
-    return jnp.sum(gates[:, None] * p["experts"][chosen] * x[None])
-
-
 @healthy()
 def gumbel(p, x):
-    noise = jax.random.gumbel(KEY, (4,))
-    soft = jax.nn.softmax(p["w"] + noise)
-    hard = jax.nn.one_hot(jnp.argmax(soft), 4)
-    return (hard + soft - lax.stop_gradient(soft)) @ x
-
-
-@healthy({"w": W, "v": np.full((), 0.5, np.float32)})
-def rezero_that_trains(p, x):
-    return jnp.sum(x + p["v"] * jnp.tanh(p["w"] * x))
-
-
-@healthy()
-def partly_masked(p, x):
-    return jnp.sum(jnp.where(x > 0, p["w"], x))
-
-
-@healthy()
-def partly_clipped(p, x):
-    return jnp.sum(jnp.clip(p["w"], 0.0, 1.0) * x)
-
-
-@healthy()
-def taken(p, x):
-    return lax.cond(x[0] > 0, lambda w: w @ x, lambda w: jnp.sum(x), p["w"])
-
-
-@healthy()
-def scan_that_forgets(p, x):
-    def step(h, keep):
-        return h * keep + p["w"], None
-
-    return jnp.sum(lax.scan(step, x, jnp.array([1.0, 0.0, 1.0]))[0] * x)
-
-
-@healthy({"w": np.stack([MATRIX, MATRIX, MATRIX])})
-def remat_layers(p, x):
-    def layer(h, w):
-        return jnp.tanh(w @ h), None
-
-    return jnp.sum(lax.scan(jax.checkpoint(layer), x, p["w"])[0])
-
-
-@healthy()
-def mapped(p, x):
-    return jnp.sum(jax.vmap(lambda w, x: jnp.tanh(w * x))(p["w"], x))
-
-
-@healthy()
-def rule_of_their_own(p, x):
-    @jax.custom_jvp
-    def f(w):
-        return jnp.sin(w)
-
-    f.defjvp(lambda primals, tangents: (f(*primals), jnp.cos(primals[0]) * tangents[0]))
-    return jnp.sum(f(p["w"]) * x)
-
-
-@healthy()
-def on_a_mesh(p, x):
-    return over_devices(lambda w, x: lax.psum(jnp.sum(jnp.tanh(w * x)), "data"), p["w"], x)
-
-
-@healthy()
-def fori(p, x):
-    return jnp.sum(lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h * p["w"]), x))
-
-
-@healthy({"w": MATRIX})
-def solve(p, x):
-    return jnp.sum(jnp.linalg.solve(p["w"] @ p["w"].T + jnp.eye(4), x))
-
-
-@healthy({"w": MATRIX})
-def cholesky(p, x):
-    factor = jnp.linalg.cholesky(p["w"] @ p["w"].T + jnp.eye(4))
-    return jnp.sum(factor @ x)
-
-
-@healthy()
-def spectrum(p, x):
-    return jnp.sum(jnp.abs(jnp.fft.fft(p["w"] + x)) ** 2)
-
-
-@healthy()
-def sorted_values(p, x):
-    return jnp.sort(p["w"]) @ x
+    soft = jax.nn.softmax(p["w"] + jax.random.gumbel(KEY, (4,)))
+    return through(soft, jax.nn.one_hot(jnp.argmax(soft), 4)) @ x
 
 
 @healthy()
 def quantized_through(p, x):
     scale = lax.stop_gradient(jnp.max(jnp.abs(p["w"])))
     w = p["w"] / scale
-    w = w + lax.stop_gradient(jnp.round(w * 127) / 127 - w)
-    return jnp.sum(w * scale * x)
-
-
-@healthy({"w": MATRIX})
-def dropout(p, x):
-    keep = jax.random.bernoulli(KEY, 0.5, (4,))
-    return jnp.sum(jnp.where(keep, p["w"] @ x, 0.0) * x)
-
-
-@healthy({"w": W, "v": W})
-def penalty(p, x):
-    return jnp.sum(p["v"] * p["w"] * x) + 0.1 * optax.tree.norm(p) ** 2
-
-
-@healthy()
-def huber(p, x):
-    return jnp.sum(optax.huber_loss(p["w"], x, delta=0.1))
-
-
-@healthy({"w": W, "v": W})
-def target_network(p, x):
-    target = lax.stop_gradient(jnp.sum(p["v"] * x))
-    return (p["w"] @ x - target) ** 2 + 0.01 * jnp.sum(p["v"] ** 2)
-
-
-@healthy({"kernel": MATRIX, "g": W})
-def weight_norm(p, x):
-    kernel = p["kernel"] / jnp.linalg.norm(p["kernel"], axis=0, keepdims=True) * p["g"][None]
-    return jnp.sum(jnp.tanh(x @ kernel))
-
-
-@healthy({"w": MATRIX})
-def mean_pool(p, x):
-    mask = jnp.array([1.0, 1.0, 0.0, 0.0])
-    h = jnp.outer(x, x) @ p["w"]
-    return jnp.sum(h * mask[:, None]) / jnp.sum(mask)
+    return jnp.sum(through(w, jnp.round(w * 127) / 127) * scale * x)
 
 
 def merged(table):
@@ -934,71 +498,58 @@ STACK = np.stack([np.eye(4, dtype=np.float32)] * 4)
 KEPT = np.array([1, 1, 0, 1], np.float32)
 
 
-def stacked(cause, which, params=None):
-    """Puts a program of stacked layers into the table."""
-    return cut(cause, {"w": STACK} if params is None else params, which, LAYERS)
+def stacked(cause, which, start=lambda x: x, result=jnp.sum, params=None, table=LAYERS, **options):
+    """Puts a scan over stacked layers into the table, by the function of one layer."""
+
+    def register(layer):
+        def program(p, x):
+            own = p["w"], jnp.arange(4), jnp.asarray(KEPT)
+            step = lambda h, own: (layer(h, *own, x), None)  # noqa: E731
+            return result(lax.scan(step, start(x), own, **options)[0])
+
+        program.__name__, own = layer.__name__, {"w": STACK} if params is None else params
+        table.append(Cut(program, own, cause, which, line_of(layer)))
+
+    return register
 
 
-@stacked("dead", "1, 3", {"w": STACK * np.array([1, -1, 1, -1], np.float32)[:, None, None]})
-def dead_layer_of_a_scan(p, x):
-    def layer(h, w):
-        return h + jax.nn.relu(w @ jnp.abs(x)), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+@stacked("dead", "1, 3", params={"w": STACK * np.float32([1, -1, 1, -1])[:, None, None]})
+def dead_layer_of_a_scan(h, w, t, keep, x):
+    return h + jax.nn.relu(w @ jnp.abs(x))  # cut
 
 
 @stacked("zero factor", "2")
-def dropped_layer(p, x):
-    def layer(h, own):
-        return h + own[1] * jnp.tanh(own[0] @ h), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, (p["w"], jnp.asarray(KEPT)))[0])
+def dropped_layer(h, w, t, keep, x):
+    return h + keep * jnp.tanh(w @ h)  # cut
 
 
-@stacked("overwritten", "0, 1, 2")
-def exits_in_one_slot(p, x):
-    def layer(carry, w):
-        exits, i = carry
-        return (exits.at[i // 4].set(w @ x), i + 1), None  # cut
-
-    return jnp.sum(jnp.sin(lax.scan(layer, (jnp.zeros((4, 4)), 0), p["w"])[0][0] - 1.0))
+@stacked("overwritten", "0, 1, 2", jnp.diag, lambda exits: jnp.sum(jnp.sin(exits - 1.0)))
+def exits_in_one_slot(exits, w, t, keep, x):
+    return exits.at[t // 4].set(w @ x)  # cut
 
 
-@stacked("overwritten", "0, 1, 2")
-def replaced_in_the_carry(p, x):
-    def layer(carry, w):
-        balance = jnp.sum(jax.nn.softmax(w @ x) ** 2)  # cut
-        return (carry[0] * 0.9, balance), None
-
-    return sum(map(jnp.sum, lax.scan(layer, (x, 0.0), p["w"])[0]))
+@stacked("overwritten", "0, 1, 2", lambda x: (x, 0.0), lambda carry: sum(map(jnp.sum, carry)))
+def replaced_in_the_carry(carry, w, t, keep, x):
+    balance = jnp.sum(jax.nn.softmax(w @ x) ** 2)  # cut
+    return carry[0] * 0.9, balance
 
 
-@stacked("overwritten", "1, 2, 3")
-def replaced_from_the_last(p, x):
-    def layer(carry, w):
-        return jnp.tanh(w @ x), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"], reverse=True)[0])
+@stacked("overwritten", "1, 2, 3", reverse=True)
+def replaced_from_the_last(h, w, t, keep, x):
+    return jnp.tanh(w @ x)  # cut
 
 
 @stacked("where", "0, 1, 2")
-def chosen_for_the_carry(p, x):
-    def layer(carry, own):
-        w, i = own
-        return jnp.where(i == 3, jnp.tanh(w @ x), carry), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, (p["w"], jnp.arange(4)))[0])
+def chosen_for_the_carry(h, w, t, keep, x):
+    return jnp.where(t == 3, jnp.tanh(w @ x), h)  # cut
 
 
 @stacked("overwritten", "0, 1, 2")
-def set_as_a_whole(p, x):
-    def layer(carry, w):
-        return carry.at[:].set(jnp.tanh(w @ x)), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+def set_as_a_whole(h, w, t, keep, x):
+    return h.at[:].set(jnp.tanh(w @ x))  # cut
 
 
-@stacked("flat", "(0, 1), (2, 1)", {"w": np.stack([STACK[:2]] * 3)})
+@cut("flat", {"w": np.stack([STACK[:2]] * 3)}, "(0, 1), (2, 1)", LAYERS)
 def nested_layers(p, x):
     def layer(h, own):
         w, i, j = own
@@ -1025,12 +576,9 @@ def only_the_last_output(p, x):
     return jnp.sum(lax.scan(layer, x, p["w"])[1][-1])
 
 
-@cut("stop_gradient", {"w": STACK}, "0, 1, 2", NOTED_LAYERS)
-def frozen_below(p, x):
-    def layer(h, w):
-        return jnp.tanh(w @ lax.stop_gradient(h)), None  # cut
-
-    return jnp.sum(lax.scan(layer, x, p["w"])[0])
+@stacked("stop_gradient", "0, 1, 2", table=NOTED_LAYERS)
+def frozen_below(h, w, t, keep, x):
+    return jnp.tanh(w @ lax.stop_gradient(h))  # cut
 
 
 @cut("", {"w": STACK}, "", NOTED_LAYERS)
@@ -1049,59 +597,57 @@ PARTS: list[Cut] = []
 WHOLE: list = []
 FUSED = np.sin(np.arange(24, dtype=np.float32)).reshape(4, 6)
 TABLE = np.cos(np.arange(36, dtype=np.float32)).reshape(9, 4)
-
-
-def part(cause, leaf, params=None):
-    """Puts a program into the table of parts."""
-    return cut(cause, {"w": FUSED} if params is None else params, leaf, PARTS)
-
-
-whole = functools.partial(healthy, table=WHOLE)
+DIES, SOME = np.float32([[-99, -99, 5, 5, 5, 5], [0, -99, 0, 0, -99, 0]])
 
 
 def together(*parts):
     return jnp.sum(jnp.sin(jnp.prod(jnp.stack(parts), axis=0)))
 
 
-@part("flat", "['w'][:, 2:4]")
-def split_and_rounded(p, x):
-    q, k, v = jnp.split(x @ p["w"], 3)
-    return together(q, jnp.round(9 * k), v)  # cut
+def thirds(y, of):
+    """Three parts of an axis, a function of the second."""
+    q, k, v = jnp.split(y, 3)
+    return together(q, of(k), v)
 
 
-@part("stop_gradient", "['w'][:, 4:6]")
-def sliced_and_detached(p, x):
-    y = x @ p["w"]
-    return together(y[:2], y[2:4], lax.stop_gradient(y[4:]))  # cut
+def ends(y, of):
+    return together(y[:2], y[2:4], of(y[4:]))
 
 
-@part("comparison", "['w'][:, 0:2]")
-def reshaped_and_compared(p, x):
-    q, k, v = (x @ p["w"]).reshape(3, 2)
-    return together(q > 0, k, v)  # cut
+def rows(y, of):
+    q, k, v = y
+    return together(of(q), k, v)
 
 
-@part("cast", "['w'][:, [1, 4]]")
-def interleaved_and_cast(p, x):
-    y = (x @ p["w"]).reshape(2, 3)
-    carrier = (9 * y[:, 1]).astype(jnp.int32)  # cut
-    return together(y[:, 0], carrier, y[:, 2])
+def columns(y, of):
+    y = y.reshape(2, 3)
+    return together(y[:, 0], of(y[:, 1]), y[:, 2])
 
 
-@part("index", "['w'][:, 0:4]")
-def router_beside_a_value(p, x):
-    y = x @ p["w"]
-    chosen = jnp.argmax(y[:4])  # cut
-    return x[chosen] * jnp.sum(y[4:] ** 2)
+def parts(**rows):
+    """Puts functions of ``y``, the product of ``x`` with a fused kernel, and of ``x`` there."""
+    for name, (cause, part, of) in rows.items():
+        own = summed(name, lambda w, x, of=of: of(x @ w, x), {"w": FUSED})
+        PARTS.append(Cut(own, {"w": FUSED}, cause, f"['w']{part}", of.__code__.co_firstlineno))
 
 
-@part("custom rule", "['b'][3]", {"w": FUSED, "b": FUSED[0]})
+parts(
+    split_and_rounded=("flat", "[:, 2:4]", lambda y, x: thirds(y, lambda k: jnp.round(9 * k))),
+    sliced=("stop_gradient", "[:, 4:6]", lambda y, x: ends(y, lambda v: lax.stop_gradient(v))),
+    compared=("comparison", "[:, 0:2]", lambda y, x: rows(y.reshape(3, 2), lambda q: q > 0)),
+    interleaved=("cast", "[:, [1, 4]]", lambda y, x: columns(y, lambda k: (9 * k).astype(int))),
+    router=("index", "[:, 0:4]", lambda y, x: x[jnp.argmax(y[:4])] * jnp.sum(y[4:] ** 2)),
+    split_and_dead=("dead", "[:, 2:4]", lambda y, x: thirds(y, lambda k: 1 + jax.nn.relu(k - 99))),
+)
+
+
+@cut("custom rule", {"w": FUSED, "b": FUSED[0]}, "['b'][3]", PARTS)
 def one_column_through_a_rule(p, x):
     y = x @ p["w"] + p["b"]
     return jnp.sum(jnp.sin(y[:3])) + with_zeros(y[3]) + jnp.sum(y[4:] ** 2)  # cut
 
 
-@part("flat", "['w'][:, 0:3]")
+@cut("flat", {"w": FUSED}, "['w'][:, 0:3]", PARTS)
 def gate_of_a_scan(p, x):
     def step(h, now):
         gate, new = jnp.split(now @ p["w"], 2, axis=-1)
@@ -1110,13 +656,7 @@ def gate_of_a_scan(p, x):
     return jnp.sum(lax.scan(step, jnp.ones(3), jnp.outer(x, x))[0])
 
 
-@part("dead", "['w'][:, 2:4]")
-def split_and_dead(p, x):
-    q, k, v = jnp.split(x @ p["w"], 3)
-    return together(q, 1 + jax.nn.relu(k - 99), v)  # cut
-
-
-@part("dead", "['w'][1]", {"w": np.stack([MATRIX] * 3)})
+@cut("dead", {"w": np.stack([MATRIX] * 3)}, "['w'][1]", PARTS)
 def layer_of_a_list(p, x):
     for i in range(3):
         h = p["w"][i] @ x
@@ -1124,46 +664,40 @@ def layer_of_a_list(p, x):
     return jnp.sum(x)
 
 
-@part("zero factor", "['w'][2]", {"w": np.stack([MATRIX] * 3)})
+@cut("zero factor", {"w": np.stack([MATRIX] * 3)}, "['w'][2]", PARTS)
 def expert_without_a_token(p, x):
     gates = jax.nn.one_hot(jnp.array([0, 1]), 3)
     y = [gates[:, i, None] * jnp.tanh(p["w"][i] @ x) for i in range(3)]  # cut
     return jnp.sum(sum(y))
 
 
-@whole({"w": FUSED})
-def fused(p, x):
-    return together(*jnp.split(x @ p["w"], 3))
+right(
+    WHOLE,
+    fused=(lambda w, x: thirds(x @ w, jnp.sin), {"w": FUSED}),
+    through=(lambda w, x: thirds(x @ w, lambda k: through(k, jnp.round(k))), {"w": FUSED}),
+    dead_units_before_parts=(
+        lambda w, x, v: thirds((lambda h: h + jnp.flip(h))(jax.nn.relu(x @ w + v)), jnp.sin),
+        {"w": FUSED, "v": DIES},
+    ),
+)
 
 
-@whole({"w": FUSED})
-def straight_through_part(p, x):
-    q, k, v = jnp.split(x @ p["w"], 3)
-    return together(q, k + lax.stop_gradient(jnp.round(k) - k), v)
-
-
-@whole({"w": FUSED, "b": np.array([-99, -99, 5, 5, 5, 5], np.float32)})
-def dead_units_before_parts(p, x):
-    h = jax.nn.relu(x @ p["w"] + p["b"])
-    q, k, v = jnp.split(h + jnp.flip(h), 3)
-    return together(q, k, v) + jnp.sum(q > 1)
-
-
-@whole({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()})
+@healthy({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()}, WHOLE)
 def language_model(p, x):
     """Absent words, places beyond the end, a causal mask, and words that are padding."""
     h = p["words"][jnp.array([1, 5, 5, 2])] + p["places"][:4]
-    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), h @ h.T, -jnp.inf)
-    logits = (jax.nn.softmax(scores) @ h @ p["out"].T)[:, :7]
+    logits = (attended(h, jnp.eye(4), jnp.eye(4), CAUSAL) @ h @ p["out"].T)[:, :7]
     return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(jnp.arange(4), 7))
 
 
-@whole({"w": FUSED, "b": np.array([0, -99, 0, 0, -99, 0], np.float32), "v": FUSED})
-def dead_units(p, x):
-    return jnp.sum(p["v"] @ jax.nn.relu(x @ p["w"] + p["b"]) * x)
-
-
-@whole({"a": FUSED, "b": FUSED})
-def heads_of_classes(p, x):
-    chosen = jax.nn.one_hot(2, 6)
-    return jnp.sum((x @ p["a"]) * chosen) + jnp.max(x @ p["b"])
+right(
+    WHOLE,
+    dead_units=(
+        lambda w, x, v: jax.nn.relu(x @ w + v),
+        {"w": FUSED, "v": SOME},
+    ),
+    heads_of_classes=(
+        lambda w, x, v: (x @ w) * jax.nn.one_hot(2, 6) + jnp.max(x @ v),
+        {"w": FUSED, "v": FUSED},
+    ),
+)

@@ -1,7 +1,6 @@
 """Cuts and programs without a fault of flax and Equinox: more rows of `zero_cuts`."""
 
 import functools
-import inspect
 
 import equinox as eqx
 import flax.linen as nn
@@ -11,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from tests import zero_cuts
-from tests.zero_cuts import KEY, LINES, X
+from tests.zero_cuts import KEY, X
 
 CUTS: list[zero_cuts.Cut] = []
 HEALTHY: list = []
@@ -70,36 +69,30 @@ class Gate(nnx.Module):
         return self.out(open_ * x)
 
 
-def of_class(module):
-    """The line of the mark in the source of a class."""
-    lines, first = inspect.getsourcelines(module)
-    return next(first + i for i, text in enumerate(lines) if "# cut" in text)
-
-
 GRAPH, GATE = nnx.split(Gate(nnx.Rngs(0)))
 
 
-@cut("dead", Dead().init(KEY, X), "['params']['Dense_0']['kernel']")
+@cut("dead", Dead().init(KEY, X), "['params']['Dense_0']['kernel']", at=Dead)
 def linen_dead(p, x):
     return jnp.sum(Dead().apply(p, x))
 
 
-@cut("one element", Router().init(KEY, X), "['params']['gate']['kernel']")
+@cut("one element", Router().init(KEY, X), "['params']['gate']['kernel']", at=Router)
 def linen_router(p, x):
     return jnp.sum(Router().apply(p, x))
 
 
-@cut("cancels", OneFeature().init(KEY, X), "['params']['Dense_0']['kernel']")
+@cut("cancels", OneFeature().init(KEY, X), "['params']['Dense_0']['kernel']", at=OneFeature)
 def linen_one_feature(p, x):
     return jnp.sum(OneFeature().apply(p, x))
 
 
-@cut("flat", Quantized(eqx.nn.Linear(4, 2, key=KEY)), ".layer.weight")
+@cut("flat", Quantized(eqx.nn.Linear(4, 2, key=KEY)), ".layer.weight", at=Quantized)
 def equinox_rounds(p, x):
     return jnp.sum(p(x))
 
 
-@cut("comparison", GATE, "['gate']['kernel']")
+@cut("comparison", GATE, "['gate']['kernel']", at=Gate)
 def nnx_gate(p, x):
     return jnp.sum(nnx.merge(GRAPH, p)(x))
 
@@ -109,17 +102,6 @@ def linen_hard_router(p, x):
     logits = nn.Dense(4).apply({"params": p["params"]["gate"]}, x)
     chosen = jnp.argmax(logits)  # cut
     return jnp.sum(p["params"]["experts"][chosen] * x)
-
-
-LINES.update(
-    {
-        "linen_dead": of_class(Dead),
-        "linen_router": of_class(Router),
-        "linen_one_feature": of_class(OneFeature),
-        "equinox_rounds": of_class(Quantized),
-        "nnx_gate": of_class(Gate),
-    }
-)
 
 
 @healthy(Dead().init(KEY, X))

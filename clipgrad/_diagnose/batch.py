@@ -1,6 +1,5 @@
 """The arguments of a loss that have the axis of the batch."""
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments
 from clipgrad._errors import first_line
 from clipgrad._frameworks import has_modules
-from clipgrad._trees import argument_name, nearest
+from clipgrad._trees import argument_name
 
 Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
 
@@ -69,8 +68,8 @@ def batch_of(
         which arguments go with the only one that is named.
     """
     several = not isinstance(examples, str | int)
-    wanted: list[Any] = list(examples) if several else [examples]
-    places = [_argument(given.fun, args, kwargs, name) for name in wanted]
+    keys = named_arguments("examples", examples, given.fun, args, kwargs)
+    places = [argument_name(key) for key in keys]
     named = Batch(_rows_of(given, places), tuple(dict.fromkeys(places)))
 
     def error_of_twice(batch: Batch) -> Exception | None:
@@ -85,34 +84,16 @@ def batch_of(
             return _and(named, needed)._replace(notes=_notes(needed, others, named.size))
     if several:
         return named
-    raise ValueError(_unclear(wanted[0], named.size, error))
+    raise ValueError(_unclear(examples, named.size, error))
 
 
-def _unclear(name: str | int, size: int, error: Exception) -> str:
+def _unclear(name: Any, size: int, error: Exception) -> str:
     return (
         f"examples: got {name!r}, but the loss does not take {2 * size} examples there "
         f"({first_line(error)}), so that diagnose cannot see which arguments belong to it; "
         'expected the names of all that have the batch axis, such as ("x", "y"), or '
         f"({name!r},) if no other has it; pass an array of {size} rows that the loss closes over "
         "as an argument"
-    )
-
-
-def _argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], name: Any) -> str:
-    """The argument of this name or position, as the names of a subject begin."""
-    if isinstance(name, int) and -len(args) <= name < len(args):
-        return argument_name(name % len(args))
-    if name in kwargs:
-        return argument_name(name)
-    try:
-        names = list(inspect.signature(fun).parameters)[: len(args)]
-    except (TypeError, ValueError):
-        names = []
-    if name in names:
-        return argument_name(names.index(name))
-    there = nearest(str(name), [*names, *kwargs], 3)
-    raise ValueError(
-        f"examples: got {name!r}, expected the name or the position of an argument; {there}"
     )
 
 

@@ -1,80 +1,104 @@
-"""A program that was measured, with the programs inside of its equations."""
+"""A program, with the programs inside of its equations as far as derivatives go into them."""
 
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.edges import EdgeValues, inner_programs
-from clipgrad._jaxpr import opened, scan_counts
+from clipgrad._diagnose.probe import Site
+from clipgrad._jaxpr import chooses_by_platform, differentiated_programs, opened, scan_counts
 from clipgrad._names import Place
 
 ZERO = (0.0, 0.0)
 
 
-class MeasuredBlock:
-    """A program, or one inside of an equation, and what was measured there.
+def inner_programs(equation: JaxprEqn) -> list:
+    """The programs inside of an equation that are measured."""
+    return [] if chooses_by_platform(equation) else differentiated_programs(equation)
+
+
+class Block:
+    """A program, or one inside of an equation.
 
     Attributes:
       jaxpr: the program.
-      values: the cotangents and the ranges.
+      constants: what it closes over.
+      values: the `EdgeValues` of the outermost program, if they are measured.
       parent: the place of the equation that it is inside of.
       outer: the block of this equation.
-      branch: which program of the equation it is.
+      producers: for each result of an equation its number, the equation, and which result it is.
+      positions: for each input which it is.
     """
 
     def __init__(
         self,
         program: Any,
-        values: EdgeValues,
+        values: Any = None,
         parent: Place | None = None,
-        outer: "MeasuredBlock | None" = None,
-        branch: int = 0,
+        outer: "Block | None" = None,
     ):
         self.jaxpr, self.constants = opened(program)
-        self.values, self.parent, self.outer, self.branch = values, parent, outer, branch
+        self.values, self.parent, self.outer = values, parent, outer
         self.producers = {
             v: (i, e, k) for i, e in enumerate(self.jaxpr.eqns) for k, v in enumerate(e.outvars)
         }
         self.positions = {v: i for i, v in enumerate(self.jaxpr.invars)}
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The key of the equation that it is inside of."""
+        return self.parent.key if self.parent else ()
 
     def place(self, equation: JaxprEqn) -> Place:
         """The place of an equation."""
         return Place(equation, self.parent)
 
     @functools.cached_property
-    def children(self) -> dict[int, list["MeasuredBlock"]]:
+    def children(self) -> dict[int, list["Block"]]:
         """The blocks inside of each equation, by its number."""
-        found = {}
-        for i, e in enumerate(self.jaxpr.eqns):
-            if programs := inner_programs(e):
-                pairs = enumerate(zip(programs, self.values.inside(i), strict=True))
-                found[i] = [MeasuredBlock(p, v, self.place(e), self, n) for n, (p, v) in pairs]
-        return found
+        return {
+            i: [Block(program, self.values, self.place(e), self) for program in programs]
+            for i, e in enumerate(self.jaxpr.eqns)
+            if (programs := inner_programs(e))
+        }
 
-    def blocks(self) -> Iterator["MeasuredBlock"]:
+    def blocks(self) -> Iterator["Block"]:
         """This block and those inside that were run."""
         yield self
         for inner in (block for own in self.children.values() for block in own):
-            if inner.values.ran:
+            if inner.ran:
                 yield from inner.blocks()
+
+    def operations(self) -> Iterator[tuple["Block", JaxprEqn]]:
+        """All equations but for those with blocks inside, each with its block."""
+        for block in self.blocks():
+            held = enumerate(block.jaxpr.eqns)
+            yield from ((block, e) for i, e in held if i not in block.children)
+
+    @property
+    def ran(self) -> bool:
+        """Whether the program was run at all; a measured branch may not be."""
+        if self.values is None:
+            return True
+        return bool(np.isfinite(self.values.range((id(self.jaxpr), *self.key), None)[0]))
+
+    def cotangent(self, number: int, kind: str, position: int) -> np.ndarray | None:
+        """The largest magnitude of a cotangent at an equation; None if it is not measured."""
+        key = self.place(self.jaxpr.eqns[number]).key
+        return self.values.cotangents.get(Site(kind, key, position))
 
     def range(self, atom: Any, where: Any = None) -> tuple[float, float]:
         """The smallest and the largest element of a value, at all steps or at those ``where``."""
-        if type(atom) is Literal:
-            return float(np.min(np.real(atom.val))), float(np.max(np.real(atom.val)))
-        if atom in self.positions:
-            return self.values.input_range(self.positions[atom], where)
-        if atom in self.producers:
-            number, _, position = self.producers[atom]
-            return self.values.result_range(number, position, where)
         constants = dict(zip(self.jaxpr.constvars, self.constants, strict=True))
-        value = np.real(np.asarray(constants[atom], np.complex64))
-        return float(value.min(initial=np.inf)), float(value.max(initial=-np.inf))
+        if type(atom) is Literal or atom in constants:
+            value = atom.val if type(atom) is Literal else constants[atom]
+            value = np.real(np.asarray(value, np.complex64))
+            return float(value.min(initial=np.inf)), float(value.max(initial=-np.inf))
+        return self.values.range((id(atom), *self.key), where)
 
-    def outside(self, variable: Var) -> Any:
+    def outside(self, variable: Any) -> Any:
         """The value around the block that an input of it is at first; None at the outermost."""
         if self.parent is None or variable not in self.positions:
             return None
@@ -88,3 +112,10 @@ class MeasuredBlock:
             return False
         constants, carried = scan_counts(self.parent.equation)
         return constants <= position < constants + carried
+
+    def origin(self, atom: Any) -> Any:
+        """The value of the outermost program that a value is, but for what scans carry."""
+        if type(atom) is Literal or self.outer is None or atom not in self.positions:
+            return atom
+        is_carried = self.is_carry(self.positions[atom])
+        return atom if is_carried else self.outer.origin(self.outside(atom))

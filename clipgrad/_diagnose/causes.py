@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.blocks import ZERO, MeasuredBlock
+from clipgrad._diagnose.blocks import ZERO, Block
 from clipgrad._diagnose.cuts import BRANCH, CARRY, SUM, ZeroCut
 from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -229,7 +229,7 @@ def _is_rewritten(cut: ZeroCut) -> bool:
     """Whether another step or a later write has indices among those of a write."""
     found, own = False, cut.place.equation
 
-    def goes_on(block: MeasuredBlock, i: int, k: int) -> bool:
+    def goes_on(block: Block, i: int, k: int) -> bool:
         nonlocal found
         other = block.jaxpr.eqns[i]
         if k == 0 and other.primitive.name in _WRITES:
@@ -329,7 +329,7 @@ def _is_attention(cut: ZeroCut) -> bool:
             return False
         number, equation, _ = block.producers[atom]
         if equation.primitive.name == "dot_general":
-            found = [block.values.cotangent(number, "operand", k) for k in (0, 1)]
+            found = [block.cotangent(number, "operand", k) for k in (0, 1)]
             return all(own is not None for own in found)
         if equation.primitive.name in ("gather", "top_k", "sort", "dynamic_slice"):
             return False

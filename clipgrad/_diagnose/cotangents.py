@@ -4,7 +4,6 @@ Where one is not finite, a second run counts its elements that are not.
 """
 
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,27 +11,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import on_every_device
-from clipgrad._diagnose.probe import RESULT, Probe, Site
-from clipgrad._diagnose.units import ProgramBlock
+from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.probe import RESULT, Probe, Site, is_sent_whole
+from clipgrad._diagnose.units import all_units
 from clipgrad._jaxpr import dtype_of, on_host
+from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32, real_or_absolute
 from clipgrad._program import active_variables
 
 LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
-# A cotangent of so few elements, at all steps and on all devices, leaves the program as it is, and
-# is summed up on the host: to compile its sums takes longer. There are some hundreds of cotangents.
-_SENT_WHOLE = 2**13
 
 
 class CotangentSite(NamedTuple):
-    """A site of a `Probe`, in its block."""
+    """A site of a `Probe`, the equations around it, and its variable."""
 
     site: Site
-    block: ProgramBlock
+    around: Place | None
     variable: Var
 
 
@@ -49,27 +47,27 @@ class Summary(NamedTuple):
 Measured = dict[Site, Summary]
 
 
-def module_sites(block: ProgramBlock) -> list[CotangentSite]:
+def module_sites(block: Block) -> list[CotangentSite]:
     """The sites of values that leave each unit, and of the carries of each scan."""
     sites = []
-    for unit in block.all_units():
-        sites += [CotangentSite(site, unit.block, v) for v, site in unit.leaves.items()]
-        if inner := unit.holder:
-            sites += [CotangentSite(site, inner, v) for v, site in inner.carried.items()]
+    for unit in all_units(block):
+        sites += [CotangentSite(site, unit.block.parent, v) for v, site in unit.leaves.items()]
+        sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
     return sites
 
 
-def parts_of_arguments(block: ProgramBlock, chosen: Sequence[int]) -> list[list[CotangentSite]]:
+def parts_of_arguments(block: Block, chosen: Sequence[int]) -> list[list[CotangentSite]]:
     """For each chosen input its slices, such as ``w[i]``, if it is read in no other way."""
-    inputs = {v: i for i, v in enumerate(block.programs[0].invars)}
     slices: dict[int, list[CotangentSite]] = {}
     whole: set[int] = set()
-    for inner, equation in block.all_equations():
+    for inner, equation in block.operations():
+        is_in_loop = inner.parent is not None and inner.parent.axes
         for position, variable in enumerate(equation.invars):
-            argument = inputs.get(inner.origin(variable), -1)
-            if equation.primitive.name == "slice" and position == 0 and not inner.shape:
-                site = inner.site(RESULT, equation, 0)
-                own = CotangentSite(site, inner, equation.outvars[0])
+            found = inner.origin(variable)
+            argument = -1 if type(found) is Literal else block.positions.get(found, -1)
+            if equation.primitive.name == "slice" and position == 0 and not is_in_loop:
+                site = Site(RESULT, inner.place(equation).key, 0)
+                own = CotangentSite(site, inner.parent, equation.outvars[0])
                 slices.setdefault(argument, []).append(own)
             else:
                 whole.add(argument)
@@ -132,7 +130,7 @@ def _measured(
     @_jaxpr.jit_for_one_call(program)
     def run(*args: list) -> Any:
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
-        sent = [_sent(grad, grad.size <= _SENT_WHOLE, is_counted) for grad in grads]
+        sent = [_sent(grad, is_sent_whole(grad.size, None), is_counted) for grad in grads]
         return value, sent, measured
 
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
@@ -142,9 +140,10 @@ def _measured(
     return float(value), [_received(grad) for grad in grads], silent | found
 
 
-def joined(summary: Summary, block: ProgramBlock) -> Summary:
-    """The numbers of a site in a block, the devices of a `shard_map` joined."""
-    for axis in reversed([i for i, (name, _) in enumerate(block.axes) if name != "scan"]):
+def joined(summary: Summary, around: Place | None) -> Summary:
+    """The numbers of a site in some equations, the devices of a `shard_map` joined."""
+    axes = around.axes if around else ()
+    for axis in reversed([i for i, (name, _) in enumerate(axes) if name != "scan"]):
         summary = Summary(
             reached=np.max(summary.reached, axis),
             nonfinite=np.sum(summary.nonfinite, axis),
@@ -164,11 +163,12 @@ class Sent(NamedTuple):
 
 
 def _probe_of(site: CotangentSite, is_counted: bool) -> Sent:
-    shape, lengths = getattr(site.variable.aval, "shape", ()), site.block.shape
+    aval: Any = site.variable.aval
+    lengths = tuple(length for _, length in site.around.axes) if site.around else ()
     dtype = at_least_float32(dtype_of(site.variable))
     real = np.finfo(dtype).dtype
-    if math.prod(shape) * math.prod(lengths) <= _SENT_WHOLE:
-        return Sent(np.zeros(lengths, real), np.zeros((*lengths, *shape), dtype), None)
+    if is_sent_whole(aval.size, site.around):
+        return Sent(np.zeros(lengths, real), np.zeros((*lengths, *aval.shape), dtype), None)
     return Sent(np.zeros(lengths, real), None, np.zeros((*lengths, 3 + is_counted), real))
 
 

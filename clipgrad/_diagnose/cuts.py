@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.probe import RESULT
 from clipgrad._diagnose.reach import Reach
@@ -36,7 +36,7 @@ class ZeroCut(NamedTuple):
     """
 
     kind: str
-    block: MeasuredBlock
+    block: Block
     place: Place
     operand: int
     where: np.ndarray
@@ -66,11 +66,11 @@ class ZeroCut(NamedTuple):
         return () if mask.all() else tuple(map(int, np.flatnonzero(mask)))
 
 
-def zero_cuts(program: Any, block: MeasuredBlock, chosen: Sequence[int]) -> list[ZeroCut]:
+def zero_cuts(program: Any, block: Block, chosen: Sequence[int]) -> list[ZeroCut]:
     """All cuts of a program, in program order."""
     search = _Search(program, chosen)
-    found = dict(zip(chosen, block.values.gradients, strict=True))
-    totals = [np.any(found[i][0]) if i in found else None for i in range(len(block.jaxpr.invars))]
+    found = {i: np.any(block.values.gradients[i, (0,)]) for i in chosen}
+    totals = [found.get(i) for i in range(len(block.jaxpr.invars))]
     return sorted(search.cuts(block, totals, ()), key=lambda cut: cut.order)
 
 
@@ -81,16 +81,16 @@ class _Search:
         self._active = active_dependence(program, chosen)
 
     def cuts(
-        self, block: MeasuredBlock, totals: Sequence[Any], around: tuple[int, ...]
+        self, block: Block, totals: Sequence[Any], around: tuple[int, ...]
     ) -> Iterator[ZeroCut]:
         """The cuts in a block; ``totals`` are the cotangents of its inputs."""
         uses: dict[Var, list[tuple[int, JaxprEqn, int, np.ndarray]]] = {}
         known = dict(zip(block.jaxpr.invars, totals, strict=True))
         for v, (i, _, k) in block.producers.items():
-            known[v] = block.values.cotangent(i, RESULT, k)
+            known[v] = block.cotangent(i, RESULT, k)
         for i, equation in enumerate(block.jaxpr.eqns):
             for k, v in enumerate(equation.invars):
-                found = block.values.cotangent(i, OPERAND, k)
+                found = block.cotangent(i, OPERAND, k)
                 if found is None:
                     continue
                 uses.setdefault(v, []).append((i, equation, k, found))
@@ -99,7 +99,7 @@ class _Search:
                     is_alive = total is not None and bool(np.all((total != 0) | ~cut.where))
                     yield cut._replace(is_alive=is_alive)
             for n, inner in enumerate(block.children.get(i, ())):
-                if inner.values.ran:
+                if inner.ran:
                     own = self._totals(block, i, equation)
                     yield from self.cuts(inner, own, (*around, i, n))
         for v, own in uses.items():
@@ -107,7 +107,7 @@ class _Search:
                 yield cut
 
     def _cut(
-        self, block: MeasuredBlock, i: int, equation: JaxprEqn, k: int, around: tuple[int, ...]
+        self, block: Block, i: int, equation: JaxprEqn, k: int, around: tuple[int, ...]
     ) -> ZeroCut | None:
         place, kind = block.place(equation), EDGE
         if i in block.children:
@@ -115,7 +115,7 @@ class _Search:
             if not is_branch or _is_read(block.children[i], k - 1):
                 return None
             kind = BRANCH
-        own = np.asarray(block.values.cotangent(i, OPERAND, k))
+        own = np.asarray(block.cotangent(i, OPERAND, k))
         if not np.any(own == 0):
             return None
         sizes = [_result_size(block, i, n) for n in range(len(equation.outvars))]
@@ -127,20 +127,18 @@ class _Search:
         size = float(np.max(np.broadcast_to(largest, where.shape)[where]))
         return ZeroCut(kind, block, place, k, where, size, sources, (*around, i))
 
-    def _totals(self, block: MeasuredBlock, i: int, equation: JaxprEqn) -> list[Any]:
+    def _totals(self, block: Block, i: int, equation: JaxprEqn) -> list[Any]:
         first = 1 if equation.primitive.name == "cond" else 0
         inner = block.children[i][0]
         found = []
         for k in range(len(inner.jaxpr.invars)):
-            own = block.values.cotangent(i, OPERAND, k + first)
+            own = block.cotangent(i, OPERAND, k + first)
             is_longer = equation.primitive.name in ("scan", "shard_map")
             own = own[..., None] if own is not None and is_longer else own
             found.append(None if inner.is_carry(k) else own)
         return found
 
-    def _sum(
-        self, block: MeasuredBlock, uses: list, total: Any, around: tuple[int, ...]
-    ) -> ZeroCut | None:
+    def _sum(self, block: Block, uses: list, total: Any, around: tuple[int, ...]) -> ZeroCut | None:
         if total is None:
             return None
         masks = [np.asarray((found != 0) & (total == 0)) for *_, found in uses]
@@ -156,25 +154,23 @@ class _Search:
         return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), uses=readers)
 
 
-def _result_size(block: MeasuredBlock, i: int, n: int) -> np.ndarray:
+def _result_size(block: Block, i: int, n: int) -> np.ndarray:
     """The largest cotangent of a result; of one without, such as integers, inf if it is read."""
-    found = block.values.cotangent(i, RESULT, n)
+    found = block.cotangent(i, RESULT, n)
     if found is not None:
         return np.where(np.isnan(found), np.inf, found)
     return np.asarray(np.inf if _is_alive(block, block.jaxpr.eqns[i].outvars[n]) else 0.0)
 
 
-def _is_alive(block: MeasuredBlock, variable: Var) -> bool:
+def _is_alive(block: Block, variable: Var) -> bool:
     """Whether the loss, or something that has a cotangent, is computed from a value."""
     is_alive, outermost = False, block
     while outermost.outer is not None:
         outermost = outermost.outer
 
-    def goes_on(own: MeasuredBlock, i: int, k: int) -> bool:
+    def goes_on(own: Block, i: int, k: int) -> bool:
         nonlocal is_alive
-        results = (
-            own.values.cotangent(i, RESULT, n) for n in range(len(own.jaxpr.eqns[i].outvars))
-        )
+        results = (own.cotangent(i, RESULT, n) for n in range(len(own.jaxpr.eqns[i].outvars)))
         is_alive = is_alive or any(found is not None and np.any(found) for found in results)
         return not is_alive
 
@@ -183,12 +179,12 @@ def _is_alive(block: MeasuredBlock, variable: Var) -> bool:
     return is_alive or walk.has(outermost.jaxpr.outvars[0])
 
 
-def _is_read(branches: list[MeasuredBlock], position: int) -> bool:
+def _is_read(branches: list[Block], position: int) -> bool:
     """Whether a branch that ran reads an input."""
-    return any(_reads(b, b.jaxpr.invars[position]) for b in branches if b.values.ran)
+    return any(_reads(b, b.jaxpr.invars[position]) for b in branches if b.ran)
 
 
-def _reads(block: MeasuredBlock, variable: Var) -> bool:
+def _reads(block: Block, variable: Var) -> bool:
     return any(v is variable for v in block.jaxpr.outvars) or any(
         v is variable for e in block.jaxpr.eqns for v in e.invars
     )

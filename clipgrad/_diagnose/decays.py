@@ -28,11 +28,10 @@ def reason(
     A part of what is differentiated has to keep a gradient: one that is not smaller by four orders
     of magnitude than the largest cotangent of what the scan carries.
     """
-    inner = unit.holder
     largest = max((float(g.norm) for g in gradients), default=0.0)
-    if inner is None or inner.parent is None or not largest * FAR_IN_ALL >= finite_norm(row).max():
+    if not unit.inside or not largest * FAR_IN_ALL >= finite_norm(row).max():
         return None
-    body, equation = inner.programs[0], inner.parent.equation
+    body, equation = unit.inside[0].jaxpr, unit.place.equation
     active = active_variables(given.program, given.chosen)
     constants, carried = _jaxpr.scan_counts(equation)
     names = {e.primitive.name for e in _jaxpr.equations(body)}

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.captured_args import CapturedArgs, noting_objects
 from clipgrad._diagnose.cotangents import (
     Summary,
@@ -34,21 +35,19 @@ from clipgrad._diagnose.findings import (
 )
 from clipgrad._diagnose.layers import layers_of_scans
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
-from clipgrad._diagnose.partial_cuts import data_inputs
 from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
-from clipgrad._diagnose.subject import DiagnosisSubject, subject
+from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
 from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
-from clipgrad._diagnose.units import CLOSED, ProgramBlock
+from clipgrad._diagnose.units import CLOSED
 from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._jaxpr import settings_of_runs
-from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
 
 
@@ -135,7 +134,10 @@ def diagnose(
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)
-        inputs = None if data is None else data_inputs(given, data)
+        keys = [] if data is None else named_arguments("data", data, fun, args, kwargs or {})
+        inputs = frozenset(i for i, (key, _) in enumerate(given.paths) if key in keys)
+        if keys and not inputs:
+            raise ValueError(f"data: got {data!r}, expected an argument with arrays")
         found = _diagnosis_or_error(given, inputs)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))
@@ -145,7 +147,7 @@ def diagnose(
         return dataclasses.replace(found, examples=bad, notes=(*found.notes, *notes))
 
 
-def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int] | None) -> GradientDiagnosis:
+def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int]) -> GradientDiagnosis:
     """The diagnosis of a loss, also if a callback in it raises an error.
 
     If the operation that raises gets what is not finite, the finding is on where that is from.
@@ -165,8 +167,8 @@ def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int] | None) ->
     return GradientDiagnosis((finding,), (), ())
 
 
-def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> GradientDiagnosis:
-    block = ProgramBlock([given.program])
+def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> GradientDiagnosis:
+    block = Block(given.program)
     sites, parts = module_sites(block), parts_of_arguments(block, given.chosen)
     run = functools.partial(measure, given.program, given.inputs, given.chosen)
     every = {site.site: site for site in [*sites, *itertools.chain(*parts)]}
@@ -199,7 +201,7 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> G
         shares = [_zero_share(grad, [measured[s.site] for s in own])
                   for grad, own in zip(grads, parts, strict=True)]  # fmt: skip
         has_pieces = may_have_cut_pieces(block, given, shares)
-        zeros, more = _zeros_of(given, grads, loss, data, has_pieces)
+        zeros, more = _zeros_of(given, block, grads, loss, data, has_pieces)
         findings = _with_zeros(findings, zeros)
         notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
@@ -223,9 +225,10 @@ def _with_zeros(
 
 def _zeros_of(
     given: DiagnosisSubject,
+    block: Block,
     grads: list[Summary],
     loss: float,
-    data: frozenset[int] | None,
+    data: frozenset[int],
     has_pieces: bool,
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
@@ -234,12 +237,12 @@ def _zeros_of(
     """
     of = dict(zip(given.chosen, grads, strict=True))
     zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
-    layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else []
+    layers = layers_of_scans(given, block) if any(np.any(grad.zeros) for grad in grads) else []
     sizes = [(own.argument, math.prod(own.lengths)) for own in layers]
     partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in sizes)
     if not (zero or partly or data or has_pieces):
         return [], []
-    return zero_findings(given, zero, loss, data, has_pieces)
+    return zero_findings(given, zero, loss, layers, data, has_pieces)
 
 
 def _zero_share(grad: Summary, slices: Sequence[Summary]) -> float:
@@ -321,12 +324,11 @@ def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSub
     return overflow_of(place, values) if np.isfinite(values).all() else ""
 
 
-def _block_notes(block: ProgramBlock) -> list[str]:
+def _block_notes(block: Block) -> list[str]:
     """Notes on operations that have rules of their own, or are not measured inside."""
-    places = [Place(e, b.parent) for b, e in block.all_equations()]
     notes = {}
-    for place in places:
-        name = place.equation.primitive.name
+    for own, equation in block.operations():
+        place, name = own.place(equation), equation.primitive.name
         if name == "custom_vjp_call":
             text = f"{place.operation} has a custom VJP, and is measured as one operation"
         elif name in CLOSED:

@@ -1,23 +1,20 @@
 """Slices of inputs that scans take layer by layer."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
 
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cuts import ZeroCut
-from clipgrad._diagnose.edges import OPERAND
+from clipgrad._diagnose.probe import OPERAND
 from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._jaxpr import differentiated_programs, opened, scan_counts
+from clipgrad._jaxpr import scan_counts
 from clipgrad._names import Place
-
-# The elements of a result of these are made of the same elements of the operands.
-_BY_ELEMENT = frozenset("add sub mul div neg select_n round tanh exp max min sign".split())
-_BY_ELEMENT |= {"convert_element_type", "copy", "name", "reduce_precision", "sharding_constraint"}
-_BY_ELEMENT |= {"optimization_barrier", "pvary", "pcast", "stop_gradient"}
+from clipgrad._program import active_dependence
 
 
 class Layers(NamedTuple):
@@ -36,89 +33,49 @@ class Layers(NamedTuple):
     scans: tuple[tuple[Place, ...], ...]
 
 
-class _Slice(NamedTuple):
-    """The part of an input in a value: for each axis that of the input, and what scans took."""
+def layers_of_scans(given: DiagnosisSubject, block: Block) -> list[Layers]:
+    """The axes of the chosen inputs that scans take layer by layer, also inside of programs.
 
-    argument: int
-    axes: tuple[int | None, ...]
-    taken: tuple[tuple[int, Place], ...] = ()
-
-
-def layers_of_scans(given: DiagnosisSubject) -> list[Layers]:
-    """The axes of the chosen inputs that scans take layer by layer, also inside of programs."""
-    program = opened(given.program)[0]
-    shapes: list[Any] = [v.aval for v in program.invars]
-    known = {program.invars[i]: [_Slice(i, tuple(range(shapes[i].ndim)))] for i in given.chosen}
+    What a scan goes through is an input in another form if it depends on that, and is as large.
+    """
+    active, taken = active_dependence(given.program, given.chosen), {}
     found: dict[tuple[int, tuple[int, ...]], list[tuple[Place, ...]]] = {}
-    for own in _taken(program, known, None):
-        axes, scans = zip(*own.taken, strict=True)
-        found.setdefault((own.argument, axes), []).append(scans)
+    scans = [own.place(e) for own in block.blocks() for e in own.jaxpr.eqns
+             if e.primitive.name == "scan"]  # fmt: skip
+    for place in scans:
+        first = sum(scan_counts(place.equation))
+        for k, sources in enumerate(active[place.key][first:], first):
+            for i in sources:
+                axes, around = _taken_around(place, i, taken)
+                axis = _axis_of(block.jaxpr.invars[i].aval, axes, place, k)
+                if axis is not None:
+                    taken[place.key, i] = own = (*axes, axis), (*around, place)
+                    found.setdefault((i, own[0]), []).append(own[1])
     return [
-        Layers(i, axes, tuple(shapes[i].shape[axis] for axis in axes), tuple(scans))
-        for (i, axes), scans in sorted(found.items(), key=lambda own: (own[0][0], len(own[0][1])))
+        Layers(i, axes, tuple(block.jaxpr.invars[i].aval.shape[axis] for axis in axes), tuple(own))
+        for (i, axes), own in sorted(found.items(), key=lambda own: (own[0][0], len(own[0][1])))
     ]
 
 
-def _taken(program: Any, known: dict[Var, list[_Slice]], parent: Place | None) -> Iterator[_Slice]:
-    """The slices that scans take; ``known`` gets those of all values of the program."""
-    for equation in program.eqns:
-        place, inside = Place(equation, parent), differentiated_programs(equation)
-        for own in inside:
-            inner = opened(own)[0]
-            deeper = dict(_entering(place, inner, known))
-            if equation.primitive.name == "scan":
-                taken = inner.invars[sum(scan_counts(equation)) :]
-                yield from (s for v in taken for s in deeper.get(v, []))
-            yield from _taken(inner, deeper, place)
-            if equation.primitive.name not in ("scan", "cond", "shard_map"):
-                ends = zip(equation.outvars, inner.outvars, strict=True)
-                known.update({v: _slices_of(deeper, end) for v, end in ends})
-        if not inside:
-            found = [s for v in equation.invars for s in _slices_of(known, v)]
-            kept = [s for own in found if (s := _slice_after(equation, own)) is not None]
-            known.update(dict.fromkeys(equation.outvars, kept) if kept else {})
+def _taken_around(
+    place: Place, argument: int, taken: dict
+) -> tuple[tuple[int, ...], tuple[Place, ...]]:
+    """The axes of an input that scans around take, and these scans."""
+    around = place.parent
+    while around is not None and (around.key, argument) not in taken:
+        around = around.parent
+    return taken[around.key, argument] if around is not None else ((), ())
 
 
-def _slices_of(known: dict[Var, list[_Slice]], atom: Any) -> list[_Slice]:
-    return [] if type(atom) is Literal else known.get(atom, [])
-
-
-def _entering(
-    place: Place, inner: Any, known: dict[Var, list[_Slice]]
-) -> Iterator[tuple[Var, list[_Slice]]]:
-    """The inputs of a program inside of an equation that have slices."""
-    name, operands = place.equation.primitive.name, place.equation.invars
-    operands = operands[len(operands) - len(inner.invars) :]
-    constants, carried = scan_counts(place.equation) if name == "scan" else (0, 0)
-    for k, (v, atom) in enumerate(zip(inner.invars, operands, strict=True)):
-        own = _slices_of(known, atom)
-        if name == "shard_map":  # an axis that is split over devices is none of layers
-            same = [m == n for m, n in zip(_shape_of(v), _shape_of(atom), strict=True)]
-            axes = [tuple(a if is_same else None for a, is_same in zip(s.axes, same, strict=True))
-                    for s in own]  # fmt: skip
-            own = [s._replace(axes=a) for s, a in zip(own, axes, strict=True)]
-        if name == "scan" and k >= constants + carried:
-            own = [_Slice(s.argument, s.axes[1:], (*s.taken, (s.axes[0], place)))
-                   for s in own if s.axes[0] is not None]  # fmt: skip
-        if own and not constants <= k < constants + carried:
-            yield v, own
-
-
-def _slice_after(equation: JaxprEqn, own: _Slice) -> _Slice | None:
-    """The part of an input in the results of an operation."""
-    name, shape = equation.primitive.name, _shape_of(equation.outvars[0])
-    if name == "transpose":
-        return own._replace(axes=tuple(own.axes[p] for p in equation.params["permutation"]))
-    if name == "reshape":
-        before = _shape_of(equation.invars[0])
-        pairs = zip(before, shape, strict=False)
-        same = next((i for i, (m, n) in enumerate(pairs) if m != n), min(len(before), len(shape)))
-        return own._replace(axes=own.axes[:same] + (None,) * (len(shape) - same))
-    return own if name in _BY_ELEMENT and len(own.axes) == len(shape) else None
-
-
-def _shape_of(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())
+def _axis_of(whole: Any, axes: tuple[int, ...], place: Place, k: int) -> int | None:
+    """The axis of an input that a scan goes through in an operand; None if it is none of it."""
+    operand: Any = place.equation.invars[k].aval
+    size = operand.size * math.prod(whole.shape[axis] for axis in axes)
+    is_shared = any(name == "shard_map" for name, _ in place.axes)
+    if whole.size != size and not (is_shared and whole.size % max(size, 1) == 0):
+        return None
+    left = [a for a, n in enumerate(whole.shape) if n == operand.shape[0] and a not in axes]
+    return left[0] if left else None
 
 
 def cuts_of_layers(
@@ -173,6 +130,6 @@ def _is_from_carry(cut: ZeroCut, scan: Place) -> bool:
         assert body.outer is not None
         body = body.outer
     states = [v for k, v in enumerate(body.jaxpr.invars) if body.is_carry(k)]
-    walk = Reach(lambda own, i, k: own.values.cotangent(i, OPERAND, k) is not None, states)
+    walk = Reach(lambda own, i, k: own.cotangent(i, OPERAND, k) is not None, states)
     walk.follow(body)
     return walk.has(cut.variable)

@@ -1,13 +1,11 @@
 """Gradients that are not zero, but cut in all but a penalty."""
 
-import contextlib
-import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cuts import ZeroCut
 from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.reach import Reach
@@ -38,7 +36,7 @@ class Remainder(NamedTuple):
 
 def remainder(
     given: DiagnosisSubject,
-    block: MeasuredBlock,
+    block: Block,
     cuts: Sequence[ZeroCut],
     argument: int,
     data: frozenset[int],
@@ -48,8 +46,8 @@ def remainder(
     own = [c for c in cuts if argument in c.sources and _meets_data(c, read, data)]
     alive: dict[tuple[int, ...], tuple[Place, set[int]]] = {}
 
-    def is_alive(block: MeasuredBlock, i: int, k: int) -> bool:
-        found = block.values.cotangent(i, OPERAND, k)
+    def is_alive(block: Block, i: int, k: int) -> bool:
+        found = block.cotangent(i, OPERAND, k)
         if found is None or not np.any(found != 0):
             return False
         if i not in block.children:
@@ -69,7 +67,7 @@ def _meets_data(
     """Whether a value that is cut depends on the data, or is multiplied by it afterwards."""
     met = bool(read[cut.place.key][cut.operand] & data)
 
-    def goes_on(block: MeasuredBlock, i: int, k: int) -> bool:
+    def goes_on(block: Block, i: int, k: int) -> bool:
         nonlocal met
         place = block.place(block.jaxpr.eqns[i])
         met = met or _reads_data(place, {k}, read.get(place.key, []), data)
@@ -88,23 +86,3 @@ def _reads_data(
     if name in _BY_OTHERS:
         counted -= operands
     return name not in _LINEAR and any(read[k] & data for k in counted)
-
-
-def data_inputs(given: DiagnosisSubject, data: str | int | Sequence[str | int]) -> frozenset[int]:
-    """The inputs of the arguments that are data.
-
-    Raises:
-      ValueError: there is no such argument.
-    """
-    wanted: list[Any] = [data] if isinstance(data, str | int) else list(data)
-    keys: set[Any] = {key for key, _ in given.paths}
-    positions: dict[Any, Any] = {}
-    with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
-        positions = {name: i for i, name in enumerate(inspect.signature(given.fun).parameters)}
-    chosen = {name if name in keys else positions.get(name, name) for name in wanted}
-    if missing := [name for name in wanted if not {name, positions.get(name)} & keys]:
-        raise ValueError(
-            f"data: got {missing[0]!r}, expected the positions or names of arguments with arrays, "
-            f"some of {', '.join(map(repr, sorted(keys, key=str)))}"
-        )
-    return frozenset(i for i, (key, _) in enumerate(given.paths) if key in chosen)

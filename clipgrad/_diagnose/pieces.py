@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cuts import ZeroCut
 from clipgrad._diagnose.edges import OPERAND
 from clipgrad._diagnose.probe import RESULT
 from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.units import ProgramBlock
 from clipgrad._program import active_dependence
 
 _TAKES_APART = ("slice", "split", "unstack")
@@ -35,9 +34,7 @@ class CutPiece(NamedTuple):
     cuts: list[ZeroCut]
 
 
-def may_have_cut_pieces(
-    block: ProgramBlock, given: DiagnosisSubject, zeros: Sequence[float]
-) -> bool:
+def may_have_cut_pieces(block: Block, given: DiagnosisSubject, zeros: Sequence[float]) -> bool:
     """Whether as many elements of a gradient are zero as a piece of an axis has.
 
     Args:
@@ -45,7 +42,7 @@ def may_have_cut_pieces(
       given: the loss.
       zeros: of each gradient which share is zero.
     """
-    equations = [equation for _, equation in block.all_equations()]
+    equations = [equation for _, equation in block.operations()]
     apart = [e for e in equations if e.primitive.name in _TAKES_APART]
     pieces = {(m, len(own)) for e in apart for result in _pieces_of(e) for m, own in result}
     for i, share in zip(given.chosen, zeros, strict=True):
@@ -58,11 +55,13 @@ def may_have_cut_pieces(
 
 
 def cut_pieces(
-    given: DiagnosisSubject, block: MeasuredBlock, cuts: Sequence[ZeroCut], skipped: Sequence[int]
+    given: DiagnosisSubject, block: Block, cuts: Sequence[ZeroCut], skipped: Sequence[int]
 ) -> Iterator[CutPiece]:
     """The pieces of inputs whose gradient is zero, but not that of the rest of the input."""
     active = active_dependence(given.program, given.chosen)
-    read = dict(zip(given.chosen, block.values.gradients, strict=True))
+    read: dict[int, list[np.ndarray]] = {i: [] for i in given.chosen}
+    for (i, axes), own in block.values.gradients.items():
+        read[i] += [own] if len(axes) == 1 else []
     left = {i for i, axes in read.items() if i not in skipped and not all(map(np.all, axes))}
     ends = {(cut.place.key, cut.operand): cut for cut in cuts}
     equations = [equation for own in block.blocks() for equation in own.jaxpr.eqns]
@@ -72,7 +71,7 @@ def cut_pieces(
                 continue
             sources = active[own.place(equation).key][0] & left
             for k, piece in enumerate(_pieces_of(equation)):
-                found = own.values.cotangent(number, RESULT, k)
+                found = own.cotangent(number, RESULT, k)
                 if found is None or np.any(found != 0):
                     continue
                 behind = _cuts_behind(own, equation.outvars[k], ends)
@@ -127,16 +126,16 @@ def _axes_of(equations: Iterable[JaxprEqn], length: int) -> set[tuple[int, int]]
     return found
 
 
-def _cuts_behind(block: MeasuredBlock, variable: object, ends: dict) -> list[ZeroCut]:
+def _cuts_behind(block: Block, variable: object, ends: dict) -> list[ZeroCut]:
     """The cuts that end the way from a value that has no gradient."""
     found: list[ZeroCut] = []
 
-    def goes_on(own: MeasuredBlock, number: int, k: int) -> bool:
+    def goes_on(own: Block, number: int, k: int) -> bool:
         key = own.place(own.jaxpr.eqns[number]).key
         if (key, k) in ends:
             found.append(ends[key, k])
             return False
-        cotangent = own.values.cotangent(number, OPERAND, k)
+        cotangent = own.cotangent(number, OPERAND, k)
         return cotangent is not None and not np.any(cotangent != 0)
 
     Reach(goes_on, {variable}).leave(block)

@@ -1,8 +1,9 @@
 """Measuring what the backward pass brings to the values of a program."""
 
 import functools
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,23 +18,42 @@ from clipgrad._jaxpr import (
     called_program,
     entered_programs,
     evaluate,
+    manual_axes,
     opened,
     scan_counts,
 )
 from clipgrad._names import Place
 
-RESULT, STATE = "result", "state"
+RESULT, OPERAND, STATE = "result", "operand", "state"
+# An array of so few elements, at all steps and on all devices, leaves a program as it is, and is
+# reduced on the host: to compile a reduction takes longer. A program has some thousands of values.
+_SENT_WHOLE = 2**12
+
+
+def is_sent_whole(size: int, around: Place | None, but_in: Collection[str] = ()) -> bool:
+    """Whether a value of a program in some equations leaves it whole; in some kinds none does."""
+    if around is None:
+        return size <= _SENT_WHOLE
+    is_in = any(equation.primitive.name in but_in for equation in around.chain)
+    return not is_in and size * math.prod(length for _, length in around.axes) <= _SENT_WHOLE
+
+
+def as_varying(x: Any, around: Place | None) -> Any:
+    """Marked as different on each device of the `shard_map`s around that know what varies."""
+    held = [e for e in (around.chain if around else ()) if e.primitive.name == "shard_map"]
+    axes = frozenset(axis for e in held if e.params["check_vma"] for axis in manual_axes(e))
+    return to_varying(x, axes) if axes else x
 
 
 class Site(NamedTuple):
     """A value whose cotangent is measured.
 
-    It is summed over all uses.
+    It is summed over all uses, but for that of an operand.
     """
 
-    kind: str  # RESULT or STATE
+    kind: str  # RESULT, OPERAND or STATE
     place: tuple[int, ...]  # the key of the `Place` of the equation; of a state: of the scan
-    position: int  # among the results or the states
+    position: int  # among the results, the operands or the states
 
     @property
     def around(self) -> tuple[int, ...]:
@@ -73,14 +93,14 @@ class Probe(Hook):
         return self.base.constant(value, aval)
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """The operands of an equation; what a scan carries through its probe."""
+        """The operands of an equation through their probes, and what a scan carries."""
         pairs = zip(equation.invars, inputs, strict=True)
-        return [x if type(v) is Literal else self._state(v, x) for v, x in pairs]
+        inputs = [x if type(v) is Literal else self._state(v, x) for v, x in pairs]
+        return self._measured(OPERAND, equation, inputs)
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
         """The results of an equation, through their probes."""
-        key = Place(equation, self.parent).key
-        return [self._through(Site(RESULT, key, i), x) for i, x in enumerate(outputs)]
+        return self._measured(RESULT, equation, outputs)
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of an equation without sites inside; None where there are some."""
@@ -89,33 +109,46 @@ class Probe(Hook):
         found = self.base(equation, inputs)
         if found is not None or self.flatten:
             return found
-        if not entered_programs(equation)[0] or not self._inside(equation):
+        if not self.enters(equation):
             return bind(equation, inputs)
         if equation.primitive.name in JIT:
-            return evaluate(called_program(equation), inputs, self.inside(equation, ()))
+            inner = self.inside(equation, ())
+            outputs = evaluate(called_program(equation), inputs, inner)
+            self.note(equation, inputs, [inner.noted()])
+            return outputs
         return None
+
+    def enters(self, equation: JaxprEqn) -> bool:
+        """Whether an equation has programs to go into."""
+        return bool(entered_programs(equation)[0] and self.steps(equation))
 
     def steps(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
         """The probes inside of an equation."""
-        return self._inside(equation)
+        return self._deeper.get(id(equation), OrderedDict())
 
     shards = steps  # devices are apart as steps are
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Probe":
         """The probes for a program of an equation, at this step or on this device."""
-        place = Place(equation, self.parent)
-        probes = step if isinstance(step, OrderedDict) else self._inside(equation)
+        probes = step if isinstance(step, OrderedDict) else self.steps(equation)
         base = self.base.inside(equation, step)
-        return Probe(probes, self.summary, base, place)
+        return self._with(probes, base, Place(equation, self.parent))
 
     def shard(self, own: OrderedDict[Site, Any]) -> "Probe":
         """The probes on a device."""
-        return Probe(own, self.summary, self.base, self.parent)
+        return self._with(own, self.base, self.parent)
 
-    def _inside(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
-        key = Place(equation, self.parent).key
-        own = [each for each in self.probes.items() if each[0].around[-len(key) :] == key]
-        return OrderedDict(own)
+    def _with(self, probes: OrderedDict, base: Hook, parent: Place | None) -> "Probe":
+        return Probe(probes, self.summary, base, parent)
+
+    @functools.cached_property
+    def _deeper(self) -> dict[int, OrderedDict[Site, Any]]:
+        """The probes inside of each equation, by its id."""
+        depth, found = len(self.parent.chain) if self.parent else 0, {}
+        for site, probe in self.probes.items():
+            if len(site.around) > depth:
+                found.setdefault(site.around[~depth], OrderedDict())[site] = probe
+        return found
 
     def _state(self, variable: Var, x: Any) -> Any:
         """The carry of a scan, through one probe for all its uses."""
@@ -126,11 +159,13 @@ class Probe(Hook):
             self._probed_states[variable] = self._through(site, x)
         return self._probed_states[variable]
 
+    def _measured(self, kind: str, equation: JaxprEqn, values: Sequence) -> list:
+        key = Place(equation, self.parent).key
+        return [self._through(Site(kind, key, i), x) for i, x in enumerate(values)]
+
     def _through(self, site: Site, x: Any) -> Any:
         probe = self.probes.get(site)
-        if probe is None:
-            return x
-        return _identity(self.summary, x, probe)
+        return x if probe is None else _identity(self.summary, x, probe)
 
 
 def carried_variables(scan: JaxprEqn) -> list[Var]:

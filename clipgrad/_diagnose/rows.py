@@ -4,26 +4,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cotangents import Measured, joined
 from clipgrad._diagnose.records import GradientRow
-from clipgrad._diagnose.units import ProgramBlock, Unit
+from clipgrad._diagnose.units import Unit, all_units
 
 SCAN = "scan"
 
 
-def units_and_rows(block: ProgramBlock, measured: Measured) -> Iterator[tuple[Unit, GradientRow]]:
+def units_and_rows(block: Block, measured: Measured) -> Iterator[tuple[Unit, GradientRow]]:
     """A row for each unit and each scan that cotangents come to, in forward order."""
-    for unit in block.all_units():
-        inner = unit.holder  # what leaves it has rows inside; what a scan carries has not
-        own, sites = (inner, inner.carried) if inner else (unit.block, unit.leaves)
-        pairs = [(v, joined(measured[site], own)) for v, site in sites.items()]
+    for unit in all_units(block):
+        # What leaves a unit with programs inside has rows there; what a scan carries has not.
+        around = unit.place if unit.inside else unit.block.parent
+        sites = unit.carried if unit.inside else unit.leaves
+        pairs = [(v, joined(measured[site], around)) for v, site in sites.items()]
         pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
         if pairs:
             yield unit, _row(unit, pairs)
 
 
 def _row(unit: Unit, pairs: list) -> GradientRow:
-    place, is_carried = unit.place, bool(unit.holder)
+    place, is_carried = unit.place, bool(unit.inside)
     scans = [*place.scans, *([place.equation] if is_carried else [])]
     largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
     sizes = np.array([v.aval.size for v, _ in pairs], float)

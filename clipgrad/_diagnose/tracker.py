@@ -4,7 +4,6 @@ Only that is computed for each operation: what follows from it is found outside,
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._compat import to_varying
+from clipgrad._diagnose.probe import as_varying, is_sent_whole
 from clipgrad._jaxpr import (
     PRINTS,
     Hook,
@@ -21,7 +20,6 @@ from clipgrad._jaxpr import (
     bind,
     evaluate,
     holds_floats,
-    manual_axes,
     scan_counts,
     tracked_programs,
 )
@@ -35,11 +33,6 @@ SAME_AS_OPERAND |= {"new_ref", "freeze", "copy", "pvary", "pcast", "sharding_con
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # An infinity is replaced by a number of its sign that is no pole or zero of common functions.
 _ORDINARY = 1.25
-
-
-# An array of so few elements, at all steps and on all devices, is flagged on the host: to compile a
-# reduction takes longer. A program has some thousands of values, so that these are a few megabytes.
-_FLAGGED_LATER = 2**12
 
 
 class SmallArray(NamedTuple):
@@ -140,14 +133,11 @@ class Tracker(Hook):
         cured: frozenset[tuple],
         target: Place | None = None,
         parent: Place | None = None,
-        axes: frozenset[str] = frozenset(),
         followed: Followed = every_number,
         is_vjp: bool = False,
     ):
         self._cured, self._target, self._parent = cured, target, parent
         self._followed, self._is_vjp = followed, is_vjp
-        self._copies = _times_run(parent)
-        self._axes = axes  # of the mesh, in the `shard_map`s around that know what varies
         self._elements: list[Any] = []
         self._results: list[Any] = []
         self._inside: list[list[Flags]] = []
@@ -192,15 +182,13 @@ class Tracker(Hook):
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Tracker":
         """The tracker for the programs inside of an equation."""
-        axes = self._axes
-        if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
-            axes |= {*manual_axes(equation)}
         place = Place(equation, self._parent)
-        return Tracker(self._cured, self._target, place, axes, self._followed, self._is_vjp)
+        return Tracker(self._cured, self._target, place, self._followed, self._is_vjp)
 
     def _flag(self, x: Any) -> Any:
-        is_small = x.size * self._copies <= _FLAGGED_LATER and not self._target
-        return SmallArray(x) if is_small else badness(x)
+        # A loop compares its notes.
+        is_whole = not self._target and is_sent_whole(x.size, self._parent, but_in=("while",))
+        return SmallArray(x) if is_whole else badness(x)
 
     def noted(self) -> Flags:
         """The flags of this evaluation."""
@@ -230,15 +218,7 @@ class Tracker(Hook):
 
     def _marked(self, x: Any) -> Any:
         """Marked as different on each device of the `shard_map`s around."""
-        return to_varying(x, self._axes) if self._axes else x
-
-
-def _times_run(parent: Place | None) -> float:
-    """The steps and devices that a program runs at; inf in a loop, which compares its notes."""
-    if parent is None:
-        return 1
-    is_in_loop = any(equation.primitive.name == "while" for equation in parent.chain)
-    return math.inf if is_in_loop else math.prod(length for _, length in parent.axes)
+        return as_varying(x, self._parent)
 
 
 def _recorded(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:

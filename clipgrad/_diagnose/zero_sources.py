@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._diagnose.blocks import ZERO, MeasuredBlock
+from clipgrad._diagnose.blocks import ZERO, Block
 from clipgrad._jaxpr import holds_floats, scan_counts
 from clipgrad._names import Place
 
@@ -22,14 +22,14 @@ class ZeroSource(NamedTuple):
     is_state: bool = False  # whether a scan begins with it
 
 
-def zero_source(block: MeasuredBlock, atom: Any, where: Any = None) -> ZeroSource:
+def zero_source(block: Block, atom: Any, where: Any = None) -> ZeroSource:
     """The first value that is zero, from which a value has its zeros, at some of the steps."""
     if type(atom) is Literal or atom in block.jaxpr.constvars:
         return ZeroSource()
     if atom in block.positions:
         return _of_input(block, atom, where)
     number, equation, position = block.producers[atom]
-    if inner := [b for b in block.children.get(number, ()) if b.values.ran]:
+    if inner := [b for b in block.children.get(number, ()) if b.ran]:
         body = inner[0]
         is_longer = equation.primitive.name in LONGER
         return zero_source(body, body.jaxpr.outvars[position], None if is_longer else where)
@@ -50,7 +50,7 @@ def _is_plain(v: Any) -> bool:
     return str(getattr(v.aval, "dtype", "")).startswith(("bool", "int", "uint"))
 
 
-def _of_input(block: MeasuredBlock, atom: Any, where: Any) -> ZeroSource:
+def _of_input(block: Block, atom: Any, where: Any) -> ZeroSource:
     position = block.positions[atom]
     around = block.outside(atom)
     if around is None or block.outer is None or block.parent is None:

@@ -1,18 +1,18 @@
 """The findings on gradients that are exactly zero."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.carry_cuts import carry_cuts
 from clipgrad._diagnose.causes import EXCUSED, SILENT, STRUCTURAL, Cause, cause_of
 from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
 from clipgrad._diagnose.findings import inside_of
-from clipgrad._diagnose.layers import Layers, cuts_of_layers, layers_of_scans
+from clipgrad._diagnose.layers import Layers, cuts_of_layers
 from clipgrad._diagnose.partial_cuts import remainder
 from clipgrad._diagnose.pieces import cut_pieces
 from clipgrad._diagnose.records import GradientFinding
@@ -48,11 +48,21 @@ class _Explained(NamedTuple):
         return self.cause.rank, self.cause.is_note, -float(self.cut.where.mean())
 
 
+class _Row(NamedTuple):
+    """A leaf without a gradient, or a part of one, and what cuts it; () if that is not known."""
+
+    leaf: str
+    part: str
+    layers: str
+    best: list[_Explained]
+
+
 def zero_findings(
     given: DiagnosisSubject,
     zero: Sequence[int],
     loss: float,
-    data: frozenset[int] | None = None,
+    layers: Sequence[Layers] = (),
+    data: frozenset[int] = frozenset(),
     has_pieces: bool = False,
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and the notes on gradients that are zero, or cut in part.
@@ -61,12 +71,12 @@ def zero_findings(
       given: the loss.
       zero: the positions of the inputs whose gradients are zero.
       loss: its value.
-      data: the inputs that are data, to find what only a penalty trains; None: do not look.
+      layers: the axes of inputs that scans take layer by layer.
+      data: the inputs that are data, to find what only a penalty trains; none: do not look.
       has_pieces: whether the gradient of a piece of an input may be zero.
     """
     reached = sources_of_results(given.program)[0]
     notes = _unread(given, [i for i in zero if i not in reached])
-    layers = layers_of_scans(given)
     zero = [i for i in zero if i in reached]
     if not (zero or layers or data or has_pieces):
         return [], notes
@@ -75,14 +85,13 @@ def zero_findings(
         values = edge_values(given.program, given.inputs, given.chosen, axes)
     except (TypeError, ValueError, NotImplementedError) as error:
         return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
-    block = MeasuredBlock(given.program, values)
-    search = _Explanations(given, block, zero, layers)
-    is_all = len(zero) == len(given.chosen) and loss == 0
-    findings, more = search.of_zeros(is_all)
-    by_layer, told = search.of_layers()
-    rest = [*by_layer, *search.of_remainders(data or frozenset())]
-    pieces, also = search.of_pieces() if loss != 0 else ([], [])
-    return [*findings, *rest, *pieces], [*notes, *more, *told, *also]
+    search = _Explanations(given, Block(given.program, values), zero, layers)
+    search.of_zeros(is_all=len(zero) == len(given.chosen) and loss == 0)
+    search.of_layers()
+    search.of_remainders(data)
+    if loss != 0:
+        search.of_pieces()
+    return search.findings, [*notes, *search.notes]
 
 
 class _Explanations:
@@ -91,57 +100,57 @@ class _Explanations:
     def __init__(
         self,
         given: DiagnosisSubject,
-        block: MeasuredBlock,
+        block: Block,
         zero: Sequence[int],
         layers: Sequence[Layers],
     ):
         self._given, self._block, self._zero, self._layers = given, block, zero, layers
         self._names = [_path_of(name) for name in given.names]
         self._cuts = zero_cuts(given.program, block, given.chosen)
+        self.findings: list[GradientFinding] = []
+        self.notes: list[str] = []
 
-    def of_zeros(self, is_all: bool) -> tuple[list[GradientFinding], list[str]]:
-        """The findings and notes on leaves without a gradient; all of them, at a loss of 0?"""
-        every = self._explained(self._cuts)
-        groups: dict[tuple, tuple[list[str], list[_Explained]]] = {}
-        for i in self._zero:
-            best = _best([e for e in every if i in e.cut.sources])
-            key = best[0].place if best else ()
-            groups.setdefault(key, ([], best))[0].append(self._names[i])
-        findings, notes = [], []
-        for names, best in groups.values():
+    def _tell(
+        self, rows: Sequence[_Row], is_finding: Callable[[Cause], bool], then: str = ""
+    ) -> None:
+        """Tell of all that is cut at one place together."""
+        groups: dict[tuple, list[_Row]] = {}
+        for row in rows:
+            key = row.best[0].place if row.best else (), row.layers
+            groups.setdefault(key, []).append(row)
+        for own in groups.values():
+            _, _, layers, best = own[0]
+            subject = f"{_subject([row.leaf + row.part for row in own])}{layers}"
             if not best:
-                notes.append(f"{_subject(names)} is 0; diagnose did not find where it is cut")
-            elif best[0].cause.is_note or (is_all and best[0].cause.name in EXCUSED):
-                if best[0].cause.name != SILENT:
-                    then = "; the loss itself is 0" if is_all else ""
-                    notes.append(_text_of(_subject(names), best) + then)
-            else:
-                findings.append(_zero_finding(names, _subject(names), best))
-        return findings, notes
-
-    def of_layers(self) -> tuple[list[GradientFinding], list[str]]:
-        """The findings and notes on layers without a gradient, of leaves that scans take so."""
-        notes, done = [], {*self._zero}
-        groups: dict[tuple, tuple[list[str], list[_Explained]]] = {}
-        carried = list(carry_cuts(self._given, self._block)) if self._layers else []
-        for layers, found in zip(self._layers, self._block.values.layers, strict=True):
-            i, zero = layers.argument, [tuple(map(int, own)) for own in np.argwhere(~found)]
-            if i in done or not zero:
-                continue
-            done.add(i)
-            best = self._best_of_layers(layers, zero, carried)
-            key = best[0].place if best else (), _layers_of(zero, layers.lengths)
-            groups.setdefault(key, ([], best))[0].append(self._names[i])
-        findings = []
-        for (_, which), (names, best) in groups.items():
-            subject = f"{_subject(names)} in {which}"
-            if not best:
-                notes.append(f"{subject} is 0; diagnose did not find where it is cut")
-            elif not best[0].cause.is_note:
-                findings.append(_zero_finding(names, subject, best))
+                self.notes.append(f"{subject} is 0; diagnose did not find where it is cut")
+            elif is_finding(best[0].cause):
+                self.findings.append(_zero_finding([row.leaf for row in own], subject, best))
             elif best[0].cause.name != SILENT:
-                notes.append(_text_of(subject, best))
-        return findings, notes
+                self.notes.append(_text_of(subject, best) + then)
+
+    def of_zeros(self, is_all: bool) -> None:
+        """Tell of leaves without a gradient; all of them, at a loss of 0?"""
+        every = self._explained(self._cuts)
+        best = {i: _best([e for e in every if i in e.cut.sources]) for i in self._zero}
+        self._tell(
+            [_Row(self._names[i], "", "", own) for i, own in best.items()],
+            lambda cause: not (cause.is_note or (is_all and cause.name in EXCUSED)),
+            then="; the loss itself is 0" if is_all else "",
+        )
+
+    def of_layers(self) -> None:
+        """Tell of layers without a gradient, of leaves that scans take so."""
+        rows, done = [], {*self._zero}
+        carried = list(carry_cuts(self._given, self._block)) if self._layers else []
+        for layers in self._layers:
+            i, found = layers.argument, self._block.values.gradients[layers.argument, layers.axes]
+            zero = [tuple(map(int, own)) for own in np.argwhere(~found)]
+            if i not in done and zero:
+                done.add(i)
+                best = self._best_of_layers(layers, zero, carried)
+                which = f" in {_layers_of(zero, layers.lengths)}"
+                rows.append(_Row(self._names[i], "", which, best))
+        self._tell(rows, lambda cause: not cause.is_note)
 
     def _best_of_layers(
         self, layers: Layers, zero: Sequence[tuple[int, ...]], carried: Sequence[ZeroCut]
@@ -155,8 +164,8 @@ class _Explanations:
         found = [best for best in groups if best]
         return next((best for best in found if not best[0].cause.is_note), [*found, []][0])
 
-    def of_remainders(self, data: frozenset[int]) -> Iterator[GradientFinding]:
-        """The findings on leaves whose gradient does not depend on the data."""
+    def of_remainders(self, data: frozenset[int]) -> None:
+        """Tell of leaves whose gradient does not depend on the data."""
         for i in self._given.chosen:
             if i in self._zero or not data:
                 continue
@@ -164,30 +173,25 @@ class _Explanations:
             best = _best(self._explained(left.cuts)) if left else []
             if left and best and best[0].cause.rank < _LIKELY:
                 subject = f"only {left.place.location} trains {self._names[i]}: the rest of it"
-                yield _zero_finding([self._names[i]], subject, best)
+                self.findings.append(_zero_finding([self._names[i]], subject, best))
 
-    def of_pieces(self) -> tuple[list[GradientFinding], list[str]]:
-        """The findings and notes on parts of leaves, such as the keys of a fused kernel.
+    def of_pieces(self) -> None:
+        """Tell of parts of leaves, such as the keys of a fused kernel.
 
         What a number cuts, as of units that are dead, may be right for these arguments: a note. So
         is a comparison, since a part may be a flag beside the numbers of an argument.
         """
-        groups: dict[tuple, tuple[dict[tuple[int, int], Any], list[_Explained]]] = {}
+        groups: dict[tuple, tuple[Any, list[_Explained]]] = {}
         for piece in cut_pieces(self._given, self._block, self._cuts, self._zero):
             best = _best(self._explained(piece.cuts))
-            own, _ = groups.setdefault(best[0].place, ({}, best))
-            key = piece.argument, piece.axis
-            own[key] = own.get(key, False) | piece.elements
-        findings, notes = [], []
-        for pieces, best in groups.values():
-            names = [self._names[i] for i, _ in pieces]
-            parts = [f"[{':, ' * axis}{_index_of(own)}]" for (_, axis), own in pieces.items()]
-            subject = _subject([a + b for a, b in zip(names, parts, strict=True)])
-            if best[0].cause.name in STRUCTURAL - {"comparison"}:
-                findings.append(_zero_finding(names, subject, best))
-            elif best[0].cause.name != SILENT:
-                notes.append(_text_of(subject, best))
-        return findings, notes
+            key = best[0].place, piece.argument, piece.axis
+            old, best = groups.get(key, (False, best))
+            groups[key] = old | piece.elements, best
+        rows = [
+            _Row(self._names[i], f"[{':, ' * axis}{_index_of(elements)}]", "", best)
+            for (_, i, axis), (elements, best) in groups.items()
+        ]
+        self._tell(rows, lambda cause: cause.name in STRUCTURAL - {"comparison"})
 
     def _explained(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
         return [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
@@ -232,7 +236,7 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
 def _layers_of(zero: Sequence[tuple[int, ...]], lengths: tuple[int, ...]) -> str:
     """Such as "layer 0, 2 of 4", or of nested scans "layer (0, 1) of (4, 3)"."""
     own = [str(t[0] if len(t) == 1 else t) for t in (*zero, lengths)]
-    return f"layer {', '.join(own[:-1][:_SHOWN])}{', ...' * (len(zero) > _SHOWN)} of {own[-1]}"
+    return f"layer {_first_numbers(own[:-1])} of {own[-1]}"
 
 
 def _index_of(elements: np.ndarray) -> str:
@@ -242,13 +246,17 @@ def _index_of(elements: np.ndarray) -> str:
         return str(own[0])
     if own[-1] - own[0] + 1 == len(own):
         return f"{own[0]}:{own[-1] + 1}"
-    return f"[{', '.join(map(str, own[:_SHOWN]))}{', ...' * (len(own) > _SHOWN)}]"
+    return f"[{_first_numbers(own)}]"
 
 
 def _span(steps: Sequence[int]) -> str:
     if 1 < len(steps) == steps[-1] - steps[0] + 1:
         return f"{steps[0]} to {steps[-1]}"
-    return ", ".join(map(str, steps[:_SHOWN])) + ", ..." * (len(steps) > _SHOWN)
+    return _first_numbers(steps)
+
+
+def _first_numbers(values: Any) -> str:
+    return ", ".join(map(str, values[:_SHOWN])) + ", ..." * (len(values) > _SHOWN)
 
 
 def _zero_finding(
