@@ -1,254 +1,177 @@
-"""More wrong VJPs with their right twins: layers, losses and gathers as people write them.
+"""More families of wrong VJPs: layers, losses and gathers as people write them.
 
-They join the pairs of `check_zoo`, and were written after the checker, against it.
+They join those of `check_zoo`, and were written after the checker, against it.
 """
 
 # ruff: noqa: E731
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.check_zoo import custom, normal, twins
+from tests.check_zoo import Table, X, complex_numbers, cosine, custom, normal, numbers, shapes
+from tests.check_zoo import family as _family
+from tests.check_zoo import pair as _pair
 
-LAYERS = {}
+LAYERS: Table = {}
+family = functools.partial(_family, table=LAYERS)
+pair = functools.partial(_pair, table=LAYERS)
 
-
-def pair(check="value"):
-    def register(make):
-        LAYERS[make.__name__] = (make, check)
-        return make
-
-    return register
-
-
-@pair()
-def einsum_with_a_transposed_operand(dtype):
-    args = (normal(1, 2, 4, 3, dtype=dtype), normal(2, 2, 4, 3, dtype=dtype))
-    primal = lambda a, b: jnp.einsum("bij,bkj->bik", a, b)
-    first = lambda r, g: jnp.einsum("bik,bkj->bij", g, r[1])
-    wrong = lambda r, g: (first(r, g), jnp.einsum("bki,bij->bkj", g, r[0]))
-    right = lambda r, g: (first(r, g), jnp.einsum("bik,bij->bkj", g, r[0]))
-    return *twins(primal, wrong, right), args
+first = lambda g, b: jnp.einsum("bik,bkj->bij", g, b)
+family(
+    shapes((2, 4, 3), (2, 4, 3)),
+    lambda a, b: jnp.einsum("bij,bkj->bik", a, b),
+    lambda g, a, b: (first(g, b), jnp.einsum("bik,bij->bkj", g, a)),
+)(einsum_with_a_transposed_operand=lambda g, a, b: (first(g, b), jnp.einsum("bki,bij->bkj", g, a)))
 
 
-@pair()
-def softmax_summed_over_the_other_axis(dtype):
-    args = (normal(3, 4, 4, dtype=dtype),)
+def of_softmax(axis):
+    def rule(g, x):
+        p = jax.nn.softmax(x)
+        return p * (g - jnp.sum(p * g, axis=axis, keepdims=True))
 
-    def backward(axis):
-        def rule(r, g):
-            p = jax.nn.softmax(r[0])
-            return (p * (g - jnp.sum(p * g, axis=axis, keepdims=True)),)
-
-        return rule
-
-    return *twins(lambda x: jax.nn.softmax(x), backward(0), backward(1)), args
+    return rule
 
 
-@pair()
-def normalization_without_its_epsilon(dtype):
-    args = (normal(4, 4, 8, dtype=dtype),)
-
-    def primal(x, eps=1e-2):
-        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-    def backward(eps):
-        def rule(r, g):
-            (x,) = r
-            size = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-            return (g / size - x * jnp.mean(g * x, axis=-1, keepdims=True) / size**3,)
-
-        return rule
-
-    return *twins(lambda x: primal(x), backward(0.0), backward(1e-2)), args
+family(shapes((4, 4)), jax.nn.softmax, of_softmax(1))(
+    softmax_summed_over_the_other_axis=of_softmax(0)
+)
+mean = lambda x: jnp.mean(x, axis=-1, keepdims=True)
+size = lambda x, eps=1e-2: jnp.sqrt(mean(x * x) + eps)
 
 
-@pair()
-def attention_with_the_scale_forgotten_for_keys(dtype):
-    args = tuple(normal(k, n, 4, dtype=dtype) for k, n in ((5, 3), (6, 5), (7, 5)))
-
-    def weights(q, k):
-        return jax.nn.softmax(q @ k.T * 0.5)
-
-    def backward(scale):
-        def rule(r, g):
-            q, k, v = r
-            p = weights(q, k)
-            inner = g @ v.T
-            logits = p * (inner - jnp.sum(inner * p, axis=-1, keepdims=True))
-            return 0.5 * logits @ k, scale * logits.T @ q, p.T @ g
-
-        return rule
-
-    return *twins(lambda q, k, v: weights(q, k) @ v, backward(1.0), backward(0.5)), args
+def of_norm(eps):
+    return lambda g, x: g / size(x, eps) - x * mean(g * x) / size(x, eps) ** 3
 
 
-@pair()
-def masked_positions_that_leak(dtype):
-    args = (normal(8, 3, 5, dtype=dtype),)
-    mask = jnp.asarray([[True, True, False, True, False]])
-    primal = lambda x: jnp.sum(jnp.where(mask, jnp.sin(x), 0), axis=-1)
-    wrong = lambda r, g: (jnp.cos(r[0]) * g[:, None],)
-    right = lambda r, g: (jnp.where(mask, jnp.cos(r[0]) * g[:, None], 0),)
-    return *twins(primal, wrong, right), args
+family(shapes((4, 8)), lambda x: x / size(x), of_norm(1e-2))(
+    normalization_without_its_epsilon=of_norm(0.0)
+)
+weights = lambda q, k: jax.nn.softmax(q @ k.T * 0.5)
 
 
-@pair()
-def convolution_padded_on_one_side(dtype):
-    args = (normal(9, 1, 2, 5, 5, dtype=dtype), normal(10, 3, 2, 3, 3, dtype=dtype))
-    primal = lambda x, k: lax.conv(x, k, (1, 1), "SAME")
+def of_attention(scale):
+    def rule(g, q, k, v):
+        p, inner = weights(q, k), g @ v.T
+        logits = p * (inner - jnp.sum(inner * p, axis=-1, keepdims=True))
+        return 0.5 * logits @ k, scale * logits.T @ q, p.T @ g
 
-    def backward(padding):
-        def rule(r, g):
-            x, k = r
-            flipped = jnp.flip(k.transpose(1, 0, 2, 3), (2, 3))
-            by_input = lax.conv_general_dilated(g, flipped, (1, 1), [(1, 1), padding])
-            return by_input, jax.vjp(lambda k: primal(x, k), k)[1](g)[0]
-
-        return rule
-
-    return *twins(primal, backward((2, 0)), backward((1, 1))), args
+    return rule
 
 
-@pair()
-def gate_without_the_path_through_its_state(dtype):
-    args = (normal(11, 2, 4, dtype=dtype), normal(12, 4, 4, dtype=dtype))
+family(shapes((3, 4), (5, 4), (5, 4)), lambda q, k, v: weights(q, k) @ v, of_attention(0.5))(
+    attention_with_the_scale_forgotten_for_keys=of_attention(1.0)
+)
+MASK = np.asarray([[True, True, False, True, False]])
+family(
+    shapes((3, 5)),
+    lambda x: jnp.sum(jnp.where(MASK, jnp.sin(x), 0), axis=-1),
+    lambda g, x: jnp.where(MASK, jnp.cos(x) * g[:, None], 0),
+)(masked_positions_that_leak=lambda g, x: jnp.cos(x) * g[:, None])
+convolved = lambda x, k: lax.conv(x, k, (1, 1), "SAME")
 
-    def primal(h, w):
+
+def of_convolution(padding):
+    def rule(g, x, k):
+        flipped = jnp.flip(k.transpose(1, 0, 2, 3), (2, 3))
+        by_input = lax.conv_general_dilated(g, flipped, (1, 1), [(1, 1), padding])
+        return by_input, jax.vjp(lambda k: convolved(x, k), k)[1](g)[0]
+
+    return rule
+
+
+family(shapes((1, 2, 5, 5), (3, 2, 3, 3)), convolved, of_convolution((1, 1)))(
+    convolution_padded_on_one_side=of_convolution((2, 0))
+)
+
+
+def of_gate(through):
+    def rule(g, h, w):
         z = jax.nn.sigmoid(h @ w)
-        return (1 - z) * h
+        inner = -g * h * z * (1 - z)
+        return g * (1 - z) + through * inner @ w.T, h.T @ inner
 
-    def backward(through):
-        def rule(r, g):
-            h, w = r
-            z = jax.nn.sigmoid(h @ w)
-            inner = -g * h * z * (1 - z)
-            return g * (1 - z) + through * inner @ w.T, h.T @ inner
-
-        return rule
-
-    return *twins(primal, backward(0.0), backward(1.0)), args
+    return rule
 
 
-@pair()
-def gather_by_a_negative_index(dtype):
-    args, index = (normal(13, 5, dtype=dtype),), jnp.asarray([0, -1, 2])
-    wrong = lambda r, g: (jnp.zeros_like(r[0]).at[jnp.abs(index)].add(g),)
-    right = lambda r, g: (jnp.zeros_like(r[0]).at[index].add(g),)
-    return *twins(lambda x: x[index], wrong, right), args
+family(shapes((2, 4), (4, 4)), lambda h, w: (1 - jax.nn.sigmoid(h @ w)) * h, of_gate(1.0))(
+    gate_without_the_path_through_its_state=of_gate(0.0)
+)
+SOME = np.asarray([0, -1, 2])
+family(X, lambda x: x[SOME], lambda g, x: jnp.zeros_like(x).at[SOME].add(g))(
+    gather_by_a_negative_index=lambda g, x: jnp.zeros_like(x).at[np.abs(SOME)].add(g)
+)
+TWO = np.asarray([1, 3])
+family(
+    shapes((5,), (2,)),
+    lambda x, y: x.at[TWO].multiply(y),
+    lambda g, x, y: (g.at[TWO].multiply(y), g[TWO] * x[TWO]),
+)(scatter_that_multiplies=lambda g, x, y: (g, g[TWO] * x[TWO]))
+family(shapes((7,)), jnp.sort, lambda g, x: jnp.zeros_like(g).at[jnp.argsort(x)].set(g))(
+    sort_by_the_inverse_permutation=lambda g, x: g[jnp.argsort(x)]
+)
 
 
-@pair()
-def scatter_that_multiplies(dtype):
-    args, index = (normal(14, 5, dtype=dtype), normal(15, 2, dtype=dtype)), jnp.asarray([1, 3])
-    primal = lambda x, y: x.at[index].multiply(y)
-    wrong = lambda r, g: (g, g[index] * r[0][index])
-    right = lambda r, g: (g.at[index].multiply(r[1]), g[index] * r[0][index])
-    return *twins(primal, wrong, right), args
+def of_spectrum(last):
+    return lambda g, z: (jnp.conj(jnp.fft.rfft(g)) * np.asarray([1, 2, 2, last]) / 6).astype(z)
 
 
-@pair()
-def sort_by_the_inverse_permutation(dtype):
-    args = (normal(16, 7, dtype=dtype),)
-    wrong = lambda r, g: (g[jnp.argsort(r[0])],)
-    right = lambda r, g: (jnp.zeros_like(g).at[jnp.argsort(r[0])].set(g),)
-    return *twins(lambda x: jnp.sort(x), wrong, right), args
+family(complex_numbers, lambda z: jnp.fft.irfft(z, 6), of_spectrum(1))(
+    spectrum_of_real_data_with_a_wrong_last_bin=of_spectrum(2)
+)
+by_rows = lambda g, b: jnp.einsum("bik,jk->bij", g, b)
+by_kernel = lambda g, a: jnp.einsum("bij,bik->jk", a, g)
+family(
+    shapes((3, 2, 4), (4, 5)),
+    lambda a, b: jnp.einsum("bij,jk->bik", a, b),
+    lambda g, a, b: (by_rows(g, b), by_kernel(g, a)),
+)(batch_mean_instead_of_the_sum=lambda g, a, b: (by_rows(g, b), by_kernel(g, a) / 3))
+of_tanh = lambda g, x: g * (1 - jnp.tanh(x) ** 2)
+family(shapes((8, 16)), jnp.tanh, of_tanh)(
+    one_percent_in_one_row_of_a_batch=lambda g, x: of_tanh(g, x).at[3].multiply(1.01)
+)
 
 
-@pair()
-def spectrum_of_real_data_with_a_wrong_last_bin(dtype):
-    args = (lax.complex(normal(17, 4, dtype=dtype), normal(18, 4, dtype=dtype)),)
+def of_indexed(how):
+    def rule(g, x, index):
+        places, none = jnp.zeros_like(x).at[index], np.zeros(index.shape, jax.dtypes.float0)
+        return getattr(places, how)(2 * x[index] * g), none
 
-    def backward(last):
-        def rule(r, g):
-            bins = jnp.fft.rfft(g)
-            return (jnp.conj(bins) * jnp.asarray([1, 2, 2, last], bins.dtype) / 6,)
-
-        return rule
-
-    return *twins(lambda z: jnp.fft.irfft(z, 6), backward(2), backward(1)), args
+    return rule
 
 
-@pair()
-def batch_mean_instead_of_the_sum(dtype):
-    args = (normal(19, 3, 2, 4, dtype=dtype), normal(20, 4, 5, dtype=dtype))
-    primal = lambda a, b: jnp.einsum("bij,jk->bik", a, b)
-    first = lambda r, g: jnp.einsum("bik,jk->bij", g, r[1])
-    second = lambda r, g: jnp.einsum("bij,bik->jk", r[0], g)
-    wrong = lambda r, g: (first(r, g), second(r, g) / 3)
-    right = lambda r, g: (first(r, g), second(r, g))
-    return *twins(primal, wrong, right), args
-
-
-@pair()
-def one_percent_in_one_row_of_a_batch(dtype):
-    args = (normal(21, 8, 16, dtype=dtype),)
-    right = lambda r, g: (g * (1 - jnp.tanh(r[0]) ** 2),)
-    wrong = lambda r, g: (right(r, g)[0].at[3].multiply(1.01),)
-    return *twins(jnp.tanh, wrong, right), args
-
-
-@pair()
-def repeated_integer_indices_set(dtype):
-    args = (normal(22, 5, dtype=dtype), jnp.asarray([1, 1, 3]))
-
-    def backward(how):
-        def rule(r, g):
-            x, index = r
-            places = jnp.zeros_like(x).at[index]
-            none = np.zeros(index.shape, jax.dtypes.float0)
-            return getattr(places, how)(2 * x[index] * g), none
-
-        return rule
-
-    return *twins(lambda x, i: x[i] * x[i], backward("set"), backward("add")), args
-
-
-@pair()
-def leaves_of_a_tree_swapped(dtype):
-    args = ({"a": normal(23, 4, dtype=dtype), "b": normal(24, 4, dtype=dtype)},)
-    parts = lambda t, g: (g * jnp.sin(t["b"]), g * t["a"] * jnp.cos(t["b"]))
-    wrong = lambda r, g: (dict(zip("ba", parts(r[0], g), strict=True)),)
-    right = lambda r, g: (dict(zip("ab", parts(r[0], g), strict=True)),)
-    return *twins(lambda t: t["a"] * jnp.sin(t["b"]), wrong, right), args
-
-
-@pair()
-def a_fifth_off_in_a_narrow_output(dtype):
-    args = (normal(25, 8, dtype=dtype),)
-    right = lambda r, g: (g.astype(dtype) * jnp.cos(r[0]),)
-    wrong = lambda r, g: (right(r, g)[0] * 1.2,)
-    return *twins(lambda x: jnp.sin(x).astype(jnp.bfloat16), wrong, right), args
-
-
-@pair("second order")
-def second_derivative_by_the_cotangent_doubled(dtype):
-    args = (normal(26, 5, dtype=dtype),)
-    double = custom(lambda g: 1 * g, lambda r, h: (2 * h,))
-    wrong = lambda r, g: (double(g) * jnp.cos(r[0]),)
-    return *twins(jnp.sin, wrong, lambda r, g: (g * jnp.cos(r[0]),)), args
-
-
-@pair("linearity")
-def right_for_positive_cotangents_only(dtype):
-    args = (normal(27, 6, dtype=dtype),)
-    wrong = lambda r, g: (jnp.maximum(g, 0) * jnp.cos(r[0]),)
-    return *twins(jnp.sin, wrong, lambda r, g: (g * jnp.cos(r[0]),)), args
-
-
-@pair()
-def right_for_equal_cotangents_only(dtype):
-    args = (normal(28, 6, dtype=dtype),)
-    wrong = lambda r, g: (jnp.mean(g) * jnp.cos(r[0]),)
-    return *twins(jnp.sin, wrong, lambda r, g: (g * jnp.cos(r[0]),)), args
+family(
+    lambda dtype: (*X(dtype), jnp.asarray([1, 1, 3])),
+    lambda x, index: x[index] * x[index],
+    of_indexed("add"),
+)(repeated_integer_indices_set=of_indexed("set"))
+parts = lambda g, t: (g * jnp.sin(t["b"]), g * t["a"] * jnp.cos(t["b"]))
+family(
+    lambda dtype: (dict(zip("ab", shapes((4,), (4,))(dtype), strict=True)),),
+    lambda t: t["a"] * jnp.sin(t["b"]),
+    lambda g, t: dict(zip("ab", parts(g, t), strict=True)),
+)(leaves_of_a_tree_swapped=lambda g, t: dict(zip("ba", parts(g, t), strict=True)))
+family(shapes((8,)), lambda x: jnp.sin(x).astype("bfloat16"), lambda g, x: cosine(g.astype(x), x))(
+    a_fifth_off_in_a_narrow_output=lambda g, x: cosine(g.astype(x), x) * 1.2
+)
+sine = family(shapes((50,)), jnp.sin, cosine)
+sine(
+    right_for_equal_cotangents_only=lambda g, x: cosine(jnp.mean(g), x),
+    gradient_rounded_to_bfloat16=lambda g, x: cosine(g, x).astype("bfloat16").astype(x),
+)
+sine("linearity", right_for_positive_cotangents_only=lambda g, x: cosine(jnp.maximum(g, 0), x))
+double = custom(lambda g: 1 * g, lambda r, h: (2 * h,))
+sine(
+    "second order",
+    second_derivative_by_the_cotangent_doubled=lambda g, x: cosine(double(g), x),
+)
 
 
 @pair("vmap")
 def wrong_where_only_the_cotangent_is_batched(dtype):
-    args = (normal(29, 5, dtype=dtype),)
-
     def make(factor):
         gradient = jax.custom_batching.custom_vmap(lambda x, g: jnp.cos(x) * g)
 
@@ -260,188 +183,170 @@ def wrong_where_only_the_cotangent_is_batched(dtype):
 
         return custom(jnp.sin, lambda r, g: (gradient(r[0], g),))
 
-    return make(2.0), make(1.0), args
+    return make(2.0), make(1.0), X(dtype)
 
 
 @pair("determinism")
 def wrong_from_the_fourth_call_on(dtype):
-    args, calls = (normal(30, 5, dtype=dtype),), []
+    calls = []
 
     def wrong(r, g):
         calls.append(1)
-        return (g * jnp.cos(r[0]) * (1 if len(calls) < 4 else 2),)
+        return (cosine(g, *r) * (1 if len(calls) < 4 else 2),)
 
-    return *twins(jnp.sin, wrong, lambda r, g: (g * jnp.cos(r[0]),)), args
-
-
-@pair()
-def derivative_of_the_approximation(dtype):
-    args = (normal(31, 20, dtype=dtype) * 2,)
-    primal = lambda x: jax.nn.gelu(x, approximate=False)
-    right = lambda r, g: jax.vjp(primal, r[0])[1](g)
-    wrong = lambda r, g: jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), r[0])[1](g)
-    return *twins(primal, wrong, right), args
+    return custom(jnp.sin, wrong), custom(jnp.sin, lambda r, g: (cosine(g, *r),)), X(dtype)
 
 
-@pair()
-def smoothed_labels_forgotten(dtype):
-    args, hard = (normal(32, 3, 4, dtype=dtype),), jax.nn.one_hot(jnp.asarray([0, 2, 1]), 4)
-    soft = (0.9 * hard + 0.025).astype(dtype)
-    primal = lambda x: -jnp.sum(soft * jax.nn.log_softmax(x), axis=-1)
-    backward = lambda y: lambda r, g: (g[:, None] * (jax.nn.softmax(r[0]) - y),)
-    return *twins(primal, backward(hard.astype(dtype)), backward(soft)), args
+def of_gelu(approximate):
+    return lambda g, x: jax.vjp(lambda x: jax.nn.gelu(x, approximate=approximate), x)[1](g)
 
 
-@pair()
-def rotation_in_the_same_direction(dtype):
-    args, angle = (normal(33, 3, 8, dtype=dtype),), jnp.linspace(0.1, 1, 4, dtype=dtype)[None]
-
-    def rotated(x, sign):
-        a, b, sine = x[:, :4], x[:, 4:], sign * jnp.sin(angle)
-        cosine = jnp.cos(angle)
-        return jnp.concatenate([a * cosine - b * sine, a * sine + b * cosine], axis=1)
-
-    backward = lambda sign: lambda r, g: (rotated(g, sign),)
-    return *twins(lambda x: rotated(x, 1), backward(1), backward(-1)), args
+family(
+    lambda dtype: (normal(31, 20, dtype=dtype) * 2,),
+    lambda x: jax.nn.gelu(x, approximate=False),
+    of_gelu(False),
+)(derivative_of_the_approximation=of_gelu(True))
+HARD = np.eye(4)[[0, 2, 1]]
+SOFT = 0.9 * HARD + 0.025
 
 
-@pair()
-def solve_without_the_transpose(dtype):
-    matrix = normal(34, 4, 4, dtype=dtype) + 4 * jnp.eye(4, dtype=dtype)
-    args = (matrix, normal(35, 4, dtype=dtype))
-
-    def backward(turn):
-        def rule(r, g):
-            x, back = jnp.linalg.solve(*r), jnp.linalg.solve(turn(r[0]), g)
-            return -jnp.outer(back, x), back
-
-        return rule
-
-    return *twins(
-        lambda a, b: jnp.linalg.solve(a, b), backward(lambda a: a), backward(jnp.transpose)
-    ), args
+def of_labels(labels):
+    return lambda g, x: g[:, None] * (jax.nn.softmax(x) - labels.astype(x.dtype))
 
 
-@pair()
-def modulus_of_the_conjugate(dtype):
-    args = (lax.complex(normal(36, 5, dtype=dtype), normal(37, 5, dtype=dtype)),)
-    scaled = lambda z, g: lax.complex(z.real * g / jnp.abs(z), z.imag * g / jnp.abs(z))
-    wrong = lambda r, g: (scaled(r[0], g),)
-    right = lambda r, g: (scaled(jnp.conj(r[0]), g),)
-    return *twins(lambda z: jnp.abs(z), wrong, right), args
+family(
+    shapes((3, 4)),
+    lambda x: -jnp.sum(SOFT.astype(x.dtype) * jax.nn.log_softmax(x), axis=-1),
+    of_labels(SOFT),
+)(smoothed_labels_forgotten=of_labels(HARD))
 
 
-@pair()
-def gradient_rounded_to_bfloat16(dtype):
-    args = (normal(38, 50, dtype=dtype),)
-    right = lambda r, g: (g * jnp.cos(r[0]),)
-    wrong = lambda r, g: (right(r, g)[0].astype(jnp.bfloat16).astype(dtype),)
-    return *twins(jnp.sin, wrong, right), args
+def rotated(sign):
+    def rotate(x, *_):
+        angle = np.linspace(0.1, 1, 4)[None]
+        cosines, sines = (f(angle).astype(x.dtype) for f in (np.cos, np.sin))
+        a, b, sines = x[:, :4], x[:, 4:], sign * sines
+        return jnp.concatenate([a * cosines - b * sines, a * sines + b * cosines], axis=1)
+
+    return rotate
 
 
-@pair()
-def tied_maxima_that_all_take_the_gradient(dtype):
-    args = (jnp.asarray([[1, 2, 2], [3, 0, 3]], dtype),)
-
-    def backward(shared):
-        def rule(r, g):
-            largest = (r[0] == jnp.max(r[0], axis=1, keepdims=True)).astype(dtype)
-            share = largest / jnp.sum(largest, axis=1, keepdims=True) if shared else largest
-            return (share * g[:, None],)
-
-        return rule
-
-    return *twins(lambda x: jnp.max(x, axis=1), backward(False), backward(True)), args
+family(shapes((3, 8)), rotated(1), rotated(-1))(rotation_in_the_same_direction=rotated(1))
 
 
-@pair()
-def one_output_of_a_hundred_ignored(dtype):
-    args, factor = (normal(39, 4, dtype=dtype),), jnp.linspace(0, 1, 100, dtype=dtype)[:, None]
-    primal = lambda x: jnp.tanh(factor * x[None])
+def of_solve(turn):
+    def rule(g, a, b):
+        x, back = jnp.linalg.solve(a, b), jnp.linalg.solve(turn(a), g)
+        return -jnp.outer(back, x), back
 
-    def backward(kept):
-        def rule(r, g):
-            inner = g * (1 - primal(r[0]) ** 2) * factor
-            return (jnp.sum(inner.at[57].multiply(kept), axis=0),)
-
-        return rule
-
-    return *twins(primal, backward(0), backward(1)), args
+    return rule
 
 
-@pair()
-def state_that_carries_no_gradient_back(dtype):
-    args = (normal(40, 3, dtype=dtype), normal(41, 5, 3, dtype=dtype))
-
-    def states(h, xs):
-        return lax.scan(lambda h, x: (jnp.tanh(h + x),) * 2, h, xs)[1]
-
-    def backward(carried):
-        def rule(r, g):
-            def step(later, element):
-                g, h = element
-                inner = (g + later) * (1 - h * h)
-                return carried * inner, inner
-
-            _, by_input = lax.scan(step, jnp.zeros_like(r[0]), (g, states(*r)), reverse=True)
-            return by_input[0], by_input
-
-        return rule
-
-    return *twins(states, backward(0), backward(1)), args
+family(
+    lambda dtype: (
+        normal(34, 4, 4, dtype=dtype) + 4 * jnp.eye(4, dtype=dtype),
+        *shapes((4,))(dtype),
+    ),
+    jnp.linalg.solve,
+    of_solve(jnp.transpose),
+)(solve_without_the_transpose=of_solve(lambda a: a))
+scaled = lambda g, z: lax.complex(z.real * g / jnp.abs(z), z.imag * g / jnp.abs(z))
+family(complex_numbers, jnp.abs, lambda g, z: scaled(g, jnp.conj(z)))(
+    modulus_of_the_conjugate=scaled
+)
 
 
-@pair()
-def padding_row_of_an_embedding_without_gradient(dtype):
-    args, words = (normal(42, 9, 3, dtype=dtype),), jnp.asarray([[1, 4, 4], [7, 1, 0]])
+def of_maximum(shared):
+    def rule(g, x):
+        largest = (x == jnp.max(x, axis=1, keepdims=True)).astype(x.dtype)
+        share = largest / jnp.sum(largest, axis=1, keepdims=True) if shared else largest
+        return share * g[:, None]
 
-    def backward(first):
-        def rule(r, g):
-            rows = jnp.broadcast_to(g[:, None], (2, 3, 3))
-            return (jnp.zeros_like(r[0]).at[words].add(rows).at[0].multiply(first),)
-
-        return rule
-
-    return *twins(lambda e: jnp.sum(e[words], axis=1), backward(0), backward(1)), args
+    return rule
 
 
-@pair()
-def largest_values_one_place_off(dtype):
-    args = (normal(43, 8, dtype=dtype),)
-
-    def backward(shift):
-        def rule(r, g):
-            index = lax.top_k(r[0], 3)[1] + shift
-            return (jnp.zeros_like(r[0]).at[index].add(g),)
-
-        return rule
-
-    return *twins(lambda x: lax.top_k(x, 3)[0], backward(1), backward(0)), args
+family(numbers([[1, 2, 2], [3, 0, 3]]), lambda x: jnp.max(x, axis=1), of_maximum(True))(
+    tied_maxima_that_all_take_the_gradient=of_maximum(False)
+)
+factors = lambda x: np.linspace(0, 1, 100)[:, None].astype(x.dtype)
+curves = lambda x: jnp.tanh(factors(x) * x[None])
 
 
-@pair()
-def average_pooling_that_counts_the_padding(dtype):
-    args = (normal(44, 7, dtype=dtype),)
+def of_curves(kept):
+    def rule(g, x):
+        inner = g * (1 - curves(x) ** 2) * factors(x)
+        return jnp.sum(inner.at[57].multiply(kept), axis=0)
 
-    def summed(x):
-        return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (3,), (1,), "SAME")
-
-    def counts(edge):
-        return jnp.asarray([edge, 3, 3, 3, 3, 3, edge], dtype)
-
-    backward = lambda edge: lambda r, g: (summed(g / counts(edge)),)
-    return *twins(lambda x: summed(x) / counts(2), backward(3), backward(2)), args
+    return rule
 
 
-@pair()
-def normalizer_taken_for_a_constant(dtype):
-    args = (normal(45, 6, dtype=dtype),)
+family(shapes((4,)), curves, of_curves(1))(one_output_of_a_hundred_ignored=of_curves(0))
 
-    def backward(through):
-        def rule(r, g):
-            (x,), total = r, jnp.sum(jnp.abs(r[0]))
-            return (g / total - through * jnp.sign(x) * jnp.sum(g * x) / total**2,)
 
-        return rule
+def states(h, xs):
+    return lax.scan(lambda h, x: (jnp.tanh(h + x),) * 2, h, xs)[1]
 
-    return *twins(lambda x: x / jnp.sum(jnp.abs(x)), backward(0), backward(1)), args
+
+def of_states(carried):
+    def rule(g, h, xs):
+        def step(later, element):
+            g, h = element
+            inner = (g + later) * (1 - h * h)
+            return carried * inner, inner
+
+        _, by_input = lax.scan(step, jnp.zeros_like(h), (g, states(h, xs)), reverse=True)
+        return by_input[0], by_input
+
+    return rule
+
+
+family(shapes((3,), (5, 3)), states, of_states(1))(state_that_carries_no_gradient_back=of_states(0))
+WORDS = np.asarray([[1, 4, 4], [7, 1, 0]])
+
+
+def of_embedding(first):
+    def rule(g, e):
+        rows = jnp.broadcast_to(g[:, None], (2, 3, 3))
+        return jnp.zeros_like(e).at[WORDS].add(rows).at[0].multiply(first)
+
+    return rule
+
+
+family(shapes((9, 3)), lambda e: jnp.sum(e[WORDS], axis=1), of_embedding(1))(
+    padding_row_of_an_embedding_without_gradient=of_embedding(0)
+)
+
+
+def of_largest(shift):
+    return lambda g, x: jnp.zeros_like(x).at[lax.top_k(x, 3)[1] + shift].add(g)
+
+
+family(shapes((8,)), lambda x: lax.top_k(x, 3)[0], of_largest(0))(
+    largest_values_one_place_off=of_largest(1)
+)
+
+
+def summed(x):
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (3,), (1,), "SAME")
+
+
+def counts(edge, x):
+    return np.asarray([edge, 3, 3, 3, 3, 3, edge]).astype(x.dtype)
+
+
+family(shapes((7,)), lambda x: summed(x) / counts(2, x), lambda g, x: summed(g / counts(2, g)))(
+    average_pooling_that_counts_the_padding=lambda g, x: summed(g / counts(3, g))
+)
+
+
+def of_total(through):
+    def rule(g, x):
+        total = jnp.sum(jnp.abs(x))
+        return g / total - through * jnp.sign(x) * jnp.sum(g * x) / total**2
+
+    return rule
+
+
+family(shapes((6,)), lambda x: x / jnp.sum(jnp.abs(x)), of_total(1))(
+    normalizer_taken_for_a_constant=of_total(0)
+)

@@ -229,7 +229,7 @@ def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(erro
 
 @pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (3e-3, True)])
 def test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along(off, fails):
-    found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]))
+    found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]), skip="value")
     assert ("forward" in {failure.check for failure in found.failures}) == fails
 
 

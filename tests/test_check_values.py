@@ -65,7 +65,6 @@ def test_plain_ad_takes_memory_only_where_the_rule_is_another(factor, is_shared)
     rule = custom(lambda x: jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
     point = prepare(make_subject(rule, (X,)), Log(Options())).point()
     assert np.shares_memory(point.exact, point.reference) == is_shared
-    assert point.exact is not point.reference and len(point.exact) == 2
     np.testing.assert_allclose(point.exact, factor * point.reference, rtol=1e-7)
 
 

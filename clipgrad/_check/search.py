@@ -86,6 +86,7 @@ class Judge:
       is_late: whether no more is to be looked at.
       apart: how far the value is from where its loops would settle, for each cotangent.
       is_near: whether the gradient around the point counts, which costs another backward pass.
+      is_plain: whether plain AD is judged, which is more precise than a rule.
     """
 
     differences: Differences
@@ -99,6 +100,7 @@ class Judge:
     is_late: Callable[[], bool] = lambda: False
     apart: Callable[[], Any] = lambda: 0.0
     is_near: bool = False
+    is_plain: bool = False
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -178,9 +180,8 @@ class Judge:
         if doubtful.size and not own:
             steps = step_sizes(evaluation.ladder)
             slopes, ratio = self._ladder(measure(areas[doubtful], steps), steps)
-            flat = direction == SINGLE and self._are_flat(areas[doubtful, 0])
             part = allowed.part(doubtful)
-            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, part, flat))
+            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, part))
         return verdict
 
     def _ladder(self, slopes: Slopes, steps: np.ndarray) -> tuple[Slopes, np.ndarray]:
@@ -189,16 +190,6 @@ class Judge:
             slopes = verdicts.with_grains(slopes, steps)
         noise = slopes.noise + self.apart() / steps[:, None]
         return slopes._replace(noise=noise), steps[:-1] / steps[1:]
-
-    def _are_flat(self, indices: np.ndarray) -> np.ndarray:
-        """Whether each element has no gradient here nor around, as on a staircase."""
-        flat = np.asarray(~self.gradient[:, indices].any(axis=0))
-        around = self.point.around() if flat.any() else None
-        if around is None:
-            return np.zeros_like(flat)
-        leaves = self.tolerance.leaves_of(indices)
-        starts = np.array([start for start, _ in self.ranges])[leaves]
-        return flat & ~around.is_there(leaves, indices - starts)
 
     def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
@@ -216,8 +207,8 @@ class Judge:
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
         where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
         norms = [tolerances.length_along(self.gradient[:, part], along[part]) for part in where]
-        exact = self.gradient is self.reference
-        allowed = self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
+        sizes = np.stack(norms), self.sizes.overall
+        allowed = self.tolerance.ranges_along(*sizes, starts, self.is_plain)
         if self.unconverged is None:
             return allowed
         extra = [np.sum(np.abs(self.unconverged[part] * along[part])) for part in where]
@@ -482,7 +473,7 @@ def doubtful_leaves(judge: Judge, groups: Any = None) -> set[int]:
     count = min(GROUPS if len(judge.gradient) > 1 else 1, len(judge.ranges))
     groups = groups or np.array_split(np.arange(len(judge.ranges)), count)
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
-    itself = dataclasses.replace(judge, gradient=judge.reference)
+    itself = dataclasses.replace(judge, gradient=judge.reference, is_plain=True)
     kinds = itself.areas(areas, BALANCED[0]).kind
     return {leaf for group, kind in zip(groups, kinds, strict=True) if kind != OK for leaf in group}
 

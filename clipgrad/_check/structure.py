@@ -172,7 +172,7 @@ def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int)
         direction = np.zeros(judge.point.scale.size, judge.point.scale.dtype)
         direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]
         point = dataclasses.replace(judge.point, direction=lambda row: direction)  # noqa: B023
-        itself = dataclasses.replace(judge, point=point, gradient=plain)
+        itself = dataclasses.replace(judge, point=point, gradient=plain, is_plain=True)
         if itself.areas([area], DENSE).kind[0] != OK:
             return finding
     return finding.with_kind(SYMMETRIC, excused)

@@ -96,11 +96,8 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     return Verdict(*(_pick(c, worst) for c in (kind, numeric, analytic, error, *sides, no_kink)))
 
 
-def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False) -> Verdict:
-    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps.
-
-    A row that is `flat` may be a staircase, whose larger steps have the slope of a ramp.
-    """
+def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
+    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps."""
     ratio = np.broadcast_to(ratio, slopes.central.shape[1] - 1)[:, None]
     numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
@@ -115,8 +112,6 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
     noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
-    stairs = np.reshape(flat, (-1, 1)) & _is_rough(slopes, numeric, error, size)
-    kind = np.where((kind == WRONG) & stairs, UNSURE, kind)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
@@ -191,19 +186,6 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
     size = np.fmax(np.abs(_pick(slopes.ahead, best)), np.abs(_pick(slopes.behind, best)))
     return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
-
-
-def _is_rough(slopes: Slopes, numeric, error, size) -> np.ndarray:
-    """Whether the smallest steps have other slopes, and not one, as on a staircase.
-
-    Without it a staircase of too small steps is wrong
-    (test_a_staircase_whose_steps_the_smallest_moves_alone_see_is_not_verified_and_not_wrong).
-    """
-    part, noise = KINK_GAP * size, 10 * slopes.noise
-    unlike = np.abs(slopes.central[:, -3:] - numeric[:, None]) - noise[:, -3:]
-    sides = np.concatenate([slopes.ahead[:, -2:], slopes.behind[:, -2:]], axis=1)
-    differ = np.ptp(sides, axis=1) > part + noise[:, -1]
-    return differ & (unlike > 10 * error[:, None] + part[:, None]).any(axis=1)
 
 
 def _grows(slopes: Slopes) -> np.ndarray:
