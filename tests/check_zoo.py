@@ -137,9 +137,11 @@ family(shapes((40,)), jnp.exp, lambda g, x: g * jnp.exp(x))(
     off_by_one_percent=lambda g, x: 1.01 * g * jnp.exp(x),
     off_by_three_permille=lambda g, x: 1.003 * g * jnp.exp(x),
 )
-square = family(numbers([0.0, 1.0, -2.0]), jnp.square, lambda g, x: 2 * x * g)
-square(missing_factor=lambda g, x: x * g)
-square("finite", nan_where_the_argument_is_zero=lambda g, x: 2 * x * x / x * g)
+of_square = lambda g, x: 2 * x * g
+family(shapes((4, 3)), jnp.square, of_square)(missing_factor=lambda g, x: x * g)
+family(numbers([0.0, 1.0, -2.0]), jnp.square, of_square)(
+    "finite", nan_where_the_argument_is_zero=lambda g, x: 2 * x * x / x * g
+)
 family(shapes((6, 4)), lambda x: jnp.mean(x * x, 0), lambda g, x: 2 * x * g[None] / 6)(
     forgotten_mean=lambda g, x: 2 * x * g[None]
 )

@@ -254,12 +254,6 @@ def test_each_leaf_has_its_own_typical_size():
     assert list(TOLERANCE.leaves_of(np.arange(5))) == [0, 0, 0, 1, 1]
 
 
-def test_the_floor_is_fifty_roundings_of_the_leaf():
-    gradient = [1.0, 1.0, 1.0, 100.0, 100.0]
-    np.testing.assert_allclose(floor(gradient), 50 * EPS, rtol=1e-6)
-    np.testing.assert_allclose(floor(gradient, leaf=1), 50 * EPS * 100, rtol=1e-6)
-
-
 @pytest.mark.parametrize(("exact", "small", "gone"), [(True, 1e-6, 1e-13), (False, 1e-3, 1e-5)])
 def test_only_a_vanishing_leaf_gets_the_rounding_of_the_others(exact, small, gone):
     """What vanishes is a matter of the precision of the gradient."""

@@ -18,6 +18,7 @@ from clipgrad._check.subject import make_subject
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import failures_and_notes
 from clipgrad._check.verdicts import (
+    KINDS,
     KINK,
     LOST,
     OK,
@@ -233,28 +234,10 @@ def test_a_kink_shows_its_slopes_and_a_second_point_is_named():
     assert expected in text
 
 
-NOTES = {
-    KINK: "not differentiable; the gradient lies between the one-sided slopes",
-    UNSURE: "could not be verified, because the differences are too noisy",
-    VANISHED: "are nothing but rounding at this point: further points alone verify",
-    ROUNDING: "off by rounding: plain AD or the rule's operations lose as much in this precision",
-    LOST: (
-        "not verified: off by rounding: plain AD or the rule's operations lose as much in this "
-        "precision"
-    ),
-    SYMMETRIC: (
-        "right for symmetric matrices, such as this one, but not for others: the function does not "
-        "read both triangles alike"
-    ),
-    SINGULAR: "not verified: at a jump, or where slopes grow without bound",
-    UNSEEN: "not verified: not checked one by one",
-}
-
-
-@pytest.mark.parametrize("kind", NOTES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_failure_is_a_note(kind):
     failures, notes = texts(finding([kind, OK, kind]))
-    assert failures == [] and notes == [f"args[0]: 2 of 4 elements {NOTES[kind]}"]
+    assert failures == [] and notes == [f"args[0]: 2 of 4 elements {KINDS[kind].note}"]
 
 
 @pytest.mark.parametrize(
