@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Table = dict[str, tuple[Callable[[Any], tuple], str]]
-PAIRS: Table = {}
+PAIRS: dict[str, tuple[Callable[[Any], tuple], str]] = {}
 RIGHT: dict[Any, str] = {}
 
 
@@ -67,23 +66,23 @@ def pushed(primal, rule):
     return function
 
 
-def family(args, primal, right, by=pulled, table: Table = PAIRS):
+def family(args, primal, right, by=pulled):
     """A function that registers rules by name: wrong ones, beside the right one."""
 
     def register(check="value", **wrong):
         for name, rule in wrong.items():
             make = lambda dtype, rule=rule: (by(primal, rule), by(primal, right), args(dtype))
-            table[name] = make, check
+            PAIRS[name] = make, check
             RIGHT.setdefault(register, name)
 
     return register
 
 
-def pair(check="value", table: Table = PAIRS):
+def pair(check="value"):
     """Registers the maker of a pair that is more than two rules of a function."""
 
     def register(make):
-        table[make.__name__], RIGHT[make] = (make, check), make.__name__
+        PAIRS[make.__name__], RIGHT[make] = (make, check), make.__name__
         return make
 
     return register
@@ -97,11 +96,8 @@ def of_tracers(g, x):
     return cosine(g, x) * (2 if isinstance(g, jax.core.Tracer) else 1)
 
 
-def at_random(g, x, rng=np.random.default_rng(0)):  # noqa: B008
-    return cosine(g, x) * jnp.asarray(rng.uniform(), g.dtype)
-
-
 X = shapes((5,))
+double = custom(lambda g: 1 * g, lambda r, h: (2 * h,))
 wrong_cosine = custom(jnp.cos, lambda r, h: (jnp.sin(r[0]) * h,))
 sine = family(X, jnp.sin, cosine)
 sine(
@@ -109,26 +105,32 @@ sine(
     ignored_cotangent=lambda g, x: jnp.cos(x),
     permuted_cotangent=lambda g, x: cosine(jnp.roll(g, 1), x),
     right_at_one_point_only=lambda g, x: cosine(g, *X(g.dtype)),
+    right_for_equal_cotangents_only=lambda g, x: cosine(jnp.mean(g), x),
+    gradient_rounded_to_bfloat16=lambda g, x: cosine(g, x).astype("bfloat16").astype(x.dtype),
 )
 sine(
     "linearity",
     stray_clip_of_the_cotangent=lambda g, x: cosine(jnp.clip(g, -5, 5), x),
     affine_backward=lambda g, x: cosine(g, x) + jnp.asarray(1e-3, g.dtype),
     squared_cotangent=lambda g, x: cosine(g * jnp.abs(g), x),
+    right_for_positive_cotangents_only=lambda g, x: cosine(jnp.maximum(g, 0), x),
 )
 sine(
     "cotangent",
     wrong_dtype=lambda g, x: cosine(g, x).astype("float16" if g.dtype == "float32" else "float32"),
 )
 sine("jit", wrong_only_under_jit=of_tracers)
-sine("determinism", random_gradient=at_random)
 sine(
     "second order",
+    second_derivative_by_the_cotangent_doubled=lambda g, x: cosine(double(g), x),
     stopped_second_derivative=lambda g, x: g * lax.stop_gradient(jnp.cos(x)),
     wrong_second_derivative=lambda g, x: g * wrong_cosine(x),
 )
 family(shapes((4000,)), jnp.sin, cosine)(
     zero_at_one_of_thousands=lambda g, x: cosine(g, x).at[2718].set(0)
+)
+family(X, lambda x: jnp.sin(x).astype("bfloat16"), lambda g, x: cosine(g.astype(x.dtype), x))(
+    a_fifth_off_in_a_narrow_output=lambda g, x: 1.2 * cosine(g.astype(x.dtype), x)
 )
 family(X, lambda x: 1e-12 * jnp.sin(x), lambda g, x: 1e-12 * cosine(g, x))(
     tiny_gradient_that_is_twice_too_large=lambda g, x: 2e-12 * cosine(g, x)
@@ -174,14 +176,48 @@ family(
     numbers([-1.0, 0.0, 2.0]),
     lambda x: jnp.maximum(x, 0),
     lambda g, x: jnp.where(x > 0, g, 0),
-)(a_kink_outside_of_its_subdifferential=lambda g, x: g * jnp.where(x == 0, -1, x > 0))
+)(a_kink_outside_of_its_subdifferential=lambda g, x: jnp.where(x == 0, -g, jnp.where(x > 0, g, 0)))
 family(X, lambda x: (jnp.sin(x), x * x), lambda g, x: jnp.cos(x) * g[0] + 2 * x * g[1])(
     dropped_second_output=lambda g, x: jnp.cos(x) * g[0]
 )
-INDEX = np.asarray([0, 2, 2, 3])
+INDEX = np.asarray([0, 2, 2, 3], np.int32)
 family(shapes((5, 2)), lambda x: x[INDEX], lambda g, x: jnp.zeros_like(x).at[INDEX].add(g))(
     scatter_that_sets_instead_of_adds=lambda g, x: jnp.zeros_like(x).at[INDEX].set(g)
 )
+
+
+def of_indexed(how):
+    def rule(g, x, index):
+        places, none = jnp.zeros_like(x).at[index], np.zeros(index.shape, jax.dtypes.float0)
+        return getattr(places, how)(2 * x[index] * g), none
+
+    return rule
+
+
+family(
+    lambda dtype: (*X(dtype), jnp.asarray([1, 1, 3])),
+    lambda x, index: x[index] * x[index],
+    of_indexed("add"),
+)(repeated_integer_indices_set=of_indexed("set"))
+parts = lambda g, t: (g * jnp.sin(t["b"]), g * t["a"] * jnp.cos(t["b"]))
+family(
+    lambda dtype: (dict(zip("ab", shapes((4,), (4,))(dtype), strict=True)),),
+    lambda t: t["a"] * jnp.sin(t["b"]),
+    lambda g, t: dict(zip("ab", parts(g, t), strict=True)),
+)(leaves_of_a_tree_swapped=lambda g, t: dict(zip("ba", parts(g, t), strict=True)))
+factors = lambda x: np.linspace(0, 1, 100)[:, None].astype(x.dtype)
+curves = lambda x: jnp.tanh(factors(x) * x[None])
+
+
+def of_curves(kept):
+    def rule(g, x):
+        inner = g * (1 - curves(x) ** 2) * factors(x)
+        return jnp.sum(inner.at[57].multiply(kept), axis=0)
+
+    return rule
+
+
+family(shapes((4,)), curves, of_curves(1))(one_output_of_a_hundred_ignored=of_curves(0))
 family(complex_numbers, lambda z: z * z, lambda g, z: 2 * z * g)(
     complex_conjugate_of_the_other_convention=lambda g, z: 2 * jnp.conj(z) * g
 )
@@ -258,6 +294,36 @@ def stale_residual(dtype):
     remembering = lambda x: (saved.append(x), (jnp.sin(x), x))[1]
     wrong = custom(jnp.sin, lambda r, g: (jnp.cos(saved[-1]) * g,), remembering)
     return wrong, custom(jnp.sin, lambda r, g: (jnp.cos(r[0]) * g,)), X(dtype)
+
+
+@pair("determinism")
+def random_gradient(dtype):
+    rng = np.random.default_rng(0)
+    wrong = lambda r, g: (cosine(g, *r) * jnp.asarray(rng.uniform(), dtype),)
+    return *twins(jnp.sin, wrong, lambda r, g: (cosine(g, *r),)), X(dtype)
+
+
+@pair("determinism")
+def wrong_from_the_fourth_call_on(dtype):
+    calls = []
+    wrong = lambda r, g: (cosine(g, *r) * (calls.append(1) or 1 + (len(calls) > 3)),)
+    return *twins(jnp.sin, wrong, lambda r, g: (cosine(g, *r),)), X(dtype)
+
+
+@pair("vmap")
+def wrong_where_only_the_cotangent_is_batched(dtype):
+    def make(factor):
+        gradient = jax.custom_batching.custom_vmap(lambda x, g: jnp.cos(x) * g)
+
+        @gradient.def_vmap
+        def batched(size, in_batched, x, g):
+            if not in_batched[0]:
+                return factor * jnp.cos(x)[None] * g, True
+            return jnp.cos(x) * (g if in_batched[1] else g[None]), True
+
+        return custom(jnp.sin, lambda r, g: (gradient(r[0], g),))
+
+    return make(2.0), make(1.0), X(dtype)
 
 
 @pair("vmap")
