@@ -66,13 +66,13 @@ def pushed(primal, rule):
     return function
 
 
-def family(args, primal, right, by=pulled):
+def family(args, primal, right, by=pulled, table=PAIRS):
     """A function that registers rules by name: wrong ones, beside the right one."""
 
     def register(check="value", **wrong):
         for name, rule in wrong.items():
             make = lambda dtype, rule=rule: (by(primal, rule), by(primal, right), args(dtype))
-            PAIRS[name] = make, check
+            table[name] = make, check
             RIGHT.setdefault(register, name)
 
     return register

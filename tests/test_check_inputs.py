@@ -125,12 +125,8 @@ OWN = "the tolerance follows the dtype; for another write tolerance=0.01"
 BOTH = "leave it out: check_grads checks forward and reverse mode"
 HABITS = [
     ("modes", ["rev"], f"; {BOTH}"),
-    ("check_forward_ad", True, f"; {BOTH}"),
     ("eps", 1e-3, f"; {STEP}"),
-    ("check_eps", 1e-3, f"; {STEP}"),
-    ("numeric_grad_delta", 1e-3, f"; {STEP}"),
     ("atol", 0.01, f"; {OWN}"),
-    ("rtol", 0.01, f"; {OWN}"),
     ("fast_mode", True, '; write mode="fast" for random directions only'),
     (
         "nondet_tol",
@@ -138,13 +134,10 @@ HABITS = [
         '; results must be bit-identical; to allow others write skip="determinism"',
     ),
     ("check_batched_grad", True, '; it is always checked; to switch it off write skip="vmap"'),
-    ("raise_exception", False, "; write raise_on_failure=False"),
     ("inputs_to_check", ["x"], "; write wrt=..."),
     ("output_name", "Out", "; write output='Out'"),
     ("no_grad_set", {"x"}, "; write no_grad=..., a name or a list of names"),
-    ("only_cpu", True, '; write devices="cpu"'),
     ("ordr", 2, ". Did you mean 'order'?"),
-    ("no_grads", "x", ". Did you mean 'no_grad'?"),
     ("verbose", True, ""),
 ]
 

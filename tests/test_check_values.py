@@ -55,9 +55,10 @@ def checked(error=None):
         "tolerance": TOLERANCE,
         "gradient": np.stack([G, G]),
         "log": Log(Options()),
+        "_noise": [],
     }
     check = Compared(**(fields | known))
-    object.__setattr__(check, "error", error)
+    check.error = error
     return check
 
 

@@ -8,6 +8,7 @@ from clipgrad._check import check_grads
 from tests import check_zoo
 
 DTYPES = ["float32", "float64"]
+TWINS = [name for name in check_zoo.RIGHT.values() if name in check_zoo.PAIRS]
 
 
 def run(name, dtype, which):
@@ -31,7 +32,9 @@ def test_a_wrong_vjp_is_caught_by_the_check_it_violates(name, dtype):
 @pytest.mark.kinds("dtype")
 @pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", check_zoo.RIGHT.values())
+@pytest.mark.parametrize(
+    "name", [name for name in check_zoo.RIGHT.values() if name in check_zoo.PAIRS]
+)
 def test_its_right_twin_passes(name, dtype):
     report, _ = run(name, dtype, 1)
     assert report.ok, str(report)

@@ -167,15 +167,14 @@ class Check:
     stops: bool = False
     jump: Any = None
     are_zero: list[bool] = dataclasses.field(default_factory=list)
+    # What is known of further points, and of the noise at the last ones.
+    _elsewhere: dict[tuple[int, int], list | None] = dataclasses.field(default_factory=dict)
+    _noise: list[tuple[Any, int, Errors]] = dataclasses.field(default_factory=list)
 
     @property
     def options(self) -> Options:
         """The options of the check."""
         return self.log.options
-
-    @functools.cached_property
-    def _elsewhere(self) -> dict[tuple[int, int], list | None]:
-        return {}
 
     @functools.cached_property
     def _unordered(self) -> list[tuple[int, int]]:
@@ -323,9 +322,10 @@ class Check:
         excuses = (Excuse(tolerances.SLIGHT, OK, allowance),)
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         judge, is_plain = self._judge(point, *own), self.rule is self.plain
-        apart = functools.cache(lambda: 0.0 if is_plain or is_found else self._apart(point))
-        unconverged = converge() if is_found else None
-        return dataclasses.replace(judge, unconverged=unconverged, apart=apart, is_plain=is_plain)
+        settles = is_plain or is_found
+        unsettled = functools.cache(lambda: 0.0 if settles else self._unsettled(point))
+        loops = {"unconverged": converge() if is_found else None, "unsettled": unsettled}
+        return dataclasses.replace(judge, is_plain=is_plain, **loops)
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
@@ -344,7 +344,7 @@ class Check:
             excuses = [*excuses, Excuse(np.inf, SINGULAR, self._by_jump)]
         return Judge(*own, self.options.delta, excuses, is_late=self.log.is_late)
 
-    def _apart(self, point: Point) -> np.ndarray:
+    def _unsettled(self, point: Point) -> np.ndarray:
         """The distance of the value from where loops of a fixed length settle, 0 if they do not."""
         cotangents, base = np.abs(self.covectors[: len(point.gradient)]), self.differences.base
         with contextlib.suppress(Exception):
@@ -392,10 +392,6 @@ class Check:
         found = self._noise_at(xs, self._as_computed(rows) if near is None else near)
         self._noise[:] = [*self._noise[-1:], (xs, rows, found)]
         return found
-
-    @functools.cached_property
-    def _noise(self) -> list[tuple[Any, int, Errors]]:
-        return []  # at the last points
 
     def _noise_at(self, xs, near: Any) -> Errors:
         plain = self.tolerance.explained(self._moved([self.plain], xs, near, OWN))

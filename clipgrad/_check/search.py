@@ -84,8 +84,8 @@ class Judge:
       excuses: what may be off by more, and how far.
       unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
-      apart: how far the value is from where its loops would settle, for each cotangent.
-      is_near: whether the gradient around the point counts, which costs another backward pass.
+      unsettled: how far the value is from where its loops would settle, for each cotangent.
+      knows_around: whether the gradient around the point counts, which costs a backward pass.
       is_plain: whether plain AD is judged, which is more precise than a rule.
     """
 
@@ -98,8 +98,8 @@ class Judge:
     excuses: Sequence[Excuse] = ()
     unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
-    apart: Callable[[], Any] = lambda: 0.0
-    is_near: bool = False
+    unsettled: Callable[[], Any] = lambda: 0.0
+    knows_around: bool = False
     is_plain: bool = False
 
     @property
@@ -111,13 +111,13 @@ class Judge:
     def sizes(self) -> Sizes:
         """The size of the gradient, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        around = self.point.around() if self.is_near else None
+        around = self.point.around() if self.knows_around else None
         return self.tolerance.sizes(target, self.point.scale, self.reference is not None, around)
 
     @functools.cached_property
-    def near(self) -> "Judge":
+    def with_around(self) -> "Judge":
         """The judge that knows how large the gradient is around a point where it vanishes."""
-        return dataclasses.replace(self, is_near=True)
+        return dataclasses.replace(self, knows_around=True)
 
     @functools.cached_property
     def noise(self) -> Callable[[np.ndarray], np.ndarray]:
@@ -188,7 +188,7 @@ class Judge:
         """The slopes of a ladder, with all of their noise, and the ratios of its steps."""
         if self.differences.evaluation.eps > np.finfo(np.float64).eps:
             slopes = verdicts.with_grains(slopes, steps)
-        noise = slopes.noise + self.apart() / steps[:, None]
+        noise = slopes.noise + self.unsettled() / steps[:, None]
         return slopes._replace(noise=noise), steps[:-1] / steps[1:]
 
     def _measure(self, along, order, areas, steps) -> Slopes:
@@ -228,7 +228,7 @@ def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Findi
     """
     leaves = [leaf for leaf in range(len(judge.ranges)) if leaf not in without]
     if mode == "full":
-        found = [_every(judge.near, leaf) for leaf in leaves]
+        found = [_every(judge.with_around, leaf) for leaf in leaves]
     elif mode in ("auto", "reference") and judge.reference is not None:
         found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
         doubtful = doubtful_leaves(judge) if mode == "auto" else set()
@@ -236,11 +236,11 @@ def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Findi
             blocks = BLOCKS if leaf in judge.point.unreferenced else 1
             if leaf in judge.point.unreferenced or leaf in doubtful:
                 known = [f.indices for f in found if f.leaf == leaf]
-                found += _in_leaf(judge.near, leaf, blocks, BALANCED[:1], known)
+                found += _in_leaf(judge.with_around, leaf, blocks, BALANCED[:1], known)
     else:
         blocks = 1 if mode == "fast" else BLOCKS
-        found = [f for leaf in leaves for f in _in_leaf(judge.near, leaf, blocks, BALANCED)]
-    return [_excused(finding, judge.near) for finding in found]
+        found = [f for leaf in leaves for f in _in_leaf(judge.with_around, leaf, blocks, BALANCED)]
+    return [_excused(finding, judge.with_around) for finding in found]
 
 
 def _finite_elements(judge: Judge, leaf: int) -> np.ndarray:
@@ -264,7 +264,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     """Judge by differences where the gradient and the reference disagree."""
     suspects = _off_by_more(judge, leaf)
     if len(suspects):
-        judge, suspects = judge.near, _off_by_more(judge.near, leaf)
+        judge, suspects = judge.with_around, _off_by_more(judge.with_around, leaf)
     found = _lost_beside_others(judge, leaf, suspects)
     if not len(suspects):
         return found
