@@ -344,6 +344,7 @@ class Check:
             excuses = [*excuses, Excuse(np.inf, SINGULAR, self._by_jump)]
         return Judge(*own, self.options.delta, excuses, is_late=self.log.is_late)
 
+    # Needed by the case root_by_halving_thirty_times.
     def _unsettled(self, point: Point) -> np.ndarray:
         """The distance of the value from where loops of a fixed length settle, 0 if they do not."""
         cotangents, base = np.abs(self.covectors[: len(point.gradient)]), self.differences.base
@@ -364,6 +365,7 @@ class Check:
             moved = moved if own is None else np.fmax(moved, own, out=own)
         return np.broadcast_to(moved, self.gradient.shape[1])
 
+    # Needed by the case odeint.
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
@@ -393,6 +395,7 @@ class Check:
         self._noise[:] = [*self._noise[-1:], (xs, rows, found)]
         return found
 
+    # Needed by causal attention near ones of check_vanishing.
     def _noise_at(self, xs, near: Any) -> Errors:
         plain = self.tolerance.explained(self._moved([self.plain], xs, near, OWN))
         if self.rule is None or self.rule is self.plain:

@@ -13,16 +13,14 @@ import clipgrad._trees as _trees
 from clipgrad._check.beside import Beside
 from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import NearbySizes, length_along, pieces
+from clipgrad._check.tolerances import NearbySizes, pieces
 
 COTANGENTS = 2
-# Directions in which a point is moved: two balanced dense ones, another dense one, and single
+# Directions in which a point is moved: three dense ones, and single
 # elements by their scale.
-BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+DENSE, SINGLE = (0, 1, 2), 3
 NEARBY = 2.0**-4  # the part by which all elements are moved, to see the gradient around a point
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
-# How far apart the effects of leaves are balanced: more would be lost in rounding.
-LEAST_BALANCE = 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +100,11 @@ def make_point(
     if reference is not None:
         reference, unreferenced = _mended(reference, gradient, subject.ranges)
     scale = Scales(xs) if delta is None else np.broadcast_to(delta, gradient.shape[1:])
-    balance = _balance(gradient if reference is None else reference, scale, subject)
 
     def direction(row: int) -> np.ndarray:
         along = random_direction(subject, seed, row, scale.dtype) if row != SINGLE else _ones(scale)
         for where in pieces(0, scale.size):
             along[where] *= scale[where]
-        for (start, stop), factor in zip(subject.ranges, balance, strict=True):
-            if row in BALANCED:
-                along[start:stop] *= factor
         return along
 
     return Point(xs, gradient, finite, exact, reference, scale, direction, unreferenced, around)
@@ -133,16 +127,6 @@ def _mended(reference: Any, gradient, ranges) -> tuple[Any, list[int]]:
     for start, stop in (ranges[leaf] for leaf in unreferenced):
         reference[:, start:stop] = gradient[:, start:stop]
     return reference, unreferenced
-
-
-def _balance(gradient, scale, subject: CheckSubject) -> np.ndarray:
-    """Powers of two that make the leaves' effects on the output alike, so that none hides."""
-    effects = [
-        np.linalg.norm(length_along(gradient[:, a:b], scale[a:b])) for a, b in subject.ranges
-    ]
-    least = min((e for e in effects if e > 0), default=1.0)
-    factors = [np.clip(least / e, LEAST_BALANCE, 1.0) if e > 0 else 1.0 for e in effects]
-    return 2.0 ** np.round(np.log2(np.asarray(factors)))
 
 
 def generator(seed: int, name: str) -> np.random.Generator:

@@ -96,6 +96,7 @@ def _told_at(check: Check, point: Point, where: str) -> tuple[list[Finding], lis
     return found, failures, notes
 
 
+# Needed by the case cholesky_that_reads_one_triangle.
 def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     """Why a function may not be meant for a point where its gradient is wrong; "" if it is.
 

@@ -150,6 +150,7 @@ def with_grains(slopes: Slopes, steps: np.ndarray) -> Slopes:
     return slopes._replace(noise=slopes.noise + 2 * found[:, None] / steps)
 
 
+# Needed by the case rounding_to_small_steps.
 def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:
     """Whether small steps, unlike larger ones, have the analytic slope; whether precisely so.
 
@@ -179,6 +180,7 @@ def settled(slopes: Slopes, ratio: Any) -> tuple[np.ndarray, np.ndarray]:
     return _pick(better, best), _pick(error, best)
 
 
+# Needed by the case relu_in_fast_mode.
 def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     """A gap between both sides that does not shrink with the step, as a smooth function's does."""
     shrinks = gap[:, 1:] < gap[:, :-1] / np.sqrt(ratio)
@@ -188,6 +190,7 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
 
 
+# Needed by test_slopes_are_told_apart.
 def _grows(slopes: Slopes) -> np.ndarray:
     """Slopes that still grow by half at each of the last steps have no limit."""
     size = np.fmax(np.abs(slopes.ahead), np.abs(slopes.behind))[:, -4:]
@@ -195,6 +198,7 @@ def _grows(slopes: Slopes) -> np.ndarray:
     return growing & (size[:, -1] > 10 * slopes.noise[:, -1])
 
 
+# Needed by the case a_derivative_of_sign_at_its_jump.
 def _jumps(slopes: Slopes, ratio) -> np.ndarray:
     """The change itself, of which a slope is a part, stays as it is at each of the last steps."""
     found = np.zeros(slopes.central[:, 0].shape, bool)
