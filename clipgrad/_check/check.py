@@ -54,7 +54,6 @@ from clipgrad._check.verdicts import (
     KINK,
     OK,
     ROUNDING,
-    SINGULAR,
     UNSEEN,
     VANISHED,
     are_verified,
@@ -150,8 +149,6 @@ class Check:
       plain: plain AD in float64; None if it cannot be had.
       rule: the VJP as it is written, in float64; None if it cannot be had.
       stops: whether the function holds a `stop_gradient`.
-      jump: how far outputs that are left out, since the function jumps there, reach each element;
-        None if there are none.
       are_zero: whether the gradient is zero, at each point that was checked.
     """
 
@@ -165,7 +162,6 @@ class Check:
     plain: Gradient | None
     rule: Gradient | None
     stops: bool = False
-    jump: Any = None
     are_zero: list[bool] = dataclasses.field(default_factory=list)
     # What is known of further points, and of the noise at the last ones.
     _elsewhere: dict[tuple[int, int], list | None] = dataclasses.field(default_factory=dict)
@@ -319,13 +315,15 @@ class Check:
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
             return rounding()(indices) + converge()[indices]
 
-        excuses = (Excuse(tolerances.SLIGHT, OK, allowance),)
-        own = point.exact, point.reference, self.tolerance.in_float64(), excuses
-        judge, is_plain = self._judge(point, *own), self.rule is self.plain
+        is_plain = self.rule is self.plain
         settles = is_plain or is_found
-        unsettled = functools.cache(lambda: 0.0 if settles else self._unsettled(point))
-        loops = {"unconverged": converge() if is_found else None, "unsettled": unsettled}
-        return dataclasses.replace(judge, is_plain=is_plain, **loops)
+        return self._judge(
+            *(point, point.exact, point.reference, self.tolerance.in_float64()),
+            excuse=Excuse(tolerances.SLIGHT, OK, allowance),
+            unconverged=converge() if is_found else None,
+            unsettled=functools.cache(lambda: 0.0 if settles else self._unsettled(point)),
+            is_plain=is_plain,
+        )
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
@@ -335,14 +333,12 @@ class Check:
         is_known = self.rule is self.plain and isinstance(exact, Beside)
         near = exact if is_known else point.gradient
         lost = lambda indices: self.noise(point.xs, near)(indices)  # noqa: E731
-        excuses = [Excuse(verified, ROUNDING, lost, of_zero=known)]
-        return self._judge(point, point.gradient, exact, self.tolerance, excuses)
+        excuse = Excuse(verified, ROUNDING, lost, of_zero=known)
+        return self._judge(point, point.gradient, exact, self.tolerance, excuse=excuse)
 
-    def _judge(self, point, gradient, reference, tolerance, excuses) -> Judge:
-        own = self.differences, point, gradient, reference, tolerance
-        if self.jump is not None and point.xs is self.subject.inputs:
-            excuses = [*excuses, Excuse(np.inf, SINGULAR, self._by_jump)]
-        return Judge(*own, self.options.delta, excuses, is_late=self.log.is_late)
+    def _judge(self, *own, **more) -> Judge:
+        known = {"delta": self.options.delta, "is_late": self.log.is_late}
+        return Judge(self.differences, *own, **known, **more)
 
     # Needed by the case root_by_halving_thirty_times.
     def _unsettled(self, point: Point) -> np.ndarray:
@@ -377,10 +373,6 @@ class Check:
         exact = point.gradient if point.exact is None else point.exact
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
         return self.tolerance.unconverged(change, exact)
-
-    def _by_jump(self, indices: np.ndarray) -> np.ndarray:
-        """The errors of elements that a jump explains, in outputs that hardly jump as well."""
-        return np.fmax(self.jump[indices], self.noise(self.subject.inputs)(indices))
 
     def noise(self, xs, near: Any = None) -> Errors:
         """Gives the errors of elements at a point that rounding explains.
@@ -497,8 +489,7 @@ def _visible(check: Check) -> Check:
     reach = np.abs([*check.vjp.rows(hidden), *check.pulled(hidden)]).max(axis=0)
     log.hidden = (reach > 0) & ~gradient.any(axis=0)
     log.notes += unseen_notes(subject, differences.base, lost, jumps)
-    own: dict[str, Any] = {"covectors": differences.covectors, "gradient": gradient}
-    return dataclasses.replace(check, **own, jump=reach if jumps.any() else None)
+    return dataclasses.replace(check, covectors=differences.covectors, gradient=gradient)
 
 
 def measured(

@@ -31,11 +31,10 @@ class Point:
       xs: the input leaves.
       gradient: the gradient as it was computed; 0 where it is not finite.
       finite: which of its elements are finite.
-      exact: the same rule evaluated in float64, an array or `Beside`; None if it cannot be.
-      reference: plain AD in float64, custom rules stripped; None if it cannot be had.
+      exact: the same rule evaluated in float64, an array or `Beside`; None if it is not finite.
+      reference: plain AD in float64, custom rules stripped; None if it is not finite.
       scale: the scale of each element, a power of two, an array or `Scales`.
       direction: gives the vector of a direction.
-      unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
       around: gives what is known of plain AD's gradient where each element is moved by `NEARBY` of
         its own, or None if it cannot be had.
       rounded: gives how far such roundings move each element of the rule's and of plain AD's.
@@ -48,7 +47,6 @@ class Point:
     reference: Any
     scale: Any
     direction: Callable[[int], np.ndarray]
-    unreferenced: Sequence[int] = ()
     around: Callable[[], NearbySizes | None] = lambda: None
     rounded: Callable[..., Any] = lambda *parts: 0.0
 
@@ -94,11 +92,7 @@ def make_point(
         finite = np.broadcast_to(True, finite.shape)
     else:
         gradient = np.where(finite, gradient, 0.0)
-    if not (exact is None or isinstance(exact, Beside) or np.isfinite(exact).all()):
-        exact = None
-    unreferenced: list[int] = []
-    if reference is not None:
-        reference, unreferenced = _mended(reference, gradient, subject.ranges)
+    exact, reference = _if_finite(exact), _if_finite(reference)
     scale = Scales(xs) if delta is None else np.broadcast_to(delta, gradient.shape[1:])
 
     def direction(row: int) -> np.ndarray:
@@ -107,7 +101,7 @@ def make_point(
             along[where] *= scale[where]
         return along
 
-    return Point(xs, gradient, finite, exact, reference, scale, direction, unreferenced, around)
+    return Point(xs, gradient, finite, exact, reference, scale, direction, around)
 
 
 def _ones(like: Any) -> np.ndarray:
@@ -116,17 +110,9 @@ def _ones(like: Any) -> np.ndarray:
     return ones
 
 
-def _mended(reference: Any, gradient, ranges) -> tuple[Any, list[int]]:
-    if isinstance(reference, Beside):  # it is finite
-        return reference, []
-    bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]
-    unreferenced = [leaf for leaf, is_bad in enumerate(bad) if is_bad]
-    if len(unreferenced) == len(ranges):
-        return None, unreferenced
-    reference = reference.copy() if unreferenced else reference
-    for start, stop in (ranges[leaf] for leaf in unreferenced):
-        reference[:, start:stop] = gradient[:, start:stop]
-    return reference, unreferenced
+def _if_finite(rows: Any) -> Any:
+    """Rows of which all is finite, as is what is kept beside others; else None."""
+    return rows if rows is None or isinstance(rows, Beside) or np.isfinite(rows).all() else None
 
 
 def generator(seed: int, name: str) -> np.random.Generator:

@@ -17,7 +17,6 @@ from clipgrad._check.verdicts import (
     BENT,
     LOST,
     OK,
-    SINGULAR,
     UNSEEN,
     UNSURE,
     VANISHED,
@@ -81,7 +80,7 @@ class Judge:
         float64; None if neither can be had.
       tolerance: how far numbers may be apart.
       delta: an absolute step, to be used as it is; None to extrapolate.
-      excuses: what may be off by more, and how far.
+      excuse: what may be off by more, and how far; None if nothing may.
       unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
       unsettled: how far the value is from where its loops would settle, for each cotangent.
@@ -95,7 +94,7 @@ class Judge:
     reference: Any
     tolerance: Tolerance
     delta: float | None = None
-    excuses: Sequence[Excuse] = ()
+    excuse: Excuse | None = None
     unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
     unsettled: Callable[[], Any] = lambda: 0.0
@@ -234,11 +233,9 @@ def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Findi
     elif mode in ("auto", "reference") and judge.reference is not None:
         found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
         doubtful = doubtful_leaves(judge) if mode == "auto" else set()
-        for leaf in leaves:
-            blocks = BLOCKS if leaf in judge.point.unreferenced else 1
-            if leaf in judge.point.unreferenced or leaf in doubtful:
-                known = [f.indices for f in found if f.leaf == leaf]
-                found += _in_leaf(judge.with_around, leaf, blocks, DENSE[:1], known)
+        for leaf in sorted(doubtful.intersection(leaves)):
+            known = [f.indices for f in found if f.leaf == leaf]
+            found += _in_leaf(judge.with_around, leaf, 1, DENSE[:1], known)
     else:
         blocks = 1 if mode == "fast" else BLOCKS
         found = [f for leaf in leaves for f in _in_leaf(judge.with_around, leaf, blocks, DENSE[:2])]
@@ -485,18 +482,15 @@ def doubtful_leaves(judge: Judge, groups: Any = None) -> set[int]:
 
 
 def _excused(finding: Finding, judge: Judge) -> Finding:
-    """Excuse elements that are off no more than one of the excuses allows them."""
-    verdict = finding.verdict
+    """Excuse elements that are off no more than the excuse allows them."""
+    verdict, excuse = finding.verdict, judge.excuse
+    wrong = (verdict.kind == WRONG) & ~verdict.kink
+    if excuse is None or not wrong.any():
+        return finding
     off = np.abs(verdict.numeric - verdict.analytic)
-    for excuse in judge.excuses if finding.is_wrong else ():
-        wrong = (finding.verdict.kind == WRONG) & ~verdict.kink
-        if not wrong.any():
-            continue
-        allowed = excuse.measure(finding.indices)
-        explained = wrong & (off <= allowed + verdict.error * (excuse.kind == SINGULAR))
-        size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
-        sure = off <= excuse.verified * size
-        if excuse.of_zero and (explained & ~sure).any():  # which costs some runs
-            sure |= judge.is_zero(finding.indices)
-        finding = finding.with_kind(np.where(sure, excuse.kind, LOST), explained)
-    return finding
+    explained = wrong & (off <= excuse.measure(finding.indices))
+    size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
+    sure = off <= excuse.verified * size
+    if excuse.of_zero and (explained & ~sure).any():  # which costs some runs
+        sure |= judge.is_zero(finding.indices)
+    return finding.with_kind(np.where(sure, excuse.kind, LOST), explained)

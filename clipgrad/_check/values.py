@@ -110,7 +110,7 @@ def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     judge = judge if point.exact is None else check.judge_of_formula(point)
     asked = wrong | moved
     apart = [[leaf] for leaf in asked]
-    if not asked.isdisjoint(point.unreferenced) or doubtful_leaves(judge, apart):
+    if doubtful_leaves(judge, apart):
         return "plain AD does not have the slopes of the function"
     for leaf in wrong & moved:
         (start, stop), shape = check.subject.ranges[leaf], point.xs[leaf].shape
