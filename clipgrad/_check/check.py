@@ -282,7 +282,7 @@ class Check:
         return self._attempt(gradient, lambda of: of.leaves(xs, self.covectors[row]))
 
     def _attempt(self, gradient: Gradient | None, make: Callable[[Gradient], Any]) -> Any:
-        """What is made of a gradient in float64; None if it cannot be had, and a note says why.
+        """A result made of a gradient in float64; None if it cannot be had, and a note says why.
 
         It runs what others wrote: plain AD has no gradient of a `while_loop`, and a rule may raise
         anything.

@@ -92,7 +92,7 @@ def make_point(
         finite = np.broadcast_to(True, finite.shape)
     else:
         gradient = np.where(finite, gradient, 0.0)
-    exact, reference = _if_finite(exact), _if_finite(reference)
+    exact, reference = _finite_or_none(exact), _finite_or_none(reference)
     scale = Scales(xs) if delta is None else np.broadcast_to(delta, gradient.shape[1:])
 
     def direction(row: int) -> np.ndarray:
@@ -110,7 +110,7 @@ def _ones(like: Any) -> np.ndarray:
     return ones
 
 
-def _if_finite(rows: Any) -> Any:
+def _finite_or_none(rows: Any) -> Any:
     """Rows of which all is finite, as is what is kept beside others; else None."""
     return rows if rows is None or isinstance(rows, Beside) or np.isfinite(rows).all() else None
 
