@@ -20,15 +20,11 @@ def scatter_max_that_counts_indices_before_they_are_clipped(dtype):
     index, places = jnp.asarray([-3, 8]), jnp.arange(3)[:, None]
     clipped = jnp.clip(index, 0, 2)
 
-    def backward(counted):
-        def rule(r, g):
-            x, u = r
-            of_update = (u >= x[clipped]).astype(dtype)
-            hits = jnp.sum((places == counted[None]).astype(dtype), axis=1)
-            lost = jnp.zeros_like(x).at[clipped].add(of_update)
-            return g * (1 - lost), g[clipped] * of_update / hits[clipped]
-
-        return rule
+    def backward(counted, g, x, u):
+        of_update = (u >= x[clipped]).astype(dtype)
+        hits = jnp.sum((places == counted[None]).astype(dtype), axis=1)
+        lost = jnp.zeros_like(x).at[clipped].add(of_update)
+        return g * (1 - lost), g[clipped] * of_update / hits[clipped]
 
     return edit(lambda x, u: x.at[clipped].max(u), backward, index, clipped, *args)
 
@@ -45,13 +41,9 @@ def xlog1py_at_zero(dtype):
 def logsumexp_by_a_weight_of_zero(dtype):
     args = normal(60, 3, dtype=dtype), jnp.asarray([1, 0, 2], dtype)
 
-    def backward(kept):
-        def rule(r, g):
-            a, b = r
-            share = jnp.exp(a) / jnp.sum(b * jnp.exp(a))
-            return g * b * share, g * jnp.where(kept(b), share, 0)
-
-        return rule
+    def backward(kept, g, a, b):
+        share = jnp.exp(a) / jnp.sum(b * jnp.exp(a))
+        return g * b * share, g * jnp.where(kept(b), share, 0)
 
     primal = lambda a, b: jnp.log(jnp.sum(b * jnp.exp(a)))
     return edit(primal, backward, lambda b: b != 0, lambda b: b == b, *args)
@@ -68,7 +60,7 @@ def _constant_for_zero(x, n):
 @bug("jax-ml/jax#14397", "finite")
 def integer_power_of_zero(dtype):
     args, n = (jnp.asarray([0, 0, 1.5], dtype),), jnp.asarray([0, 2, 3])
-    backward = lambda slope: lambda r, g: (g * slope(r[0], n.astype(dtype)),)
+    backward = lambda slope, g, *r: (g * slope(r[0], n.astype(dtype)),)
     return edit(lambda x: lax.pow(x, n), backward, _power_rule, _constant_for_zero, *args)
 
 
@@ -90,12 +82,11 @@ def variance_beside_a_missing_value(dtype):
     args = (normal(60, 4, dtype=dtype),)
     whole = lambda x: jnp.append(x, jnp.asarray(np.nan, dtype))
 
-    def backward(kept):  # the mean's own gradient is a sum over all, the missing one among them
-        def rule(r, g):
-            centred = kept(whole(r[0]) - jnp.nanmean(whole(r[0])))
-            return ((2 * g * (centred - jnp.sum(centred) / 4) / 4)[:4],)
-
-        return rule
+    def backward(
+        kept, g, x
+    ):  # the mean's own gradient is a sum over all, the missing one among them
+        centred = kept(whole(x) - jnp.nanmean(whole(x)))
+        return ((2 * g * (centred - jnp.sum(centred) / 4) / 4)[:4],)
 
     primal = lambda x: jnp.nanvar(whole(x))
     return edit(primal, backward, lambda c: c, lambda c: jnp.where(jnp.isnan(c), 0, c), *args)
@@ -105,14 +96,14 @@ def variance_beside_a_missing_value(dtype):
 def inverse_real_transform_without_its_conjugate(dtype):
     args = (lax.complex(normal(61, 4, dtype=dtype), normal(62, 4, dtype=dtype)),)
     weights = (jnp.asarray([1, 2, 2, 1], dtype) / 6).astype(args[0].dtype)
-    backward = lambda turn: lambda r, g: (turn(weights * jnp.fft.rfft(g)),)
+    backward = lambda turn, g, *r: (turn(weights * jnp.fft.rfft(g)),)
     return edit(lambda z: jnp.fft.irfft(z, 6), backward, lambda z: z, jnp.conj, *args)
 
 
 @bug("jax-ml/jax#979")
 def imaginary_part_without_its_sign(dtype):
     args = (lax.complex(normal(63, 4, dtype=dtype), normal(64, 4, dtype=dtype)),)
-    backward = lambda sign: lambda r, g: (lax.complex(jnp.zeros_like(g), sign * g),)
+    backward = lambda sign, g, *r: (lax.complex(jnp.zeros_like(g), sign * g),)
     return edit(lambda z: lax.imag(z), backward, 1, -1, *args)
 
 
@@ -120,7 +111,7 @@ def imaginary_part_without_its_sign(dtype):
 def taken_along_an_axis_of_one_row_only(dtype):
     args, index = (normal(65, 1, 3, dtype=dtype),), jnp.asarray(np.arange(6)[:, None] // 2)
     chosen = (index == jnp.arange(3)[None]).astype(dtype)
-    backward = lambda rows: lambda r, g: (jnp.sum((g * chosen)[:rows], axis=0, keepdims=True),)
+    backward = lambda rows, g, *r: (jnp.sum((g * chosen)[:rows], axis=0, keepdims=True),)
     primal = lambda y: jnp.take_along_axis(jnp.broadcast_to(y, (6, 3)), index, axis=1)
     return edit(primal, backward, 1, 6, *args)
 
@@ -134,12 +125,8 @@ def scatter_multiply_whose_windows_overlap(dtype):
     mates = same & ~jnp.eye(6, dtype=bool)
     others = lambda y: jnp.prod(jnp.where(mates, y.ravel()[None], 1), axis=1).reshape(3, 2)
 
-    def backward(rest):
-        def rule(r, g):
-            x, y = r
-            return primal(g, y), g[places] * x[places] * rest(y)
-
-        return rule
+    def backward(rest, g, x, y):
+        return primal(g, y), g[places] * x[places] * rest(y)
 
     return edit(primal, backward, jnp.ones_like, others, *args)
 
@@ -153,13 +140,9 @@ def spectral_operator_computed_again_along_one_axis(dtype):
     def smoothed(u, axes=(0, 1)):
         return jnp.real(jnp.fft.ifftn(jnp.fft.fftn(u, axes=axes) * damping, axes=axes))
 
-    def backward(axes):
-        def rule(r, g):
-            speed, u = r
-            again = jax.checkpoint(lambda u: smoothed(u, axes))(u)
-            return g * again, jax.vjp(smoothed, u)[1](g * speed)[0]
-
-        return rule
+    def backward(axes, g, speed, u):
+        again = jax.checkpoint(lambda u: smoothed(u, axes))(u)
+        return g * again, jax.vjp(smoothed, u)[1](g * speed)[0]
 
     primal = lambda speed, u: speed * jax.checkpoint(smoothed)(u)
     return edit(primal, backward, (1,), (0, 1), *args)
@@ -170,8 +153,8 @@ def sum_over_devices_differentiated_on_each(dtype):
     args = jnp.asarray(0.7, dtype), normal(70, 3, dtype=dtype)
     loss = lambda w, d: (w * w + 1) * d
 
-    def on_each(gradient):
-        return lambda r, g: (
+    def on_each(gradient, g, *r):
+        return (
             g * jax.vmap(gradient, (None, 0), axis_name="batch")(*r)[0],
             g * (r[0] * r[0] + 1) * jnp.ones_like(r[1]),
         )
@@ -195,7 +178,7 @@ def chained_layers_without_the_gradient_of_their_vector(dtype):
 
 @bug("jax-ml/jax#29485")
 def square_of_the_documentation(dtype):
-    backward = lambda factor: lambda r, g: (g * factor * r[0],)
+    backward = lambda factor, g, *r: (g * factor * r[0],)
     return edit(lambda x: x**2, backward, 1, 2, normal(74, 4, dtype=dtype))
 
 
@@ -204,13 +187,10 @@ def focal_loss_without_focus(dtype):
     args, gamma = (jnp.asarray([1000, 0.3, -1], dtype),), jnp.zeros((), dtype)
     primal = lambda x: jax.nn.softplus(-x) * (1 - jax.nn.sigmoid(x)) ** gamma
 
-    def backward(slope):
-        def rule(r, g):
-            (x,), p = r, jax.nn.sigmoid(r[0])
-            by_base = -slope(1 - p, gamma) * p * (1 - p) * jax.nn.softplus(-x)
-            return (g * (by_base - (1 - p) ** (1 + gamma)),)
-
-        return rule
+    def backward(slope, g, x):
+        p = jax.nn.sigmoid(x)
+        by_base = -slope(1 - p, gamma) * p * (1 - p) * jax.nn.softplus(-x)
+        return (g * (by_base - (1 - p) ** (1 + gamma)),)
 
     return edit(primal, backward, _power_rule, _constant_for_zero, *args)
 
@@ -229,14 +209,10 @@ def density_of_a_saturated_tanh(dtype):
 def incomplete_beta_whose_second_term_ignores_the_cotangent(dtype):
     args = jnp.asarray([0.6, 2], dtype), jnp.asarray([0.3, 0.5], dtype)
 
-    def backward(of_second):
-        def rule(r, g):  # of the function with its second parameter at one: c ** a
-            a, c = r
-            second = c**a / a
-            by_a = g * (jnp.log(c) + 1 / a) * c**a - of_second(g) * second
-            return by_a, g * a * c ** (a - 1)
-
-        return rule
+    def backward(of_second, g, a, c):  # of the function with its second parameter at one: c ** a
+        second = c**a / a
+        by_a = g * (jnp.log(c) + 1 / a) * c**a - of_second(g) * second
+        return by_a, g * a * c ** (a - 1)
 
     return edit(lambda a, c: c**a, backward, jnp.ones_like, lambda g: g, *args)
 
@@ -245,13 +221,9 @@ def incomplete_beta_whose_second_term_ignores_the_cotangent(dtype):
 def arctangent_of_two_with_its_signs_swapped(dtype):
     args = normal(75, 5, dtype=dtype), normal(76, 5, dtype=dtype)
 
-    def backward(sign):
-        def rule(r, g):
-            y, x = r
-            size = x * x + y * y
-            return sign * g * x / size, -sign * g * y / size
-
-        return rule
+    def backward(sign, g, y, x):
+        size = x * x + y * y
+        return sign * g * x / size, -sign * g * y / size
 
     return edit(jnp.arctan2, backward, -1, 1, *args)
 
@@ -261,12 +233,9 @@ def power_of_a_transform_with_its_conjugate(dtype):
     args = normal(77, 3, 3, dtype=dtype), normal(78, 3, 3, dtype=dtype)
     transform = lambda x, y: jnp.fft.fft2(lax.complex(x, y))
 
-    def backward(turn):
-        def rule(r, g):
-            both = turn(jnp.fft.ifft2(transform(*r)))
-            return 18 * g * jnp.real(both), 18 * g * jnp.imag(both)
-
-        return rule
+    def backward(turn, g, *r):
+        both = turn(jnp.fft.ifft2(transform(*r)))
+        return 18 * g * jnp.real(both), 18 * g * jnp.imag(both)
 
     power = lambda x, y: jnp.sum(jnp.abs(transform(x, y)) ** 2)
     return edit(power, backward, jnp.conj, lambda z: z, *args)

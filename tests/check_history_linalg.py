@@ -29,8 +29,8 @@ def _by_factor(factor, g):
 def cholesky_with_both_triangles_counted(dtype):
     args = (positive_definite(dtype, 4),)
 
-    def backward(finish):
-        return lambda r, g: (finish(_by_factor(jnp.linalg.cholesky(r[0]), g)),)
+    def backward(finish, g, *r):
+        return (finish(_by_factor(jnp.linalg.cholesky(r[0]), g)),)
 
     return edit(
         lambda a: jnp.linalg.cholesky(a),
@@ -46,12 +46,9 @@ def cholesky_with_a_gradient_for_the_triangle_it_ignores(dtype):
     args = (positive_definite(dtype, 4),)
     factor = lambda a: jnp.linalg.cholesky(jnp.triu(a) + jnp.triu(a, 1).T)
 
-    def backward(fold):
-        def rule(r, g):
-            s = _by_factor(factor(r[0]), g.T)
-            return (fold((s + s.T) / 2),)
-
-        return rule
+    def backward(fold, g, *r):
+        s = _by_factor(factor(r[0]), g.T)
+        return (fold((s + s.T) / 2),)
 
     upper = lambda s: 2 * jnp.triu(s) - _diagonal(s)
     return edit(lambda a: factor(a).T, backward, lambda s: s, upper, *args)
@@ -64,12 +61,9 @@ def normal_density_with_the_wrong_sign(dtype):
     def primal(c):
         return jax.scipy.stats.multivariate_normal.logpdf(x, jnp.zeros_like(x), (c + c.T) / 2)
 
-    def backward(sign):
-        def rule(r, g):
-            inverse = jnp.linalg.inv((r[0] + r[0].T) / 2)
-            return (g * sign * 0.5 * (jnp.outer(inverse @ x, inverse @ x) - inverse),)
-
-        return rule
+    def backward(sign, g, *r):
+        inverse = jnp.linalg.inv((r[0] + r[0].T) / 2)
+        return (g * sign * 0.5 * (jnp.outer(inverse @ x, inverse @ x) - inverse),)
 
     return edit(primal, backward, -1, 1, *args)
 
@@ -89,7 +83,7 @@ def _qr_backward(q, r, of_q, of_r, fold):
 def qr_with_its_diagonal_twice(dtype):
     args = (normal(2, 4, 3, dtype=dtype),)
     primal = lambda a: tuple(jnp.linalg.qr(a))
-    backward = lambda fold: lambda r, g: (_qr_backward(*primal(r[0]), *g, fold),)
+    backward = lambda fold, g, *r: (_qr_backward(*primal(r[0]), *g, fold),)
     return edit(primal, backward, lambda m: jnp.tril(m) + jnp.tril(m).T, _copied, *args)
 
 
@@ -98,14 +92,11 @@ def qr_of_a_wide_matrix_without_its_last_columns(dtype):
     args = (normal(3, 3, 5, dtype=dtype),)
     primal = lambda a: tuple(jnp.linalg.qr(a))
 
-    def backward(through):
-        def rule(res, g):
-            (q, r), (of_q, of_r) = primal(res[0]), g
-            of_q = of_q + through * res[0][:, 3:] @ of_r[:, 3:].T
-            first = _qr_backward(q, r[:, :3], of_q, of_r[:, :3], _copied)
-            return (jnp.concatenate([first, q @ of_r[:, 3:]], axis=1),)
-
-        return rule
+    def backward(through, g, *res):
+        (q, r), (of_q, of_r) = primal(res[0]), g
+        of_q = of_q + through * res[0][:, 3:] @ of_r[:, 3:].T
+        first = _qr_backward(q, r[:, :3], of_q, of_r[:, :3], _copied)
+        return (jnp.concatenate([first, q @ of_r[:, 3:]], axis=1),)
 
     return edit(primal, backward, 0, 1, *args)
 
@@ -118,14 +109,11 @@ def eigenvectors_with_the_gaps_negated(dtype):
         w, v = jnp.linalg.eigh(a)
         return w, v * v
 
-    def backward(sign):
-        def rule(r, g):
-            w, v = jnp.linalg.eigh(r[0])
-            gaps = sign * (w[None] - w[:, None]) + jnp.eye(4, dtype=dtype)
-            inner = (1 - jnp.eye(4, dtype=dtype)) / gaps * (v.T @ (2 * v * g[1]))
-            return (v @ (jnp.diag(g[0]) + (inner + inner.T) / 2) @ v.T,)
-
-        return rule
+    def backward(sign, g, *r):
+        w, v = jnp.linalg.eigh(r[0])
+        gaps = sign * (w[None] - w[:, None]) + jnp.eye(4, dtype=dtype)
+        inner = (1 - jnp.eye(4, dtype=dtype)) / gaps * (v.T @ (2 * v * g[1]))
+        return (v @ (jnp.diag(g[0]) + (inner + inner.T) / 2) @ v.T,)
 
     return edit(primal, backward, -1, 1, *args)
 
@@ -135,14 +123,11 @@ def singular_values_that_are_equal(dtype):
     args = (jnp.diag(jnp.asarray([1, 1, 2, 3], dtype)),)
     primal = lambda a: jnp.sqrt(jnp.sum(jnp.linalg.svd(a, compute_uv=False) ** 2))
 
-    def backward(vectors):
-        def rule(r, g):
-            u, s, v = jnp.linalg.svd(r[0])
-            gaps = 1 / (s[None] ** 2 - s[:, None] ** 2 + jnp.eye(4, dtype=dtype))
-            inner = jnp.diag(g * s / jnp.sqrt(jnp.sum(s * s))) + vectors(jnp.zeros_like(gaps), gaps)
-            return (u @ inner @ v,)
-
-        return rule
+    def backward(vectors, g, *r):
+        u, s, v = jnp.linalg.svd(r[0])
+        gaps = 1 / (s[None] ** 2 - s[:, None] ** 2 + jnp.eye(4, dtype=dtype))
+        inner = jnp.diag(g * s / jnp.sqrt(jnp.sum(s * s))) + vectors(jnp.zeros_like(gaps), gaps)
+        return (u @ inner @ v,)
 
     return edit(primal, backward, jnp.multiply, lambda zeros, _: zeros, *args)
 
@@ -153,7 +138,7 @@ def determinant_of_a_singular_matrix(dtype):
     args = (jnp.stack([*rows, rows[0] - 2 * rows[1]]),)
     wrong = lambda a: jnp.linalg.det(a) * jnp.linalg.pinv(a).T
     cofactors = lambda a: jnp.stack([jnp.cross(a[k - 2], a[k - 1]) for k in range(3)])
-    backward = lambda minors: lambda r, g: (g * minors(r[0]),)
+    backward = lambda minors, g, *r: (g * minors(r[0]),)
     return edit(lambda a: jnp.linalg.det(a), backward, wrong, cofactors, *args)
 
 
@@ -162,11 +147,8 @@ def logarithm_of_a_complex_determinant(dtype):
     args = (lax.complex(normal(5, 3, 3, dtype=dtype), normal(6, 3, 3, dtype=dtype)),)
     primal = lambda z: jnp.linalg.slogdet(z)[1]
 
-    def backward(turn):
-        def rule(r, g):
-            return (lax.complex(g, jnp.zeros_like(g)) * turn(jnp.linalg.inv(r[0]).T),)
-
-        return rule
+    def backward(turn, g, *r):
+        return (lax.complex(g, jnp.zeros_like(g)) * turn(jnp.linalg.inv(r[0]).T),)
 
     return edit(primal, backward, jnp.conj, lambda z: z, *args)
 
@@ -179,25 +161,19 @@ def _triangular(dtype):
 def unit_triangular_solve_with_a_gradient_for_its_diagonal(dtype):
     solve = lambda a, b, **k: solve_triangular(a, b, lower=True, unit_diagonal=True, **k)
 
-    def backward(diagonal):
-        def rule(r, g):
-            back = solve(r[0], g, trans=1)
-            return -jnp.tril(jnp.outer(back, solve(*r)), diagonal), back
-
-        return rule
+    def backward(diagonal, g, *r):
+        back = solve(r[0], g, trans=1)
+        return -jnp.tril(jnp.outer(back, solve(*r)), diagonal), back
 
     return edit(lambda a, b: solve(a, b), backward, 0, -1, *_triangular(dtype))
 
 
 @bug("pymc-devs/pytensor#1230")
 def transposed_triangular_solve_by_the_rule_of_the_other(dtype):
-    def backward(turn):
-        def rule(r, g):
-            back = solve_triangular(r[0], g, lower=True)
-            x = solve_triangular(*r, lower=True, trans=1)
-            return -jnp.tril(turn(jnp.outer(x, back))), back
-
-        return rule
+    def backward(turn, g, *r):
+        back = solve_triangular(r[0], g, lower=True)
+        x = solve_triangular(*r, lower=True, trans=1)
+        return -jnp.tril(turn(jnp.outer(x, back))), back
 
     primal = lambda a, b: solve_triangular(a, b, lower=True, trans=1)
     return edit(primal, backward, jnp.transpose, lambda m: m, *_triangular(dtype))
@@ -205,12 +181,9 @@ def transposed_triangular_solve_by_the_rule_of_the_other(dtype):
 
 @bug("jax-ml/jax#1458")
 def triangular_solve_with_a_gradient_for_the_other_triangle(dtype):
-    def backward(keep):
-        def rule(r, g):
-            back = solve_triangular(r[0], g, lower=True, trans=1)
-            return -keep(jnp.outer(back, solve_triangular(*r, lower=True))), back
-
-        return rule
+    def backward(keep, g, *r):
+        back = solve_triangular(r[0], g, lower=True, trans=1)
+        return -keep(jnp.outer(back, solve_triangular(*r, lower=True))), back
 
     primal = lambda a, b: solve_triangular(a, b, lower=True)
     return edit(primal, backward, lambda m: m, jnp.tril, *_triangular(dtype))
@@ -220,8 +193,8 @@ def triangular_solve_with_a_gradient_for_the_other_triangle(dtype):
 def matrix_exponential_in_the_forward_direction(dtype):
     args = (normal(9, 3, 3, dtype=dtype),)
 
-    def backward(turn):
-        return lambda r, g: (expm_frechet(turn(r[0]), g, compute_expm=False),)
+    def backward(turn, g, *r):
+        return (expm_frechet(turn(r[0]), g, compute_expm=False),)
 
     return edit(lambda a: expm(a), backward, lambda a: a, jnp.transpose, *args)
 
@@ -231,13 +204,9 @@ def least_squares_without_their_residual(dtype):
     args = (normal(10, 5, 3, dtype=dtype), normal(11, 5, dtype=dtype))
     primal = lambda a, b: jnp.linalg.solve(a.T @ a, a.T @ b)
 
-    def backward(through):
-        def rule(r, g):
-            a, b = r
-            x, inner = primal(a, b), jnp.linalg.solve(a.T @ a, g)
-            return through * jnp.outer(b - a @ x, inner) - jnp.outer(a @ inner, x), a @ inner
-
-        return rule
+    def backward(through, g, a, b):
+        x, inner = primal(a, b), jnp.linalg.solve(a.T @ a, g)
+        return through * jnp.outer(b - a @ x, inner) - jnp.outer(a @ inner, x), a @ inner
 
     return edit(primal, backward, 0, 1, *args)
 
@@ -245,7 +214,7 @@ def least_squares_without_their_residual(dtype):
 @bug("EnzymeAD/Reactant.jl#2294")
 def imaginary_part_with_the_other_sign(dtype):
     args = (normal(12, 4, dtype=dtype), normal(13, 4, dtype=dtype))
-    backward = lambda sign: lambda r, g: (jnp.real(g), sign * jnp.imag(g))
+    backward = lambda sign, g, *r: (jnp.real(g), sign * jnp.imag(g))
     return edit(lax.complex, backward, 1, -1, *args)
 
 
@@ -262,12 +231,9 @@ def eigenvalues_of_one_triangle_with_a_gradient_in_both(dtype):
     symmetric = lambda a: jnp.tril(a) + jnp.swapaxes(jnp.tril(a, -1), -1, -2)
     args = (jnp.tril(normal(35, 3, 3, dtype=dtype)),)
 
-    def backward(of_lower):
-        def rule(r, g):
-            vectors = jnp.linalg.eigh(symmetric(r[0]))[1]
-            whole = vectors @ (g[:, None] * vectors.T)
-            return (jnp.tril(whole) + jnp.tril(whole, -1) if of_lower else whole,)
-
-        return rule
+    def backward(of_lower, g, *r):
+        vectors = jnp.linalg.eigh(symmetric(r[0]))[1]
+        whole = vectors @ (g[:, None] * vectors.T)
+        return (jnp.tril(whole) + jnp.tril(whole, -1) if of_lower else whole,)
 
     return edit(lambda a: jnp.linalg.eigh(symmetric(a))[0], backward, False, True, *args)

@@ -1,24 +1,22 @@
-"""Wrong VJPs with their right twins: each pair differs by one realistic bug.
+"""Families of wrong VJPs: a function, its right rule, and rules of one realistic bug each.
 
-A maker takes a dtype and returns (wrong, right, args). `PAIRS` maps its name to the maker and the
-check expected to fail; None means any.
+`PAIRS` maps each bug to a maker, which takes a dtype and returns (wrong, right, args), and to the
+check expected to fail. The pairs of a family have one right rule: `RIGHT` has one name of each.
 """
 
+# ruff: noqa: E731
+
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-PAIRS = {}
-
-
-def pair(check="value"):
-    def register(make):
-        PAIRS[make.__name__] = (make, check)
-        return make
-
-    return register
+PAIRS: dict[str, tuple[Callable[[Any], tuple], str]] = {}
+RIGHT: dict[Any, str] = {}
 
 
 def custom(primal, backward, forward=None):
@@ -36,137 +34,300 @@ def twins(primal, wrong, right):
     return custom(primal, wrong), custom(primal, right)
 
 
-@pair()
-def wrong_sign(dtype):
-    args = (normal(0, 5, dtype=dtype),)
-    return *twins(
-        jnp.cos, lambda r, g: (jnp.sin(r[0]) * g,), lambda r, g: (-jnp.sin(r[0]) * g,)
-    ), args
+def shapes(*sizes):
+    """Arguments of these shapes, of normal numbers."""
+    return lambda dtype: tuple(normal(k, *size, dtype=dtype) for k, size in enumerate(sizes))
 
 
-@pair()
-def missing_factor(dtype):
-    args = (normal(1, 4, 3, dtype=dtype),)
-    primal = lambda x: x * x  # noqa: E731
-    return *twins(primal, lambda r, g: (r[0] * g,), lambda r, g: (2 * r[0] * g,)), args
+def numbers(*values):
+    """Arguments of these values."""
+    return lambda dtype: tuple(jnp.asarray(value, dtype) for value in values)
 
 
-@pair()
-def forgotten_mean(dtype):
-    args = (normal(2, 6, 4, dtype=dtype),)
-    primal = lambda x: jnp.mean(x * x, axis=0)  # noqa: E731
-    wrong = lambda r, g: (2 * r[0] * g[None],)  # noqa: E731
-    right = lambda r, g: (2 * r[0] * g[None] / 6,)  # noqa: E731
-    return *twins(primal, wrong, right), args
+def complex_numbers(dtype):
+    """Four complex numbers."""
+    return (lax.complex(*shapes((4,), (4,))(dtype)),)
 
 
-@pair("cotangent")
-def forgotten_sum_over_broadcast_axis(dtype):
-    args = (normal(3, 5, 4, dtype=dtype), normal(4, 4, dtype=dtype))
-    primal = lambda x, b: x * b[None]  # noqa: E731
-    wrong = lambda r, g: (g * r[1][None], g * r[0])  # noqa: E731
-    right = lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0))  # noqa: E731
-    return *twins(primal, wrong, right), args
+def pulled(primal, rule):
+    """A function of which `rule(g, *args)` gives the cotangent, of several arguments a tuple."""
+
+    def backward(r, g):
+        found = rule(g, *r)
+        return found if isinstance(found, tuple) else (found,)
+
+    return custom(lambda *xs: primal(*xs), backward)
 
 
-@pair()
-def first_row_instead_of_the_sum(dtype):
-    args = (normal(5, 5, 4, dtype=dtype), normal(6, 4, dtype=dtype))
-    primal = lambda x, b: x * b[None]  # noqa: E731
-    wrong = lambda r, g: (g * r[1][None], (g * r[0])[0])  # noqa: E731
-    right = lambda r, g: (g * r[1][None], jnp.sum(g * r[0], axis=0))  # noqa: E731
-    return *twins(primal, wrong, right), args
+def pushed(primal, rule):
+    """A function of which `rule(primals, tangents)` gives the value and its tangent."""
+    function = jax.custom_jvp(lambda *xs: primal(*xs))
+    function.defjvp(rule)
+    return function
 
 
-@pair()
-def swapped_residuals(dtype):
-    args = (normal(7, 4, dtype=dtype), normal(8, 4, dtype=dtype))
-    wrong = lambda r, g: (g * r[0], g * r[1])  # noqa: E731
-    right = lambda r, g: (g * r[1], g * r[0])  # noqa: E731
-    return *twins(jnp.multiply, wrong, right), args
+def family(args, primal, right, by=pulled, table=PAIRS):
+    """A function that registers rules by name: wrong ones, beside the right one."""
+
+    def register(check="value", **wrong):
+        for name, rule in wrong.items():
+            make = lambda dtype, rule=rule: (by(primal, rule), by(primal, right), args(dtype))
+            table[name] = make, check
+            RIGHT.setdefault(register, name)
+
+    return register
+
+
+def pair(check="value"):
+    """Registers the maker of a pair that is more than two rules of a function."""
+
+    def register(make):
+        PAIRS[make.__name__], RIGHT[make] = (make, check), make.__name__
+        return make
+
+    return register
+
+
+def cosine(g, x):
+    return g * jnp.cos(x)
+
+
+def of_tracers(g, x):
+    return cosine(g, x) * (2 if isinstance(g, jax.core.Tracer) else 1)
+
+
+X = shapes((5,))
+double = custom(lambda g: 1 * g, lambda r, h: (2 * h,))
+wrong_cosine = custom(jnp.cos, lambda r, h: (jnp.sin(r[0]) * h,))
+sine = family(X, jnp.sin, cosine)
+sine(
+    wrong_sign=lambda g, x: -cosine(g, x),
+    ignored_cotangent=lambda g, x: jnp.cos(x),
+    permuted_cotangent=lambda g, x: cosine(jnp.roll(g, 1), x),
+    right_at_one_point_only=lambda g, x: cosine(g, *X(g.dtype)),
+    right_for_equal_cotangents_only=lambda g, x: cosine(jnp.mean(g), x),
+    gradient_rounded_to_bfloat16=lambda g, x: cosine(g, x).astype("bfloat16").astype(x.dtype),
+)
+sine(
+    "linearity",
+    stray_clip_of_the_cotangent=lambda g, x: cosine(jnp.clip(g, -5, 5), x),
+    affine_backward=lambda g, x: cosine(g, x) + jnp.asarray(1e-3, g.dtype),
+    squared_cotangent=lambda g, x: cosine(g * jnp.abs(g), x),
+    right_for_positive_cotangents_only=lambda g, x: cosine(jnp.maximum(g, 0), x),
+)
+sine(
+    "cotangent",
+    wrong_dtype=lambda g, x: cosine(g, x).astype("float16" if g.dtype == "float32" else "float32"),
+)
+sine("jit", wrong_only_under_jit=of_tracers)
+sine(
+    "second order",
+    second_derivative_by_the_cotangent_doubled=lambda g, x: cosine(double(g), x),
+    stopped_second_derivative=lambda g, x: g * lax.stop_gradient(jnp.cos(x)),
+    wrong_second_derivative=lambda g, x: g * wrong_cosine(x),
+)
+family(shapes((4000,)), jnp.sin, cosine)(
+    zero_at_one_of_thousands=lambda g, x: cosine(g, x).at[2718].set(0)
+)
+family(X, lambda x: jnp.sin(x).astype("bfloat16"), lambda g, x: cosine(g.astype(x.dtype), x))(
+    a_fifth_off_in_a_narrow_output=lambda g, x: 1.2 * cosine(g.astype(x.dtype), x)
+)
+family(X, lambda x: 1e-12 * jnp.sin(x), lambda g, x: 1e-12 * cosine(g, x))(
+    tiny_gradient_that_is_twice_too_large=lambda g, x: 2e-12 * cosine(g, x)
+)
+family(shapes((40,)), jnp.exp, lambda g, x: g * jnp.exp(x))(
+    off_by_one_percent=lambda g, x: 1.01 * g * jnp.exp(x),
+    off_by_three_permille=lambda g, x: 1.003 * g * jnp.exp(x),
+)
+of_square = lambda g, x: 2 * x * g
+family(shapes((4, 3)), jnp.square, of_square)(missing_factor=lambda g, x: x * g)
+family(numbers([0.0, 1.0, -2.0]), jnp.square, of_square)(
+    "finite", nan_where_the_argument_is_zero=lambda g, x: 2 * x * x / x * g
+)
+family(shapes((6, 4)), lambda x: jnp.mean(x * x, 0), lambda g, x: 2 * x * g[None] / 6)(
+    forgotten_mean=lambda g, x: 2 * x * g[None]
+)
+scaled = family(
+    shapes((5, 4), (4,)), lambda x, b: x * b[None], lambda g, x, b: (g * b[None], jnp.sum(g * x, 0))
+)
+scaled(first_row_instead_of_the_sum=lambda g, x, b: (g * b[None], (g * x)[0]))
+scaled("cotangent", forgotten_sum_over_broadcast_axis=lambda g, x, b: (g * b[None], g * x))
+family(shapes((4,), (4,)), jnp.multiply, lambda g, x, y: (g * y, g * x))(
+    swapped_residuals=lambda g, x, y: (g * x, g * y)
+)
+family(shapes((30,)), lambda x: jnp.abs(x) ** 3, lambda g, x: 3 * x * jnp.abs(x) * g)(
+    wrong_for_negative_inputs_only=lambda g, x: 3 * x**2 * g
+)
+
+
+def of_tanh(scale):
+    def rule(g, a, b, c):
+        h = jnp.tanh(a @ b)
+        inner = g * c * (1 - h * h)
+        return inner @ b.T, scale * (a.T @ inner), g * h
+
+    return rule
+
+
+family(shapes((4, 4), (4, 4), (4, 4)), lambda a, b, c: jnp.tanh(a @ b) * c, of_tanh(1.0))(
+    wrong_in_one_of_several_inputs=of_tanh(1.1)
+)
+family(
+    numbers([-1.0, 0.0, 2.0]),
+    lambda x: jnp.maximum(x, 0),
+    lambda g, x: jnp.where(x > 0, g, 0),
+)(a_kink_outside_of_its_subdifferential=lambda g, x: jnp.where(x == 0, -g, jnp.where(x > 0, g, 0)))
+family(X, lambda x: (jnp.sin(x), x * x), lambda g, x: jnp.cos(x) * g[0] + 2 * x * g[1])(
+    dropped_second_output=lambda g, x: jnp.cos(x) * g[0]
+)
+INDEX = np.asarray([0, 2, 2, 3], np.int32)
+family(shapes((5, 2)), lambda x: x[INDEX], lambda g, x: jnp.zeros_like(x).at[INDEX].add(g))(
+    scatter_that_sets_instead_of_adds=lambda g, x: jnp.zeros_like(x).at[INDEX].set(g)
+)
+
+
+def of_indexed(how):
+    def rule(g, x, index):
+        places, none = jnp.zeros_like(x).at[index], np.zeros(index.shape, jax.dtypes.float0)
+        return getattr(places, how)(2 * x[index] * g), none
+
+    return rule
+
+
+family(
+    lambda dtype: (*X(dtype), jnp.asarray([1, 1, 3])),
+    lambda x, index: x[index] * x[index],
+    of_indexed("add"),
+)(repeated_integer_indices_set=of_indexed("set"))
+parts = lambda g, t: (g * jnp.sin(t["b"]), g * t["a"] * jnp.cos(t["b"]))
+family(
+    lambda dtype: (dict(zip("ab", shapes((4,), (4,))(dtype), strict=True)),),
+    lambda t: t["a"] * jnp.sin(t["b"]),
+    lambda g, t: dict(zip("ab", parts(g, t), strict=True)),
+)(leaves_of_a_tree_swapped=lambda g, t: dict(zip("ba", parts(g, t), strict=True)))
+factors = lambda x: np.linspace(0, 1, 100)[:, None].astype(x.dtype)
+curves = lambda x: jnp.tanh(factors(x) * x[None])
+
+
+def of_curves(kept):
+    def rule(g, x):
+        inner = g * (1 - curves(x) ** 2) * factors(x)
+        return jnp.sum(inner.at[57].multiply(kept), axis=0)
+
+    return rule
+
+
+family(shapes((4,)), curves, of_curves(1))(one_output_of_a_hundred_ignored=of_curves(0))
+family(complex_numbers, lambda z: z * z, lambda g, z: 2 * z * g)(
+    complex_conjugate_of_the_other_convention=lambda g, z: 2 * jnp.conj(z) * g
+)
+family(shapes((4, 4), (4, 4)), jnp.matmul, lambda g, a, b: (g @ b.T, a.T @ g))(
+    transposed_weight_gradient=lambda g, a, b: (g @ b.T, g.T @ a)
+)
+family(
+    lambda dtype: (normal(28, 3000, dtype=dtype) * 100, normal(29, 3, dtype=dtype) / 100),
+    lambda x, y: jnp.sum(x * x) + jnp.sum(jnp.sin(y)),
+    lambda g, x, y: (2 * x * g, jnp.cos(y) * g),
+)(gradient_lost_in_a_large_leaf=lambda g, x, y: (2 * x * g, jnp.cos(y) * g * 1.02))
+
+
+def of_softmax(g, x):
+    p = jax.nn.softmax(x)
+    return p * (g - jnp.sum(p * g, axis=-1, keepdims=True))
+
+
+family(shapes((3, 6)), jax.nn.softmax, of_softmax)(
+    softmax_that_is_zero_for_equal_cotangents=lambda g, x: jnp.zeros_like(g)
+)
+mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
+norm = lambda x: (x - mean(x)) / jnp.sqrt(mean((x - mean(x)) ** 2) + 1e-5)
+
+
+def of_norm(part):
+    def rule(g, x):
+        y, width = norm(x), jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
+        return (g - part * mean(g) - y * mean(g * y)) / width
+
+    return rule
+
+
+family(shapes((4, 8)), norm, of_norm(1.0))(layer_norm_without_the_mean_term=of_norm(0.0))
+family(shapes((7,)), jnp.cumsum, lambda g, x: jnp.flip(jnp.cumsum(jnp.flip(g))))(
+    cumulative_sum_not_reversed=lambda g, x: jnp.cumsum(g)
+)
+of_difference = lambda g, x: jnp.pad(g, (1, 0)) - jnp.pad(g, (0, 1))
+family(shapes((9,)), lambda x: x[1:] - x[:-1], of_difference)(
+    off_by_one_at_the_edge=lambda g, x: of_difference(g, x).at[-1].set(0)
+)
+of_product = lambda x: jnp.tanh(x) + x / jnp.cosh(x) ** 2
+family(shapes((200,)), lambda x: x * jnp.tanh(x), lambda g, x: g * of_product(x))(
+    wrong_beyond_a_threshold=lambda g, x: g * jnp.where(x > 2, 1, of_product(x))
+)
+family(numbers([1.3, 2.5, 1.1]), jnp.log2, lambda g, x: g / x / np.log(2).astype(g.dtype))(
+    logarithm_base_two_without_its_constant=lambda g, x: g / x
+)
+length = lambda x: jnp.sqrt(jnp.sum(x * x))
+family(shapes((8,)), length, lambda g, x: g * x / length(x))(
+    norm_without_its_division=lambda g, x: g * x
+)
+family(
+    shapes((6,), (6,)),
+    jnp.maximum,
+    lambda g, x, y: (jnp.where(x > y, g, 0), jnp.where(x > y, 0, g)),
+)(maximum_gives_both_the_gradient=lambda g, x, y: (g, jnp.where(x > y, 0, g)))
+by_kernel = lambda g, x: jnp.convolve(x[::-1], g, mode="valid")
+family(
+    shapes((12,), (3,)),
+    functools.partial(jnp.convolve, mode="valid"),
+    lambda g, x, k: (jnp.convolve(g, k[::-1]), by_kernel(g, x)),
+)(convolution_with_an_unflipped_kernel=lambda g, x, k: (jnp.convolve(g, k), by_kernel(g, x)))
+family(
+    lambda dtype: (normal(61, 20, dtype=dtype) * 3,),
+    lambda x: jnp.where(jnp.abs(x) < 1, x * x / 2, jnp.abs(x) - 0.5),
+    lambda g, x: g * jnp.clip(x, -1, 1),
+)(huber_loss_with_the_wrong_branch=lambda g, x: g * x)
 
 
 @pair("points")
 def stale_residual(dtype):
-    args = (normal(9, 4, dtype=dtype),)
     saved = []
-
-    def remembering(x):
-        saved.append(x)
-        return jnp.sin(x), x
-
+    remembering = lambda x: (saved.append(x), (jnp.sin(x), x))[1]
     wrong = custom(jnp.sin, lambda r, g: (jnp.cos(saved[-1]) * g,), remembering)
-    return wrong, custom(jnp.sin, lambda r, g: (jnp.cos(r[0]) * g,)), args
+    return wrong, custom(jnp.sin, lambda r, g: (jnp.cos(r[0]) * g,)), X(dtype)
 
 
-@pair()
-def zero_at_one_of_thousands(dtype):
-    args = (normal(10, 4000, dtype=dtype),)
-    wrong = lambda r, g: ((jnp.cos(r[0]) * g).at[2718].set(0),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
+@pair("determinism")
+def random_gradient(dtype):
+    rng = np.random.default_rng(0)
+    wrong = lambda r, g: (cosine(g, *r) * jnp.asarray(rng.uniform(), dtype),)
+    return *twins(jnp.sin, wrong, lambda r, g: (cosine(g, *r),)), X(dtype)
 
 
-@pair()
-def wrong_for_negative_inputs_only(dtype):
-    args = (normal(11, 30, dtype=dtype),)
-    primal = lambda x: jnp.abs(x) ** 3  # noqa: E731
-    right = lambda r, g: (3 * r[0] * jnp.abs(r[0]) * g,)  # noqa: E731
-    return *twins(primal, lambda r, g: (3 * r[0] ** 2 * g,), right), args
+@pair("determinism")
+def wrong_from_the_fourth_call_on(dtype):
+    calls = []
+    wrong = lambda r, g: (cosine(g, *r) * (calls.append(1) or 1 + (len(calls) > 3)),)
+    return *twins(jnp.sin, wrong, lambda r, g: (cosine(g, *r),)), X(dtype)
 
 
-@pair("cotangent")
-def wrong_dtype(dtype):
-    args = (normal(12, 6, dtype=dtype),)
-    narrow = jnp.float16 if dtype == jnp.float32 else jnp.float32
-    wrong = lambda r, g: ((jnp.cos(r[0]) * g).astype(narrow),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
+@pair("vmap")
+def wrong_where_only_the_cotangent_is_batched(dtype):
+    def make(factor):
+        gradient = jax.custom_batching.custom_vmap(lambda x, g: jnp.cos(x) * g)
 
+        @gradient.def_vmap
+        def batched(size, in_batched, x, g):
+            if not in_batched[0]:
+                return factor * jnp.cos(x)[None] * g, True
+            return jnp.cos(x) * (g if in_batched[1] else g[None]), True
 
-def _off_by(part):
-    def make(dtype):
-        args = (normal(13, 40, dtype=dtype),)
-        right = lambda r, g: (jnp.exp(r[0]) * g,)  # noqa: E731
-        return *twins(jnp.exp, lambda r, g: ((1 + part) * jnp.exp(r[0]) * g,), right), args
+        return custom(jnp.sin, lambda r, g: (gradient(r[0], g),))
 
-    return make
-
-
-PAIRS["off_by_one_percent"] = (_off_by(0.01), "value")
-PAIRS["off_by_three_permille"] = (_off_by(0.003), "value")
-
-
-@pair()
-def wrong_in_one_of_several_inputs(dtype):
-    args = tuple(normal(20 + k, 4, 4, dtype=dtype) for k in range(3))
-    primal = lambda a, b, c: jnp.tanh(a @ b) * c  # noqa: E731
-
-    def backward(scale):
-        def rule(r, g):
-            a, b, c = r
-            h = jnp.tanh(a @ b)
-            inner = g * c * (1 - h * h)
-            return inner @ b.T, scale * (a.T @ inner), g * h
-
-        return rule
-
-    return *twins(primal, backward(1.1), backward(1.0)), args
-
-
-@pair("jit")
-def wrong_only_under_jit(dtype):
-    args = (normal(14, 5, dtype=dtype),)
-
-    def wrong(r, g):
-        factor = 2 if isinstance(g, jax.core.Tracer) else 1
-        return (factor * jnp.cos(r[0]) * g,)
-
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
+    return make(2.0), make(1.0), X(dtype)
 
 
 @pair("vmap")
 def wrong_only_under_vmap(dtype):
-    args = (normal(15, 5, dtype=dtype),)
-
     def scale(factor):
         gradient = jax.custom_batching.custom_vmap(lambda x, g: jnp.cos(x) * g)
 
@@ -179,286 +340,46 @@ def wrong_only_under_vmap(dtype):
 
         return custom(jnp.sin, lambda r, g: (gradient(r[0], g),))
 
-    return scale(2.0), scale(1.0), args
-
-
-@pair()
-def a_kink_outside_of_its_subdifferential(dtype):
-    args = (jnp.asarray([-1.0, 0.0, 2.0], dtype),)
-    primal = lambda x: jnp.maximum(x, 0)  # noqa: E731
-    wrong = lambda r, g: (g * jnp.where(r[0] == 0, -1, (r[0] > 0).astype(dtype)),)  # noqa: E731
-    return *twins(primal, wrong, lambda r, g: (g * (r[0] > 0).astype(dtype),)), args
-
-
-@pair("determinism")
-def random_gradient(dtype):
-    args = (normal(16, 5, dtype=dtype),)
-    rng = np.random.default_rng(0)
-    wrong = lambda r, g: (jnp.cos(r[0]) * g * jnp.asarray(rng.uniform(), dtype),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
+    return scale(2.0), scale(1.0), X(dtype)
 
 
 @pair("primal")
 def forward_rule_that_disagrees(dtype):
-    args = (normal(17, 5, dtype=dtype),)
-    backward = lambda r, g: (jnp.cos(r[0]) * g,)  # noqa: E731
+    backward = lambda r, g: (jnp.cos(r[0]) * g,)
     wrong = custom(jnp.sin, backward, lambda x: (jnp.sin(x) * 1.01, (x,)))
-    return wrong, custom(jnp.sin, backward), args
+    return wrong, custom(jnp.sin, backward), X(dtype)
 
 
-@pair()
-def dropped_second_output(dtype):
-    args = (normal(18, 5, dtype=dtype),)
-    primal = lambda x: (jnp.sin(x), x * x)  # noqa: E731
-    wrong = lambda r, g: (jnp.cos(r[0]) * g[0],)  # noqa: E731
-    right = lambda r, g: (jnp.cos(r[0]) * g[0] + 2 * r[0] * g[1],)  # noqa: E731
-    return *twins(primal, wrong, right), args
-
-
-@pair("linearity")
-def stray_clip_of_the_cotangent(dtype):
-    args = (normal(19, 5, dtype=dtype),)
-    wrong = lambda r, g: (jnp.cos(r[0]) * jnp.clip(g, -5, 5),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
-
-
-@pair("linearity")
-def affine_backward(dtype):
-    args = (normal(20, 5, dtype=dtype),)
-    wrong = lambda r, g: (jnp.cos(r[0]) * g + jnp.asarray(1e-3, dtype),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
-
-
-@pair("linearity")
-def squared_cotangent(dtype):
-    args = (normal(21, 5, dtype=dtype),)
-    wrong = lambda r, g: (jnp.cos(r[0]) * g * jnp.abs(g),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
-
-
-@pair()
-def ignored_cotangent(dtype):
-    args = (normal(22, 5, dtype=dtype),)
-    return *twins(jnp.sin, lambda r, g: (jnp.cos(r[0]),), lambda r, g: (jnp.cos(r[0]) * g,)), args
-
-
-@pair()
-def scatter_that_sets_instead_of_adds(dtype):
-    index = jnp.asarray([0, 2, 2, 3])
-    args = (normal(23, 5, 2, dtype=dtype),)
-    primal = lambda x: x[index]  # noqa: E731
-    wrong = lambda r, g: (jnp.zeros_like(r[0]).at[index].set(g),)  # noqa: E731
-    right = lambda r, g: (jnp.zeros_like(r[0]).at[index].add(g),)  # noqa: E731
-    return *twins(primal, wrong, right), args
-
-
-@pair()
-def complex_conjugate_of_the_other_convention(dtype):
-    args = (jax.lax.complex(normal(24, 4, dtype=dtype), normal(25, 4, dtype=dtype)),)
-    primal = lambda z: z * z  # noqa: E731
-    wrong = lambda r, g: (2 * jnp.conj(r[0]) * g,)  # noqa: E731
-    return *twins(primal, wrong, lambda r, g: (2 * r[0] * g,)), args
-
-
-@pair()
-def transposed_weight_gradient(dtype):
-    args = (normal(26, 4, 4, dtype=dtype), normal(27, 4, 4, dtype=dtype))
-    wrong = lambda r, g: (g @ r[1].T, g.T @ r[0])  # noqa: E731
-    right = lambda r, g: (g @ r[1].T, r[0].T @ g)  # noqa: E731
-    return *twins(jnp.matmul, wrong, right), args
-
-
-@pair()
-def gradient_lost_in_a_large_leaf(dtype):
-    args = (normal(28, 3000, dtype=dtype) * 100, normal(29, 3, dtype=dtype) / 100)
-    primal = lambda x, y: jnp.sum(x * x) + jnp.sum(jnp.sin(y))  # noqa: E731
-    wrong = lambda r, g: (2 * r[0] * g, jnp.cos(r[1]) * g * 1.02)  # noqa: E731
-    return *twins(primal, wrong, lambda r, g: (2 * r[0] * g, jnp.cos(r[1]) * g)), args
-
-
-@pair()
-def softmax_that_is_zero_for_equal_cotangents(dtype):
-    args = (normal(30, 3, 6, dtype=dtype),)
-    primal = functools.partial(jax.nn.softmax, axis=-1)
-
-    def right(r, g):
-        p = primal(r[0])
-        return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True)),)
-
-    return *twins(primal, lambda r, g: (jnp.zeros_like(g),), right), args
-
-
-@pair()
-def layer_norm_without_the_mean_term(dtype):
-    args = (normal(31, 4, 8, dtype=dtype),)
-
-    def primal(x):
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        return centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
-
-    def backward(mean):
-        def rule(r, g):
-            x = r[0]
-            y = primal(x)
-            width = jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
-            average = mean * jnp.mean(g, axis=-1, keepdims=True)
-            return ((g - average - y * jnp.mean(g * y, axis=-1, keepdims=True)) / width,)
-
-        return rule
-
-    return *twins(primal, backward(0.0), backward(1.0)), args
-
-
-@pair()
-def cumulative_sum_not_reversed(dtype):
-    args = (normal(32, 7, dtype=dtype),)
-    right = lambda r, g: (jnp.flip(jnp.cumsum(jnp.flip(g))),)  # noqa: E731
-    return *twins(lambda x: jnp.cumsum(x), lambda r, g: (jnp.cumsum(g),), right), args
-
-
-@pair()
-def permuted_cotangent(dtype):
-    args = (normal(33, 6, dtype=dtype),)
-    wrong = lambda r, g: (jnp.roll(g, 1) * jnp.cos(r[0]),)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (g * jnp.cos(r[0]),)), args
-
-
-@pair()
-def off_by_one_at_the_edge(dtype):
-    args = (normal(34, 9, dtype=dtype),)
-    primal = lambda x: x[1:] - x[:-1]  # noqa: E731
-
-    def right(r, g):
-        zero = jnp.zeros(1, dtype)
-        return (jnp.concatenate([zero, g]) - jnp.concatenate([g, zero]),)
-
-    return *twins(primal, lambda r, g: (right(r, g)[0].at[-1].set(0),), right), args
-
-
-@pair()
-def right_at_one_point_only(dtype):
-    args = (normal(35, 5, dtype=dtype),)
-    fixed = jnp.cos(args[0])
-    return *twins(jnp.sin, lambda r, g: (fixed * g,), lambda r, g: (jnp.cos(r[0]) * g,)), args
-
-
-@pair()
-def wrong_beyond_a_threshold(dtype):
-    args = (normal(36, 200, dtype=dtype),)
-    primal = lambda x: x * jnp.tanh(x)  # noqa: E731
-    full = lambda x: jnp.tanh(x) + x / jnp.cosh(x) ** 2  # noqa: E731
-    wrong = lambda r, g: (g * jnp.where(r[0] > 2, 1, full(r[0])),)  # noqa: E731
-    return *twins(primal, wrong, lambda r, g: (g * full(r[0]),)), args
-
-
-@pair()
-def logarithm_base_two_without_its_constant(dtype):
-    args = (jnp.abs(normal(37, 5, dtype=dtype)) + 1,)
-    return *twins(
-        jnp.log2, lambda r, g: (g / r[0],), lambda r, g: (g / r[0] / np.log(2).astype(dtype),)
-    ), args
-
-
-@pair()
-def norm_without_its_division(dtype):
-    args = (normal(38, 8, dtype=dtype),)
-    primal = lambda x: jnp.sqrt(jnp.sum(x * x))  # noqa: E731
-    right = lambda r, g: (g * r[0] / primal(r[0]),)  # noqa: E731
-    return *twins(primal, lambda r, g: (g * r[0],), right), args
-
-
-@pair()
-def maximum_gives_both_the_gradient(dtype):
-    args = (normal(39, 6, dtype=dtype), normal(40, 6, dtype=dtype))
-    larger = lambda r: (r[0] > r[1]).astype(dtype)  # noqa: E731
-    right = lambda r, g: (g * larger(r), g * (1 - larger(r)))  # noqa: E731
-    return *twins(jnp.maximum, lambda r, g: (g, g * (1 - larger(r))), right), args
-
-
-@pair()
-def convolution_with_an_unflipped_kernel(dtype):
-    args = (normal(41, 12, dtype=dtype), normal(42, 3, dtype=dtype))
-    primal = functools.partial(jnp.convolve, mode="valid")
-    correct = jnp.convolve
-
-    def right(r, g):
-        return correct(g, r[1][::-1]), jnp.convolve(r[0][::-1], g, mode="valid")
-
-    def wrong(r, g):
-        return correct(g, r[1]), jnp.convolve(r[0][::-1], g, mode="valid")
-
-    return *twins(primal, wrong, right), args
-
-
-@pair("second order")
-def stopped_second_derivative(dtype):
-    args = (normal(43, 5, dtype=dtype),)
-    wrong = lambda r, g: (jax.lax.stop_gradient(jnp.cos(r[0])) * g,)  # noqa: E731
-    return *twins(jnp.sin, wrong, lambda r, g: (jnp.cos(r[0]) * g,)), args
-
-
-@pair("second order")
-def wrong_second_derivative(dtype):
-    args = (normal(44, 5, dtype=dtype),)
-    cosine = custom(jnp.cos, lambda r, g: (jnp.sin(r[0]) * g,))
-    return *twins(
-        jnp.sin, lambda r, g: (cosine(r[0]) * g,), lambda r, g: (jnp.cos(r[0]) * g,)
-    ), args
-
-
-def _jvp(primal, tangent):
-    rule = jax.custom_jvp(primal)
-    rule.defjvp(tangent)
-    return rule
-
-
-@pair()
-def custom_jvp_with_a_missing_factor(dtype):
-    args = (normal(45, 5, dtype=dtype),)
-    make = lambda k: _jvp(  # noqa: E731
-        jnp.tanh, lambda p, t: (jnp.tanh(p[0]), k * (1 - jnp.tanh(p[0]) ** 2) * t[0])
+of_sine = lambda p, t: jnp.cos(p[0]) * t[0]
+family(X, jnp.tanh, lambda p, t: (jnp.tanh(p[0]), (1 - jnp.tanh(p[0]) ** 2) * t[0]), pushed)(
+    custom_jvp_with_a_missing_factor=lambda p, t: (
+        jnp.tanh(p[0]),
+        2 * (1 - jnp.tanh(p[0]) ** 2) * t[0],
     )
-    return make(2.0), make(1.0), args
-
-
-@pair("primal")
-def custom_jvp_with_another_primal(dtype):
-    args = (normal(46, 5, dtype=dtype),)
-    make = lambda k: _jvp(  # noqa: E731
-        jnp.sin, lambda p, t: (jnp.sin(p[0]) + k, jnp.cos(p[0]) * t[0])
-    )
-    return make(0.1), make(0.0), args
-
-
-@pair()
-def custom_jvp_that_forgets_an_argument(dtype):
-    args = (normal(47, 5, dtype=dtype), normal(48, 5, dtype=dtype))
-    primal = lambda x, y: jnp.sin(x) * y  # noqa: E731
-
-    def make(k):
-        return _jvp(
-            primal,
-            lambda p, t: (primal(*p), jnp.cos(p[0]) * p[1] * t[0] + k * jnp.sin(p[0]) * t[1]),
-        )
-
-    return make(0.0), make(1.0), args
+)
+family(X, jnp.sin, lambda p, t: (jnp.sin(p[0]), of_sine(p, t)), pushed)(
+    "primal", custom_jvp_with_another_primal=lambda p, t: (jnp.sin(p[0]) + 0.1, of_sine(p, t))
+)
+by_first = lambda p, t: (jnp.sin(p[0]) * p[1], of_sine(p, t) * p[1])
+family(
+    shapes((5,), (5,)),
+    lambda x, y: jnp.sin(x) * y,
+    lambda p, t: (by_first(p, t)[0], by_first(p, t)[1] + jnp.sin(p[0]) * t[1]),
+    pushed,
+)(custom_jvp_that_forgets_an_argument=by_first)
 
 
 @pair()
 def wrong_deep_inside_a_scan(dtype):
-    args = (normal(49, 4, dtype=dtype), normal(50, 6, 4, dtype=dtype))
-
     def make(scale):
-        cell = custom(
-            lambda h, x: jnp.tanh(h + x),
-            lambda r, g: (
-                (scale * g * (1 - jnp.tanh(r[0] + r[1]) ** 2),)
-                + (g * (1 - jnp.tanh(r[0] + r[1]) ** 2),)
-            ),
-        )
-        return lambda h, xs: jax.lax.scan(lambda h, x: (cell(h, x),) * 2, h, xs)[1]
+        def backward(r, g):
+            inner = g * (1 - jnp.tanh(r[0] + r[1]) ** 2)
+            return scale * inner, inner
 
-    return make(0.98), make(1.0), args
+        cell = custom(lambda h, x: jnp.tanh(h + x), backward)
+        return lambda h, xs: lax.scan(lambda h, x: (cell(h, x),) * 2, h, xs)[1]
+
+    return make(0.98), make(1.0), shapes((4,), (6, 4))(dtype)
 
 
 @pair()
@@ -472,35 +393,11 @@ def one_wrong_bias_in_a_deep_tree(dtype):
         add = custom(lambda x, b: x + b[None], lambda r, g: (g, scale * jnp.sum(g, axis=0)))
 
         def model(params, x):
-            for k in range(6):
-                layer = params[f"layer{k}"]
-                plus = add if k == 3 else (lambda x, b: x + b[None])
+            for name, layer in params.items():
+                plus = add if name == "layer3" else (lambda x, b: x + b[None])
                 x = jnp.tanh(plus(x @ layer["w"], layer["b"]))
             return x
 
         return model
 
     return make(0.9), make(1.0), (params, normal(60, 3, 4, dtype=dtype))
-
-
-@pair()
-def huber_loss_with_the_wrong_branch(dtype):
-    args = (normal(61, 20, dtype=dtype) * 3,)
-    primal = lambda x: jnp.where(jnp.abs(x) < 1, x * x / 2, jnp.abs(x) - 0.5)  # noqa: E731
-    wrong = lambda r, g: (g * r[0],)  # noqa: E731
-    return *twins(primal, wrong, lambda r, g: (g * jnp.clip(r[0], -1, 1),)), args
-
-
-@pair()
-def tiny_gradient_that_is_twice_too_large(dtype):
-    args = (normal(62, 6, dtype=dtype),)
-    primal = lambda x: 1e-12 * jnp.sin(x)  # noqa: E731
-    make = lambda k: lambda r, g: (k * 1e-12 * jnp.cos(r[0]) * g,)  # noqa: E731
-    return *twins(primal, make(2), make(1)), args
-
-
-@pair("finite")
-def nan_where_the_argument_is_zero(dtype):
-    args = (jnp.asarray([0.0, 1.0, -2.0], dtype),)
-    wrong = lambda r, g: (g * 2 * r[0] ** 2 / r[0],)  # noqa: E731
-    return *twins(jnp.square, wrong, lambda r, g: (g * 2 * r[0],)), args

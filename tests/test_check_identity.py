@@ -27,7 +27,6 @@ from tests.check_history_linalg import LINALG
 from tests.check_history_right import IMPLICIT, RIGHT
 from tests.check_lazy import LAZY
 from tests.check_zoo import custom
-from tests.check_zoo_layers import LAYERS as ZOO_LAYERS
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -367,10 +366,7 @@ def table_rows():
     for name, make in cases.items():
         function, args, *options = make(dtype)
         yield name, function, args, (options or [{}])[0]
-    for name, make in LAZY.items():
-        *pair, args = make(dtype)
-        yield from ((f"{name} {k}", function, args, {}) for k, function in enumerate(pair))
-    for name, (make, check) in (check_zoo.PAIRS | ZOO_LAYERS).items():
+    for name, (make, check) in (LAZY | check_zoo.PAIRS).items():
         *pair, args = make(dtype)
         options = {"order": 2 if check == "second order" else 1}
         yield from ((f"{name} {k}", function, args, options) for k, function in enumerate(pair))

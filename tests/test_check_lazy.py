@@ -12,7 +12,8 @@ pytestmark = pytest.mark.usefixtures("users_promotion")
 
 def run(name, dtype, which, **options):
     with jax.enable_x64(dtype == "float64"):
-        *pair, args = LAZY[name](jnp.dtype(dtype))
+        make, _ = LAZY[name]
+        *pair, args = make(jnp.dtype(dtype))
         return check_grads(pair[which], args, raise_on_failure=False, **options)
 
 
@@ -24,7 +25,7 @@ def run(name, dtype, which, **options):
 def test_a_vjp_that_is_right_at_the_point_alone_fails_and_its_twin_passes(name, dtype):
     report = run(name, dtype, 0)
     assert report.failures, str(report)
-    assert all(failure.check in ("value", "vmap") for failure in report.failures), str(report)
+    assert {failure.check for failure in report.failures} == {"value"}, str(report)
     report = run(name, dtype, 1)
     assert report.ok and report.verified == report.elements, str(report)
     if "one_triangle" not in name:  # some versions of JAX read both

@@ -45,10 +45,6 @@ def cosine(factor):
     return lambda r, g: (factor * g * jnp.cos(r[0]),)
 
 
-def test_float32_is_evaluated_in_float64():
-    assert passed(jnp.sin, X).precision == "float64"
-
-
 @pytest.fixture
 def x64_everywhere():
     jax.config.update("jax_enable_x64", True)
@@ -110,13 +106,6 @@ def test_a_rule_that_cannot_be_widened_is_held_to_the_tolerance_of_its_type(make
     failed(make(cosine(1 + 2 * tolerance)), X)
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1.2), (jnp.float16, 1.05)])
-def test_half_precision_is_checked_with_its_own_tolerance(dtype, factor):
-    x = X.astype(dtype)
-    passed(custom(lambda x: jnp.sin(x), cosine(dtype(1))), x)
-    failed(custom(lambda x: jnp.sin(x), cosine(dtype(factor))), x)
-
-
 def test_a_narrow_type_inside_sets_the_tolerance_and_is_noted():
     report = passed(lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype), X)
     assert (
@@ -131,13 +120,6 @@ def test_every_mode_tells_wrong_from_right(name, mode):
     wrong, right, args = PAIRS[name][0](jnp.dtype("float32"))
     failed(wrong, *args, mode=mode)
     passed(right, *args, mode=mode)
-
-
-@pytest.mark.parametrize("mode", ["auto", "fast"])
-def test_one_wrong_element_of_thousands_is_found_by_bisection_too(mode):
-    wrong, _, args = PAIRS["zero_at_one_of_thousands"][0](jnp.dtype("float32"))
-    report = failed(wrong, *args, mode=mode)
-    assert report.failures[0].where == "args[0][2718]"
 
 
 def test_blocks_are_searched_where_there_is_no_reference():
@@ -196,14 +178,6 @@ def test_a_small_kink_beside_large_slopes_is_a_kink():
         lambda r, g: (jnp.where(r[0] > 0, jnp.asarray([1e-4, 1, 1]) * g, 0),),
     )
     assert "not differentiable" in str(passed(relu, jnp.asarray([0.0, 1.2, 2.5])))
-
-
-def test_a_minimum_of_ties_is_concave_and_its_gradient_between_the_slopes_too():
-    def share(k):
-        return custom(lambda x: jnp.min(x), lambda r, g: (k * g * jnp.ones(3, g.dtype),))
-
-    passed(share(1 / 3), jnp.ones(3), points=1)
-    failed(share(1.0), jnp.ones(3), points=1)
 
 
 def test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain_ad():
@@ -317,14 +291,6 @@ def test_tiny_and_huge_gradients_are_judged_by_their_own_size(scale):
     failed(scaled(1.01), X, points=1)
 
 
-def test_small_gradients_beside_large_values_are_seen():
-    beside = lambda k: custom(  # noqa: E731
-        lambda x: 1e6 + jnp.sin(x), lambda r, g: (k * g * jnp.cos(r[0]),)
-    )
-    passed(beside(1.0), X)
-    failed(beside(1.01), X)
-
-
 @pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-5, False)])
 def test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves(off, ok):
     rule = custom(lambda x: 1e6 + jnp.sin(x), lambda r, g: ((1 + off) * g * jnp.cos(r[0]),))
@@ -362,22 +328,6 @@ def test_an_offset_common_to_all_outputs_does_not_move_them():
     passed(lambda x, b: jax.nn.softmax(x + b), X, jnp.float32(0.5))
 
 
-def test_a_progress_bar_and_several_batches_change_no_result():
-    x = normal(4, 1300, dtype=jnp.float32)
-    report = passed(jnp.sin, x, mode="full", points=1)
-    assert report.verified == 1300
-    assert report.evaluations > 4 * 1300
-
-
-def test_paddles_rule_is_relative_except_where_the_gradient_is_nearly_zero():
-    off = custom(lambda x: jnp.sin(x), lambda r, g: (1.004 * g * jnp.cos(r[0]),))
-    passed(off, X, max_relative_error=0.005)
-    failed(off, X, max_relative_error=0.003)
-    absolute = custom(lambda x: 1e-4 * x, lambda r, g: (3e-4 * g,))
-    passed(absolute, X, max_relative_error=0.005)
-    failed(absolute, X)
-
-
 def test_with_delta_the_differences_are_paddles_formula():
     cube = custom(lambda x: x**3, lambda r, g: (g * (3 * r[0] ** 2 + 0.5**2),))
     passed(cube, X, delta=0.5, max_relative_error=1e-5, points=1)
@@ -388,12 +338,7 @@ def test_half_precision_inside_single_does_not_overflow_in_the_check_of_linearit
     passed(lambda x: (100 * jnp.sin(x.astype(jnp.float16))).astype(jnp.float32), X)
 
 
-def test_a_point_of_zeros_has_a_second_point():
-    fixed = custom(lambda x: jnp.cos(x) + x, lambda r, g: (g,))
-    assert "at a second point" in str(failed(fixed, jnp.zeros(3)))
-
-
-def test_a_leaf_where_plain_ad_is_not_finite_is_checked_by_differences_alone():
+def test_where_plain_ad_is_not_finite_differences_judge_alone():
     def norm(x):
         return jnp.sqrt(jnp.sum(x * x))
 
@@ -403,20 +348,6 @@ def test_a_leaf_where_plain_ad_is_not_finite_is_checked_by_differences_alone():
     both = lambda k: lambda x, y: safe(k)(x) + jnp.sum(jnp.sin(y))  # noqa: E731
     passed(both(0.5), jnp.zeros(3), X, points=1, skip=["finite"])
     failed(both(2.0), jnp.zeros(3), X, points=1)
-
-
-def test_coincident_kinks_that_bend_both_ways_give_no_false_alarm():
-    params = {
-        "w": jnp.zeros((4, 6)),
-        "b": jnp.zeros((1, 6)),
-        "v": normal(5, 6, 2, dtype=jnp.float32),
-    }
-    x = normal(6, 3, 4, dtype=jnp.float32)
-    passed(lambda p: jax.nn.relu(x @ p["w"] + p["b"]) @ p["v"], params)
-
-
-def test_rounding_in_a_saturated_softmax_gives_no_false_alarm():
-    passed(lambda x: jax.nn.softmax(100 * x), normal(7, 4, 8, dtype=jnp.float32))
 
 
 def test_values_may_be_off_by_a_few_percent_of_those_in_float64():
@@ -458,13 +389,6 @@ def test_what_is_nothing_but_rounding_is_not_wrong_though_plain_ad_rounds_otherw
         assert not cg.check_grads(zero, (jnp.ones(4),), raise_on_failure=False).ok
 
 
-def test_a_gradient_that_is_not_finite_is_one_failure_and_not_zero_everywhere():
-    rule = custom(lambda x: jnp.sin(x), lambda r, g: (g * jnp.nan,))
-    report = cg.check_grads(rule, (jnp.ones(3),), raise_on_failure=False)
-    assert [failure.check for failure in report.failures] == ["finite"]
-    assert not any("zero everywhere" in note for note in report.notes)
-
-
 def test_a_rule_by_the_implicit_function_theorem_is_judged_to_how_near_its_loop_is():
     function, args = RIGHT["roots_by_iteration_in_tenths"](jnp.float32)
     report = cg.check_grads(function, args)
@@ -488,9 +412,3 @@ def test_what_a_function_rounds_on_purpose_is_rounding_of_its_gradient():
     pull = lambda r, g: (g * lax.reduce_precision(jnp.cos(r[0]), 8, 4),)  # noqa: E731
     off = custom(lambda x: jnp.sin(x), pull)
     failed(off, X, points=1)
-
-
-def test_a_staircase_whose_steps_the_smallest_moves_alone_see_is_not_verified_and_not_wrong():
-    x = jnp.asarray([0.3, -0.7, 1.1])
-    report = failed(lambda x: jnp.round(x / 1e-10) * 1e-10, x, points=1)
-    assert "verified" in str(report.failures[0]) and "wrong" not in str(report.failures[0])

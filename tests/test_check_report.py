@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import clipgrad as cg
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.values import layout_hint, ratio_hint
 from clipgrad._errors import first_line
-from tests.check_zoo import PAIRS, custom, normal
+from tests.check_zoo import PAIRS, custom
 
 
 def wrong(name, **options):
@@ -127,10 +126,6 @@ def test_the_parts_of_a_complex_number_are_named():
     assert where.endswith((".real", ".imag"))
 
 
-def test_a_wrong_sign_is_called_that():
-    assert "analytic/numeric is -1 throughout (the sign)" in str(wrong("wrong_sign"))
-
-
 @pytest.mark.exhaustive
 def test_a_transposed_gradient_is_called_that():
     assert "analytic is the transpose of numeric" in str(wrong("transposed_weight_gradient"))
@@ -212,23 +207,6 @@ def test_many_numbers_that_are_as_near_as_any_others_are_no_permutation():
     other = np.random.default_rng(0).permutation(numeric + 2e-5)
     assert layout_hint(numeric, other) == ""
     assert layout_hint(numeric, np.random.default_rng(0).permutation(numeric)) != ""
-
-
-@pytest.mark.exhaustive
-def test_fifty_wrong_leaves_fit_one_screen():
-    triple = custom(lambda x: 3 * x, lambda r, g: (g,))
-    params = {f"p{k:02}": normal(k, 2, dtype=jnp.float32) for k in range(50)}
-    report = cg.check_grads(
-        lambda p: jax.tree.map(triple, p), (params,), output="p00", raise_on_failure=False
-    )
-    assert len(report.failures) == 1
-    text = str(
-        cg.check_grads(
-            lambda p: sum(map(triple, p.values())), (params,), raise_on_failure=False, points=1
-        )
-    )
-    assert len(text.splitlines()) <= 25
-    assert "... and 39 more failures (see report.failures)" in text
 
 
 def test_the_error_is_an_assertion_error_whose_text_is_the_report():

@@ -1,6 +1,5 @@
 """The search for wrong elements: references that are wrong too, blocks, ties, noise, order two."""
 
-import re
 import tracemalloc
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from tests.check_zoo import PAIRS, custom, normal
+from tests.check_zoo import custom, normal
 
 pytestmark = pytest.mark.exhaustive
 
@@ -51,8 +50,9 @@ def halved(factor):
 
 def test_a_transpose_that_the_reference_shares_is_judged_by_differences():
     assert report(halved(1.0), X).ok
-    found = {failure.check for failure in report(halved(0.9), X).failures}
-    assert found == {"value", "forward"}
+    wrong = report(halved(0.9), X)
+    assert {failure.check for failure in wrong.failures} == {"value"}
+    assert wrong.not_run["forward"] == "values are wrong"
 
 
 @pytest.mark.parametrize("mode", ["auto", "fast", "full"])
@@ -138,15 +138,6 @@ def test_the_steps_really_taken_are_those_that_the_type_can_hold():
     assert found.ok and found.precision == "float32"
 
 
-def test_a_derivative_of_the_wrong_sign_beside_a_kink_is_wrong():
-    rule = lambda k: custom(  # noqa: E731
-        lambda x: jnp.abs(x), lambda r, g: (k * g * jnp.sign(r[0]),)
-    )
-    at_kink = jnp.asarray([0.0, 1.0, -2.0])
-    assert report(rule(1.0), at_kink, points=1).ok
-    assert "2 of 3 elements wrong" in str(report(rule(-1.0), at_kink, points=1))
-
-
 def test_kinks_of_one_output_that_bend_both_ways_are_left_to_themselves():
     def rule(r, g):
         return (g * jnp.asarray([0.5, 0.5], g.dtype),)
@@ -185,20 +176,6 @@ def test_kinks_of_many_outputs_are_looked_at_in_few_arrays_of_their_size():
     assert peak < 150 * size * np.dtype(float).itemsize  # arrays for each of 64 kinks are 400
 
 
-def test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network():
-    weights = [normal(k, 48, 48, dtype=jnp.float32) / 5 for k in range(6)]
-    batch = normal(20, 256, 48, dtype=jnp.float32)
-
-    def model(weights):
-        x = batch
-        for weight in weights:
-            x = jax.nn.relu(x @ weight)
-        return x
-
-    found = report(model, weights)
-    assert found.ok and found.evaluations < 100
-
-
 def relu_with(zero, other=0.0):
     """relu with a gradient of its own at zeros, and another at the first element, halved."""
     weight = jnp.ones(400).at[0].set(0.5)
@@ -228,16 +205,6 @@ def test_a_dropped_element_does_not_hide_among_kinks_of_gradient_zero():
     assert report(relu_with(0.0, 1.0), few, points=1).ok
 
 
-def test_a_failure_lists_every_element_that_is_off_those_looked_at_first():
-    half = custom(lambda x: jnp.sin(x), lambda r, g: (g * jnp.cos(r[0]) / 2,))
-    found = report(half, normal(1, 900, dtype=jnp.float32), points=1)
-    (failure,) = found.failures
-    assert sorted(failure.indices) == list(range(900)) == sorted(set(failure.indices))
-    assert len(failure.ratio) == 900
-    looked_at = int(re.search(r"(\d+) of 900 elements in doubt", str(found))[1])
-    assert failure.where in {f"args[0][{k}]" for k in failure.indices[:looked_at]}
-
-
 def test_elements_that_were_not_looked_at_are_said_so_where_those_that_were_disagree():
     """Rounds down at the first hundred, by as much as counts, and is right at the others."""
     kinks = jnp.where(jnp.arange(400) < 300, 0.0, 1.0)
@@ -265,24 +232,3 @@ def test_equal_rows_whose_gradients_lose_as_much_to_rounding_are_no_failure(seed
 def test_equal_elements_are_judged_by_paddles_rule_where_it_is_asked_for(error, ok):
     off = custom(lambda x: jnp.sin(x), lambda r, g: (1.004 * g * jnp.cos(r[0]),))
     assert report(off, jnp.ones(3), max_relative_error=error, points=1).ok == ok
-
-
-def test_a_reference_that_is_wrong_in_a_leaf_of_little_effect_is_found_beside_a_large_one():
-    def model(factor):
-        def total(leaves):
-            first, small, *others = leaves
-            large = sum(jnp.sum(jnp.sin(x)) for x in (first, *others))
-            return 1e3 * large + 1e-3 * jnp.sum(halved(factor)(small))
-
-        return total
-
-    with jax.enable_x64(True):
-        leaves = [0.5 + jnp.abs(normal(k, 3, dtype=jnp.float64)) for k in range(6)]
-        assert report(model(1.0), leaves).ok
-        found = report(model(0.9), leaves)
-    assert {failure.where[:10] for failure in found.failures} == {"args[0][1]"}
-
-
-def test_a_rule_that_is_wrong_only_when_traced_fails_under_jit():
-    function, _, args = PAIRS["wrong_only_under_jit"][0](jnp.dtype("float32"))
-    assert "jit" in {failure.check for failure in report(function, *args).failures}

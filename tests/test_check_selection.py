@@ -148,34 +148,6 @@ def test_output_selects_parts_of_a_tree_likewise(output, ok):
     assert cg.check_grads(function, args, output=output, raise_on_failure=False).ok == ok
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("expression", "elements"),
-    [
-        ("norm", 12),
-        ("mean", 3),
-        ("norm/mean", 3),
-        ("mean|var", 6),
-        ("^model/out/kernel", 9),
-        ("kernel$", 9),
-        ("model", 24),
-    ],
-)
-def test_wrt_selects_leaves_of_an_nnx_module(expression, elements):
-    class Model(flax.nnx.Module):
-        def __init__(self, rngs):
-            self.norm = flax.nnx.BatchNorm(3, use_running_average=True, rngs=rngs)
-            self.out = flax.nnx.Linear(3, 3, rngs=rngs)
-
-    graph, state = flax.nnx.split(Model(flax.nnx.Rngs(0)))
-
-    def call(model, x):
-        module = flax.nnx.merge(graph, model)
-        return module.out(module.norm(x))
-
-    assert verified(call, (state, jnp.ones((2, 3))), wrt=expression) == elements
-
-
 def test_a_leaf_is_selected_by_the_name_that_the_report_gives_it():
     Point = jax.tree_util.register_dataclass(
         dataclasses.make_dataclass("Point", [("at", dict), ("time", object)])

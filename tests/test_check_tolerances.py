@@ -229,7 +229,7 @@ def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(erro
 
 @pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (3e-3, True)])
 def test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along(off, fails):
-    found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]))
+    found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]), skip="value")
     assert ("forward" in {failure.check for failure in found.failures}) == fails
 
 
@@ -252,12 +252,6 @@ def test_each_leaf_has_its_own_typical_size():
     np.testing.assert_allclose(sizes.typical[0], [np.sqrt(25 / 3), 100])
     assert sizes.overall == [100.0]
     assert list(TOLERANCE.leaves_of(np.arange(5))) == [0, 0, 0, 1, 1]
-
-
-def test_the_floor_is_fifty_roundings_of_the_leaf():
-    gradient = [1.0, 1.0, 1.0, 100.0, 100.0]
-    np.testing.assert_allclose(floor(gradient), 50 * EPS, rtol=1e-6)
-    np.testing.assert_allclose(floor(gradient, leaf=1), 50 * EPS * 100, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("exact", "small", "gone"), [(True, 1e-6, 1e-13), (False, 1e-3, 1e-5)])

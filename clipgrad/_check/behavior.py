@@ -42,13 +42,16 @@ class Fails(Exception):
 
 def check_behavior(check: Check) -> None:
     """All checks of behavior that are not switched off."""
-    log = check.log
-    is_plain = not has_rules(check.subject)
+    log, without = check.log, ""
+    if not has_rules(check.subject):
+        without = "it has only JAX's own operations, without a custom rule"
+    elif any(failure.check == "value" for failure in log.failures):
+        without = "values are wrong"
     for name, behaves in BEHAVIORS.items():
         if name in check.options.skip:
             continue
-        if is_plain and name in OF_RULES:
-            log.not_run[name] = "it has only JAX's own operations, without a custom rule"
+        if without and name in OF_RULES:
+            log.not_run[name] = without
             continue
         if not log.has_time(name):
             continue
@@ -332,4 +335,5 @@ BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
     behaves.__name__: behaves
     for behaves in (determinism, linearity, jit, vmap, forward, outputs, alone)
 }
-OF_RULES = {"vmap", "forward", "outputs", "alone"}  # without a custom rule they would test JAX
+# Without a custom rule they would test JAX, and of wrong values they say nothing new.
+OF_RULES = {"vmap", "forward", "outputs", "alone"}

@@ -54,7 +54,6 @@ from clipgrad._check.verdicts import (
     KINK,
     OK,
     ROUNDING,
-    SINGULAR,
     UNSEEN,
     VANISHED,
     are_verified,
@@ -150,8 +149,6 @@ class Check:
       plain: plain AD in float64; None if it cannot be had.
       rule: the VJP as it is written, in float64; None if it cannot be had.
       stops: whether the function holds a `stop_gradient`.
-      jump: how far outputs that are left out, since the function jumps there, reach each element;
-        None if there are none.
       are_zero: whether the gradient is zero, at each point that was checked.
     """
 
@@ -165,17 +162,15 @@ class Check:
     plain: Gradient | None
     rule: Gradient | None
     stops: bool = False
-    jump: Any = None
     are_zero: list[bool] = dataclasses.field(default_factory=list)
+    # What is known of further points, and of the noise at the last ones.
+    _elsewhere: dict[tuple[int, int], list | None] = dataclasses.field(default_factory=dict)
+    _noise: list[tuple[Any, int, Errors]] = dataclasses.field(default_factory=list)
 
     @property
     def options(self) -> Options:
         """The options of the check."""
         return self.log.options
-
-    @functools.cached_property
-    def _elsewhere(self) -> dict[tuple[int, int], list | None]:
-        return {}
 
     @functools.cached_property
     def _unordered(self) -> list[tuple[int, int]]:
@@ -243,18 +238,16 @@ class Check:
         apart = moved_apart(self.subject, xs, self.options.seed, NEARBY, np.float32)
         ranges, scale = self.subject.ranges, Scales(xs)
         found = np.zeros((2, len(ranges)))
-        bits = [np.zeros(-(-(stop - start) // 8), np.uint8) for start, stop in ranges]
         for row in range(rows):
             leaves: Any = self._exact(self.plain, apart, row)
             for leaf, (start, stop) in enumerate(ranges if leaves else ()):
                 part = _trees.gradient_rows([[leaves[leaf]]], 1)
                 leaves[leaf] = None  # its memory
-                bits[leaf] |= np.packbits(part[0] != 0)
                 both = [mean_along(part, along) for along in (np.ones(1), scale[start:stop])]
                 np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
             if leaves is None or not np.isfinite(found).all():
                 return None
-        return NearbySizes(found[0], found[1].max(), bits)
+        return NearbySizes(found[0], found[1].max())
 
     def _as_computed(self, rows: int) -> np.ndarray:
         is_there = rows <= len(self.gradient)
@@ -268,7 +261,7 @@ class Check:
         """Plain AD's gradients; where they are the rule's, these, to save their memory."""
         if exact is None or self.rule is self.plain:
             return exact if exact is not None else self._kept(self.plain, xs, gradient)
-        found, is_shared = exact[:], True  # another array than the rule's, with the same numbers
+        found = exact
         tolerance = make_tolerance(self.subject.ranges, ["float64"] * len(self.subject.inputs))
         for k in range(len(gradient)):
             row = None  # the last one's memory
@@ -280,16 +273,24 @@ class Check:
                 off = np.abs(row[0, bad] - exact[k, bad])
                 bad = bad[~(off <= exact.error(k, bad))]
             if len(bad):
-                found, is_shared = np.array(found) if is_shared else found, False
+                found = np.array(found) if found is exact else found
                 found[k, bad] = row[0, bad]
         return found
 
     def _exact(self, gradient: Gradient | None, xs, row: int) -> list | None:
+        self.log.evaluations += gradient is not None and not row  # one for all rows
+        return self._attempt(gradient, lambda of: of.leaves(xs, self.covectors[row]))
+
+    def _attempt(self, gradient: Gradient | None, make: Callable[[Gradient], Any]) -> Any:
+        """A result made of a gradient in float64; None if it cannot be had, and a note says why.
+
+        It runs what others wrote: plain AD has no gradient of a `while_loop`, and a rule may raise
+        anything.
+        """
         if gradient is None:
             return None
-        self.log.evaluations += not row  # one for all rows
         try:
-            return gradient.leaves(xs, self.covectors[row])
+            return make(gradient)
         except Exception as error:
             what = "AD reference" if gradient is self.plain else "rule in float64"
             note = f"no {what} ({first_line(error)})"
@@ -298,10 +299,8 @@ class Check:
 
     def pulled(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for other cotangents at the given point, by plain AD if it can be had."""
-        plain: Any = self.plain
-        with contextlib.suppress(Exception):
-            return plain(self.subject.inputs, covectors)
-        return self.vjp.rows(covectors)
+        found = self._attempt(self.plain, lambda of: of(self.subject.inputs, covectors))
+        return self.vjp.rows(covectors) if found is None else found
 
     def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
@@ -316,12 +315,15 @@ class Check:
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
             return rounding()(indices) + converge()[indices]
 
-        excuses = (Excuse(tolerances.SLIGHT, OK, allowance),)
-        own = point.exact, point.reference, self.tolerance.in_float64(), excuses
-        judge = self._judge(point, *own, converge() if is_found else None)
-        has_own_rule = self.rule is not self.plain and not is_found
-        apart = functools.cache(lambda: self._apart(point) if has_own_rule else 0.0)
-        return dataclasses.replace(judge, apart=apart)
+        is_plain = self.rule is self.plain
+        settles = is_plain or is_found
+        return self._judge(
+            *(point, point.exact, point.reference, self.tolerance.in_float64()),
+            excuse=Excuse(tolerances.SLIGHT, OK, allowance),
+            unconverged=converge() if is_found else None,
+            unsettled=functools.cache(lambda: 0.0 if settles else self._unsettled(point)),
+            is_plain=is_plain,
+        )
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
@@ -331,16 +333,15 @@ class Check:
         is_known = self.rule is self.plain and isinstance(exact, Beside)
         near = exact if is_known else point.gradient
         lost = lambda indices: self.noise(point.xs, near)(indices)  # noqa: E731
-        excuses = [Excuse(verified, ROUNDING, lost, of_zero=known)]
-        return self._judge(point, point.gradient, exact, self.tolerance, excuses)
+        excuse = Excuse(verified, ROUNDING, lost, of_zero=known)
+        return self._judge(point, point.gradient, exact, self.tolerance, excuse=excuse)
 
-    def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
-        own = self.differences, point, gradient, reference, tolerance
-        if self.jump is not None and point.xs is self.subject.inputs:
-            excuses = [*excuses, Excuse(np.inf, SINGULAR, self._by_jump)]
-        return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
+    def _judge(self, *own, **more) -> Judge:
+        known = {"delta": self.options.delta, "is_late": self.log.is_late}
+        return Judge(self.differences, *own, **known, **more)
 
-    def _apart(self, point: Point) -> np.ndarray:
+    # Needed by the case root_by_halving_thirty_times.
+    def _unsettled(self, point: Point) -> np.ndarray:
         """The distance of the value from where loops of a fixed length settle, 0 if they do not."""
         cotangents, base = np.abs(self.covectors[: len(point.gradient)]), self.differences.base
         with contextlib.suppress(Exception):
@@ -353,27 +354,25 @@ class Check:
     def _moved(self, gradients, xs, near: Any, parts: Parts) -> np.ndarray:
         """The distance that roundings move each element of some gradients."""
         moved: Any = np.float32(0)
-        for gradient in filter(None, gradients):
-            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                own = gradient_movement(gradient, xs, self.covectors[: len(near)], parts, near)
-                moved = np.fmax(moved, own, out=own)
+        covectors = self.covectors[: len(near)]
+        for gradient in gradients:
+            measure = lambda of: gradient_movement(of, xs, covectors, parts, near)  # noqa: E731
+            own = self._attempt(gradient, measure)
+            moved = moved if own is None else np.fmax(moved, own, out=own)
         return np.broadcast_to(moved, self.gradient.shape[1])
 
+    # Needed by the case odeint.
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
         runs_on = self.subject.program is not None and has_loops(self.subject.program)
-        for gradient in filter(None, {self.rule, self.plain} if runs_on else ()):
-            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                longer = gradient(point.xs, covectors, _longer)
-                moved += np.abs(longer - gradient(point.xs, covectors))
+        hooks = (_longer, None)
+        for gradient in {self.rule, self.plain} if runs_on else ():
+            both = self._attempt(gradient, lambda of: [of(point.xs, covectors, h) for h in hooks])
+            moved += 0.0 if both is None else np.abs(np.subtract(*both))
         exact = point.gradient if point.exact is None else point.exact
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
         return self.tolerance.unconverged(change, exact)
-
-    def _by_jump(self, indices: np.ndarray) -> np.ndarray:
-        """The errors of elements that a jump explains, in outputs that hardly jump as well."""
-        return np.fmax(self.jump[indices], self.noise(self.subject.inputs)(indices))
 
     def noise(self, xs, near: Any = None) -> Errors:
         """Gives the errors of elements at a point that rounding explains.
@@ -388,10 +387,7 @@ class Check:
         self._noise[:] = [*self._noise[-1:], (xs, rows, found)]
         return found
 
-    @functools.cached_property
-    def _noise(self) -> list[tuple[Any, int, Errors]]:
-        return []  # at the last points
-
+    # Needed by causal attention near ones of check_vanishing.
     def _noise_at(self, xs, near: Any) -> Errors:
         plain = self.tolerance.explained(self._moved([self.plain], xs, near, OWN))
         if self.rule is None or self.rule is self.plain:
@@ -493,8 +489,7 @@ def _visible(check: Check) -> Check:
     reach = np.abs([*check.vjp.rows(hidden), *check.pulled(hidden)]).max(axis=0)
     log.hidden = (reach > 0) & ~gradient.any(axis=0)
     log.notes += unseen_notes(subject, differences.base, lost, jumps)
-    own: dict[str, Any] = {"covectors": differences.covectors, "gradient": gradient}
-    return dataclasses.replace(check, **own, jump=reach if jumps.any() else None)
+    return dataclasses.replace(check, covectors=differences.covectors, gradient=gradient)
 
 
 def measured(

@@ -103,13 +103,13 @@ def check_grads(
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
-    Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX. Tied
-    elements, such as equal maxima, are also moved together. At further points no elements are equal
-    or zero and no matrices symmetric; leaves keep signs and [0, 1], and their order unless the
-    function is the same in any other, as a sum is. Only where the function is not meant for such
-    points, they keep the symmetry of matrices, or all that is equal, and a note says so. A gradient
-    that is right only for symmetric matrices passes at one, with a note, if the function is meant
-    for them.
+    Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX, and they
+    are not run where values are wrong. Tied elements, such as equal maxima, are also moved
+    together. At further points no elements are equal or zero and no matrices symmetric; leaves keep
+    signs and [0, 1], and their order unless the function is the same in any other, as a sum is.
+    Only where the function is not meant for such points, they keep the symmetry of matrices, or all
+    that is equal, and a note says so. A gradient that is right only for symmetric matrices passes
+    at one, with a note, if the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.

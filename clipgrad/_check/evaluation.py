@@ -27,6 +27,7 @@ SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 
 
+# Needed by the case a_chaotic_map.
 class Chaotic(Exception):
     """Rounding of the inputs alone moves the values by a hundredth or more."""
 

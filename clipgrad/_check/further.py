@@ -49,6 +49,7 @@ def nearby(
     return [jax.device_put(values.astype(leaf.dtype)) for values, leaf in pairs]
 
 
+# Needed by matrices_of_ones of check_lazy.
 def _told_apart(values: np.ndarray, rng, reach: float) -> np.ndarray:
     part = reach * rng.uniform(LEAST, MOST, values.shape)
     return (1 - part) * values if values.any() else part
@@ -103,6 +104,7 @@ def _of_equal_size(values: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
+# Needed by a_product_of_complex_numbers_that_are_real of check_lazy.
 def _turned(values: np.ndarray, rng, reach: float) -> np.ndarray:
     """Complex numbers turned about zero, each by its own angle: none is real or imaginary."""
     return values * np.exp(1j * reach * rng.uniform(LEAST, MOST, values.shape))
@@ -119,6 +121,7 @@ def sorted_axes(xs: Sequence[jax.Array]) -> list[tuple[int, int]]:
     return found
 
 
+# Needed by a_sort_of_sorted_numbers of check_lazy.
 def disordered(xs: Sequence, axes: Sequence[tuple[int, int]], seed: int) -> list:
     """The leaves with their rows along axes in another order, neither up nor down."""
     moved = list(xs)

@@ -42,6 +42,7 @@ def differentiated(subject: CheckSubject, xs: Sequence[jax.Array]) -> VJP:
     return VJP(*jax.vjp(subject.fun, list(xs)), subject.outputs)
 
 
+# Needed by test_no_cotangent_cancels_what_an_input_does_to_several_outputs.
 def drawn(subject: CheckSubject, vjp: VJP, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The cotangents of a check and the gradients for them: each sees every leaf that has effects.
 

@@ -37,6 +37,7 @@ class HeldStops(Widen):
         return super().__call__(equation, inputs)
 
 
+# Needed by test_the_factors_of_a_linear_solve_are_not_held.
 def _stopped_factors(program: Any) -> frozenset:
     """The results of `stop_gradient` that reach nothing but the factors of linear solves."""
     jaxpr = opened(program)[0]

@@ -20,6 +20,7 @@ from clipgrad._jaxpr import (
 )
 
 
+# Needed by the case deep_equilibrium.
 def found_by_loops(program: Any) -> list[bool]:
     """Whether each result depends on a loop that stops when its numbers are near enough."""
     jaxpr = opened(program)[0]
@@ -79,6 +80,7 @@ class HeldLonger(Longer, HeldStops):
     """Holds what `stop_gradient` hides, and has loops run on."""
 
 
+# Needed by the case root_by_bisection.
 def stops_by_numbers(program: Any) -> bool:
     """Whether a program has a loop that stops when its numbers are near enough."""
     return any(map(_stops_by_its_numbers, equations(program)))

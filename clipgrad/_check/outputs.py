@@ -31,6 +31,7 @@ def jumped(subject: CheckSubject, values: np.ndarray, dtypes: Sequence[str]) -> 
     return found & (found.mean() <= 1 - SAME_SHARE)
 
 
+# Needed by test_a_mask_among_the_outputs_has_no_noise.
 def masked(
     subject: CheckSubject, differences: Differences, pulled: Callable
 ) -> tuple[np.ndarray, np.ndarray]:

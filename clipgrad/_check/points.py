@@ -13,16 +13,14 @@ import clipgrad._trees as _trees
 from clipgrad._check.beside import Beside
 from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import NearbySizes, length_along, pieces
+from clipgrad._check.tolerances import NearbySizes, pieces
 
 COTANGENTS = 2
-# Directions in which a point is moved: two balanced dense ones, another dense one, and single
+# Directions in which a point is moved: three dense ones, and single
 # elements by their scale.
-BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+DENSE, SINGLE = (0, 1, 2), 3
 NEARBY = 2.0**-4  # the part by which all elements are moved, to see the gradient around a point
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
-# How far apart the effects of leaves are balanced: more would be lost in rounding.
-LEAST_BALANCE = 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +31,10 @@ class Point:
       xs: the input leaves.
       gradient: the gradient as it was computed; 0 where it is not finite.
       finite: which of its elements are finite.
-      exact: the same rule evaluated in float64, an array or `Beside`; None if it cannot be.
-      reference: plain AD in float64, custom rules stripped; None if it cannot be had.
+      exact: the same rule evaluated in float64, an array or `Beside`; None if it is not finite.
+      reference: plain AD in float64, custom rules stripped; None if it is not finite.
       scale: the scale of each element, a power of two, an array or `Scales`.
       direction: gives the vector of a direction.
-      unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
       around: gives what is known of plain AD's gradient where each element is moved by `NEARBY` of
         its own, or None if it cannot be had.
       rounded: gives how far such roundings move each element of the rule's and of plain AD's.
@@ -50,7 +47,6 @@ class Point:
     reference: Any
     scale: Any
     direction: Callable[[int], np.ndarray]
-    unreferenced: Sequence[int] = ()
     around: Callable[[], NearbySizes | None] = lambda: None
     rounded: Callable[..., Any] = lambda *parts: 0.0
 
@@ -96,24 +92,16 @@ def make_point(
         finite = np.broadcast_to(True, finite.shape)
     else:
         gradient = np.where(finite, gradient, 0.0)
-    if not (exact is None or isinstance(exact, Beside) or np.isfinite(exact).all()):
-        exact = None
-    unreferenced: list[int] = []
-    if reference is not None:
-        reference, unreferenced = _mended(reference, gradient, subject.ranges)
+    exact, reference = _finite_or_none(exact), _finite_or_none(reference)
     scale = Scales(xs) if delta is None else np.broadcast_to(delta, gradient.shape[1:])
-    balance = _balance(gradient if reference is None else reference, scale, subject)
 
     def direction(row: int) -> np.ndarray:
         along = random_direction(subject, seed, row, scale.dtype) if row != SINGLE else _ones(scale)
         for where in pieces(0, scale.size):
             along[where] *= scale[where]
-        for (start, stop), factor in zip(subject.ranges, balance, strict=True):
-            if row in BALANCED:
-                along[start:stop] *= factor
         return along
 
-    return Point(xs, gradient, finite, exact, reference, scale, direction, unreferenced, around)
+    return Point(xs, gradient, finite, exact, reference, scale, direction, around)
 
 
 def _ones(like: Any) -> np.ndarray:
@@ -122,27 +110,9 @@ def _ones(like: Any) -> np.ndarray:
     return ones
 
 
-def _mended(reference: Any, gradient, ranges) -> tuple[Any, list[int]]:
-    if isinstance(reference, Beside):  # it is finite
-        return reference, []
-    bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]
-    unreferenced = [leaf for leaf, is_bad in enumerate(bad) if is_bad]
-    if len(unreferenced) == len(ranges):
-        return None, unreferenced
-    reference = reference.copy() if unreferenced else reference
-    for start, stop in (ranges[leaf] for leaf in unreferenced):
-        reference[:, start:stop] = gradient[:, start:stop]
-    return reference, unreferenced
-
-
-def _balance(gradient, scale, subject: CheckSubject) -> np.ndarray:
-    """Powers of two that make the leaves' effects on the output alike, so that none hides."""
-    effects = [
-        np.linalg.norm(length_along(gradient[:, a:b], scale[a:b])) for a, b in subject.ranges
-    ]
-    least = min((e for e in effects if e > 0), default=1.0)
-    factors = [np.clip(least / e, LEAST_BALANCE, 1.0) if e > 0 else 1.0 for e in effects]
-    return 2.0 ** np.round(np.log2(np.asarray(factors)))
+def _finite_or_none(rows: Any) -> Any:
+    """Rows of which all is finite, as is what is kept beside others; else None."""
+    return rows if rows is None or isinstance(rows, Beside) or np.isfinite(rows).all() else None
 
 
 def generator(seed: int, name: str) -> np.random.Generator:

@@ -245,7 +245,8 @@ class Tolerance:
     def explained(self, moved: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         """Gives the errors of elements that rounding explains, where it moves each so far.
 
-        It may move one element little by chance, so that the median of the leaf is added.
+        It may move one element little by chance, so that the median of the leaf is added (without:
+        soft_targets_by_their_largest of check_history_layers).
         """
         middle = np.asarray([np.median(moved[a:b]) if b > a else 0.0 for a, b in self.ranges])
         times = TIMES_MOVED * max(1.0, moved.size / FEW_ELEMENTS) ** TAIL
@@ -308,19 +309,11 @@ class Tolerance:
 class NearbySizes(NamedTuple):
     """The sizes of the gradient around a point, the most of several cotangents.
 
-    The root mean square over each leaf, the largest effect of any leaf on the output, and of each
-    leaf a bit for each element that has a gradient there.
+    The root mean square over each leaf, and the largest effect of any leaf on the output.
     """
 
     typical: np.ndarray
     largest: float
-    bits: list[np.ndarray]
-
-    def is_there(self, leaves: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Whether elements have a gradient there, by their leaves and their places in them."""
-        pairs = zip(leaves, places, strict=True)
-        found = [self.bits[leaf][place // 8] >> (7 - place % 8) & 1 for leaf, place in pairs]
-        return np.array(found, bool)
 
 
 class Sizes(NamedTuple):

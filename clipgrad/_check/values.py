@@ -96,6 +96,7 @@ def _told_at(check: Check, point: Point, where: str) -> tuple[list[Finding], lis
     return found, failures, notes
 
 
+# Needed by the case cholesky_that_reads_one_triangle.
 def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     """Why a function may not be meant for a point where its gradient is wrong; "" if it is.
 
@@ -109,7 +110,7 @@ def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     judge = judge if point.exact is None else check.judge_of_formula(point)
     asked = wrong | moved
     apart = [[leaf] for leaf in asked]
-    if not asked.isdisjoint(point.unreferenced) or doubtful_leaves(judge, apart):
+    if doubtful_leaves(judge, apart):
         return "plain AD does not have the slopes of the function"
     for leaf in wrong & moved:
         (start, stop), shape = check.subject.ranges[leaf], point.xs[leaf].shape

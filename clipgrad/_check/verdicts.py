@@ -96,11 +96,8 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     return Verdict(*(_pick(c, worst) for c in (kind, numeric, analytic, error, *sides, no_kink)))
 
 
-def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False) -> Verdict:
-    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps.
-
-    A row that is `flat` may be a staircase, whose larger steps have the slope of a ramp.
-    """
+def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
+    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps."""
     ratio = np.broadcast_to(ratio, slopes.central.shape[1] - 1)[:, None]
     numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
@@ -115,8 +112,6 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
     noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
-    stairs = np.reshape(flat, (-1, 1)) & _is_rough(slopes, numeric, error, size)
-    kind = np.where((kind == WRONG) & stairs, UNSURE, kind)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
@@ -155,6 +150,7 @@ def with_grains(slopes: Slopes, steps: np.ndarray) -> Slopes:
     return slopes._replace(noise=slopes.noise + 2 * found[:, None] / steps)
 
 
+# Needed by the case rounding_to_small_steps.
 def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:
     """Whether small steps, unlike larger ones, have the analytic slope; whether precisely so.
 
@@ -184,6 +180,7 @@ def settled(slopes: Slopes, ratio: Any) -> tuple[np.ndarray, np.ndarray]:
     return _pick(better, best), _pick(error, best)
 
 
+# Needed by the case relu_in_fast_mode.
 def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     """A gap between both sides that does not shrink with the step, as a smooth function's does."""
     shrinks = gap[:, 1:] < gap[:, :-1] / np.sqrt(ratio)
@@ -193,19 +190,7 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
 
 
-def _is_rough(slopes: Slopes, numeric, error, size) -> np.ndarray:
-    """Whether the smallest steps have other slopes, and not one, as on a staircase.
-
-    Without it a staircase of too small steps is wrong
-    (test_a_staircase_whose_steps_the_smallest_moves_alone_see_is_not_verified_and_not_wrong).
-    """
-    part, noise = KINK_GAP * size, 10 * slopes.noise
-    unlike = np.abs(slopes.central[:, -3:] - numeric[:, None]) - noise[:, -3:]
-    sides = np.concatenate([slopes.ahead[:, -2:], slopes.behind[:, -2:]], axis=1)
-    differ = np.ptp(sides, axis=1) > part + noise[:, -1]
-    return differ & (unlike > 10 * error[:, None] + part[:, None]).any(axis=1)
-
-
+# Needed by test_slopes_are_told_apart.
 def _grows(slopes: Slopes) -> np.ndarray:
     """Slopes that still grow by half at each of the last steps have no limit."""
     size = np.fmax(np.abs(slopes.ahead), np.abs(slopes.behind))[:, -4:]
@@ -213,6 +198,7 @@ def _grows(slopes: Slopes) -> np.ndarray:
     return growing & (size[:, -1] > 10 * slopes.noise[:, -1])
 
 
+# Needed by the case a_derivative_of_sign_at_its_jump.
 def _jumps(slopes: Slopes, ratio) -> np.ndarray:
     """The change itself, of which a slope is a part, stays as it is at each of the last steps."""
     found = np.zeros(slopes.central[:, 0].shape, bool)
