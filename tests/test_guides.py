@@ -33,7 +33,8 @@ def text_of(page):
 
 @pytest.mark.exhaustive
 @every_guide
-def test_the_programs_run_and_print_what_the_page_shows(page):
+def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     assert_pages_program_prints(DOCS / f"{page}.md")
 
 
