@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.course import following
 from clipgrad._per_example.follow import KeptFactors
-from clipgrad._per_example.measured import squares_of_leaves
+from clipgrad._per_example.measured import squares_of_leaves, with_counts
 from clipgrad._per_example.scales import Weights, example_scales
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import weighted_sum
@@ -24,7 +24,7 @@ def one_pass_sums(
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
     course = gradient.course
-    factors = KeptFactors(subject.zeroed(course.arrays), course.waiting, clipped=clipped)
+    factors = KeptFactors(subject.zeroed(course.arrays), clipped=clipped)
     found = gradient.each(params, examples, factors)
     scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
     sums = []
@@ -57,13 +57,14 @@ def scaling_of(
     it is one of the leaves ``zero``, in which these count as 0.
     """
     flags, ok = subject.flags(params), None
+    parameters, structure = jax.tree.flatten(params)
     leaves = squares_of_leaves({i: v for i, v in enumerate(values) if flags[i]}, size, zero)
+    leaves = with_counts(leaves, [jnp.size(p) for p, f in zip(parameters, flags, strict=True) if f])
     if subject.nonfinite == "zero":
         ok = jnp.all(jnp.isfinite(leaves.total), axis=0)
         leaves = leaves._replace(
             total=jnp.where(ok, leaves.total, 0), exponent=jnp.where(ok, leaves.exponent, 0)
         )
-    parameters, structure = jax.tree.flatten(params)
     chosen = structure.unflatten(partition(parameters, flags)[0])
     weights, stats = example_scales(subject.rule, chosen, leaves)
     return Scaling(weights.among(flags), ok, stats)

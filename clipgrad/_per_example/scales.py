@@ -1,6 +1,7 @@
 """By what each example's gradient is scaled, from the norms of its leaves."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,11 +58,8 @@ def example_scales(rule: Any, params: Any, leaves: Squares) -> tuple[Weights, Cl
     alike = list(dict.fromkeys(kinds)) if rule is None or rule.acts_on == "tree" else []
     places = [alike.index(kind) for kind in kinds] if alike else range(len(kinds))
 
-    def of_one(leaves: Squares) -> tuple[list[jax.Array], ClipStats]:
-        if alike:
-            return _scales_of_all(rule, params, leaves, [jnp.ones((), kind) for kind in alike])
-        return _scales_by_leaf(rule, params, leaves, [jnp.ones((), kind) for kind in kinds])
-
+    form, ones = (_scales_of_all, alike) if alike else (_scales_by_leaf, kinds)
+    of_one = functools.partial(form, rule, params, ones=[jnp.ones((), kind) for kind in ones])
     numbers, stats = jax.vmap(of_one, in_axes=1)(leaves)
     return Weights(tuple(numbers), tuple(places)), stats
 
