@@ -85,7 +85,7 @@ class Measuring(Reduction):
     )
 
     def inside(self) -> "Measuring":
-        """The same for a program inside, whose arrays are its own."""
+        """A copy for a program inside, whose arrays are its own."""
         return dataclasses.replace(self, measured={})
 
     def squares(self, value: Any) -> Squares:

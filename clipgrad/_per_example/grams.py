@@ -65,10 +65,11 @@ def outer_factors(products: Products) -> list[jax.Array] | None:
     if len(products.terms) != 1 or products.carried:
         return None
     (term,) = products.terms
-    labels = [label for factor in term.factors for label in factor.owned]
+    sizes = term.sizes
+    labels = [k for factor in term.factors for k in factor.owned if sizes[k] != 1]
     plain = all(factor.hot is None and not factor.is_shared for factor in term.factors)
     is_outer = plain and len(set(labels)) == len(labels)
-    if not is_outer or any(term.sizes[label] != 1 for label in term.summed):
+    if not is_outer or any(sizes[label] != 1 for label in term.summed):
         return None
     arrays = [factor.values for factor in term.factors]
     return arrays if len(set(map(accumulator, arrays))) == 1 else None

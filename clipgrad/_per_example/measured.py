@@ -26,25 +26,25 @@ def squares_of_leaves(values: Mapping[int, Any], size: int, zero: frozenset[int]
             found.append(_of_leaf(value, size, i in zero))
     if not found:
         return Squares(*(jnp.zeros((0, size), kind) for kind in ("float32", "int32", "float32")))
-    total, exponent = (_stacked([each[k] for each in found]) for k in (0, 1))
+    total, exponent = (_in_rows([each[k] for each in found]) for k in (0, 1))
     bad = None
     if zero:
         none = jnp.zeros(size, total.dtype)
-        bad = _stacked([none if x.nonfinite is None else x.nonfinite for x in found])
+        bad = _in_rows([none if x.nonfinite is None else x.nonfinite for x in found])
     return Squares(total, if_else(total == 0, 0, exponent), bad)
 
 
-def with_counts(leaves: Squares, sizes: Sequence[int]) -> Squares:
-    """The squares with the numbers of elements that are NaN or inf, of leaves of these sizes.
+def bad_elements(leaves: Squares, sizes: Sequence[int]) -> jax.Array:
+    """The numbers of elements of each example that are NaN or inf, of leaves of these sizes.
 
     Nobody knows how many are in a norm that is not finite: all count.
     """
     all_of = np.asarray(sizes, leaves.total.dtype).reshape(-1, 1)
     bad = all_of * (~jnp.isfinite(leaves.total)).astype(all_of.dtype)
-    return leaves._replace(nonfinite=bad if leaves.nonfinite is None else bad + leaves.nonfinite)
+    return jnp.sum(bad if leaves.nonfinite is None else bad + leaves.nonfinite, axis=0)
 
 
-def _stacked(rows: Sequence[jax.Array]) -> jax.Array:
+def _in_rows(rows: Sequence[jax.Array]) -> jax.Array:
     """Rows in the widest of their dtypes."""
     dtype = max(rows, key=lambda row: row.dtype.itemsize).dtype
     return jnp.stack([row.astype(dtype) for row in rows])

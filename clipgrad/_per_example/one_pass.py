@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.course import following
 from clipgrad._per_example.follow import KeptFactors
-from clipgrad._per_example.measured import squares_of_leaves, with_counts
+from clipgrad._per_example.measured import bad_elements, squares_of_leaves
 from clipgrad._per_example.scales import Weights, example_scales
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import weighted_sum
@@ -59,12 +59,13 @@ def scaling_of(
     flags, ok = subject.flags(params), None
     parameters, structure = jax.tree.flatten(params)
     leaves = squares_of_leaves({i: v for i, v in enumerate(values) if flags[i]}, size, zero)
-    leaves = with_counts(leaves, [jnp.size(p) for p, f in zip(parameters, flags, strict=True) if f])
+    sizes = [jnp.size(p) for p, flag in zip(parameters, flags, strict=True) if flag]
+    bad = bad_elements(leaves, sizes)
     if subject.nonfinite == "zero":
         ok = jnp.all(jnp.isfinite(leaves.total), axis=0)
         leaves = leaves._replace(
             total=jnp.where(ok, leaves.total, 0), exponent=jnp.where(ok, leaves.exponent, 0)
         )
     chosen = structure.unflatten(partition(parameters, flags)[0])
-    weights, stats = example_scales(subject.rule, chosen, leaves)
+    weights, stats = example_scales(subject.rule, chosen, leaves, bad)
     return Scaling(weights.among(flags), ok, stats)

@@ -60,7 +60,7 @@ class Squares(NamedTuple):
         root = jnp.sqrt(if_else(self.total == 0, 1, self.total / count))
         # The scale is 1 in the ordinary range, as in other norms, and a normal number elsewhere.
         ordinary = (self.exponent > -30) & (self.exponent < 50)
-        moved = if_else(ordinary, 0, _between(self.exponent, -100, 100))
+        moved = if_else(ordinary, 0, _clamped(self.exponent, -100, 100))
         root = if_else(self.total == 0, 0, root * _power(self.exponent - moved, root.dtype))
         return Norm.of(root, _power(-moved, root.dtype))
 
@@ -82,7 +82,7 @@ def power_scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     bits, mantissa, bias = _format(largest.dtype)
     integers = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(largest), f"int{bits}")
-    field = jax.lax.min(integers >> mantissa, jnp.array(2 * (bias - 1), integers.dtype))
+    field = _clamped(integers >> mantissa, 0, 2 * (bias - 1))
     scale = jax.lax.bitcast_convert_type((2 * bias - 1 - field) << mantissa, largest.dtype)
     return scale, (field - (bias - 1)).astype(jnp.int32)
 
@@ -97,14 +97,14 @@ def unit_scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
 def power_at_most_one(exponent: jax.Array, dtype: Any) -> jax.Array:
     """``2 ** exponent`` for exponents up to 0; 0 where that is not a normal number."""
     bits, mantissa, bias = _format(dtype)
-    field = _between(exponent + bias, 0, bias).astype(f"int{bits}")
+    field = _clamped(exponent + bias, 0, bias).astype(f"int{bits}")
     return jax.lax.bitcast_convert_type(field << mantissa, dtype)
 
 
 def _power(exponent: jax.Array, dtype: Any) -> jax.Array:
     """``2 ** exponent`` exactly, 0 where it is not a normal number."""
     bits, mantissa, bias = _format(dtype)
-    field = _between(exponent + bias, 0, 2 * bias).astype(f"int{bits}")
+    field = _clamped(exponent + bias, 0, 2 * bias).astype(f"int{bits}")
     return jax.lax.bitcast_convert_type(field << mantissa, dtype)
 
 
@@ -113,6 +113,6 @@ def _format(dtype: Any) -> tuple[int, int, int]:
     return (64, 52, 1023) if jnp.finfo(dtype).bits == 64 else (32, 23, 127)
 
 
-def _between(x: jax.Array, least: int, most: int) -> jax.Array:
+def _clamped(x: jax.Array, least: int, most: int) -> jax.Array:
     """Integers from one to another; `jax.numpy.clip` would be a call in each place."""
     return jax.lax.clamp(jnp.array(least, x.dtype), x, jnp.array(most, x.dtype))
