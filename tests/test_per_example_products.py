@@ -303,6 +303,36 @@ def test_extreme_gradients_neither_overflow_nor_underflow():
         assert 0 < total <= 5e-22 * (1 + 1e-5)
 
 
+OF_INPUT = [1.0, 1e30, 1e-30, 1e30, 1e-30, 1e18, 3e38, 1e-37, 0.0, 1.0, np.inf, 1.0, np.nan]
+OF_COTANGENT = [1.0, 1e-30, 1e30, 1e7, 1e-7, 1e18, 1e-3, 1e2, 1.0, 0.0, 1.0, np.inf, 1.0]
+
+
+def test_an_outer_product_is_as_large_as_its_factors_together():
+    """Of any size, with a bias that is the cotangent: by leaf, together and clipped."""
+
+    def loss(params, example):
+        x, y = example
+        return jnp.sum(y * (x @ params["w"])) + jnp.sum(y * params["b"])
+
+    rng = np.random.default_rng(0)
+    sides = (np.float32(OF_INPUT), 12), (np.float32(OF_COTANGENT), 40)
+    x, y = (s[:, None] * rng.uniform(0.5, 1, (len(s), n)).astype("float32") for s, n in sides)
+    params = {"w": jnp.zeros((12, 40)), "b": jnp.zeros(40)}
+    sizes = [np.sqrt(np.sum(np.float64(z) ** 2, 1)) for z in (x, y)]
+    norms = {"w": sizes[0] * sizes[1], "b": sizes[1]}
+    whole = np.hypot(*norms.values())
+    results, by_leaf = every_way(loss, cg.ClipByGlobalNorm(1.0), params, (x, y))
+    for path, norm in norms.items():
+        found, finite = by_leaf[path], np.isfinite(norm)
+        np.testing.assert_allclose(found[finite], norm[finite], rtol=5e-6)
+        assert not np.isfinite(found[~finite]).any()
+    finite = np.isfinite(whole)
+    for _, _, stats in results.values():
+        np.testing.assert_allclose(stats.norm[finite], whole[finite], rtol=5e-6)
+        np.testing.assert_array_equal(stats.nonfinite > 0, ~finite)
+        assert (stats.norm[finite] >= whole[finite] * (1 - 4e-7)).all()
+
+
 @pytest.mark.parametrize("method", ["one pass", "two passes"])
 @pytest.mark.parametrize("size", [pytest.param(1e20, marks=pytest.mark.exhaustive), 1e30])
 def test_a_weight_is_not_multiplied_with_the_constants_of_a_loss(method, size):

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._per_example import convolutions, grams, measured, plan, terms, two_passes
+from clipgrad._per_example import convolutions, grams, plan, terms, two_passes
 from tests.per_example_weights import USES, poisoned, program
 from tests.test_per_example_products import norms_of, one_by_one, wide
 
 # The constants that decide; half of the programs have the values of a size beyond each of them.
 SMALL = {
-    (measured, "_MOST_ELEMENTS"): 3,
     (convolutions, "_MOST_TAPS"): 2,
-    (measured, "_MOST_OF_A_VECTOR"): 3,
     (grams, "_PIECE"): 2,
     (terms, "MOST_TERMS"): 3,
     (plan, "_ROOM"): 64,

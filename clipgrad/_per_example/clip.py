@@ -124,7 +124,9 @@ def clip_per_example(
       integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``; ``aux`` and the
       `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
-      were clipped. Such statistics are not private. Its method ``plan(params, batch)`` shows
+      were clipped. ``stats.nonfinite`` counts all elements of a leaf whose norm is not finite,
+      unless the plan calls it direct and ``nonfinite`` is not ``"propagate"``. Such statistics are
+      not private. Its method ``plan(params, batch)`` shows
       the method for each leaf, and the reason.
 
     Raises:

@@ -50,7 +50,7 @@ class LeafCost(NamedTuple):
 
         def look(products: Products) -> None:
             each, count = blocks(products), math.prod(products.shape)
-            gram, rows = uses_gram(products), sum(block.rows for block in each)
+            gram, rows = uses_gram(each, products.shape), sum(block.rows for block in each)
             kinds = {p.values.dtype for block in each for p in block.parts if p.hot is None}
             dtype = "bfloat16" if kinds == {jnp.dtype("bfloat16")} else "float32"
             norm = sum(_norm_flops(block, gram, count) for block in each)

@@ -47,7 +47,6 @@ class Course:
     # The carries of scans that are arrays.
     dense: dict[EquationPath, set[int]] = dataclasses.field(default_factory=dict)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
-    waiting: frozenset[int] = frozenset()  # those of them that are measured with others
     copied: int = 0  # the numbers of one example's images, once for each tap of a kernel
     size: int = 0  # of the gradient of one example
     is_settled: bool = False

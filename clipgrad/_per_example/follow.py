@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from clipgrad._jaxpr import CALLS, JIT, REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.course import Course, EquationPath, Lost, following, want_leaves, why
-from clipgrad._per_example.grams import squares
+from clipgrad._per_example.grams import outer_factors, outer_squares, squares
 from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
@@ -61,28 +61,50 @@ class Reduction(Protocol):
         """Whether values are added up over examples here, so that a carry can hold their sum."""
         return False
 
-    def inside_scan(self) -> "Reduction":
-        """The reduction for a step of a scan."""
+    def inside(self) -> "Reduction":
+        """The reduction for a program that an equation calls."""
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class Measuring(Reduction):
-    """Measures what is all of a gradient where it arises, but the arrays of ``waiting`` leaves.
+    """Measures what is all of a gradient where it arises.
 
-    NaN and inf count as 0 in the leaves ``zero``.
+    NaN and inf count as 0 in the leaves ``zero``. What several leaves have, as a kernel and a bias
+    their cotangent, is measured once.
     """
 
     zero: frozenset[int]
-    waiting: frozenset[int]
     # Traced once for all leaves of one shape and kind in this pass.
-    squares: Callable[[Products], Squares] = dataclasses.field(
-        default_factory=lambda: jax.jit(lambda value: squares(value)), compare=False
+    traced: Callable[[Any], Squares] = dataclasses.field(
+        default_factory=lambda: jax.jit(lambda value: _squares(value)), compare=False
+    )
+    # Of each array of this program its squares; with the array, whose identity is the key.
+    measured: dict[int, tuple[Any, Squares]] = dataclasses.field(
+        default_factory=dict, compare=False
     )
 
-    def inside_scan(self) -> "Measuring":
-        """A copy for a step of a scan, where nothing waits."""
-        return dataclasses.replace(self, waiting=frozenset())
+    def inside(self) -> "Measuring":
+        """A copy for a program inside, whose arrays are its own."""
+        return dataclasses.replace(self, measured={})
+
+    def squares(self, value: Any) -> Squares:
+        """The squares of products, or of an array."""
+        if not isinstance(value, Products):
+            return self._of_array(value)
+        arrays = outer_factors(value)
+        if arrays is None:
+            return self.traced(value)
+        return outer_squares([self._of_array(x) for x in arrays], arrays)
+
+    def _of_array(self, array: Any) -> Squares:
+        if id(array) not in self.measured:
+            self.measured[id(array)] = array, self.traced(array)
+        return self.measured[id(array)][1]
+
+
+def _squares(value: Any) -> Squares:
+    return squares(value) if isinstance(value, Products) else Squares.of(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +115,10 @@ class SquaredNorm(Measuring):
         """The squares of what is all of a gradient."""
         if not want.is_whole or isinstance(value, Squares):
             return value
-        if isinstance(value, Products):
-            # What becomes an array later has NaN and inf as 0 there.
-            return value if want.leaves <= self.zero else self.squares(value)
-        if want.leaves <= self.waiting:
-            return value
-        return Squares.of(value, zero=want.leaves <= self.zero)
+        if not want.leaves <= self.zero:
+            return self.squares(value)
+        # What becomes an array later has NaN and inf as 0 there.
+        return value if isinstance(value, Products) else Squares.of(value, zero=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,20 +138,18 @@ class KeptFactors(Measuring):
             return value
         if not isinstance(value, Products):
             real = jnp.issubdtype(value.dtype, jnp.floating)
-            waits = want.leaves <= self.waiting or not real
-            return value if waits else self.arrays(_array_term(value), want)
+            return self.arrays(_array_term(value), want) if real else value
         return value if value.squares is not None else value.with_squares(self.squares(value))
 
     def arrays(self, value: Products, want: WantedGradient) -> Products:
         """A gradient whose terms are arrays at places of their own, with their squares."""
         arrays = [factor.values for term in value.terms for factor in term.factors]
-        zero = want.leaves <= self.zero
-        found = Squares.of(*arrays, zero=zero)
-        if not zero:
-            return value.with_squares(found)
+        if not want.leaves <= self.zero:
+            alone = len(arrays) == 1
+            return value.with_squares(self.squares(arrays[0]) if alone else Squares.of(*arrays))
         return jax.tree.map(
             lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), value
-        ).with_squares(found)
+        ).with_squares(Squares.of(*arrays, zero=True))
 
 
 def _array_term(array: Any) -> Products:
@@ -156,9 +174,8 @@ class Follow(Hook):
     @classmethod
     def of(cls, equation: JaxprEqn, wants: Wants, like: "Follow") -> "Follow":
         """A hook for the program of an equation, whose outputs make these gradients."""
-        found, reduction = wanted(called_program(equation), wants, like.varying), like.reduction
-        if reduction is not None and equation.primitive.name == "scan":
-            reduction = reduction.inside_scan()
+        found = wanted(called_program(equation), wants, like.varying)
+        reduction = like.reduction and like.reduction.inside()
         return dataclasses.replace(
             like, wanted=found, reduction=reduction, around=like.place(equation), sources={}
         )

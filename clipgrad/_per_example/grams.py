@@ -47,15 +47,38 @@ def squares(products: Products) -> Squares:
     """The sum of the squares of a gradient, from Gram matrices or from the gradient itself."""
     found = blocks(products)
     if not found:
-        return Squares(jnp.zeros(()), jnp.int32(0), jnp.zeros(()))
+        return Squares(jnp.zeros(()), jnp.int32(0))
     scaled, exponent = _blocks_in_range(found)
-    if uses_gram(products):
+    if uses_gram(found, products.shape):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
         total = _sum_of_squares([_times_powers(block) for block in scaled], products.shape)
-    # Nobody knows how many elements are NaN or inf: all count if the norm is.
-    size = jnp.array(float(math.prod(products.shape)), total.dtype)
-    return Squares(total, exponent, if_else(jnp.isfinite(total), 0, size))
+    return Squares(total, exponent)
+
+
+def outer_factors(products: Products) -> list[jax.Array] | None:
+    """The arrays whose outer product a gradient is, whatever the order of its axes, if it is one.
+
+    So it is for a dense layer without positions: the squares of its gradient are those of its
+    input times those of its cotangent, and nothing can cancel.
+    """
+    if len(products.terms) != 1 or products.carried:
+        return None
+    (term,) = products.terms
+    sizes = term.sizes
+    labels = [k for factor in term.factors for k in factor.owned if sizes[k] != 1]
+    plain = all(factor.hot is None and not factor.is_shared for factor in term.factors)
+    is_outer = plain and len(set(labels)) == len(labels)
+    if not is_outer or any(sizes[label] != 1 for label in term.summed):
+        return None
+    arrays = [factor.values for factor in term.factors]
+    return arrays if len(set(map(accumulator, arrays))) == 1 else None
+
+
+def outer_squares(parts: Sequence[Squares], arrays: Sequence[jax.Array]) -> Squares:
+    """The squares of the outer product of arrays, from those of each."""
+    unit = float(jnp.finfo(parts[0].total.dtype).eps) / 2
+    return Squares.of_product(parts, unit * (4 + sum(math.sqrt(x.size) for x in arrays)))
 
 
 def _sum_of_squares(found: Sequence[ProductBlock], shape: Sequence[int]) -> jax.Array:
@@ -111,16 +134,15 @@ def _block_from(block: ProductBlock, start: jax.Array, axis: int, size: int) -> 
     return block._replace(parts=tuple(parts), masks=tuple(masks), windows=tuple(windows))
 
 
-def uses_gram(products: Products) -> bool:
+def uses_gram(found: list[ProductBlock], shape: Sequence[int]) -> bool:
     """Whether Gram matrices are smaller than the gradient, two of them for each product."""
-    found = blocks(products)
     if any(block.masks for block in found):
         return False
     try:
         cost = sum(2 * _entries(*pair) for pair in _pairs(found))
     except Unfollowed:
         return False
-    return cost <= max(math.prod(products.shape), 2)
+    return cost <= max(math.prod(shape), 2)
 
 
 def _pairs(found: Sequence[ProductBlock]) -> list[tuple[ProductBlock, ProductBlock]]:

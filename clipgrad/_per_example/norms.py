@@ -141,7 +141,7 @@ class PerExampleNorms:
     def _norms_of_followed(
         self, gradient: ExampleGradient, shapes: Any, params: Any, examples: Any
     ) -> Any:
-        squared = SquaredNorm(frozenset(), gradient.course.waiting)
+        squared = SquaredNorm(frozenset())
         values = gradient.each(params, examples, squared).gradients
         return self._norms(params, values, batch_size(examples))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.course import following
 from clipgrad._per_example.follow import KeptFactors
-from clipgrad._per_example.measured import squares_of_leaves
+from clipgrad._per_example.measured import bad_elements, squares_of_leaves
 from clipgrad._per_example.scales import Weights, example_scales
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import weighted_sum
@@ -24,7 +24,7 @@ def one_pass_sums(
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
     course = gradient.course
-    factors = KeptFactors(subject.zeroed(course.arrays), course.waiting, clipped=clipped)
+    factors = KeptFactors(subject.zeroed(course.arrays), clipped=clipped)
     found = gradient.each(params, examples, factors)
     scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
     sums = []
@@ -57,13 +57,15 @@ def scaling_of(
     it is one of the leaves ``zero``, in which these count as 0.
     """
     flags, ok = subject.flags(params), None
+    parameters, structure = jax.tree.flatten(params)
     leaves = squares_of_leaves({i: v for i, v in enumerate(values) if flags[i]}, size, zero)
+    sizes = [jnp.size(p) for p, flag in zip(parameters, flags, strict=True) if flag]
+    bad = bad_elements(leaves, sizes)
     if subject.nonfinite == "zero":
         ok = jnp.all(jnp.isfinite(leaves.total), axis=0)
         leaves = leaves._replace(
             total=jnp.where(ok, leaves.total, 0), exponent=jnp.where(ok, leaves.exponent, 0)
         )
-    parameters, structure = jax.tree.flatten(params)
     chosen = structure.unflatten(partition(parameters, flags)[0])
-    weights, stats = example_scales(subject.rule, chosen, leaves)
+    weights, stats = example_scales(subject.rule, chosen, leaves, bad)
     return Scaling(weights.among(flags), ok, stats)

@@ -1,6 +1,7 @@
 """By what each example's gradient is scaled, from the norms of its leaves."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,31 +48,30 @@ class Weights:
         return Weights(self.numbers, tuple(next(places) if flag else None for flag in flags))
 
 
-def example_scales(rule: Any, params: Any, leaves: Squares) -> tuple[Weights, ClipStats]:
+def example_scales(
+    rule: Any, params: Any, leaves: Squares, bad: jax.Array
+) -> tuple[Weights, ClipStats]:
     """The scales of the leaves of each example, and what they do.
 
     ``params`` has the leaves that are clipped, and `None` in place of others. The squares have the
-    shape (leaves, examples).
+    shape (leaves, examples); of each example ``bad`` elements are NaN or inf.
     """
     kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
     alike = list(dict.fromkeys(kinds)) if rule is None or rule.acts_on == "tree" else []
     places = [alike.index(kind) for kind in kinds] if alike else range(len(kinds))
 
-    def of_one(leaves: Squares) -> tuple[list[jax.Array], ClipStats]:
-        if alike:
-            return _scales_of_all(rule, params, leaves, [jnp.ones((), kind) for kind in alike])
-        return _scales_by_leaf(rule, params, leaves, [jnp.ones((), kind) for kind in kinds])
-
-    numbers, stats = jax.vmap(of_one, in_axes=1)(leaves)
+    form, ones = (_scales_of_all, alike) if alike else (_scales_by_leaf, kinds)
+    of_one = functools.partial(form, rule, params, ones=[jnp.ones((), kind) for kind in ones])
+    numbers, stats = jax.vmap(of_one, in_axes=(1, 0))(leaves, bad)
     return Weights(tuple(numbers), tuple(places)), stats
 
 
 def _scales_of_all(
-    rule: Any, params: Any, leaves: Squares, ones: list[jax.Array]
+    rule: Any, params: Any, leaves: Squares, bad: jax.Array, ones: list[jax.Array]
 ) -> tuple[list[jax.Array], ClipStats]:
     """One number for all leaves of a dtype: XLA would compute the number of each leaf again."""
-    together, dtype = leaves.over_axis(), stats_dtype(params)
-    whole, bad = together.norm(), together.nonfinite.astype(dtype)
+    whole, dtype = leaves.over_axis().norm(), stats_dtype(params)
+    bad = bad.astype(dtype)
     total = jnp.array(float(sum(jnp.size(p) for p in jax.tree.leaves(params))), dtype)
     if rule is None:
         no_limit = jnp.full_like(whole.root, jnp.inf)
@@ -82,7 +82,7 @@ def _scales_of_all(
 
 
 def _scales_by_leaf(
-    rule: Any, params: Any, leaves: Squares, ones: list[jax.Array]
+    rule: Any, params: Any, leaves: Squares, bad: jax.Array, ones: list[jax.Array]
 ) -> tuple[list[jax.Array], ClipStats]:
     """A number for each leaf."""
     dtype, mean = stats_dtype(params), type(rule) is ClipByBlockRMS
@@ -93,7 +93,7 @@ def _scales_by_leaf(
         for leaf, size, one in zip(own, sizes, ones, strict=True)
     ]
     pairs = zip(rule.l2_limits(params, norms), sizes, strict=True)
-    bad = jnp.sum(leaves.nonfinite).astype(dtype)
+    bad = bad.astype(dtype)
     each = [
         _stats(n, limit, rule.changes(n, limit), bad, jnp.array(size, n.root.dtype))
         for (n, limit), size in pairs

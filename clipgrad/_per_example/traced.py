@@ -16,7 +16,6 @@ from clipgrad._per_example import convolutions, linear, products, scans  # noqa:
 from clipgrad._per_example.batches import axes_of
 from clipgrad._per_example.course import Attempted, Course, attempted, following
 from clipgrad._per_example.follow import Follow, Reduction
-from clipgrad._per_example.measured import waiting_leaves
 from clipgrad._per_example.split import BackwardPass, ForwardPass, SplitProgram
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products, apart, rejoined
@@ -86,7 +85,6 @@ class ExampleGradient:
         found = jax.eval_shape(of_first, batch)
         arrays = {i: value for i, value in enumerate(found) if not isinstance(value, Products)}
         course.arrays = frozenset(arrays)
-        course.waiting = waiting_leaves(arrays, sum(x.size for x in jax.tree.leaves(found)))
         course.size = sum(math.prod(value.shape) for value in found)
         course.is_settled = True
         return gradient, found

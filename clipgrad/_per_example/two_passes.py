@@ -94,7 +94,7 @@ def _sums_of_some(
     """One forward pass and two backward passes, the second one with the numbers of the first."""
     value, kept = gradient.forward(params, examples)
     zero = subject.zeroed(gradient.course.arrays)
-    squared, one = SquaredNorm(zero, gradient.course.waiting), gradient.one
+    squared, one = SquaredNorm(zero), gradient.one
 
     def measured(params: Any, example: Any, kept: Any) -> Any:
         return apart(gradient.backward(params, example, kept, one, squared))
