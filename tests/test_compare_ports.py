@@ -4,12 +4,14 @@
 """
 
 import functools
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._commands.cli import main
 from clipgrad._compare.layouts import layouts, orders_of
 from clipgrad._compare.port_leaves import match_leaves, parameter_texts
 from clipgrad._compare.port_names import similarity
@@ -25,6 +27,7 @@ SCANNED = functools.partial(models.decoder, scanned=True)
 TABLE = {
     "gru": ("gru", models.gru, models.gru_args),
     "mlp": ("mlp", models.mlp, models.mlp_args),
+    "layers": ("layers", models.layers, models.layers_args),
     "decoder": ("decoder", models.decoder, models.decoder_args),
     "decoder scanned": ("decoder", SCANNED, STACKED),
     "decoder bfloat16": ("decoder_bfloat16", models.decoder, NARROW),
@@ -133,6 +136,40 @@ def test_parameters_that_differ_are_named_first():
         assert text in found.findings[0].message, str(found)
     found = cg.compare(path, loss, (params, 2 * x, y))
     assert found.findings[0].path == "args[1]", str(found)
+
+
+MODULE = """
+import jax
+from tests import port_models as models
+
+def right(params, x, y):
+    return models.layers(params, x, y, -1)
+
+def args():
+    return models.layers_args(models.numbers("layers"))
+
+def twice():
+    params, x, y = args()
+    layers = jax.tree.map(lambda w: w[:1].repeat(3, 0).at[2].set(w[2]), params["layers"])
+    return params | {"layers": layers}, x, y
+"""
+
+
+@DEAR
+def test_the_command_compares_with_a_file_of_torch(tmp_path, monkeypatch, capsys):
+    """Layers under `nn.scan` beside a list of modules; one layer is copied twice."""
+    (tmp_path / "portmodels.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    command = ["compare", str(models.FOLDER / "layers.npz"), "portmodels:right", "--args"]
+    assert main([*command, "portmodels:args"]) == 0
+    assert "no difference beyond rounding" in capsys.readouterr().out
+    assert main([*command, "portmodels:twice"]) == 1
+    found = capsys.readouterr().out
+    assert "layers/fc/kernel is not layers.*.fc.weight" in found, found
+    assert re.search(r"value: .*: Net/layers/norm", found), found
+    assert main(["compare", "portmodels:right", command[1], "--args", "portmodels:args"]) == 0
+    assert main([*command[:3]]) == 2
+    assert "--args" in capsys.readouterr().err
 
 
 # ---- a convolution net in Flax: NHWC beside NCHW ----

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.layouts import Layouts
-from clipgrad._compare.sketches import NUMBERS, judge_sketches
+from clipgrad._compare.sketches import NUMBERS, judge_values
 
 K = TypeVar("K", bound=Hashable)
 NEAR = 0.3  # a difference of which the two may be one value
@@ -46,7 +46,7 @@ class Closest(NamedTuple):
 def judged(own: Sketched, other: Layouts, at: int, rtol: float | None = None) -> Judgment:
     """Compare two arrays in one of the orders; rounding of the other framework adds as much."""
     eps = rounding(own.dtype, _float_type(other.dtype))
-    return judge_sketches(own.sketch, other.sketches[at], 2 * own.floor, eps, rtol)
+    return judge_values(own.sketch, other.sketches[at], 2 * own.floor, eps, rtol)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def best_pairs(pairs: Sequence[tuple[K, int]], score: Callable[[K, int], float])
 
 
 def distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """About how far a sketch is from others, shape (n, 513)."""
+    """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for part in (slice(0, NUMBERS), slice(NUMBERS, 2 * NUMBERS)):
         apart = np.linalg.norm(others[:, part] - own[part], axis=1)

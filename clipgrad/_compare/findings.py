@@ -18,6 +18,7 @@ from clipgrad._names import ScopePath
 
 SharedModules = Set[ScopePath]
 Around = Sequence[OperationRecord]  # an operation and those around, innermost first
+TELLING = 0.01  # sizes that are nearer say nothing of how two versions differ
 ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
@@ -190,7 +191,15 @@ def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:
 def _difference(found: Judgment) -> str:
     if math.isinf(found.difference):
         return "is NaN, inf or nothing in one of the versions only"
-    return f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
+    text = f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
+    pairs = zip(("norm", "largest"), zip(*found.sizes, strict=True), strict=False)
+    told = [f"{name} {a:.3g} beside {b:.3g}" for name, (a, b) in pairs if _tell_apart(a, b)]
+    return f"{text} ({', '.join(told)})" if told else text
+
+
+def _tell_apart(a: float, b: float) -> bool:
+    """Whether two sizes that are known, which 0 is not, say something of a difference."""
+    return min(a, b) > 0 and abs(a - b) > TELLING * max(a, b)
 
 
 def located(

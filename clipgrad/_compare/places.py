@@ -8,7 +8,7 @@ import numpy as np
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.matching import Instance, Pair
 from clipgrad._compare.records import ComparisonRow
-from clipgrad._compare.sketches import LENGTH, judge_sketches
+from clipgrad._compare.sketches import LENGTH, judge_values
 from clipgrad._compare.versions import VersionRun
 
 
@@ -102,11 +102,11 @@ def _place_judgment(
         sketches = [np.broadcast_to(x, shape) for x in sketches]
         theirs = np.broadcast_to(theirs, shape)
     eps = rounding(*(side.value.dtype for side in pair))
-    return judge_sketches(sketches[0], theirs, sketches[1], eps, rtol)
+    return judge_values(sketches[0], theirs, sketches[1], eps, rtol)
 
 
 def _on_devices(notes: dict, instance: Instance) -> np.ndarray:
-    """The sketch on each device, shape (devices, 513)."""
+    """The sketch on each device, shape (devices, 515)."""
     return np.asarray(notes[instance.value.position])[instance.at].reshape(-1, LENGTH)
 
 

@@ -24,18 +24,14 @@ class Signature(NamedTuple):
     Attributes:
       shape: its shape.
       dtype: its type.
-      sketch: of floating numbers their sketch, shape (513,); of others empty.
+      sketch: of floating numbers their sketch, shape (515,); of others empty.
       digest: of others a hash of all bits; of floating numbers "".
-      norm: its norm.
-      largest: its largest magnitude.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     sketch: np.ndarray
     digest: str
-    norm: float
-    largest: float
 
 
 def signature(x: Any) -> Signature:
@@ -45,10 +41,8 @@ def signature(x: Any) -> Signature:
     if isinstance(host, Exact):
         bits = np.ascontiguousarray(host.values)
         digest = hashlib.sha256(bits.tobytes()).hexdigest()
-        return Signature(shape, dtype, np.zeros(0), digest, 0.0, 0.0)
-    with np.errstate(over="ignore"):
-        norm, largest = float(np.linalg.norm(host)), float(np.max(np.abs(host), initial=0))
-    return Signature(shape, dtype, host_sketch(host), "", norm, largest)
+        return Signature(shape, dtype, np.zeros(0), digest)
+    return Signature(shape, dtype, host_sketch(host), "")
 
 
 def host_sketch(x: np.ndarray) -> np.ndarray:
@@ -67,7 +61,14 @@ def host_sketch(x: np.ndarray) -> np.ndarray:
     turned = np.take_along_axis(rows.reshape(2, count, NUMBERS), columns.astype(int)[None], axis=2)
     kinds = np.where(np.isnan(flat), 1, np.where(finite, 0, np.where(flat > 0, 2, 3)))
     code = np.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
-    return np.concatenate([np.sum(turned, axis=1).ravel(), [float(code)]])
+    sizes = _sizes(np.where(finite, flat, 0))
+    return np.concatenate([np.sum(turned, axis=1).ravel(), sizes, [float(code)]])
+
+
+def _sizes(x: np.ndarray) -> tuple[float, float]:
+    """The norm and the largest magnitude; squares do not overflow."""
+    largest = float(np.max(np.abs(x), initial=0))
+    return largest * float(np.linalg.norm(x / (largest or 1))), largest
 
 
 def judge_signatures(own: Signature, other: Signature) -> Judgment:

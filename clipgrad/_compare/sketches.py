@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from clipgrad._compare.differences import Judgment, judge
@@ -28,7 +29,9 @@ SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
-LENGTH = 2 * NUMBERS + 1
+NORM, LARGEST = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
+LENGTH = 2 * NUMBERS + 3
+MEASURES = frozenset({"clipgrad_sketch"})  # the name of `sketch` in a program
 ENTERS = "enters"  # the kind of values that enter a module
 
 
@@ -37,14 +40,14 @@ def sketch_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64 if jnp.finfo(dtype).bits == 64 else np.float32)
 
 
-@jax.jit  # traced once for each shape
-def sketch(x: jax.Array) -> jax.Array:
-    r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
+def clipgrad_sketch(x: jax.Array) -> jax.Array:
+    r"""The sketch of an array, shape (515,): of ordinary, of large and of non-finite elements.
 
     The first 256 numbers are sums of elements below 1e6 in magnitude, each with a sign and in a
-    bucket by a hash of its position, the next 256 sums of larger ones, times :math:`2^{-64}`. The
-    last number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum
-    with random signs is on average the squared norm of the summed vector (Charikar, Chen and
+    bucket by a hash of its position, the next 256 sums of larger ones, times :math:`2^{-64}`. Then
+    come the norm and the largest magnitude of the finite elements, which only describe it. The last
+    number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum with
+    random signs is on average the squared norm of the summed vector (Charikar, Chen and
     Farach-Colton, "Finding frequent items in data streams", 2002).
     """
     if jnp.iscomplexobj(x):
@@ -57,7 +60,19 @@ def sketch(x: jax.Array) -> jax.Array:
     sums = _buckets(jnp.stack(parts)).ravel()
     kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
     code = jnp.sum(kinds.astype(jnp.uint32) * hashes, dtype=jnp.uint32) & jnp.uint32(0xFFFFFF)
-    return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
+    return jnp.concatenate(
+        [sums, *_sizes(jnp.where(finite, flat, 0)), code.astype(flat.dtype)[None]]
+    )
+
+
+sketch = jax.jit(clipgrad_sketch)  # traced once for each shape
+
+
+def _sizes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The norm and the largest magnitude, each of shape (1,); squares do not overflow."""
+    largest = jnp.max(jnp.abs(x), initial=0, keepdims=True)
+    scale = jnp.where(largest > 0, largest, 1)
+    return largest * jnp.sqrt(jnp.sum(jnp.square(x / scale), keepdims=True)), largest
 
 
 def hashes_of(positions: Any, first: int = 0) -> Any:
@@ -89,12 +104,12 @@ def _buckets(x: jax.Array) -> jax.Array:
 def judge_sketches(
     own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
 ) -> Judgment:
-    """Compare the sketches of two versions of a value, shape (..., 513), as `judge` does."""
+    """Compare the sketches of two versions of a value, shape (..., 515), as `judge` does."""
 
     def parts(start: int, end: int) -> list[np.ndarray]:
         return [np.asarray(x, np.float64)[..., start:end] for x in (own, other, floor)]
 
-    own_code, code, changes = parts(-1, LENGTH)
+    own_code, code, changes = parts(LENGTH - 1, LENGTH)
     if not np.array_equal(own_code, code):
         return Judgment(float("inf"), 0.0, not np.any(changes))
     halves = ((0, NUMBERS), (NUMBERS, 2 * NUMBERS))
@@ -103,6 +118,16 @@ def judge_sketches(
         first, second, moved = parts(*half)
         found.append(judge(first, second, moved, eps, rtol))
     return max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
+
+
+def judge_values(
+    own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
+) -> Judgment:
+    """`judge_sketches` of two versions of a value, with the sizes of both."""
+    sizes = (
+        (float(np.linalg.norm(x[..., NORM])), float(np.max(x[..., LARGEST]))) for x in (own, other)
+    )
+    return judge_sketches(own, other, floor, eps, rtol)._replace(sizes=tuple(sizes))
 
 
 @jax.custom_vjp
@@ -157,7 +182,7 @@ class Sketches(ValueHook):
 
     def sketch_of(self, x: jax.Array) -> jax.Array:
         """The numbers that are noted of a value."""
-        return sketch(x)
+        return sketch(lax.stop_gradient(x))
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
         """The value, with its tap."""

@@ -20,6 +20,7 @@ from clipgrad._compare.program_record import (
 )
 from clipgrad._compare.sketches import (
     LENGTH,
+    MEASURES,
     Sketches,
     carried_values,
     entering_values,
@@ -266,7 +267,7 @@ class VersionProgram:
     @functools.cached_property
     def _rounded(self) -> Callable[[list, jax.Array], list]:
         program = self.traced.program
-        return jit_for_one_call(program)(lambda *given: rounded(program, *given))
+        return jit_for_one_call(program)(lambda *given: rounded(program, *given, MEASURES))
 
     def _leaves(self, inputs: list | None = None) -> list:
         given = self._given.inputs if inputs is None else inputs

@@ -66,7 +66,9 @@ PASSES = {
 }
 
 
-def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
+def rounded(
+    program: Any, inputs: Sequence, seed: Any, measures: frozenset[str] = frozenset()
+) -> list:
     r"""Evaluate a program with all that it rounds moved by one rounding.
 
     Each floating result, each term of a sum and of a product's contraction, and each constant
@@ -86,8 +88,10 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
       program: the jaxpr; custom rules in it are entered by what they compute.
       inputs: its inputs.
       seed: an array of uint32: one compiled program serves all seeds.
+      measures: names of jitted functions that only measure values, in which nothing moves.
     """
-    hook = _Rounding(jnp.asarray(seed, jnp.uint32), _platform(), itertools.count(1))
+    salt = jnp.asarray(seed, jnp.uint32)
+    hook = _Rounding(salt, _platform(), itertools.count(1), measures=measures)
     with one_promotion():
         return evaluate(program, inputs, hook)
 
@@ -137,6 +141,7 @@ class _Rounding(Hook):
     parts: Parts = Parts()
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
+    measures: frozenset[str] = dataclasses.field(default=frozenset(), metadata={"static": True})
 
     flatten = True
 
@@ -145,6 +150,8 @@ class _Rounding(Hook):
         name = equation.primitive.name
         if name in PRINTS:
             return []
+        if "jaxpr" in equation.params and equation.params.get("name") in self.measures:
+            return self._bound(equation, inputs)
         if is_entered(equation, self):
             return None
         if name in UNROUNDED or not any(map(holds_floats, equation.outvars)):
