@@ -76,13 +76,25 @@ class Candidates:
 
 
 def closest(own: Sketched, other: Layouts, rtol: float | None = None) -> Closest:
-    """Compare two arrays of as many elements in every order of axes."""
+    """Compare two arrays of as many elements in every order of axes.
+
+    What is far in each order has a rough judgment, see `rejudged`.
+    """
     far = distances(own.sketch, other.sketches)
     best = int(np.argmin(far))
     near = [i for i in range(len(far)) if far[i] < NEAR]
+    if not near and (rtol or 0) < NEAR:
+        return Closest(Judgment(float(far[best]), 0.0), False, (best,))
     found = {i: judged(own, other, i, rtol) for i in near or [best]}
     agree = tuple(i for i, j in found.items() if j.is_judged and not j.differs)
     return Closest(found[best], bool(agree), agree or (best,))
+
+
+def rejudged(found: Closest, own: Sketched, other: Layouts, rtol: float | None) -> Closest:
+    """The same with what rounding explains, which is not measured of each pair that is far."""
+    if found.judgment.sizes or own.size != other.size:
+        return found
+    return found._replace(judgment=judged(own, other, found.at[0], rtol))
 
 
 def closest_of(

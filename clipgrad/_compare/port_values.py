@@ -14,6 +14,7 @@ from clipgrad._compare.closeness import (
     Sketched,
     best_pairs,
     closest_of,
+    rejudged,
 )
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.entered import Entered
@@ -64,10 +65,11 @@ def match_values(
     table = {i: candidates.closest(x, rtol) for i, x in sketched.items()}
     finder = _Finder(own, entries, table, likeness)
     found = finder.found()
-    pairs = [
-        PortPair(own[i], entries[j], c, _cotangent(own[i], entries[j], c, run, floor, rtol))
-        for i, (j, c) in sorted(found.items())
-    ]
+    pairs = []
+    for i, (j, close) in sorted(found.items()):
+        close = rejudged(close, sketched[i], entries[j].value, rtol)
+        cotangent = _cotangent(own[i], entries[j], close, run, floor, rtol)
+        pairs.append(PortPair(own[i], entries[j], close, cotangent))
     ours = {pair.own.value.name for pair in pairs}, [each.value.name for each in own]
     theirs = {pair.other.name for pair in pairs}, [entry.name for entry in entries]
     return PortMatching(pairs, [*_values_alone(*ours, "JAX"), *_values_alone(*theirs, "torch")])
