@@ -8,14 +8,20 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
+from clipgrad._compare.differences import Judgment
+from clipgrad._compare.findings import find
 from clipgrad._compare.layouts import layouts, orders_of
+from clipgrad._compare.matching import Pair, instances_of
+from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.port_leaves import match_leaves, parameter_texts
 from clipgrad._compare.port_names import similarity
 from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.signatures import host_sketch, signature
+from clipgrad._compare.versions import version
 from tests import port_models as models
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -239,6 +245,37 @@ def test_nchw_beside_nhwc(run, changes, module):
 
 
 # ---- the parts ----
+
+
+@pytest.mark.parametrize(("is_matched", "module"), [(True, "outer/second"), (False, "outer")])
+def test_a_value_that_agrees_at_an_earlier_step_is_no_reason_to_blame_what_follows_it(
+    is_matched, module
+):
+    """At the step that differs it was not matched: the fault may be before it."""
+
+    def loss(weights, x):
+        def step(h, w):
+            with models.named("outer"):
+                with models.named("first"):
+                    h = jnp.tanh(h @ w)
+                with models.named("second"):
+                    return jnp.sin(h), None
+
+        return jnp.mean(lax.scan(step, x, weights)[0])
+
+    own = version(loss, (np.ones((3, 2, 2)), np.ones((1, 2))), {}, 0, False)
+    places = [
+        ComparedPlace(
+            Pair(at, at), Judgment(float(at.steps >= (1,) and "second" in value.name), 1e-6), None
+        )
+        for value in own.values
+        for at in instances_of(value)
+        if value.name.startswith("outer/")
+        and (is_matched or value.name != "outer/first" or at.steps != (1,))
+    ]
+    places.sort(key=lambda place: place.pair.own.time)
+    (found,) = find(own, own, places, Judgment(1.0, 1e-6), [])
+    assert (found.kind, found.module, found.step) == ("value", module, 1)
 
 
 @pytest.mark.parametrize("shape", [(), (1, 5), (4, 3), (2, 1, 3, 4), (2, 2, 3, 2, 2)])

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.layouts import Layouts
-from clipgrad._compare.sketches import NUMBERS, judge_values
+from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_values
 
 K = TypeVar("K", bound=Hashable)
 NEAR = 0.3  # a difference of which the two may be one value
@@ -62,25 +62,29 @@ class Candidates:
 
     def __init__(self, every: Sequence[Layouts]) -> None:
         self._every = every
-        self._by_size: dict[int, list[int]] = {}
+        by_size: dict[int, list[int]] = {}
         for i, own in enumerate(every):
             if len(own.sketches):
-                self._by_size.setdefault(own.size, []).append(i)
+                by_size.setdefault(own.size, []).append(i)
+        self._by_size = {
+            size: (numbers, np.concatenate([every[i].sketches for i in numbers]))
+            for size, numbers in by_size.items()
+        }
 
     def closest(self, own: Sketched, rtol: float | None = None) -> dict[int, Closest]:
         """Each array of this size, by its number, in its closest order."""
-        found = {}
-        for i in self._by_size.get(own.size, []):
-            found[i] = closest(own, self._every[i], rtol)
-        return found
+        numbers, sketches = self._by_size.get(own.size, ([], np.zeros((0, LENGTH))))
+        ends = np.cumsum([len(self._every[i].sketches) for i in numbers])[:-1]
+        parts = np.split(distances(own.sketch, sketches), ends)
+        pairs = zip(numbers, parts, strict=False)
+        return {i: closest(own, self._every[i], far, rtol) for i, far in pairs}
 
 
-def closest(own: Sketched, other: Layouts, rtol: float | None = None) -> Closest:
+def closest(own: Sketched, other: Layouts, far: np.ndarray, rtol: float | None) -> Closest:
     """Compare two arrays of as many elements in every order of axes.
 
-    What is far in each order has a rough judgment, see `rejudged`.
+    What is far in each order, by `distances`, has a rough judgment, see `rejudged`.
     """
-    far = distances(own.sketch, other.sketches)
     best = int(np.argmin(far))
     near = [i for i in range(len(far)) if far[i] < NEAR]
     if not near and (rtol or 0) < NEAR:

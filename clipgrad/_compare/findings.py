@@ -61,9 +61,10 @@ def _value_finding(
 ) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
+    now = [place for place in before if _is_of_one_step(place, first)]
     found = _together(
         made_by(side.value.program, side.value.variable, value_scopes(side.value), ends)
-        for side, ends in _sides(first, before)
+        for side, ends in _sides(first, now)
     ).outside(shared)
     text = f"the value {_named_value(first)} {_difference(first.value)}"
     # The inner view of the same value agrees: what changed it is in this module alone.
@@ -140,6 +141,12 @@ def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> Compar
         if its.value.variable == own.value.variable and its.steps == own.steps
     ]
     return same[0] if same else None
+
+
+def _is_of_one_step(place: ComparedPlace, other: ComparedPlace) -> bool:
+    """Whether two places are at one step of the scans around both: others agree at others only."""
+    steps = zip(place.pair.own.steps, other.pair.own.steps, strict=False)
+    return all(a == b for a, b in steps)
 
 
 def _agreeing(places: Sequence[ComparedPlace], side: int = 0) -> Ends:

@@ -130,6 +130,9 @@ class _Finder:
             _ranks([(x.value.name, x.value.kind, x.value.shape) for x in own]),
             _ranks([(y.name, y.kind, y.value.shape, bool(y.steps)) for y in entries]),
         )
+        self._agreeing = {
+            i: [j for j, c in table.get(i, {}).items() if c.agrees] for i in range(len(own))
+        }
         self._entering: dict[tuple[int, int], float] = {}
         self._like: dict[tuple[int, int], float] = {}
         entered = Entered()
@@ -143,7 +146,7 @@ class _Finder:
 
     def found(self) -> dict[int, tuple[int, Closest]]:
         """The number of the other value, and how close it is."""
-        agree = [(i, j) for i, row in self._table.items() for j, c in row.items() if c.agrees]
+        agree = [(i, j) for i, row in self._agreeing.items() for j in row]
         found = best_pairs(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
         anchors = sorted(found.items())
         later = Ancestors([self._own[i] for i in found])
@@ -153,7 +156,8 @@ class _Finder:
             for (i, j), like in self._like.items()
             if j not in taken and self._may_be(i, j, like, found)
         ]
-        rest = [(i, j) for i, j in rest if not later.has(self._own[i])]
+        cut_otherwise = {i for i in {i for i, _ in rest} if later.has(self._own[i])}
+        rest = [(i, j) for i, j in rest if i not in cut_otherwise]
         differing = best_pairs(rest, lambda i, j: self._closeness(i, j, anchors))
         again = {i: j for i, j in agree if i not in found and i not in differing}
         pairs = found | differing | again
@@ -161,7 +165,7 @@ class _Finder:
 
     def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
         """Whether a value that agrees with no other, or with one of another name, is this one."""
-        agreeing = [k for k, c in self._table.get(i, {}).items() if c.agrees]
+        agreeing = self._agreeing[i]
         if agreeing:  # it is another one that it should be
             is_better = i not in found or like > self._like[i, found[i]] + 0.2
             is_other = is_better and j in self._table[i]
