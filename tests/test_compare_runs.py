@@ -16,7 +16,7 @@ from clipgrad._compare.program_record import program_data, program_from_data, pr
 from clipgrad._compare.run_file import read_run, write_run
 from clipgrad._compare.save_run import saved
 from clipgrad._compare.signatures import host_sketch, judge_signatures, signature
-from clipgrad._compare.sketches import LARGEST, LENGTH, NORM, sketch
+from clipgrad._compare.sketches import LARGEST_AT, LENGTH, NORM_AT, sketch
 from clipgrad._compare.wiring import shared_modules
 from tests.compare_models import with_vjp
 from tests.compare_pairs import EQUAL, PLANTED, Draw
@@ -155,7 +155,7 @@ def test_the_file_has_what_the_issue_of_a_port_needs(right):
     assert pathlib.Path(first["file"]).samefile(__file__) and first["line"] > 0
     assert {row[0]: row[1] for row in header["params"]} == {"layers": [3, 4, 4], "out": [4, 20]}
     out = np.asarray(ARGS[0]["out"], np.float64)
-    sizes = file.arrays["params 1"][[NORM, LARGEST]]
+    sizes = file.arrays["params 1"][[NORM_AT, LARGEST_AT]]
     np.testing.assert_allclose(sizes, [np.linalg.norm(out), abs(out).max()])
     assert not any(np.size(x) == out.size for x in file.arrays.values())
     assert right.stat().st_size < 64_000
@@ -173,7 +173,9 @@ def test_each_value_and_cotangent_has_its_norm_and_largest_magnitude(right):
             numbers = [i for i, row in enumerate(file.header["values"]) if row["name"] == name]
             rows = np.reshape(np.asarray(rows, np.float64), (-1, *np.shape(rows)[-2:]))
             sizes = np.linalg.norm(rows, axis=(1, 2)), np.max(np.abs(rows), (1, 2))
-            found = file.arrays[f"{kind} {numbers[0]}"].reshape(-1, LENGTH)[:, [NORM, LARGEST]].T
+            found = (
+                file.arrays[f"{kind} {numbers[0]}"].reshape(-1, LENGTH)[:, [NORM_AT, LARGEST_AT]].T
+            )
             np.testing.assert_allclose(found, sizes, rtol=1e-5)
 
 
@@ -182,7 +184,7 @@ def as_format_1(path, new, monkeypatch):
     file = read_run(path)
     header = {key: x for key, x in file.header.items() if key != "format"}
     arrays = {
-        name: np.delete(x, [NORM, LARGEST], -1) if x.shape[-1:] == (LENGTH,) else x
+        name: np.delete(x, [NORM_AT, LARGEST_AT], -1) if x.shape[-1:] == (LENGTH,) else x
         for name, x in file.arrays.items()
     }
     with monkeypatch.context() as old:

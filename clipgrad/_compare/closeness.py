@@ -95,7 +95,7 @@ def closest(own: Sketched, other: Layouts, far: np.ndarray, rtol: float | None) 
 
 
 def rejudged(found: Closest, own: Sketched, other: Layouts, rtol: float | None) -> Closest:
-    """The same with what rounding explains, which is not measured of each pair that is far."""
+    """A pair with what rounding explains, which is not measured of each that is far."""
     if found.judgment.sizes or own.size != other.size:
         return found
     return found._replace(judgment=judged(own, other, found.at[0], rtol))

@@ -16,7 +16,7 @@ from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.port_values import ALIKE, Likeness
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.signatures import Signature
-from clipgrad._compare.sketches import LARGEST, NORM
+from clipgrad._compare.sketches import LARGEST_AT, NORM_AT
 from clipgrad._compare.versions import VersionLeaf
 
 _SAME = 1e-5  # norms of the same numbers in another order
@@ -216,7 +216,9 @@ def _may_be(own: Signature, other: Layouts) -> bool:
 
 def _same_numbers(own: Signature, other: Layouts) -> str:
     """A note that two arrays have the same norm, and so the same numbers in another order."""
-    sizes = [x[..., [NORM, LARGEST]] for x in (own.sketch, other.sketches[:1].ravel()) if len(x)]
+    sizes = [
+        x[..., [NORM_AT, LARGEST_AT]] for x in (own.sketch, other.sketches[:1].ravel()) if len(x)
+    ]
     is_same = len(sizes) == 2 and np.allclose(*sizes, rtol=_SAME, atol=0) and np.all(sizes)
     return ", but has the same numbers in another order" if is_same else ""
 

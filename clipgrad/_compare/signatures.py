@@ -61,11 +61,11 @@ def host_sketch(x: np.ndarray) -> np.ndarray:
     turned = np.take_along_axis(rows.reshape(2, count, NUMBERS), columns.astype(int)[None], axis=2)
     kinds = np.where(np.isnan(flat), 1, np.where(finite, 0, np.where(flat > 0, 2, 3)))
     code = np.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
-    sizes = _sizes(np.where(finite, flat, 0))
+    sizes = _host_sizes(np.where(finite, flat, 0))
     return np.concatenate([np.sum(turned, axis=1).ravel(), sizes, [float(code)]])
 
 
-def _sizes(x: np.ndarray) -> tuple[float, float]:
+def _host_sizes(x: np.ndarray) -> tuple[float, float]:
     """The norm and the largest magnitude; squares do not overflow."""
     largest = float(np.max(np.abs(x), initial=0))
     return largest * float(np.linalg.norm(x / (largest or 1))), largest

@@ -29,7 +29,7 @@ SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
-NORM, LARGEST = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
+NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
 LENGTH = 2 * NUMBERS + 3
 MEASURES = frozenset({"clipgrad_sketch"})  # the name of `sketch` in a program
 ENTERS = "enters"  # the kind of values that enter a module
@@ -125,7 +125,8 @@ def judge_values(
 ) -> Judgment:
     """`judge_sketches` of two versions of a value, with the sizes of both."""
     sizes = (
-        (float(np.linalg.norm(x[..., NORM])), float(np.max(x[..., LARGEST]))) for x in (own, other)
+        (float(np.linalg.norm(x[..., NORM_AT])), float(np.max(x[..., LARGEST_AT])))
+        for x in (own, other)
     )
     return judge_sketches(own, other, floor, eps, rtol)._replace(sizes=tuple(sizes))
 
