@@ -35,8 +35,9 @@ def save_run(
     Gradients, buffers, the mode and the state of random numbers stay as they are.
 
     Guarantees:
-      * Of each array a sketch of 513 numbers is written in every order of its axes, up to 24, so
-        that layouts such as NCHW and NHWC can be told from differences.
+      * Of each array a sketch of 515 numbers, with its norm and its largest magnitude, is written
+        in every order of its axes, up to 24, so that layouts such as NCHW and NHWC can be told from
+        differences.
       * A recurrent module of ``torch.nn`` has a value for each step. Layers in a ``ModuleList`` are
         written also as one stack, and fused weights, such as ``qkv``, also in parts.
 

@@ -31,6 +31,7 @@ BUGS = {
         "gates swapped": "cell", "reset after": "cell", "tanh of the gate": "cell",
         "state not zero": "cell", "last but one": "",
     },
+    "layers": {"epsilon": "norm", "relu": "layers", "no residual": "layers"},
     "decoder": {
         "rope interleaved": "attn", "rope from 1": "attn", "rope base": "attn",
         "mask off by one": "attn", "no mask": "attn", "tiled groups": "attn",
@@ -267,6 +268,53 @@ def decoder(params, tokens, targets, which, scanned=False):
         logits = h @ pick("tied output", params["output"]["kernel"], tied)
     logits = jax.nn.log_softmax(logits.astype("float32"))
     return -jnp.mean(jnp.take_along_axis(logits, targets[..., None], -1))
+
+
+# ---- layers of Flax Linen under `nn.scan`, beside a list of modules ----
+
+
+def layers_args(found):
+    kernels = {
+        "norm": {"scale": "norm.weight", "bias": "norm.bias"},
+        "fc": {"kernel": "fc.weight", "bias": "fc.bias"},
+    }
+    stacked = {
+        name: {
+            leaf: jnp.stack([found[f"layers.{i}.{other}"].T for i in range(3)])
+            for leaf, other in leaves.items()
+        }
+        for name, leaves in kernels.items()
+    }
+    params = {
+        name: {"kernel": kernel(found, name), "bias": jnp.asarray(found[f"{name}.bias"])}
+        for name in ("stem", "head")
+    }
+    return params | {"layers": stacked}, found["args.0"], found["args.1"]
+
+
+def layers(params, x, y, which):
+    import flax.linen as nn
+
+    pick = picker("layers", which)
+    epsilon = pick("epsilon", 1e-5, 1e-3)  # outside, so that the choice is of no module
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            n = nn.LayerNorm(epsilon=epsilon, name="norm")(x)
+            h = nn.Dense(6, name="fc")(n)
+            h = pick("relu", jnp.tanh(h), jax.nn.relu(h))
+            return pick("no residual", x + h, h), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(6, name="stem")(x)
+            scan = nn.scan(Layer, {"params": 0}, split_rngs={"params": True}, length=3)
+            x, _ = scan(name="layers")(x)
+            return nn.Dense(3, name="head")(x)
+
+    return jnp.mean((Net().apply({"params": params}, x) - y) ** 2)
 
 
 # ---- a tagger, whose run is of no framework: `other_tagger` says what modules would see ----

@@ -8,13 +8,20 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import clipgrad as cg
+from clipgrad._commands.cli import main
+from clipgrad._compare.differences import Judgment
+from clipgrad._compare.findings import find
 from clipgrad._compare.layouts import layouts, orders_of
+from clipgrad._compare.matching import Pair, instances_of
+from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.port_leaves import match_leaves, parameter_texts
 from clipgrad._compare.port_names import similarity
 from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.signatures import host_sketch, signature
+from clipgrad._compare.versions import version
 from tests import port_models as models
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -25,6 +32,7 @@ SCANNED = functools.partial(models.decoder, scanned=True)
 TABLE = {
     "gru": ("gru", models.gru, models.gru_args),
     "mlp": ("mlp", models.mlp, models.mlp_args),
+    "layers": ("layers", models.layers, models.layers_args),
     "decoder": ("decoder", models.decoder, models.decoder_args),
     "decoder scanned": ("decoder", SCANNED, STACKED),
     "decoder bfloat16": ("decoder_bfloat16", models.decoder, NARROW),
@@ -135,6 +143,40 @@ def test_parameters_that_differ_are_named_first():
     assert found.findings[0].path == "args[1]", str(found)
 
 
+MODULE = """
+import jax
+from tests import port_models as models
+
+def right(params, x, y):
+    return models.layers(params, x, y, -1)
+
+def args():
+    return models.layers_args(models.numbers("layers"))
+
+def twice():
+    params, x, y = args()
+    layers = jax.tree.map(lambda w: w[:1].repeat(3, 0).at[2].set(w[2]), params["layers"])
+    return params | {"layers": layers}, x, y
+"""
+
+
+@DEAR
+def test_the_command_compares_with_a_file_of_torch(tmp_path, monkeypatch, capsys):
+    """Layers under `nn.scan` beside a list of modules; one layer is copied twice."""
+    (tmp_path / "portmodels.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    command = ["compare", str(models.FOLDER / "layers.npz"), "portmodels:right", "--args"]
+    assert main([*command, "portmodels:args"]) == 0
+    assert "no difference beyond rounding" in capsys.readouterr().out
+    assert main([*command, "portmodels:twice"]) == 1
+    found = " ".join(capsys.readouterr().out.split())
+    assert "layers/fc/kernel is not layers.*.fc.weight" in found, found
+    assert "value: the values differ from here on: Net/layers/norm, step 1" in found, found
+    assert main(["compare", "portmodels:right", command[1], "--args", "portmodels:args"]) == 0
+    assert main([*command[:3]]) == 2
+    assert "--args" in capsys.readouterr().err
+
+
 # ---- a convolution net in Flax: NHWC beside NCHW ----
 
 
@@ -203,6 +245,37 @@ def test_nchw_beside_nhwc(run, changes, module):
 
 
 # ---- the parts ----
+
+
+@pytest.mark.parametrize(("is_matched", "module"), [(True, "outer/second"), (False, "outer")])
+def test_a_value_that_agrees_at_an_earlier_step_is_no_reason_to_blame_what_follows_it(
+    is_matched, module
+):
+    """At the step that differs it was not matched: the fault may be before it."""
+
+    def loss(weights, x):
+        def step(h, w):
+            with models.named("outer"):
+                with models.named("first"):
+                    h = jnp.tanh(h @ w)
+                with models.named("second"):
+                    return jnp.sin(h), None
+
+        return jnp.mean(lax.scan(step, x, weights)[0])
+
+    own = version(loss, (np.ones((3, 2, 2)), np.ones((1, 2))), {}, 0, False)
+    places = [
+        ComparedPlace(
+            Pair(at, at), Judgment(float(at.steps >= (1,) and "second" in value.name), 1e-6), None
+        )
+        for value in own.values
+        for at in instances_of(value)
+        if value.name.startswith("outer/")
+        and (is_matched or value.name != "outer/first" or at.steps != (1,))
+    ]
+    places.sort(key=lambda place: place.pair.own.time)
+    (found,) = find(own, own, places, Judgment(1.0, 1e-6), [])
+    assert (found.kind, found.module, found.step) == ("value", module, 1)
 
 
 @pytest.mark.parametrize("shape", [(), (1, 5), (4, 3), (2, 1, 3, 4), (2, 2, 3, 2, 2)])

@@ -38,10 +38,20 @@ def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_p
     assert_pages_program_prints(DOCS / f"{page}.md")
 
 
-@pytest.mark.parametrize("question", ["Is the resumed run", "Does an example depend"])
-def test_an_answer_is_a_program_of_twelve_lines(question):
-    (section,) = (s for s in text_of("two_versions").split("\n## ") if s.startswith(question))
-    (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "question"),
+    [
+        ("port", "# Port a model"),
+        ("two_versions", "A version in a file"),
+        ("two_versions", "Is the resumed run"),
+        ("two_versions", "Does an example depend"),
+    ],
+)
+def test_an_answer_is_a_program_of_twelve_lines(page, question):
+    assert page == "two_versions" or f"]({page}.md)" in text_of("two_versions")
+    (section,) = (s for s in text_of(page).split("\n## ") if s.startswith(question))
+    program = "".join(re.findall(r"```py(?:thon)?\n(.*?)```", section, re.DOTALL))
+    assert program
     assert sum(bool(line.strip()) for line in program.splitlines()) <= 12
 
 

@@ -21,7 +21,7 @@ def table():
     return table()
 
 
-@pytest.mark.parametrize("name", ["mlp", "gru", "conv_train", "conv_eval", "decoder"])
+@pytest.mark.parametrize("name", ["mlp", "gru", "conv_train", "conv_eval", "layers", "decoder"])
 def test_the_files_of_this_repository_are_what_torch_writes(name, table, tmp_path):
     import clipgrad.torch
     from tests.torch_runs.make import FOLDER

@@ -1,7 +1,12 @@
 """Scores clipgrad on mistakes of ports from torch: does it name the module?
 
     python -m benchmarks.ports [twins, types ...] # the table and the score
+    python -m benchmarks.ports --runs=FOLDER ...  # the same of runs that are kept in a folder
     python -m benchmarks.ports --check            # the right twins, without clipgrad
+
+Both sides of each comparison are files, of `clipgrad.torch.save_run` and of `clipgrad.save_run`:
+those that are in the folder are not run again, so that a change of the comparison alone is scored
+in a minute.
 
 The check compares losses and gradients of the right twins with torch's, leaf by leaf, in float32,
 or in float64 where 64 bits are on (``JAX_ENABLE_X64=1``). It says by how much each mistake moves
@@ -12,6 +17,7 @@ import fnmatch
 import itertools
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -21,6 +27,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 MARK = 35
 # What flax calls whole models, and a tool may leave away.
 ROOTS = "Tagger", "ResNet", "Decoder"
+# Attributes of the Equinox twin that are no scopes of it.
+ATTRIBUTES = r"/(blocks/\d+|position|token)(?=/|$)"
 
 
 def arrays_of(tensors):
@@ -119,14 +127,18 @@ def check(chosen):
 def is_at(module, names):
     """Whether a scope is one of the names.
 
-    The name of the whole model may stand before it. ``vmap()`` and the names that Equinox gives its
-    own layers, such as ``eqx.nn.Linear``, do not count.
+    What a framework puts into a name beside the model's own scopes does not count: the name of the
+    whole model before it, ``vmap()``, names that Equinox gives its own layers, such as
+    ``eqx.nn.Linear``, and the paths of attributes that clipgrad gives modules of Equinox.
     """
     parts = [part for part in (module or "").split("/") if part and part != "vmap()"]
     parts = [part for part in parts if not part.startswith("eqx.nn.")]
     if parts and parts[0] in ROOTS:
         del parts[0]
-    return any(fnmatch.fnmatchcase("/".join(parts), name) for name in names)
+    bare = "/".join(part for part, _ in itertools.groupby(parts))
+    bare = re.sub(ATTRIBUTES, "", bare)
+    bare = "/".join(part for part, _ in itertools.groupby(bare.split("/")))
+    return any(fnmatch.fnmatchcase(own, name) for name in names for own in ("/".join(parts), bare))
 
 
 def judged(found, bug):
@@ -141,58 +153,78 @@ def judged(found, bug):
     return not found.ok and (is_at(first.module, bug.modules) or leaf), text
 
 
-def main(chosen):
-    """The table and the score."""
+def written(twin, dtype, folder):
+    """Writes the runs of a twin that are not yet in a folder; their paths by mistake.
+
+    The torch run has the key "torch", the right twin the key "".
+    """
     import clipgrad as cg
     import clipgrad.torch
+
+    names = {"torch": "torch", "": "right"} | {bug: bug for bug in twin.bugs}
+    paths = {key: folder / f"{twin.name}-{dtype}-{name}.npz" for key, name in names.items()}
+    module, torch_loss, args = torch_side(twin, dtype)
+    if not paths["torch"].exists():
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        clipgrad.torch.save_run(module, torch_loss, args, paths["torch"])
+        # The averages of BatchNorm are those before the run.
+        module.load_state_dict(before)
+    for bug, path in paths.items():
+        if bug != "torch" and not path.exists():
+            fun, arguments = jax_side(twin, bug, dtype, module, args)
+            cg.save_run(fun, arguments, path)
+    return paths
+
+
+def scored(twin, dtype, paths):
+    """Whether each mistake is named and the right twin is not, with a text for each."""
+    import clipgrad as cg
+
+    for bug in ("", *twin.bugs):
+        try:
+            found = cg.compare(paths["torch"], paths[bug])
+            if bug:
+                at, text = judged(found, twin.bugs[bug])
+            else:
+                at = found.ok and not found.findings
+                text = " | ".join(str(f.message) for f in found.findings) or "silent"
+        except Exception as error:
+            at, text = False, f"{type(error).__name__}: {error}"
+        modules = [module or "the model" for module in twin.bugs[bug].modules] if bug else []
+        expected = f"{' or '.join(modules)} ({twin.bugs[bug].what})" if bug else "silent"
+        text = " ".join(text.split()).replace(os.getcwd() + "/", "")[:400]
+        verdict = "right" if at else "WRONG"
+        print(
+            f"{twin.name:11} {bug or '(right)':22} {dtype:8} {verdict}    {expected} | {text}",
+            flush=True,
+        )
+        yield bug, at
+
+
+def main(chosen, folder):
+    """The table and the score in each type."""
     from benchmarks.ports import TWINS
 
-    chosen, types = set(chosen), {"float32", "bfloat16"}
-    dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in chosen or not types & chosen]
-    chosen = chosen - types
-    right = total = named = alarms = 0
-    print(f"{'twin':11} {'mistake':22} verdict  expected | found")
-    for twin in TWINS:
-        if chosen and twin.name not in chosen:
-            continue
-        for dtype in dtypes:
-            start = time.time()
-            with tempfile.TemporaryDirectory() as folder:
-                path = pathlib.Path(folder, "run.npz")
-                module, torch_loss, args = torch_side(twin, dtype)
-                before = {name: value.clone() for name, value in module.state_dict().items()}
-                clipgrad.torch.save_run(module, torch_loss, args, path)
-                # The averages of BatchNorm are those before the run.
-                module.load_state_dict(before)
-                for bug in ("", *(twin.bugs if dtype == "float32" else ())):
-                    try:
-                        fun, arguments = jax_side(twin, bug, dtype, module, args)
-                        found = cg.compare(path, fun, arguments)
-                        if bug:
-                            at, text = judged(found, twin.bugs[bug])
-                        else:
-                            at = found.ok and not found.findings
-                            text = " | ".join(str(f.message) for f in found.findings) or "silent"
-                    except Exception as error:
-                        at, text = False, f"{type(error).__name__}: {error}"
-                    if bug:
-                        total, right = total + 1, right + at
-                        modules = [module or "the model" for module in twin.bugs[bug].modules]
-                        expected = f"{' or '.join(modules)} ({twin.bugs[bug].what})"
-                    else:
-                        named, alarms = named + 1, alarms + (not at)
-                        expected = f"silent, {dtype}"
-                    text = " ".join(text.split()).replace(os.getcwd() + "/", "")[:400]
-                    verdict = "right" if at else "WRONG"
-                    print(
-                        f"{twin.name:11} {bug or '(right)':22} {verdict}    {expected} | {text}",
-                        flush=True,
-                    )
-            print(f"{twin.name:11} {dtype}: {time.time() - start:.0f} s", file=sys.stderr)
-    print(f"at the module: {right} of {total}; the mark is {MARK} of 40")
-    print(f"right twins that were named: {alarms} of {named}; the mark is 0")
+    types = ("float32", "bfloat16")
+    twins = [twin for twin in TWINS if twin.name in chosen or not {*chosen} - {*types}]
+    print(f"{'twin':11} {'mistake':22} {'type':8} verdict  expected | found")
+    scores = []
+    for dtype in [dtype for dtype in types if dtype in chosen or not {*types} & {*chosen}]:
+        rows = []
+        for twin in twins:
+            start = time.process_time()
+            rows += scored(twin, dtype, written(twin, dtype, folder))
+            print(f"{twin.name:11} {dtype}: {time.process_time() - start:.0f} s", file=sys.stderr)
+        named, silent = ([at for bug, at in rows if bool(bug) == which] for which in (True, False))
+        scores.append(f"{dtype}: at the module {sum(named)} of {len(named)}, the mark is {MARK} of")
+        scores[-1] += f" 40; right twins that are named {silent.count(False)} of {len(silent)}"
+    print("\n".join(scores))
 
 
 if __name__ == "__main__":
-    names = [name for name in sys.argv[1:] if name != "--check"]
-    sys.exit(check(names) > 0) if "--check" in sys.argv else main(names)
+    names = [name for name in sys.argv[1:] if not name.startswith("--")]
+    kept = [name.removeprefix("--runs=") for name in sys.argv if name.startswith("--runs=")]
+    with tempfile.TemporaryDirectory() as temporary:
+        where = pathlib.Path(*kept or [temporary])
+        where.mkdir(exist_ok=True)
+        sys.exit(check(names) > 0) if "--check" in sys.argv else main(names, where)

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.layouts import Layouts
-from clipgrad._compare.sketches import NUMBERS, judge_sketches
+from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_values
 
 K = TypeVar("K", bound=Hashable)
 NEAR = 0.3  # a difference of which the two may be one value
@@ -46,7 +46,7 @@ class Closest(NamedTuple):
 def judged(own: Sketched, other: Layouts, at: int, rtol: float | None = None) -> Judgment:
     """Compare two arrays in one of the orders; rounding of the other framework adds as much."""
     eps = rounding(own.dtype, _float_type(other.dtype))
-    return judge_sketches(own.sketch, other.sketches[at], 2 * own.floor, eps, rtol)
+    return judge_values(own.sketch, other.sketches[at], 2 * own.floor, eps, rtol)
 
 
 @functools.cache
@@ -62,27 +62,43 @@ class Candidates:
 
     def __init__(self, every: Sequence[Layouts]) -> None:
         self._every = every
-        self._by_size: dict[int, list[int]] = {}
+        by_size: dict[int, list[int]] = {}
         for i, own in enumerate(every):
             if len(own.sketches):
-                self._by_size.setdefault(own.size, []).append(i)
+                by_size.setdefault(own.size, []).append(i)
+        self._by_size = {
+            size: (numbers, np.concatenate([every[i].sketches for i in numbers]))
+            for size, numbers in by_size.items()
+        }
 
     def closest(self, own: Sketched, rtol: float | None = None) -> dict[int, Closest]:
         """Each array of this size, by its number, in its closest order."""
-        found = {}
-        for i in self._by_size.get(own.size, []):
-            found[i] = closest(own, self._every[i], rtol)
-        return found
+        numbers, sketches = self._by_size.get(own.size, ([], np.zeros((0, LENGTH))))
+        ends = np.cumsum([len(self._every[i].sketches) for i in numbers])[:-1]
+        parts = np.split(distances(own.sketch, sketches), ends)
+        pairs = zip(numbers, parts, strict=False)
+        return {i: closest(own, self._every[i], far, rtol) for i, far in pairs}
 
 
-def closest(own: Sketched, other: Layouts, rtol: float | None = None) -> Closest:
-    """Compare two arrays of as many elements in every order of axes."""
-    far = distances(own.sketch, other.sketches)
+def closest(own: Sketched, other: Layouts, far: np.ndarray, rtol: float | None) -> Closest:
+    """Compare two arrays of as many elements in every order of axes.
+
+    What is far in each order, by `distances`, has a rough judgment, see `rejudged`.
+    """
     best = int(np.argmin(far))
     near = [i for i in range(len(far)) if far[i] < NEAR]
+    if not near and (rtol or 0) < NEAR:
+        return Closest(Judgment(float(far[best]), 0.0), False, (best,))
     found = {i: judged(own, other, i, rtol) for i in near or [best]}
     agree = tuple(i for i, j in found.items() if j.is_judged and not j.differs)
     return Closest(found[best], bool(agree), agree or (best,))
+
+
+def rejudged(found: Closest, own: Sketched, other: Layouts, rtol: float | None) -> Closest:
+    """A pair with what rounding explains, which is not measured of each that is far."""
+    if found.judgment.sizes or own.size != other.size:
+        return found
+    return found._replace(judgment=judged(own, other, found.at[0], rtol))
 
 
 def closest_of(
@@ -105,7 +121,7 @@ def best_pairs(pairs: Sequence[tuple[K, int]], score: Callable[[K, int], float])
 
 
 def distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """About how far a sketch is from others, shape (n, 513)."""
+    """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for part in (slice(0, NUMBERS), slice(NUMBERS, 2 * NUMBERS)):
         apart = np.linalg.norm(others[:, part] - own[part], axis=1)

@@ -30,11 +30,13 @@ class Judgment(NamedTuple):
         not finite in different ways.
       tolerance: what rounding explains, in the same measure.
       is_judged: whether rounding leaves anything to judge.
+      sizes: the norm and the largest magnitude of both versions, where they are known.
     """
 
     difference: float
     tolerance: float
     is_judged: bool = True
+    sizes: tuple[tuple[float, float], ...] = ()
 
     @property
     def differs(self) -> bool:

@@ -27,7 +27,7 @@ class ExampleSketches(Sketches):
     real: Any = None
 
     def sketch_of(self, x: jax.Array) -> jax.Array:
-        """The notes of a value, shape (3 or 4, 513)."""
+        """The notes of a value, shape (3 or 4, 515)."""
         x = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
         wide = x.astype(sketch_dtype(x.dtype))
         sizes = jnp.where(jnp.abs(wide) < MASKED, jnp.abs(wide), 0)

@@ -164,7 +164,7 @@ class ExampleRuns(NamedTuple):
 
 
 def _seen(run: VersionRun, row: int) -> VersionRun:
-    """A run with a row of the notes of values, without the codes of what is not finite."""
+    """A run with a row of the notes of values, without sizes and codes of what is not finite."""
     values = {at: _uncoded(notes[..., row, :]) for at, notes in run.values.items()}
     return run._replace(
         values=values, cotangents={at: _uncoded(x) for at, x in run.cotangents.items()}
@@ -172,7 +172,7 @@ def _seen(run: VersionRun, row: int) -> VersionRun:
 
 
 def _uncoded(sketches: np.ndarray) -> np.ndarray:
-    return sketches * (np.arange(LENGTH) < LENGTH - 1)
+    return sketches * (np.arange(LENGTH) < 2 * NUMBERS)
 
 
 def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> ExampleRuns:

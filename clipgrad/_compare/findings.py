@@ -27,6 +27,7 @@ from clipgrad._names import ScopePath
 
 SharedModules = Set[ScopePath]
 Around = Sequence[OperationRecord]  # an operation and those around, innermost first
+TELLING = 0.01  # sizes that are nearer say nothing of how two versions differ
 ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
@@ -69,8 +70,9 @@ def _value_finding(
 ) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
+    now = [place for place in before if _is_of_one_step(place, first)]
     found = Slice()
-    for side, ends in _sides(first, before):
+    for side, ends in _sides(first, now):
         own = side.value
         found += made_by(own.program, own.variable, value_scopes(own), ends)
     found = outside(found, shared)
@@ -151,6 +153,12 @@ def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> Compar
     return same[0] if same else None
 
 
+def _is_of_one_step(place: ComparedPlace, other: ComparedPlace) -> bool:
+    """Whether two places are at one step of the scans around both: others agree at others only."""
+    steps = zip(place.pair.own.steps, other.pair.own.steps, strict=False)
+    return all(a == b for a, b in steps)
+
+
 def _agreeing(places: Sequence[ComparedPlace], side: int = 0) -> Ends:
     """Whether a variable of a version is one of the values that end a slice."""
     agree = [place.pair[side] for place in places if place.value.is_judged]
@@ -191,7 +199,15 @@ def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:
 def _difference(found: Judgment) -> str:
     if math.isinf(found.difference):
         return "is NaN, inf or nothing in one of the versions only"
-    return f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
+    text = f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
+    pairs = zip(("norm", "largest"), zip(*found.sizes, strict=True), strict=False)
+    told = [f"{name} {a:.3g} beside {b:.3g}" for name, (a, b) in pairs if _tell_apart(a, b)]
+    return f"{text} ({', '.join(told)})" if told else text
+
+
+def _tell_apart(a: float, b: float) -> bool:
+    """Whether two sizes that are known, which 0 is not, say something of a difference."""
+    return min(a, b) > 0 and abs(a - b) > TELLING * max(a, b)
 
 
 def located(

@@ -1,6 +1,7 @@
 """Kinship: modules of two frameworks are the same if they hold the same parameters."""
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -37,8 +38,11 @@ class Kinship:
         return len(own & its) / len(own | its) if own and its else None
 
     def _held(self, name: str, steps: tuple[int, ...]) -> Held:
-        """The parameters of a module, whose path may begin with the name of the whole model."""
-        segments = name.removeprefix("params/").split("/")
+        """The parameters of a module, whose path may begin with the name of the whole model.
+
+        A scope around a call that has the name of the module is one with it.
+        """
+        segments = [x for x, _ in itertools.groupby(name.removeprefix("params/").split("/"))]
         for start in range(len(segments)):
             module = _tokens("/".join(segments[start:]))
             for layer in (*steps[-1:], None):

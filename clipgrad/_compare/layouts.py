@@ -18,10 +18,8 @@ class Layouts(NamedTuple):
     Attributes:
       shape: its shape.
       dtype: the name of its type.
-      sketches: the sketch in each of `orders_of`, shape (orders, 513); of integers none.
+      sketches: the sketch in each of `orders_of`, shape (orders, 515); of integers none.
       digests: of integers a hash of their bits as int32 in each order.
-      norm: its norm.
-      largest: its largest magnitude.
       stacked: whether the first axis is of layers, and stays the first.
     """
 
@@ -29,8 +27,6 @@ class Layouts(NamedTuple):
     dtype: str
     sketches: np.ndarray
     digests: tuple[str, ...]
-    norm: float
-    largest: float
     stacked: bool = False
 
     @property
@@ -62,8 +58,6 @@ def layouts(x: np.ndarray, dtype: str, stacked: bool = False) -> Layouts:
     turned = [np.transpose(x, (*o, *sorted({*range(x.ndim)} - {*o}))) for o in orders]
     if x.dtype.kind not in "fc":
         digests = (hashlib.sha256(t.astype(np.int32).tobytes()).hexdigest() for t in turned)
-        return Layouts(x.shape, dtype, np.zeros((0, LENGTH)), tuple(digests), 0.0, 0.0, stacked)
-    with np.errstate(over="ignore"):
-        norm, largest = float(np.linalg.norm(x)), float(np.max(np.abs(x), initial=0))
+        return Layouts(x.shape, dtype, np.zeros((0, LENGTH)), tuple(digests), stacked)
     sketches = np.stack([host_sketch(t) for t in turned])
-    return Layouts(x.shape, dtype, sketches, (), norm, largest, stacked)
+    return Layouts(x.shape, dtype, sketches, (), stacked)

@@ -8,7 +8,7 @@ import numpy as np
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.matching import Instance, Pair
 from clipgrad._compare.records import ComparisonRow, undecided
-from clipgrad._compare.sketches import LENGTH, judge_sketches
+from clipgrad._compare.sketches import LENGTH, judge_values
 from clipgrad._compare.versions import VersionRun
 
 
@@ -66,10 +66,8 @@ def compared_places(
         if value.position in own.cotangents and pair.other.value.position in other.cotangents:
             cotangent = _aligned(pair, own.cotangents, other.cotangents, floor.cotangents, False)
         eps = rounding(*(side.value.dtype for side in pair))
-        judged = judge_sketches(*aligned, eps, rtol)
-        found.append(
-            ComparedPlace(pair, judged, cotangent and judge_sketches(*cotangent, eps, rtol))
-        )
+        judged = judge_values(*aligned, eps, rtol)
+        found.append(ComparedPlace(pair, judged, cotangent and judge_values(*cotangent, eps, rtol)))
     return found, list(partial)
 
 
@@ -93,7 +91,7 @@ def _aligned(
 
 
 def _on_devices(notes: dict, instance: Instance) -> np.ndarray:
-    """The sketch on each device, shape (devices, 513)."""
+    """The sketch on each device, shape (devices, 515)."""
     return np.asarray(notes[instance.value.position])[instance.at].reshape(-1, LENGTH)
 
 

@@ -16,6 +16,7 @@ from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.port_values import ALIKE, Likeness
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.signatures import Signature
+from clipgrad._compare.sketches import LARGEST_AT, NORM_AT
 from clipgrad._compare.versions import VersionLeaf
 
 _SAME = 1e-5  # norms of the same numbers in another order
@@ -38,7 +39,7 @@ class PortLeaves(NamedTuple):
     Attributes:
       pairs: those that are the same numbers.
       alone: those of the version of whose numbers the other framework has none left.
-      others: the parameters of the other framework that no pair has.
+      others: the parameters of the other framework that no pair has, and stacks of these.
       again: of those alone the other's parameter that has these numbers, but is in a pair already.
       kin: which modules hold the same parameters.
     """
@@ -88,7 +89,7 @@ def match_leaves(
         if close and path not in pairs
     }
     covered = {name for pair in matched for name in _layers(pair.other, entries)}
-    others = [e for e in entries if e.name not in covered and _is_whole(e)]
+    others = [e for e in entries if not _is_part(e) and covered.isdisjoint(_layers(e, entries))]
     alone = {path: own for path, own in params.items() if path not in pairs}
     return PortLeaves(matched, alone, others, again, kin)
 
@@ -131,8 +132,8 @@ def _gradient(
     return closest_of(own, other, value.at, rtol)
 
 
-def _is_whole(entry: PortEntry) -> bool:
-    return entry.kind == "argument" or not {*"*["} & {*entry.name}
+def _is_part(entry: PortEntry) -> bool:
+    return entry.kind != "argument" and "[" in entry.name
 
 
 def _layers(entry: PortEntry, entries: Sequence[PortEntry]) -> list[str]:
@@ -215,9 +216,11 @@ def _may_be(own: Signature, other: Layouts) -> bool:
 
 def _same_numbers(own: Signature, other: Layouts) -> str:
     """A note that two arrays have the same norm, and so the same numbers in another order."""
-    pairs = (own.norm, other.norm), (own.largest, other.largest)
-    is_same = all(abs(a - b) <= _SAME * abs(b) for a, b in pairs)
-    return ", but has the same numbers in another order" if is_same and own.norm else ""
+    sizes = [
+        x[..., [NORM_AT, LARGEST_AT]] for x in (own.sketch, other.sketches[:1].ravel()) if len(x)
+    ]
+    is_same = len(sizes) == 2 and np.allclose(*sizes, rtol=_SAME, atol=0) and np.all(sizes)
+    return ", but has the same numbers in another order" if is_same else ""
 
 
 def _odd_orders(pairs: Sequence[LeafPair]) -> Iterator[tuple[str, str]]:

@@ -106,9 +106,9 @@ def _entry(row: list[Any], sketches: np.ndarray) -> PortEntry:
 
 
 def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Layouts:
-    shape, dtype, first, digests, norm, largest, stacked = row
+    shape, dtype, first, digests, *_, stacked = row
     count = 0 if digests else len(orders_of(tuple(shape), stacked))
     own = sketches[first : first + count]
     if own.shape != (count, LENGTH):
         raise ValueError(f"sketches of shape {own.shape}, not {(count, LENGTH)}")
-    return Layouts(tuple(shape), dtype, own, tuple(digests), norm, largest, stacked)
+    return Layouts(tuple(shape), dtype, own, tuple(digests), stacked)

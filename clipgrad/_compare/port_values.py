@@ -14,6 +14,7 @@ from clipgrad._compare.closeness import (
     Sketched,
     best_pairs,
     closest_of,
+    rejudged,
 )
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.entered import Entered
@@ -64,10 +65,11 @@ def match_values(
     table = {i: candidates.closest(x, rtol) for i, x in sketched.items()}
     finder = _Finder(own, entries, table, likeness)
     found = finder.found()
-    pairs = [
-        PortPair(own[i], entries[j], c, _cotangent(own[i], entries[j], c, run, floor, rtol))
-        for i, (j, c) in sorted(found.items())
-    ]
+    pairs = []
+    for i, (j, close) in sorted(found.items()):
+        close = rejudged(close, sketched[i], entries[j].value, rtol)
+        cotangent = _cotangent(own[i], entries[j], close, run, floor, rtol)
+        pairs.append(PortPair(own[i], entries[j], close, cotangent))
     ours = {pair.own.value.name for pair in pairs}, [each.value.name for each in own]
     theirs = {pair.other.name for pair in pairs}, [entry.name for entry in entries]
     return PortMatching(pairs, [*_values_alone(*ours, "JAX"), *_values_alone(*theirs, "torch")])
@@ -128,6 +130,9 @@ class _Finder:
             _ranks([(x.value.name, x.value.kind, x.value.shape) for x in own]),
             _ranks([(y.name, y.kind, y.value.shape, bool(y.steps)) for y in entries]),
         )
+        self._agreeing = {
+            i: [j for j, c in table.get(i, {}).items() if c.agrees] for i in range(len(own))
+        }
         self._entering: dict[tuple[int, int], float] = {}
         self._like: dict[tuple[int, int], float] = {}
         entered = Entered()
@@ -141,7 +146,7 @@ class _Finder:
 
     def found(self) -> dict[int, tuple[int, Closest]]:
         """The number of the other value, and how close it is."""
-        agree = [(i, j) for i, row in self._table.items() for j, c in row.items() if c.agrees]
+        agree = [(i, j) for i, row in self._agreeing.items() for j in row]
         found = best_pairs(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
         anchors = sorted(found.items())
         later = Ancestors([self._own[i] for i in found])
@@ -151,7 +156,8 @@ class _Finder:
             for (i, j), like in self._like.items()
             if j not in taken and self._may_be(i, j, like, found)
         ]
-        rest = [(i, j) for i, j in rest if not later.has(self._own[i])]
+        cut_otherwise = {i for i in {i for i, _ in rest} if later.has(self._own[i])}
+        rest = [(i, j) for i, j in rest if i not in cut_otherwise]
         differing = best_pairs(rest, lambda i, j: self._closeness(i, j, anchors))
         again = {i: j for i, j in agree if i not in found and i not in differing}
         pairs = found | differing | again
@@ -159,7 +165,7 @@ class _Finder:
 
     def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
         """Whether a value that agrees with no other, or with one of another name, is this one."""
-        agreeing = [k for k, c in self._table.get(i, {}).items() if c.agrees]
+        agreeing = self._agreeing[i]
         if agreeing:  # it is another one that it should be
             is_better = i not in found or like > self._like[i, found[i]] + 0.2
             is_other = is_better and j in self._table[i]

@@ -132,7 +132,8 @@ def _port_place(pair: PortPair) -> ComparedPlace:
 def _arrays_alone(leaves: PortLeaves) -> list[str]:
     """The parameters that only one side has."""
     ours = [f"{path} {list(own.shape)}" for path, own in leaves.alone.items()]
-    theirs = [f"{e.name} {list(e.value.shape)}" for e in leaves.others if e.kind == "parameter"]
+    whole = [e for e in leaves.others if e.kind == "parameter" and "*" not in e.name]
+    theirs = [f"{e.name} {list(e.value.shape)}" for e in whole]
     rows = (("JAX", ours), ("torch", theirs))
     return [f"arrays only in {where}: {', '.join(names)}" for where, names in rows if names]
 

@@ -108,8 +108,7 @@ def facts_file(facts: RunFacts) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     arrays = {}
     for kind, signatures in (("params", facts.params), ("data", facts.data)):
         header[kind] = [
-            [name, own.shape, str(own.dtype), own.digest, own.norm, own.largest]
-            for name, own in signatures.items()
+            [name, own.shape, str(own.dtype), own.digest] for name, own in signatures.items()
         ]
         arrays |= {f"{kind} {i}": own.sketch for i, own in enumerate(signatures.values())}
     return header, arrays
@@ -120,9 +119,8 @@ def saved_facts(file: RunFile) -> RunFacts:
     found: list[dict[str, Signature]] = []
     for kind in ("params", "data"):
         own = {}
-        for i, (name, shape, dtype, *rest) in enumerate(file.header[kind]):
-            digest, norm, largest = rest
+        for i, (name, shape, dtype, digest, *_) in enumerate(file.header[kind]):
             sketch = checked(file.arrays[f"{kind} {i}"], (0,) if digest else (LENGTH,))
-            own[name] = Signature(tuple(shape), dtype, sketch, digest, norm, largest)
+            own[name] = Signature(tuple(shape), dtype, sketch, digest)
         found.append(own)
     return RunFacts(found[0], found[1], dict(file.header["circumstances"]))

@@ -34,9 +34,10 @@ def save_run(
     objects.
 
     Guarantees:
-      * Numbers of arrays are not in the file, but sketches of them: 513 numbers of each named value
-        and its cotangent at each step of a scan, of each gradient and each argument; and how far
-        rounding moves them. The loss, and outputs of a step that are one number, are kept.
+      * Numbers of arrays are not in the file, but sketches of them: 515 numbers of each named value
+        and its cotangent at each step of a scan, of each gradient and each argument, among them the
+        norm and the largest magnitude; and how far rounding moves them. The loss, and outputs of a
+        step that are one number, are kept.
       * `compare` finds the kind, the module and the step that it finds between the functions.
       * The file is whole or not there: it is written beside its place, and moved there.
       * Of several processes, which all call this, the first writes the file.

@@ -15,18 +15,14 @@ class Signature(NamedTuple):
     Attributes:
       shape: its shape.
       dtype: its type.
-      sketch: of floating numbers their sketch, shape (513,); of others empty.
+      sketch: of floating numbers their sketch, shape (515,); of others empty.
       digest: of others a hash of all bits; of floating numbers "".
-      norm: its norm.
-      largest: its largest magnitude.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     sketch: np.ndarray
     digest: str
-    norm: float
-    largest: float
 
 
 def signature(x: Any) -> Signature:
@@ -36,10 +32,8 @@ def signature(x: Any) -> Signature:
     if isinstance(host, Exact):
         bits = np.ascontiguousarray(host.values)
         digest = hashlib.sha256(bits.tobytes()).hexdigest()
-        return Signature(shape, dtype, np.zeros(0), digest, 0.0, 0.0)
-    with np.errstate(over="ignore"):
-        norm, largest = float(np.linalg.norm(host)), float(np.max(np.abs(host), initial=0))
-    return Signature(shape, dtype, host_sketch(host), "", norm, largest)
+        return Signature(shape, dtype, np.zeros(0), digest)
+    return Signature(shape, dtype, host_sketch(host), "")
 
 
 def judge_signatures(own: Signature, other: Signature) -> Judgment:

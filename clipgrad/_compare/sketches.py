@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from clipgrad._compare.differences import Judgment, judge
@@ -28,7 +29,8 @@ SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
-LENGTH = 2 * NUMBERS + 1
+NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
+LENGTH = 2 * NUMBERS + 3
 ENTERS = "enters"  # the kind of values that enter a module
 
 
@@ -39,12 +41,13 @@ def sketch_dtype(dtype: Any) -> Any:
 
 @measuring  # traced once for each shape
 def sketch(x: jax.Array) -> jax.Array:
-    r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
+    r"""The sketch of an array, shape (515,): of ordinary, of large and of non-finite elements.
 
     The first 256 numbers are sums of elements below 1e6 in magnitude, each with a sign and in a
-    bucket by a hash of its position, the next 256 sums of larger ones, times :math:`2^{-64}`. The
-    last number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum
-    with random signs is on average the squared norm of the summed vector (Charikar, Chen and
+    bucket by a hash of its position, the next 256 sums of larger ones, times :math:`2^{-64}`. Then
+    come the norm and the largest magnitude of the finite elements, which only describe it. The last
+    number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum with
+    random signs is on average the squared norm of the summed vector (Charikar, Chen and
     Farach-Colton, "Finding frequent items in data streams", 2002).
     """
     if jnp.iscomplexobj(x):
@@ -77,7 +80,15 @@ def _sketch_sums(flat: Any, xp: Any) -> Any:
     turned = xp.take_along_axis(rows, columns.astype(np.int32)[None], axis=2)
     kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
     code = xp.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
-    return xp.concatenate([xp.sum(turned, axis=1).ravel(), code.astype(flat.dtype)[None]])
+    sizes = _sizes(xp.where(finite, flat, 0), xp)
+    return xp.concatenate([xp.sum(turned, axis=1).ravel(), *sizes, code.astype(flat.dtype)[None]])
+
+
+def _sizes(x: Any, xp: Any) -> tuple[Any, Any]:
+    """The norm and the largest magnitude, each of shape (1,); squares do not overflow."""
+    largest = xp.max(xp.abs(x), initial=0, keepdims=True)
+    scale = xp.where(largest > 0, largest, 1)
+    return largest * xp.sqrt(xp.sum(xp.square(x / scale), keepdims=True)), largest
 
 
 def hashes_of(positions: Any, first: int = 0) -> Any:
@@ -94,12 +105,12 @@ def signs_of(hashes: Any) -> Any:
 def judge_sketches(
     own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
 ) -> Judgment:
-    """Compare the sketches of two versions of a value, shape (..., 513), as `judge` does."""
+    """Compare the sketches of two versions of a value, shape (..., 515), as `judge` does."""
 
     def parts(start: int, end: int) -> list[np.ndarray]:
         return [np.asarray(x, np.float64)[..., start:end] for x in (own, other, floor)]
 
-    own_code, code, changes = parts(-1, LENGTH)
+    own_code, code, changes = parts(LENGTH - 1, LENGTH)
     if not np.array_equal(own_code, code):
         return Judgment(float("inf"), 0.0, not np.any(changes))
     halves = ((0, NUMBERS), (NUMBERS, 2 * NUMBERS))
@@ -108,6 +119,17 @@ def judge_sketches(
         first, second, moved = parts(*half)
         found.append(judge(first, second, moved, eps, rtol))
     return max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
+
+
+def judge_values(
+    own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
+) -> Judgment:
+    """`judge_sketches` of two versions of a value, with the sizes of both."""
+    sizes = (
+        (float(np.linalg.norm(x[..., NORM_AT])), float(np.max(x[..., LARGEST_AT])))
+        for x in (own, other)
+    )
+    return judge_sketches(own, other, floor, eps, rtol)._replace(sizes=tuple(sizes))
 
 
 @jax.custom_vjp
@@ -155,7 +177,7 @@ class Sketches(ValueHook):
 
     def sketch_of(self, x: jax.Array) -> jax.Array:
         """The numbers that are noted of a value."""
-        return sketch(x)
+        return sketch(lax.stop_gradient(x))
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
         """The value, with its tap."""

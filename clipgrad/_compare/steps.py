@@ -26,7 +26,7 @@ from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeat
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, undecided, unjudged
 from clipgrad._compare.run_facts import RunFacts, run_facts, with_facts
 from clipgrad._compare.signatures import signature
-from clipgrad._compare.sketches import host_sketch, judge_sketches
+from clipgrad._compare.sketches import NUMBERS, host_sketch, judge_sketches
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._program import moved_by_rounding, rounded
@@ -280,7 +280,7 @@ def _output_finding(
     factor, text = None, f"{path}: the relative difference is {found.difference:.2g}"
     if isinstance(own.value, np.ndarray) and isinstance(other.value, np.ndarray):
         text += f", of which rounding explains {found.tolerance:.1g}"
-        mine, its = (x.value[:-1] if x.signed else x.value for x in (own, other))
+        mine, its = (x.value[: 2 * NUMBERS] if x.signed else x.value for x in (own, other))
         factor = ratio(mine, its, found.tolerance)
         if own.shape == ():
             text += f"; it is {own.value:.6g} in fun, {other.value:.6g} in other"

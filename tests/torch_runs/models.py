@@ -123,6 +123,30 @@ class Decoder(nn.Module):
         return self.output(self.norm(h))
 
 
+class ResidualLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.fc(self.norm(x)))
+
+
+class Layers(nn.Module):
+    """A list of layers, for a scan over stacked ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.layers = nn.ModuleList(ResidualLayer() for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def squared(model, x, y):
     """The mean squared error."""
     return F.mse_loss(model(x), y)
@@ -160,6 +184,7 @@ def table():
         "gru": (drawn(Recurrent()), squared, (torch.randn(3, 5, 6), torch.randn(3, 3))),
         "conv_eval": (drawn(Convolutions()).eval(), squared, image),
         "conv_train": (drawn(Convolutions()).train(), squared, image),
+        "layers": (drawn(Layers()), squared, (torch.randn(4, 5), torch.randn(4, 3))),
         "decoder": (decoder, entropy, (tokens, tokens.roll(-1, 1))),
         "decoder_bfloat16": (
             drawn(Decoder()).bfloat16(), entropy, (tokens, tokens.roll(-1, 1)),
