@@ -107,6 +107,7 @@ HARMLESS = {
     ("_numerics/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
     ("_numerics/reductions.py", "merged"): "of integers",
     ("_jaxpr/elements.py", "at_first"): "on every device",
+    ("_compare/sketches.py", "_sizes"): "of finite elements",
     ("_diagnose/cotangents.py", "_cotangent_sums"): "a sum beside it says whether there is NaN",
     ("_diagnose/edges.py", "_range"): "numbers in a message, which nothing is decided by",
     ("_diagnose/tracker.py", "badness"): "of integers",

@@ -33,7 +33,7 @@ from clipgrad._compare.matching import Instance, match
 from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._compare.sides import with_signatures
-from clipgrad._compare.sketches import LENGTH, judge_sketches
+from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_sketches
 from clipgrad._compare.versions import Version, VersionProgram, VersionRun, version
 from clipgrad._error_clip import check_function
 from clipgrad._errors import first_few
