@@ -181,8 +181,9 @@ class Judge:
         if doubtful.size and not own:
             steps = step_sizes(evaluation.ladder)
             slopes, ratio = self._ladder(measure(areas[doubtful], steps), steps)
+            flat = direction == SINGLE and self._are_flat(areas[doubtful, 0])
             part = allowed.part(doubtful)
-            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, part))
+            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, part, flat))
         return verdict
 
     def _ladder(self, slopes: Slopes, steps: np.ndarray) -> tuple[Slopes, np.ndarray]:
@@ -191,6 +192,16 @@ class Judge:
             slopes = verdicts.with_grains(slopes, steps)
         noise = slopes.noise + self.unsettled() / steps[:, None]
         return slopes._replace(noise=noise), steps[:-1] / steps[1:]
+
+    def _are_flat(self, indices: np.ndarray) -> np.ndarray:
+        """Whether each element has no gradient here nor around, as on a staircase."""
+        flat = np.asarray(~self.gradient[:, indices].any(axis=0))
+        around = self.point.around() if flat.any() else None
+        if around is None:
+            return np.zeros_like(flat)
+        leaves = self.tolerance.leaves_of(indices)
+        starts = np.array([start for start, _ in self.ranges])[leaves]
+        return flat & ~around.is_there(leaves, indices - starts)
 
     def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)

@@ -96,8 +96,11 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     return Verdict(*(_pick(c, worst) for c in (kind, numeric, analytic, error, *sides, no_kink)))
 
 
-def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
-    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps."""
+def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False) -> Verdict:
+    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps.
+
+    A row that is `flat` may be a staircase, whose larger steps have the slope of a ramp.
+    """
     ratio = np.broadcast_to(ratio, slopes.central.shape[1] - 1)[:, None]
     numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
@@ -112,6 +115,8 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
     noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
+    stairs = np.reshape(flat, (-1, 1)) & _is_rough(slopes, numeric, error, size)
+    kind = np.where((kind == WRONG) & stairs, UNSURE, kind)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
@@ -188,6 +193,16 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
     size = np.fmax(np.abs(_pick(slopes.ahead, best)), np.abs(_pick(slopes.behind, best)))
     return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
+
+
+# Needed by the case rounding_to_24_bits in float64.
+def _is_rough(slopes: Slopes, numeric, error, size) -> np.ndarray:
+    """Whether the smallest steps have other slopes, and not one, as on a staircase."""
+    part, noise = KINK_GAP * size, 10 * slopes.noise
+    unlike = np.abs(slopes.central[:, -3:] - numeric[:, None]) - noise[:, -3:]
+    sides = np.concatenate([slopes.ahead[:, -2:], slopes.behind[:, -2:]], axis=1)
+    differ = np.ptp(sides, axis=1) > part + noise[:, -1]
+    return differ & (unlike > 10 * error[:, None] + part[:, None]).any(axis=1)
 
 
 # Needed by test_slopes_are_told_apart.
