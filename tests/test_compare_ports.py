@@ -56,7 +56,7 @@ def test_a_right_port_is_silent_and_each_bug_is_named_at_its_module(name):
         if kind != "value" or not last.startswith(module) or bool(last) != bool(module):
             missed.append((bug, place))
     # In bfloat16 rounding explains some of them, such as an epsilon of 1e-3 for 1e-5.
-    assert len(missed) <= (3 if "bfloat16" in name else 0), missed
+    assert len(missed) <= (2 if "bfloat16" in name else 0), missed
 
 
 def test_the_first_value_that_differs_is_named_also_where_it_enters_a_module():

@@ -158,8 +158,13 @@ def test_the_page_has_at_most_ten_costs_and_marks_those_that_are_uncertain():
     starred = [
         any(row.startswith(f"| {start}") for row in rows if " * |" in row) for start in COSTS
     ]
-    busy = [STORED[COSTS[start][0][0]]["machine"]["load"] > 1 for start in COSTS]
-    assert starred == busy
+    assert starred == [_load_before(*COSTS[start][0][:2]) > 1 for start in COSTS]
+
+
+def _load_before(subject, work):
+    """The load of the machine before a row was measured, perhaps in an older run."""
+    row = next(row for row in STORED[subject]["rows"] if row["name"].startswith(work))
+    return row.get("origin", STORED[subject])["machine"]["load"]
 
 
 def test_the_costs_on_the_page_on_examples_are_those_that_were_stored():

@@ -149,7 +149,7 @@ class _Finder:
         agree = [(i, j) for i, row in self._agreeing.items() for j in row]
         found = best_pairs(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
         anchors = sorted(found.items())
-        later = Ancestors([self._own[i] for i in found])
+        later = Ancestors([self._own[i] for i, j in found.items() if self._is_witness(i, j)])
         taken = {j for i, j in found.items() if self._like[i, j] >= LIKELY}
         rest = [
             (i, j)
@@ -162,6 +162,11 @@ class _Finder:
         again = {i: j for i, j in agree if i not in found and i not in differing}
         pairs = found | differing | again
         return {i: (j, self._closest(i, j)) for i, j in pairs.items()}
+
+    def _is_witness(self, i: int, j: int) -> bool:
+        """Whether values agree so well that no difference before them is hidden by rounding."""
+        judgment = self._table[i][j].judgment
+        return judgment.difference <= judgment.tolerance / 2
 
     def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
         """Whether a value that agrees with no other, or with one of another name, is this one."""
