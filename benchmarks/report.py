@@ -183,8 +183,7 @@ def origin(results: dict[str, Any]) -> str:
     runs: dict[str, dict[str, list[float]]] = {}
     for subject, result in results.items():
         for row in result["rows"]:
-            # A row that was measured in another run says so itself.
-            found = row.get("origin", own_origin(result))
+            found = row_origin(row, result)
             run = runs.setdefault(_describe(**found), {})
             run.setdefault(subject, []).append(found["machine"]["load"])
     lines = []
@@ -206,6 +205,11 @@ def _loads(loads: list[float]) -> str:
     found = f"{least}" if least == most else f"{least} to {most}"
     busy = ", so other programs ran and these times are uncertain" if most > 1 else ""
     return f"Load average before: {found}{busy}."
+
+
+def row_origin(row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The origin of a row: one that was measured in another run than the result says so itself."""
+    return row.get("origin", own_origin(result))
 
 
 def own_origin(result: dict[str, Any]) -> dict[str, Any]:

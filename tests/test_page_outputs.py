@@ -164,7 +164,7 @@ def test_the_page_has_at_most_ten_costs_and_marks_those_that_are_uncertain():
 def _load_before(subject, work):
     """The load of the machine before a row was measured, perhaps in an older run."""
     row = next(row for row in STORED[subject]["rows"] if row["name"].startswith(work))
-    return row.get("origin", STORED[subject])["machine"]["load"]
+    return report.row_origin(row, STORED[subject])["machine"]["load"]
 
 
 def test_the_costs_on_the_page_on_examples_are_those_that_were_stored():

@@ -51,6 +51,7 @@ def _write_result(name: str, data: Any, found: Any, folder: pathlib.Path) -> Non
 
 
 def plain_json(value: Any) -> Any:
+    """A value as plain data; numbers that are not finite are null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):

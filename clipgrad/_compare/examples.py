@@ -29,8 +29,8 @@ from clipgrad._compare.exchange import (
 )
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.gradients import JudgedRuns, judged_runs, undecided_leaves
-from clipgrad._compare.matching import Instance, match
-from clipgrad._compare.places import ComparedPlace
+from clipgrad._compare.matching import Instance, Pair, match
+from clipgrad._compare.places import ComparedPlace, compared_places
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._compare.sides import with_signatures
 from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_sketches
@@ -138,6 +138,7 @@ class ExampleRuns(NamedTuple):
 
     Attributes:
       version: the loss.
+      pairs: its values, each with itself.
       exchanged: its runs with examples a beside b, c beside b, a beside d, and c beside d.
       floor: the movement of the first of them by rounding.
       others: a run with the batch in another order ("place"), or with other padding ("padding").
@@ -145,6 +146,7 @@ class ExampleRuns(NamedTuple):
     """
 
     version: Version
+    pairs: list[Pair]
     exchanged: list[VersionRun]
     floor: VersionRun
     others: dict[str, VersionRun]
@@ -152,10 +154,16 @@ class ExampleRuns(NamedTuple):
 
     def judged(self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int) -> JudgedRuns:
         """Two runs compared by a row of the notes of values."""
-        pairs = match(self.version, self.version, None).pairs
         first, second, moved = (_seen(run, row) for run in (own, other, floor))
         versions = self.version, self.version
-        return judged_runs(versions, pairs, first, second, moved, judge_sketches, None)
+        return judged_runs(versions, self.pairs, first, second, moved, judge_sketches, None)
+
+    def places(
+        self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int
+    ) -> list[ComparedPlace]:
+        """The places alone of two runs, compared so."""
+        first, second, moved = (_seen(run, row) for run in (own, other, floor))
+        return compared_places(self.pairs, first, second, moved, None)[0]
 
     def is_used(self, instance: Instance) -> bool:
         """Whether the loss may depend on a value: it has no cotangent, or one that is not zero."""
@@ -190,7 +198,8 @@ def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> Exa
     if padding is not None:
         others["padding"] = with_signatures(program(with_batch(given, padding)))
     floor = program.floor(runs[0], with_signatures)
-    return ExampleRuns(own, runs, floor, others, () if padded is None else padded.shape)
+    pairs = match(own, own, None).pairs
+    return ExampleRuns(own, pairs, runs, floor, others, () if padded is None else padded.shape)
 
 
 def _of_runs(runs: ExampleRuns) -> GradientComparison:
@@ -232,10 +241,10 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
     a, b, c, d = runs.exchanged
     pair = _run_difference(a, b), _run_difference(c, d)
     floor = jax.tree.map(lambda x: 2 * x, runs.floor)  # of four runs
-    found, squares = (runs.judged(*pair, floor, row) for row in (LINEAR, SQUARED))
-    others = [runs.judged(a, run, runs.floor, LINEAR).places for run in (b, c, d)]
+    found, squares = runs.judged(*pair, floor, LINEAR), runs.places(*pair, floor, SQUARED)
+    others = [runs.places(a, run, runs.floor, LINEAR) for run in (b, c, d)]
     places = []
-    for place, square, *same in zip(found.places, squares.places, *others, strict=True):
+    for place, square, *same in zip(found.places, squares, *others, strict=True):
         varies = any(each.cotangent and each.cotangent.differs for each in same)
         if not runs.is_used(place.pair.own):
             place = place._replace(value=UNUSED)

@@ -172,12 +172,12 @@ class Sketches(ValueHook):
         """The sketch; a value that leaves several modules has one."""
         at = seen.position[:2]
         if at not in self._sketched:
-            self._sketched[at] = self.sketch_of(x)
+            self._sketched[at] = self.sketch_of(lax.stop_gradient(x))
         return self._sketched[at]
 
     def sketch_of(self, x: jax.Array) -> jax.Array:
         """The numbers that are noted of a value."""
-        return sketch(lax.stop_gradient(x))
+        return sketch(x)
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
         """The value, with its tap."""
