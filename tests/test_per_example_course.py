@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._per_example import follow, linear, sums, terms
+from clipgrad._per_example import follow, sums, terms
 from tests.per_example_programs import PROGRAMS, arguments
 from tests.test_per_example_products import (
     FOLLOWED,
@@ -85,7 +85,7 @@ BREAKS = {
     "scan": rule("scan"),
     "squares": lambda patch: patch.setattr(follow, "squares", broken),
     "sums": lambda patch: patch.setattr(sums, "_weighted", broken),
-    "slices": lambda patch: patch.setattr(linear, "_sliced", broken),
+    "slices": lambda patch: patch.setattr(terms.Term, "between", broken),
     "terms": lambda patch: patch.setattr(terms.Term, "with_axes", broken),
 }
 

@@ -1,9 +1,15 @@
-"""Terms of one gradient in a normal form: those that are alike joined along what is summed over."""
+"""Terms of one gradient in a normal form: those that are alike joined along what is summed over.
+
+A **block** is a `Term` whose labels are `ROW`, for all that is summed over, and places: an axis of
+the gradient, and a number in that. `ROW` is the first axis of each factor of an example's own; an
+index has no other. The factors that all examples share are without rows, and come last.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,67 +18,27 @@ from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, product
 
-# Of an axis of a factor: the axis of the gradient, and the place in that.
-FactorAxis = tuple[int, int]
+Label = tuple[int, int]
+ROW: Label = (-1, 0)
 
 
-class Part(NamedTuple):
-    """A factor, of the shape (rows, sizes of the names); or the hot index of each row."""
-
-    values: jax.Array
-    names: tuple[FactorAxis, ...]
-    hot: FactorAxis | None
-    length: int
-    is_common: bool = False  # with the gradients of other leaves
-    powers: tuple[jax.Array, ...] = ()  # of two, of each row: the row times these is meant
-
-    @property
-    def owned(self) -> tuple[FactorAxis, ...]:
-        """All names, the hot axis included."""
-        return self.names if self.hot is None else (self.hot,)
-
-
-class GradientWindow(NamedTuple):
-    """The place of a block along an axis of the gradient: ``sizes`` multiply to its length."""
-
-    start: int
-    sizes: tuple[int, ...]
-    size: int
-
-
-class ProductBlock(NamedTuple):
-    """A sum over rows of products of parts."""
-
-    parts: tuple[Part, ...]
-    windows: tuple[GradientWindow, ...]
-    masks: tuple[Part, ...] = ()  # what the sum is multiplied with, without rows
-
-    @property
-    def rows(self) -> int:
-        """The number of products that are summed."""
-        return self.parts[0].values.shape[0]
-
-    @property
-    def kept(self) -> frozenset[FactorAxis]:
-        """The names that several parts share."""
-        all_names = [name for part in self.parts for name in part.owned]
-        return frozenset(name for name in all_names if all_names.count(name) > 1)
-
-    def size(self, name: FactorAxis) -> int:
-        """The size of a name."""
-        return self.windows[name[0]].sizes[name[1]]
-
-
-def blocks(products: Products) -> list[ProductBlock]:
+def blocks(products: Products) -> list[Term]:
     """The terms, those that differ by their numbers alone joined to one block."""
-    groups: dict[Any, list[ProductBlock]] = {}
+    groups: dict[Any, list[Term]] = {}
     dtype = sum_dtype(products)
     for term in products.terms:
         block = _normal_form(term, dtype)
-        shapes = tuple((p.names, p.hot, p.length, p.values.dtype.name) for p in block.parts)
-        masks = tuple((mask.names, id(mask.values)) for mask in block.masks)
-        groups.setdefault((shapes, masks, block.windows), []).append(block)
-    return [_joined_blocks(group) for group in groups.values()]
+        kinds = tuple(
+            (f.labels, f.hot, f.length, f.values.dtype.name, f.values.shape[1:]) for f in block.own
+        )
+        masks = tuple((mask.labels, id(mask.values)) for mask in block.shared)
+        groups.setdefault((kinds, masks, block.axes), []).append(block)
+    return [_joined(group) for group in groups.values()]
+
+
+def row_count(block: Term) -> int:
+    """The number of products that are summed."""
+    return block.own[0].values.shape[0]
 
 
 def sum_dtype(products: Products) -> str:
@@ -82,33 +48,28 @@ def sum_dtype(products: Products) -> str:
     return max([accumulator(x) for x in (products, *arrays)])
 
 
-def _normal_form(term: Term, dtype: str) -> ProductBlock:
+def _normal_form(term: Term, dtype: str) -> Term:
     term = _indexed_alike(term)
-    places = {
+    places: dict[Any, Label] = {
         label: (i, p) for i, axis in enumerate(term.axes) for p, label in enumerate(axis.labels)
     }
-    sizes = term.sizes
-    summed = {label: sizes[label] for label in term.summed}
-    masks = [_mask(factor, places) for factor in term.factors if factor.is_shared]
-    own = [factor for factor in term.factors if not factor.is_shared]
-    owned = [label for factor in own for label in factor.labels]
-    shared = {label for label in places if owned.count(label) > 1}
-    parts = [_part(factor, places, summed, shared, dtype) for factor in own]
-    windows = [
-        GradientWindow(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
-        for axis in term.axes
-    ]
-    ordered = sorted(_folded(parts), key=lambda part: (part.owned, part.hot is not None))
-    return ProductBlock(tuple(ordered), tuple(windows), tuple(masks))
+    owned = [label for factor in term.own for label in factor.labels]
+    several = {label for label in places if owned.count(label) > 1}
+    summed = {label: term.sizes[label] for label in term.summed}
+    own = _folded([_with_rows(factor, places, summed, several, dtype) for factor in term.own])
+    own.sort(key=lambda factor: (factor.owned, factor.hot is not None))
+    masks = [_mask(factor, places) for factor in term.shared]
+    axes = [axis._replace(labels=tuple(places[k] for k in axis.labels)) for axis in term.axes]
+    return Term((*own, *masks), tuple(axes))
 
 
-def _mask(factor: Factor, places: dict) -> Part:
+def _mask(factor: Factor, places: dict[Any, Label]) -> Factor:
     """A factor that all examples share, with its axes in order."""
     if not set(factor.labels) <= set(places):
         raise Unfollowed("a sum over an axis of what all examples share")
     own = sorted(factor.labels, key=places.__getitem__)
     values = _moved(factor.values, [factor.labels.index(label) for label in own])
-    return Part(values, tuple(places[label] for label in own), None, 0)
+    return Factor(values, tuple(places[label] for label in own), is_shared=True)
 
 
 def _indexed_alike(term: Term) -> Term:
@@ -128,17 +89,22 @@ def _indexed_alike(term: Term) -> Term:
     return term
 
 
-def _part(
-    factor: Factor, places: dict, summed: dict[int, int], shared: set[int], dtype: str
-) -> Part:
+def _with_rows(
+    factor: Factor,
+    places: dict[Any, Label],
+    summed: dict[Any, int],
+    several: set[Any],
+    dtype: str,
+) -> Factor:
     """A factor with one axis for all that is summed over, and its other axes in order.
 
-    Axes that several factors have, as of scanned layers, are in front while others are merged: a
-    product over them wants them there, and there a scan has stacked them, so that XLA copies none.
+    Axes that ``several`` factors have, as of scanned layers, are in front while others are merged:
+    a product over them wants them there, and there a scan has stacked them, so that XLA copies
+    none.
     """
     own = sorted((label for label in factor.labels if label in places), key=places.__getitem__)
-    first = [label for label in own if label in shared]
-    last = [label for label in own if label not in shared]
+    first = [label for label in own if label in several]
+    last = [label for label in own if label not in several]
     present = [label for label in summed if label in factor.labels]
     sizes, values = factor.sizes, factor.values
     if factor.hot is None and values.dtype != jnp.bfloat16:
@@ -153,88 +119,85 @@ def _part(
     found = [*first, None, *last]
     values = _moved(values, [found.index(label) for label in (None, *own)])
     hot = None if factor.hot is None else places[factor.hot]
-    names = tuple(places[label] for label in own)
-    return Part(values, names, hot, factor.length, factor.is_common)
+    return Factor(values, (ROW, *(places[label] for label in own)), hot, factor.length)
 
 
 def _moved(values: jax.Array, order: list[int]) -> jax.Array:
     return values if order == sorted(order) else jnp.transpose(values, order)
 
 
-def _folded(parts: list[Part]) -> list[Part]:
-    """The parts, those without names of their own multiplied into others."""
-    result: list[Part] = []
-    for part in sorted(parts, key=lambda part: -len(part.names)):
-        i = next((i for i, other in enumerate(result) if _holds(other, part)), None)
+def _folded(factors: Sequence[Factor]) -> list[Factor]:
+    """The factors, those without labels of their own multiplied into others."""
+    result: list[Factor] = []
+    for factor in sorted(factors, key=lambda factor: -len(factor.labels)):
+        i = next((i for i, other in enumerate(result) if _holds(other, factor)), None)
         if i is None:
-            result.append(part)
+            result.append(factor)
         else:
             other = result[i]
-            labels = [[(-1, 0), *p.names] for p in (other, part)]
-            values = product([other.values, part.values], labels, labels[0])
-            result[i] = other._replace(values=values, is_common=False)
+            arrays, labels = (other.values, factor.values), (other.labels, factor.labels)
+            values = product(arrays, labels, other.labels)
+            result[i] = dataclasses.replace(other, values=values)
     return result
 
 
-def _holds(part: Part, other: Part) -> bool:
-    return part.hot is None and other.hot is None and set(other.names) <= set(part.names)
+def _holds(factor: Factor, other: Factor) -> bool:
+    return factor.hot is None and other.hot is None and set(other.labels) <= set(factor.labels)
 
 
-def _joined_blocks(group: list[ProductBlock]) -> ProductBlock:
+def _joined(group: list[Term]) -> Term:
+    first = group[0]
     if len(group) == 1:
-        return group[0]
-    columns = zip(*(block.parts for block in group), strict=True)
-    parts = [
-        column[0]._replace(values=jnp.concatenate([part.values for part in column]))
+        return first
+    columns = zip(*(block.own for block in group), strict=True)
+    own = [
+        dataclasses.replace(column[0], values=jnp.concatenate([f.values for f in column]))
         for column in columns
     ]
-    return group[0]._replace(parts=tuple(parts))
+    return dataclasses.replace(first, factors=(*own, *first.shared))
 
 
-def value(block: ProductBlock) -> jax.Array:
+def value(block: Term) -> jax.Array:
     """The sum of products of a block, as a part of the gradient with the axes of its windows."""
-    hot = [part for part in block.parts if part.hot is not None]
-    dense = sorted((p for p in block.parts if p.hot is None), key=lambda p: p.values.size)
-    names = sorted({name for part in dense for name in part.names})
-    row = [(-1, 0)] if hot else []
-    if not dense:
-        total = jnp.ones((block.rows,))  # only indices: a sum of ones at them
-    else:
-        total = _product(dense, [*row, *names])
+    hot = [factor for factor in block.own if factor.hot is not None]
+    dense = sorted((f for f in block.own if f.hot is None), key=lambda f: f.values.size)
+    names = sorted({label for factor in dense for label in factor.labels} - {ROW})
+    total = _product(dense, [ROW, *names] if hot else names)
     if hot:
-        total = _scattered(hot, total)
-        order = [name for part in hot for name in part.owned] + names
-        total = jnp.transpose(total, [order.index(name) for name in sorted(order)])
+        zeros = jnp.zeros((*(factor.length for factor in hot), *total.shape[1:]), total.dtype)
+        total = zeros.at[tuple(factor.values for factor in hot)].add(total, mode="drop")
+        order: list[Any] = [factor.hot for factor in hot] + names
         names = sorted(order)
-    for mask in block.masks:
+        total = jnp.transpose(total, [order.index(name) for name in names])
+    for mask in block.shared:
         total, names = _times_mask(block, total, names, mask)
-    return total.reshape([math.prod(window.sizes) for window in block.windows])
+    return total.reshape([block.extent(axis) for axis in block.axes])
 
 
 def _times_mask(
-    block: ProductBlock, total: jax.Array, names: list[FactorAxis], mask: Part
-) -> tuple[jax.Array, list[FactorAxis]]:
+    block: Term, total: jax.Array, names: list[Label], mask: Factor
+) -> tuple[jax.Array, list[Label]]:
     """The total, of these names, times what all examples share; booleans: where they are true."""
-    every = sorted({*names, *mask.names})
+    every, sizes = sorted({*names, *mask.labels}), block.sizes
 
-    def beside(x: jax.Array, own: Sequence[FactorAxis]) -> jax.Array:
-        return x.reshape([block.size(name) if name in own else 1 for name in every])
+    def beside(x: jax.Array, own: Sequence[Any]) -> jax.Array:
+        return x.reshape([sizes[name] if name in own else 1 for name in every])
 
-    total, values = beside(total, names), beside(mask.values, mask.names)
+    total, values = beside(total, names), beside(mask.values, mask.labels)
     if values.dtype == bool:
         return jnp.where(values, total, 0), every
     return total * values.astype(total.dtype), every
 
 
-def _product(parts: list[Part], out: list[FactorAxis]) -> jax.Array:
-    """The product of parts with these axes; the first one is the smallest.
+def _product(factors: list[Factor], out: list[Label]) -> jax.Array:
+    """The product of factors with these axes; the first one is the smallest.
 
     XLA's CPU compiler transposes what comes first, and swaps the factors of a product that is
     transposed: 2,048 rows of 32k and 64 numbers then take five times as long as the other way
     around. So where that is less than a factor, the result is transposed behind a barrier.
     """
-    labels = [[(-1, 0), *part.names] for part in parts]
-    values = [part.values for part in parts]
+    labels = [factor.labels for factor in factors]
+    values = [factor.values for factor in factors]
     shared = [k for k in out if all(k in each for each in labels)]
     made = [*shared, *(k for each in labels for k in each if k in out and k not in shared)]
 
@@ -246,20 +209,14 @@ def _product(parts: list[Part], out: list[FactorAxis]) -> jax.Array:
         return jnp.transpose(total, [made.index(k) for k in out])
 
     rows, first = values[0].shape[0], math.prod(values[0].shape[1:])
-    if len(parts) != 2 or made == out or rows < first:
+    if len(factors) != 2 or made == out or rows < first:
         return at_once(*values)
     return by_platform(*values, cpu=transposed_after, gpu=at_once, default=at_once)
 
 
-def _scattered(hot: list[Part], rows: jax.Array) -> jax.Array:
-    """Rows added up at their indices."""
-    zeros = jnp.zeros((*(part.length for part in hot), *rows.shape[1:]), rows.dtype)
-    return zeros.at[tuple(part.values for part in hot)].add(rows, mode="drop")
-
-
-def placed(block: ProductBlock, part: jax.Array) -> jax.Array:
+def placed(block: Term, part: jax.Array) -> jax.Array:
     """A part of a gradient at its place, with zeros around it."""
-    edges = [(w.start, w.size - w.start - math.prod(w.sizes), 0) for w in block.windows]
+    edges = [(a.start, a.size - a.start - block.extent(a), 0) for a in block.axes]
     if all(edge == (0, 0, 0) for edge in edges):
         return part
     return jax.lax.pad(part, jnp.zeros((), part.dtype), edges)
@@ -267,8 +224,6 @@ def placed(block: ProductBlock, part: jax.Array) -> jax.Array:
 
 def dense_gradient(products: Products) -> jax.Array:
     """The gradient itself, in float32 or wider."""
-    total = None
-    for block in blocks(products):
-        part = placed(block, value(block))
-        total = part if total is None else total + part
-    return jnp.zeros(products.shape, sum_dtype(products)) if total is None else total
+    parts = [placed(block, value(block)) for block in blocks(products)]
+    zeros = [] if parts else [jnp.zeros(products.shape, sum_dtype(products))]
+    return functools.reduce(jnp.add, [*parts, *zeros])

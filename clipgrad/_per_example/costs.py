@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example.blocks import ProductBlock, blocks
+from clipgrad._per_example.blocks import blocks, row_count
 from clipgrad._per_example.grams import uses_gram
-from clipgrad._per_example.terms import Products, apart
+from clipgrad._per_example.terms import Products, Term, apart
 
 
 class Rates(NamedTuple):
@@ -50,8 +50,8 @@ class LeafCost(NamedTuple):
 
         def look(products: Products) -> None:
             each, count = blocks(products), math.prod(products.shape)
-            gram, rows = uses_gram(each, products.shape), sum(block.rows for block in each)
-            kinds = {p.values.dtype for block in each for p in block.parts if p.hot is None}
+            gram, rows = uses_gram(each, products.shape), sum(map(row_count, each))
+            kinds = {p.values.dtype for block in each for p in block.own if p.hot is None}
             dtype = "bfloat16" if kinds == {jnp.dtype("bfloat16")} else "float32"
             norm = sum(_norm_flops(block, gram, count) for block in each)
             found.append(cls(rows, gram, norm, 2 * rows * count, dtype))
@@ -60,9 +60,10 @@ class LeafCost(NamedTuple):
         return found[0]
 
 
-def _norm_flops(block: ProductBlock, gram: bool, count: int) -> int:
-    own = sum(math.prod(part.values.shape[1:]) for part in block.parts)
-    return 2 * block.rows * (block.rows * own if gram else count)
+def _norm_flops(block: Term, gram: bool, count: int) -> int:
+    own = sum(math.prod(part.values.shape[1:]) for part in block.own)
+    rows = row_count(block)
+    return 2 * rows * (rows * own if gram else count)
 
 
 def tree_bytes(tree: Any) -> int:

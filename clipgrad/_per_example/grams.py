@@ -13,23 +13,18 @@ parts in a million of an ordinary norm, and what keeps a norm from being too sma
 nothing is left.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._numerics import accumulator, if_else
-from clipgrad._per_example.blocks import (
-    GradientWindow,
-    Part,
-    ProductBlock,
-    blocks,
-    placed,
-    value,
-)
+from clipgrad._per_example.blocks import ROW, Label, blocks, placed, row_count, value
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
     Squares,
@@ -37,10 +32,54 @@ from clipgrad._per_example.squares import (
     power_at_most_one,
     unit_scale,
 )
-from clipgrad._per_example.terms import Products, Unfollowed, einsum, product
+from clipgrad._per_example.terms import (
+    Factor,
+    GradientAxis,
+    Products,
+    Term,
+    Unfollowed,
+    einsum,
+    product,
+)
 
 # How many numbers of a row are multiplied at once on a CPU (benchmarks/RESULTS.md has other sizes).
 _PIECE = 2048
+
+
+class Rows(NamedTuple):
+    """The rows of a factor, and the power of two that brings each near 1; an index has none."""
+
+    factor: Factor
+    power: jax.Array | None
+
+    def scaled(self, values: jax.Array) -> jax.Array:
+        """Values of the rows, or of a piece of them, times their powers."""
+        if self.power is None:
+            return values
+        return values * self.power.astype(values.dtype).reshape(-1, *[1] * (values.ndim - 1))
+
+
+class BlockInRange(NamedTuple):
+    """A block, whose products are those of the scaled rows of its factors, times a weight each."""
+
+    block: Term
+    powers: list[jax.Array | None]
+    weight: jax.Array
+
+    def rows(self, block: Term) -> list[Rows]:
+        """The rows of the factors of the block, or of a part of it."""
+        return [Rows(*pair) for pair in zip(block.own, self.powers, strict=True)]
+
+    def multiplied(self) -> Term:
+        """The block with what is meant as its factors."""
+        own = [
+            dataclasses.replace(rows.factor, values=rows.scaled(rows.factor.values))
+            for rows in self.rows(self.block)
+        ]
+        dense = [i for i, factor in enumerate(own) if factor.hot is None]
+        i = min(dense, key=lambda i: own[i].values.size)
+        own[i] = dataclasses.replace(own[i], values=Rows(own[i], self.weight).scaled(own[i].values))
+        return dataclasses.replace(self.block, factors=(*own, *self.block.shared))
 
 
 def squares(products: Products) -> Squares:
@@ -48,12 +87,11 @@ def squares(products: Products) -> Squares:
     found = blocks(products)
     if not found:
         return Squares(jnp.zeros(()), jnp.int32(0))
-    scaled, exponent = _blocks_in_range(found)
+    ranged, exponent = _in_range(found)
     if uses_gram(found, products.shape):
-        total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
-    else:
-        total = _sum_of_squares([_times_powers(block) for block in scaled], products.shape)
-    return Squares(total, exponent)
+        each = [_inner_product(ranged[i], ranged[j], *pair) for i, j, *pair in _pairs(found)]
+        return Squares(functools.reduce(jnp.add, each), exponent)
+    return Squares(_sum_of_squares([x.multiplied() for x in ranged], products.shape), exponent)
 
 
 def outer_factors(products: Products) -> list[jax.Array] | None:
@@ -81,13 +119,13 @@ def outer_squares(parts: Sequence[Squares], arrays: Sequence[jax.Array]) -> Squa
     return Squares.of_product(parts, unit * (4 + sum(math.sqrt(x.size) for x in arrays)))
 
 
-def _sum_of_squares(found: Sequence[ProductBlock], shape: Sequence[int]) -> jax.Array:
+def _sum_of_squares(found: Sequence[Term], shape: Sequence[int]) -> jax.Array:
     """The sum of the squares of a gradient, which is made; with a mask in parts.
 
     Without a mask it would be made only where it is hardly larger than its factors.
     """
 
-    def whole(found: Sequence[ProductBlock]) -> jax.Array:
+    def whole(found: Sequence[Term]) -> jax.Array:
         parts = [placed(block, value(block)) for block in found]
         return jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
 
@@ -102,242 +140,202 @@ def _sum_of_squares(found: Sequence[ProductBlock], shape: Sequence[int]) -> jax.
     return jnp.sum(of_part)
 
 
-def _cut_axis(found: Sequence[ProductBlock], shape: Sequence[int]) -> tuple[int, int]:
+def _cut_axis(found: Sequence[Term], shape: Sequence[int]) -> tuple[int, int]:
     """An axis that all blocks have whole, and in how many parts none is larger than the factors."""
+    hot = {factor.hot for block in found for factor in block.own}
+    axes = [GradientAxis(((i, 0),), 0, n) for i, n in enumerate(shape)]
     whole = [
         i
-        for i, n in enumerate(shape)
-        if all(block.windows[i] == GradientWindow(0, (n,), n) for block in found)
-        and not any(part.hot == (i, 0) for block in found for part in block.parts)
+        for i, axis in enumerate(axes)
+        if all(block.axes[i] == axis and block.extent(axis) == axis.size for block in found)
+        and (i, 0) not in hot
     ]
-    if not whole or not any(block.masks for block in found):
+    if not whole or not any(block.shared for block in found):
         return 0, 1
     axis = max(whole, key=shape.__getitem__)
-    factors = sum(part.values.size for block in found for part in block.parts)
+    factors = sum(factor.values.size for block in found for factor in block.own)
     least = min(-(-math.prod(shape) // factors), shape[axis])
     return axis, next(n for n in range(least, shape[axis] + 1) if shape[axis] % n == 0)
 
 
-def _block_from(block: ProductBlock, start: jax.Array, axis: int, size: int) -> ProductBlock:
+def _block_from(block: Term, start: jax.Array, axis: int, size: int) -> Term:
     """So many indices of an axis of a block, from one on."""
+    label = (axis, 0)
 
-    def cut(part: Part, rows: int) -> Part:
-        if (axis, 0) not in part.names:
-            return part
-        return part._replace(
-            values=_piece(part.values, start, size, rows + part.names.index((axis, 0)))
-        )
+    def cut(factor: Factor) -> Factor:
+        if label not in factor.labels:
+            return factor
+        values = _piece(factor.values, start, size, factor.labels.index(label))
+        return dataclasses.replace(factor, values=values)
 
-    windows = list(block.windows)
-    windows[axis] = GradientWindow(0, (size,), size)
-    parts, masks = [cut(p, 1) for p in block.parts], [cut(p, 0) for p in block.masks]
-    return block._replace(parts=tuple(parts), masks=tuple(masks), windows=tuple(windows))
+    axes = list(block.axes)
+    axes[axis] = GradientAxis((label,), 0, size)
+    return block.map(cut).with_axes(axes)
 
 
-def uses_gram(found: list[ProductBlock], shape: Sequence[int]) -> bool:
+def uses_gram(found: list[Term], shape: Sequence[int]) -> bool:
     """Whether Gram matrices are smaller than the gradient, two of them for each product."""
-    if any(block.masks for block in found):
+    if any(block.shared for block in found):
         return False
     try:
-        cost = sum(2 * _entries(*pair) for pair in _pairs(found))
+        cost = sum(2 * _entries(*pair) for _, _, *pair in _pairs(found))
     except Unfollowed:
         return False
     return cost <= max(math.prod(shape), 2)
 
 
-def _pairs(found: Sequence[ProductBlock]) -> list[tuple[ProductBlock, ProductBlock]]:
-    """Each two blocks that overlap, once, cut to where they do."""
-    pairs = [_overlap(a, b) for i, a in enumerate(found) for b in found[: i + 1]]
-    return [pair for pair in pairs if pair is not None]
+def _pairs(found: Sequence[Term]) -> list[tuple[int, int, Term, Term]]:
+    """The places of each two blocks that overlap, once, and these cut to where they do."""
+    pairs = [
+        (i, j, _overlap(a, b)) for i, a in enumerate(found) for j, b in enumerate(found[: i + 1])
+    ]
+    return [(i, j, *pair) for i, j, pair in pairs if pair is not None]
 
 
-def _entries(a: ProductBlock, b: ProductBlock) -> int:
-    kept = math.prod(a.size(name) for name in a.kept | b.kept)
+def _entries(a: Term, b: Term) -> int:
     _partners(a, b)
-    return a.rows * b.rows * kept
+    return row_count(a) * row_count(b) * math.prod(a.sizes[name] for name in _kept(a, b))
 
 
-def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax.Array]:
+def _kept(a: Term, b: Term) -> list[Label]:
+    """The axes that several factors of a block share, but for the rows."""
+
+    def several(block: Term) -> set[Label]:
+        owned = [label for factor in block.own for label in factor.owned]
+        return {label for label in owned if owned.count(label) > 1}
+
+    return sorted((several(a) | several(b)) - {ROW})
+
+
+def _in_range(found: list[Term]) -> tuple[list[BlockInRange], jax.Array]:
     """Blocks whose rows with their exponents are about 1, times a weight; and the weight of all.
 
     The weight is at most 1.
     """
-    rows = [[_row_scales(part) for part in block.parts] for block in found]
+    scales = [[_row_scales(factor) for factor in block.own] for block in found]
     masked = [_masks_in_range(block) for block in found]
     totals = [
         functools.reduce(jnp.add, [*of_masks, *(e for _, e in each if e is not None)])
-        for each, (_, of_masks) in zip(rows, masked, strict=True)
+        for each, (_, of_masks) in zip(scales, masked, strict=True)
     ]
     largest = functools.reduce(jnp.maximum, map(_largest_exponent, totals))
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
-    scaled = []
-    for (block, _), each, total in zip(masked, rows, totals, strict=True):
-        smallest = _weighted_part(block)
-        powers: list[tuple[jax.Array, ...]] = [
-            () if scale is None else (scale,) for scale, _ in each
-        ]
-        weight = power_at_most_one(total - largest, accumulator(block.parts[smallest].values))
-        powers[smallest] = (*powers[smallest], weight)
-        pairs = zip(block.parts, powers, strict=True)
-        scaled.append(block._replace(parts=tuple(p._replace(powers=x) for p, x in pairs)))
-    return scaled, largest
+    ranged = []
+    for (block, _), each, total in zip(masked, scales, totals, strict=True):
+        weight = power_at_most_one(total - largest, _dtype(block))
+        ranged.append(BlockInRange(block, [power for power, _ in each], weight))
+    return ranged, largest
 
 
-def _weighted_part(block: ProductBlock) -> int:
-    """The part of a block that gets the weight: what is not of this gradient alone stays as it is.
-
-    Two kernels of a recurrence then share its copy in range, or its Gram matrix. Otherwise it is
-    the smallest one.
-    """
-    dense = [i for i, part in enumerate(block.parts) if part.hot is None]
-    parts = block.parts
-    return min(reversed(dense), key=lambda i: (parts[i].is_common, parts[i].values.size))
+def _dtype(block: Term) -> str:
+    return next(accumulator(factor.values) for factor in block.own if factor.hot is None)
 
 
-def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:
+def _row_scales(factor: Factor) -> tuple[jax.Array | None, jax.Array | None]:
     """The power of two that brings each row near 1, and the exponents of the rows."""
-    if part.hot is not None:
+    if factor.hot is not None:
         return None, None
-    largest = largest_size(part.values, range(1, part.values.ndim))
+    largest = largest_size(factor.values, range(1, factor.values.ndim))
     return unit_scale(largest.astype(accumulator(largest)))
 
 
-def _masks_in_range(block: ProductBlock) -> tuple[ProductBlock, list[jax.Array]]:
+def _masks_in_range(block: Term) -> tuple[Term, list[jax.Array]]:
     """The block with what multiplies it about 1, and the exponents of that."""
     masks, exponents = [], []
-    for mask in block.masks:
+    for mask in block.shared:
         if mask.values.dtype != bool:
             wide = mask.values.astype(accumulator(mask.values))
             scale, exponent = unit_scale(largest_size(wide))
-            mask, exponents = mask._replace(values=wide * scale), [*exponents, exponent]
+            mask, exponents = dataclasses.replace(mask, values=wide * scale), [*exponents, exponent]
         masks.append(mask)
-    return block._replace(masks=tuple(masks)), exponents
+    return dataclasses.replace(block, factors=(*block.own, *masks)), exponents
 
 
 def _largest_exponent(exponents: jax.Array) -> jax.Array:
     return jnp.max(exponents) if exponents.size else jnp.int32(NO_EXPONENT)
 
 
-def _times_powers(block: ProductBlock) -> ProductBlock:
-    """The block with its rows multiplied by what is meant."""
-    parts = [
-        part._replace(values=_in_range(part, part.values), powers=()) if part.powers else part
-        for part in block.parts
-    ]
-    return block._replace(parts=tuple(parts))
-
-
-def _in_range(part: Part, rows: jax.Array) -> jax.Array:
-    """Rows of a part, or of a piece of it, times the powers of two of the rows."""
-    for power in part.powers:
-        rows = rows * power.astype(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
-    return rows
-
-
-def _overlap(a: ProductBlock, b: ProductBlock) -> tuple[ProductBlock, ProductBlock] | None:
+def _overlap(a: Term, b: Term) -> tuple[Term, Term] | None:
     """Both blocks where both are; None if nowhere."""
     if a is b or a.windows == b.windows:
         return a, b
-    for i, (v, w) in enumerate(zip(a.windows, b.windows, strict=True)):
-        if v == w:
-            continue
-        start = max(v.start, w.start)
-        stop = min(v.start + math.prod(v.sizes), w.start + math.prod(w.sizes))
-        if start >= stop:
-            return None
-        a, b = (_cut_block(block, i, start, stop) for block in (a, b))
-    return a, b
+    pairs = [list(zip(*ends, strict=True)) for ends in zip(a.windows, b.windows, strict=True)]
+    starts, stops = [max(low) for low, _ in pairs], [min(high) for _, high in pairs]
+    first, second = (block.between(starts, stops) for block in (a, b))
+    return first and second and (first, second)
 
 
-def _cut_block(block: ProductBlock, axis: int, start: int, stop: int) -> ProductBlock:
-    window, name = block.windows[axis], (axis, 0)
-    if window.start == start and math.prod(window.sizes) == stop - start:
-        return block
-    if len(window.sizes) != 1 or any(part.hot == name for part in block.parts):
-        raise Unfollowed("slices of merged axes that overlap")
-
-    def cut(part: Part) -> Part:
-        if name not in part.names:
-            return part
-        i = 1 + part.names.index(name)
-        bounds = start - window.start, stop - window.start
-        return part._replace(values=jax.lax.slice_in_dim(part.values, *bounds, axis=i))
-
-    windows = list(block.windows)
-    windows[axis] = window._replace(start=start, sizes=(stop - start,))
-    return block._replace(parts=tuple(map(cut, block.parts)), windows=tuple(windows))
-
-
-def _partners(a: ProductBlock, b: ProductBlock) -> list[tuple[Part, Part]]:
-    """Each part of a block with the part of the other which has the same axes for itself."""
-    kept = a.kept | b.kept
-    if [w.sizes for w in a.windows] != [w.sizes for w in b.windows]:
+def _partners(a: Term, b: Term) -> list[tuple[int, int]]:
+    """The place of each factor, and in the other block that of the one with the same own axes."""
+    kept, merged = {*_kept(a, b), ROW}, [[axis.labels for axis in x.axes] for x in (a, b)]
+    if merged[0] != merged[1] or any(a.sizes[k] != b.sizes[k] for own in merged[0] for k in own):
         raise Unfollowed("products whose axes are merged differently")
-
-    def own(part: Part) -> frozenset:
-        return frozenset(part.owned) - kept
-
-    others = {own(part): part for part in b.parts}
-    if len(others) < len(b.parts) or {own(p) for p in a.parts} != set(others):
-        raise Unfollowed("products whose factors have different axes")
-    if any(part.hot in kept for part in (*a.parts, *b.parts)):
+    if any(factor.hot in kept for factor in (*a.own, *b.own)):
         raise Unfollowed("an indexed axis that factors share")
-    if len(a.parts) != len(b.parts):
-        raise Unfollowed("products of different numbers of factors")
-    return [(part, others[own(part)]) for part in a.parts]
+    first, second = ([frozenset(f.owned) - kept for f in block.own] for block in (a, b))
+    if len(set(second)) < len(second) or len(first) != len(second) or set(first) != set(second):
+        raise Unfollowed("products whose factors have different axes")
+    return [(i, second.index(own)) for i, own in enumerate(first)]
 
 
-def _inner_product(a: ProductBlock, b: ProductBlock) -> jax.Array:
-    """The inner product of two blocks, twice unless they are one, and its error of rounding."""
-    kept = sorted(a.kept | b.kept)
-    pairs = _partners(a, b)
-    dtype = next(accumulator(part.values) for part in a.parts if part.hot is None)
+def _inner_product(x: BlockInRange, y: BlockInRange, a: Term, b: Term) -> jax.Array:
+    """The inner product of two blocks, or parts, twice unless they are one, and its error."""
+    kept = _kept(a, b)
+    first = x.rows(a)
+    second = first if x is y else y.rows(b)
+    pairs = [(first[i], second[j]) for i, j in _partners(a, b)]
+    dtype = _dtype(a)
     grams = [_gram(*pair, kept).astype(dtype) for pair in pairs]
-    product = functools.reduce(jnp.multiply, grams)
-    error = 4 + sum(math.sqrt(math.prod(map(a.size, set(p.owned) - set(kept)))) for p, _ in pairs)
+    weights = x.weight[:, None] * y.weight[None]
+    product = functools.reduce(jnp.multiply, [_expanded(weights, [], kept), *grams])
+    own = [math.prod(a.sizes[k] for k in {*rows.factor.owned} - {*kept, ROW}) for rows in first]
+    error = 4 + sum(map(math.sqrt, own))
     unit = float(jnp.finfo(dtype).eps) / 2
     total = jnp.sum(product) + error * unit * jnp.sum(jnp.abs(product))
-    return total if a is b else 2 * total
+    return total if x is y else 2 * total
 
 
-def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
-    """The inner products of the rows of two parts: (rows, rows, sizes of the kept axes)."""
-    if x.hot is not None and y.hot is not None:
-        return _expanded((x.values[:, None] == y.values[None]).astype(jnp.float32), [], kept)
-    if x.hot is not None:
+def _gram(x: Rows, y: Rows, kept: Sequence[Label]) -> jax.Array:
+    """The inner products of the rows of two factors: (rows, rows, sizes of the kept axes)."""
+    indices, others = x.factor, y.factor
+    if indices.hot is not None and others.hot is not None:
+        same = indices.values[:, None] == others.values[None]
+        return _expanded(same.astype(jnp.float32), [], kept)
+    if indices.hot is not None:
         return jnp.swapaxes(_gram(y, x, kept), 0, 1)
-    own = [name for name in kept if name in x.names or name in y.names]
-    if y.hot is not None:
+    own = [name for name in kept if name in x.factor.labels or name in others.labels]
+    if others.hot is not None:
         # An index out of range was made one in range, with a row of zeros beside it.
-        axis = 1 + x.names.index(y.hot)
-        found = jnp.take(x.values, y.values, axis=axis, mode="clip")
-        return _expanded(jnp.moveaxis(_in_range(x, found), axis, 1), own, kept)
+        axis = x.factor.labels.index(others.hot)
+        found = jnp.take(x.factor.values, others.values, axis=axis, mode="clip")
+        return _expanded(jnp.moveaxis(x.scaled(found), axis, 1), own, kept)
     return _expanded(_dense_gram(x, y, own), own, kept)
 
 
-def _dense_gram(x: Part, y: Part, own: Sequence) -> jax.Array:
+def _dense_gram(x: Rows, y: Rows, own: Sequence[Label]) -> jax.Array:
     """The inner products of rows of numbers: (rows, rows, sizes of the axes ``own``)."""
-    labels = [[(-1, 0), *x.names], [(-2, 0), *y.names]]
-    out = [(-1, 0), (-2, 0), *own]
+    other: Label = (-2, 0)  # of the rows of ``y``
+    labels = [x.factor.labels, (other, *y.factor.labels[1:])]
+    out = [ROW, other, *own]
 
     # Rows with themselves are read, and brought into range, once.
-    values = [x.values] if x is y else [x.values, y.values]
+    values = [x.factor.values] if x is y else [x.factor.values, y.factor.values]
 
     def whole(*values: jax.Array) -> jax.Array:
-        scaled = [_in_range(*pair) for pair in zip((x, y), values, strict=False)]
+        scaled = [rows.scaled(each) for rows, each in zip((x, y), values, strict=False)]
         rows = scaled[0], scaled[-1]
         if rows[0].shape[0] == rows[1].shape[0] == 1 and not own:
-            second = einsum([rows[1]], labels[1:], [(-2, 0), *x.names])
+            second = einsum([rows[1]], labels[1:], [other, *x.factor.labels[1:]])
             first, second = (r.astype(accumulator(r)) for r in (rows[0], second))
             return jnp.sum(first * second).reshape(1, 1)
         return product(rows, labels, out)
 
-    summed = [name for name in x.names if name not in own]
-    long = max(summed, key=lambda name: x.values.shape[1 + x.names.index(name)], default=None)
+    summed = [name for name in x.factor.labels[1:] if name not in own]
+    long = max(summed, key=x.factor.sizes.__getitem__, default=None)
     if long is None:
         return whole(*values)
-    axes = 1 + x.names.index(long), 1 + y.names.index(long)
-    length = x.values.shape[axes[0]]
+    axes = x.factor.labels.index(long), y.factor.labels.index(long)
+    length = x.factor.sizes[long]
     if (count := _pieces(length)) == 1:
         return whole(*values)
     size = length // count

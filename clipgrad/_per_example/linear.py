@@ -112,28 +112,11 @@ def _follow_slice(equation, inputs, term):
         if step != 1:
             term = term.rearranged(i, lambda x, s=slice(start, stop, step): x[s])
             starts, stops = _replaced(starts, i, 0), _replaced(stops, i, term.axes[i].size)
-    return _sliced(term, starts, stops)
+    return term.between(starts, stops)
 
 
 def _replaced(numbers: Sequence[int], place: int, new: int) -> list[int]:
     return [new if i == place else n for i, n in enumerate(numbers)]
-
-
-def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term | None:
-    """The term between these indices; None if it is zero there."""
-    axes = []
-    for axis, low, high in zip(term.axes, starts, stops, strict=True):
-        end = axis.start + term.extent(axis)
-        start, stop = max(axis.start, low), min(end, high)
-        if start >= stop:
-            return None
-        if (start, stop) != (axis.start, end):
-            if len(axis.labels) != 1:
-                raise Unfollowed("a slice of merged axes")
-            bounds = start - axis.start, stop - axis.start
-            term = term.map(lambda f, k=axis.labels[0], b=bounds: f.cut(k, *b))
-        axes.append(GradientAxis(axis.labels, start - low, high - low))
-    return term.with_axes(axes)
 
 
 @follows("reduce_sum", wants=want_reduced)
@@ -265,7 +248,7 @@ def _between(value: Products, axis: int, start: int, stop: int, aval: Any) -> Pr
     shape = _replaced(value.shape, axis, stop - start)
 
     def cut(term: Term) -> Term | None:
-        part = _sliced(term, starts, stops)
+        part = term.between(starts, stops)
         return part and reshaped(part, shape, aval.shape)
 
     return value.map(cut, aval)

@@ -1,8 +1,6 @@
 """Gradients that leave a scan: stacked, or added up in its carry."""
 
-import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from clipgrad._per_example.follow import Follow, follows, gradient_array, is_pla
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import Factor, NotAccumulated, Products
+from clipgrad._per_example.terms import NotAccumulated, Products
 from clipgrad._per_example.wanted import WantedGradient, Wants, added_carries, is_matrix, want_scan
 
 _NUMBERS = itertools.count()
@@ -89,7 +87,7 @@ def _attempt_scan(
     last, once = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
     structure, places = layout
     stacked, added = structure.unflatten([once[i] for i in places])
-    dense, factors = iter(last), iter(_with_common(added))
+    dense, factors = iter(last), iter(added)
     results = [
         total(avals[i], inputs[constants + i], _joined_steps(next(factors), avals[i]))
         if i in lazy
@@ -135,17 +133,6 @@ def _added(value: Any, number: int) -> Products:
     if any(factor.is_shared for term in value.terms for factor in term.factors):
         raise NotAccumulated(number)  # what differs between steps can't be behind their sum
     return Products(value.terms, value.shape, value.dtype)
-
-
-def _with_common(gradients: Sequence[Products]) -> list[Products]:
-    """The gradients, whose factors know whether several of these have them."""
-    owners = Counter(key for each in gradients for key in set(map(id, jax.tree.leaves(each))))
-
-    def marked(x: Any) -> Any:
-        return dataclasses.replace(x, is_common=owners[id(x.values)] > 1)
-
-    is_factor = lambda x: isinstance(x, Factor)  # noqa: E731
-    return [jax.tree.map(marked, each, is_leaf=is_factor) for each in gradients]
 
 
 def _joined_steps(value: Products, aval: Any) -> Products:

@@ -42,8 +42,6 @@ class Factor:
     steps: int | None = dataclasses.field(default=None, metadata={"static": True})
     # Whether it is the same for all examples, as what masks a weight, and has no axis for them.
     is_shared: bool = dataclasses.field(default=False, metadata={"static": True})
-    # Whether several gradients have it, as those of two kernels of a recurrence.
-    is_common: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -207,6 +205,36 @@ class Term:
         )
 
     @property
+    def own(self) -> tuple[Factor, ...]:
+        """The factors that an example has for itself."""
+        return tuple(factor for factor in self.factors if not factor.is_shared)
+
+    @property
+    def shared(self) -> tuple[Factor, ...]:
+        """The factors that all examples share."""
+        return tuple(filter(is_shared, self.factors))
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """The indices of each axis of the gradient between which it is not zero."""
+        return [(axis.start, axis.start + self.extent(axis)) for axis in self.axes]
+
+    def between(self, starts: Sequence[int], stops: Sequence[int]) -> "Term | None":
+        """The term between these indices of the gradient; None if it is zero there."""
+        term, axes = self, []
+        for axis, window, low, high in zip(self.axes, self.windows, starts, stops, strict=True):
+            start, stop = max(window[0], low), min(window[1], high)
+            if start >= stop:
+                return None
+            if (start, stop) != window:
+                if len(axis.labels) != 1:
+                    raise Unfollowed("a slice of merged axes")
+                bounds = start - axis.start, stop - axis.start
+                term = term.map(lambda f, k=axis.labels[0], b=bounds: f.cut(k, *b))
+            axes.append(GradientAxis(axis.labels, start - low, high - low))
+        return term.with_axes(axes)
+
+    @property
     def arrays(self) -> list[int]:
         """The places of the factors that are arrays of an example's own."""
         return [i for i, f in enumerate(self.factors) if f.hot is None and not f.is_shared]
@@ -238,9 +266,8 @@ class Term:
     def part_along(self, array: jax.Array, dimensions: Sequence[int]) -> Factor:
         """An array of axes of the gradient, where this is not zero, as a factor."""
         axes = [self.axes[d] for d in dimensions]
-        for d, axis in enumerate(axes):
-            stop = axis.start + self.extent(axis)
-            array = jax.lax.slice_in_dim(array, axis.start, stop, axis=d)
+        for d, i in enumerate(dimensions):
+            array = jax.lax.slice_in_dim(array, *self.windows[i], axis=d)
         labels = tuple(label for axis in axes for label in axis.labels)
         array = array.reshape([self.sizes[label] for label in labels])
         return Factor(array, labels, is_shared=True)
