@@ -47,7 +47,7 @@ def _convolution(hook, equation, inputs, wants):
         zero = wants[0].leaves <= reduction.zero
         return [squares_of_taps(inputs[0], inputs[1], taps, equation, zero)]
     if plain and cheaper and wants[0].steps == 1:
-        hook.course.notes.add(wants[0].leaves, CHEAPER)
+        hook.course.note(wants[0].leaves, CHEAPER)
         made = tap_by_tap(inputs[0], inputs[1], taps, equation, hook.course)
         return [_arrays(hook, made, wants[0])]
     windows = Windows.of(inputs[0], rhs.shape[2:], params)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from clipgrad._per_example.terms import NotAccumulated, Unfollowed
+from clipgrad._per_example.terms import Unfollowed
 from clipgrad._per_example.wanted import WantedGradient
 
 # The first output of an equation, behind the outputs of the equations around it.
@@ -21,16 +21,6 @@ class Lost(Exception):  # noqa: N818
         self.leaves, self.reason = frozenset(leaves), reason
 
 
-class Notes(dict[int, list[str]]):
-    """For each leaf why its gradient, or a part of it, is made for each example."""
-
-    def add(self, leaves: Iterable[int], reason: str) -> None:
-        """A reason, once."""
-        for leaf in leaves:
-            if reason not in self.setdefault(leaf, []):
-                self[leaf].append(reason)
-
-
 @dataclasses.dataclass(eq=False)
 class Course:
     """The decisions about each leaf, from shapes alone.
@@ -41,11 +31,10 @@ class Course:
     """
 
     direct: Mapping[int, str]  # the leaves that are not followed at all, and why
-    notes: Notes = dataclasses.field(default_factory=Notes)
+    # Why the gradient of a leaf, or a part of it, is made for each example.
+    notes: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     hints: dict[int, str] = dataclasses.field(default_factory=dict)  # where there are no notes
     stops: set[EquationPath] = dataclasses.field(default_factory=set)
-    # The carries of scans that are arrays.
-    dense: dict[EquationPath, set[int]] = dataclasses.field(default_factory=dict)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
     copied: int = 0  # the numbers of one example's images, once for each tap of a kernel
     size: int = 0  # of the gradient of one example
@@ -64,16 +53,18 @@ class Course:
         if self.is_settled:
             raise Lost(leaves, reason)
         self.stops.add(place)
-        self.notes.add(leaves, reason)
+        self.note(leaves, reason)
+
+    def note(self, leaves: Iterable[int], reason: str) -> None:
+        """Notes why something is an array, once."""
+        for leaf in leaves:
+            if reason not in self.notes.setdefault(leaf, []):
+                self.notes[leaf].append(reason)
 
     def hint(self, leaves: Iterable[int], reason: str) -> None:
         """Notes what may be why, where a rule had no products to change."""
         for leaf in leaves:
             self.hints.setdefault(leaf, reason)
-
-    def carries(self, place: EquationPath) -> set[int]:
-        """The carries of a scan that are arrays, though gradients are added to them."""
-        return self.dense.setdefault(place, set())
 
     def reason(self, leaf: int) -> str:
         """Why a leaf, or a part of it, is direct."""
@@ -86,7 +77,7 @@ def following(leaves: Iterable[int]) -> Iterator[None]:
     """Whatever goes wrong inside is what went wrong with these leaves."""
     try:
         yield
-    except (Lost, NotAccumulated):
+    except Lost:
         raise
     except Exception as error:
         raise Lost(leaves, why(error)) from error

@@ -15,13 +15,7 @@ from clipgrad._per_example.grams import outer_factors, outer_squares, squares
 from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
-from clipgrad._per_example.terms import (
-    Factor,
-    GradientAxis,
-    NotAccumulated,
-    Products,
-    Term,
-)
+from clipgrad._per_example.terms import CARRIED, Factor, GradientAxis, Products, Term
 from clipgrad._per_example.wanted import WantedGradient, WantRule, Wants, register_wants, wanted
 
 FollowRule = Callable[["Follow", JaxprEqn, list, Wants], Sequence | None]
@@ -61,17 +55,12 @@ class Reduction(Protocol):
         """Whether values are added up over examples here, so that a carry can hold their sum."""
         return False
 
-    def inside(self) -> "Reduction":
-        """The reduction for a program that an equation calls."""
-        return self
-
 
 @dataclasses.dataclass(frozen=True)
 class Measuring(Reduction):
     """Measures what is all of a gradient where it arises.
 
-    NaN and inf count as 0 in the leaves ``zero``. What several leaves have, as a kernel and a bias
-    their cotangent, is measured once.
+    NaN and inf count as 0 in the leaves ``zero``.
     """
 
     zero: frozenset[int]
@@ -79,28 +68,13 @@ class Measuring(Reduction):
     traced: Callable[[Any], Squares] = dataclasses.field(
         default_factory=lambda: jax.jit(lambda value: _squares(value)), compare=False
     )
-    # Of each array of this program its squares; with the array, whose identity is the key.
-    measured: dict[int, tuple[Any, Squares]] = dataclasses.field(
-        default_factory=dict, compare=False
-    )
-
-    def inside(self) -> "Measuring":
-        """A copy for a program inside, whose arrays are its own."""
-        return dataclasses.replace(self, measured={})
 
     def squares(self, value: Any) -> Squares:
         """The squares of products, or of an array."""
-        if not isinstance(value, Products):
-            return self._of_array(value)
-        arrays = outer_factors(value)
+        arrays = outer_factors(value) if isinstance(value, Products) else None
         if arrays is None:
             return self.traced(value)
-        return outer_squares([self._of_array(x) for x in arrays], arrays)
-
-    def _of_array(self, array: Any) -> Squares:
-        if id(array) not in self.measured:
-            self.measured[id(array)] = array, self.traced(array)
-        return self.measured[id(array)][1]
+        return outer_squares([self.traced(x) for x in arrays], arrays)
 
 
 def _squares(value: Any) -> Squares:
@@ -139,17 +113,18 @@ class KeptFactors(Measuring):
         if not isinstance(value, Products):
             real = jnp.issubdtype(value.dtype, jnp.floating)
             return self.arrays(_array_term(value), want) if real else value
-        return value if value.squares is not None else value.with_squares(self.squares(value))
+        known = value.squares is not None
+        return value if known else dataclasses.replace(value, squares=self.squares(value))
 
     def arrays(self, value: Products, want: WantedGradient) -> Products:
         """A gradient whose terms are arrays at places of their own, with their squares."""
-        arrays = [factor.values for term in value.terms for factor in term.factors]
-        if not want.leaves <= self.zero:
-            alone = len(arrays) == 1
-            return value.with_squares(self.squares(arrays[0]) if alone else Squares.of(*arrays))
-        return jax.tree.map(
-            lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), value
-        ).with_squares(Squares.of(*arrays, zero=True))
+        arrays, zero = jax.tree.leaves(value), want.leaves <= self.zero
+        alone = len(arrays) == 1 and not zero
+        found = self.squares(arrays[0]) if alone else Squares.of(*arrays, zero=zero)
+        if zero:
+            finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))  # noqa: E731
+            value = jax.tree.map(finite, value)
+        return dataclasses.replace(value, squares=found)
 
 
 def _array_term(array: Any) -> Products:
@@ -175,10 +150,7 @@ class Follow(Hook):
     def of(cls, equation: JaxprEqn, wants: Wants, like: "Follow") -> "Follow":
         """A hook for the program of an equation, whose outputs make these gradients."""
         found = wanted(called_program(equation), wants, like.varying)
-        reduction = like.reduction and like.reduction.inside()
-        return dataclasses.replace(
-            like, wanted=found, reduction=reduction, around=like.place(equation), sources={}
-        )
+        return dataclasses.replace(like, wanted=found, around=like.place(equation), sources={})
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The outputs of an equation."""
@@ -205,7 +177,7 @@ class Follow(Hook):
             rule, reason = _RULES.get(name), f"computed by {name}"
             try:
                 outputs = None if rule is None else rule(self, equation, inputs, wants)
-            except (Lost, NotAccumulated):
+            except Lost:
                 raise
             except Exception as error:
                 outputs, reason = None, why(error)
@@ -282,7 +254,7 @@ def gradient_array(value: Any) -> Any:
     if not isinstance(value, Products):
         return value
     if value.carried:
-        raise NotAccumulated(value.carried[0])
+        raise Lost(value.carried[0].leaves, CARRIED)
     return dense_gradient(value).astype(value.dtype)
 
 

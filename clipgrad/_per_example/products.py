@@ -78,7 +78,7 @@ def _times_matrix(hook: Any, equation: Any, inputs: list, want: Any) -> list:
     factors = sum(f.values.size for term in made.terms for f in term.factors if not f.is_shared)
     if not is_small(hook, aval, factors, want):
         return [made]
-    hook.course.notes.add(want.leaves, SMALL)
+    hook.course.note(want.leaves, SMALL)
     return [gradient_array(made)]
 
 

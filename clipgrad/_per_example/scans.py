@@ -13,54 +13,28 @@ from clipgrad._jaxpr import (
     scan_again,
     scan_counts,
 )
+from clipgrad._per_example.course import Lost
 from clipgrad._per_example.follow import Follow, follows, gradient_array, is_plain_array
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import NotAccumulated, Products
+from clipgrad._per_example.terms import CARRIED, Carry, Products
 from clipgrad._per_example.wanted import WantedGradient, Wants, added_carries, is_matrix, want_scan
 
 _NUMBERS = itertools.count()
 
 
 @follows("scan", wants=want_scan)
-def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -> Sequence:
-    constants, carried = scan_counts(equation)
-    first = inputs[constants : constants + carried]
-    summed = _summed(hook, equation, wants)
-    dense = hook.course.carries(hook.place(equation))
-    lazy = {i: next(_NUMBERS) for i in _lazy(hook, equation, wants) - summed - dense}
-    first = [_array(x) if i in dense else x for i, x in enumerate(first)]
-    inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
-    while True:
-        try:
-            return _attempt_scan(hook, equation, inputs, wants, lazy, summed)
-        except NotAccumulated as error:
-            # The carry of this scan that is used otherwise is an array in the next attempt.
-            left = {i: number for i, number in lazy.items() if number != error.number}
-            if len(left) == len(lazy):
-                raise
-            for i in set(lazy) - set(left):
-                if (want := wants[i]) is not None:
-                    reason = "changed in the carry of a scan, not only added to"
-                    hook.course.notes.add(want.leaves, reason)
-                dense.add(i)
-                first[i] = gradient_array(first[i])
-            inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
-            lazy = left
-
-
-def _attempt_scan(
-    hook: Follow,
-    equation: JaxprEqn,
-    inputs: list,
-    wants: Wants,
-    lazy: dict[int, int],
-    summed: set[int],
-) -> list:
-    """The scan with the gradients in these carries taken out of it, as stacked factors."""
+def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -> list:
+    """The scan with gradients that are added to its carry taken out of it, as stacked factors."""
     constants, carried = scan_counts(equation)
     program, length = called_program(equation), equation.params["length"]
+    summed = _summed(hook, equation, wants)
+    lazy = {
+        i: Carry(next(_NUMBERS), want.leaves)
+        for i in _lazy(hook, equation, wants) - summed
+        if (want := wants[i]) is not None
+    }
     flags = [
         _want_inside(want, length) if i in lazy else want if i in summed else None
         for i, want in enumerate(wants[:carried])
@@ -75,7 +49,7 @@ def _attempt_scan(
             _placeholder(avals[i], lazy[i]) if i in lazy else next(dense) for i in range(carried)
         ]
         outputs = evaluate(program, [*inputs[:constants], *state, *element], inner)
-        added = [_added(outputs[i], number) for i, number in lazy.items()]
+        added = [_added(outputs[i], own) for i, own in lazy.items()]
         kept = tuple(_array(outputs[i]) for i in range(carried) if i not in lazy)
         arrays, structure = jax.tree.flatten((tuple(outputs[carried:]), tuple(added)))
         once = {id(x): x for x in arrays}
@@ -122,16 +96,16 @@ def _want_inside(want: WantedGradient | None, length: int) -> WantedGradient | N
     return want and want._replace(is_whole=False, steps=want.steps * length)
 
 
-def _placeholder(aval: Any, number: int) -> Products:
-    return Products((), tuple(aval.shape), aval.dtype, (number,))
+def _placeholder(aval: Any, carry: Carry) -> Products:
+    return Products((), tuple(aval.shape), aval.dtype, (carry,))
 
 
-def _added(value: Any, number: int) -> Products:
+def _added(value: Any, carry: Carry) -> Products:
     """The sum of products that a step adds to its carry."""
-    if not isinstance(value, Products) or value.carried != (number,):
-        raise NotAccumulated(number)
-    if any(factor.is_shared for term in value.terms for factor in term.factors):
-        raise NotAccumulated(number)  # what differs between steps can't be behind their sum
+    is_sum = isinstance(value, Products) and value.carried == (carry,)
+    # What differs between steps can't be behind their sum.
+    if not is_sum or any(term.shared for term in value.terms):
+        raise Lost(carry.leaves, CARRIED)
     return Products(value.terms, value.shape, value.dtype)
 
 

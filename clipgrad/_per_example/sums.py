@@ -22,30 +22,28 @@ class Summed(NamedTuple):
     array: jax.Array
 
 
-def summed_over_examples(value: Any, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
-    """Inside of one `jax.vmap` over the examples: the `weighted_sum` over all of them.
+def over_examples(
+    total: Callable[[Any, Each, Each], jax.Array], value: Any, weight: Each, ok: Each, like: Any
+) -> Summed:
+    """Inside of one `jax.vmap` over the examples: the total of values that have them in front.
 
-    ``like`` is any array that examples have, so that there is one. Without ``ok`` nothing is left
-    out; with it, NaN and inf in arrays count as 0.
+    What all examples share stays as it is. ``like`` is any array that examples have, so that there
+    is one.
     """
-    return _sum_apart(*apart(value), weight, ok, like)
 
+    @jax.custom_batching.custom_vmap
+    def run(own: Any, shared: list, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
+        del like
+        own, weight, ok = jax.tree.map(lambda x: x[None], (own, weight, ok))
+        return total(rejoined(own, shared), weight, ok)
 
-@jax.custom_batching.custom_vmap
-def _sum_apart(own: Any, shared: list, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
-    del like
-    own, weight, ok = jax.tree.map(lambda x: x[None], (own, weight, ok))
-    return weighted_sum(rejoined(own, shared), weight, ok, ok is not None)
+    @run.def_vmap
+    def _mapped(size: int, mapped: Any, own: Any, shared: list, *each: Any) -> Any:
+        flags = mapped[0], *mapped[2:4]
+        own, weight, ok = with_examples(size, flags, (own, *each[:2]))
+        return total(rejoined(own, shared), weight, ok), False
 
-
-@_sum_apart.def_vmap
-def _mapped(
-    size: int, mapped: Any, own: Any, shared: list, weight: Each, ok: Each, like: jax.Array
-) -> tuple[jax.Array, bool]:
-    del like
-    flags = mapped[0], *mapped[2:4]
-    own, weight, ok = with_examples(size, flags, (own, weight, ok))
-    return weighted_sum(rejoined(own, shared), weight, ok, ok is not None), False
+    return Summed(run(*apart(value), weight, ok, like))
 
 
 def with_examples(size: int, mapped: Any, values: Any) -> Any:
@@ -58,35 +56,16 @@ def with_examples(size: int, mapped: Any, values: Any) -> Any:
     return structure.unflatten(each)
 
 
-def contracted_over_examples(
-    contract: Contract,
-    factors: tuple[jax.Array, jax.Array],
-    weight: Each,
-    ok: Each,
-    like: jax.Array,
-) -> jax.Array:
-    """Inside of one `jax.vmap` over the examples: a weighted sum that is one product of factors."""
-
-    @jax.custom_batching.custom_vmap
-    def summed(factors: Any, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
-        del like
-        first, second, weight, ok = jax.tree.map(lambda x: x[None], (*factors, weight, ok))
-        return contract(_where_ok(ok, first), _times(_where_ok(ok, second), weight))
-
-    @summed.def_vmap
-    def _mapped(size: int, mapped: Any, *values: Any) -> tuple[jax.Array, bool]:
-        (first, second), weight, ok = with_examples(size, mapped[:3], values[:3])
-        return contract(_where_ok(ok, first), _times(_where_ok(ok, second), weight)), False
-
-    return summed(factors, weight, ok, like)
+def contracted(contract: Contract, factors: Any, weight: Each, ok: Each) -> jax.Array:
+    """A weighted sum over examples that is one product of two factors."""
+    first, second = (_where_ok(ok, x) for x in factors)
+    return contract(first, _times(second, weight))
 
 
-def weighted_sum(
-    value: jax.Array | Products, weights: Each = None, ok: Each = None, zero: bool = False
-) -> jax.Array:
+def weighted_sum(value: jax.Array | Products, weights: Each, ok: Each, zero: bool) -> jax.Array:
     """The sum of the gradients of the examples times their weights, of those that are ``ok``.
 
-    ``zero``: NaN and inf in an array count as 0, where it is one of those that are chosen.
+    Where some may not be, ``zero`` says that NaN and inf in an array count as 0.
     """
     if isinstance(value, Products):
         terms = tuple(_weighted(term, weights, ok) for term in value.terms)

@@ -25,6 +25,9 @@ from clipgrad._numerics import accumulator, with_real_dtype
 MOST_TERMS = 2**10
 
 
+CARRIED = "changed in the carry of a scan, not only added to"
+
+
 class Unfollowed(Exception):  # noqa: N818
     """A change of a gradient that can't be made in its factors."""
 
@@ -413,15 +416,22 @@ def _halves(x: jax.Array) -> list[jax.Array]:
     return found
 
 
+class Carry(NamedTuple):
+    """The carry of a scan that a gradient is added to: its number, and whose gradient it is."""
+
+    number: int
+    leaves: frozenset[int]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """A gradient as a sum of terms, and of the carries of scans (by number) that it adds to."""
+    """A gradient as a sum of terms, and of the carries of scans that it adds to."""
 
     terms: tuple[Term, ...]
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
-    carried: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    carried: tuple[Carry, ...] = dataclasses.field(default=(), metadata={"static": True})
     squares: Any = None  # its `Squares`, where these are known
 
     def __post_init__(self) -> None:
@@ -431,27 +441,15 @@ class Products:
     def map(self, change: Callable[[Term], Term | None], aval: Any) -> "Products":
         """Each term changed, for a result of the shape and dtype of ``aval``; None: it is zero."""
         if self.carried:
-            raise NotAccumulated(self.carried[0])
+            raise Unfollowed(CARRIED)
         terms = tuple(term for term in map(change, self.terms) if term is not None)
         return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
-
-    def with_squares(self, squares: Any) -> "Products":
-        """The products with their `Squares`."""
-        return dataclasses.replace(self, squares=squares)
 
     def plus(self, other: "Products") -> "Products":
         """The sum of both."""
         carried = (*self.carried, *other.carried)
         terms = (*self.terms, *other.terms)
         return dataclasses.replace(self, terms=terms, carried=carried)
-
-
-class NotAccumulated(Exception):  # noqa: N818
-    """A carry of a scan that is used for more than adding to it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def reshaped(term: Term, old: Sequence[int], new: Sequence[int]) -> Term:

@@ -134,9 +134,7 @@ class ExampleGradient:
         return SplitProgram.of(self.traced.program, self.count, self.late, self._wanted)
 
     def _follow(self, reduction: Reduction | None) -> Follow:
-        # A copy: what it has measured is not kept longer than this evaluation.
-        own = reduction and reduction.inside()
-        return Follow(self._wanted, own, self.course, self.varying)
+        return Follow(self._wanted, reduction, self.course, self.varying)
 
     def _evaluated(self, params: Any, example: Any, seed: Any, hook: Any) -> list:
         inputs = [leaf for leaf in jax.tree.leaves((params, example)) if is_array(leaf)]

@@ -17,12 +17,7 @@ from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.scales import Weights
 from clipgrad._per_example.split import seeds_after
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.sums import (
-    Contract,
-    Summed,
-    contracted_over_examples,
-    summed_over_examples,
-)
+from clipgrad._per_example.sums import Contract, Summed, contracted, over_examples, weighted_sum
 from clipgrad._per_example.terms import Products, apart, rejoined
 from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.wanted import WantedGradient
@@ -54,19 +49,20 @@ class ExampleSum(Reduction):
             return value
         if isinstance(value, Products) and not value.terms:
             return Summed(jnp.zeros(value.shape, accumulator(value)))
-        weight = self.weights.of(leaf)
-        ok = None if weight is None else self.ok
-        if leaf in self.zero:
-            value = gradient_array(value)
-        return Summed(summed_over_examples(value, weight, ok, self.like))
+        value = gradient_array(value) if leaf in self.zero else value
+        return self._over_examples(functools.partial(weighted_sum, zero=True), value, leaf)
 
     def contracted(self, contract: Contract, factors: tuple, want: WantedGradient) -> Summed | None:
         """The sum as one product over examples, where what follows is the same for all of them."""
         if not self.adds(want):
             return None
-        weight = self.weights.of(min(want.leaves))
+        total = functools.partial(contracted, contract)
+        return self._over_examples(total, factors, min(want.leaves))
+
+    def _over_examples(self, total: Any, value: Any, leaf: int) -> Summed:
+        weight = self.weights.of(leaf)
         ok = None if weight is None else self.ok
-        return Summed(contracted_over_examples(contract, factors, weight, ok, self.like))
+        return over_examples(total, value, weight, ok, self.like)
 
     def adds(self, want: WantedGradient) -> bool:
         """Whether values are added up over examples here."""
