@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 import clipgrad._numerics as _numerics
 from benchmarks.per_example_temporaries import EXAMPLES, PROGRAMS
-from clipgrad._per_example import taps
+from clipgrad._per_example import convolutions
 from clipgrad._per_example.convolutions import CHEAPER
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_bits import data, first_parameters, one_step
@@ -236,14 +236,14 @@ def of_kernel(rng, side):
 
 def test_the_gradient_of_a_kernel_is_the_same_for_some_examples_at_a_time(monkeypatch):
     """Any convolution, on both sides of the decision."""
-    found, part_size = [], taps._part_size
+    found, part_size = [], convolutions._part_size
 
     def noted(size, parts):
         some = part_size(size, parts)
         found.append("even" if size % some == 0 else "with a rest")
         return some
 
-    monkeypatch.setattr(taps, "_part_size", noted)
+    monkeypatch.setattr(convolutions, "_part_size", noted)
     rng = np.random.default_rng(0)
     drawn = [of_kernel(rng, n) for n in (1, 2, 2, 3, 3, 3, 4, 4)]
 

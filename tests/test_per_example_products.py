@@ -16,7 +16,7 @@ import clipgrad as cg
 from benchmarks.per_example_temporaries import PROGRAMS as PLANNED
 from clipgrad._jaxpr import equations
 from clipgrad._per_example import plan as plan_module
-from clipgrad._per_example.costs import Rates
+from clipgrad._per_example.plan import Rates
 from tests.helpers import RELEASED
 from tests.per_example_programs import PROGRAMS, arguments
 

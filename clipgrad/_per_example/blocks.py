@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, product
+from clipgrad._per_example.terms import Factor, Label, Products, Term, Unfollowed, product
 
-Label = tuple[int, int]
 ROW: Label = (-1, 0)
 
 
@@ -33,7 +32,7 @@ def blocks(products: Products) -> list[Term]:
         )
         masks = tuple((mask.labels, id(mask.values)) for mask in block.shared)
         groups.setdefault((kinds, masks, block.axes), []).append(block)
-    return [_joined(group) for group in groups.values()]
+    return [_joined_blocks(group) for group in groups.values()]
 
 
 def row_count(block: Term) -> int:
@@ -50,7 +49,7 @@ def sum_dtype(products: Products) -> str:
 
 def _normal_form(term: Term, dtype: str) -> Term:
     term = _indexed_alike(term)
-    places: dict[Any, Label] = {
+    places: dict[Label, Label] = {
         label: (i, p) for i, axis in enumerate(term.axes) for p, label in enumerate(axis.labels)
     }
     owned = [label for factor in term.own for label in factor.labels]
@@ -63,7 +62,7 @@ def _normal_form(term: Term, dtype: str) -> Term:
     return Term((*own, *masks), tuple(axes))
 
 
-def _mask(factor: Factor, places: dict[Any, Label]) -> Factor:
+def _mask(factor: Factor, places: dict[Label, Label]) -> Factor:
     """A factor that all examples share, with its axes in order."""
     if not set(factor.labels) <= set(places):
         raise Unfollowed("a sum over an axis of what all examples share")
@@ -91,9 +90,9 @@ def _indexed_alike(term: Term) -> Term:
 
 def _with_rows(
     factor: Factor,
-    places: dict[Any, Label],
-    summed: dict[Any, int],
-    several: set[Any],
+    places: dict[Label, Label],
+    summed: dict[Label, int],
+    several: set[Label],
     dtype: str,
 ) -> Factor:
     """A factor with one axis for all that is summed over, and its other axes in order.
@@ -145,7 +144,7 @@ def _holds(factor: Factor, other: Factor) -> bool:
     return factor.hot is None and other.hot is None and set(other.labels) <= set(factor.labels)
 
 
-def _joined(group: list[Term]) -> Term:
+def _joined_blocks(group: list[Term]) -> Term:
     first = group[0]
     if len(group) == 1:
         return first

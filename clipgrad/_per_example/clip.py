@@ -16,10 +16,9 @@ from clipgrad._per_example.batches import (
     sums,
     whole_examples,
 )
-from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.methods import sums_of, sums_of_followed
 from clipgrad._per_example.plan import Plan, plan_of
-from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
+from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params, scalar_loss
 from clipgrad._rules import as_rule
 from clipgrad._trees import Where
 

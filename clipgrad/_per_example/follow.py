@@ -15,7 +15,7 @@ from clipgrad._per_example.grams import outer_factors, outer_squares, squares
 from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
-from clipgrad._per_example.terms import CARRIED, Factor, GradientAxis, Products, Term
+from clipgrad._per_example.terms import CHANGED_CARRY, Factor, GradientAxis, Products, Term
 from clipgrad._per_example.wanted import WantedGradient, WantRule, Wants, register_wants, wanted
 
 FollowRule = Callable[["Follow", JaxprEqn, list, Wants], Sequence | None]
@@ -234,15 +234,6 @@ class Follow(Hook):
         return Follow.of(equation, [self.wanted.get(v) for v in equation.outvars], self)
 
 
-def contracted(
-    hook: Follow, contract: Contract, factors: tuple, want: WantedGradient | None
-) -> Any:
-    """The result of ``hook`` for a product of two factors at once; None if it needs the terms."""
-    if hook.reduction is None or want is None:
-        return None
-    return hook.reduction.contracted(contract, factors, want)
-
-
 def _as_wide(x: Any, wide: Any) -> Any:
     """An array beside sums over the examples, in their dtype if it is of real numbers."""
     x = x.array if isinstance(x, Summed) else x
@@ -254,7 +245,7 @@ def gradient_array(value: Any) -> Any:
     if not isinstance(value, Products):
         return value
     if value.carried:
-        raise Lost(value.carried[0].leaves, CARRIED)
+        raise Lost(value.carried[0].leaves, CHANGED_CARRY)
     return dense_gradient(value).astype(value.dtype)
 
 

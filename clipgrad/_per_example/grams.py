@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._numerics import accumulator, if_else
-from clipgrad._per_example.blocks import ROW, Label, blocks, placed, row_count, value
+from clipgrad._per_example.blocks import ROW, blocks, placed, row_count, value
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
     Squares,
@@ -35,6 +35,7 @@ from clipgrad._per_example.squares import (
 from clipgrad._per_example.terms import (
     Factor,
     GradientAxis,
+    Label,
     Products,
     Term,
     Unfollowed,
@@ -194,10 +195,10 @@ def _pairs(found: Sequence[Term]) -> list[tuple[int, int, Term, Term]]:
 
 def _entries(a: Term, b: Term) -> int:
     _partners(a, b)
-    return row_count(a) * row_count(b) * math.prod(a.sizes[name] for name in _kept(a, b))
+    return row_count(a) * row_count(b) * math.prod(a.sizes[name] for name in _several_have(a, b))
 
 
-def _kept(a: Term, b: Term) -> list[Label]:
+def _several_have(a: Term, b: Term) -> list[Label]:
     """The axes that several factors of a block share, but for the rows."""
 
     def several(block: Term) -> set[Label]:
@@ -222,12 +223,12 @@ def _in_range(found: list[Term]) -> tuple[list[BlockInRange], jax.Array]:
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     ranged = []
     for (block, _), each, total in zip(masked, scales, totals, strict=True):
-        weight = power_at_most_one(total - largest, _dtype(block))
+        weight = power_at_most_one(total - largest, _block_dtype(block))
         ranged.append(BlockInRange(block, [power for power, _ in each], weight))
     return ranged, largest
 
 
-def _dtype(block: Term) -> str:
+def _block_dtype(block: Term) -> str:
     return next(accumulator(factor.values) for factor in block.own if factor.hot is None)
 
 
@@ -267,7 +268,7 @@ def _overlap(a: Term, b: Term) -> tuple[Term, Term] | None:
 
 def _partners(a: Term, b: Term) -> list[tuple[int, int]]:
     """The place of each factor, and in the other block that of the one with the same own axes."""
-    kept, merged = {*_kept(a, b), ROW}, [[axis.labels for axis in x.axes] for x in (a, b)]
+    kept, merged = {*_several_have(a, b), ROW}, [[axis.labels for axis in x.axes] for x in (a, b)]
     if merged[0] != merged[1] or any(a.sizes[k] != b.sizes[k] for own in merged[0] for k in own):
         raise Unfollowed("products whose axes are merged differently")
     if any(factor.hot in kept for factor in (*a.own, *b.own)):
@@ -280,11 +281,11 @@ def _partners(a: Term, b: Term) -> list[tuple[int, int]]:
 
 def _inner_product(x: BlockInRange, y: BlockInRange, a: Term, b: Term) -> jax.Array:
     """The inner product of two blocks, or parts, twice unless they are one, and its error."""
-    kept = _kept(a, b)
+    kept = _several_have(a, b)
     first = x.rows(a)
     second = first if x is y else y.rows(b)
     pairs = [(first[i], second[j]) for i, j in _partners(a, b)]
-    dtype = _dtype(a)
+    dtype = _block_dtype(a)
     grams = [_gram(*pair, kept).astype(dtype) for pair in pairs]
     weights = x.weight[:, None] * y.weight[None]
     product = functools.reduce(jnp.multiply, [_expanded(weights, [], kept), *grams])

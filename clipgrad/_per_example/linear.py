@@ -20,12 +20,11 @@ from clipgrad._per_example.wanted import (
     want_called,
     want_converted,
     want_padded,
+    want_part,
     want_product,
     want_reduced,
     want_selected,
-    want_slice,
     want_split,
-    want_sum,
     want_unchanged,
     want_unstacked,
 )
@@ -80,7 +79,7 @@ def _follow_reversed(equation, inputs, term):
     return term
 
 
-@follows("cumsum", wants=want_sum)
+@follows("cumsum", wants=want_part)
 @_on_first
 def _follow_cumulative(equation, inputs, term):
     axis, reverse = equation.params["axis"], equation.params["reverse"]
@@ -103,7 +102,7 @@ def _padded(x: Any, edge: tuple[int, int, int]) -> Any:
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [edge, *[(0, 0, 0)] * (x.ndim - 1)])
 
 
-@follows("slice", wants=want_slice)
+@follows("slice", wants=want_part)
 @_on_first
 def _follow_slice(equation, inputs, term):
     starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
@@ -139,7 +138,7 @@ def _follow_broadcast(hook, equation, inputs, wants):
     return _follow_reshape(hook, equation, inputs, wants)
 
 
-@follows("add", "add_any", "sub", wants=want_sum)
+@follows("add", "add_any", "sub", wants=want_part)
 def _follow_add(hook, equation, inputs, wants):
     first, second = inputs
     if equation.primitive.name == "sub" and isinstance(second, Products):
@@ -158,7 +157,7 @@ def total(aval: Any, first: Any, second: Any) -> Any:
     return gradient_array(first) + gradient_array(second)
 
 
-@follows("concatenate", wants=want_sum)
+@follows("concatenate", wants=want_part)
 def _follow_concatenate(hook, equation, inputs, wants):
     aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
     if not all(isinstance(x, Products) for x in inputs):
@@ -187,18 +186,8 @@ def _follow_product(hook, equation, inputs, wants):
         return None
     place = 0 if is_plain_array(first) else 1
     array, products = inputs[place], inputs[1 - place]
-    aval = equation.outvars[0].aval
-    if jnp.ndim(array) == 0:
-        number = _reciprocal(array) if equation.primitive.name == "div" else array
-        return [products.map(lambda term: term.times(number), aval)]
-    atom = equation.invars[place]
-    small, dimensions = hook.source(atom, array, aval.shape)
-    if equation.primitive.name == "div":
-        small = _reciprocal(small)
-    if not jnp.ndim(small):
-        return [products.map(lambda term: term.times(small), aval)]
-    shared = atom not in hook.varying
-    return [products.map(lambda term: term.along(small, dimensions, shared), aval)]
+    change = _reciprocal if equation.primitive.name == "div" else jnp.asarray
+    return [_times_along(hook, equation, products, place, array, change)]
 
 
 @follows("select_n", wants=want_selected)
@@ -207,13 +196,19 @@ def _follow_selected(hook, equation, inputs, wants):
     place = next((i for i, case in enumerate(cases) if isinstance(case, Products)), None)
     if place is None:
         return None
-    atom, aval = equation.invars[0], equation.outvars[0].aval
-    small, dimensions = hook.source(atom, which, aval.shape)
-    chosen = small == jnp.asarray(place, small.dtype)
+    is_chosen = lambda x: x == jnp.asarray(place, x.dtype)  # noqa: E731
+    return [_times_along(hook, equation, cases[place], 0, which, is_chosen)]
+
+
+def _times_along(
+    hook: Any, equation: Any, products: Products, place: int, array: Any, change: Any
+) -> Products:
+    """Products times an input of an equation, which is changed where it is smallest."""
+    atom, aval = equation.invars[place], equation.outvars[0].aval
+    small, dimensions = hook.source(atom, array, aval.shape)
+    factor = change(small)
     shared = isinstance(atom, Literal) or atom not in hook.varying
-    if not jnp.ndim(chosen):
-        return [cases[place].map(lambda term: term.times(chosen), aval)]
-    return [cases[place].map(lambda term: term.along(chosen, dimensions, shared), aval)]
+    return products.map(lambda term: term.along(factor, dimensions, shared), aval)
 
 
 def _reciprocal(x: Any) -> Any:

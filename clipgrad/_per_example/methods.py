@@ -1,20 +1,26 @@
-"""The choice of a method."""
+"""The ways to the clipped sum: one pass, two, or the gradient of each example."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from clipgrad._per_example.batches import batch_size
-from clipgrad._per_example.direct import direct_sums
-from clipgrad._per_example.explicit import shares_axes, with_auto_axes
-from clipgrad._per_example.one_pass import one_pass_sums
+import jax
+import jax.numpy as jnp
+
+from clipgrad._gradient_clip import clip_grads, nonfinite_counts
+from clipgrad._numerics import accumulator, with_real_dtype
+from clipgrad._per_example.batches import batch_size, shares_axes, with_auto_axes
+from clipgrad._per_example.course import following
+from clipgrad._per_example.follow import KeptFactors
 from clipgrad._per_example.plan import method_for
+from clipgrad._per_example.scales import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.sums import weighted_sum
 from clipgrad._per_example.traced import ExampleGradient, followed
 from clipgrad._per_example.two_passes import two_passes_sums
+from clipgrad._trees import map_clippable, partition, selected
 
 Sums = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
-_FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums}
 
 
 def sums_of(subject: PerExampleSubject, params: Any, batch: Any) -> Sums:
@@ -46,4 +52,56 @@ def sums_of_followed(
     if method == "direct":  # for its time
         total, (value, stats, _) = direct_sums(subject, params, examples)
         return total, (value, stats)
-    return _FORMS[method](subject, gradient, params, examples)
+    form = one_pass_sums if method == "one pass" else two_passes_sums
+    return form(subject, gradient, params, examples)
+
+
+def one_pass_sums(
+    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
+    """The sum of the clipped gradients; what the loss function returned, and the statistics."""
+    clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
+    course = gradient.course
+    factors = KeptFactors(subject.zeroed(course.arrays), clipped=clipped)
+    found = gradient.each(params, examples, factors)
+    scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
+    sums = []
+    for i, value in enumerate(found.gradients):
+        weight = scaling.weights.of(i)
+        ok = None if weight is None else scaling.ok
+        with following([i]):
+            sums.append(weighted_sum(value, weight, ok, i in factors.zero))
+    return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
+
+
+def direct_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any, Any]]:
+    """The sum of the clipped gradients; what the loss function returned, and the statistics.
+
+    The last result counts for ``nonfinite="error"`` what is NaN or inf, in each leaf and example.
+    """
+    loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
+    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
+    # A norm sums over axes that a parameter may be sharded over.
+    clip = with_auto_axes(functools.partial(_clipped, subject), lambda whole, each: (whole, each))
+    total, (stats, counts) = clip(params, grads)
+    return total, (value, stats, counts)
+
+
+def _clipped(subject: PerExampleSubject, params: Any, grads: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The sum of stacked gradients, each clipped on its own, the statistics, and what is bad."""
+    raises = subject.nonfinite == "error"
+    policy = "propagate" if raises else subject.nonfinite
+
+    def of_one(grads: Any) -> Any:
+        wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
+        options = {"where": subject.where, "nonfinite": policy}
+        clipped, stats = clip_grads(wide, subject.rule, params, **options)
+        if not raises:
+            return clipped, stats, {}
+        chosen, _ = partition(wide, selected(subject.where, wide))
+        return clipped, stats, nonfinite_counts(chosen)
+
+    clipped, *rest = jax.vmap(of_one)(grads)
+    return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), tuple(rest)

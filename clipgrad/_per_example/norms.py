@@ -14,14 +14,14 @@ from clipgrad._per_example.batches import (
     each,
     on_each_device,
     part_count,
+    shares_axes,
     whole_examples,
+    with_auto_axes,
 )
-from clipgrad._per_example.explicit import shares_axes, with_auto_axes
 from clipgrad._per_example.follow import SquaredNorm
-from clipgrad._per_example.loss import scalar_loss
-from clipgrad._per_example.measured import squares_of_leaves
 from clipgrad._per_example.plan import Plan, plan_of
-from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
+from clipgrad._per_example.scales import squares_of_leaves
+from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params, scalar_loss
 from clipgrad._per_example.traced import ExampleGradient, followed
 from clipgrad._trees import Where, is_none, with_paths
 

@@ -1,31 +1,26 @@
-"""By what each example's gradient is scaled, from the norms of its leaves."""
+"""By what each example's gradient is scaled, from the squares of its leaves.
+
+The squares of all leaves are one array: what is done with them is compiled once, not by leaf.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from clipgrad._numerics import Norm, accumulator
+from clipgrad._numerics import Norm, accumulator, if_else
+from clipgrad._per_example.course import following
+from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
-from clipgrad._rules import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm
+from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.terms import Products, apart, rejoined
+from clipgrad._rules import ClipByBlockRMS
 from clipgrad._stats import ClipStats, scaled_stats, stats_dtype
-
-
-def why_direct(rule: Any) -> str | None:
-    """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
-    reason = f"{rule!r} does not scale whole leaves by L2 norms"
-    if getattr(rule, "axis_name", None):
-        return reason
-    if rule is None or type(rule) is ClipByBlockRMS:
-        return None
-    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2:
-        return None
-    if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
-        return None
-    return reason
+from clipgrad._trees import partition
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +41,89 @@ class Weights:
         """The weights of all leaves, where only the leaves with a flag have been counted."""
         places = iter(self.places)
         return Weights(self.numbers, tuple(next(places) if flag else None for flag in flags))
+
+
+class Scaling(NamedTuple):
+    """By what the gradients of the examples are scaled."""
+
+    weights: Weights
+    ok: jax.Array | None  # which examples are not left out
+    stats: ClipStats
+
+
+def scaling_of(
+    subject: PerExampleSubject,
+    params: Any,
+    values: Sequence[Any],
+    zero: frozenset[int],
+    size: int,
+) -> Scaling:
+    """The scales of the leaves of ``size`` examples, from their products, squares or arrays.
+
+    With ``nonfinite="zero"`` an example is left out whose gradient of a leaf is NaN or inf, unless
+    it is one of the leaves ``zero``, in which these count as 0.
+    """
+    flags, ok = subject.flags(params), None
+    parameters, structure = jax.tree.flatten(params)
+    leaves = squares_of_leaves({i: v for i, v in enumerate(values) if flags[i]}, size, zero)
+    sizes = [jnp.size(p) for p, flag in zip(parameters, flags, strict=True) if flag]
+    bad = bad_elements(leaves, sizes)
+    if subject.nonfinite == "zero":
+        ok = jnp.all(jnp.isfinite(leaves.total), axis=0)
+        leaves = leaves._replace(
+            total=jnp.where(ok, leaves.total, 0), exponent=jnp.where(ok, leaves.exponent, 0)
+        )
+    chosen = structure.unflatten(partition(parameters, flags)[0])
+    weights, stats = example_scales(subject.rule, chosen, leaves, bad)
+    return Scaling(weights.among(flags), ok, stats)
+
+
+def squares_of_leaves(values: Mapping[int, Any], size: int, zero: frozenset[int]) -> Squares:
+    """The squares of leaves, of the shape (leaves, examples), in their order.
+
+    A leaf is given as an array, `Products` or `Squares`, with ``size`` examples in front. NaN and
+    inf count as 0 in the arrays of the leaves ``zero``.
+    """
+    found = []
+    for i, value in values.items():
+        with following([i]):
+            found.append(_of_leaf(value, size, i in zero))
+    if not found:
+        return Squares(*(jnp.zeros((0, size), kind) for kind in ("float32", "int32", "float32")))
+    total, exponent = (_in_rows([each[k] for each in found]) for k in (0, 1))
+    bad = None
+    if zero:
+        none = jnp.zeros(size, total.dtype)
+        bad = _in_rows([none if x.nonfinite is None else x.nonfinite for x in found])
+    return Squares(total, if_else(total == 0, 0, exponent), bad)
+
+
+def bad_elements(leaves: Squares, sizes: Sequence[int]) -> jax.Array:
+    """The numbers of elements of each example that are NaN or inf, of leaves of these sizes.
+
+    Nobody knows how many are in a norm that is not finite: all count.
+    """
+    all_of = np.asarray(sizes, leaves.total.dtype).reshape(-1, 1)
+    bad = all_of * (~jnp.isfinite(leaves.total)).astype(all_of.dtype)
+    return jnp.sum(bad if leaves.nonfinite is None else bad + leaves.nonfinite, axis=0)
+
+
+def _in_rows(rows: Sequence[jax.Array]) -> jax.Array:
+    """Rows in the widest of their dtypes."""
+    dtype = max(rows, key=lambda row: row.dtype.itemsize).dtype
+    return jnp.stack([row.astype(dtype) for row in rows])
+
+
+def _of_leaf(value: Any, size: int, zero: bool) -> Squares:
+    """The squares of a leaf for each example."""
+    if isinstance(value, Squares):
+        return value
+    if isinstance(value, Products) and value.squares is not None:
+        return value.squares
+    if isinstance(value, Products):
+        own, shared = apart(value)
+        return jax.vmap(lambda own: squares(rejoined(own, shared)), axis_size=size)(own)
+    return jax.vmap(lambda x: Squares.of(x, zero=zero))(value)
 
 
 def example_scales(

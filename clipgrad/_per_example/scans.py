@@ -1,7 +1,7 @@
 """Gradients that leave a scan: stacked, or added up in its carry."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from clipgrad._per_example.follow import Follow, follows, gradient_array, is_pla
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import CARRIED, Carry, Products
+from clipgrad._per_example.terms import CHANGED_CARRY, Carry, Products
 from clipgrad._per_example.wanted import WantedGradient, Wants, added_carries, is_matrix, want_scan
 
 _NUMBERS = itertools.count()
@@ -41,7 +41,7 @@ def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -
     ]
     inner = Follow.of(equation, [*flags, *wants[carried:]], hook)
     avals = [variable.aval for variable in equation.outvars]
-    layout: list[Any] = []  # of what is stacked: a factor of several products is, once
+    rebuilt: list[Callable[[Sequence], Any]] = []
 
     def body(carry: Sequence, element: Sequence) -> tuple[Any, Any]:
         dense = iter(carry)
@@ -51,16 +51,13 @@ def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -
         outputs = evaluate(program, [*inputs[:constants], *state, *element], inner)
         added = [_added(outputs[i], own) for i, own in lazy.items()]
         kept = tuple(_array(outputs[i]) for i in range(carried) if i not in lazy)
-        arrays, structure = jax.tree.flatten((tuple(outputs[carried:]), tuple(added)))
-        once = {id(x): x for x in arrays}
-        place = {key: i for i, key in enumerate(once)}
-        layout[:] = structure, [place[id(x)] for x in arrays]
-        return kept, list(once.values())
+        arrays, rebuild = _once((outputs[carried:], added))
+        rebuilt[:] = [rebuild]
+        return kept, arrays
 
     first = tuple(_array(inputs[constants + i]) for i in range(carried) if i not in lazy)
     last, once = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
-    structure, places = layout
-    stacked, added = structure.unflatten([once[i] for i in places])
+    stacked, added = rebuilt[0](once)
     dense, factors = iter(last), iter(added)
     results = [
         total(avals[i], inputs[constants + i], _joined_steps(next(factors), avals[i]))
@@ -70,6 +67,15 @@ def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -
     ]
     pairs = zip(stacked, avals[carried:], strict=True)
     return results + [_stacked(value, aval, length) for value, aval in pairs]
+
+
+def _once(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence], Any]]:
+    """The arrays of a tree, those of several factors once, and how it is made of such arrays."""
+    arrays, structure = jax.tree.flatten(tree)
+    once = {id(x): x for x in arrays}
+    places = {key: i for i, key in enumerate(once)}
+    own = [places[id(x)] for x in arrays]
+    return list(once.values()), lambda values: structure.unflatten([values[i] for i in own])
 
 
 def _array(value: Any) -> Any:
@@ -105,7 +111,7 @@ def _added(value: Any, carry: Carry) -> Products:
     is_sum = isinstance(value, Products) and value.carried == (carry,)
     # What differs between steps can't be behind their sum.
     if not is_sum or any(term.shared for term in value.terms):
-        raise Lost(carry.leaves, CARRIED)
+        raise Lost(carry.leaves, CHANGED_CARRY)
     return Products(value.terms, value.shape, value.dtype)
 
 

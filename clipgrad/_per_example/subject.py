@@ -1,4 +1,4 @@
-"""The question about the examples of a batch, and the method that answers it."""
+"""The question about the examples of a batch: the loss of one, the rule, the leaves, and how."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,8 +11,19 @@ import numpy as np
 from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
 from clipgrad._numerics import warn_of_parts
 from clipgrad._per_example.batches import batch_size
-from clipgrad._per_example.scales import why_direct
-from clipgrad._trees import Where, check_tree, is_array, is_none, path_string, selected
+from clipgrad._rules import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, is_rule
+from clipgrad._trees import (
+    Where,
+    check_scalar,
+    check_tree,
+    combine,
+    is_array,
+    is_none,
+    loss_and_aux,
+    partition,
+    path_string,
+    selected,
+)
 
 METHODS = ("auto", "one pass", "two passes", "direct")
 
@@ -60,7 +71,7 @@ class PerExampleSubject:
             return "method='direct'"
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
-        return why_direct(self.rule)
+        return _why_rule_is_direct(self.rule)
 
     def warn_of_parts(self, params: Any) -> None:
         """Warns of parameters in parts on several devices, where no gradient meets the rule."""
@@ -137,3 +148,61 @@ def check_params(params: Any, shapes: bool = False) -> None:
                 "  loss = lambda arrays, example: loss_fn(eqx.combine(arrays, rest), example)\n"
                 "and pass arrays as the parameters"
             )
+
+
+def _why_rule_is_direct(rule: Any) -> str | None:
+    """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
+    reason = f"{rule!r} does not scale whole leaves by L2 norms"
+    if getattr(rule, "axis_name", None):
+        return reason
+    if rule is None or type(rule) is ClipByBlockRMS:
+        return None
+    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2:
+        return None
+    if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
+        return None
+    return reason
+
+
+_OF_ONE = ", as in\n  lambda params, x: jnp.mean(loss_fn(params, x[None]))"
+
+
+def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:
+    """The loss function, which raises `ValueError` if it returns no loss of one example.
+
+    It is not traced once more for that.
+    """
+    if is_rule(loss_fn) or not callable(loss_fn):
+        hint = "; write the loss before the rule" if is_rule(loss_fn) else ""
+        raise TypeError(
+            f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
+            f"of (params, example){hint}"
+        )
+
+    def loss(params: Any, example: Any) -> Any:
+        try:
+            result = loss_fn(params, example)
+        except (IndexError, TypeError, ValueError) as error:
+            _check_is_of_one(loss_fn, params, example, error)
+            raise
+        value = loss_and_aux("loss_fn", result, has_aux)[0]
+        check_scalar("loss_fn", value, " for one example", _OF_ONE)
+        return result
+
+    return loss
+
+
+def _check_is_of_one(loss_fn: Any, params: Any, example: Any, error: Exception) -> None:
+    """Raises `ValueError` if a loss that failed for one example can be traced for a batch of it."""
+    arrays, rest = partition(example, is_array)
+    try:
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arrays)
+        jax.eval_shape(lambda batch: jax.tree.leaves(loss_fn(params, combine(batch, rest))), batch)
+    except Exception:
+        return  # it fails for another reason, which the caller raises
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(arrays)]
+    raise ValueError(
+        f"loss_fn: got {type(error).__name__} from it for one example, of shapes {shapes}, "
+        "expected the loss of one example, without an axis for the batch; write "
+        "lambda params, example: loss_fn(params, jax.tree.map(lambda x: x[None], example))"
+    ) from error

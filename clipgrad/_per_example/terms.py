@@ -25,7 +25,11 @@ from clipgrad._numerics import accumulator, with_real_dtype
 MOST_TERMS = 2**10
 
 
-CARRIED = "changed in the carry of a scan, not only added to"
+CHANGED_CARRY = "changed in the carry of a scan, not only added to"
+
+
+# A number, or in a block a pair of them (`blocks.py`).
+Label = Any
 
 
 class Unfollowed(Exception):  # noqa: N818
@@ -38,21 +42,21 @@ class Factor:
     """An array whose axes have labels; or indices, of rows with a single 1 along ``hot``."""
 
     values: jax.Array
-    labels: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    hot: int | None = dataclasses.field(default=None, metadata={"static": True})
+    labels: tuple[Label, ...] = dataclasses.field(metadata={"static": True})
+    hot: Label | None = dataclasses.field(default=None, metadata={"static": True})
     length: int = dataclasses.field(default=0, metadata={"static": True})  # of the hot axis
     # The label of the steps of the last scan that has stacked it.
-    steps: int | None = dataclasses.field(default=None, metadata={"static": True})
+    steps: Label | None = dataclasses.field(default=None, metadata={"static": True})
     # Whether it is the same for all examples, as what masks a weight, and has no axis for them.
     is_shared: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
-    def owned(self) -> tuple[int, ...]:
+    def owned(self) -> tuple[Label, ...]:
         """All labels, the hot axis included."""
         return self.labels if self.hot is None else (*self.labels, self.hot)
 
     @property
-    def sizes(self) -> dict[int, int]:
+    def sizes(self) -> dict[Label, int]:
         """The size of each label."""
         own = dict(zip(self.labels, jnp.shape(self.values), strict=True))
         return own if self.hot is None else own | {self.hot: self.length}
@@ -141,7 +145,7 @@ def _with_shared(tree: Any, values: Sequence[Any]) -> Any:
 class GradientAxis(NamedTuple):
     """An axis of a gradient: zero but for a window from ``start``, whose labels are in order."""
 
-    labels: tuple[int, ...]
+    labels: tuple[Label, ...]
     start: int
     size: int
 
@@ -155,7 +159,7 @@ class Term:
     axes: tuple[GradientAxis, ...] = dataclasses.field(metadata={"static": True})
 
     @property
-    def sizes(self) -> dict[int, int]:
+    def sizes(self) -> dict[Label, int]:
         """The size of each label."""
         return {k: n for factor in self.factors for k, n in factor.sizes.items()}
 
@@ -249,8 +253,7 @@ class Term:
 
     def times(self, number: jax.Array | int) -> "Term":
         """The term times a number."""
-        place = self.arrays[0]
-        return self.replaced(place, self.factors[place].scaled(jnp.asarray(number), ()))
+        return self.along(jnp.asarray(number), (), shared=False)
 
     def along(self, array: jax.Array, dimensions: Sequence[int], shared: bool) -> "Term":
         """The term times an array that has only these axes of the gradient.
@@ -441,7 +444,7 @@ class Products:
     def map(self, change: Callable[[Term], Term | None], aval: Any) -> "Products":
         """Each term changed, for a result of the shape and dtype of ``aval``; None: it is zero."""
         if self.carried:
-            raise Unfollowed(CARRIED)
+            raise Unfollowed(CHANGED_CARRY)
         terms = tuple(term for term in map(change, self.terms) if term is not None)
         return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
 

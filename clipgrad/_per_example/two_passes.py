@@ -13,8 +13,7 @@ from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.batches import sums as sums_of_parts
 from clipgrad._per_example.course import following
 from clipgrad._per_example.follow import Reduction, SquaredNorm, gradient_array
-from clipgrad._per_example.one_pass import scaling_of
-from clipgrad._per_example.scales import Weights
+from clipgrad._per_example.scales import Weights, scaling_of
 from clipgrad._per_example.split import seeds_after
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import Contract, Summed, contracted, over_examples, weighted_sum

@@ -73,12 +73,7 @@ def wanted(program: Any, outputs: Wants, varying: frozenset[Var]) -> dict[Var, W
         uses = found.get(variable, ())
         if not uses or variable in spoiled:
             return None
-        leaves = frozenset[int]().union(*(want.leaves for want in uses))
-        is_whole = len(uses) == 1 and uses[0].is_whole
-        is_summable = all(want.is_summable for want in uses)
-        is_contracted = any(want.is_contracted for want in uses)
-        steps = max(want.steps for want in uses)
-        return WantedGradient(leaves, is_whole, is_summable, steps, is_contracted)
+        return _together(uses)
 
     use(jaxpr.outvars, outputs)
     for equation in reversed(jaxpr.eqns):
@@ -87,6 +82,17 @@ def wanted(program: Any, outputs: Wants, varying: frozenset[Var]) -> dict[Var, W
         rule = _WANT_RULES.get(equation.primitive.name) if any(wants) else None
         use(equation.invars, rule(equation, wants, variables) if rule else nothing)
     return {v: want for v in found if (want := of(v)) is not None}
+
+
+def _together(wants: Sequence[WantedGradient]) -> WantedGradient:
+    """The want of a variable with these uses."""
+    return WantedGradient(
+        frozenset[int]().union(*(want.leaves for want in wants)),
+        len(wants) == 1 and wants[0].is_whole,
+        all(want.is_summable for want in wants),
+        max(want.steps for want in wants),
+        any(want.is_contracted for want in wants),
+    )
 
 
 def joint(want: WantedGradient | None) -> WantedGradient | None:
@@ -138,13 +144,8 @@ def want_padded(equation: Any, wants: Wants, variables: Variables) -> Wants:
     return [want if is_zero(equation.invars[1]) else None, None]
 
 
-def want_slice(equation: Any, wants: Wants, variables: Variables) -> Wants:
-    """A part of it."""
-    return [joint(wants[0])]
-
-
-def want_sum(equation: Any, wants: Wants, variables: Variables) -> Wants:
-    """One of several parts that are added, or put side by side."""
+def want_part(equation: Any, wants: Wants, variables: Variables) -> Wants:
+    """A part of it; or one of several that are added, or put side by side."""
     return [joint(wants[0])] * len(equation.invars)
 
 
@@ -215,9 +216,7 @@ def want_unstacked(equation: Any, wants: Wants, variables: Variables) -> Wants:
 
 def _want_of_parts(wants: Sequence[Any]) -> WantedGradient:
     """The want of a whole, which is left as it is, whatever its parts are for."""
-    leaves = frozenset[int]().union(*(want.leaves for want in wants))
-    steps = max(want.steps for want in wants)
-    return WantedGradient(leaves, False, all(want.is_summable for want in wants), steps)
+    return _together(wants)._replace(is_whole=False, is_contracted=False)
 
 
 def is_matrix(array: Any) -> bool:
