@@ -67,50 +67,37 @@ def dense_layer_over_a_sequence(p, x):
     return total(x @ p["w"] + p["b"][None])
 
 
-@program((2, 2, 12), w=(12, 30))
-def two_sequence_axes(p, x):
-    return total(jnp.einsum("abd,dk->abk", x, p["w"]))
-
-
-@program((3, 12), w=(12, 2, 16))
-def kernel_of_rank_three(p, x):
-    return total(jnp.einsum("td,dhk->thk", x, p["w"]))
-
-
-@program((3, 2, 8), w=(2, 8, 20))
-def kernel_summed_over_two_axes(p, x):
-    return total(jnp.einsum("thk,hkd->td", x, p["w"]))
-
-
-@program((3, 2, 10), w=(2, 10, 12))
-def heads_as_a_batch_dimension(p, x):
-    return total(jnp.einsum("thd,hdk->thk", x, p["w"]))
-
-
 @program((2, 3, 12), w=(2, 12, 9))
 def experts_as_a_batch_dimension(p, x):
     return total(jax.lax.dot_general(x, p["w"], (((2,), (1,)), ((0,), (0,)))))
 
 
-@program((3, 12), w=(16, 12))
-def transposed_kernel(p, x):
-    return total(x @ p["w"].T)
-
-
-@program((3, 12), w=(12 * 16,))
-def flat_parameters(p, x):
-    return total(x @ p["w"].reshape(12, 16))
+@program(
+    (4, 12), cut=(12, 2, 16), summed=(2, 6, 20), heads=(2, 6, 20), transposed=(16, 12),
+    flat=(12 * 16,), reshaped=(3, 4, 2, 8), left=(12, 8), right=(12, 10), one=(12, 16),
+    other=(12, 16), scaled=(12, 16), axes=(12, 30),
+)  # fmt: skip
+def kernels_of_any_shape(p, x):
+    halves = x.reshape(4, 2, 6)
+    made = [
+        jnp.einsum("td,dhk->thk", x, p["cut"]),
+        jnp.einsum("thk,hkd->td", halves, p["summed"]),
+        jnp.einsum("thd,hdk->thk", halves, p["heads"]),
+        jnp.einsum("abd,dk->abk", x.reshape(2, 2, 12), p["axes"]),
+        x @ p["transposed"].T,
+        x @ p["flat"].reshape(12, 16),
+        x @ p["reshaped"].reshape(12, 16),
+        x @ jnp.concatenate([p["left"], p["right"]], axis=1),
+        x @ (p["one"] + 0.5 * p["other"]),
+        x @ (p["scaled"] * jnp.arange(1.0, 17.0)[None]) / 3,
+    ]
+    return sum(map(total, made))
 
 
 @program((3, 12), w=(12 * 16 + 16 * 10,))
 def one_vector_for_two_layers(p, x):
     w, v = p["w"][: 12 * 16].reshape(12, 16), p["w"][12 * 16 :].reshape(16, 10)
     return total(jnp.tanh(x @ w) @ v)
-
-
-@program((3, 12), w=(3, 4, 2, 8))
-def kernel_reshaped_within_its_axes(p, x):
-    return total(x @ p["w"].reshape(12, 16))
 
 
 @program((3, 12), "s o", w=(12, 16), s=(16,), o=(16,))
@@ -123,14 +110,16 @@ def scale_and_offset(p, x):
 # one weight in several places
 
 
-@program((3, 12), w=(12, 12))
-def module_used_twice(p, x):
-    return total(jnp.tanh(x @ p["w"]) @ p["w"])
-
-
-@program((3, 12), w=(12, 12))
-def weight_and_its_transpose(p, x):
-    return total(jnp.tanh(x @ p["w"]) @ p["w"].T)
+@program((3, 12), twice=(12, 12), transposed=(12, 12), gates=(12, 32), overlap=(12, 20))
+def kernels_in_several_places(p, x):
+    i, f, g, o = (x @ gate for gate in jnp.split(p["gates"], 4, axis=1))
+    made = [
+        jnp.tanh(x @ p["twice"]) @ p["twice"],
+        jnp.tanh(x @ p["transposed"]) @ p["transposed"].T,
+        jnp.tanh(i) * f + jnp.sin(g) * o,
+        jnp.tanh(x @ p["overlap"][:, :14])[:, :8] * (x @ p["overlap"][:, 12:]),
+    ]
+    return sum(map(total, made))
 
 
 @program((6, 12), w=(12, 16), r=(16, 16))
@@ -141,22 +130,6 @@ def unrolled_recurrence(p, x):
     return total(h)
 
 
-@program((3, 12), w=(12, 32))
-def slices_of_one_kernel(p, x):
-    i, f, g, o = jnp.split(p["w"], 4, axis=1)
-    return total(jnp.tanh(x @ i) * (x @ f) + jnp.sin(x @ g) * (x @ o))
-
-
-@program((3, 12), w=(12, 20))
-def slices_that_overlap(p, x):
-    return total(jnp.tanh(x @ p["w"][:, :14])[:, :8] * (x @ p["w"][:, 12:]))
-
-
-@program((3, 12), u=(12, 8), v=(12, 10))
-def concatenated_kernels(p, x):
-    return total(x @ jnp.concatenate([p["u"], p["v"]], axis=1))
-
-
 @program((3, 12), w=(4, 12, 12))
 def stacked_kernels_by_index(p, x):
     for i in range(4):
@@ -164,37 +137,19 @@ def stacked_kernels_by_index(p, x):
     return total(x)
 
 
-@program((3, 12), w=(12, 16), u=(12, 16))
-def sum_of_two_weights(p, x):
-    return total(x @ (p["w"] + 0.5 * p["u"]))
-
-
-@program((3, 12), w=(12, 16))
-def weight_times_a_row(p, x):
-    return total(x @ (p["w"] * jnp.arange(1.0, 17.0)[None]) / 3)
-
-
 # embeddings
 
 
-@program(20, e=(20, 12))
-def embedding(p, x):
-    return total(p["e"][x])
+@program(40, whole=(40, 12), filled=(20, 12), clamped=(20, 12))
+def embeddings(p, x):
+    """Of ids that are in range, and of some that are not."""
+    rows = p["filled"].at[x].get(mode="fill", fill_value=0.0), p["clamped"].at[x].get(mode="clip")
+    return sum(map(total, (p["whole"][x], *rows)))
 
 
 @program(20, e=(20, 12), w=(12, 12))
 def embedding_tied_to_the_head(p, x):
     return total(jax.nn.log_softmax(jnp.tanh(p["e"][x] @ p["w"]) @ p["e"].T)[:, 0])
-
-
-@program(40, e=(20, 12))
-def embedding_with_ids_out_of_range(p, x):
-    return total(p["e"].at[x].get(mode="fill", fill_value=0.0))
-
-
-@program(40, e=(20, 12))
-def embedding_with_clamped_ids(p, x):
-    return total(p["e"].at[x].get(mode="clip"))
 
 
 @program([5, 6], e=(5, 6, 12))
@@ -473,22 +428,21 @@ def merged_low_rank_over_a_fixed_weight_and_a_long_sequence(p, x):
     return total(x @ (w + 2 * p["a"] @ p["b"]))
 
 
-@program((2, 12), v=(12, 16), w=(16, 20))
-def weights_reversed_and_summed_up(p, x):
-    h = jnp.tanh(x @ jnp.flip(p["v"], 0))
-    return total(h @ jnp.cumsum(jnp.cumsum(p["w"], 0), 1) / 10)
-
-
-@program((2, 12), v=(24, 16), w=(16, 20))
-def every_second_row_and_every_third_column(p, x):
-    return total(jnp.tanh(x @ p["v"][::2]) @ p["w"][:, 1::3])
-
-
-@program((3, 12), u=(12, 16), v=(16, 16), w=(16, 9))
-def masks_of_weights(p, x):
-    mask = np.random.default_rng(0).normal(size=(16, 9))
-    h = jnp.tanh(jnp.tanh(x @ jnp.triu(p["u"])) @ jnp.where(mask[:, :1] > mask[:, 1], p["v"], 0.0))
-    return total(h @ (p["w"] * jnp.asarray(mask, x.dtype)))
+@program((3, 12), reversed=(12, 16), summed=(12, 20), rows=(24, 16), columns=(12, 20),
+         upper=(12, 16), selected=(12, 9), masked=(12, 9), bounded=(12, 16))  # fmt: skip
+def linear_functions_of_weights(p, x):
+    mask = np.random.default_rng(0).normal(size=(12, 9))
+    weights = [
+        jnp.flip(p["reversed"], 0),
+        jnp.cumsum(jnp.cumsum(p["summed"], 0), 1) / 10,
+        p["rows"][::2],
+        p["columns"][:, 1::3],
+        jnp.triu(p["upper"]),
+        jnp.where(mask[:, :1] > mask[:, 1:2], p["selected"], 0.0),
+        p["masked"] * jnp.asarray(mask, x.dtype),
+        jnp.tanh(p["bounded"]),
+    ]
+    return sum(total(x @ w) for w in weights)
 
 
 @program((3, 12), v=(2, 12, 12), w=(12, 12))
@@ -503,11 +457,6 @@ def masked_embedding_tied_to_the_head(p, ids):
     mask = np.random.default_rng(0).normal(size=(20, 12)) > 0
     e = jnp.where(mask, p["e"], 0.0)
     return total(e[ids] @ e.T)
-
-
-@program((3, 12), w=(12, 16), v=(16, 9))
-def elementwise_function_of_a_weight(p, x):
-    return total(jnp.tanh(x @ jnp.tanh(p["w"])) @ p["v"])
 
 
 # what is direct

@@ -1,7 +1,5 @@
 """One answer by every method: what goes wrong while a leaf is followed makes this leaf direct."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,65 +7,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._per_example import follow, sums, terms
-from tests.per_example_programs import PROGRAMS, arguments
-from tests.test_per_example_products import (
-    FOLLOWED,
-    assert_clipped,
-    every_way,
-    norms_of,
-    one_by_one,
-)
-
-ROWS = [
-    "joined kernels that are cut again",
-    "kernel reshaped across its axes",
-    "kernel doubled again and again",
-    "strided convolution of an image smaller than its kernel",
-    "first state that is a weight",
-    "first state that is halved",
-]
-
-
-def in_one(names):
-    """The losses of these programs added up, so that they are compiled at once."""
-    given = {name: arguments(name) for name in names}
-    params = {name: p for name, (p, _) in given.items()}
-    batch = {name: x for name, (_, x) in given.items()}
-
-    def loss(params, batch):
-        return sum(PROGRAMS[name].loss(params[name], batch[name]) for name in names)
-
-    return loss, params, batch
-
-
-def flat(tree):
-    return {"/".join(map(str, path)): x for path, x in _paths(tree)}
-
-
-def _paths(tree):
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield [entry.key for entry in path], leaf
-
-
-@pytest.mark.exhaustive
-def test_rows_that_crashed_hung_or_were_wrong_have_one_answer():
-    loss, params, batch = in_one(ROWS)
-    each = flat(one_by_one(loss, params, batch))
-    norms = norms_of(each)
-    limit = float(np.median(np.sqrt(sum(n**2 for n in norms.values()))))
-    ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(limit), params, batch)
-    for value, grads, stats in ways.values():
-        assert_clipped((value, flat(grads), stats), each, limit)
-    for path, norm in norms.items():
-        np.testing.assert_allclose(by_leaf[path], norm, rtol=2e-5, err_msg=path)
-    plan = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit)).plan(params, batch)
-    direct = {leaf.path: leaf.reason for leaf in plan.leaves if leaf.norm == "direct"}
-    assert set(direct) == {f"{name}/{leaf}" for name in ROWS for leaf in PROGRAMS[name].direct}
-    assert all(reason and "failed" not in reason for reason in direct.values())
-    assert "more than 1,024 products" in direct["kernel doubled again and again/w"]
-
-
-# Whatever goes wrong
+from tests.test_per_example_products import FOLLOWED, assert_clipped, one_by_one
 
 
 def broken(*args, **kwargs):
@@ -169,53 +109,3 @@ def test_both_passes_leave_out_the_same_of_an_example_that_is_not_finite():
         for path, g in expected.items():
             np.testing.assert_allclose(grads[path], g, atol=2e-5 * np.abs(g).max(), err_msg=path)
         np.testing.assert_allclose(own.norm, stats.norm, rtol=2e-5)
-
-
-# What a leaf costs to compile, beside the plain gradient
-
-
-def operations(loss, params, batch, method):
-    """The number of operations in the program, as JAX gives it to the compiler."""
-    if method is None:
-        mean = lambda p, x: jnp.mean(jax.vmap(loss, (None, 0))(p, x))  # noqa: E731
-        function = jax.value_and_grad(mean)
-    else:
-        function = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method)
-    text = jax.jit(function).lower(params, batch).as_text()
-    return len(re.findall(r"^ *%\S+ = ", text, re.MULTILINE))
-
-
-@pytest.mark.kinds("method")
-@pytest.mark.parametrize("width", [64, 1024])
-@pytest.mark.parametrize(
-    ("method", "of_kernel", "of_bias"), [("one pass", 16, 12), ("two passes", 21, 25)]
-)
-def test_each_leaf_adds_as_many_operations_in_any_depth(method, of_kernel, of_bias, width):
-    """A shape is measured by one function, so that a leaf is little more than a call.
-
-    Five operations of a kernel are the choice of its product by platform.
-    """
-
-    def loss(p, x):
-        for w, b in p:
-            x = jnp.tanh(x @ w + b[None])
-        return jnp.sum(x)
-
-    def dense(p, x):
-        for w in p:
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x)
-
-    def added(loss, leaf):
-        batch = jax.ShapeDtypeStruct((16, 8 * width // 64, width), jnp.float32)
-        found = {
-            own: [operations(loss, [leaf] * n, batch, own) for n in (3, 4, 7)]
-            for own in (None, method)
-        }
-        (a, b, _), (d, e, f) = found[None], found[method]
-        assert f - e == 3 * (e - d), "linear in the number of leaves"
-        return (e - d) - (b - a)
-
-    kernel, bias = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((width, width), (width,)))
-    of_dense = added(dense, kernel)
-    assert of_dense <= of_kernel and added(loss, (kernel, bias)) - of_dense <= of_bias

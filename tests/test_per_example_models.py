@@ -1,6 +1,6 @@
 """Small forms of public models, each example clipped by every method: against `vmap(grad)`.
 
-They have the structure of flax's examples (WMT, lm1b, ImageNet, seq2seq, ogbg, VAE, PPO, gemma) and
+They have the structure of flax's examples (WMT, lm1b, ImageNet, seq2seq, ogbg, gemma) and
 of models of NNX, Equinox and Haiku: the same modules in the same order, with few features.
 """
 
@@ -233,59 +233,6 @@ def graph_net():
     return lambda p, g: jnp.sum(GraphNet().apply({"params": p}, *g) ** 2), params, batch
 
 
-class Vae(nn.Module):
-    """Encoder and decoder with a latent variable that is drawn by the key of the example."""
-
-    @nn.compact
-    def __call__(self, x, key):
-        h = nn.relu(nn.Dense(24, name="fc1")(x))
-        mean, spread = nn.Dense(5, name="mean")(h), nn.Dense(5, name="spread")(h)
-        z = mean + jnp.exp(0.5 * spread) * jax.random.normal(key, mean.shape)
-        return nn.Dense(30)(nn.relu(nn.Dense(24)(z))), mean, spread
-
-
-@model(r".*/bias")
-def vae():
-    batch = jax.nn.sigmoid(numbers(30)), jax.random.split(jax.random.key(5), EXAMPLES)
-    params = started(Vae(), batch[0][0], batch[1][0])
-
-    def loss(p, example):
-        logits, mean, spread = Vae().apply({"params": p}, *example)
-        divergence = -0.5 * jnp.sum(1 + spread - mean**2 - jnp.exp(spread))
-        return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, example[0])) + divergence
-
-    return loss, params, batch
-
-
-class ActorCritic(nn.Module):
-    """PPO for Atari: three convolutions without padding, and two heads."""
-
-    @nn.compact
-    def __call__(self, x):
-        for features, size, stride in ((8, 8, 4), (16, 4, 2), (16, 3, 1)):
-            x = nn.relu(nn.Conv(features, (size, size), (stride, stride), padding="VALID")(x))
-        x = nn.relu(nn.Dense(32)(x.reshape(x.shape[0], -1)))
-        return nn.log_softmax(nn.Dense(4, name="policy")(x)), nn.Dense(1, name="value")(x)
-
-
-@model(r".*/bias|Conv_[01]/kernel|value/kernel")
-def ppo():
-    action, rest = jnp.array([0, 3, 1]), numbers(3, seed=1)
-    frames = numbers(36, 36, 2)
-    params = started(ActorCritic(), frames)
-
-    def loss(p, example):
-        frame, action, (old, gain, advantage) = example
-        logits, value = ActorCritic().apply({"params": p}, frame[None])
-        ratio = jnp.exp(logits[0, action] - old)
-        clipped = jnp.clip(ratio, 0.8, 1.2) * advantage
-        entropy = -jnp.sum(jnp.exp(logits) * logits)
-        value_loss = (gain - value[0, 0]) ** 2
-        return -jnp.minimum(ratio * advantage, clipped) + 0.5 * value_loss - 0.01 * entropy
-
-    return loss, params, (frames, action, rest)
-
-
 class NnxTransformer(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
@@ -303,28 +250,6 @@ class NnxTransformer(nnx.Module):
 def nnx_transformer():
     loss = lambda model, x: cross_entropy(model(x[None, :-1]), x[None, 1:])  # noqa: E731
     return loss, NnxTransformer(nnx.Rngs(0)), words()
-
-
-class NnxCnn(nnx.Module):
-    """The model for MNIST, with dropout that is off."""
-
-    def __init__(self, rngs):
-        self.first = nnx.Conv(1, 8, (3, 3), rngs=rngs)
-        self.second = nnx.Conv(8, 16, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, deterministic=True)
-        self.last = nnx.Linear(16 * 9, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.avg_pool(nnx.relu(self.norm(self.first(x))), (2, 2), (2, 2))
-        x = nnx.avg_pool(nnx.relu(self.second(x)), (2, 2), (2, 2))
-        return self.last(self.dropout(x.reshape(x.shape[0], -1)))
-
-
-@model(r".*/(bias|scale)|(first|second)/kernel")
-def nnx_cnn():
-    loss = lambda model, x: jnp.sum(nnx.log_softmax(model(x[None])) ** 2)  # noqa: E731
-    return loss, NnxCnn(nnx.Rngs(0)), numbers(12, 12, 1)
 
 
 class EquinoxRecurrent(eqx.Module):
@@ -420,48 +345,3 @@ def test_a_public_model_is_clipped_by_every_method_as_by_vmap_of_grad(name):
             # A part of a leaf, and the rounding of a gradient of the size of the whole one.
             atol = 2e-5 * np.abs(total).max() + 1e-7 * np.max(factor * norms)
             np.testing.assert_allclose(found, total, rtol=0, atol=atol)
-
-
-def computing_in(loss, dtype):
-    """The loss with parameters and examples cast to a narrow type, its result in float32."""
-
-    def narrow(tree):
-        is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
-        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
-
-    def cast(params):
-        if isinstance(params, nnx.Module):
-            graph, state = nnx.split(params)
-            return nnx.merge(graph, narrow(state), copy=True)
-        arrays, rest = eqx.partition(params, eqx.is_array)
-        return eqx.combine(narrow(arrays), rest)
-
-    return lambda params, x: loss(cast(params), narrow(x)).astype(jnp.float32)
-
-
-@pytest.mark.kinds()
-@pytest.mark.ci("name", "dtype")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_norms_of_a_public_model_in_half_precision_are_as_near_as_those_of_vmap_of_grad(
-    name, dtype
-):
-    """Near the norms in float32: at most twice as far as the gradients of the examples are."""
-    loss, params, batch = MODELS[name][0]()
-    half = computing_in(loss, dtype)
-
-    def norms_of(loss):
-        return np.sqrt(
-            sum(
-                np.square(g).reshape(EXAMPLES, -1).sum(1)
-                for g in arrays(each_by_grad(loss, params, batch))
-            )
-        )
-
-    wide, near = norms_of(loss), norms_of(half)
-    bound = 2 * np.abs(near - wide).max() + 4 * float(jnp.finfo(dtype).eps) * wide
-    for method in ("one pass", "two passes"):
-        norms = cg.per_example_norms(half, method=method)
-        compiled = norms if isinstance(params, nnx.Module) else eqx.filter_jit(norms)
-        found = np.asarray(compiled(params, batch), np.float64)
-        assert (np.abs(found - wide) <= bound).all(), (found, near, wide)

@@ -94,10 +94,15 @@ def test_a_program_is_followed_and_clipped(name):
     for path, norm in norms.items():
         np.testing.assert_allclose(by_leaf[path], norm, rtol=2e-5, atol=1e-30, err_msg=path)
     plan = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit)).plan(params, batch)
-    direct = {leaf.path for leaf in plan.leaves if leaf.norm == "direct"}
-    assert direct == PROGRAMS[name].direct and all(
-        leaf.reason for leaf in plan.leaves if leaf.norm == "direct"
-    )
+    direct = {leaf.path: leaf.reason for leaf in plan.leaves if leaf.norm == "direct"}
+    assert set(direct) == PROGRAMS[name].direct
+    assert all(reason and "failed" not in reason for reason in direct.values())
+
+
+def test_a_weight_that_becomes_too_many_products_is_direct_and_says_so():
+    params, batch = arguments(name := "kernel doubled again and again")
+    (leaf,) = cg.per_example_norms(PROGRAMS[name].loss).plan(params, batch).leaves
+    assert leaf.norm == "direct" and "more than 1,024 products" in leaf.reason
 
 
 # rules and options
