@@ -33,7 +33,6 @@ class Course:
     direct: Mapping[int, str]  # the leaves that are not followed at all, and why
     # Why the gradient of a leaf, or a part of it, is made for each example.
     notes: dict[int, list[str]] = dataclasses.field(default_factory=dict)
-    hints: dict[int, str] = dataclasses.field(default_factory=dict)  # where there are no notes
     stops: set[EquationPath] = dataclasses.field(default_factory=set)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
     copied: int = 0  # the numbers of one example's images, once for each tap of a kernel
@@ -61,15 +60,9 @@ class Course:
             if reason not in self.notes.setdefault(leaf, []):
                 self.notes[leaf].append(reason)
 
-    def hint(self, leaves: Iterable[int], reason: str) -> None:
-        """Notes what may be why, where a rule had no products to change."""
-        for leaf in leaves:
-            self.hints.setdefault(leaf, reason)
-
     def reason(self, leaf: int) -> str:
         """Why a leaf, or a part of it, is direct."""
-        noted = self.direct.get(leaf) or "; ".join(self.notes.get(leaf, []))
-        return noted or self.hints.get(leaf, "")
+        return self.direct.get(leaf) or "; ".join(self.notes.get(leaf, []))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from clipgrad._per_example.grams import outer_factors, outer_squares, squares
 from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
-from clipgrad._per_example.terms import CHANGED_CARRY, Factor, GradientAxis, Products, Term
+from clipgrad._per_example.terms import CHANGED_CARRY, Products, Unfollowed
 from clipgrad._per_example.wanted import WantedGradient, WantRule, Wants, register_wants, wanted
 
 FollowRule = Callable[["Follow", JaxprEqn, list, Wants], Sequence | None]
@@ -112,7 +112,7 @@ class KeptFactors(Measuring):
             return value
         if not isinstance(value, Products):
             real = jnp.issubdtype(value.dtype, jnp.floating)
-            return self.arrays(_array_term(value), want) if real else value
+            return self.arrays(Products.of(value), want) if real else value
         known = value.squares is not None
         return value if known else dataclasses.replace(value, squares=self.squares(value))
 
@@ -125,13 +125,6 @@ class KeptFactors(Measuring):
             finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))  # noqa: E731
             value = jax.tree.map(finite, value)
         return dataclasses.replace(value, squares=found)
-
-
-def _array_term(array: Any) -> Products:
-    """An array as a sum of one product, of itself alone."""
-    axes = [GradientAxis((i,), 0, n) for i, n in enumerate(array.shape)]
-    term = Term((Factor(array, tuple(range(array.ndim))),), tuple(axes))
-    return Products((term,), tuple(array.shape), array.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,19 +167,15 @@ class Follow(Hook):
             return self._of_sums(equation, inputs, wants[0])
         # Squares pass where products of one example would become an array.
         if place not in self.course.stops or any(isinstance(x, Squares) for x in inputs):
-            rule, reason = _RULES.get(name), f"computed by {name}"
             try:
-                outputs = None if rule is None else rule(self, equation, inputs, wants)
+                if name not in _RULES:
+                    raise Unfollowed(f"computed by {name}")
+                if (outputs := _RULES[name](self, equation, inputs, wants)) is not None:
+                    return outputs
             except Lost:
                 raise
             except Exception as error:
-                outputs, reason = None, why(error)
-            if outputs is not None:
-                return outputs
-            if rule is None or reason != f"computed by {name}":
-                self.course.stop(place, want_leaves(wants), reason)
-            else:
-                self.course.hint(want_leaves(wants), reason)
+                self.course.stop(place, want_leaves(wants), why(error))
         return bind(equation, [gradient_array(x) for x in inputs])
 
     def _of_sums(self, equation: JaxprEqn, inputs: list, want: Any) -> list[Summed]:

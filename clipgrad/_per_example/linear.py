@@ -1,16 +1,15 @@
 """Linear operations on gradients behind their products, done to the factors."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
 from clipgrad._numerics import accumulator, with_real_dtype
-from clipgrad._per_example.course import want_leaves
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.terms import GradientAxis, Products, Term, Unfollowed, reshaped
@@ -143,8 +142,6 @@ def _follow_add(hook, equation, inputs, wants):
     first, second = inputs
     if equation.primitive.name == "sub" and isinstance(second, Products):
         second = second.map(lambda term: term.times(-1), equation.outvars[0].aval)
-    if is_plain_array(first) != is_plain_array(second):
-        hook.course.hint(want_leaves(wants), "a sum with what is no product")
     return [total(equation.outvars[0].aval, first, second)]
 
 
@@ -162,21 +159,17 @@ def _follow_concatenate(hook, equation, inputs, wants):
     aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
     if not all(isinstance(x, Products) for x in inputs):
         return bind(equation, [gradient_array(x) for x in inputs])
-    joined, start = no_products(aval), 0
-    for value in inputs:
-        move = functools.partial(
-            _moved_term, dimension=dimension, start=start, size=aval.shape[dimension]
-        )
+    joined, starts = no_products(aval), np.cumsum([0, *(x.shape[dimension] for x in inputs)])
+    for value, start in zip(inputs, starts.tolist(), strict=False):
+
+        def move(term: Term, place: int = start) -> Term:
+            axes = list(term.axes)
+            own = axes[dimension]
+            axes[dimension] = own._replace(start=own.start + place, size=aval.shape[dimension])
+            return term.with_axes(axes)
+
         joined = joined.plus(value.map(move, aval))
-        start += value.shape[dimension]
     return [joined]
-
-
-def _moved_term(term: Term, dimension: int, start: int, size: int) -> Term:
-    axes = list(term.axes)
-    axis = axes[dimension]
-    axes[dimension] = GradientAxis(axis.labels, axis.start + start, size)
-    return term.with_axes(axes)
 
 
 @follows("mul", "div", wants=want_product)

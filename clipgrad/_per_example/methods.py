@@ -63,15 +63,15 @@ def one_pass_sums(
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
     course = gradient.course
     factors = KeptFactors(subject.zeroed(course.arrays), clipped=clipped)
-    found = gradient.each(params, examples, factors)
-    scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
+    gradients, value = gradient.each(params, examples, factors)
+    scaling = scaling_of(subject, params, gradients, factors.zero, batch_size(examples))
     sums = []
-    for i, value in enumerate(found.gradients):
+    for i, of_leaf in enumerate(gradients):
         weight = scaling.weights.of(i)
         ok = None if weight is None else scaling.ok
         with following([i]):
-            sums.append(weighted_sum(value, weight, ok, i in factors.zero))
-    return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
+            sums.append(weighted_sum(of_leaf, weight, ok, i in factors.zero))
+    return jax.tree.structure(params).unflatten(sums), (value, scaling.stats)
 
 
 def direct_sums(

@@ -142,7 +142,7 @@ class PerExampleNorms:
         self, gradient: ExampleGradient, shapes: Any, params: Any, examples: Any
     ) -> Any:
         squared = SquaredNorm(frozenset())
-        values = gradient.each(params, examples, squared).gradients
+        values, _ = gradient.each(params, examples, squared)
         return self._norms(params, values, batch_size(examples))
 
     def _norms(self, params: Any, values: list[Any], size: int) -> Any:

@@ -23,24 +23,14 @@ def _follow_dot_general(hook, equation, inputs, wants):
         return _times_matrix(hook, equation, inputs, wants[0])
     if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a product of numbers that are not real")
-    labels: list[dict[int, int]] = [{}, {}]
-    for pair in (*zip(*shared, strict=True), *zip(*contracted, strict=True)):
-        label = len(labels[0])
-        for side, axis in enumerate(pair):
-            labels[side][axis] = label
-    fresh = len(labels[0])
-    for side in (0, 1):
-        for axis in range(inputs[side].ndim):
-            if axis not in labels[side]:
-                labels[side][axis], fresh = fresh, fresh + 1
-    factors = [
-        Factor(x, tuple(own[axis] for axis in range(x.ndim)))
-        for x, own in zip(inputs, labels, strict=True)
-    ]
-    out = [labels[0][axis] for axis in shared[0]]
-    for side in (0, 1):
-        used = (*contracted[side], *shared[side])
-        out += [labels[side][axis] for axis in range(inputs[side].ndim) if axis not in used]
+    rank = inputs[0].ndim
+    left, right = list(range(rank)), list(range(rank, rank + inputs[1].ndim))
+    pairs = [*zip(*shared, strict=True), *zip(*contracted, strict=True)]
+    for i, j in pairs:
+        right[j] = left[i]
+    used = [left[i] for i, _ in pairs]
+    out = [left[i] for i in shared[0]] + [k for k in (*left, *right) if k not in used]
+    factors = [Factor(inputs[0], tuple(left)), Factor(inputs[1], tuple(right))]
     axes = [GradientAxis((label,), 0, n) for label, n in zip(out, aval.shape, strict=True)]
     term = Term(tuple(factors), tuple(axes))
     return one_product(hook, term, aval, wants[0])
@@ -54,22 +44,15 @@ def _times_matrix(hook: Any, equation: Any, inputs: list, want: Any) -> list:
     pairs = [*zip(*shared, strict=True), *zip(*contracted, strict=True)]
     places = {pair[1 - side]: pair[side] for pair in pairs}  # of the matrix in the gradient
     free = [i for i in range(matrix.ndim) if i not in places]
-    order = [*places, *free]
     batched = [pair[side] for pair in zip(*shared, strict=True)]
     kept = [i for i in range(len(products.shape)) if i not in places.values()]
 
     def times(term: Term) -> Term:
         fresh = term.fresh(len(free))
         new = [GradientAxis((k,), 0, matrix.shape[i]) for k, i in zip(fresh, free, strict=True)]
-        moved = jnp.transpose(matrix, order)
-        beside = [term.axes[places[i]] for i in places]
-        for d, axis in enumerate(beside):
-            stop = axis.start + term.extent(axis)
-            moved = jax.lax.slice_in_dim(moved, axis.start, stop, axis=d)
-        labels = [*(k for axis in beside for k in axis.labels), *fresh]
-        sizes = term.sizes | {k: axis.size for k, axis in zip(fresh, new, strict=True)}
-        factor = Factor(moved.reshape([sizes[k] for k in labels]), tuple(labels), is_shared=True)
-        own, others = [term.axes[i] for i in kept], [*new]
+        moved = jnp.transpose(matrix, [*places, *free])
+        factor = term.part_along(moved, list(places.values()), fresh)
+        own, others = [term.axes[i] for i in kept], new
         axes = [term.axes[i] for i in batched] + (own + others if side == 0 else others + own)
         factors = (*term.factors, factor)
         return dataclasses.replace(term, factors=factors, axes=tuple(axes)).tidied()
@@ -117,7 +100,8 @@ def _follow_scatter(hook, equation, inputs, wants):
         equation.invars[2].aval.shape[i] != shape[j] for i, j in zip(window, others, strict=True)
     ):
         raise Unfollowed("slices added at an index")
-    parts = _indices(indices, numbers.scatter_dims_to_operand_dims, shape)
+    to = numbers.scatter_dims_to_operand_dims
+    parts = {axis: indices[..., i] for i, axis in enumerate(to)}
     inside = [(index >= 0) & (index < shape[axis]) for axis, index in parts.items()]
     clips = equation.params["mode"] == GatherScatterMode.CLIP
     hot = {axis: jnp.clip(index, 0, shape[axis] - 1) for axis, index in parts.items()}
@@ -135,21 +119,13 @@ def _follow_scatter(hook, equation, inputs, wants):
     return [products]
 
 
-def _indices(indices: jax.Array, axes: Any, shape: Any) -> dict[int, jax.Array]:
-    """For each axis that is indexed the index of each row."""
-    return {axis: indices[..., i] for i, axis in enumerate(axes)}
-
-
 def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) -> list[Term]:
     """The terms that are added, with zeros for rows whose index is out of range."""
     if is_plain_array(updates):
-        labels = tuple(range(updates.ndim))
-        axes = [GradientAxis((i,), 0, n) for i, n in enumerate(updates.shape)]
-        terms = [Term((Factor(updates, labels),), tuple(axes))]
-    else:
-        if updates.carried:
-            raise Unfollowed("a carry with rows added by index")
-        terms = list(updates.terms)
+        updates = Products.of(updates)
+    if updates.carried:
+        raise Unfollowed("a carry with rows added by index")
+    terms = list(updates.terms)
     if any(
         len(term.axes[i].labels) != 1 or term.extent(term.axes[i]) != term.axes[i].size
         for term in terms
@@ -159,30 +135,8 @@ def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) 
     if clips:
         return terms
     for mask in inside:
-        terms = [_masked(term, mask, rows) for term in terms]
+        terms = [term.along(mask, rows, shared=False) for term in terms]
     return terms
-
-
-def _masked(term: Term, mask: jax.Array, rows: list[int]) -> Term:
-    factor_labels = [term.axes[i].labels[0] for i in rows]
-    i = next(
-        (
-            i
-            for i, f in enumerate(term.factors)
-            if f.hot is None and set(factor_labels) <= set(f.labels)
-        ),
-        None,
-    )
-    if i is None:
-        raise Unfollowed("rows of different factors added at an index")
-    factor = term.factors[i]
-    order = sorted(range(len(rows)), key=lambda r: factor.labels.index(factor_labels[r]))
-    mask = jnp.transpose(mask, order)
-    places = [factor.labels.index(factor_labels[r]) for r in order]
-    mask = jax.lax.broadcast_in_dim(mask, factor.values.shape, places)
-    values = jnp.where(mask, factor.values, jnp.zeros_like(factor.values))
-    new = Factor(values, factor.labels)
-    return Term((*term.factors[:i], new, *term.factors[i + 1 :]), term.axes)
 
 
 def _with_indices(
@@ -209,13 +163,10 @@ def _follow_update(hook, equation, inputs, wants):
     if any(sizes[i] != 1 for i in moved):
         raise Unfollowed("a slice of several rows written at an index")
 
+    hot = {i: jnp.clip(starts[i], 0, shape[i] - 1) for i in moved}
+
     def place(term: Term) -> Term:
-        fresh, factors, axes = iter(term.fresh(len(moved))), list(term.factors), list(term.axes)
-        for i in moved:
-            label = next(fresh)
-            index = jnp.clip(starts[i], 0, shape[i] - 1)
-            factors.append(Factor(index, (), label, shape[i]))
-            axes[i] = GradientAxis((label,), 0, shape[i])
-        return Term(tuple(factors), tuple(axes)).tidied()
+        rest = [axis for i, axis in enumerate(term.axes) if i not in hot]
+        return _with_indices(term, hot, (), rest, shape).tidied()
 
     return [updates.map(place, equation.outvars[0].aval)]

@@ -269,14 +269,16 @@ class Term:
             raise Unfollowed("a product with an array of each example's own, as large as it")
         return dataclasses.replace(self, factors=(*self.factors, own))
 
-    def part_along(self, array: jax.Array, dimensions: Sequence[int]) -> Factor:
-        """An array of axes of the gradient, where this is not zero, as a factor."""
-        axes = [self.axes[d] for d in dimensions]
+    def part_along(
+        self, array: jax.Array, dimensions: Sequence[int], others: Sequence[Label] = ()
+    ) -> Factor:
+        """An array of axes of the gradient, where this is not zero, and others, as a factor."""
         for d, i in enumerate(dimensions):
             array = jax.lax.slice_in_dim(array, *self.windows[i], axis=d)
-        labels = tuple(label for axis in axes for label in axis.labels)
-        array = array.reshape([self.sizes[label] for label in labels])
-        return Factor(array, labels, is_shared=True)
+        own, sizes = [label for d in dimensions for label in self.axes[d].labels], self.sizes
+        rest = array.shape[len(dimensions) :]
+        array = array.reshape([*(sizes[label] for label in own), *rest])
+        return Factor(array, (*own, *others), is_shared=True)
 
     def rearranged(
         self, place: int, change: Callable[[jax.Array], jax.Array], several: bool = True
@@ -440,6 +442,13 @@ class Products:
     def __post_init__(self) -> None:
         if len(self.terms) > MOST_TERMS:
             raise Unfollowed(f"a sum of more than {MOST_TERMS:,} products")
+
+    @classmethod
+    def of(cls, array: Any) -> "Products":
+        """An array as a sum of one product, of itself alone."""
+        axes = [GradientAxis((i,), 0, n) for i, n in enumerate(array.shape)]
+        term = Term((Factor(array, tuple(range(array.ndim))),), tuple(axes))
+        return cls((term,), tuple(array.shape), array.dtype)
 
     def map(self, change: Callable[[Term], Term | None], aval: Any) -> "Products":
         """Each term changed, for a result of the shape and dtype of ``aval``; None: it is zero."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,6 @@ from clipgrad._per_example.terms import Products, apart, rejoined
 from clipgrad._per_example.wanted import WantedGradient, wanted
 from clipgrad._program import dependent_variables
 from clipgrad._trees import is_array
-
-
-class Examples(NamedTuple):
-    """The results of the examples of a batch; each array has an axis for them in front."""
-
-    gradients: list[Any]  # of each leaf: an array, `Products` or `Squares`
-    value: Any  # what the loss function returned
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,8 +137,11 @@ class ExampleGradient:
     def _value(self, outputs: list) -> Any:
         return self.traced.result([jnp.zeros(())] * self.count + outputs[self.count :])[1]
 
-    def each(self, params: Any, batch: Any, reduction: Reduction) -> Examples:
-        """The gradients of the examples, as products or as their ``reduction``."""
+    def each(self, params: Any, batch: Any, reduction: Reduction) -> tuple[list[Any], Any]:
+        """The gradients of the examples, and what the loss function returned.
+
+        Of each leaf it is an array, `Products` or `Squares`; arrays have the examples in front.
+        """
 
         def of_one(params: Any, example: Any) -> Any:
             gradients, value = self(params, example, reduction)
@@ -153,7 +149,7 @@ class ExampleGradient:
 
         mapped = jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, None, 0))
         own, shared, value = mapped(params, batch)
-        return Examples(rejoined(own, shared), value)
+        return rejoined(own, shared), value
 
 
 def followed(
