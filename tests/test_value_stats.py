@@ -14,6 +14,7 @@ import clipgrad as cg
 from clipgrad._values import value_stats
 from tests.helpers import assert_close, assert_same
 from tests.tagged import X, loss_of, scanned
+from tests.test_per_example_precision import operations
 from tests.test_value_hook import COUNTED, PROGRAMS, in_a_while
 
 PROPERTIES = ("norm", "rms", "max", "highest", "nonfinite", "zeros", "size")
@@ -493,6 +494,22 @@ def test_loggers_get_the_properties_by_name():
     of_values = {"attn/norm", "attn/rms", "attn/max", "attn/zeros", "attn/nonfinite"}
     assert set(cg.scalars(stats)) == of_values
     assert set(cg.scalars(stats, by="module")) == {f"values/{name}" for name in of_values}
+
+
+def test_one_more_value_of_a_shape_adds_few_operations():
+    """Values of one shape are measured by one function, so that each is little more than a call."""
+
+    def model(layers, x):
+        for i in range(layers):
+            with scope(f"layer{i}"):
+                x = jnp.sin(x)
+        return x.sum()
+
+    def count(layers):
+        fun = lambda x: cg.with_value_stats(lambda x: model(layers, x))(x)  # noqa: E731
+        return operations(jax.make_jaxpr(fun)(X), [])
+
+    assert count(7) - count(4) <= 3 * 12
 
 
 @pytest.mark.kinds("form", "bad")
