@@ -122,19 +122,9 @@ def transposed(w, x, ids):
     return x @ w.T
 
 
-@operation((D, D))
-def two_sequence_axes(w, x, ids):
-    return jnp.einsum("abd,dk->abk", x.reshape(2, -1, D), w).reshape(x.shape)
-
-
 @operation((D, 3, 4))
 def einsum(w, x, ids):
     return jnp.einsum("td,dhk->thk", x, w).reshape(x.shape)
-
-
-@operation((3, 4, D))
-def sum_over_two_axes(w, x, ids):
-    return jnp.einsum("thk,hkd->td", x.reshape(-1, 3, 4), w)
 
 
 @operation((3, 4, 4))
@@ -153,24 +143,9 @@ def expert_of_each_token(w, x, ids):
     return jnp.einsum("td,tdk->tk", x, w[ids % 3])
 
 
-@operation((D * D,))
-def flat_kernel(w, x, ids):
-    return x @ w.reshape(D, D)
-
-
-@operation((D, D), (D, D))
-def sum_of_weights(w, v, x, ids):
-    return x @ (w + 0.5 * v)
-
-
 @operation((D, D), (D, D))
 def attention(w, v, x, ids):
     return jax.nn.softmax(x @ w @ x.T / D, axis=-1) @ (x @ v)
-
-
-@operation((D, 6), (D, 6))
-def concatenated(u, v, x, ids):
-    return x @ jnp.concatenate([u, v], axis=1)
 
 
 @operation((D, 4 * D))
@@ -239,11 +214,6 @@ def masked_by_the_example(w, x, ids):
     return x @ jnp.where(x[:1].T * x[1:2] > 0, w, 0.0)
 
 
-@operation((D, D))
-def function_of_a_weight(w, x, ids):
-    return x @ jnp.tanh(w)
-
-
 # biases and scales
 
 
@@ -263,11 +233,6 @@ def scale(s, x, ids):
 @operation((TOKENS, D))
 def embedding(e, x, ids):
     return x + e[ids]
-
-
-@operation((TOKENS, D))
-def clamped_embedding(e, x, ids):
-    return x * e.at[ids].get(mode="clip")
 
 
 @operation((TOKENS, D))
@@ -296,11 +261,6 @@ def strided_convolution(k, x, ids):
 
 
 @operation((3, D, D))
-def dilated_convolution(k, x, ids):
-    return convolved(x, k, padding=[(3, 1)], rhs_dilation=(2,))
-
-
-@operation((3, D, D))
 def transposed_convolution(k, x, ids):
     return convolved(x, k, padding=[(1, 2)], lhs_dilation=(2,))[::2]
 
@@ -310,21 +270,10 @@ def grouped_convolution(k, x, ids):
     return convolved(x, k, feature_group_count=3)
 
 
-@operation((3, 1, D))
-def depthwise_convolution(k, x, ids):
-    return convolved(x, k, feature_group_count=D)
-
-
 @operation((2, 3, D, D))
 def convolution_of_images(k, x, ids):
     dims = ("NHWC", "HWIO", "NHWC")
     return convolved(x.reshape(2, -1, D), k, dims).reshape(x.shape)
-
-
-@operation((2, 1, 2, D, D))
-def convolution_of_volumes(k, x, ids):
-    dims = ("NHWDC", "HWDIO", "NHWDC")
-    return convolved(x.reshape(2, 2, -1, D), k, dims).reshape(x.shape)
 
 
 # recurrences
