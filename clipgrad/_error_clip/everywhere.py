@@ -106,7 +106,6 @@ class _Everywhere(_jaxpr.Hook):
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
         """The clips inside of an equation."""
-        del step
         inner, _ = _jaxpr.entered_programs(equation)
         first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]

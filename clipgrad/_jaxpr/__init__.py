@@ -47,6 +47,7 @@ from clipgrad._jaxpr.programs import held_programs as held_programs
 from clipgrad._jaxpr.programs import manual_axes as manual_axes
 from clipgrad._jaxpr.programs import map_programs as map_programs
 from clipgrad._jaxpr.programs import opened as opened
+from clipgrad._jaxpr.programs import read_once as read_once
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
 from clipgrad._jaxpr.programs import side_effects as side_effects
 from clipgrad._jaxpr.programs import tracked_programs as tracked_programs

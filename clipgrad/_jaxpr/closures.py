@@ -19,10 +19,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, j
 
 from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.evaluate import Hook, ProgramValues, bind, evaluate
-from clipgrad._jaxpr.programs import called_program, opened
+from clipgrad._jaxpr.programs import called_program, opened, read_once
 
-# A program called from many places is read once. No tracer is kept, which would keep its trace.
-_CLOSES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+# By program. No tracer is kept, which would keep its trace.
 _MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 # A variable, or the identity of an equation's parameters and the number of a result.
@@ -43,7 +42,7 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
     found = (e for e in _custom_equations(program) if _has_closure(e, set()))
-    return list(dict.fromkeys(_name(equation, "func_src_info") for equation in found))
+    return list(dict.fromkeys(_function_name(equation, "func_src_info") for equation in found))
 
 
 class _Rules(NamedTuple):
@@ -80,9 +79,9 @@ class _Rules(NamedTuple):
             return
         kind = equation.primitive.name.removesuffix("_call")
         raise ValueError(
-            f"fun: got the jax.{kind} function {_name(equation, 'func_src_info')}, whose rules "
+            f"fun: got the jax.{kind} function {_function_name(equation, 'func_src_info')}, whose rules "
             f"close over {over}; expected rules that take it as an argument: call "
-            f"{_name(equation)}(..., value), and return its derivative from the rules; if it needs "
+            f"{_function_name(equation)}(..., value), and return its derivative from the rules; if it needs "
             "none, close over jax.lax.stop_gradient(value)"
         ) from self.error
 
@@ -102,7 +101,6 @@ class _Explicit(Hook):
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of a program, noted for the rules in it and in the programs inside it."""
-        del jaxpr
         return _Noted(self, self._known)
 
     def _converted(self, equation: JaxprEqn, inputs: list) -> Sequence:
@@ -165,16 +163,12 @@ def _place_of_result(tracer: Any) -> ClosurePlace:
     return (id(made.params), outputs.index(variable)) if variable in outputs else None
 
 
-def _closes(program: Any) -> bool:
+@read_once
+def _closes(jaxpr: Any) -> bool:
     """Whether a function with a rule, in a program or in one inside it, closes over its values."""
-    jaxpr = opened(program)[0]
-    if jaxpr not in _CLOSES:
-        _CLOSES[jaxpr] = any(map(_closes, _inner_programs(jaxpr))) or any(
-            _has_closure(equation, set(jaxpr.constvars))
-            for equation in jaxpr.eqns
-            if equation.primitive.name in _CONVERSIONS
-        )
-    return _CLOSES[jaxpr]
+    own = (equation for equation in jaxpr.eqns if equation.primitive.name in _CONVERSIONS)
+    inside = any(map(_closes, _inner_programs(jaxpr)))
+    return inside or any(_has_closure(equation, set(jaxpr.constvars)) for equation in own)
 
 
 def _inner_programs(jaxpr: Any) -> Iterator[Any]:
@@ -299,7 +293,7 @@ def _primal(equation: JaxprEqn) -> Callable[..., list]:
     def call(closed, inputs):
         return jaxpr_as_fun(called_program(equation))(*inputs)
 
-    call.__name__ = _name(equation)
+    call.__name__ = _function_name(equation)
     return call
 
 
@@ -383,7 +377,7 @@ def _instantiated(x: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
-def _name(equation: JaxprEqn, kind: str = "func_name") -> str:
+def _function_name(equation: JaxprEqn, kind: str = "func_name") -> str:
     """The name of the function that the rules are of; with its file and line: another kind."""
     info = getattr(opened(called_program(equation))[0], "debug_info", None)
     found = (getattr(info, name, None) for name in (kind, "func_name"))

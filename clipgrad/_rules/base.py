@@ -89,7 +89,6 @@ class MeasuringRule(ClipRule, Protocol):
 
     def l2_numbers(self, grads: Any, norms: Sequence[Any]) -> list[tuple[Any, ...]] | None:
         """For each group what `l2_limit` takes, if L2 norms are what is clipped."""
-        del grads, norms
         return None
 
     def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:

@@ -106,7 +106,6 @@ class ClipByValue(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
         """The tree with each element in [min, max]."""
-        del norms
         leaves, clipped = clippable_leaves(grads), []
         known: dict[Any, tuple[Any, Any]] = {}
         for leaf, maximum in zip(leaves, thresholds_by_leaf(self, grads, len(leaves)), strict=True):

@@ -3,7 +3,6 @@
 import collections
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import UnionType
 from typing import Any
 
 import jax
@@ -181,7 +180,7 @@ def combine(tree: Any, rest: Sequence[Any]) -> Any:
     return structure.unflatten([other if leaf is None else leaf for leaf, other in pairs])
 
 
-def instances(tree: Any, kind: type | UnionType) -> list[Any]:
+def instances(tree: Any, kind: Any) -> list[Any]:
     """The subtrees of this type."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
