@@ -78,11 +78,11 @@ class _Rules(NamedTuple):
         else:
             return
         kind = equation.primitive.name.removesuffix("_call")
+        where, name = _function_name(equation, "func_src_info"), _function_name(equation)
         raise ValueError(
-            f"fun: got the jax.{kind} function {_function_name(equation, 'func_src_info')}, whose rules "
-            f"close over {over}; expected rules that take it as an argument: call "
-            f"{_function_name(equation)}(..., value), and return its derivative from the rules; if it needs "
-            "none, close over jax.lax.stop_gradient(value)"
+            f"fun: got the jax.{kind} function {where}, whose rules close over {over}; expected "
+            f"rules that take it as an argument: call {name}(..., value), and return its "
+            "derivative from the rules; if it needs none, close over jax.lax.stop_gradient(value)"
         ) from self.error
 
 

@@ -125,13 +125,10 @@ def _without_largest(leaf: jax.Array, norm: Norm, k: jax.Array) -> jax.Array:
     if not leaf.size:
         return leaf
     # Infinite where it is not finite: a sort would put NaN where nothing compares with it.
-    size = jax.lax.stop_gradient(jnp.where(jnp.isfinite(norm.root), _comparable(norm), jnp.inf))
+    most = jnp.finfo(norm.root.dtype).max  # in place of norms that are too large for their dtype
+    finite = jnp.isfinite(norm.root)
+    size = jax.lax.stop_gradient(jnp.where(finite, jnp.minimum(norm.value, most), jnp.inf))
     flat = jnp.sort(on_every_device(size).ravel())
     place = jnp.clip(len(flat) - k.astype(jnp.int32), 0, len(flat) - 1)
     drops = (size >= flat[place]) & (k > 0)
     return jnp.where(broadcast_like(drops, leaf), jnp.zeros_like(leaf), leaf)
-
-
-def _comparable(norm: Norm) -> jax.Array:
-    """Finite norms, the largest number in place of those that are too large for their dtype."""
-    return jnp.minimum(norm.value, jnp.finfo(norm.root.dtype).max)

@@ -95,7 +95,14 @@ def check_tree(name: str, tree: Any) -> None:
     level, depth = _containers_in([[tree]]), 0
     while level and depth <= most:
         for container in level.values():
-            _check_keys(name, container)
+            try:
+                if type(container) in (dict, collections.defaultdict):  # whose keys JAX sorts
+                    sorted(container)
+            except TypeError as error:
+                raise ValueError(
+                    f"{name}: got a dictionary whose keys can't be sorted, expected keys of one "
+                    "type, such as strings"
+                ) from error
         level, depth = _containers_in(level.values()), depth + 1
     if level:
         raise ValueError(
@@ -108,17 +115,6 @@ def _containers_in(containers: Iterable[Any]) -> dict[int, Any]:
     """The containers in some others, each of them once."""
     parts = (x.values() if isinstance(x, dict) else x for x in containers)
     return {id(x): x for part in parts for x in part if isinstance(x, dict | list | tuple)}
-
-
-def _check_keys(name: str, container: Any) -> None:
-    try:
-        if type(container) in (dict, collections.defaultdict):  # whose keys JAX sorts
-            sorted(container)
-    except TypeError as error:
-        raise ValueError(
-            f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
-            "as strings"
-        ) from error
 
 
 def check_leaves(name: str, tree: Any) -> None:
