@@ -97,12 +97,6 @@ class _Backward:
     outputs: Any
     needs_params: bool
 
-    def __call__(self, thresholds: Any, cotangents: Any, params: Any) -> Any:
-        constants, given = thresholds
-        run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(self.jaxpr, constants))
-        arguments = jax.tree.leaves((given, cotangents, params))
-        return jax.tree.unflatten(self.outputs, run(*arguments))
-
 
 def _trace_backward(
     rule: Any, structure: Any, dtype: str | None, arrays: list[Any]
@@ -158,7 +152,10 @@ def _clip_forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any)
 
 
 def _clip_backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
-    clipped, stats = backward(residuals[0], cotangents, residuals[1])
+    (constants, given), params = residuals
+    run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(backward.jaxpr, constants))
+    found = run(*jax.tree.leaves((given, cotangents, params)))
+    clipped, stats = jax.tree.unflatten(backward.outputs, found)
     return jax.tree.structure(cotangents).unflatten(clipped), None, stats
 
 

@@ -142,8 +142,10 @@ class NNXParameters:
         variables = self.structures[0].unflatten(range(count))
         return jax.tree.structure(self._tree_of(variables, pure=False)).unflatten(arrays)
 
-    def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
-        """Whether a function of one example draws random numbers by the state of a model.
+    def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
+        """The keys of so many examples, as `nnx.split_rngs` makes them, by place in the state.
+
+        None, if a function of one example draws no random numbers by the state of a model.
 
         Raises:
           ValueError: the function changes something else in a model.
@@ -165,19 +167,13 @@ class NNXParameters:
                 "  loss = lambda params, x: loss_fn(nnx.merge(graph, params, rest, copy=True), x)\n"
                 "and pass params"
             )
-        return bool(found)
-
-    def random_states(self, count: int) -> dict[int, Any]:
-        """The keys of so many examples, as `nnx.split_rngs` makes them, by place in the state."""
+        if not found:
+            return {}
         models = models_in(self.whole(self.trained))
         flax_nnx().split_rngs(models, splits=count)
         after = self._arrays(models)[1]
         pairs = enumerate(zip(self.state, after, strict=True))
         return {i: new for i, (old, new) in pairs if new is not old}
-
-    def with_random_state(self, keys: dict[int, Any]) -> "NNXParameters":
-        """The parameters with the keys of one example."""
-        return self.with_state([keys.get(i, x) for i, x in enumerate(self.state)])
 
     def count_random_state(self) -> None:
         """Advances the counts of random numbers in the models as `nnx.split_rngs` does."""

@@ -61,16 +61,9 @@ class TreeParameters:
         """The trained arrays themselves."""
         return trained
 
-    def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
-        """Never: there is no state."""
-        return False
-
-    def random_states(self, count: int) -> Any:
-        """None."""
-
-    def with_random_state(self, keys: Any) -> "TreeParameters":
-        """The tree itself, which has no random state."""
-        return self
+    def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
+        """None: there is no state."""
+        return {}
 
     def count_random_state(self) -> None:
         """Nothing."""

@@ -20,7 +20,6 @@ from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import is_entered as is_entered
 from clipgrad._jaxpr.evaluate import retrace as retrace
-from clipgrad._jaxpr.identity import ProgramKey as ProgramKey
 from clipgrad._jaxpr.identity import equation_text as equation_text
 from clipgrad._jaxpr.identity import program_key as program_key
 from clipgrad._jaxpr.kept import jit_for_one_call as jit_for_one_call

@@ -29,7 +29,6 @@ from clipgrad._names.wanted import CLIPPED as CLIPPED
 from clipgrad._names.wanted import CLIPPED_IF_DIFFERENTIATED as CLIPPED_IF_DIFFERENTIATED
 from clipgrad._names.wanted import VALUES as VALUES
 from clipgrad._names.wanted import Resolved as Resolved
-from clipgrad._names.wanted import Sites as Sites
 from clipgrad._names.wanted import checked_watch as checked_watch
 from clipgrad._names.wanted import common_nest as common_nest
 from clipgrad._names.wanted import resolved as resolved

@@ -1,7 +1,10 @@
 """Lists of float arrays as one real vector: complex numbers are two reals, side by side."""
 
+import contextlib
+import ctypes
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._trees.memory import give_back
-
 Array = Any
+# Freed pieces of up to 32 MB, which most leaves are, stay with the process, and what is larger does
+# not fit into them: a check would take half as much again.
+TRIMMED = 2**20  # elements
 
 
 def is_complex(leaf: Array) -> bool:
@@ -153,3 +157,16 @@ def _real_parts(leaf, xp):
     if is_complex(leaf):
         leaf = xp.stack([leaf.real, leaf.imag], -1)
     return xp.ravel(leaf)
+
+
+@functools.cache
+def _trim() -> Callable[[int], object]:
+    with contextlib.suppress(Exception):  # glibc alone has it
+        return ctypes.CDLL(None).malloc_trim
+    return lambda padding: 0
+
+
+def give_back(elements: int) -> None:
+    """Give freed memory back to the system, after work on arrays of so many elements."""
+    if elements >= TRIMMED:
+        _trim()(0)
