@@ -115,7 +115,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
-        warn_of_batches(traced.program, names, caller, stacklevel=6)
+        warn_of_batches(traced.program, names, caller, stacklevel=8)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import clipgrad._frameworks.equinox as _equinox
-from clipgrad._names import Named, flax_nnx, is_model
+from clipgrad._names import flax_nnx, is_model, with_names
 from clipgrad._trees import check_tree, instances
 
 TAG = "clipgrad"
@@ -24,16 +24,9 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
     function. Without models, and where flax is not imported, it gets one that does as ``fun``. If
     ``run`` returns ``None`` nothing changes.
 
-    Submodules of the models have names. A function that such models do not fit is run without:
-    one that joins a model with another from outside, as by ``equinox.combine``.
+    Submodules of the models have names, see `with_names`.
     """
-    named = Named(fun)
-    try:
-        return _run_on_tree(run, named, args, kwargs)
-    except Exception:
-        if not named.failed:
-            raise
-    return _run_on_tree(run, fun, args, kwargs)
+    return with_names(lambda fun: _run_on_tree(run, fun, args, kwargs), fun)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._frameworks.nnx import explained, models_in
-from clipgrad._names import Named, flax_nnx, is_model
+from clipgrad._names import flax_nnx, is_model, with_names
 from clipgrad._trees import is_array, is_clippable
 
 _RANDOM = "keys of random numbers"
@@ -98,14 +98,8 @@ class NNXParameters:
 
         Submodules have their attribute paths as names.
         """
-        named = Named(fun)
         with explained():
-            try:
-                return self._called(named, trained, state, args)
-            except Exception:
-                if not named.failed:
-                    raise
-            return self._called(fun, trained, state, args)
+            return with_names(lambda fun: self._called(fun, trained, state, args), fun)
 
     def after(self, changes: Changes | None) -> "NNXParameters":
         """The parameters with what a function has changed in them."""

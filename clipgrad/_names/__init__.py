@@ -1,9 +1,9 @@
 """Names of values: tags, scopes of modules, attribute paths, and the place of an operation."""
 
-from clipgrad._names.attribute_names import Named as Named
 from clipgrad._names.attribute_names import flax_nnx as flax_nnx
 from clipgrad._names.attribute_names import is_equinox as is_equinox
 from clipgrad._names.attribute_names import is_model as is_model
+from clipgrad._names.attribute_names import with_names as with_names
 from clipgrad._names.modules import ModuleValues as ModuleValues
 from clipgrad._names.modules import aside as aside
 from clipgrad._names.modules import exits as exits

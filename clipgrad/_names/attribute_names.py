@@ -32,19 +32,17 @@ _CLASSES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
-class Named:
-    """A function that is called with models whose submodules have names.
+def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]) -> Any:
+    """``run(fun)``, with names for the submodules of the models that the function is called with.
 
-    Attributes:
-      failed: whether it raised an error when it was called so.
+    A function that such models do not fit is run without: one that joins a model with another from
+    outside, as by ``equinox.combine``.
     """
+    failed = False
 
-    def __init__(self, fun: Callable[..., Any]) -> None:
-        self._fun = fun
-        self.failed = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> Any:
         """The result of the function; all classes in it, and in the models, are the user's."""
+        nonlocal failed
         before: Classes = {}
         args = tuple(_with_names(arg, before) for arg in args)
         kwargs = {key: _with_names(arg, before) for key, arg in kwargs.items()}
@@ -53,15 +51,22 @@ class Named:
         try:
             for path, module in models:
                 _set_class(module, _class_at(path, module, flax_nnx().Module, before))
-            result = self._fun(*args, **kwargs)
+            result = fun(*args, **kwargs)
         except Exception:
-            self.failed = bool(before)
+            failed = bool(before)
             raise
         finally:
             # Also those that the function has made of them, as by `nnx.merge`.
             for _, module in [*models, *_nnx_modules((args, kwargs, result))] if before else ():
                 _set_class(module, _before(module, before))
         return _renamed(result, (), lambda module, _: _before(module, before)) if before else result
+
+    try:
+        return run(named)
+    except Exception:
+        if not failed:
+            raise
+    return run(fun)
 
 
 def is_equinox(x: Any) -> bool:
