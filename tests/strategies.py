@@ -1,4 +1,4 @@
-"""Hypothesis strategies: trees of gradients, and thresholds."""
+"""A Hypothesis strategy: trees of gradients."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 shapes = st.sampled_from([(), (1,), (7,), (0,), (3, 4), (1, 5), (2, 3, 4), (2, 1, 3, 2)])
 exponents = st.sampled_from([-30, -12, -3, 0, 2, 9, 20, 30])
-thresholds = st.floats(1e-3, 1e3).map(lambda c: float(np.float32(c)))
 
 
 @st.composite

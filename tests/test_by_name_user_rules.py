@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -140,3 +141,43 @@ def test_every_kind_of_rule_may_hold_what_is_traced(make, place):
     expected = 3 * jnp.broadcast_to(factors[:, None, None], (2, *X.shape))
     assert_close(lax.map(gradient, factors), expected, rtol=1e-6)
     assert_close(jax.vmap(gradient)(factors), expected, rtol=1e-6)
+
+
+def with_stats(rule, grads):
+    tx = cg.gradient_clip(rule, stats="per_leaf")
+    return tx.update(grads, tx.init(grads))[0]
+
+
+def watched(rule, grads):
+    def loss(x, probe):
+        return jnp.sum(cg.clip_cotangent(x, rule, probe=probe) * grads)
+
+    return jax.grad(loss, argnums=(0, 1))(grads, cg.types.ClipStats.zero())[0]
+
+
+# What a rule makes of the gradient, or cotangent, x.
+OWN_PLACES = {
+    "clip_cotangent": lambda rule, x: jax.vjp(lambda y: cg.clip_cotangent(y, rule), x)[1](x)[0],
+    "clip_cotangent with a probe": watched,
+    "error_clip of inputs": lambda rule, x: jax.vjp(cg.error_clip(rule)(lambda y: y), x)[1](x)[0],
+    "error_clip of outputs": lambda rule, x: jax.vjp(cg.error_clip(outputs=rule)(lambda y: y), x)[
+        1
+    ](x)[0],
+    "gradient_clip": lambda rule, x: cg.gradient_clip(rule).update(x, optax.EmptyState())[0],
+    "gradient_clip with statistics": with_stats,
+    "clip_grads": lambda rule, x: cg.clip_grads(x, rule)[0],
+    "clip_per_example": lambda rule, x: cg.clip_per_example(
+        lambda w, example: jnp.sum(w * example), rule, reduce="sum"
+    )(jnp.zeros(x.shape), x[None])[1],
+}
+
+
+@pytest.mark.kinds("make", "place")
+@pytest.mark.ci("make", "place")
+@every_rule
+@pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
+def test_a_rule_that_changes_is_applied_as_it_is_outside_of_programs_too(make, place):
+    rule, x = make(1.0), jnp.arange(1.0, 9.0).reshape(8, 1)
+    for c in (1.0, 2.0, jnp.array(5.0), np.float32(7.0)):
+        object.__setattr__(rule, "c", c)
+        np.testing.assert_array_equal(place(rule, x), c * x)

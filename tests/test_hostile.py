@@ -269,9 +269,6 @@ def test_arrays_of_numpy_count_by_their_numbers(rule):
         np.testing.assert_array_equal(array, before)
 
 
-# Narrow floats
-
-
 # Sparse arrays: pytrees of numbers and of indices
 
 
@@ -301,9 +298,6 @@ def test_a_state_that_was_used_is_answered_by_what_to_write():
     with pytest.raises(ValueError, match="state: got buffers that another step has overwritten"):
         step(state, 1.0)
     assert np.isfinite(step(after, 1.0)[1]["loss"])
-
-
-# Values
 
 
 # Many leaves

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
-from clipgrad import _jaxpr, _names
+from clipgrad import _jaxpr
 
 X = jnp.linspace(0.1, 1.0, 4)
 
@@ -83,9 +82,13 @@ def again(function, hook, x=X):
 @pytest.mark.kinds("flatten", "name")
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("name", NESTED | CUSTOM)
-def test_a_hook_that_does_nothing_changes_no_value(name, flatten):
+def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatten):
     function = (NESTED | CUSTOM)[name]
-    np.testing.assert_allclose(again(function, _keep(flatten)), function(X), rtol=1e-6)
+    evaluated = lambda x: again(function, _keep(flatten), x)  # noqa: E731
+    np.testing.assert_allclose(evaluated(X), function(X), rtol=1e-6)
+    if name != "while" and name in NESTED:
+        ours, own = (jax.grad(lambda x, f=f: f(x).sum())(X) for f in (evaluated, function))
+        np.testing.assert_allclose(ours, own, rtol=1e-5)
 
 
 def _keep(flatten):
@@ -109,15 +112,6 @@ def test_a_rule_kept_whole_keeps_its_derivative_and_a_flattened_one_loses_it():
     total = lambda hook: lambda x: again(CUSTOM["custom_vjp"], hook, x).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(total(_jaxpr.Hook()))(X), 2 * jnp.ones(4))
     np.testing.assert_allclose(jax.grad(total(_keep(True)))(X), jnp.cos(X), rtol=1e-6)
-
-
-@pytest.mark.kinds()
-@pytest.mark.parametrize("name", sorted(set(NESTED) - {"while"}))
-def test_the_evaluated_program_is_differentiable(name):
-    total = lambda x: again(NESTED[name], _jaxpr.Hook(), x).sum()  # noqa: E731
-    np.testing.assert_allclose(
-        jax.grad(total)(X), jax.grad(lambda x: NESTED[name](x).sum())(X), rtol=1e-5
-    )
 
 
 def test_remat_stays_remat_with_its_policy():
@@ -283,22 +277,6 @@ def test_metadata_for_the_compiler_is_kept():
 
     for program in (noted, lambda x: again(noted, _jaxpr.Hook(), x)):
         assert 'note = "of the user"' in jax.jit(program).lower(X).as_text()
-
-
-def test_sites_have_their_names_nests_and_dtypes():
-    def model(x):
-        index = checkpoint_name(jnp.arange(4), "index")
-        checkpoint_name(x, "unused")
-
-        def step(c, t):
-            return c, lax.map(lambda u: checkpoint_name(u * t, "h"), x)
-
-        return lax.scan(step, x[0], x)[1] * index[0].astype(jnp.float32)
-
-    found = {site.name: site for site in _names.sites(jax.make_jaxpr(model)(X))}
-    assert (found["h"].nest, found["h"].dtype, found["h"].within) == ((4, 4), "float32", None)
-    assert found["index"].nest == () and not found["index"].is_differentiable
-    assert found["h"].is_differentiable and found["h"].used and not found["unused"].used
 
 
 @pytest.mark.parametrize(("is_reusable", "times"), [(True, 1), (False, 3)])

@@ -73,9 +73,6 @@ def test_adaptive_units_over_devices(axis, spec):
     assert (expected["w"] != grads["w"]).any()
 
 
-# training
-
-
 # bad input
 
 

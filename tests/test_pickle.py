@@ -206,21 +206,14 @@ def test_what_has_travelled_computes_the_same(case):
             assert_same(case.use(WAYS[way](case.make())), expected)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_that_has_travelled_is_equal_and_still_frozen(name):
-    rule = RULES[name](0.5)
+@pytest.mark.parametrize("name", RULES | THRESHOLDS)
+def test_a_rule_or_a_threshold_that_has_travelled_is_equal_and_still_frozen(name):
+    made = RULES[name](0.5) if name in RULES else THRESHOLDS[name]()
     for way in WAYS.values():
-        assert way(rule) == rule and hash(way(rule)) == hash(rule)
-        assert jax.tree.structure(way(rule)) == jax.tree.structure(rule)
+        assert way(made) == made and hash(way(made)) == hash(made)
+        assert jax.tree.structure(way(made)) == jax.tree.structure(made)
         with pytest.raises(dataclasses.FrozenInstanceError):
-            way(rule).max = 1.0
-
-
-@pytest.mark.parametrize("name", THRESHOLDS)
-def test_a_threshold_that_has_travelled_is_equal(name):
-    threshold = THRESHOLDS[name]()
-    for way in WAYS.values():
-        assert way(threshold) == threshold and hash(way(threshold)) == hash(threshold)
+            way(made).max = 1.0
 
 
 def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):

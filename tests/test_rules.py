@@ -3,18 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import clipgrad as cg
-from tests.test_by_name_user_rules import (
-    Equal,
-    LookAlike,
-    NotHashable,
-    OfAPytree,
-    OfARule,
-    OfTheProtocol,
-)
 
 
 def test_error_clip_by_value_is_clip_by_value():
@@ -129,55 +120,3 @@ def test_a_mapping_is_held_in_a_hashable_form():
 def test_axis_names_may_be_a_list():
     assert cg.ClipByGlobalNorm(1.0, axis_name=["x", "y"]).axis_name == ("x", "y")
     assert cg.AdaptiveClip(axis_name=["x", "y"]).axis_name == ("x", "y")
-
-
-# Rules of a user's own hold what they like, and are applied as they are at each call.
-
-X = jnp.arange(1.0, 9.0).reshape(8, 1)
-
-
-def with_stats(rule, grads):
-    tx = cg.gradient_clip(rule, stats="per_leaf")
-    return tx.update(grads, tx.init(grads))[0]
-
-
-def watched(rule, grads):
-    def loss(x, probe):
-        return jnp.sum(cg.clip_cotangent(x, rule, probe=probe) * grads)
-
-    return jax.grad(loss, argnums=(0, 1))(grads, cg.types.ClipStats.zero())[0]
-
-
-OWN = {"subclass of the protocol": OfTheProtocol, "subclass of a rule": OfARule,
-       "look-alike": LookAlike, "unhashable": NotHashable, "equal to all": Equal,
-       "pytree": OfAPytree}  # fmt: skip
-# What a rule makes of the gradient, or cotangent, x.
-OWN_PLACES = {
-    "clip_cotangent": lambda rule, x: jax.vjp(lambda y: cg.clip_cotangent(y, rule), x)[1](x)[0],
-    "clip_cotangent with a probe": watched,
-    "error_clip of inputs": lambda rule, x: jax.vjp(cg.error_clip(rule)(lambda y: y), x)[1](x)[0],
-    "error_clip of outputs": lambda rule, x: jax.vjp(cg.error_clip(outputs=rule)(lambda y: y), x)[
-        1
-    ](x)[0],
-    "gradient_clip": lambda rule, x: cg.gradient_clip(rule).update(x, optax.EmptyState())[0],
-    "gradient_clip with statistics": with_stats,
-    "clip_grads": lambda rule, x: cg.clip_grads(x, rule)[0],
-    "clip_per_example": lambda rule, x: cg.clip_per_example(
-        lambda w, example: jnp.sum(w * example), rule, reduce="sum"
-    )(jnp.zeros(x.shape), x[None])[1],
-}
-
-
-every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
-every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
-
-
-@pytest.mark.kinds("make", "place")
-@pytest.mark.ci("make", "place")
-@every_own
-@every_place
-def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
-    rule = make(1.0)
-    for c in (1.0, 2.0, jnp.array(5.0), np.float32(7.0)):
-        object.__setattr__(rule, "c", c)
-        np.testing.assert_array_equal(place(rule, X), c * X)

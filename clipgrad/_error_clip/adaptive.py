@@ -41,7 +41,8 @@ class AdaptiveRules:
 
     def bound(self, histories: Histories) -> dict[str, Any]:
         """The rules of a step: what a pattern matches has its own history, or is only watched."""
-        if not _are_histories(histories):
+        kept = histories.values() if isinstance(histories, Mapping) else [None]
+        if not all(isinstance(history, ErrorClipHistory) for history in kept):
             raise TypeError(
                 f"state: got {described(histories)}, expected the histories of the last step, at "
                 "first of init; write state = clip.init(*args), then "
@@ -75,13 +76,6 @@ class AdaptiveRules:
                 f"for {name!r} itself"
             )
         return rules[0] if rules else None
-
-
-def _are_histories(state: Any) -> bool:
-    """Whether this is a dictionary of histories."""
-    return isinstance(state, Mapping) and all(
-        isinstance(history, ErrorClipHistory) for history in state.values()
-    )
 
 
 def _plain(rules: Any) -> dict[str, None]:

@@ -115,7 +115,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
-        warn_of_batches(traced.program, names, caller, stacklevel=6)
+        warn_of_batches(traced.program, names, caller, stacklevel=8)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]
@@ -177,15 +177,15 @@ class ByName(_jaxpr.Hook):
         """The probes, and the limits, with an entry for each step of this scan."""
         inner = self._part_inside(equation)
         probes = {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
-        stepwise = {name: rule for name, rule in inner.rules.items() if _has_steps(rule)}
-        for name, rule in stepwise.items():
-            rule.check_length(name, equation.params["length"])
-        return probes, {name: rule.limits for name, rule in stepwise.items()}
+        rules = {n: rule for n, rule in inner.rules.items() if isinstance(rule, Stepwise)}
+        limits = {name: rule.limits for name, rule in rules.items() if rule.limits.ndim}
+        for name in limits:
+            rules[name].check_length(name, equation.params["length"])
+        return probes, limits
 
     def inside(self, equation: Any, step: Any) -> "ByName":
         """The clips inside of an equation, with the probes and the limits of this step."""
-        inner = self._part_inside(equation)
-        probes, limits = step or ({}, {})
+        inner, (probes, limits) = self._part_inside(equation), step or ({}, {})
         rules = {n: dataclasses.replace(inner.rules[n], limits=limits[n]) for n in limits}
         return dataclasses.replace(inner, probes=inner.probes | probes, rules=inner.rules | rules)
 
@@ -199,9 +199,7 @@ class ByName(_jaxpr.Hook):
         """The part of this for the variables inside of an equation."""
         inner, _ = _jaxpr.entered_programs(equation)
         scopes = (*self.scopes, *_names.path(equation)) if inner else ()
-        found = (
-            s.below(scopes) for program in inner for s in _names.sites(program) if not s.within
-        )
+        found = (s.below(scopes) for p in inner for s in _names.sites(p) if not s.within)
         names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
         rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
         probes = {n: probe for n, probe in self.probes.items() if n in names}
@@ -215,14 +213,12 @@ def _now(rule: Any) -> Any:
     return rule.now if isinstance(rule, Stepwise) else rule
 
 
-def _has_steps(rule: Any) -> bool:
-    return isinstance(rule, Stepwise) and rule.limits.ndim > 0
-
-
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
     mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
-    batches = [n for n, c in names.items() if (n, c.kind) in mapped and _measures_all(c.rule)]
+    rules = [(name, _now(c.rule)) for name, c in names.items() if (name, c.kind) in mapped]
+    norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
+    batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
     if batches:
         warnings.warn(
             f"{caller}: got a norm rule for {batches} inside jax.vmap, where it measures the "
@@ -230,9 +226,3 @@ def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int)
             "function, or give ClipByNorm the axes of one example as axis=",
             stacklevel=stacklevel,
         )
-
-
-def _measures_all(rule: Any) -> bool:
-    rule = _now(rule)
-    by_norm = is_own(rule) and rule.acts_on != "element"
-    return by_norm and getattr(rule, "axis", None) is None

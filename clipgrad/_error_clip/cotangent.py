@@ -70,7 +70,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
       layers are clipped.
     """
     rule = as_rule(rule)
-    _check_probe(probe)
+    if probe is not None:
+        _check_probe(probe)
     check_tree("x", x)
     leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
     # Python and NumPy numbers have cotangents only where they are watched.
@@ -81,8 +82,10 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
     arrays = jax.tree.map(jnp.asarray, chosen)
     dtype = None if probe is None else probe.before.dtype.name
     backward, thresholds = _trace_backward(rule, structure, dtype, arrays)
-    spread = None if probe is None else _spread_probe(probe, arrays)
-    clipped = _clipped_identity(backward, arrays, thresholds, spread)
+    # The probe varies as the arrays do, so that its cotangent is summed over the devices.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    probe = jax.tree.map(lambda field: to_varying(field, axes), probe)
+    clipped = _clipped_identity(backward, arrays, thresholds, probe)
     return structure.unflatten(combine(clipped, rest))
 
 
@@ -93,12 +96,6 @@ class _Backward:
     jaxpr: jex.core.Jaxpr
     outputs: Any
     needs_params: bool
-
-    def __call__(self, thresholds: Any, cotangents: Any, params: Any) -> Any:
-        constants, given = thresholds
-        run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(self.jaxpr, constants))
-        arguments = jax.tree.leaves((given, cotangents, params))
-        return jax.tree.unflatten(self.outputs, run(*arguments))
 
 
 def _trace_backward(
@@ -155,24 +152,17 @@ def _clip_forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any)
 
 
 def _clip_backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
-    thresholds, params = residuals
-    clipped, stats = backward(thresholds, cotangents, params)
-    places = jax.tree.structure(cotangents)
-    return places.unflatten(clipped), None, stats
+    (constants, given), params = residuals
+    run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(backward.jaxpr, constants))
+    found = run(*jax.tree.leaves((given, cotangents, params)))
+    clipped, stats = jax.tree.unflatten(backward.outputs, found)
+    return jax.tree.structure(cotangents).unflatten(clipped), None, stats
 
 
 _clipped_identity.defvjp(_clip_forward, _clip_backward)
 
 
-def _spread_probe(probe: ClipStats, arrays: Any) -> ClipStats:
-    """The probe varying as the arrays do, so that its cotangent is summed over the devices."""
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    return jax.tree.map(lambda field: to_varying(field, axes), probe)
-
-
-def _check_probe(probe: Any) -> None:
-    if probe is None:
-        return
+def _check_probe(probe: ClipStats) -> None:
     if not isinstance(probe, ClipStats):
         raise TypeError(
             f"probe: got {type(probe).__name__}, expected clipgrad.types.ClipStats.zero() as an "

@@ -73,7 +73,10 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _clip_inputs(function, signature, chosen, args, kwargs)
-            return _clip_outputs(function(*args, **kwargs), outputs)
+            result = function(*args, **kwargs)
+            each, structure = jax.tree.flatten(outputs, is_leaf=_is_rule)
+            parts = parts_below("outputs", "rules", structure, result)
+            return structure.unflatten(map(clip_cotangent, parts, each))
 
         return wrapped  # type: ignore[return-value]
 
@@ -130,23 +133,15 @@ def _clip_inputs(
                 "since it has a rule"
             )
     for name, value in bound.arguments.items():
-        bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)
+        kind, rule = signature.parameters[name].kind, rules.get(name)
+        if kind is _VARIADIC[0]:
+            clipped = tuple(clip_cotangent(v, rule) for v in value)
+        elif kind is _VARIADIC[1]:
+            clipped = {k: clip_cotangent(v, rules.get(k, rule)) for k, v in value.items()}
+        else:
+            clipped = clip_cotangent(value, rule)
+        bound.arguments[name] = clipped
     return bound.args, bound.kwargs
-
-
-def _clip_argument(parameter: inspect.Parameter, value: Any, rules: dict[str, Any]) -> Any:
-    rule = rules.get(parameter.name)
-    if parameter.kind is _VARIADIC[0]:
-        return tuple(clip_cotangent(v, rule) for v in value)
-    if parameter.kind is _VARIADIC[1]:
-        return {k: clip_cotangent(v, rules.get(k, rule)) for k, v in value.items()}
-    return clip_cotangent(value, rule)
-
-
-def _clip_outputs(result: Any, rules: Any) -> Any:
-    each, structure = jax.tree.flatten(rules, is_leaf=_is_rule)
-    parts = parts_below("outputs", "rules", structure, result)
-    return structure.unflatten(map(clip_cotangent, parts, each))
 
 
 def _is_rule(rules: Any) -> bool:

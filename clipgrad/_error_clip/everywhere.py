@@ -66,18 +66,14 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     @functools.wraps(fun)
     def clipped(*args: Any, **kwargs: Any) -> Any:
-        if rule is None:
-            return fun(*args, **kwargs)
-        return with_models(functools.partial(_run_clipped, rule), fun, args, kwargs)
+        return fun(*args, **kwargs) if rule is None else with_models(run, fun, args, kwargs)
+
+    def run(fun: Any, args: Any, kwargs: Any) -> Any:
+        traced = _jaxpr.trace(fun, args, kwargs)
+        results = range(len(_jaxpr.opened(traced.program)[0].outvars))
+        return traced.evaluate(args, kwargs, _Everywhere(rule, _ends(traced.program, results)))
 
     return clipped  # type: ignore[return-value]
-
-
-def _run_clipped(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    traced = _jaxpr.trace(fun, args, kwargs)
-    count = len(_jaxpr.opened(traced.program)[0].outvars)
-    hook = _Everywhere(rule, _ends(traced.program, range(count)))
-    return traced.evaluate(args, kwargs, hook)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rule"], meta_fields=["ends"])
@@ -85,7 +81,7 @@ def _run_clipped(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, k
 class _Everywhere(_jaxpr.Hook):
     """Clips the results of operations, except the variables ``ends`` and what has no cotangent."""
 
-    rule: Callable[..., Any]
+    rule: Callable[..., Any] | None
     ends: frozenset[Var]
 
     @property
@@ -101,37 +97,30 @@ class _Everywhere(_jaxpr.Hook):
         outputs = _jaxpr.bind(equation, inputs)
         if equation.primitive.name == "name":
             return outputs
+        arrays = {v for v in equation.outvars if type(v.aval) is ShapedArray}
+        clipped = {v for v in arrays - self.ends if not isinstance(v, DropVar)}
         pairs = zip(equation.outvars, outputs, strict=True)
-        return [clip_cotangent(x, self.rule) if self._clips(v) else x for v, x in pairs]
+        return [clip_cotangent(x, self.rule) if v in clipped else x for v, x in pairs]
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
         """The clips inside of an equation."""
-        del step
         inner, _ = _jaxpr.entered_programs(equation)
         first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]
         return _Everywhere(self.rule, frozenset().union(*(_ends(p, ends) for p in inner)))
 
-    def _clips(self, variable: Var) -> bool:
-        is_array = type(variable.aval) is ShapedArray and not isinstance(variable, DropVar)
-        return is_array and variable not in self.ends
-
 
 def _ends(program: Any, positions: Iterable[int]) -> frozenset[Var]:
     """The results at these positions that the program does not use itself, and its numbers."""
     jaxpr, _ = _jaxpr.opened(program)
-    results = list(enumerate(jaxpr.outvars))
     chosen = set(positions)
     used = {atom for e in jaxpr.eqns for atom in e.invars if not isinstance(atom, Literal)}
-    used |= {v for i, v in results if i not in chosen and not isinstance(v, Literal)}
-    ends = {v for i, v in results if i in chosen and not isinstance(v, Literal)}
-    return frozenset(ends - used) | _made_of_numbers(jaxpr)
-
-
-def _made_of_numbers(jaxpr: Any) -> frozenset[Var]:
-    """Variables that depend on numbers alone, as copies of them that `jax.shard_map` makes."""
-    found: set[Var] = set()
+    results = [(i in chosen, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal)]
+    ends = {v for is_chosen, v in results if is_chosen}
+    ends -= used | {v for is_chosen, v in results if not is_chosen}
+    # What depends on numbers alone has no cotangent, as copies of them that `jax.shard_map` makes.
+    numbers: set[Var] = set()
     for e in jaxpr.eqns:
-        if all(isinstance(atom, Literal) or atom in found for atom in e.invars):
-            found.update(e.outvars)
-    return frozenset(found)
+        if all(isinstance(atom, Literal) or atom in numbers for atom in e.invars):
+            numbers.update(e.outvars)
+    return frozenset(ends | numbers)

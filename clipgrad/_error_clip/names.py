@@ -58,15 +58,15 @@ def list_names(
 
 def program_of(
     fun: Callable[..., Any], args: Any, kwargs: Any, chosen: Mapping[int, Any] | None = None
-) -> tuple[_jaxpr.Traced, bool, list[bool]]:
+) -> tuple[_jaxpr.Traced, bool, list[int]]:
     """The program of a function, and whether it would change an NNX model; here they stay.
 
-    The third result says for each input of the program whether the function is differentiated
-    with respect to it, see `differentiated_inputs`.
+    The third result has the inputs of the program with respect to which the function is
+    differentiated, see `differentiated_inputs`.
     """
     traced: list[_jaxpr.Traced] = []
     changes: list[bool] = []
-    flags: list[bool] = []
+    moved: list[int] = []
 
     def read(function: Any, args: Any, kwargs: Any) -> None:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -76,10 +76,11 @@ def program_of(
 
         traced.append(_jaxpr.trace(noted, args, kwargs))
         apart = args[0] if isinstance(function, Pure) else (args, kwargs)
-        flags[:] = differentiated_inputs(apart, chosen or {})
+        flags = differentiated_inputs(apart, chosen or {})
+        moved[:] = [i for i, is_chosen in enumerate(flags) if is_chosen]
 
     with_models(read, fun, args, kwargs)
-    return traced[0], changes[0], flags
+    return traced[0], changes[0], moved
 
 
 def check_function(fun: Any) -> None:

@@ -128,14 +128,12 @@ def with_stats(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
-            _raise_as_jax(fun, chosen[0] if is_one else tuple(chosen), has_aux, args, kwargs)
+            return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)  # an error of JAX
         arrays = _as_arrays(args, chosen)
         filters = {each.position % len(args): each.filter for each in wanted}
-        traced, has_changes, flags = program_of(fun, arrays, kwargs, filters)
-        names = _resolved(traced.program, named, watched)
-        probes = _probes(traced.program, names)
+        traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
+        names, probes = _named(traced.program, named, watched)
         warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
-        moved = [i for i, is_chosen in enumerate(flags) if is_chosen]
 
         def with_probes(*packed: Any) -> Any:
             *args, kwargs = packed
@@ -147,7 +145,9 @@ def with_stats(
                 active = active_variables(known.program, moved)
                 return known.evaluate(args, kwargs, ByName.of(names, probes, active))
 
-            return _checked_result(with_models(again, fun, tuple(args), kwargs), has_aux)
+            result = with_models(again, fun, tuple(args), kwargs)
+            loss_and_aux("fun", result, has_aux)
+            return result
 
         numbers = tuple(each.within(len(args)) for each in wanted)
         seen = (args, kwargs) if has_changes else [args[i] for i in filters]
@@ -160,11 +160,6 @@ def with_stats(
         return value, (grad if is_one else (grad, *others)), stats
 
     return run
-
-
-def _raise_as_jax(fun: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> None:
-    """Raises JAX's error for positions without an argument."""
-    jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
 
 class _Argument(NamedTuple):
@@ -214,11 +209,6 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     return tuple(arrays)
 
 
-def _checked_result(result: Any, has_aux: bool) -> Any:
-    loss_and_aux("fun", result, has_aux)
-    return result
-
-
 def _check_is_floating(position: int, arg: Any) -> None:
     """Raises `TypeError` for a number or an array by which nothing is differentiated."""
     dtype = getattr(arg, "dtype", None) or (isinstance(arg, bool | int) and jnp.dtype(type(arg)))
@@ -230,21 +220,18 @@ def _check_is_floating(position: int, arg: Any) -> None:
         )
 
 
-def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resolved:
-    """The rules of what is clipped or watched."""
+def _named(
+    program: Any, rules: Rules, watch: dict[str, Any] | None
+) -> tuple[Resolved, dict[str, ClipStats]]:
+    """The rules of what is clipped or watched, and statistics of nothing for each name.
+
+    These have an axis for each scan around all sites of the name.
+    """
     clipped = resolved(program, rules, _CALLER, CLIPPED)
-    return watched_names(program, watch, _CALLER, CLIPPED) | clipped
-
-
-def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
-    found: dict[str, list[_names.NamedSite]] = {name: [] for name in names}
-    for site in _names.sites(program):
-        if site.has_cotangent and site.name in names and site.kind == names[site.name].kind:
-            found[site.name].append(site)
-    return {name: _probe_of_sites(own) for name, own in found.items()}
-
-
-def _probe_of_sites(own: list[_names.NamedSite]) -> ClipStats:
-    """Statistics of nothing, with an axis for each scan around all these sites."""
-    wide = any(site.dtype in ("float64", "complex128") for site in own)
-    return ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)
+    names = watched_names(program, watch, _CALLER, CLIPPED) | clipped
+    probes, found = {}, [site for site in _names.sites(program) if site.has_cotangent]
+    for name, chosen in names.items():
+        own = [site for site in found if (site.name, site.kind) == (name, chosen.kind)]
+        wide = any(site.dtype in ("float64", "complex128") for site in own)
+        probes[name] = ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)
+    return names, probes

@@ -4,7 +4,6 @@ from clipgrad._frameworks.equinox import equinox_value_and_grad as equinox_value
 from clipgrad._frameworks.equinox import has_modules as has_modules
 from clipgrad._frameworks.nnx import Pure as Pure
 from clipgrad._frameworks.nnx import is_diff_state as is_diff_state
-from clipgrad._frameworks.nnx import is_model as is_model
 from clipgrad._frameworks.nnx import model_value_and_grad as model_value_and_grad
 from clipgrad._frameworks.nnx import with_models as with_models
 from clipgrad._frameworks.nnx import without_variables as without_variables
@@ -14,3 +13,4 @@ from clipgrad._frameworks.packed import from_static as from_static
 from clipgrad._frameworks.packed import with_leaves as with_leaves
 from clipgrad._frameworks.parameters import Parameters as Parameters
 from clipgrad._frameworks.parameters import take_apart as take_apart
+from clipgrad._names import is_model as is_model

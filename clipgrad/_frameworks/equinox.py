@@ -7,21 +7,12 @@ from typing import Any
 import jax
 
 from clipgrad._names import is_equinox
-from clipgrad._trees import combine, instances, is_clippable, is_float_array, partition
+from clipgrad._trees import combine, instances, is_float_array, partition
 
 
 def has_modules(tree: Any) -> bool:
     """Whether there are Equinox modules in a tree."""
     return any(map(is_equinox, jax.tree.leaves(tree, is_leaf=is_equinox)))
-
-
-def partition_trained(params: Any) -> tuple[Any, list[Any]]:
-    """The trained leaves of the parameters, and the rest; `combine` puts them together.
-
-    Of a tree with Equinox modules these are its floating arrays, as by
-    ``eqx.partition(params, eqx.is_inexact_array)``; of another Python numbers too.
-    """
-    return partition(params, is_float_array if has_modules(params) else is_clippable)
 
 
 def equinox_value_and_grad(args: Any) -> Callable[..., Any]:
@@ -33,9 +24,8 @@ def _filtered(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    allow_int: bool = True,
+    allow_int: bool = True,  # there are no integers among what is differentiated
 ) -> Callable[..., Any]:
-    del allow_int  # there are no integers among what is differentiated
     is_one = not isinstance(argnums, Sequence)
     positions = (argnums,) if is_one else tuple(argnums)
 
@@ -56,8 +46,8 @@ def _filtered(
 
 def check_no_state(params: Any) -> None:
     """Raises `ValueError` for an ``equinox.nn.State``, which a gradient would train."""
-    kind = getattr(getattr(sys.modules.get("equinox"), "nn", None), "State", None)
-    if kind is not None and instances(params, kind):
+    nn = getattr(sys.modules.get("equinox"), "nn", None)
+    if instances(params, getattr(nn, "State", ())):
         raise ValueError(
             "params: got an equinox.nn.State among the parameters, which is not trained, expected "
             "the model alone; write loss_fn(model, batch) that takes the state from the batch, "

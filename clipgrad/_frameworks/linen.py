@@ -18,7 +18,9 @@ def check_no_collections(params: Any) -> None:
     A gradient would train these as well: the statistics of a `flax.linen.BatchNorm`, or the state
     of an optimizer.
     """
-    names = _part_names(params)
+    names = [name for name in ("params", "opt_state") if hasattr(params, name)]
+    if isinstance(params, Mapping):
+        names = list(params)
     if "params" in names and "opt_state" in names:
         raise ValueError(
             f"params: got a {type(params).__name__} with params and opt_state, expected the "
@@ -27,7 +29,8 @@ def check_no_collections(params: Any) -> None:
     if "flax.linen" not in sys.modules or "params" not in names:
         return
     for name in names:
-        if name not in _TRAINED and _is_collection(params[name]):
+        numbers = jax.tree.leaves(params[name] if isinstance(params[name], Mapping) else ())
+        if name not in _TRAINED and any(map(is_clippable, numbers)):
             raise ValueError(
                 f"params: got the collection {name!r} of flax Linen beside 'params', which is not "
                 "trained, expected the parameters alone; write loss_fn(params, batch) with "
@@ -35,13 +38,3 @@ def check_no_collections(params: Any) -> None:
                 "batch, and the new one is returned as aux; to train both, use another name than "
                 "'params'"
             )
-
-
-def _part_names(params: Any) -> tuple[str, ...]:
-    if isinstance(params, Mapping):
-        return tuple(params)
-    return tuple(name for name in ("params", "opt_state") if hasattr(params, name))
-
-
-def _is_collection(part: Any) -> bool:
-    return isinstance(part, Mapping) and any(map(is_clippable, jax.tree.leaves(part)))

@@ -3,14 +3,13 @@
 import contextlib
 import dataclasses
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 import clipgrad._frameworks.equinox as _equinox
-from clipgrad._names import Named
+from clipgrad._names import flax_nnx, is_model, with_names
 from clipgrad._trees import check_tree, instances
 
 TAG = "clipgrad"
@@ -25,16 +24,9 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
     function. Without models, and where flax is not imported, it gets one that does as ``fun``. If
     ``run`` returns ``None`` nothing changes.
 
-    Submodules of the models have names. A function that such models do not fit is run without:
-    one that joins a model with another from outside, as by ``equinox.combine``.
+    Submodules of the models have names, see `with_names`.
     """
-    named = Named(fun)
-    try:
-        return _run_on_tree(run, named, args, kwargs)
-    except Exception:
-        if not named.failed:
-            raise
-    return _run_on_tree(run, fun, args, kwargs)
+    return with_names(lambda fun: _run_on_tree(run, fun, args, kwargs), fun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Pure:
 
     def __call__(self, apart: Any) -> Any:
         """The states that have changed, and the result."""
-        nnx: Any = sys.modules["flax.nnx"]
+        nnx = flax_nnx()
         args, kwargs = nnx.from_tree(apart, ctxtag=TAG, is_inner=True)
         before = _contents(nnx, (args, kwargs))
         result = self.fun(*args, **kwargs)
@@ -58,7 +50,7 @@ class Pure:
 
 
 def _run_on_tree(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    nnx: Any = sys.modules.get("flax.nnx")
+    nnx = flax_nnx()
     if nnx is None:
         return run(fun, args, kwargs)
     check_tree("args", (args, kwargs))
@@ -72,7 +64,7 @@ def _run_on_tree(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kw
 
 def model_value_and_grad(args: Any) -> Callable[..., Any]:
     """`nnx.value_and_grad` for NNX modules, Equinox's for its modules, or JAX's."""
-    nnx: Any = sys.modules.get("flax.nnx")
+    nnx = flax_nnx()
     if nnx and instances(args, nnx.Pytree):
         return nnx.value_and_grad
     return _equinox.equinox_value_and_grad(args)
@@ -93,27 +85,19 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def is_model(x: Any) -> bool:
-    """``is_leaf`` for trees in which NNX models and variables stay whole."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
-
-
-def is_module(x: Any) -> bool:
-    """Whether this is a model or a layer of NNX, which `jax.jit` does not take as it is."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree)
+def models_in(tree: Any) -> list[Any]:
+    """The models and variables of NNX in a tree."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
 
 
 def is_diff_state(x: Any) -> bool:
     """Whether this is an argument of `nnx.grad` with the variables to differentiate."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.DiffState)
+    return isinstance(x, getattr(flax_nnx(), "DiffState", ()))
 
 
 def without_variables(tree: Any) -> Any:
     """The tree with arrays in place of NNX variables, which hold the state of `nnx.Optimizer`."""
-    nnx: Any = sys.modules.get("flax.nnx")
+    nnx = flax_nnx()
     return nnx.as_pure(tree) if nnx and instances(tree, nnx.Variable) else tree
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._frameworks.nnx import explained, is_model
-from clipgrad._names import Named, flax_nnx
+from clipgrad._frameworks.nnx import explained, models_in
+from clipgrad._names import flax_nnx, is_model, with_names
 from clipgrad._trees import is_array, is_clippable
 
 _RANDOM = "keys of random numbers"
@@ -98,14 +98,8 @@ class NNXParameters:
 
         Submodules have their attribute paths as names.
         """
-        named = Named(fun)
         with explained():
-            try:
-                return self._called(named, trained, state, args)
-            except Exception:
-                if not named.failed:
-                    raise
-            return self._called(fun, trained, state, args)
+            return with_names(lambda fun: self._called(fun, trained, state, args), fun)
 
     def after(self, changes: Changes | None) -> "NNXParameters":
         """The parameters with what a function has changed in them."""
@@ -142,8 +136,10 @@ class NNXParameters:
         variables = self.structures[0].unflatten(range(count))
         return jax.tree.structure(self._tree_of(variables, pure=False)).unflatten(arrays)
 
-    def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
-        """Whether a function of one example draws random numbers by the state of a model.
+    def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
+        """The keys of so many examples, as `nnx.split_rngs` makes them, by place in the state.
+
+        None, if a function of one example draws no random numbers by the state of a model.
 
         Raises:
           ValueError: the function changes something else in a model.
@@ -165,26 +161,18 @@ class NNXParameters:
                 "  loss = lambda params, x: loss_fn(nnx.merge(graph, params, rest, copy=True), x)\n"
                 "and pass params"
             )
-        return bool(found)
-
-    def random_states(self, count: int) -> dict[int, Any]:
-        """The keys of so many examples, as `nnx.split_rngs` makes them, by place in the state."""
-        models = [x for x in jax.tree.leaves(self.whole(self.trained), is_leaf=is_model)]
-        models = [x for x in models if is_model(x)]
+        if not found:
+            return {}
+        models = models_in(self.whole(self.trained))
         flax_nnx().split_rngs(models, splits=count)
         after = self._arrays(models)[1]
         pairs = enumerate(zip(self.state, after, strict=True))
         return {i: new for i, (old, new) in pairs if new is not old}
 
-    def with_random_state(self, keys: dict[int, Any]) -> "NNXParameters":
-        """The parameters with the keys of one example."""
-        return self.with_state([keys.get(i, x) for i, x in enumerate(self.state)])
-
     def count_random_state(self) -> None:
         """Advances the counts of random numbers in the models as `nnx.split_rngs` does."""
         with explained():
-            models = [x for x in self.leaves if is_model(x)]
-            flax_nnx().restore_rngs(flax_nnx().split_rngs(models, splits=1))
+            flax_nnx().restore_rngs(flax_nnx().split_rngs(models_in(self.leaves), splits=1))
 
     def _changed(self, state: list[Any], changes: Changes | None) -> Iterator[str]:
         """The variables that a function has changed, in words."""
@@ -208,11 +196,9 @@ class NNXParameters:
         before = self._arrays(leaves)
         result = fun(tree, *args)
         graph, *after = _split_of(leaves, self.is_trained)
-        structures, arrays = (
-            tuple(map(jax.tree.structure, after)),
-            list(map(jax.tree.leaves, after)),
-        )
-        same = [_are_same(x, y) for x, y in zip(before, arrays, strict=True)]
+        structures, arrays = tuple(map(jax.tree.structure, after)), [*map(jax.tree.leaves, after)]
+        pairs = zip(before, arrays, strict=True)
+        same = [len(x) == len(y) and all(map(operator.is_, x, y)) for x, y in pairs]
         if graph == self.graph and structures == self.structures and all(same):
             return result, None
         return result, Changes(None if same[0] else arrays[0], arrays[1], graph, structures)
@@ -222,23 +208,17 @@ class NNXParameters:
 
     def _tree_of(self, states: Any, pure: bool) -> Any:
         """The tree with parts of a state of all models in their places."""
-        numbers = itertools.count()
-        return self.structure.unflatten(
-            _part_of_model(states, next(numbers), x, pure)
-            if is_model(x)
-            else x
-            if is_clippable(x)
-            else None
-            for x in self.leaves
-        )
+        numbers, nnx = itertools.count(), flax_nnx()
 
+        def part(x: Any) -> Any:
+            if not is_model(x):
+                return x if is_clippable(x) else None
+            if isinstance(x, nnx.Variable):  # in the tree itself: it stays one
+                return states.get(next(numbers))
+            piece = states.get(next(numbers), nnx.State({}))
+            return nnx.as_pure(piece) if pure else piece
 
-def _part_of_model(states: Any, i: int, model: Any, pure: bool) -> Any:
-    """The part of a state for a model; a variable that is itself in the tree stays one."""
-    if isinstance(model, flax_nnx().Variable):
-        return states.get(i)
-    piece = states.get(i, flax_nnx().State({}))
-    return flax_nnx().as_pure(piece) if pure else piece
+        return self.structure.unflatten(map(part, self.leaves))
 
 
 def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
@@ -265,15 +245,13 @@ def differentiated_inputs(arguments: tuple[Any, Any], chosen: Mapping[int, Any])
         models apart.
       chosen: the positions of arguments, each with a filter as ``wrt``.
     """
-    nnx = flax_nnx()
-    kind = () if nnx is None else nnx.NodeStates
-    entries, _ = jax.tree_util.tree_flatten_with_path(
-        arguments, is_leaf=lambda x: isinstance(x, kind)
-    )
+    kind = getattr(flax_nnx(), "NodeStates", ())
+    is_apart = lambda x: isinstance(x, kind)  # noqa: E731
+    entries, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_apart)
     flags: list[bool] = []
     for path, part in entries:
         is_chosen = path[0].idx == 0 and path[1].idx in chosen
-        if isinstance(part, kind):
+        if is_apart(part):
             wrt = chosen[path[1].idx] if is_chosen else None
             flags += _trained_arrays(part.state, is_chosen, wrt)
         elif is_array(part):
@@ -295,11 +273,8 @@ def _trained_arrays(state: Any, is_chosen: bool, wrt: Any) -> list[bool]:
 
 def _flat(state: Any) -> list[tuple[Any, Any]]:
     """The variables of a state with their paths; of one that is a variable itself, this one."""
-    return (
-        [((), state)]
-        if isinstance(state, flax_nnx().Variable)
-        else list(flax_nnx().to_flat_state(state))
-    )
+    is_one = isinstance(state, flax_nnx().Variable)
+    return [((), state)] if is_one else list(flax_nnx().to_flat_state(state))
 
 
 def all_trained(models: list[Any], wrt: Any) -> bool:
@@ -314,8 +289,4 @@ def _split_of(leaves: list[Any], is_trained: Callable[[Any, Any], bool]) -> tupl
     def chosen(path: Any, variable: Any) -> bool:
         return is_trained(path[1:], variable)  # without the number of the model
 
-    return flax_nnx().split([x for x in leaves if is_model(x)], chosen, ...)
-
-
-def _are_same(before: list[Any], after: list[Any]) -> bool:
-    return len(before) == len(after) and all(map(operator.is_, before, after))
+    return flax_nnx().split(models_in(leaves), chosen, ...)

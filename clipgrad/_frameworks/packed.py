@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from clipgrad._frameworks.equinox import has_modules
-from clipgrad._frameworks.nnx import is_model, is_module
-from clipgrad._trees import is_array
+from clipgrad._frameworks.nnx import models_in
+from clipgrad._names import flax_nnx, is_model
+from clipgrad._trees import instances, is_array
 
 
 @jax.tree_util.register_static
@@ -40,45 +40,36 @@ class Packed:
 def as_static(tree: Any) -> Any:
     """A tree with models whose leaves are arrays alone; `from_static` undoes it."""
     if has_modules(tree):
-        tree = jax.tree.map(_static_leaf, tree, is_leaf=is_model)
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_model)
-    models = [x for x in leaves if is_model(x)]
-    if not any(map(is_module, models)):
+        static = lambda x: x if is_array(x) or is_model(x) else Static(type(x), x)  # noqa: E731
+        tree = jax.tree.map(static, tree, is_leaf=is_model)
+    models = models_in(tree)
+    if not instances(models, getattr(flax_nnx(), "Pytree", ())):
         return tree  # variables alone, as in an `nnx.State`, are nodes of a tree already
-    graph, state = sys.modules["flax.nnx"].split(models)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_model)
+    graph, state = flax_nnx().split(models)
     return Packed(state, tuple(None if is_model(x) else x for x in leaves), graph, structure)
 
 
 def from_static(tree: Any) -> Any:
     """The tree with all its leaves; its NNX models are new objects."""
     if isinstance(tree, Packed):
-        models = iter(sys.modules["flax.nnx"].merge(tree.graph, tree.state))
+        models = iter(flax_nnx().merge(tree.graph, tree.state))
         tree = tree.structure.unflatten(next(models) if x is None else x for x in tree.leaves)
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, Static) or is_model(x)
-
-    def value(x: Any) -> Any:
-        return x.value if isinstance(x, Static) else x
-
-    return jax.tree.map(value, tree, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Static) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Static) or is_model(x),
+    )
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
     """A tree with other leaves; a variable that NNX models have in several places stays one."""
     copy = jax.tree.structure(tree).unflatten(leaves)
-    models = [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
-    if not models:
+    if not (models := models_in(tree)):
         return copy
-    nnx: Any = sys.modules["flax.nnx"]
+    nnx = flax_nnx()
     graph, state = nnx.split(models)
-    copies = [x for x in jax.tree.leaves(copy, is_leaf=is_model) if is_model(x)]
-    known = dict(nnx.to_flat_state(nnx.split(copies)[1]))
-    merged = iter(
-        nnx.merge(graph, nnx.from_flat_state([(p, known[p]) for p, _ in nnx.to_flat_state(state)]))
-    )
+    known = dict(nnx.to_flat_state(nnx.split(models_in(copy))[1]))
+    new = nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(state)])
+    merged = iter(nnx.merge(graph, new))
     return jax.tree.map(lambda x: next(merged) if is_model(x) else x, copy, is_leaf=is_model)
-
-
-def _static_leaf(x: Any) -> Any:
-    return x if is_array(x) or is_model(x) else Static(type(x), x)

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._frameworks.equinox import check_no_state, partition_trained
+from clipgrad._frameworks.equinox import check_no_state, has_modules
 from clipgrad._frameworks.linen import check_no_collections
-from clipgrad._frameworks.nnx import is_model
+from clipgrad._frameworks.nnx import models_in
 from clipgrad._frameworks.nnx_parameters import NNXParameters, all_trained
-from clipgrad._trees import check_tree, combine
+from clipgrad._trees import check_tree, combine, is_clippable, is_float_array, partition
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,16 +61,9 @@ class TreeParameters:
         """The trained arrays themselves."""
         return trained
 
-    def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
-        """Never: there is no state."""
-        return False
-
-    def random_states(self, count: int) -> Any:
-        """None."""
-
-    def with_random_state(self, keys: Any) -> "TreeParameters":
-        """The tree itself, which has no random state."""
-        return self
+    def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
+        """None: there is no state."""
+        return {}
 
     def count_random_state(self) -> None:
         """Nothing."""
@@ -92,7 +85,7 @@ def take_apart(params: Any, wrt: Any = None) -> Parameters:
     """
     check_tree("params", params)
     check_no_collections(params)
-    models = [x for x in jax.tree.leaves(params, is_leaf=is_model) if is_model(x)]
+    models = models_in(params)
     if models and not all_trained(models, wrt):
         return NNXParameters.of(params, wrt)
     if wrt is not None and not models:
@@ -101,10 +94,7 @@ def take_apart(params: Any, wrt: Any = None) -> Parameters:
             "a part of a tree, write optax.masked or optax.partition"
         )
     check_no_state(params)
-    trained, rest = partition_trained(params)
-    return TreeParameters(jax.tree.map(_as_array, trained), rest)
-
-
-def _as_array(x: Any) -> Any:
-    """The array; a shape stays one, for a plan."""
-    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+    # As by ``eqx.partition(params, eqx.is_inexact_array)``; a shape stays one, for a plan.
+    trained, rest = partition(params, is_float_array if has_modules(params) else is_clippable)
+    as_array = lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)  # noqa: E731
+    return TreeParameters(jax.tree.map(as_array, trained), rest)

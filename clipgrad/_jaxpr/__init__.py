@@ -20,7 +20,6 @@ from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import is_entered as is_entered
 from clipgrad._jaxpr.evaluate import retrace as retrace
-from clipgrad._jaxpr.identity import ProgramKey as ProgramKey
 from clipgrad._jaxpr.identity import equation_text as equation_text
 from clipgrad._jaxpr.identity import program_key as program_key
 from clipgrad._jaxpr.kept import jit_for_one_call as jit_for_one_call
@@ -47,6 +46,7 @@ from clipgrad._jaxpr.programs import held_programs as held_programs
 from clipgrad._jaxpr.programs import manual_axes as manual_axes
 from clipgrad._jaxpr.programs import map_programs as map_programs
 from clipgrad._jaxpr.programs import opened as opened
+from clipgrad._jaxpr.programs import read_once as read_once
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
 from clipgrad._jaxpr.programs import side_effects as side_effects
 from clipgrad._jaxpr.programs import tracked_programs as tracked_programs

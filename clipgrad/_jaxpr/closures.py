@@ -17,11 +17,11 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
+from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.evaluate import Hook, ProgramValues, bind, evaluate
-from clipgrad._jaxpr.programs import called_program, opened
+from clipgrad._jaxpr.programs import called_program, opened, read_once
 
-# A program called from many places is read once. No tracer is kept, which would keep its trace.
-_CLOSES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+# By program. No tracer is kept, which would keep its trace.
 _MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 # A variable, or the identity of an equation's parameters and the number of a result.
@@ -42,7 +42,7 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
     found = (e for e in _custom_equations(program) if _has_closure(e, set()))
-    return list(dict.fromkeys(map(_where_defined, found)))
+    return list(dict.fromkeys(_function_name(equation, "func_src_info") for equation in found))
 
 
 class _Rules(NamedTuple):
@@ -53,16 +53,37 @@ class _Rules(NamedTuple):
     `custom_jvp`: from inputs and the tangents of those that are ``moved`` to both of the results.
     """
 
-    programs: tuple[Any, ...]
-    moved: tuple[int, ...]  # the inputs that the function may be differentiated by
-    reached: tuple[int, ...] = ()
+    programs: tuple[Any, ...] = ()
+    moved: Sequence[int] = ()  # the inputs that the function may be differentiated by
+    reached: Sequence[int] = ()
+    error: Exception | None = None  # why they can't be traced
 
     def given(self, number: int, known: Known) -> Any:
         """A program with these values in place of the tracers."""
         jaxpr, constants = opened(self.programs[number])
-        is_known = [isinstance(x, Tracer) and _place(x) in known for x in constants]
-        pairs = zip(constants, is_known, strict=True)
-        return ClosedJaxpr(jaxpr, [known[_place(x)] if flag else x for x, flag in pairs])
+        return ClosedJaxpr(jaxpr, [known.get(_place(x), x) for x in constants])
+
+    def check(self, equation: JaxprEqn, closed: list, inputs: dict[int, Any]) -> None:
+        """Raises `ValueError` if the equation can't be differentiated by these values.
+
+        Inputs, by their numbers, may be what the function closed over when it was traced first.
+        """
+        first = equation.params["num_consts"]
+        held = [x for i, x in inputs.items() if i >= first and i not in self.moved]
+        found = next(filter(holds_floats, [*closed, *held]), None)
+        if self.error is not None:
+            over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
+        elif found is not None:
+            over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
+        else:
+            return
+        kind = equation.primitive.name.removesuffix("_call")
+        where, name = _function_name(equation, "func_src_info"), _function_name(equation)
+        raise ValueError(
+            f"fun: got the jax.{kind} function {where}, whose rules close over {over}; expected "
+            f"rules that take it as an argument: call {name}(..., value), and return its "
+            "derivative from the rules; if it needs none, close over jax.lax.stop_gradient(value)"
+        ) from self.error
 
 
 class _Explicit(Hook):
@@ -80,23 +101,20 @@ class _Explicit(Hook):
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of a program, noted for the rules in it and in the programs inside it."""
-        del jaxpr
         return _Noted(self, self._known)
 
     def _converted(self, equation: JaxprEqn, inputs: list) -> Sequence:
-        count = equation.params["num_consts"]
         try:
             rules, closed = _rules(equation), _closed_over(equation)
         except jax.errors.UnexpectedTracerError as error:
-            rules, closed = error, {}
+            rules, closed = _Rules(error=error), {}
         except Exception:
             return bind(equation, inputs)
         values = {place: self._value(tracer) for place, tracer in closed.items()}
         known = {place: value for place, value in values.items() if value is not None}
-        if not known and not count and isinstance(rules, _Rules):
+        if not known and not equation.params["num_consts"] and rules.error is None:
             return bind(equation, inputs)
-        convert = _CONVERSIONS[equation.primitive.name]
-        call = convert(equation, rules, list(known))
+        call = _CONVERSIONS[equation.primitive.name](equation, rules, list(known))
         return call(list(known.values()), list(inputs))
 
     def _value(self, tracer: Any) -> Any:
@@ -113,20 +131,19 @@ class _Noted(ProgramValues):
     def __init__(self, hook: Hook, known: Known):
         super().__init__(hook)
         self._known = known
-        self._equation: JaxprEqn | None = None
+        self._params = None  # of the equation whose results are written next
 
     def inputs(self, equation: JaxprEqn) -> list:
-        """The inputs of an equation, whose results are written next."""
-        self._equation = equation
+        """The inputs of an equation."""
+        self._params = equation.params
         return super().inputs(equation)
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         """Keep and note the values of variables."""
         super().write(variables, values)
         self._known.update(zip(variables, values, strict=True))
-        if self._equation is not None:
-            params = id(self._equation.params)
-            self._known.update(((params, i), value) for i, value in enumerate(values))
+        own = enumerate(values) if self._params is not None else ()
+        self._known.update(((id(self._params), i), value) for i, value in own)
 
 
 def _place(tracer: Any) -> ClosurePlace:
@@ -146,16 +163,12 @@ def _place_of_result(tracer: Any) -> ClosurePlace:
     return (id(made.params), outputs.index(variable)) if variable in outputs else None
 
 
-def _closes(program: Any) -> bool:
+@read_once
+def _closes(jaxpr: Any) -> bool:
     """Whether a function with a rule, in a program or in one inside it, closes over its values."""
-    jaxpr = opened(program)[0]
-    if jaxpr not in _CLOSES:
-        _CLOSES[jaxpr] = any(map(_closes, _inner_programs(jaxpr))) or any(
-            _has_closure(equation, set(jaxpr.constvars))
-            for equation in jaxpr.eqns
-            if equation.primitive.name in _CONVERSIONS
-        )
-    return _CLOSES[jaxpr]
+    own = (equation for equation in jaxpr.eqns if equation.primitive.name in _CONVERSIONS)
+    inside = any(map(_closes, _inner_programs(jaxpr)))
+    return inside or any(_has_closure(equation, set(jaxpr.constvars)) for equation in own)
 
 
 def _inner_programs(jaxpr: Any) -> Iterator[Any]:
@@ -209,12 +222,12 @@ def _rules(equation: JaxprEqn) -> _Rules:
     """
     trace = _traced_jvp if equation.primitive.name == "custom_jvp_call" else _traced_vjp
     own = range(equation.params["num_consts"], len(equation.invars))
-    floating = [i for i in own if _is_floating_value(equation.invars[i])]
+    floating = [i for i in own if holds_floats(equation.invars[i])]
     key = opened(called_program(equation))[0]
     if key in _MOVED:  # where a trace has failed, JAX forgets what an earlier one has found
         return trace(equation, _MOVED[key])
     if not floating:
-        return _Rules((), ())
+        return _Rules()
     try:
         return trace(equation, floating)
     except jax.errors.UnexpectedTracerError:
@@ -257,7 +270,7 @@ def _traced_vjp(equation: JaxprEqn, moved: list[int]) -> _Rules:
         return [x for i, x in zip(moved, found, strict=True) if i in reached]
 
     second = jax.make_jaxpr(backward)(residuals, _floating(outputs))
-    return _Rules((first, second), tuple(moved), tuple(i for i in moved if i in reached))
+    return _Rules((first, second), moved, [i for i in moved if i in reached])
 
 
 def _traced_jvp(equation: JaxprEqn, moved: list[int]) -> _Rules:
@@ -271,7 +284,7 @@ def _traced_jvp(equation: JaxprEqn, moved: list[int]) -> _Rules:
 
     inputs = [variable.aval for variable in equation.invars]
     program = jax.make_jaxpr(both)(inputs, [inputs[i] for i in moved])
-    return _Rules((program,), tuple(moved))
+    return _Rules((program,), moved)
 
 
 def _primal(equation: JaxprEqn) -> Callable[..., list]:
@@ -280,22 +293,17 @@ def _primal(equation: JaxprEqn) -> Callable[..., list]:
     def call(closed, inputs):
         return jaxpr_as_fun(called_program(equation))(*inputs)
 
-    call.__name__ = _function(equation)
+    call.__name__ = _function_name(equation)
     return call
 
 
-def _explicit_vjp(
-    equation: JaxprEqn, rules: Any, places: list[ClosurePlace]
-) -> Callable[..., list]:
+def _explicit_vjp(equation: JaxprEqn, rules: _Rules, places: list) -> Callable[..., list]:
     """The function of a `custom_vjp` equation, of what its rules close over and its inputs."""
-    count = len(equation.outvars)
-
-    call = jax.custom_vjp(_primal(equation))
+    count, call = len(equation.outvars), jax.custom_vjp(_primal(equation))
 
     def forward(closed, inputs):
-        still = _Still.of(equation, rules)
-        still.check([x.value for x in closed if x.perturbed])
-        still.check([x.value for i, x in enumerate(inputs) if x.perturbed and still.holds(i)])
+        differentiated = {i: x.value for i, x in enumerate(inputs) if x.perturbed}
+        rules.check(equation, [x.value for x in closed if x.perturbed], differentiated)
         closed, inputs = jax.tree.map(lambda x: x.value, (closed, inputs))
         known = dict(zip(places, closed, strict=True))
         found = evaluate(rules.given(0, known), inputs, _Explicit(known))
@@ -313,17 +321,16 @@ def _explicit_vjp(
     return call
 
 
-def _explicit_jvp(
-    equation: JaxprEqn, rules: Any, places: list[ClosurePlace]
-) -> Callable[..., list]:
+def _explicit_jvp(equation: JaxprEqn, rules: _Rules, places: list) -> Callable[..., list]:
     """The function of a `custom_jvp` equation, of what its rule closes over and its inputs."""
     call = jax.custom_jvp(_primal(equation))
 
     def both(primals, tangents):
         (closed, inputs), (closed_tangents, tangents) = primals, tangents
-        still = _Still.of(equation, rules)
-        still.check([x for x, t in zip(closed, closed_tangents, strict=True) if _moves(t)])
-        still.check([inputs[i] for i, t in enumerate(tangents) if _moves(t) and still.holds(i)])
+        pairs = zip([*closed, *inputs], [*closed_tangents, *tangents], strict=True)
+        differentiated = [None if isinstance(t, SymbolicZero) else x for x, t in pairs]
+        count = len(closed)
+        rules.check(equation, differentiated[:count], dict(enumerate(differentiated[count:])))
         known = dict(zip(places, closed, strict=True))
         arrays = [_instantiated(tangents[i]) for i in rules.moved]
         found = evaluate(rules.given(0, known), [*inputs, *arrays], _Explicit(known))
@@ -343,39 +350,26 @@ def _marked(note: Callable[[], None], x: Any) -> Any:
     return x
 
 
-def _mark_forward(note: Callable[[], None], x: Any) -> Any:
-    return x.value, None
-
-
 def _mark_backward(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         note()
     return (cotangent,)
 
 
-_marked.defvjp(_mark_forward, _mark_backward, symbolic_zeros=True)
+_marked.defvjp(lambda note, x: (x.value, None), _mark_backward, symbolic_zeros=True)
 
 
 def _floating(values: Sequence, like: Sequence | None = None) -> list:
     """Those of some values that have tangents and cotangents, by their own types or by others'."""
     pairs = zip(values, values if like is None else like, strict=True)
-    return [value for value, other in pairs if _is_floating_value(other)]
+    return [value for value, other in pairs if holds_floats(other)]
 
 
 def _with_float0(values: Iterable, like: Sequence) -> list:
     """The values with zeros of type float0 where another has no tangents."""
     left = iter(values)
-    zero = lambda x: np.zeros(_typed(x).shape, jax.dtypes.float0)  # noqa: E731
-    return [next(left) if _is_floating_value(x) else zero(x) for x in like]
-
-
-def _is_floating_value(x: Any) -> bool:
-    return jnp.issubdtype(_typed(x).dtype, jnp.inexact)
-
-
-def _typed(x: Any) -> Any:
-    """An object with the shape and the dtype of a value or a variable."""
-    return getattr(x, "aval", x)
+    zero = lambda x: np.zeros(getattr(x, "aval", x).shape, jax.dtypes.float0)  # noqa: E731
+    return [next(left) if holds_floats(x) else zero(x) for x in like]
 
 
 def _instantiated(x: Any) -> Any:
@@ -383,53 +377,8 @@ def _instantiated(x: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
-def _moves(tangent: Any) -> bool:
-    return not isinstance(tangent, SymbolicZero)
-
-
-class _Still(NamedTuple):
-    """An equation whose rules close over values, by which it can't be differentiated."""
-
-    equation: JaxprEqn
-    rules: _Rules
-
-    @classmethod
-    def of(cls, equation: JaxprEqn, rules: Any) -> "_Still":
-        """Raises `ValueError` if the rules could not be traced."""
-        if not isinstance(rules, _Rules):
-            over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
-            raise ValueError(_closure_text(equation, over)) from rules
-        return cls(equation, rules)
-
-    def holds(self, i: int) -> bool:
-        """Whether an input was closed over when the function was traced the first time."""
-        return i >= self.equation.params["num_consts"] and i not in self.rules.moved
-
-    def check(self, differentiated: list) -> None:
-        """Raises `ValueError` if one of these values, which are differentiated, is floating."""
-        found = next(filter(_is_floating_value, differentiated), None)
-        if found is not None:
-            over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
-            raise ValueError(_closure_text(self.equation, over))
-
-
-def _closure_text(equation: JaxprEqn, over: str) -> str:
-    kind = equation.primitive.name.removesuffix("_call")
-    return (
-        f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over "
-        f"{over}; expected rules that take it as an argument: call {_function(equation)}(..., "
-        "value), and return its derivative from the rules; if it needs none, close over "
-        "jax.lax.stop_gradient(value)"
-    )
-
-
-def _function(equation: JaxprEqn) -> str:
-    """The name of the function that the rules are of."""
+def _function_name(equation: JaxprEqn, kind: str = "func_name") -> str:
+    """The name of the function that the rules are of; with its file and line: another kind."""
     info = getattr(opened(called_program(equation))[0], "debug_info", None)
-    return getattr(info, "func_name", None) or equation.primitive.name
-
-
-def _where_defined(equation: JaxprEqn) -> str:
-    """The name, the file and the line of the function that the rules are of."""
-    info = getattr(opened(called_program(equation))[0], "debug_info", None)
-    return getattr(info, "func_src_info", None) or _function(equation)
+    found = (getattr(info, name, None) for name in (kind, "func_name"))
+    return next(filter(None, found), equation.primitive.name)

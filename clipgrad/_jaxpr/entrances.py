@@ -1,5 +1,6 @@
 """The evaluator's way into each higher-order primitive."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -36,19 +37,15 @@ from clipgrad._trees import combine, is_array, partition
 _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
 
-def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., list]:
-    program = called_program(equation) if program is None else program
-    return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
-
-
 def _noted(
-    equation: JaxprEqn, hook: Hook, program: Any, branch: int = 0
+    equation: JaxprEqn, hook: Hook, program: Any = None, branch: int | None = None
 ) -> Callable[..., tuple[list, Any]]:
     """The evaluation of a program inside of an equation: its results, and its notes."""
+    program = called_program(equation) if program is None else program
 
     def run(*inputs):
         inner = hook.inside(equation, ())
-        inner = inner.branch(branch) if equation.primitive.name == "cond" else inner
+        inner = inner if branch is None else inner.branch(branch)
         return evaluate(program, inputs, inner), inner.noted()
 
     return run
@@ -56,7 +53,7 @@ def _noted(
 
 @entrance(*CALLS, *CUSTOM_RULES)
 def _enter_call(equation, inputs, hook):
-    outputs, notes = _noted(equation, hook, called_program(equation))(*inputs)
+    outputs, notes = _noted(equation, hook)(*inputs)
     hook.note(equation, inputs, [notes])
     return outputs
 
@@ -68,15 +65,13 @@ def _enter_jit(equation, inputs, hook):
     inner = hook.inside(equation, ())
     leaves, structure = jax.tree.flatten(inner)
     arrays, rest = partition(leaves, is_array)
+    compiled, key = {}, ()
     if inner.is_reusable:
         compiled = _COMPILED.setdefault(called_program(equation), {})
         key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
-        if key not in compiled:
-            compiled[key] = _jitted(equation, structure, rest)
-        run = compiled[key]
-    else:
-        run = _jitted(equation, structure, rest)
-    outputs, notes = run(arrays, *inputs)
+    if key not in compiled:
+        compiled[key] = _jitted(equation, structure, rest)
+    outputs, notes = compiled[key](arrays, *inputs)
     hook.note(equation, inputs, [notes])
     return outputs
 
@@ -96,7 +91,7 @@ def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., lis
     return jax.jit(
         run,
         in_shardings=(None, *map(_stated, params["in_shardings"])),
-        out_shardings=([_stated(sharding) for sharding in params["out_shardings"]], None),
+        out_shardings=(list(map(_stated, params["out_shardings"])), None),
         donate_argnums=[i + 1 for i, donated in enumerate(params["donated_invars"]) if donated],
         keep_unused=params["keep_unused"],
         inline=params["inline"],
@@ -111,8 +106,7 @@ def _stated(sharding):
 def _enter_remat(equation, inputs, hook):
     if hook.flatten:
         return _enter_call(equation, inputs, hook)
-    body = _noted(equation, hook, called_program(equation))
-    outputs, notes = remat_again(equation, body, inputs)
+    outputs, notes = remat_again(equation, _noted(equation, hook), inputs)
     hook.note(equation, inputs, [notes])
     return outputs
 
@@ -201,21 +195,15 @@ class Unprinted(Hook):
 def _enter_cond(equation, inputs, hook):
     programs = equation.params["branches"]
     types = types_of(opened(programs[0])[0].invars, inputs[1:])
-    if not hook.has_notes:
-        branches = [_body(equation, hook, program) for program in programs]
-        return cond_again(equation, branches, inputs, types)
-    noted = [_noted(equation, hook, program, i) for i, program in enumerate(programs)]
-    once = [Lifted(run, types) for run in noted]
+    once = [Lifted(_noted(equation, hook, p, i), types) for i, p in enumerate(programs)]
     notes = [own.shapes[1] for own in once]
 
-    def among_all(i):
-        def run(*values):
-            outputs, mine = once[i](*values)
-            return outputs, [mine if i == j else hook.empty(n) for j, n in enumerate(notes)]
+    def among_all(i, *values):
+        outputs, mine = once[i](*values)
+        return outputs, [mine if i == j else hook.empty(n) for j, n in enumerate(notes)]
 
-        return run
-
-    results = cond_again(equation, [among_all(i) for i in range(len(once))], inputs, types)
+    branches = [functools.partial(among_all, i) for i in range(len(once))]
+    results = cond_again(equation, branches, inputs, types)
     outputs, found = jax.tree.unflatten(jax.tree.structure((once[0].shapes[0], notes)), results)
     hook.note(equation, inputs, found)
     return outputs

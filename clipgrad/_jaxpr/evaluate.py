@@ -54,7 +54,6 @@ class Hook:
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """Return the outputs of `equation`, or None to have it evaluated or entered."""
-        del equation, inputs
         return None
 
     def starts(self, inputs: Sequence) -> None:
@@ -62,47 +61,38 @@ class Hook:
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
         """Return what an equation gets in place of its inputs, also if it is entered."""
-        del equation
         return inputs
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
         """Return what the program sees in place of the results, also if it was entered."""
-        del equation
         return outputs
 
     def constant(self, value: Any, aval: Any) -> Any:
         """Return the value that replaces a literal or a closed-over constant."""
-        del aval
         return value
 
     def values(self, jaxpr: Any) -> "ProgramValues":
         """Return what keeps the values of a program while it is evaluated."""
-        del jaxpr
         return ProgramValues(self)
 
     def steps(self, equation: JaxprEqn) -> Any:
         """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
-        del equation
         return ()
 
     def shards(self, equation: JaxprEqn) -> Any:
         """Return a tree with a leading axis over the devices of a `shard_map`, as `steps` does."""
-        del equation
         return ()
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Hook":
         """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
-        del equation, step
         return self
 
     def branch(self, number: int) -> "Hook":
         """Return the hook for a branch of a cond, which `inside` has returned."""
-        del number
         return self
 
     def shard(self, own: Any) -> "Hook":
         """Return the hook for a device of a `shard_map`: this one, with its part of `shards`."""
-        del own
         return self
 
     def noted(self) -> Any:
@@ -117,7 +107,6 @@ class Hook:
 
     def kept(self, old: Any, new: Any, number: Any) -> Any:
         """Return what a loop keeps of its notes until now and the notes of iteration `number`."""
-        del old, number
         return new
 
 

@@ -44,9 +44,9 @@ class ProgramKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, ProgramKey):
-            return self is other
-        return self._hash == other._hash and self._parts == other._parts
+        if not isinstance(other, ProgramKey) or self._hash != other._hash:
+            return False
+        return self._parts == other._parts
 
 
 class Itself:
@@ -80,31 +80,19 @@ def program_key(program: Any) -> ProgramKey:
         return ProgramKey(Itself(object()))
 
 
-def equation_key(equation: JaxprEqn) -> ProgramKey:
-    """The key of an operation: of its primitive, its types and its parameters.
+def equation_text(equation: JaxprEqn) -> str | None:
+    """Text that is equal in all processes for the same primitive, types and parameters.
 
-    The programs inside that `value_programs` has are left out. An operation with rules of its own
-    equals no other.
+    The programs inside that `value_programs` has are left out. None if there is no such text, as
+    for an operation with rules of its own.
     """
     if equation.primitive.name in CUSTOM_RULES:
-        return ProgramKey(Itself(object()))
+        return None
     inside = map_programs(equation, lambda _: None) if value_programs(equation) else {}
     try:
-        return ProgramKey(_Description().one(equation, dict(equation.params) | inside))
+        return _text(_Description().one(equation, dict(equation.params) | inside))
     except Exception:
-        return ProgramKey(Itself(object()))
-
-
-def equation_text(equation: JaxprEqn) -> str | None:
-    """Text that is equal in all processes for operations with equal keys; None if there is none."""
-    try:
-        return _text(equation_key(equation)._parts)
-    except _NoTextError:
         return None
-
-
-class _NoTextError(Exception):
-    """An object is the same as itself alone."""
 
 
 def _text(part: Any) -> str:
@@ -115,18 +103,18 @@ def _text(part: Any) -> str:
     part = part._held if isinstance(part, Itself) else part
     if isinstance(part, Primitive):
         return part.name
-    if isinstance(part, type) or _is_of_a_package(part):
+    is_kept_once = "<" not in getattr(part, "__qualname__", "<") and _is_of_a_package(part)
+    if isinstance(part, type) or is_kept_once:
         return f"{part.__module__}.{part.__qualname__}"
     if " at 0x" in (text := repr(part)):
-        raise _NoTextError
+        raise ValueError("an object is the same as itself alone")
     return text
 
 
-def _is_of_a_package(part: Any) -> bool:
-    """Whether it is a function that a package of JAX has once, and not one that it makes."""
-    module, name = getattr(part, "__module__", None) or "", getattr(part, "__qualname__", "<")
-    is_own = module.partition(".")[0] in _COMPARABLE and not getattr(part, "__closure__", None)
-    return is_own and "<" not in name
+def _is_of_a_package(function: Any) -> bool:
+    """Whether a function is of a package of JAX, and closes over nothing."""
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return package in _COMPARABLE and not getattr(function, "__closure__", None)
 
 
 class _Description:
@@ -141,8 +129,7 @@ class _Description:
         """The description of a program and of all programs inside it."""
         jaxpr, constants = opened(program)
         self.is_light &= all(map(_is_small, constants))  # newer JAX holds them in programs inside
-        outer = self._program(jaxpr, ())
-        return outer, tuple(self._numbers)
+        return self._program(jaxpr, ()), tuple(self._numbers)
 
     def one(self, equation: JaxprEqn, params: dict) -> Hashable:
         """The description of an operation, of any operands."""
@@ -166,7 +153,8 @@ class _Description:
             return tuple(self(v.aval) for v in new)
 
         def use(atoms: Iterable) -> Hashable:
-            return tuple(self._literal(a) if isinstance(a, Literal) else names[a] for a in atoms)
+            literal = lambda a: (self(a.aval), self(a.val))  # noqa: E731
+            return tuple(literal(a) if isinstance(a, Literal) else names[a] for a in atoms)
 
         inputs = define(jaxpr.constvars), define(jaxpr.invars), tuple(map(self, constants))
         equations = tuple(self._equation(e, use, define) for e in jaxpr.eqns)
@@ -179,9 +167,6 @@ class _Description:
         own = Itself(equation.primitive), Itself(equation.ctx)  # JAX has one for equal contexts
         parts = use(equation.invars), self(params), self(equation.effects)
         return *own, *parts, define(equation.outvars)
-
-    def _literal(self, literal: Any) -> Hashable:
-        return self(literal.aval), self(literal.val)
 
     def __call__(self, value: Any) -> Hashable:
         """The description of a parameter, a type, an effect, a number or an array."""
@@ -213,9 +198,7 @@ class _Description:
                 return kind, *(self(getattr(value, name)) for name in names)
         if not callable(value):
             return kind, value
-        module = getattr(value, "__module__", None) or ""
-        is_own = module.partition(".")[0] in _COMPARABLE and not getattr(value, "__closure__", None)
-        self.is_light &= is_own
+        self.is_light &= _is_of_a_package(value)
         return Itself(value)
 
 
@@ -227,5 +210,4 @@ def _array_bits(value: Any) -> Hashable:
     aval = jax.typeof(value)
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     numbers = np.asarray(jax.random.key_data(value) if is_key else value)
-    bits = numbers.tobytes()
-    return type(value), aval, numbers.dtype, hashlib.sha256(bits).digest()
+    return type(value), aval, numbers.dtype, hashlib.sha256(numbers.tobytes()).digest()

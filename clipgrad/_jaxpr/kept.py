@@ -59,12 +59,7 @@ def kept_lightly() -> Iterator[None]:
 @contextlib.contextmanager
 def settings_of_runs() -> Iterator[None]:
     """`kept_lightly`, with JAX's own ways of finding NaN and of forbidding transfers off."""
-    with (
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-        jax.transfer_guard("allow"),
-        kept_lightly(),
-    ):
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"), kept_lightly():
         yield
 
 
@@ -85,14 +80,16 @@ def quick_jit(fun: Callable, jit: Callable[[Callable], Callable] = low_jit) -> C
     Traced when it is first called with arguments of some shapes, and compiled by `jit` if there is
     no such program yet.
     """
-    known: dict[Any, Callable] = {}
+    known: dict[Any, tuple[Callable, Any]] = {}
 
     def call(*args):
         leaves, structure = jax.tree.flatten(args)
-        shapes = (structure, *(jax.typeof(leaf) for leaf in leaves))
+        shapes = (structure, *map(jax.typeof, leaves))
         if shapes not in known:
-            known[shapes] = _compiled_program(fun, structure, leaves, jit)
-        return known[shapes](leaves)
+            program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
+            known[shapes] = kept_run(program, jit), jax.tree.structure(results)
+        run, results = known[shapes]
+        return results.unflatten(run(leaves))
 
     return call
 
@@ -123,7 +120,7 @@ def without_rules(program: Any) -> Any:
     So nothing that is kept holds the rules, which a `ProgramKey` does not compare, and what these
     close over. It is to be evaluated by a hook that enters such functions.
     """
-    if not any(equation.primitive.name in CUSTOM_RULES for equation in equations(program)):
+    if not _has_rules(program):
         return program
     jaxpr = opened(program)[0]
     new = jaxpr.replace(eqns=[e.replace(params=_without_rules(e)) for e in jaxpr.eqns])
@@ -145,20 +142,9 @@ class Primal(Hook):
         """The results; None where there are such functions inside."""
         if equation.primitive.name in CUSTOM_RULES:
             return evaluate(called_program(equation), inputs, self)
-        inside = (e for held in jaxprs_in_params(equation.params) for e in equations(held))
-        has_rules = any(e.primitive.name in CUSTOM_RULES for e in inside)
+        has_rules = any(map(_has_rules, jaxprs_in_params(equation.params)))
         return None if has_rules else bind(equation, inputs)
 
 
-def _compiled_program(
-    fun: Callable, structure: Any, leaves: list, jit: Callable[[Callable], Callable]
-) -> Callable[[list], Any]:
-    found = []
-
-    def flat(leaves):
-        out, out_structure = jax.tree.flatten(fun(*structure.unflatten(leaves)))
-        found[:] = [out_structure]
-        return out
-
-    run = kept_run(jax.make_jaxpr(flat)(leaves), jit)
-    return lambda leaves: found[0].unflatten(run(leaves))
+def _has_rules(program: Any) -> bool:
+    return any(equation.primitive.name in CUSTOM_RULES for equation in equations(program))

@@ -1,31 +1,48 @@
 """The programs inside the equations of a jaxpr."""
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from clipgrad._jaxpr.elements import is_reference
 
+Kept = TypeVar("Kept")
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})
 CALLS = frozenset({"closed_call", "core_call"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 JIT = frozenset({"jit", "pjit"})
 PRINTS = frozenset({"debug_callback", "debug_print"})
-# JAX has no public names for the effects of an operation along a named axis, and on a reference.
-_HARMLESS = frozenset({"NamedAxisEffect"})
-_OF_REFERENCES = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
-_OF_REFERENCES |= {"InternalMutableArrayEffect"}
-# And of a kernel of Pallas on the memory, the semaphores and the units of its device.
-_HARMLESS |= {"SemaphoreEffect", "CommsEffect", "DelayEffect", "PRNGEffect", "TraceEffect"}
-_HARMLESS |= {"MXUEffect", "MemoryEffect", "BarrierEffect"}
+# JAX has no public names for the effects of an operation on a reference, along a named axis, or of
+# a kernel of Pallas on the memory, the semaphores and the units of its device.
+_OF_REFERENCES = {"ReadEffect", "WriteEffect", "AccumEffect", "InternalMutableArrayEffect"}
+_HARMLESS = {
+    "NamedAxisEffect", "SemaphoreEffect", "CommsEffect", "DelayEffect", "PRNGEffect", "TraceEffect",
+    "MXUEffect", "MemoryEffect", "BarrierEffect",
+}  # fmt: skip
 _DIFFERENTIATED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
 
 
 def opened(program: Any) -> tuple[Any, Sequence]:
     """Return the jaxpr and the constants of a program in any of JAX's containers."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def read_once(function: Callable[[Any], Kept]) -> Callable[[Any], Kept]:
+    """A function of a jaxpr as one of programs: what is called from many places is read once."""
+    known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def read(program: Any) -> Kept:
+        jaxpr = opened(program)[0]
+        if jaxpr not in known:
+            known[jaxpr] = function(jaxpr)
+        return known[jaxpr]
+
+    return read
 
 
 def called_program(equation: JaxprEqn) -> Any:
@@ -145,13 +162,9 @@ def device_count(equation: JaxprEqn) -> int:
 def crossed_axes(equation: JaxprEqn) -> frozenset[str]:
     """Return the axes of the mesh along which an operation takes values from other devices."""
     inner = [e for program in jaxprs_in_params(equation.params) for e in equations(program)]
-    return frozenset(axis for e in (equation, *inner) for axis in _named(e))
-
-
-def _named(equation: JaxprEqn) -> list[str]:
-    found = [equation.params.get(name) for name in ("axes", "axis_name")]
+    found = [e.params.get(name) for e in (equation, *inner) for name in ("axes", "axis_name")]
     parts = [axes if isinstance(axes, tuple) else (axes,) for axes in found]
-    return [axis for part in parts for axis in part if isinstance(axis, str)]
+    return frozenset(axis for part in parts for axis in part if isinstance(axis, str))
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:

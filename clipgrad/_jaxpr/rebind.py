@@ -88,13 +88,9 @@ def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) 
 
 def types_of(variables: Sequence, values: Sequence) -> list:
     """The types of values, for a program that has these inputs; weak types are the program's."""
+    kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))  # noqa: E731
     pairs = [(v.aval, jax.typeof(x)) for v, x in zip(variables, values, strict=True)]
-    return [own if _is_as(own, given) else given for own, given in pairs]
-
-
-def _is_as(own: Any, given: Any) -> bool:
-    names = ("shape", "dtype")
-    return all(getattr(own, name, None) == getattr(given, name, None) for name in names)
+    return [own if kind(own) == kind(given) else given for own, given in pairs]
 
 
 class Lifted:

@@ -30,7 +30,8 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
     """
     check_tree("args", (args, kwargs))
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays, others = partition(leaves, _is_traced)
+    is_traced = lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    arrays, others = partition(leaves, is_traced)
     returned = []
 
     def run(arrays):
@@ -48,7 +49,3 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
         return out_structure.unflatten(combine(places.unflatten(outputs), fixed))
 
     return Traced(program, result)
-
-
-def _is_traced(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

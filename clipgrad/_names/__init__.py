@@ -1,8 +1,9 @@
 """Names of values: tags, scopes of modules, attribute paths, and the place of an operation."""
 
-from clipgrad._names.attribute_names import Named as Named
 from clipgrad._names.attribute_names import flax_nnx as flax_nnx
 from clipgrad._names.attribute_names import is_equinox as is_equinox
+from clipgrad._names.attribute_names import is_model as is_model
+from clipgrad._names.attribute_names import with_names as with_names
 from clipgrad._names.modules import ModuleValues as ModuleValues
 from clipgrad._names.modules import aside as aside
 from clipgrad._names.modules import exits as exits
@@ -28,7 +29,6 @@ from clipgrad._names.wanted import CLIPPED as CLIPPED
 from clipgrad._names.wanted import CLIPPED_IF_DIFFERENTIATED as CLIPPED_IF_DIFFERENTIATED
 from clipgrad._names.wanted import VALUES as VALUES
 from clipgrad._names.wanted import Resolved as Resolved
-from clipgrad._names.wanted import Sites as Sites
 from clipgrad._names.wanted import checked_watch as checked_watch
 from clipgrad._names.wanted import common_nest as common_nest
 from clipgrad._names.wanted import resolved as resolved

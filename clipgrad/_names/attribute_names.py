@@ -6,13 +6,12 @@ Equinox the class is part of the tree's structure, so it goes through scans, `ja
 `jax.checkpoint`; NNX takes it along in the same way. Outside of the function nothing changes.
 """
 
-import collections.abc
 import functools
 import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,19 +32,17 @@ _CLASSES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
-class Named:
-    """A function that is called with models whose submodules have names.
+def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]) -> Any:
+    """``run(fun)``, with names for the submodules of the models that the function is called with.
 
-    Attributes:
-      failed: whether it raised an error when it was called so.
+    A function that such models do not fit is run without: one that joins a model with another from
+    outside, as by ``equinox.combine``.
     """
+    failed = False
 
-    def __init__(self, fun: Callable[..., Any]) -> None:
-        self._fun = fun
-        self.failed = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> Any:
         """The result of the function; all classes in it, and in the models, are the user's."""
+        nonlocal failed
         before: Classes = {}
         args = tuple(_with_names(arg, before) for arg in args)
         kwargs = {key: _with_names(arg, before) for key, arg in kwargs.items()}
@@ -54,9 +51,9 @@ class Named:
         try:
             for path, module in models:
                 _set_class(module, _class_at(path, module, flax_nnx().Module, before))
-            result = self._fun(*args, **kwargs)
+            result = fun(*args, **kwargs)
         except Exception:
-            self.failed = bool(before)
+            failed = bool(before)
             raise
         finally:
             # Also those that the function has made of them, as by `nnx.merge`.
@@ -64,22 +61,26 @@ class Named:
                 _set_class(module, _before(module, before))
         return _renamed(result, (), lambda module, _: _before(module, before)) if before else result
 
+    try:
+        return run(named)
+    except Exception:
+        if not failed:
+            raise
+    return run(fun)
+
 
 def is_equinox(x: Any) -> bool:
     """Whether this is a module of Equinox."""
-    module = getattr(sys.modules.get("equinox"), "Module", None)
-    return module is not None and isinstance(x, module)
+    return isinstance(x, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
 def _with_names(argument: Any, before: Classes) -> Any:
     """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
-    if "equinox" not in sys.modules:
-        return argument
 
     def class_of(module: Any, path: AttributePath) -> type:
         return _class_at(path, module, sys.modules["equinox"].Module, before)
 
-    return _renamed(argument, (), class_of)
+    return _renamed(argument, (), class_of) if "equinox" in sys.modules else argument
 
 
 def _before(module: Any, before: Classes) -> type:
@@ -90,7 +91,7 @@ def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributeP
     """A copy of a tree whose Equinox modules have other classes; the tree if it has none."""
 
     def is_part(x: Any) -> bool:
-        return x is not tree and is_equinox(x) or _is_nnx(x)
+        return x is not tree and is_equinox(x) or is_model(x)
 
     entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_part)
     if not is_equinox(tree) and not any(is_equinox(x) for _, x in entries):
@@ -104,13 +105,13 @@ def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributeP
 
 
 def flax_nnx() -> Any:
-    """The module, if it is imported."""
+    """The module `flax.nnx`, or None if it is not imported."""
     return sys.modules.get("flax.nnx")
 
 
-def _is_nnx(x: Any) -> bool:
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+def is_model(x: Any) -> bool:
+    """Whether this is a model or a variable of NNX: ``is_leaf`` for trees in which these stay."""
+    return isinstance(x, tuple(getattr(flax_nnx(), n, ()) for n in ("Pytree", "Variable")))
 
 
 def _segments(keys: Any) -> list[str]:
@@ -120,10 +121,10 @@ def _segments(keys: Any) -> list[str]:
 def _nnx_modules(trees: Any) -> Iterator[tuple[AttributePath, Any]]:
     """The NNX modules in some trees, each once, with its first path in its tree."""
     nnx = flax_nnx()
-    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=_is_nnx)[0] if nnx else ()
+    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_model)[0] if nnx else ()
     seen = set()
     for keys, model in leaves:
-        for path, part in list(nnx.iter_graph(model)) if _is_nnx(model) else ():
+        for path, part in list(nnx.iter_graph(model)) if is_model(model) else ():
             if isinstance(part, nnx.Module) and id(part) not in seen:
                 seen.add(id(part))
                 yield (*_segments(keys[1:]), *map(str, path)), part
@@ -156,25 +157,21 @@ def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> 
         classes = _CLASSES.setdefault(own, weakref.WeakValueDictionary())
         named = classes.get(path)
         if named is None:
-            named = _new_class(path, own, methods, **_options(module, base))
+            named = _new_class(path, module, own, methods, base)
         classes[path] = named
     if named is not cls:
         before[named] = cls
     return named
 
 
-def _options(module: Any, base: type) -> dict[str, Any]:
-    """The options by which NNX makes a class a pytree, or not."""
-    if not _is_nnx(module):
-        return {}
-    is_opaque = jax.tree_util.all_leaves([module])
-    return {"base": base} | ({"pytree": False} if is_opaque else {})
-
-
-def _new_class(path: AttributePath, cls: type, methods: dict[str, Any], **options: Any) -> type:
+def _new_class(
+    path: AttributePath, module: Any, cls: type, methods: dict[str, Any], base: type
+) -> type:
     namespace = {name: _scoped(method, path) for name, method in methods.items()}
-    for name in ("__module__", "__qualname__", "__doc__"):
-        namespace[name] = getattr(cls, name)
+    namespace |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    options: dict[str, Any] = {"base": base} if is_model(module) else {}
+    if options and jax.tree_util.all_leaves([module]):
+        options["pytree"] = False  # NNX is not to make the class a pytree
     return _metaclass(type(cls))(cls.__name__, (cls,), namespace, **options)
 
 
@@ -194,8 +191,7 @@ def _methods(cls: type, base: type) -> dict[str, Any]:
     for owner in cls.__mro__:
         for name, value in () if owner in base.__mro__ else vars(owner).items():
             found.setdefault(name, value)
-    containers = (collections.abc.Mapping, collections.abc.Sequence)
-    if "__call__" not in found and issubclass(cls, containers):
+    if "__call__" not in found and issubclass(cls, Mapping | Sequence):
         return {}
     return {name: value for name, value in found.items() if _is_method(name, value)}
 
@@ -209,11 +205,6 @@ def _is_method(name: str, value: Any) -> bool:
     return hasattr(type(value), "__get__") and returns
 
 
-def _is_of_equinox(scope: str) -> bool:
-    """Whether a layer of Equinox has entered this scope: the paths of its parts go around it."""
-    return scope.startswith("eqx.")
-
-
 def _scoped(method: Any, path: AttributePath) -> Callable[..., Any]:
     """A method that enters a scope, but not where its own module calls it."""
 
@@ -225,7 +216,7 @@ def _scoped(method: Any, path: AttributePath) -> Callable[..., Any]:
         inner = path[len(around) :] if path[: len(around)] == around else path
         token = _INSIDE.set(path)
         try:
-            with scope_around("/".join(inner), _is_of_equinox):
+            with scope_around("/".join(inner)):
                 return bound(*args, **kwargs)
         finally:
             _INSIDE.reset(token)

@@ -5,8 +5,8 @@ as such. Marks are tags, because all transformations keep them, and they cost no
 """
 
 import itertools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import Hook, ProgramValues, entered_programs, opened
+from clipgrad._jaxpr import Hook, ProgramValues, entered_programs, opened, read_once
 from clipgrad._names.scopes import ScopePath, path
-
-Uses = dict[Var, frozenset[ScopePath]]
-
-# A program called from many places is read once, so that the time is linear in the source.
-_USES: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
-_VARIABLES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
-_ENTRIES: weakref.WeakKeyDictionary[Any, dict[Var, ScopePath]] = weakref.WeakKeyDictionary()
-_EXITS: weakref.WeakKeyDictionary[Any, dict[Var, "Exit"]] = weakref.WeakKeyDictionary()
-_ASIDES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
 
 # Operations by which an input, such as the weights of a layer, is still what it was.
 _MOVES = frozenset({
@@ -59,19 +50,24 @@ def _is_look(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == _LOOK
 
 
+@read_once
 def _asides(jaxpr: Any) -> frozenset[Var]:
     """Return the variables that were added to a program, and leave it or equations in it.
 
     Where statistics leave the program inside of an equation, they are among its results, and seem
     to leave the modules around it.
     """
-    if jaxpr not in _ASIDES:
-        found: set[Var] = set()
-        for mark in filter(is_mark, jaxpr.eqns):
-            atoms = mark.outvars if _is_look(mark) else [*mark.invars, *mark.outvars]
-            found.update(atom for atom in atoms if isinstance(atom, Var))
-        _ASIDES[jaxpr] = frozenset(found)
-    return _ASIDES[jaxpr]
+    marks = [mark for mark in jaxpr.eqns if is_mark(mark)]
+    atoms = [a for m in marks for a in (*m.outvars, *(() if _is_look(m) else m.invars))]
+    return frozenset(atom for atom in atoms if isinstance(atom, Var))
+
+
+def _own_values(jaxpr: Any) -> Iterator[tuple[JaxprEqn, list[Var]]]:
+    """The equations of a program with scopes, and the arrays among their results."""
+    for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
+        arrays = (v for v in equation.outvars if isinstance(v.aval, ShapedArray))
+        own = [v for v in arrays if not isinstance(v, DropVar) and v not in _asides(jaxpr)]
+        yield equation, own
 
 
 class Exit(NamedTuple):
@@ -86,66 +82,58 @@ class Exit(NamedTuple):
         return [self.path[:depth] for depth in range(len(self.path), self.kept, -1)]
 
 
+@read_once
 def exits(jaxpr: Any) -> dict[Var, Exit]:
     """Return the arrays of a program that leave scopes of it, in the order of computation."""
-    if jaxpr not in _EXITS:
-        _EXITS[jaxpr] = found = {}
-        for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
-            own = (v for v in equation.outvars if _is_array_variable(v) and v not in _asides(jaxpr))
-            for variable in own:
-                around, used = path(equation), uses(jaxpr).get(variable, ())
-                if (kept := _kept_scopes(around, used)) < len(around):
-                    found[variable] = Exit(around, kept)
-    return _EXITS[jaxpr]
+    found = {}
+    for equation, own in _own_values(jaxpr):
+        around = path(equation)
+        for variable in own:
+            if (kept := _kept_scopes(around, uses(jaxpr).get(variable, ()))) < len(around):
+                found[variable] = Exit(around, kept)
+    return found
 
 
+@read_once
 def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
     """Return the arrays of a program that enter a scope and leave none: the scope that they enter.
 
     What is an input in another form, such as a cast or a slice of stacked weights, is left out.
     """
-    if jaxpr not in _ENTRIES:
-        _ENTRIES[jaxpr] = found = {}
-        moved = {*jaxpr.invars, *jaxpr.constvars}
-        for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
-            own = [v for v in equation.outvars if _is_array_variable(v) and v not in _asides(jaxpr)]
-            if equation.primitive.name in _MOVES and moved.issuperset(_operands(equation)):
-                moved.update(own)
-                continue
-            depth = len(path(equation))
-            for variable in own if equation.primitive.name != "name" else ():
-                used = uses(jaxpr).get(variable, ())
-                deeper = sorted(use[: depth + 1] for use in used if len(use) > depth)
-                if deeper and variable not in exits(jaxpr):
-                    found[variable] = deeper[0]
-    return _ENTRIES[jaxpr]
+    found = {}
+    moved = {*jaxpr.invars, *jaxpr.constvars}
+    for equation, own in _own_values(jaxpr):
+        operands = (atom for atom in equation.invars if not isinstance(atom, Literal))
+        if equation.primitive.name in _MOVES and moved.issuperset(operands):
+            moved.update(own)
+            continue
+        depth = len(path(equation))
+        for variable in own if equation.primitive.name != "name" else ():
+            used = uses(jaxpr).get(variable, ())
+            deeper = sorted(use[: depth + 1] for use in used if len(use) > depth)
+            if deeper and variable not in exits(jaxpr):
+                found[variable] = deeper[0]
+    return found
 
 
-def _operands(equation: JaxprEqn) -> list[Var]:
-    return [atom for atom in equation.invars if not isinstance(atom, Literal)]
-
-
-def variables_of_modules(program: Any) -> frozenset[Var]:
+@read_once
+def variables_of_modules(jaxpr: Any) -> frozenset[Var]:
     """Return the variables of a program, and of those inside it, that leave scopes."""
-    jaxpr = opened(program)[0]
-    if jaxpr not in _VARIABLES:
-        inner = (p for equation in jaxpr.eqns for p in entered_programs(equation)[0])
-        _VARIABLES[jaxpr] = frozenset(exits(jaxpr)).union(*map(variables_of_modules, inner))
-    return _VARIABLES[jaxpr]
+    inner = (p for equation in jaxpr.eqns for p in entered_programs(equation)[0])
+    return frozenset(exits(jaxpr)).union(*map(variables_of_modules, inner))
 
 
-def uses(jaxpr: Any) -> Uses:
+@read_once
+def uses(jaxpr: Any) -> dict[Var, frozenset[ScopePath]]:
     """Return the scopes in which a program uses each of its variables; what it returns: none."""
-    if jaxpr not in _USES:
-        found: dict[Var, set[ScopePath]] = {
-            v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
-        }
-        for equation in itertools.filterfalse(_is_look, jaxpr.eqns):
-            for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
-                if not isinstance(atom, Literal):
-                    found.setdefault(atom, set()).update(places)
-        _USES[jaxpr] = {variable: frozenset(places) for variable, places in found.items()}
-    return _USES[jaxpr]
+    found: dict[Var, set[ScopePath]] = {
+        v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
+    }
+    for equation in itertools.filterfalse(_is_look, jaxpr.eqns):
+        for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
+            if not isinstance(atom, Literal):
+                found.setdefault(atom, set()).update(places)
+    return {variable: frozenset(places) for variable, places in found.items()}
 
 
 def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
@@ -177,16 +165,7 @@ def left_unused(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[ScopePath
 
 def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
     """The number of scopes around a value that are around all these uses of it."""
-    return min((_common(around, place) for place in places), default=len(around))
-
-
-def _common(first: ScopePath, second: ScopePath) -> int:
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def _is_array_variable(variable: Var) -> bool:
-    return isinstance(variable.aval, ShapedArray) and not isinstance(variable, DropVar)
+    return len(os.path.commonprefix([around, *places]))
 
 
 class _Views(NamedTuple):
@@ -196,7 +175,8 @@ class _Views(NamedTuple):
     depths: tuple[int, ...]  # the depths of the scopes that were asked for, innermost first
     values: tuple[Any, ...]  # one more
 
-    def at(self, kept: int) -> Any:
+    def at(self, places: Iterable[ScopePath]) -> Any:
+        kept = _kept_scopes(self.path, places)
         return self.values[sum(depth > kept for depth in self.depths)]
 
 
@@ -236,19 +216,15 @@ class ModuleValues(ProgramValues):
 
     def inputs(self, equation: JaxprEqn) -> list:
         """Return the inputs of an equation, as they are at its place."""
-        places = None
-        found = []
-        for i, atom in enumerate(equation.invars):
-            views = None if isinstance(atom, Literal) else self._views.get(atom)
-            if views is None:
-                found.append(self.read(atom))
-            else:
-                places = places or uses_of_inputs(equation)
-                found.append(views.at(_kept_scopes(views.path, places[i])))
-        return found
+        return self._read_at(equation.invars, lambda: uses_of_inputs(equation))
 
     def outputs(self, jaxpr: Any) -> list:
         """Return the results of the program: they leave all its scopes."""
-        views = [None if isinstance(v, Literal) else self._views.get(v) for v in jaxpr.outvars]
-        pairs = zip(jaxpr.outvars, views, strict=True)
-        return [self.read(atom) if view is None else view.at(0) for atom, view in pairs]
+        return self._read_at(jaxpr.outvars, lambda: [[()]] * len(jaxpr.outvars))
+
+    def _read_at(self, atoms: Sequence, places: Callable[[], Sequence]) -> list:
+        views = [None if isinstance(a, Literal) else self._views.get(a) for a in atoms]
+        if not any(views):
+            return [self.read(atom) for atom in atoms]
+        triples = zip(atoms, views, places(), strict=True)
+        return [self.read(a) if own is None else own.at(used) for a, own, used in triples]

@@ -11,7 +11,15 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import CUSTOM_RULES, JIT, device_count, held_programs, manual_axes, opened
+from clipgrad._jaxpr import (
+    CUSTOM_RULES,
+    JIT,
+    called_program,
+    device_count,
+    held_programs,
+    manual_axes,
+    opened,
+)
 from clipgrad._names.scopes import ScopePath, path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -22,16 +30,15 @@ _INSTALLED = (
 _LIBRARY = str(_PACKAGE)
 _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 # Files that every traced call of a function of JAX goes through; they say nothing of it.
-_MACHINERY = {"api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py"}
-_MACHINERY |= {"api_util.py", "linear_util.py", "partial_eval.py", "source_info_util.py"}
-_MACHINERY |= {"ufunc_api.py", "array_methods.py", "ad_checkpoint.py"}
+_MACHINERY = {
+    "api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py", "api_util.py",
+    "linear_util.py", "partial_eval.py", "source_info_util.py", "ufunc_api.py", "array_methods.py",
+    "ad_checkpoint.py",
+}  # fmt: skip
 _NAMED = CUSTOM_RULES | JIT
 # The folders of functions that people call, and frames in these that are no such functions.
-_FUNCTIONS = tuple(
-    os.path.join(*parts, "")
-    for parts in [("", "jax", "_src", own) for own in ("numpy", "nn", "lax", "scipy", "ops")]
-    + [("", "optax")]
-)
+_FOLDERS = [*(f"jax/_src/{own}" for own in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
+_FUNCTIONS = tuple(os.path.join("", *folder.split("/"), "") for folder in _FOLDERS)
 _WRAPPERS = frozenset({"wrapper", "call", "deferring_binary_op", "binary_op", "fn", "op"})
 
 
@@ -76,10 +83,8 @@ class Place(NamedTuple):
         name = self.equation.primitive.name
         if name not in _NAMED:
             return name
-        params = self.equation.params
-        inner = next((params[key] for key in ("call_jaxpr", "jaxpr") if key in params), None)
-        info = getattr(opened(inner)[0], "debug_info", None)
-        return params.get("name") or getattr(info, "func_name", None) or name
+        info = getattr(opened(called_program(self.equation))[0], "debug_info", None)
+        return self.equation.params.get("name") or getattr(info, "func_name", None) or name
 
     @property
     def module(self) -> str:
@@ -130,7 +135,15 @@ class Place(NamedTuple):
             if len(places) == sizes[axis] * len(without):
                 places, left = without, left[:at] + left[at + 1 :]
         first = min(places, default=())
-        return ", ".join(f"{_axis(a)}={i}" for a, i in zip(left, first, strict=True)) or None
+        # A `pmap` without a name has JAX's own.
+        names = ["pmap" if axis.startswith("_internal_pmap") else axis for axis in left]
+        return ", ".join(f"{a}={i}" for a, i in zip(names, first, strict=True)) or None
+
+    @property
+    def _frames(self) -> list[Any]:
+        """The lines that were run, innermost first; tracebacks end where programs begin."""
+        tracebacks = (equation.source_info.traceback for equation in self.chain)
+        return [frame for found in tracebacks if found is not None for frame in found.frames]
 
     @property
     def function(self) -> str:
@@ -138,7 +151,7 @@ class Place(NamedTuple):
         if self.equation.primitive.name in CUSTOM_RULES:
             return self.operation
         found = self.operation
-        for frame in (frame for equation in self.chain for frame in _frames(equation)):
+        for frame in self._frames:
             if is_users(frame.file_name):
                 break
             name = frame.function_name.rpartition(".")[2].lstrip("_")
@@ -150,11 +163,10 @@ class Place(NamedTuple):
 
     @property
     def location(self) -> Location:
-        """The innermost line of the user's own files; tracebacks end where programs begin."""
-        frames = [frame for equation in self.chain for frame in _frames(equation)]
+        """The innermost line of the user's own files."""
+        frames = self._frames
         own = next((i for i, frame in enumerate(frames) if is_users(frame.file_name)), None)
-        inside = frames[:own]
-        called = [f for f in inside if os.path.basename(f.file_name) not in _MACHINERY]
+        called = [f for f in frames[:own] if os.path.basename(f.file_name) not in _MACHINERY]
         package = _package_frame(called[-1]) if called else None
         if own is None:
             return Location(None, None, package)
@@ -186,16 +198,6 @@ def placed_equations(
         yield PlacedEquation((*around, number), place, jaxpr, scopes)
 
 
-def _axis(name: str) -> str:
-    """The name of an axis; a `pmap` without a name has JAX's own."""
-    return "pmap" if name.startswith("_internal_pmap") else name
-
-
-def _frames(equation: JaxprEqn) -> list[Any]:
-    traceback = equation.source_info.traceback
-    return [] if traceback is None else list(traceback.frames)
-
-
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a file is the user's: of no installed package, the standard library or this one."""
@@ -215,6 +217,5 @@ def _package_frame(frame: Any) -> str:
 
 def shown(file: str) -> str:
     """The file relative to the current folder, if it is inside of it."""
-    whole = pathlib.Path(file)
-    folder = pathlib.Path.cwd()
+    whole, folder = pathlib.Path(file), pathlib.Path.cwd()
     return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else file

@@ -1,6 +1,5 @@
 """The module path of an equation: the named scopes around it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,13 +51,13 @@ def is_mapped(equation: JaxprEqn) -> bool:
     return any(type(entry) is type(_VMAP) and entry == _VMAP for entry in entries)
 
 
-def scope_around(name: str, is_inside: Callable[[str], bool]) -> Any:
-    """`jax.named_scope`, around the innermost scopes for which ``is_inside`` holds."""
+def scope_around(name: str) -> Any:
+    """`jax.named_scope`, around the innermost scopes that layers of Equinox have entered."""
     stack = source_info_util.current_name_stack()
     place = len(stack)
     for i, entry in reversed(list(enumerate(stack.stack))):
         if type(entry) is _SCOPE:
-            if not is_inside(entry.name):
+            if not entry.name.startswith("eqx."):
                 break
             place = i
     return source_info_util.set_name_stack(stack[:place].extend(name) + stack[place:])

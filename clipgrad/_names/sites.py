@@ -3,7 +3,6 @@
 A tag is given by `jax.ad_checkpoint.checkpoint_name`.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,12 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from clipgrad._jaxpr import entered_programs, opened, value_programs
+from clipgrad._jaxpr import entered_programs, opened, read_once, value_programs
 from clipgrad._names.modules import exits, is_mark, is_used, left_unused
 from clipgrad._names.scopes import ScopePath, is_mapped, path
-
-# A program called from many places is read once, so that the time is linear in the source.
-_SITES: weakref.WeakKeyDictionary[Any, "dict[NamedSite, int]"] = weakref.WeakKeyDictionary()
 
 
 class NamedSite(NamedTuple):
@@ -38,11 +34,6 @@ class NamedSite(NamedTuple):
         return not self.dtype.startswith("key<") and jnp.issubdtype(self.dtype, jnp.inexact)
 
     @property
-    def is_out_of_reach(self) -> bool:
-        """Whether it may have a cotangent that can't be reached; in a while loop it has none."""
-        return self.within not in (None, "while")
-
-    @property
     def has_cotangent(self) -> bool:
         """Whether it has a cotangent that can be reached."""
         return self.used and self.is_differentiable and self.within is None
@@ -57,15 +48,13 @@ class NamedSite(NamedTuple):
         return self if self.kind == "tag" else self._replace(name="/".join((*scopes, self.name)))
 
 
-def sites(program: Any) -> dict[NamedSite, int]:
+@read_once
+def sites(jaxpr: Any) -> dict[NamedSite, int]:
     """Return the sites of a program and of those inside it, and how many there are of a kind."""
-    jaxpr = opened(program)[0]
-    if jaxpr not in _SITES:
-        found: Counter[NamedSite] = Counter()
-        for site, count in _find(jaxpr):
-            found[site] += count
-        _SITES[jaxpr] = dict(found)
-    return _SITES[jaxpr]
+    found: Counter[NamedSite] = Counter()
+    for site, count in _find(jaxpr):
+        found[site] += count
+    return dict(found)
 
 
 def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:

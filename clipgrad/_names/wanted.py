@@ -1,5 +1,6 @@
 """The variables of a program that names and patterns choose."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +28,7 @@ def sites_by_name(program: Any) -> dict[str, Sites]:
 
 def common_nest(sites: Iterable[NamedSite]) -> tuple[int, ...]:
     """The lengths of the scans around all sites, as far as they agree from the outermost on."""
-    shape = []
-    for lengths in zip(*(site.nest for site in sites), strict=False):
-        if len(set(lengths)) > 1:
-            break
-        shape.append(lengths[0])
-    return tuple(shape)
+    return tuple(os.path.commonprefix([site.nest for site in sites]))
 
 
 class Wanted(NamedTuple):
@@ -169,15 +165,12 @@ CLIPPED = Wanted(
     "cotangents",
     "rule",
     has=lambda site: site.has_cotangent,
-    barrier=lambda site: site.within if site.is_out_of_reach else None,
+    barrier=lambda site: None if site.within == "while" else site.within,
 )
 # Where nothing need be differentiated: such a loop runs, and differentiates forwards.
 CLIPPED_IF_DIFFERENTIATED = CLIPPED._replace(in_loops=True)
 VALUES = Wanted(
-    "values",
-    "choice",
-    has=lambda site: site.has_value,
-    barrier=lambda site: site.sealed,
+    "values", "choice", has=lambda site: site.has_value, barrier=lambda site: site.sealed
 )
 
 

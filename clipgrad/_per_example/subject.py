@@ -53,17 +53,16 @@ class PerExampleSubject:
         first = jax.eval_shape(
             lambda batch: jax.tree.map(lambda x: jnp.asarray(x)[0], batch), batch
         )
-        is_random = given.random_state(self.loss_fn, first)
+        random = given.random_states(self.loss_fn, first, size)
 
         def loss(trained: Any, example: Any) -> Any:
-            example, keys = example if is_random else (example, {})
-            own = given.with_random_state(keys)
-            return own.call(self.loss_fn, trained, own.state, example)[0]
+            example, keys = example if random else (example, {})
+            state = given.state and [keys.get(i, x) for i, x in enumerate(given.state)]
+            return given.call(self.loss_fn, trained, state, example)[0]
 
-        if is_random:
-            batch = batch, given.random_states(size)
         subject = dataclasses.replace(self, loss_fn=loss)
-        return ApartSubject(subject, given.trained, batch, given, is_random)
+        examples = (batch, random) if random else batch
+        return ApartSubject(subject, given.trained, examples, given, bool(random))
 
     def why_direct(self, params: Any) -> str | None:
         """Why the gradient of each example is made; None if it need not be."""

@@ -92,7 +92,9 @@ class AutoNorm(MeasuringRule):
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
         """The norm of the tree, and what it becomes."""
-        return [(norm, _norm_after(norm, *self._numbers(norm))) for norm in norms]
+        (norm,) = norms
+        limit, gamma = self._numbers(norm)
+        return [(norm, norm.root / _divisor(norm, gamma) * limit)]
 
     def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
         """Wherever there is something to scale."""
@@ -105,10 +107,6 @@ class AutoNorm(MeasuringRule):
 def _normalized(leaf: jax.Array, norm: Norm, limit: jax.Array, gamma: jax.Array) -> jax.Array:
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     return times(over(wide, _divisor(norm, gamma)), limit).astype(leaf.dtype)
-
-
-def _norm_after(norm: Norm, limit: jax.Array, gamma: jax.Array) -> jax.Array:
-    return norm.root / _divisor(norm, gamma) * limit
 
 
 def _divisor(norm: Norm, gamma: jax.Array) -> jax.Array:

@@ -89,7 +89,6 @@ class MeasuringRule(ClipRule, Protocol):
 
     def l2_numbers(self, grads: Any, norms: Sequence[Any]) -> list[tuple[Any, ...]] | None:
         """For each group what `l2_limit` takes, if L2 norms are what is clipped."""
-        del grads, norms
         return None
 
     def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
@@ -136,18 +135,18 @@ def pytree_rule(cls: C) -> C:
 
 def _hash_of_numbers(rule: Any) -> int:
     """The hash of a rule; `TypeError` for an array, which has none."""
-    for field in dataclasses.fields(rule):
-        value = getattr(rule, field.name)
+    values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    for name, value in values.items():
         try:
             hash(value)
         except TypeError:
             raise TypeError(
-                f"{field.name}: got {value!r} in a rule that is to be hashed, as for "
+                f"{name}: got {value!r} in a rule that is to be hashed, as for "
                 "jax.jit(rule), expected a number; where it is an array write "
                 "jax.jit(lambda rule, grads: rule(grads))(rule, grads), which is not traced again "
                 "for another value"
             ) from None
-    return hash((type(rule), *(getattr(rule, f.name) for f in dataclasses.fields(rule))))
+    return hash((type(rule), *values.values()))
 
 
 def static_field(**kwargs: Any) -> Any:
@@ -161,26 +160,20 @@ def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
         if not schedules:
             require_numbers(rule)
         return rule
-    got = f"{rule!r} of type {type(rule).__name__}"
+    got, meant = f"{rule!r} of type {type(rule).__name__}", ""
     if isinstance(rule, optax.GradientTransformation):
         got = "an optax.GradientTransformation"
-    raise TypeError(
-        f"rule: got {got}, expected a ClipRule, a function of the cotangent or None{_meant(rule)}"
-    )
-
-
-def _meant(rule: Any) -> str:
-    """A hint for somebody who wrote this in place of a rule."""
-    if isinstance(rule, optax.GradientTransformation):
-        return (
+        meant = (
             "; write the rule, such as ClipByGlobalNorm(1.0), or call the update of the "
             "transformation: updates, state = tx.update(grads, state, params)"
         )
-    if isinstance(rule, numbers.Number) or getattr(rule, "shape", None) == ():
-        return f"; did you mean ErrorClipByValue(max={rule})?"
-    if isinstance(rule, type):
-        return f"; did you mean an instance, {rule.__name__}(...)?"
-    return ""
+    elif isinstance(rule, numbers.Number) or getattr(rule, "shape", None) == ():
+        meant = f"; did you mean ErrorClipByValue(max={rule})?"
+    elif isinstance(rule, type):
+        meant = f"; did you mean an instance, {rule.__name__}(...)?"
+    raise TypeError(
+        f"rule: got {got}, expected a ClipRule, a function of the cotangent or None{meant}"
+    )
 
 
 def scale_each(

@@ -76,7 +76,13 @@ class DropTokens(MeasuringRule):
 
     def __post_init__(self) -> None:
         check_threshold("k", self.k)
-        _check_count(self.k)
+        try:
+            if not (isinstance(self.k, Tracer) or callable(self.k)):
+                operator.index(np.asarray(self.k)[()])
+        except TypeError:
+            raise TypeError(
+                f"k: got {self.k!r}, expected an integer, a number of tokens, or an array of one"
+            ) from None
         object.__setattr__(self, "axis", check_axis(self.axis))
         if isinstance(self.axis_name, list):
             object.__setattr__(self, "axis_name", tuple(self.axis_name))
@@ -93,31 +99,18 @@ class DropTokens(MeasuringRule):
         axes = [reduced_axes(self.axis, *pair) for pair in zip(paths, leaves, strict=True)]
         norms = slice_norms(leaves, axes, axis_name=self.axis_name)
         for path, leaf, norm in zip(paths, leaves, norms, strict=True):
-            self._check_tokens(path, leaf, norm.root.size)
+            tokens = norm.root.size
+            if tokens and not isinstance(self.k, Tracer) and np.asarray(self.k) >= tokens:
+                raise ValueError(
+                    f"k: got {self.k} for {path or 'the leaf'} of shape {leaf.shape}, which has "
+                    f"{tokens} tokens along the axes other than {self.axis}, expected a leaf of "
+                    "shape (..., tokens, features) with more tokens than k"
+                )
         return norms
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree without the tokens of the largest norms."""
         return scale_each(_without_largest, grads, norms, [jnp.asarray(self.k)] * len(norms))
-
-    def _check_tokens(self, path: str, leaf: jax.Array, tokens: int) -> None:
-        if tokens and not isinstance(self.k, Tracer) and np.asarray(self.k) >= tokens:
-            raise ValueError(
-                f"k: got {self.k} for {path or 'the leaf'} of shape {leaf.shape}, which has "
-                f"{tokens} tokens along the axes other than {self.axis}, expected a leaf of shape "
-                "(..., tokens, features) with more tokens than k"
-            )
-
-
-def _check_count(k: Any) -> None:
-    if isinstance(k, Tracer) or callable(k):
-        return
-    try:
-        operator.index(np.asarray(k)[()])
-    except TypeError:
-        raise TypeError(
-            f"k: got {k!r}, expected an integer, a number of tokens, or an array of one"
-        ) from None
 
 
 def _without_largest(leaf: jax.Array, norm: Norm, k: jax.Array) -> jax.Array:
@@ -125,13 +118,10 @@ def _without_largest(leaf: jax.Array, norm: Norm, k: jax.Array) -> jax.Array:
     if not leaf.size:
         return leaf
     # Infinite where it is not finite: a sort would put NaN where nothing compares with it.
-    size = jax.lax.stop_gradient(jnp.where(jnp.isfinite(norm.root), _comparable(norm), jnp.inf))
+    most = jnp.finfo(norm.root.dtype).max  # in place of norms that are too large for their dtype
+    finite = jnp.isfinite(norm.root)
+    size = jax.lax.stop_gradient(jnp.where(finite, jnp.minimum(norm.value, most), jnp.inf))
     flat = jnp.sort(on_every_device(size).ravel())
     place = jnp.clip(len(flat) - k.astype(jnp.int32), 0, len(flat) - 1)
     drops = (size >= flat[place]) & (k > 0)
     return jnp.where(broadcast_like(drops, leaf), jnp.zeros_like(leaf), leaf)
-
-
-def _comparable(norm: Norm) -> jax.Array:
-    """Finite norms, the largest number in place of those that are too large for their dtype."""
-    return jnp.minimum(norm.value, jnp.finfo(norm.root.dtype).max)

@@ -49,12 +49,14 @@ def check_threshold(
     if isinstance(value, Tracer):
         return
     numbers = np.asarray(value, np.float64)
-    if np.isnan(numbers).any():
-        raise ValueError(f"{name}: got {value!r}, expected a threshold that is not NaN")
-    if not negative and (numbers < 0).any():
-        raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
-    if not infinite and np.isinf(numbers).any():
-        raise ValueError(f"{name}: got {value!r}, expected a threshold that is finite")
+    wrong = {
+        "not NaN": np.isnan(numbers),
+        "not negative": not negative and numbers < 0,
+        "finite": not infinite and np.isinf(numbers),
+    }
+    for wanted, elements in wrong.items():
+        if np.any(elements):
+            raise ValueError(f"{name}: got {value!r}, expected a threshold that is {wanted}")
 
 
 def check_limits(name: str, value: Any) -> None:
@@ -75,8 +77,7 @@ def is_tree_of_limits(value: Any) -> bool:
 def _is_real(value: Any) -> bool:
     """Whether this is a real number or an array of these."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        kinds = (jnp.integer, jnp.floating)
-        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -99,9 +100,7 @@ def is_data(rule: Any) -> bool:
 
     A function in a field, such as ``axis`` of `AdaptiveClip`, may depend on anything.
     """
-    return is_own(rule) and not any(
-        callable(getattr(rule, f.name)) for f in dataclasses.fields(rule)
-    )
+    return is_own(rule) and not any(map(callable, vars(rule).values()))
 
 
 def leaf_fields(rule: Any) -> list[str]:
@@ -157,8 +156,12 @@ def with_threshold(rule: Any, threshold: Any) -> Any:
 def thresholds_by_leaf(rule: Any, grads: Any, count: int) -> list[Any]:
     """The first threshold of a rule for each of ``count`` leaves."""
     threshold = main_threshold(rule)
-    if is_tree_of_limits(threshold):
-        return _spread(leaf_fields(rule)[0], threshold, grads)
+    if is_tree_of_limits(threshold):  # a prefix of the tree; nothing is limited below `None`
+        each, prefix = jax.tree.flatten(threshold, is_leaf=is_none)
+        parts = parts_below(leaf_fields(rule)[0], "limits", prefix, grads)
+        numbers = [np.inf if limit is None else limit for limit in each]
+        pairs = zip(numbers, parts, strict=True)
+        return [limit for limit, part in pairs for _ in clippable_leaves(part)]
     if not isinstance(threshold, PerLeaf):
         return [threshold] * count
     if threshold.values.shape != (count,):
@@ -167,15 +170,6 @@ def thresholds_by_leaf(rule: Any, grads: Any, count: int) -> list[Any]:
             "each threshold; pass the parameters to init: init(params)"
         )
     return list(threshold.values)
-
-
-def _spread(name: str, limits: Any, grads: Any) -> list[Any]:
-    """The limit of each leaf, from a tree that is a prefix of the gradients'; inf for ``None``."""
-    each, prefix = jax.tree.flatten(limits, is_leaf=is_none)
-    parts = parts_below(name, "limits", prefix, grads)
-    numbers = [np.inf if limit is None else limit for limit in each]
-    pairs = zip(numbers, parts, strict=True)
-    return [limit for limit, part in pairs for _ in clippable_leaves(part)]
 
 
 def require_numbers(rule: Any) -> None:

@@ -29,12 +29,14 @@ def check_unit_axis(axis: Any) -> UnitAxis:
     """``axis`` in a hashable form: axes, a function, or pairs of expressions and axes."""
     if callable(axis):
         return cast(UnitAxis, axis)
-    if isinstance(axis, Mapping) and not axis:
-        return None
-    pairs = axis.items() if isinstance(axis, Mapping) else axis
-    if isinstance(axis, Mapping) or is_mapping(axis):
-        return tuple((_checked(pattern), check_axis(axes)) for pattern, axes in pairs)
-    return check_axis(axis)
+    pairs = tuple(axis.items()) if isinstance(axis, Mapping) else axis
+    if not is_mapping(pairs):
+        return check_axis(None if isinstance(axis, Mapping) else axis)
+    for expression, _ in pairs:
+        if not isinstance(expression, str):
+            raise TypeError(f"axis: got {expression!r} as a key, expected an expression on paths")
+        selects(expression, (), "axis")
+    return tuple((expression, check_axis(axes)) for expression, axes in pairs)
 
 
 def is_mapping(axis: Any) -> bool:
@@ -46,12 +48,8 @@ def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
     """For each leaf that is clipped the axes that a unit of it spans; ``None``: the whole leaf."""
     entries = with_paths(tree)
     axis_of = axis if callable(axis) else _by_path(axis, [path for path, _ in entries])
-    return [
-        reduced_axes(axis_of(path, leaf), path, leaf)
-        for path, leaf in (
-            (path, jnp.asarray(leaf)) for path, leaf in entries if is_clippable(leaf)
-        )
-    ]
+    arrays = [(path, jnp.asarray(leaf)) for path, leaf in entries if is_clippable(leaf)]
+    return [reduced_axes(axis_of(path, leaf), path, leaf) for path, leaf in arrays]
 
 
 def _by_path(axis: UnitAxis, paths: list[str]) -> Callable[[str, Any], ReducedAxes]:
@@ -67,12 +65,12 @@ def _by_path(axis: UnitAxis, paths: list[str]) -> Callable[[str, Any], ReducedAx
                     f"{nearest(expression, paths)}"
                 )
             given |= {path: axes for path, flag in zip(paths, flags, strict=True) if flag}
-    return lambda path, leaf: given[path] if path in given else _default_axes(leaf)
 
+    def axes(path: str, leaf: Any) -> ReducedAxes:
+        """All but the last, the outputs of a kernel as JAX libraries lay it out, if none given."""
+        return given.get(path, tuple(range(leaf.ndim - 1)) if leaf.ndim >= 2 else None)
 
-def _default_axes(leaf: Any) -> Axes:
-    """All axes but the last, the outputs of a kernel as JAX libraries lay it out."""
-    return tuple(range(leaf.ndim - 1)) if leaf.ndim >= 2 else None
+    return axes
 
 
 def reduced_axes(axis: ReducedAxes, path: str, leaf: Any) -> Axes:
@@ -88,10 +86,3 @@ def reduced_axes(axis: ReducedAxes, path: str, leaf: Any) -> Axes:
             f"axes below {leaf.ndim}"
         )
     return front
-
-
-def _checked(expression: Any) -> str:
-    if not isinstance(expression, str):
-        raise TypeError(f"axis: got {expression!r} as a key, expected an expression on paths")
-    selects(expression, (), "axis")
-    return expression

@@ -85,11 +85,7 @@ class ClipByValue(MeasuringRule):
             check_threshold("min", self.min, negative=True)
             if is_adaptive(self.max):
                 raise ValueError(f"min: got {self.min!r} with an adaptive max, expected None")
-            if (
-                _is_known_bound(self.min)
-                and _is_known_bound(self.max)
-                and _any_above(self.min, self.max)
-            ):
+            if self._are_known() and np.any(np.asarray(self.min) > np.asarray(self.max)):
                 raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
         if self.nan is not None:
             check_threshold("nan", self.nan, negative=True)
@@ -106,7 +102,6 @@ class ClipByValue(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
         """The tree with each element in [min, max]."""
-        del norms
         leaves, clipped = clippable_leaves(grads), []
         known: dict[Any, tuple[Any, Any]] = {}
         for leaf, maximum in zip(leaves, thresholds_by_leaf(self, grads, len(leaves)), strict=True):
@@ -135,7 +130,9 @@ class ClipByValue(MeasuringRule):
         return jax.lax.clamp(lower, leaf, upper)
 
     def _clip_complex(self, leaf: jax.Array, upper: Any) -> jax.Array:
-        if self.min is not None and not self._is_symmetric():
+        if self.min is not None and not (
+            self._are_known() and np.all(np.asarray(self.min) == -np.asarray(self.max))
+        ):
             raise ValueError(
                 f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
                 "max; expected None"
@@ -149,9 +146,9 @@ class ClipByValue(MeasuringRule):
         clipped = times(over(half, size), upper)
         return jnp.where((size <= 0.5 * upper) & ~infinite | (half == 0), leaf, clipped)
 
-    def _is_symmetric(self) -> bool:
-        known = _is_known_bound(self.min) and _is_known_bound(self.max)
-        return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
+    def _are_known(self) -> bool:
+        """Whether both bounds are numbers or arrays, no schedules and not traced."""
+        return not any(callable(x) or isinstance(x, Tracer) for x in (self.min, self.max))
 
 
 ErrorClipByValue = ClipByValue
@@ -162,31 +159,18 @@ def _sign(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(x), jnp.sign(x), jnp.where(jnp.isnan(x), x, 0))
 
 
-def _is_known_bound(bound: Any) -> bool:
-    return not callable(bound) and not isinstance(bound, Tracer)
-
-
-def _any_above(lower: Any, upper: Any) -> bool:
-    return bool(np.any(np.asarray(lower, np.float64) > np.asarray(upper, np.float64)))
-
-
-def _largest_number(dtype: Any) -> float:
-    """The largest bound: inf, or the largest number of a dtype that has no inf."""
-    narrow = jnp.finfo(dtype).bits < 16
-    return float(jnp.finfo(dtype).max) if narrow else float("inf")
-
-
 def _bound(bound: Any, dtype: Any) -> Any:
-    """The bound in the dtype of a leaf; one of NumPy where it is no array of JAX."""
-    wide, largest = at_least_float32(dtype), _largest_number(dtype)
+    """The bound in the dtype of a leaf; one of NumPy where it is no array of JAX.
+
+    Of a dtype that has no inf it is the largest number at most.
+    """
+    wide, info = at_least_float32(dtype), jnp.finfo(dtype)
+    largest = float(info.max) if info.bits < 16 else math.inf
     if isinstance(bound, jax.Array):
         return jnp.minimum(jnp.maximum(bound.astype(wide), -largest), largest).astype(dtype)
     with np.errstate(over="ignore"):
-        return (
-            np.asarray(np.clip(np.asarray(bound, np.float64), -largest, largest))
-            .astype(wide)
-            .astype(dtype)
-        )
+        clipped = np.asarray(np.clip(np.asarray(bound, np.float64), -largest, largest))
+        return clipped.astype(wide).astype(dtype)
 
 
 def _into(bound: Any, leaf: jax.Array, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from clipgrad._trees.losses import check_scalar as check_scalar
 from clipgrad._trees.losses import loss_and_aux as loss_and_aux
-from clipgrad._trees.memory import give_back as give_back
 from clipgrad._trees.overwritten import overwrite as overwrite
 from clipgrad._trees.overwritten import split_overwritten as split_overwritten
 from clipgrad._trees.overwritten import zeros_for as zeros_for
@@ -12,8 +11,10 @@ from clipgrad._trees.selection import leaf_names as leaf_names
 from clipgrad._trees.selection import parameter_names as parameter_names
 from clipgrad._trees.selection import select as select
 from clipgrad._trees.selection import simple_paths as simple_paths
+from clipgrad._trees.selectors import Where as Where
 from clipgrad._trees.selectors import matches as matches
 from clipgrad._trees.selectors import nearest as nearest
+from clipgrad._trees.selectors import selected as selected
 from clipgrad._trees.selectors import selects as selects
 from clipgrad._trees.selectors import unboxed as unboxed
 from clipgrad._trees.trees import check_concrete as check_concrete
@@ -39,6 +40,7 @@ from clipgrad._trees.trees import with_paths as with_paths
 from clipgrad._trees.vectors import areas as areas
 from clipgrad._trees.vectors import cotangent_leaves as cotangent_leaves
 from clipgrad._trees.vectors import from_rows as from_rows
+from clipgrad._trees.vectors import give_back as give_back
 from clipgrad._trees.vectors import gradient_rows as gradient_rows
 from clipgrad._trees.vectors import gradient_vector as gradient_vector
 from clipgrad._trees.vectors import is_complex as is_complex
@@ -54,5 +56,3 @@ from clipgrad._trees.vectors import to_vector as to_vector
 from clipgrad._trees.vectors import wide_dtype as wide_dtype
 from clipgrad._trees.vectors import widened_leaf as widened_leaf
 from clipgrad._trees.vectors import zeros_in_place as zeros_in_place
-from clipgrad._trees.where import Where as Where
-from clipgrad._trees.where import selected as selected

@@ -68,9 +68,8 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
 def _several(selector: Any) -> list[Any]:
     """The expressions of a selector; integers of NumPy and JAX count as Python's."""
     one = isinstance(selector, str) or getattr(selector, "ndim", None) == 0
-    if one or not isinstance(selector, Iterable):
-        return [_position(selector)]
-    return [_position(item) for item in selector]
+    is_several = isinstance(selector, Iterable) and not one
+    return [_position(item) for item in (selector if is_several else [selector])]
 
 
 def _position(item: Any) -> Any:
@@ -87,7 +86,7 @@ def _matches(expression: int | str, paths: Sequence[str], word: str) -> set[int]
         )
     text = _simple(str(expression))
     spellings = [(k, name) for k, path in enumerate(paths) for name in path.split("|")]
-    found = {k for k, name in spellings if _at_or_below(text, name)}
+    found = {k for k, name in spellings if f"{name}/".startswith(f"{text}/")}
     if found or isinstance(expression, int):
         return found
     flags = selects(text, [name for _, name in spellings], word)
@@ -100,10 +99,6 @@ def _simple(path: str) -> str:
         return path
     parts = re.findall(r"\[['\"]?([^\]'\"]+)['\"]?\]|\.(\w+)", path)
     return "/".join(key or name for key, name in parts)
-
-
-def _at_or_below(path: str, leaf: str) -> bool:
-    return leaf == path or leaf.startswith(path + "/")
 
 
 def simple_paths(tree: Any) -> list[str]:

@@ -3,7 +3,6 @@
 import collections
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import UnionType
 from typing import Any
 
 import jax
@@ -96,7 +95,14 @@ def check_tree(name: str, tree: Any) -> None:
     level, depth = _containers_in([[tree]]), 0
     while level and depth <= most:
         for container in level.values():
-            _check_keys(name, container)
+            try:
+                if type(container) in (dict, collections.defaultdict):  # whose keys JAX sorts
+                    sorted(container)
+            except TypeError as error:
+                raise ValueError(
+                    f"{name}: got a dictionary whose keys can't be sorted, expected keys of one "
+                    "type, such as strings"
+                ) from error
         level, depth = _containers_in(level.values()), depth + 1
     if level:
         raise ValueError(
@@ -109,17 +115,6 @@ def _containers_in(containers: Iterable[Any]) -> dict[int, Any]:
     """The containers in some others, each of them once."""
     parts = (x.values() if isinstance(x, dict) else x for x in containers)
     return {id(x): x for part in parts for x in part if isinstance(x, dict | list | tuple)}
-
-
-def _check_keys(name: str, container: Any) -> None:
-    try:
-        if type(container) in (dict, collections.defaultdict):  # whose keys JAX sorts
-            sorted(container)
-    except TypeError as error:
-        raise ValueError(
-            f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
-            "as strings"
-        ) from error
 
 
 def check_leaves(name: str, tree: Any) -> None:
@@ -181,7 +176,7 @@ def combine(tree: Any, rest: Sequence[Any]) -> Any:
     return structure.unflatten([other if leaf is None else leaf for leaf, other in pairs])
 
 
-def instances(tree: Any, kind: type | UnionType) -> list[Any]:
+def instances(tree: Any, kind: Any) -> list[Any]:
     """The subtrees of this type."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]

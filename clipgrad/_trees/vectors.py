@@ -1,7 +1,10 @@
 """Lists of float arrays as one real vector: complex numbers are two reals, side by side."""
 
+import contextlib
+import ctypes
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._trees.memory import give_back
-
 Array = Any
+# Freed pieces of up to 32 MB, which most leaves are, stay with the process, and what is larger does
+# not fit into them: a check would take half as much again.
+TRIMMED = 2**20  # elements
 
 
 def is_complex(leaf: Array) -> bool:
@@ -60,9 +64,9 @@ def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
 
 def split(rows: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
     """Cut traced real vectors, shape (rows, n), into leaves of a leading axis; see `from_rows`."""
-    leaves, places = [], offsets(like)
-    for leaf, start, stop in zip(like, places[:-1], places[1:], strict=True):
-        part = lax.slice_in_dim(rows, int(start), int(stop), axis=1)
+    leaves = []
+    for leaf, (start, stop) in zip(like, areas(like), strict=True):
+        part = lax.slice_in_dim(rows, start, stop, axis=1)
         if is_complex(leaf):
             pairs = part.reshape((len(rows), *leaf.shape, 2))
             part = lax.complex(pairs[..., 0], pairs[..., 1])
@@ -85,21 +89,22 @@ def rows_in_place(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 def to_numpy(leaves: Sequence[Array], out: np.ndarray | None = None) -> np.ndarray:
     """Flatten concrete leaves into one vector: `out`, or of float64."""
-    known = [np.asarray(leaf) for leaf in leaves]
-    parts = [
-        _real_parts(leaf if leaf.dtype.kind in "fc" else widened_leaf(leaf), np) for leaf in known
-    ]
+    known = (x if x.dtype.kind in "fc" else widened_leaf(x) for x in map(np.asarray, leaves))
+    parts = [_real_parts(leaf, np) for leaf in known]
     out = np.empty(int(offsets(leaves)[-1])) if out is None else out
     return np.concatenate(parts, out=out) if parts else out
 
 
 def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
     """Cut real vectors, shape (..., n), into leaves of leading shape (...)."""
-    places = offsets(like)
-    return [
-        _numpy_leaf(rows[..., places[k] : places[k + 1]], leaf.shape, leaf.dtype)
-        for k, leaf in enumerate(like)
-    ]
+    leaves = []
+    for leaf, (start, stop) in zip(like, areas(like), strict=True):
+        part = rows[..., start:stop]
+        if is_complex(leaf):
+            part = part[..., ::2] + 1j * part[..., 1::2]
+        shape = (*rows.shape[:-1], *leaf.shape)
+        leaves.append(part.astype(leaf.dtype, copy=False).reshape(shape))
+    return leaves
 
 
 def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
@@ -120,7 +125,7 @@ def gradient_rows(found: Iterable[Sequence[Array]], count: int) -> np.ndarray:
             is_single = all(real_dtype(leaf) == np.float32 for leaf in leaves)
             shape = count, int(places[-1])
             rows = rows_in_place(shape, np.float32 if is_single else np.float64)
-        for start, stop in zip(places[-2::-1], places[:0:-1], strict=True):
+        for start, stop in reversed(areas(leaves)):
             leaf = leaves.pop()
             to_numpy([np.conj(leaf) if is_complex(leaf) else leaf], rows[row, start:stop])
             del leaf
@@ -149,14 +154,19 @@ def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
 
 
 def _real_parts(leaf, xp):
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    if is_complex(leaf):
         leaf = xp.stack([leaf.real, leaf.imag], -1)
     return xp.ravel(leaf)
 
 
-def _numpy_leaf(part, shape, dtype):
-    shape = (*part.shape[:-1], *shape)
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return part.astype(dtype, copy=False).reshape(shape)
-    pairs = part.reshape((*shape, 2))
-    return (pairs[..., 0] + 1j * pairs[..., 1]).astype(dtype)
+@functools.cache
+def _trim() -> Callable[[int], object]:
+    with contextlib.suppress(Exception):  # glibc alone has it
+        return ctypes.CDLL(None).malloc_trim
+    return lambda padding: 0
+
+
+def give_back(elements: int) -> None:
+    """Give freed memory back to the system, after work on arrays of so many elements."""
+    if elements >= TRIMMED:
+        _trim()(0)
