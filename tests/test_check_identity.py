@@ -20,11 +20,7 @@ from clipgrad._check.subject import make_subject
 from clipgrad._jaxpr import quick_jit
 from clipgrad._jaxpr.identity import Itself, program_key
 from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened
-from tests import check_cases, check_edges, check_functions, check_history, check_zoo
-from tests.check_history_jax import OF_JAX
-from tests.check_history_layers import LARGE, LAYERS
-from tests.check_history_linalg import LINALG
-from tests.check_history_right import IMPLICIT, RIGHT
+from tests import check_cases, check_functions, check_history, check_zoo
 from tests.check_lazy import LAZY
 from tests.check_zoo import custom
 
@@ -360,9 +356,7 @@ def table_rows():
     In float32, but for bugs that half precision alone has.
     """
     dtype = jnp.dtype("float32")
-    cases = RIGHT | IMPLICIT
-    for part in (check_cases, check_edges):
-        cases |= part.WRONG | part.RIGHT | part.UNKNOWN
+    cases = check_cases.WRONG | check_cases.RIGHT | check_cases.UNKNOWN
     for name, make in cases.items():
         function, args, *options = make(dtype)
         yield name, function, args, (options or [{}])[0]
@@ -370,7 +364,7 @@ def table_rows():
         *pair, args = make(dtype)
         options = {"order": 2 if check == "second order" else 1}
         yield from ((f"{name} {k}", function, args, options) for k, function in enumerate(pair))
-    for name, bug in (check_history.HISTORY | LINALG | LAYERS | LARGE | OF_JAX).items():
+    for name, bug in check_history.HISTORY.items():
         if bug.dtype != "float64":
             *pair, args = bug.make(jnp.dtype(bug.dtype))
             options = {"order": bug.order}
@@ -405,7 +399,7 @@ def test_rows_of_the_tables_have_equal_keys_only_if_they_compute_the_same():
             ):
                 np.testing.assert_array_equal(np.asarray(mine), np.asarray(also), name)
         known.setdefault(found, (function, subject))
-    assert len(known) > 200
+    assert len(known) > 100
 
 
 def sampled_rows(seed, share):

@@ -246,7 +246,7 @@ class Tolerance:
         """Gives the errors of elements that rounding explains, where it moves each so far.
 
         It may move one element little by chance, so that the median of the leaf is added (without:
-        soft_targets_by_their_largest of check_history_layers).
+        soft_targets_by_their_largest of check_history).
         """
         middle = np.asarray([np.median(moved[a:b]) if b > a else 0.0 for a, b in self.ranges])
         times = TIMES_MOVED * max(1.0, moved.size / FEW_ELEMENTS) ** TAIL
