@@ -48,12 +48,6 @@ def test_a_gradient_that_raises_under_jit_fails_if_the_function_does_not():
     assert checks(custom(lambda x: jnp.sin(x), backward)) >= {"jit", "vmap"}
 
 
-def test_the_pull_back_of_zero_must_be_zero():
-    constant = custom(lambda x: jnp.sin(x), lambda r, g: (jnp.cos(r[0]) * g + 1e-4,))
-    report = cg.check_grads(constant, (X,), raise_on_failure=False)
-    assert "the pull-back of a zero cotangent" in str(report)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.kinds("limit")
 @pytest.mark.parametrize("limit", [10.0, 1e3, 1e6])
@@ -141,10 +135,6 @@ def test_outputs_differentiated_alone_must_agree_with_zero_cotangents():
     rule = jax.custom_vjp(lambda x: (jnp.sin(x), x**2))
     rule.defvjp(forward, backward, symbolic_zeros=True)
     assert "outputs" in checks(rule)
-
-
-def test_a_second_point_stays_where_the_function_is_finite():
-    assert cg.check_grads(jnp.arccos, (jnp.asarray([0.999, -0.99]),)).ok
 
 
 def test_what_is_wrong_at_a_third_point_is_not_said_to_be_at_the_second():
@@ -241,15 +231,6 @@ def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_j
 
     report = cg.check_grads(inside_jit, (X,), raise_on_failure=False)
     assert "[jit] out[2]: value 0.8912074 when called, 1.782415 when compiled" in str(report)
-
-
-@pytest.mark.parametrize("slope", [1.0, 1.1])
-def test_a_rule_whose_residuals_are_donated_is_checked(slope):
-    layer = custom(lambda x: jnp.exp(x), lambda r, g: (slope * g * jnp.exp(r[0]),))
-    donating = jax.jit(layer, donate_argnums=0)
-    report = cg.check_grads(donating, (np.linspace(0, 1, 4, dtype="f"),), raise_on_failure=False)
-    assert report.ok == (slope == 1.0), str(report)
-    assert {failure.check for failure in report.failures} <= {"value"}
 
 
 def test_a_product_that_xla_lacks_on_this_device_is_not_run():
