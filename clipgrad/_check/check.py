@@ -206,10 +206,6 @@ class Check:
         self._elsewhere[key] = found and found[0]
         return found
 
-    def drop_second(self) -> None:
-        """Keep the gradient for the first cotangent alone; `vjp` gives the other one again."""
-        self.gradient = self.gradient[:1].copy()
-
     def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
         """A point and the gradients computed there, or the given one.
 
@@ -250,10 +246,6 @@ class Check:
             if leaves is None or not np.isfinite(found).all():
                 return None
         return NearbySizes(found[0], found[1].max(), bits)
-
-    def _as_computed(self, rows: int) -> np.ndarray:
-        is_there = rows <= len(self.gradient)
-        return self.gradient[:rows] if is_there else self.vjp.rows(self.covectors[:rows])
 
     def _kept(self, of: Gradient | None, xs, gradient: np.ndarray, first: int = 0) -> Any:
         """Exact gradients from the first cotangent on; None if they cannot be had."""
@@ -367,9 +359,8 @@ class Check:
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
-        runs_on = self.subject.program is not None and has_loops(self.subject.program)
         hooks = (_longer, None)
-        for gradient in {self.rule, self.plain} if runs_on else ():
+        for gradient in {self.rule, self.plain} if has_loops(self.subject.program) else ():
             both = self._attempt(gradient, lambda of: [of(point.xs, covectors, h) for h in hooks])
             moved += 0.0 if both is None else np.abs(np.subtract(*both))
         exact = point.gradient if point.exact is None else point.exact
@@ -385,7 +376,9 @@ class Check:
         for known, count, found in self._noise:
             if known is xs and count == rows:
                 return found
-        found = self._noise_at(xs, self._as_computed(rows) if near is None else near)
+        if near is None and rows <= len(self.gradient):
+            near = self.gradient[:rows]
+        found = self._noise_at(xs, self.vjp.rows(self.covectors[:rows]) if near is None else near)
         self._noise[:] = [*self._noise[-1:], (xs, rows, found)]
         return found
 
@@ -443,15 +436,12 @@ class Check:
             extra = tolerance.relative[leaf] * sizes.around[leaf]
             floor = same * (allowed.floor - extra) + extra
             if noise is not None:  # each is off
-                floor = floor + 2 * _largest_error(noise, area)
+                parts = tolerances.pieces(*area)
+                floor = floor + 2 * max(noise(np.arange(p.start, p.stop)).max() for p in parts)
             allowed = allowed._replace(floor=floor, paddle=None)
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
         return np.concatenate(found)
-
-
-def _largest_error(errors: Errors, area: tuple[int, int]) -> float:
-    return max(errors(np.arange(part.start, part.stop)).max() for part in tolerances.pieces(*area))
 
 
 def _finite(rows: Any) -> Any:
@@ -545,7 +535,8 @@ def exact_gradients(
 def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     again, covectors = subject.fun(subject.inputs), cotangents(subject, log.options.seed)
     log.evaluations += 3
-    if not _same_bits(subject.outputs, again):
+    relative = 0.0 if are_on_cpu(subject.outputs) else 1e-3
+    if not _are_near(subject.outputs, again, relative):
         detail = "two calls of the function give different values (randomness or side effects?)"
         log.failures.append(Failure("determinism", subject.output_names[0], detail))
         return None
@@ -605,10 +596,6 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
         if not log.failures:
             raise
         return None
-
-
-def _same_bits(first, second) -> bool:
-    return _are_near(first, second, 0.0 if are_on_cpu(first) else 1e-3)
 
 
 def _are_near(first, second, relative: float = 1e-3) -> bool:

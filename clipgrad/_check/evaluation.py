@@ -71,8 +71,7 @@ def choose(
 
 def settled_values(subject: CheckSubject, differences: Differences, xs) -> np.ndarray | None:
     """The outputs if loops of a fixed length ran for as long again; None if there are none."""
-    is_wide = differences.evaluation.label == "float64"
-    if not is_wide or subject.program is None or not has_loops(subject.program):
+    if differences.evaluation.label != "float64" or not has_loops(subject.program):
         return None
     longer = Differences(_in_float64(subject, True, longer=True)[0], differences.covectors)
     longer.set_base(xs, _trees.zeros_in_place(int(_trees.offsets(subject.inputs)[-1]), np.float32))
@@ -84,9 +83,8 @@ def _in_float64(
 ) -> tuple[Evaluation, Widened]:
     widened = widened_program(subject.program)
     held = hold and widened.stops
-    calls = widened.call, widened.held, widened.longer, widened.held_longer
     evaluation = _wide_evaluation(
-        calls[2 * longer + held],
+        widened.measured(held, longer),
         subject,
         "float64",
         constants=_jaxpr.opened(subject.program)[1],
@@ -151,11 +149,9 @@ def _same_values(subject: CheckSubject, values: np.ndarray, part: float, inner: 
     A value that is itself a rounding error, as the determinant of a singular matrix, is compared
     with how far larger moves of the inputs move it.
     """
-    own, near = (
-        _trees.to_numpy(subject.outputs),
-        ~jumped(subject, values, [*subject.dtypes, *inner]),
-    )
-    off, size = np.sqrt(np.mean((own - values)[near] ** 2)), np.sqrt(np.mean(own[near] ** 2))
+    own = _trees.to_numpy(subject.outputs)
+    near = ~jumped(subject, values, [*subject.dtypes, *inner])
+    off, size = _rms((own - values)[near]), _rms(own[near])
     if not np.isfinite(own).all() or off <= part * size + jnp.finfo(np.float32).tiny:
         return
     if not off <= part * max(size, _change(subject, NEARBY)):
@@ -165,15 +161,18 @@ def _same_values(subject: CheckSubject, values: np.ndarray, part: float, inner: 
 def _is_chaotic(subject: CheckSubject) -> bool:
     """Whether one rounding of each input moves the values by a part that matters."""
     eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
-    size = np.sqrt(np.mean(_trees.to_numpy(subject.outputs) ** 2))
+    size = _rms(_trees.to_numpy(subject.outputs))
     return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, NEARBY)))
 
 
 def _change(subject: CheckSubject, part: float) -> float:
     """The change of the values when each input moves by about a part of itself, up or down."""
     moved = moved_apart(subject, subject.inputs, 0, part)
-    change = _trees.to_numpy(subject.fun(moved)) - _trees.to_numpy(subject.outputs)
-    return float(np.sqrt(np.mean(change**2)))
+    return _rms(_trees.to_numpy(subject.fun(moved)) - _trees.to_numpy(subject.outputs))
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def why_not(error: Exception) -> str:
