@@ -15,10 +15,10 @@ from clipgrad._check.points import (
     SINGLE,
     cotangents,
     dense_numbers,
-    element_scales,
     make_point,
     random_direction,
 )
+from clipgrad._check.scales import Scales
 from clipgrad._check.subject import make_subject
 from clipgrad._jaxpr import holds_floats
 from clipgrad._trees import vectors as real
@@ -68,11 +68,11 @@ def test_a_leaf_has_its_own_numbers_whatever_stands_beside_it():
     ],
 )
 def test_steps_are_powers_of_two_of_the_size_of_the_element_or_its_leaf(leaf, expected):
-    np.testing.assert_array_equal(element_scales([jnp.asarray(leaf)]), expected)
+    np.testing.assert_array_equal(Scales([jnp.asarray(leaf)]), expected)
 
 
 def test_both_parts_of_a_complex_number_have_its_scale():
-    np.testing.assert_array_equal(element_scales([Z]), [2, 2, 4, 4])
+    np.testing.assert_array_equal(Scales([Z]), [2, 2, 4, 4])
 
 
 def test_the_elements_of_a_leaf_that_are_all_the_same_are_told_apart():

@@ -24,7 +24,6 @@ from clipgrad._check.gradients import (
     differentiated,
     drawn,
     has_rules,
-    traced_vjp,
 )
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
@@ -234,18 +233,16 @@ class Check:
         apart = moved_apart(self.subject, xs, self.options.seed, NEARBY, np.float32)
         ranges, scale = self.subject.ranges, Scales(xs)
         found = np.zeros((2, len(ranges)))
-        bits = [np.zeros(-(-(stop - start) // 8), np.uint8) for start, stop in ranges]
         for row in range(rows):
             leaves: Any = self._exact(self.plain, apart, row)
             for leaf, (start, stop) in enumerate(ranges if leaves else ()):
                 part = _trees.gradient_rows([[leaves[leaf]]], 1)
                 leaves[leaf] = None  # its memory
-                bits[leaf] |= np.packbits(part[0] != 0)
                 both = [mean_along(part, along) for along in (np.ones(1), scale[start:stop])]
                 np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
             if leaves is None or not np.isfinite(found).all():
                 return None
-        return NearbySizes(found[0], found[1].max(), bits)
+        return NearbySizes(found[0], found[1].max())
 
     def _kept(self, of: Gradient | None, xs, gradient: np.ndarray, first: int = 0) -> Any:
         """Exact gradients from the first cotangent on; None if they cannot be had."""
@@ -429,7 +426,9 @@ class Check:
         if not exact and np.array_equal(got, expected):
             return np.zeros(0, int)
         pair, found = (expected, got), []
-        known, other = map(_finite, pair)
+        is_finite = (isinstance(g, Beside) or np.isfinite(g.sum()) for g in pair)
+        either = zip(pair, is_finite, strict=True)
+        known, other = (g if f else np.where(np.isfinite(g), g, 0) for g, f in either)
         sizes = tolerance.sizes(known, np.ones(1), around=around)
         for leaf, area in enumerate(tolerance.ranges):
             allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
@@ -442,11 +441,6 @@ class Check:
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
         return np.concatenate(found)
-
-
-def _finite(rows: Any) -> Any:
-    is_finite = isinstance(rows, Beside) or np.isfinite(rows.sum())
-    return rows if is_finite else np.where(np.isfinite(rows), rows, 0)
 
 
 def prepare(subject: CheckSubject, log: Log) -> Check | None:
@@ -519,7 +513,8 @@ def exact_gradients(
         plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)
     try:
         if not is_plain or any(found_by_loops(program)):
-            backward = traced_vjp(subject)
+            seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+            backward = jax.make_jaxpr(subject.pull_back)(subject.inputs, seeds)
         rule = plain if is_plain or wide is None else None
         if wide is not None and not is_plain:
             widened = widened_program(backward)

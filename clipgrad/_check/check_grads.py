@@ -16,7 +16,6 @@ from clipgrad._check.report import (
     Failure,
     GradCheckError,
     GradCheckReport,
-    causes_first,
     verified_share,
 )
 from clipgrad._check.second_order import check_second_order
@@ -266,7 +265,8 @@ def _logged_report(log: Log, seconds: float) -> GradCheckReport:
         log.failures.append(Failure("value", "all inputs", detail))
     same = "not_run evaluations precision verified at_kinks elements".split()
     return GradCheckReport(
-        failures=causes_first(log.failures),
+        # Those first that explain others: what is random is wrong in many ways.
+        failures=tuple(sorted(log.failures, key=lambda f: f.check != "determinism")),
         notes=tuple(dict.fromkeys(log.notes)),
         seconds=seconds,
         devices=tuple(log.devices),

@@ -6,7 +6,8 @@ import numpy as np
 
 import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences
-from clipgrad._check.points import NEARBY, SINGLE, element_scales, random_direction
+from clipgrad._check.points import NEARBY, SINGLE, random_direction
+from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import NOISE, NOISY, RELATIVE, narrowest
 
@@ -43,7 +44,7 @@ def masked(
     size, none = np.abs(differences.base), np.zeros(differences.base.shape, bool)
     if not (size > 0).any() or size.max() <= MASK * np.quantile(size[size > 0], BY_CHANCE):
         return none, none
-    along = random_direction(subject, 0, SINGLE) * element_scales(subject.inputs) * NEARBY
+    along = Scales(subject.inputs).times(random_direction(subject, 0, SINGLE)) * NEARBY
     change = np.abs(differences.change(subject.inputs, along)).max(axis=0)
     still = (change == 0) & (size > MASK * size.max(initial=0.0, where=change > 0))
     lost = NOISE * differences.evaluation.eps * size > NOISY * change.max()

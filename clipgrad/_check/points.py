@@ -96,18 +96,14 @@ def make_point(
     scale = Scales(xs) if delta is None else np.broadcast_to(delta, gradient.shape[1:])
 
     def direction(row: int) -> np.ndarray:
-        along = random_direction(subject, seed, row, scale.dtype) if row != SINGLE else _ones(scale)
+        if row == SINGLE:
+            return np.array(scale)
+        along = random_direction(subject, seed, row, scale.dtype)
         for where in pieces(0, scale.size):
             along[where] *= scale[where]
         return along
 
     return Point(xs, gradient, finite, exact, reference, scale, direction, around)
-
-
-def _ones(like: Any) -> np.ndarray:
-    ones = _trees.zeros_in_place(like.size, like.dtype)
-    ones += 1
-    return ones
 
 
 def _finite_or_none(rows: Any) -> Any:
@@ -163,8 +159,3 @@ def random_direction(
     """A random dense vector over all inputs, leaf by leaf."""
     names = [f"direction {row} {name}" for name in subject.names]
     return _dense(subject.inputs, names, seed, dtype)
-
-
-def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
-    """The scale of each element as an array."""
-    return np.asarray(Scales(xs))
