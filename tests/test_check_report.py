@@ -98,13 +98,6 @@ def test_the_header_tells_evaluations_seconds_precision_and_devices():
     assert head == expected
 
 
-def test_one_wrong_element_is_named_by_path_and_index():
-    failure = wrong("zero_at_one_of_thousands").failures[0]
-    assert failure.where == "args[0][2718]"
-    assert failure.detail.startswith("1 of 4000 elements wrong")
-    assert list(failure.indices) == [2718]
-
-
 @pytest.mark.exhaustive
 def test_the_parts_of_a_complex_number_are_named():
     where = wrong("complex_conjugate_of_the_other_convention").failures[0].where

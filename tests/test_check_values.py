@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -251,9 +250,3 @@ def test_what_vanishes_is_verified_by_a_further_point_that_does_not_vanish():
     for kinds, verified in (([VANISHED, OK, VANISHED], 2), ([OK, OK, UNSEEN], 3), ([OK] * 3, 4)):
         log.count_elsewhere(point(), [finding(kinds)])
         assert log.verified == verified
-
-
-def test_the_arrays_of_a_subject_count_integers_too():
-    subject = make_subject(lambda x, i: x[i], (X, jnp.asarray([0])))
-    assert subject.names == ["args[0]"] and len(subject.arrays) == 2
-    assert jax.tree.leaves(subject.inputs)[0] is subject.arrays[0]

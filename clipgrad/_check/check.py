@@ -221,11 +221,11 @@ class Check:
             reference = self._reference(xs, gradient, exact)
         around = functools.cache(lambda: self._around(xs, rows))
         gradients = gradient, exact, reference
-        point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
+        point = make_point(self.subject, xs, gradients, options.seed, options.delta)
         _trees.give_back(gradient.shape[1])
         both = {self.rule, self.plain}
         rounded = functools.cache(lambda *parts: self._moved(both, xs, gradient, Parts(*parts)))
-        return dataclasses.replace(point, rounded=rounded)
+        return dataclasses.replace(point, around=around, rounded=rounded)
 
     def _around(self, xs, rows: int) -> NearbySizes | None:
         if self.plain is None:

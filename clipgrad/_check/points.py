@@ -83,7 +83,6 @@ def make_point(
     gradients,
     seed: int,
     delta: float | None = None,
-    around: Callable[[], NearbySizes | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients
@@ -103,7 +102,7 @@ def make_point(
             along[where] *= scale[where]
         return along
 
-    return Point(xs, gradient, finite, exact, reference, scale, direction, around)
+    return Point(xs, gradient, finite, exact, reference, scale, direction)
 
 
 def _finite_or_none(rows: Any) -> Any:

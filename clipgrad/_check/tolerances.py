@@ -190,7 +190,7 @@ class Tolerance:
     def relative(self) -> np.ndarray:
         """The allowed error of an element, relative to the larger number."""
         known = np.where(self.own > 0, self.own, self.times * self._by_type(RELATIVE))
-        return np.fmax(known, self._solved)
+        return np.fmax(known, self._own)
 
     @functools.cached_property
     def along(self) -> np.ndarray:
@@ -198,12 +198,8 @@ class Tolerance:
         return np.fmax(self._own, self.times * self._by_type(ALONG))
 
     @property
-    def _solved(self) -> np.ndarray:
-        return np.where(self.loops & (self.own == 0), SOLVED, 0.0)
-
-    @property
     def _own(self) -> np.ndarray:
-        return np.fmax(self.own, self._solved)
+        return np.where(self.own > 0, self.own, SOLVED * np.asarray(self.loops))
 
     @functools.cached_property
     def eps(self) -> np.ndarray:
