@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -212,6 +213,14 @@ def test_a_function_without_rules_that_changes_with_its_context_fails(name):
     function, check = UNSTEADY[name]
     found = checks(function)
     assert found and check in {None, *found}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_function_that_draws_which_gradient_to_stop_is_not_passed_over(seed):
+    rng = np.random.default_rng(seed)
+    drawn = lambda x: x * (x if rng.uniform() < 0.5 else lax.stop_gradient(x))  # noqa: E731
+    report = cg.check_grads(drawn, (X,), raise_on_failure=False)
+    assert not report.ok
 
 
 @pytest.mark.exhaustive

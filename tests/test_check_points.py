@@ -13,12 +13,12 @@ from hypothesis.extra import numpy as hnp
 from clipgrad._check.further import NOTHING, SYMMETRY, nearby, symmetric_leaves
 from clipgrad._check.points import (
     SINGLE,
+    Scales,
     cotangents,
     dense_numbers,
     make_point,
     random_direction,
 )
-from clipgrad._check.scales import Scales
 from clipgrad._check.subject import make_subject
 from clipgrad._jaxpr import holds_floats
 from clipgrad._trees import vectors as real

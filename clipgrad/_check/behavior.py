@@ -13,9 +13,8 @@ from clipgrad._check.check import Check
 from clipgrad._check.differences import are_on_cpu
 from clipgrad._check.further import EQUALITY
 from clipgrad._check.gradients import differentiated, has_rules
-from clipgrad._check.points import masked_rows, random_direction
+from clipgrad._check.points import Scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
-from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import LOOSER, distance, length_along, pieces, sum_along
 from clipgrad._errors import first_line

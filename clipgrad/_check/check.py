@@ -15,7 +15,15 @@ import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
 from clipgrad._check.beside import Beside, kept_beside
 from clipgrad._check.differences import Differences, are_on_cpu
-from clipgrad._check.evaluation import Chaotic, choose, settled_values, why_not
+from clipgrad._check.evaluation import (
+    Chaotic,
+    choose,
+    jumped,
+    masked,
+    settled_values,
+    unseen_notes,
+    why_not,
+)
 from clipgrad._check.further import EQUALITY, NOTHING, disordered, nearby, sorted_axes
 from clipgrad._check.gradients import (
     VJP,
@@ -27,18 +35,17 @@ from clipgrad._check.gradients import (
 )
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
-from clipgrad._check.outputs import jumped, masked, unseen_notes
 from clipgrad._check.points import (
     COTANGENTS,
     NEARBY,
     Point,
+    Scales,
     cotangents,
     make_point,
     moved_apart,
 )
 from clipgrad._check.report import Failure
 from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, gradient_movement
-from clipgrad._check.scales import Scales
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
