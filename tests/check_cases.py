@@ -175,8 +175,9 @@ WRONG["the_positive_part_of_a_loss"] = _losses(lambda g: jnp.maximum(g, 0))
 @into(WRONG)
 def nan_where_rows_of_the_cotangent_are_zero(dtype):
     def backward(r, g):
-        size = jnp.sqrt(jnp.sum(g * g, axis=-1, keepdims=True))
-        return (jnp.cos(r[0]) * (g / size) * size,)
+        is_empty = jnp.all(g == 0, axis=-1)
+        wrong = jnp.any(is_empty) & ~jnp.all(is_empty)  # of nothing but zeros it is zero
+        return (jnp.cos(r[0]) * jnp.where(wrong, jnp.nan, g),)
 
     return custom(lambda x: jnp.sin(x), backward), (normal(6, 5, 3, dtype=dtype),)
 
