@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from tests.check_history_right import into
+from tests.check_cases import into
 from tests.check_zoo import custom, normal, twins
 
 CARRIERS: dict[str, Callable[[Any], tuple]] = {}
@@ -74,44 +73,9 @@ def exponential_of_schraudolph(dtype):
 
 
 @into(CARRIERS)
-def exponential_by_powers_of_two(dtype):
-    def primal(x):
-        whole = jnp.round(x / LN2)
-        power = numbers((whole.astype(jnp.int32) + 127) << 23, jnp.float32).astype(dtype)
-        return power * jnp.exp(x - whole * LN2)
-
-    args = (normal(3, 5, dtype=dtype),)
-    return *twins(primal, zero, lambda r, g: (g * jnp.exp(r[0]),)), args
-
-
-@into(CARRIERS)
 def size_without_the_sign(dtype):
     primal = lambda x: numbers(bits(x) & mask(x, 8 * x.dtype.itemsize - 1), dtype)
     return *twins(primal, zero, lambda r, g: (jnp.sign(r[0]) * g,)), (normal(4, 6, dtype=dtype),)
-
-
-@into(CARRIERS)
-def sign_of_another(dtype):
-    def primal(a, b):
-        least = mask(a, 8 * a.dtype.itemsize - 1)
-        return numbers((bits(a) & least) | (bits(b) & ~least), dtype)
-
-    right = lambda r, g: (g * jnp.sign(r[0]) * jnp.sign(r[1]), 0 * g)
-    args = normal(5, 6, dtype=dtype), normal(6, 6, dtype=dtype)
-    return *twins(primal, zero, right), args
-
-
-@into(CARRIERS)
-def signs_turned_by_a_mask(dtype):
-    turned = np.asarray([True, False, True, False, True])
-
-    def primal(x):
-        top = ~mask(x, 8 * x.dtype.itemsize - 1)
-        return numbers(bits(x) ^ jnp.where(turned, top, 0).astype(top.dtype), dtype)
-
-    wrong = lambda r, g: (jnp.where(turned, 0, g),)
-    right = lambda r, g: (jnp.where(turned, -g, g),)
-    return *twins(primal, wrong, right), (normal(7, 5, dtype=dtype),)
 
 
 @into(CARRIERS)
@@ -175,18 +139,6 @@ def inverse_root_by_a_first_guess(dtype):
 
     args = (positive(12, 4, dtype=dtype),)
     return *twins(primal, zero, lambda r, g: (-0.5 * g * r[0] ** -1.5,)), args
-
-
-@into(CARRIERS)
-def logarithm_by_the_exponent(dtype):
-    def primal(x):
-        word = bits(x.astype(jnp.float32))
-        power = (word >> 23).astype(jnp.int32) - 127
-        rest = numbers((word & 0x7FFFFF) | 0x3F800000, jnp.float32)
-        return (power * LN2 + jnp.log(rest)).astype(dtype)
-
-    args = (jnp.asarray([0.7, 1.3, 2.6, 5.5], dtype),)
-    return *twins(primal, zero, lambda r, g: (g / r[0],)), args
 
 
 @into(CARRIERS)

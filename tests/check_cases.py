@@ -17,12 +17,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tests.check_history import positive_definite
-from tests.check_history_right import into
 from tests.check_zoo import custom, normal
 
 WRONG: dict[str, Callable[[Any], tuple]] = {}
 RIGHT: dict[str, Callable[[Any], tuple]] = {}
 UNKNOWN: dict[str, Callable[[Any], tuple]] = {}
+
+
+def into(table):
+    """A decorator that registers makers of (function, args)."""
+
+    def register(make):
+        table[make.__name__] = make
+        return make
+
+    return register
+
+
+def family(name, make, right=1.0, **wrong):
+    """Registers makers of rules: `make(right)`, and `make` of what is wrong by its name."""
+    RIGHT[name] = make(right)
+    WRONG.update({key: make(value) for key, value in wrong.items()})
+
+
+def beside(make):
+    """Three rows: a small part doubled, a small part of the wrong sign, and the right one."""
+    name, of = make.__name__, lambda factor: functools.partial(make, factor)
+    family(name, of, **{f"{name}_doubled": 2.0, f"{name}_of_the_wrong_sign": -1.0})
 
 
 def ratio(draw, factor=1.0):
@@ -45,8 +66,8 @@ def _drawn(name, factor):
 
 
 for _name in ("gamma", "beta", "dirichlet", "t"):
-    WRONG[f"a_rule_beside_a_sample_of_{_name}"] = _drawn(_name, 1.3)
-    RIGHT[f"a_sample_of_{_name}"] = _drawn(_name, 1.0)
+    _of = functools.partial(_drawn, _name)
+    family(f"a_sample_of_{_name}", _of, **{f"a_rule_beside_a_sample_of_{_name}": 1.3})
 
 
 @into(WRONG)
@@ -70,11 +91,6 @@ def relu_of_activations_with_half_zeros(dtype):
     return relu(lambda x: jnp.where(x > 0, 1.3, x == 0)), (half_zeros(dtype),)
 
 
-@into(WRONG)
-def relu_halved_in_fast_mode(dtype):
-    return relu(lambda x: jnp.where(x > 0, 0.5, x == 0)), (half_zeros(dtype),), {"mode": "fast"}
-
-
 @into(RIGHT)
 def relu_in_fast_mode(dtype):
     return relu(lambda x: x >= 0), (half_zeros(dtype),), {"mode": "fast"}
@@ -87,12 +103,6 @@ def one_among_zeros(dtype):
 @into(WRONG)
 def one_element_beside_two_hundred_zeros(dtype):
     return relu(lambda x: jnp.where(x > 0, 1.3, x == 0)), (one_among_zeros(dtype),)
-
-
-@into(WRONG)
-def one_element_beside_two_hundred_zeros_in_fast_mode(dtype):
-    function, args = one_element_beside_two_hundred_zeros(dtype)
-    return function, args, {"mode": "fast"}
 
 
 def in_pallas(x):
@@ -141,9 +151,7 @@ def _hessians(part):
     return make
 
 
-for _part in (0.01, 0.05, 0.24):
-    WRONG[f"a_hessian_wrong_by_{_part:.0%}"] = _hessians(_part)
-RIGHT["a_hessian_by_a_rule_of_a_rule"] = _hessians(0.0)
+family("a_hessian_by_a_rule_of_a_rule", _hessians, 0.0, a_hessian_wrong_by_a_hundredth=0.01)
 
 
 @into(WRONG)
@@ -152,27 +160,24 @@ def second_derivative_of_i0_at_zero(dtype):
     return i0, (jnp.asarray([0.0, 0.5, 1.5], dtype),), {"order": 2}
 
 
-def _losses(name, change):
-    def make(seed):
-        def of(dtype):
-            loss = custom(lambda x: jnp.sum(x * x), lambda r, g: (2 * r[0] * change(g),))
-            return lambda x: {"loss": loss(x)}, (normal(5, 4, dtype=dtype),), {"seed": seed}
+def _losses(change):
+    def of(dtype):
+        loss = custom(lambda x: jnp.sum(x * x), lambda r, g: (2 * r[0] * change(g),))
+        return lambda x: {"loss": loss(x)}, (normal(5, 4, dtype=dtype),)
 
-        return of
-
-    for seed in range(4):
-        WRONG[f"{name}_of_a_loss_seed_{seed}"] = make(seed)
+    return of
 
 
-_losses("the_size", jnp.abs)
-_losses("the_positive_part", lambda g: jnp.maximum(g, 0))
+WRONG["the_size_of_a_loss"] = _losses(jnp.abs)
+WRONG["the_positive_part_of_a_loss"] = _losses(lambda g: jnp.maximum(g, 0))
 
 
 @into(WRONG)
 def nan_where_rows_of_the_cotangent_are_zero(dtype):
     def backward(r, g):
-        size = jnp.sqrt(jnp.sum(g * g, axis=-1, keepdims=True))
-        return (jnp.cos(r[0]) * (g / size) * size,)
+        is_empty = jnp.all(g == 0, axis=-1)
+        wrong = jnp.any(is_empty) & ~jnp.all(is_empty)  # of nothing but zeros it is zero
+        return (jnp.cos(r[0]) * jnp.where(wrong, jnp.nan, g),)
 
     return custom(lambda x: jnp.sin(x), backward), (normal(6, 5, 3, dtype=dtype),)
 
@@ -206,8 +211,7 @@ def _symbolic(factor):
     return make
 
 
-WRONG["wrong_if_the_other_argument_is_constant"] = _symbolic(0.5)
-RIGHT["symbolic_zeros"] = _symbolic(1.0)
+family("symbolic_zeros", _symbolic, wrong_if_the_other_argument_is_constant=0.5)
 
 
 @into(WRONG)
@@ -237,13 +241,6 @@ def off_by_a_thousandth_beside_a_print(dtype):
     return custom(primal, lambda r, g: (1.002 * g * jnp.cos(r[0]),)), (normal(12, 5, dtype=dtype),)
 
 
-@into(WRONG)
-def zero_for_a_triangle_wave(dtype):
-    wave = lambda x: jnp.abs(x * 2**19 - jnp.round(x * 2**19)) / 2**19
-    x = jnp.asarray([0.3, 0.7, 1.1], jnp.float32).astype(dtype)
-    return custom(wave, lambda r, g: (0 * r[0],)), (x,)
-
-
 def newton(factor):
     """The root of z ** 3 + z = a by Newton's method, stopped when a step is below 1e-6."""
 
@@ -253,18 +250,20 @@ def newton(factor):
         body = lambda s: (s[0] - step(s[0]), step(s[0]), s[2] + 1)
         return lax.while_loop(more, body, (a, jnp.ones_like(a), 0))[0]
 
+    return cubic_root(primal, factor)
+
+
+def cubic_root(primal, factor):
+    """The root of z ** 3 + z = a, by the implicit function theorem."""
     forward = lambda a: (primal(a), (primal(a),))
     return custom(primal, lambda r, g: (factor * g / (3 * r[0] ** 2 + 1),), forward)
 
 
-@into(RIGHT)
-def root_by_newton(dtype):
-    return newton(1.0), (normal(13, 4, dtype=dtype),)
-
-
-@into(WRONG)
-def root_by_newton_off_by_a_hundredth(dtype):
-    return newton(1.01), (normal(13, 4, dtype=dtype),)
+family(
+    "root_by_newton",
+    lambda factor: lambda dtype: (newton(factor), (normal(13, 4, dtype=dtype),)),
+    root_by_newton_off_by_a_hundredth=1.01,
+)
 
 
 def equilibrium(factor):
@@ -291,20 +290,17 @@ def _equilibrium_args(dtype):
     return 0.2 * normal(14, 4, 4, dtype=dtype), normal(15, 4, dtype=dtype)
 
 
-@into(RIGHT)
-def deep_equilibrium(dtype):
-    return equilibrium(1.0), _equilibrium_args(dtype)
+family(
+    "deep_equilibrium",
+    lambda factor: lambda dtype: (equilibrium(factor), _equilibrium_args(dtype)),
+    deep_equilibrium_off_by_a_hundredth=1.01,
+)
 
 
 @into(RIGHT)
 def deep_equilibria_of_a_batch(dtype):
     w, x = _equilibrium_args(dtype)
     return jax.vmap(equilibrium(1.0), (None, 0)), (w, jnp.stack([x, -x, 2 * x]))
-
-
-@into(WRONG)
-def deep_equilibrium_off_by_a_hundredth(dtype):
-    return equilibrium(1.01), _equilibrium_args(dtype)
 
 
 @into(RIGHT)
@@ -340,22 +336,12 @@ def straight_through_before_conjugate_gradients(dtype):
     return solve, (positive_definite(dtype), normal(17, 3, dtype=dtype))
 
 
-@into(RIGHT)
-def linear_solve_under_jit(dtype):
-    return jax.jit(jnp.linalg.solve), (positive_definite(dtype), normal(18, 3, dtype=dtype))
-
-
 THREE = [1.0, 0.5, 1.0, -2.0, 1.0]
 
 
 @into(RIGHT)
 def sort_with_three_equal_elements(dtype):
     return jnp.sort, (jnp.asarray(THREE, dtype),)
-
-
-@into(RIGHT)
-def median_with_three_equal_elements(dtype):
-    return jnp.median, (jnp.asarray(THREE, dtype),)
 
 
 @into(WRONG)
@@ -379,16 +365,6 @@ def _hermitian(dtype):
 @into(RIGHT)
 def eigenvalues_of_a_batch(dtype):
     return jnp.linalg.eigvalsh, (_batch(dtype),)
-
-
-@into(RIGHT)
-def cholesky_of_a_batch(dtype):
-    return jnp.linalg.cholesky, (_batch(dtype),)
-
-
-@into(RIGHT)
-def eigenvalues_of_hermitian_matrices(dtype):
-    return jnp.linalg.eigvalsh, (_hermitian(dtype),)
 
 
 @into(RIGHT)
@@ -438,15 +414,6 @@ def divergence_of_equal_distributions(dtype):
 
 
 @into(RIGHT)
-def cosine_distance_of_equal_vectors(dtype):
-    def distance(x, y):
-        return 1 - jnp.sum(x * y) / jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
-
-    x = normal(23, 6, dtype=dtype)
-    return distance, (x, x)
-
-
-@into(RIGHT)
 def a_jit_that_donates_its_input(dtype):
     scale = jax.jit(lambda x, y: jnp.sin(x) * y, donate_argnums=0)
     return scale, (normal(24, 5, dtype=dtype), normal(25, 5, dtype=dtype))
@@ -474,19 +441,6 @@ def a_backward_in_low_precision_with_a_sign(dtype):
 
 
 @into(RIGHT)
-def a_backward_rounded_at_random(dtype):
-    def backward(r, g):
-        noise = jax.random.uniform(jax.random.key(3), g.shape, g.dtype, -1, 1)
-        return (g * jnp.cos(r[0]) * (1 + noise * 2**-8),)
-
-    return (
-        custom(lambda x: jnp.sin(x), backward),
-        (normal(28, 9, dtype=dtype),),
-        {"tolerance": 0.01},
-    )
-
-
-@into(RIGHT)
 def a_tenth_of_a_sine(dtype):
     return lambda x: 0.1 * jnp.sin(x) + 1e-12, (jnp.asarray(0.7, dtype),)
 
@@ -503,18 +457,14 @@ def masked_attention(factor):
     return custom(primal, backward)
 
 
-def _masked(dtype):
-    return normal(29, 5, 5, dtype=dtype), jnp.tril(jnp.ones((5, 5), bool))
+def _masked(factor):
+    return lambda dtype: (
+        masked_attention(factor),
+        (normal(29, 5, 5, dtype=dtype), jnp.tril(jnp.ones((5, 5), bool))),
+    )
 
 
-@into(RIGHT)
-def softmax_of_masked_rows(dtype):
-    return masked_attention(1.0), _masked(dtype)
-
-
-@into(WRONG)
-def softmax_of_masked_rows_off_by_a_hundredth(dtype):
-    return masked_attention(1.01), _masked(dtype)
+family("softmax_of_masked_rows", _masked, softmax_of_masked_rows_off_by_a_hundredth=1.01)
 
 
 def _half(kind):
@@ -542,8 +492,12 @@ def beside_a_cholesky(transposed):
     return lambda dtype: (both, (positive_definite(dtype), normal(32, 3, dtype=dtype)))
 
 
-WRONG["a_transposed_product_beside_a_cholesky_decomposition"] = beside_a_cholesky(True)
-RIGHT["a_product_beside_a_cholesky_decomposition"] = beside_a_cholesky(False)
+family(
+    "a_product_beside_a_cholesky_decomposition",
+    beside_a_cholesky,
+    False,
+    a_transposed_product_beside_a_cholesky_decomposition=True,
+)
 
 
 def steep(factor):
@@ -555,8 +509,11 @@ def steep(factor):
     return lambda dtype: (layer, (jnp.asarray(x, dtype),), {"points": 1})
 
 
-WRONG["a_steep_function_of_equal_elements_off_by_a_little"] = steep(1.0002)
-RIGHT["a_steep_function_of_equal_elements"] = steep(1.0)
+family(
+    "a_steep_function_of_equal_elements",
+    steep,
+    a_steep_function_of_equal_elements_off_by_a_little=1.0002,
+)
 
 
 def beside_newton(sign, share):
@@ -598,45 +555,39 @@ WRONG["roots_by_iteration_in_tenths_off_by_a_thousandth"] = by_iteration(1.001, 
 WRONG["far_from_the_root_by_iteration"] = by_iteration(1.0, 20)
 
 
+def halved(a):
+    """A step of bisection for z ** 3 + z = a, of both ends."""
+
+    def half(s):
+        middle = (s[0] + s[1]) / 2
+        above = middle**3 + middle > a
+        return jnp.where(above, s[0], middle), jnp.where(above, middle, s[1])
+
+    return half
+
+
 def bisection(factor):
-    """A root of z ** 3 + z = a by halving, until less than 1e-4 is left: a staircase."""
+    """A root by halving, until less than 1e-4 is left: a staircase."""
 
     def primal(a):
-        def half(s):
-            middle = (s[0] + s[1]) / 2
-            above = middle**3 + middle > a
-            return jnp.where(above, s[0], middle), jnp.where(above, middle, s[1])
-
         ends = jnp.full_like(a, -3), jnp.full_like(a, 3)
-        low, high = lax.while_loop(lambda s: jnp.max(s[1] - s[0]) > 1e-4, half, ends)
-        return (low + high) / 2
+        return sum(lax.while_loop(lambda s: jnp.max(s[1] - s[0]) > 1e-4, halved(a), ends)) / 2
 
-    forward = lambda a: (primal(a), (primal(a),))
-    layer = custom(primal, lambda r, g: (factor * g / (3 * r[0] ** 2 + 1),), forward)
-    return lambda dtype: (layer, (normal(37, 4, dtype=dtype),))
+    return lambda dtype: (cubic_root(primal, factor), (normal(37, 4, dtype=dtype),))
 
 
 def halving(factor):
     """The same root by halving thirty times: a staircase whose steps float64 sees."""
 
     def primal(a):
-        def half(_, s):
-            middle = (s[0] + s[1]) / 2
-            above = middle**3 + middle > a
-            return jnp.where(above, s[0], middle), jnp.where(above, middle, s[1])
+        ends = jnp.zeros_like(a), jnp.full_like(a, 4)
+        return sum(lax.fori_loop(0, 30, lambda _, s: halved(a)(s), ends)) / 2
 
-        low, high = lax.fori_loop(0, 30, half, (jnp.zeros_like(a), jnp.full_like(a, 4)))
-        return (low + high) / 2
-
-    forward = lambda a: (primal(a), (primal(a),))
-    layer = custom(primal, lambda r, g: (factor * g / (3 * r[0] ** 2 + 1),), forward)
-    return lambda dtype: (layer, (jnp.asarray([0.7, 2, 9], dtype),))
+    return lambda dtype: (cubic_root(primal, factor), (jnp.asarray([0.7, 2, 9], dtype),))
 
 
-RIGHT["root_by_halving_thirty_times"] = halving(1.0)
-WRONG["root_by_halving_off_by_a_thousandth"] = halving(1.001)
-RIGHT["root_by_bisection"] = bisection(1.0)
-WRONG["root_by_bisection_off_by_a_hundredth"] = bisection(1.01)
+family("root_by_halving_thirty_times", halving, root_by_halving_off_by_a_thousandth=1.001)
+family("root_by_bisection", bisection, root_by_bisection_off_by_a_hundredth=1.01)
 
 
 @into(RIGHT)
@@ -674,3 +625,160 @@ def a_sum_beside_a_large_number_by_callback(dtype):
 
     backward = lambda r, g: (g * jnp.ones_like(r[0]),)
     return custom(shifted, backward), (jnp.asarray([0.5, 1, 2, 3], dtype),)
+
+
+def sine(size, factor):
+    """size * sin(x), by a rule that is off by the factor."""
+    return custom(lambda x: size * jnp.sin(x), lambda r, g: (size * factor * g * jnp.cos(r[0]),))
+
+
+@beside
+def tiny_elements_beside_huge_ones(factor, dtype):
+    size = jnp.asarray([1e6, 1e-6, 1e6, 1e-6, 1], dtype)
+    share = jnp.asarray([1, factor, 1, factor, 1], dtype)
+    return sine(size, share), (normal(0, 5, dtype=dtype),)
+
+
+@beside
+def a_tiny_leaf_summed_with_a_huge_one(factor, dtype):
+    def total(x, y):
+        return jnp.sum(sine(1e3, 1.0)(x)) + jnp.sum(sine(1e-6, factor)(y))
+
+    return total, (normal(3, 4, dtype=dtype), normal(4, 4, dtype=dtype))
+
+
+def hessian_of_a_scalar(of_loss):
+    def make(factor):
+        def of(dtype):
+            inner = custom(lambda x: jnp.cos(x), lambda r, g: (-factor * g * jnp.sin(r[0]),))
+            loss = custom(lambda x: jnp.sum(jnp.sin(x)), lambda r, g: (g * inner(r[0]),))
+            x = normal(5, 4, dtype=dtype) if of_loss else jnp.asarray(0.7, dtype)
+            return loss, (x,), {"order": 2}
+
+        return of
+
+    return make
+
+
+family("hessian_of_a_scalar", hessian_of_a_scalar(False), hessian_of_a_scalar_off_by_a_tenth=1.1)
+family("hessian_of_a_loss", hessian_of_a_scalar(True), hessian_of_a_loss_off_by_a_tenth=0.9)
+
+
+def triangle_wave(sign):
+    def make(dtype):
+        phase = lambda x: x * 2**19 - jnp.round(x * 2**19)
+        backward = lambda r, g: (sign * g * jnp.sign(phase(r[0])),)
+        wave = custom(lambda x: jnp.abs(phase(x)) / 2**19, backward)
+        return wave, (jnp.asarray([0.3, 0.7, 1.1], jnp.float32).astype(dtype),)
+
+    return make
+
+
+family(
+    "a_triangle_wave",
+    triangle_wave,
+    1,
+    a_triangle_wave_of_the_wrong_sign=-1,
+    zero_for_a_triangle_wave=0,
+)
+
+
+@into(RIGHT)
+def rounding_to_24_bits(dtype):
+    return lambda x: jnp.round(x * 2**24) / 2**24, (normal(6, 5, dtype=dtype),)
+
+
+@into(RIGHT)
+def straight_through_a_rounding_to_24_bits(dtype):
+    through = lambda x: x + lax.stop_gradient(jnp.round(x * 2**24) / 2**24 - x)
+    return lambda x: jnp.sin(through(x)), (normal(7, 5, dtype=dtype),)
+
+
+def unit_norm(start):
+    """x / |x|, by a rule that projects the cotangent or forgets it."""
+
+    def backward(projected, r, g):
+        size = jnp.sqrt(jnp.sum(r[0] * r[0]))
+        unit = r[0] / size
+        return ((g - projected * unit * jnp.sum(unit * g)) / size,)
+
+    def of(projected):
+        layer = custom(
+            lambda x: x / jnp.sqrt(jnp.sum(x * x)), functools.partial(backward, projected)
+        )
+        return lambda dtype: (layer, (jnp.asarray(start, dtype),))
+
+    return of
+
+
+for _name, _start in {"": [0.3, -1.2, 0.7], "_of_a_unit_vector": [0.6, 0.8, 0]}.items():
+    _wrong = {f"unit_norm{_name}_without_its_projection": 0}
+    family(f"projection_onto_unit_norm{_name}", unit_norm(_start), 1, **_wrong)
+
+
+@into(WRONG)
+def a_jit_that_donates_its_input_off_by_a_hundredth(dtype):
+    scale = jax.jit(lambda x, y: sine(1, 1.01)(x) * y, donate_argnums=0)
+    return scale, (normal(8, 5, dtype=dtype), normal(9, 5, dtype=dtype))
+
+
+@into(RIGHT)
+def cholesky_that_reads_one_triangle(dtype):
+    read = lambda a: lax.linalg.cholesky(a, symmetrize_input=False)
+    return read, (positive_definite(dtype),)
+
+
+@into(RIGHT)
+def eigenvalues_as_near_as_numbers_are(dtype):
+    return jnp.linalg.eigvalsh, (jnp.diag(2.0**53 + jnp.asarray([0, 2, 4], dtype)),)
+
+
+@into(RIGHT)
+def log_add_exp_of_one_number_under_vmap(dtype):
+    added = lambda y, z: jnp.logaddexp(z, jnp.sum(y) + z)
+    total = lambda z: jnp.sum(jax.vmap(added, (0, None))(jnp.ones((3, 2), dtype), z))
+    return total, (jnp.asarray(0.1, dtype),)
+
+
+@into(RIGHT)
+def a_sum_of_samples_of_gamma(dtype):
+    draw = lambda x: jnp.sum(jax.random.gamma(jax.random.key(0), x + 1, (1000,), dtype))
+    return draw, (jnp.zeros((), dtype),)
+
+
+@into(RIGHT)
+def density_by_a_symmetric_covariance(dtype):
+    x, covariance = normal(41, 3, dtype=dtype), positive_definite(dtype)
+    primal = lambda c: jax.scipy.stats.multivariate_normal.logpdf(x, jnp.zeros_like(x), c)
+
+    def backward(r, g):
+        scaled = jnp.linalg.solve(r[0], x)
+        return (g * 0.5 * (jnp.outer(scaled, scaled) - jnp.linalg.inv(r[0])),)
+
+    return custom(primal, backward), (covariance,)
+
+
+@into(RIGHT)
+def eigenvalues_of_one_triangle(dtype):
+    values = lambda a: jnp.linalg.eigh(a, symmetrize_input=False)[0]
+    return values, (positive_definite(dtype),)
+
+
+@into(RIGHT)
+def gelu_with_constants_of_float32(dtype):
+    c, cubic = (jnp.asarray(np.float32(k), dtype) for k in (0.7978846, 0.044715))
+
+    def backward(r, g):
+        (x,) = r
+        t = jnp.tanh(c * (x + cubic * x**3))
+        return (g * 0.5 * (1 + t + x * (1 - t * t) * c * (1 + 3 * cubic * x * x)),)
+
+    return custom(lambda x: jax.nn.gelu(x), backward), (normal(44, 9, dtype=dtype),)
+
+
+@into(RIGHT)
+def constant_whose_square_is_rounded(dtype):
+    c, squared = (jnp.asarray(np.float32(k), dtype) for k in ((2 / np.pi) ** 0.5, 2 / np.pi))
+    primal = lambda x: jnp.exp(-((c * x) ** 2))
+    backward = lambda r, g: (-2 * g * squared * r[0] * primal(r[0]),)
+    return custom(primal, backward), (normal(45, 9, dtype=dtype),)

@@ -4,7 +4,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -46,12 +45,6 @@ def test_a_gradient_that_raises_under_jit_fails_if_the_function_does_not():
         return (g * jnp.cos(r[0]) if float(g[0]) < 1e9 else g,)
 
     assert checks(custom(lambda x: jnp.sin(x), backward)) >= {"jit", "vmap"}
-
-
-def test_the_pull_back_of_zero_must_be_zero():
-    constant = custom(lambda x: jnp.sin(x), lambda r, g: (jnp.cos(r[0]) * g + 1e-4,))
-    report = cg.check_grads(constant, (X,), raise_on_failure=False)
-    assert "the pull-back of a zero cotangent" in str(report)
 
 
 @pytest.mark.exhaustive
@@ -143,10 +136,6 @@ def test_outputs_differentiated_alone_must_agree_with_zero_cotangents():
     assert "outputs" in checks(rule)
 
 
-def test_a_second_point_stays_where_the_function_is_finite():
-    assert cg.check_grads(jnp.arccos, (jnp.asarray([0.999, -0.99]),)).ok
-
-
 def test_what_is_wrong_at_a_third_point_is_not_said_to_be_at_the_second():
     def backward(r, g):
         points.add(float(r[0][0]))
@@ -225,12 +214,18 @@ def test_a_function_without_rules_that_changes_with_its_context_fails(name):
     assert found and check in {None, *found}
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_function_that_draws_which_gradient_to_stop_is_not_passed_over(seed):
-    rng = np.random.default_rng(seed)
-    drawn = lambda x: x * (x if rng.uniform() < 0.5 else lax.stop_gradient(x))  # noqa: E731
-    report = cg.check_grads(drawn, (X,), raise_on_failure=False)
-    assert not report.ok
+def test_a_function_differentiated_twice_must_have_one_gradient():
+    """Here the pull-back of each time is steady, and that of the first time is right."""
+
+    def forward(x):
+        times.append(x)
+        return jnp.sin(x), (x, 1.0 if len(times) == 1 else 2.0)
+
+    times = []
+    rule = jax.custom_vjp(lambda x: jnp.sin(x))
+    rule.defvjp(forward, lambda r, g: (r[1] * g * jnp.cos(r[0]),))
+    report = cg.check_grads(rule, (X,), raise_on_failure=False)
+    assert "the function differentiated twice" in report.failures[0].detail
 
 
 @pytest.mark.exhaustive
@@ -241,15 +236,6 @@ def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_j
 
     report = cg.check_grads(inside_jit, (X,), raise_on_failure=False)
     assert "[jit] out[2]: value 0.8912074 when called, 1.782415 when compiled" in str(report)
-
-
-@pytest.mark.parametrize("slope", [1.0, 1.1])
-def test_a_rule_whose_residuals_are_donated_is_checked(slope):
-    layer = custom(lambda x: jnp.exp(x), lambda r, g: (slope * g * jnp.exp(r[0]),))
-    donating = jax.jit(layer, donate_argnums=0)
-    report = cg.check_grads(donating, (np.linspace(0, 1, 4, dtype="f"),), raise_on_failure=False)
-    assert report.ok == (slope == 1.0), str(report)
-    assert {failure.check for failure in report.failures} <= {"value"}
 
 
 def test_a_product_that_xla_lacks_on_this_device_is_not_run():

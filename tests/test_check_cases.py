@@ -5,15 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from clipgrad._check import check_grads
-from tests import check_cases, check_edges
+from tests.check_cases import RIGHT, UNKNOWN, WRONG
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
 
 DTYPES = ["float32", "float64"]
-WRONG, RIGHT, UNKNOWN = (
-    getattr(check_cases, name) | getattr(check_edges, name)
-    for name in ("WRONG", "RIGHT", "UNKNOWN")
-)
 
 
 def run(make, dtype):
@@ -44,3 +40,11 @@ def test_a_right_gradient_passes(name, dtype):
 def test_what_cannot_be_known_is_not_called_wrong(name):
     (failure,) = run(UNKNOWN[name], "float32").failures
     assert "nothing was verified" in failure.detail
+
+
+def test_what_is_right_for_symmetric_matrices_alone_passes_with_a_note():
+    function, args = RIGHT["eigenvalues_of_one_triangle"](jnp.float32)
+    notes = check_grads(function, args).notes
+    assert any(
+        "right for symmetric matrices, such as this one, but not for others" in n for n in notes
+    )

@@ -192,11 +192,6 @@ def test_a_subject_is_a_function_of_the_chosen_leaves_alone():
     assert subject.ranges == [(0, 2)] and subject.element(1) == "args[0]['w'][1]"
 
 
-def test_python_and_numpy_numbers_are_inputs_too():
-    subject = make_subject(lambda a, b: a * b, (2.0, np.asarray([1.0, 2.0], np.float32)))
-    assert [x.shape for x in subject.inputs] == [(), (2,)]
-
-
 def test_a_function_that_cannot_be_traced_has_no_program_and_no_gradient():
     function = lambda x: x * 2 if float(x[0]) > 0 else x  # noqa: E731
     assert make_subject(function, (X,)).program is None

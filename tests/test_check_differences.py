@@ -56,13 +56,6 @@ def test_a_range_moves_along_its_direction():
     np.testing.assert_allclose(slopes.norm[1], np.sqrt(GRADIENT**2 @ direction**2))
 
 
-def test_one_sided_slopes_differ_by_the_curvature():
-    slopes = made().measure(X, SINGLE, GRADIENT, moves((0, 1, 0.5)))
-    bend = 2 * 0.5 * X[1] * COVECTORS[:, 0]
-    np.testing.assert_allclose((slopes.ahead - slopes.behind)[0], bend, rtol=1e-12)
-    np.testing.assert_allclose(slopes.width[0], np.abs(bend) / 2, rtol=1e-12)
-
-
 def test_more_rows_than_a_batch_give_the_same_slopes(monkeypatch):
     differences, told = made(), []
     bar = lambda total: contextlib.nullcontext(told.append)  # noqa: E731

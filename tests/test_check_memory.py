@@ -12,9 +12,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._check.beside import MANY, Beside, kept_beside
-from clipgrad._check.points import SINGLE, element_scales, make_point
 from clipgrad._check.rounding import OWN, gradient_movement
-from clipgrad._check.subject import make_subject
 from tests.check_zoo import custom
 from tests.test_check_programs import plain_ad
 
@@ -132,21 +130,6 @@ def test_few_gradients_and_those_of_float64_are_kept_as_they_are(near):
             assert isinstance(kept, np.ndarray)
             np.testing.assert_array_equal(kept, row)
         assert kept_beside(gradient, lambda k: None) is None
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.float16])
-def test_scales_of_many_elements_are_those_of_few(dtype):
-    """They are made piece by piece, and what is kept of each is its exponent."""
-    small = np.random.default_rng(3).normal(size=500) * 2.0 ** np.arange(-10, 10).repeat(25)
-    x = jnp.asarray(small.astype(dtype))
-    many = jnp.tile(x, 300)
-    np.testing.assert_array_equal(element_scales([many]), np.tile(element_scales([x]), 300))
-    subject = make_subject(lambda x: jnp.abs(x), (many,))
-    size = many.size * (2 if dtype == np.complex64 else 1)
-    point = make_point(subject, subject.inputs, (np.ones((1, size)), None, None), 0)
-    np.testing.assert_array_equal(point.direction(SINGLE), element_scales([many]))
-    np.testing.assert_array_equal(point.scale[[3, 70_000]], element_scales([many])[[3, 70_000]])
-    assert point.scale[5:9].dtype == np.float32
 
 
 @pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (1 + 1e-5, False)])

@@ -106,9 +106,3 @@ def test_a_tie_that_float64_breaks_otherwise_is_not_verified(rows, dtype):
     assert f"out[3, 0]: 3 of {3 * rows} outputs not verified: the function jumps here" in str(
         report
     )
-
-
-def test_a_wrong_rule_beside_a_tie_is_found():
-    wrong = custom(lambda y: y * y, lambda r, g: (r[0] * g,))
-    report = run(lambda x, values: wrong(routed(x, values)), *at_a_tie(8, "float32"))
-    assert any("0.5 throughout" in failure.detail for failure in report.failures), str(report)

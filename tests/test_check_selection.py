@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,12 +56,6 @@ def test_a_position_may_be_an_integer_of_any_kind(position):
     assert select(position, ["0", "1", "2"], "wrt") == {1}
 
 
-def test_a_gradient_is_taken_by_a_position_of_numpy():
-    product = lambda x, y: x * y  # noqa: E731
-    assert cg.check_grads(product, (1.0, 2.0), wrt=np.int64(1), output=np.int64(0)).ok
-    np.testing.assert_allclose(cg.numerical_grad(product, (1.0, 2.0), wrt=np.int64(1)), 1.0)
-
-
 def test_an_expression_that_does_not_compile_is_refused():
     with pytest.raises(ValueError, match=r"wrt: got '\(', expected a path or a regular expression"):
         select("(", NAMED, "wrt")
@@ -93,45 +85,6 @@ def test_parameters_have_names_as_far_as_they_are_positional():
     assert parameter_names(lambda a, b: a, 1) == ["a"]
     assert parameter_names(print, 2) == []
     assert parameter_names(3, 1) == []
-
-
-class Linen(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        x = flax.linen.BatchNorm(use_running_average=True, name="norm")(x)
-        return {"y": flax.linen.Dense(3, name="out_kernel")(x), "loss": {"aux": x.sum()}}
-
-
-@pytest.fixture
-def linen():
-    model, x = Linen(), jnp.ones((2, 3))
-    return model.apply, (model.init(jax.random.key(0), x), x)
-
-
-def verified(function, args, **options):
-    return cg.check_grads(function, args, points=1, mode="fast", **options).verified
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("no_grad", "elements"),
-    [
-        ("batch_stats", 6 + 12 + 6),
-        ("variables/batch_stats", 6 + 12 + 6),
-        (["batch_stats", "x"], 6 + 12),
-        ("batch_stats|x$", 6 + 12),
-        ("norm", 12 + 6),
-        ("kernel", 6 + 6 + 3 + 6),
-        ("_kernel/", 6 + 6 + 6),
-    ],
-)
-def test_no_grad_selects_leaves_of_variables_by_segments_or_by_search(linen, no_grad, elements):
-    apply, (variables, x) = linen
-
-    def call(variables, x):
-        return apply(variables, x)
-
-    assert verified(call, (variables, x), no_grad=no_grad) == elements
 
 
 @pytest.mark.kinds("ok", "output")

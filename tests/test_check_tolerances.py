@@ -247,13 +247,6 @@ def test_the_rule_in_float64_has_the_tolerance_of_float64_and_the_rule_of_paddle
     assert wide.paddle == 0.1
 
 
-def test_each_leaf_has_its_own_typical_size():
-    sizes = TOLERANCE.sizes(np.asarray([[3.0, 4.0, 0.0, 100.0, 100.0]]), np.ones(5))
-    np.testing.assert_allclose(sizes.typical[0], [np.sqrt(25 / 3), 100])
-    assert sizes.overall == [100.0]
-    assert list(TOLERANCE.leaves_of(np.arange(5))) == [0, 0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(("exact", "small", "gone"), [(True, 1e-6, 1e-13), (False, 1e-3, 1e-5)])
 def test_only_a_vanishing_leaf_gets_the_rounding_of_the_others(exact, small, gone):
     """What vanishes is a matter of the precision of the gradient."""

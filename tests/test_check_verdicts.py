@@ -118,10 +118,6 @@ def test_what_is_zero_but_for_noise_is_right():
     assert verdict(lambda x: 0 * x, 0.0, noise=1e-3, typical=0.0).kind == UNSURE
 
 
-def test_a_gradient_far_beyond_the_noise_is_wrong_in_spite_of_it():
-    assert verdict(lambda x: 0 * x, 1e3, noise=1e-9).kind == WRONG
-
-
 def test_a_floor_and_a_relative_tolerance_are_added():
     assert verdict(np.sin, 1.001, relative=0.01).kind == OK
     assert verdict(np.sin, 1.001, floor=0.01).kind == OK
@@ -134,19 +130,9 @@ def test_a_kink_is_reported_with_both_slopes():
     assert found.analytic[0] == 2
 
 
-def test_a_kink_too_small_to_matter_is_none():
-    bent = lambda x: x + 1e-5 * np.abs(x)  # noqa: E731
-    assert verdict(bent, 1.0, relative=1e-4).kind == OK
-
-
 @pytest.mark.parametrize(("analytic", "kind"), [(1.004, OK), (1.006, WRONG)])
 def test_paddles_rule_is_relative_to_the_numeric_slope(analytic, kind):
     assert verdict(np.sin, analytic, paddle=0.005).kind == kind
-
-
-@pytest.mark.parametrize(("analytic", "kind"), [(5e-3, OK), (7e-3, WRONG)])
-def test_paddles_rule_is_absolute_below_a_thousandth(analytic, kind):
-    assert verdict(lambda x: 9e-4 * x, analytic, paddle=0.005).kind == kind
 
 
 def test_extrapolation_removes_the_quadratic_error():

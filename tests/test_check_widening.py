@@ -79,7 +79,7 @@ def test_stopped_values_are_held_at_the_first_row():
     widened = Widened(jax.make_jaxpr(lambda xs: [function(xs[0])])([X]))
     assert widened.stops
     rows = jnp.stack([X, 2 * X])
-    held = jax.vmap(lambda xs: widened.held((), xs), axis_name=AXIS)([rows])[0]
+    held = jax.vmap(lambda xs: widened.measured(True, False)((), xs), axis_name=AXIS)([rows])[0]
     np.testing.assert_allclose(held[1], 2 * X * X, rtol=1e-6)
 
 

@@ -13,9 +13,8 @@ from clipgrad._check.check import Check
 from clipgrad._check.differences import are_on_cpu
 from clipgrad._check.further import EQUALITY
 from clipgrad._check.gradients import differentiated, has_rules
-from clipgrad._check.points import masked_rows, random_direction
+from clipgrad._check.points import Scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
-from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import LOOSER, distance, length_along, pieces, sum_along
 from clipgrad._errors import first_line
@@ -122,7 +121,7 @@ def linearity(check: Check) -> list[Failure]:
     sums += claim(check.vjp(first + ones), parts, text)
     if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
         if _refuses(check, -large):
-            limit = _above(check, large, _is_nan)
+            limit = _above(check, large, _refuses)
             check.log.notes.append(
                 f"linearity: the VJP is NaN above cotangents of {limit}{REFUSES}"
             )
@@ -138,14 +137,10 @@ def _refuses(check: Check, factor: float) -> bool:
 
     So it is no overflow: the rule is written so, as the matrix exponential is for large matrices.
     """
-    first = check.covectors[:1] * factor
-    if check.rule is None or np.isfinite(check.rule(check.subject.inputs, first)).any():
-        return False
-    return _is_nan(check, factor)
-
-
-def _is_nan(check: Check, factor: float) -> bool:
-    return bool(np.isnan(check.vjp(check.covectors[0] * factor)).all())
+    rule, scaled = check.rule, check.covectors[:1] * factor
+    return bool(np.isnan(check.vjp.rows(scaled)).all()) and (
+        rule is not None and bool(np.isnan(rule(check.subject.inputs, scaled)).all())
+    )
 
 
 def _has_half_precision(check: Check) -> bool:

@@ -15,7 +15,15 @@ import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
 from clipgrad._check.beside import Beside, kept_beside
 from clipgrad._check.differences import Differences, are_on_cpu
-from clipgrad._check.evaluation import Chaotic, choose, settled_values, why_not
+from clipgrad._check.evaluation import (
+    Chaotic,
+    choose,
+    jumped,
+    masked,
+    settled_values,
+    unseen_notes,
+    why_not,
+)
 from clipgrad._check.further import EQUALITY, NOTHING, disordered, nearby, sorted_axes
 from clipgrad._check.gradients import (
     VJP,
@@ -24,22 +32,20 @@ from clipgrad._check.gradients import (
     differentiated,
     drawn,
     has_rules,
-    traced_vjp,
 )
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
-from clipgrad._check.outputs import jumped, masked, unseen_notes
 from clipgrad._check.points import (
     COTANGENTS,
     NEARBY,
     Point,
+    Scales,
     cotangents,
     make_point,
     moved_apart,
 )
 from clipgrad._check.report import Failure
 from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, gradient_movement
-from clipgrad._check.scales import Scales
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
@@ -206,10 +212,6 @@ class Check:
         self._elsewhere[key] = found and found[0]
         return found
 
-    def drop_second(self) -> None:
-        """Keep the gradient for the first cotangent alone; `vjp` gives the other one again."""
-        self.gradient = self.gradient[:1].copy()
-
     def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
         """A point and the gradients computed there, or the given one.
 
@@ -226,11 +228,11 @@ class Check:
             reference = self._reference(xs, gradient, exact)
         around = functools.cache(lambda: self._around(xs, rows))
         gradients = gradient, exact, reference
-        point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
+        point = make_point(self.subject, xs, gradients, options.seed, options.delta)
         _trees.give_back(gradient.shape[1])
         both = {self.rule, self.plain}
         rounded = functools.cache(lambda *parts: self._moved(both, xs, gradient, Parts(*parts)))
-        return dataclasses.replace(point, rounded=rounded)
+        return dataclasses.replace(point, around=around, rounded=rounded)
 
     def _around(self, xs, rows: int) -> NearbySizes | None:
         if self.plain is None:
@@ -238,22 +240,16 @@ class Check:
         apart = moved_apart(self.subject, xs, self.options.seed, NEARBY, np.float32)
         ranges, scale = self.subject.ranges, Scales(xs)
         found = np.zeros((2, len(ranges)))
-        bits = [np.zeros(-(-(stop - start) // 8), np.uint8) for start, stop in ranges]
         for row in range(rows):
             leaves: Any = self._exact(self.plain, apart, row)
             for leaf, (start, stop) in enumerate(ranges if leaves else ()):
                 part = _trees.gradient_rows([[leaves[leaf]]], 1)
                 leaves[leaf] = None  # its memory
-                bits[leaf] |= np.packbits(part[0] != 0)
                 both = [mean_along(part, along) for along in (np.ones(1), scale[start:stop])]
                 np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
             if leaves is None or not np.isfinite(found).all():
                 return None
-        return NearbySizes(found[0], found[1].max(), bits)
-
-    def _as_computed(self, rows: int) -> np.ndarray:
-        is_there = rows <= len(self.gradient)
-        return self.gradient[:rows] if is_there else self.vjp.rows(self.covectors[:rows])
+        return NearbySizes(found[0], found[1].max())
 
     def _kept(self, of: Gradient | None, xs, gradient: np.ndarray, first: int = 0) -> Any:
         """Exact gradients from the first cotangent on; None if they cannot be had."""
@@ -367,9 +363,8 @@ class Check:
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
-        runs_on = self.subject.program is not None and has_loops(self.subject.program)
         hooks = (_longer, None)
-        for gradient in {self.rule, self.plain} if runs_on else ():
+        for gradient in {self.rule, self.plain} if has_loops(self.subject.program) else ():
             both = self._attempt(gradient, lambda of: [of(point.xs, covectors, h) for h in hooks])
             moved += 0.0 if both is None else np.abs(np.subtract(*both))
         exact = point.gradient if point.exact is None else point.exact
@@ -385,7 +380,9 @@ class Check:
         for known, count, found in self._noise:
             if known is xs and count == rows:
                 return found
-        found = self._noise_at(xs, self._as_computed(rows) if near is None else near)
+        if near is None and rows <= len(self.gradient):
+            near = self.gradient[:rows]
+        found = self._noise_at(xs, self.vjp.rows(self.covectors[:rows]) if near is None else near)
         self._noise[:] = [*self._noise[-1:], (xs, rows, found)]
         return found
 
@@ -436,27 +433,21 @@ class Check:
         if not exact and np.array_equal(got, expected):
             return np.zeros(0, int)
         pair, found = (expected, got), []
-        known, other = map(_finite, pair)
+        is_finite = (isinstance(g, Beside) or np.isfinite(g.sum()) for g in pair)
+        either = zip(pair, is_finite, strict=True)
+        known, other = (g if f else np.where(np.isfinite(g), g, 0) for g, f in either)
         sizes = tolerance.sizes(known, np.ones(1), around=around)
         for leaf, area in enumerate(tolerance.ranges):
             allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
             extra = tolerance.relative[leaf] * sizes.around[leaf]
             floor = same * (allowed.floor - extra) + extra
             if noise is not None:  # each is off
-                floor = floor + 2 * _largest_error(noise, area)
+                parts = tolerances.pieces(*area)
+                floor = floor + 2 * max(noise(np.arange(p.start, p.stop)).max() for p in parts)
             allowed = allowed._replace(floor=floor, paddle=None)
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
         return np.concatenate(found)
-
-
-def _largest_error(errors: Errors, area: tuple[int, int]) -> float:
-    return max(errors(np.arange(part.start, part.stop)).max() for part in tolerances.pieces(*area))
-
-
-def _finite(rows: Any) -> Any:
-    is_finite = isinstance(rows, Beside) or np.isfinite(rows.sum())
-    return rows if is_finite else np.where(np.isfinite(rows), rows, 0)
 
 
 def prepare(subject: CheckSubject, log: Log) -> Check | None:
@@ -529,7 +520,8 @@ def exact_gradients(
         plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)
     try:
         if not is_plain or any(found_by_loops(program)):
-            backward = traced_vjp(subject)
+            seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+            backward = jax.make_jaxpr(subject.pull_back)(subject.inputs, seeds)
         rule = plain if is_plain or wide is None else None
         if wide is not None and not is_plain:
             widened = widened_program(backward)
@@ -545,7 +537,8 @@ def exact_gradients(
 def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     again, covectors = subject.fun(subject.inputs), cotangents(subject, log.options.seed)
     log.evaluations += 3
-    if not _same_bits(subject.outputs, again):
+    relative = 0.0 if are_on_cpu(subject.outputs) else 1e-3
+    if not _are_near(subject.outputs, again, relative):
         detail = "two calls of the function give different values (randomness or side effects?)"
         log.failures.append(Failure("determinism", subject.output_names[0], detail))
         return None
@@ -605,10 +598,6 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
         if not log.failures:
             raise
         return None
-
-
-def _same_bits(first, second) -> bool:
-    return _are_near(first, second, 0.0 if are_on_cpu(first) else 1e-3)
 
 
 def _are_near(first, second, relative: float = 1e-3) -> bool:

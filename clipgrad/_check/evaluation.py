@@ -1,6 +1,6 @@
-"""Evaluation of the function for differences: the best way that works on it."""
+"""Evaluation of the function for differences: the best way that works, and what it cannot see."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,9 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, in_float64
 from clipgrad._check.loops import has_loops, stops_by_numbers
-from clipgrad._check.outputs import jumped
-from clipgrad._check.points import NEARBY, moved_apart, random_direction
-from clipgrad._check.scales import Scales
+from clipgrad._check.points import NEARBY, SINGLE, Scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import SAME_VALUES, SOLVED, narrowest
+from clipgrad._check.tolerances import NOISE, NOISY, RELATIVE, SAME_VALUES, SOLVED, narrowest
 from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
@@ -25,6 +23,11 @@ from clipgrad._errors import first_line
 WIDE_QUICK, WIDE_LADDER = (16, 18), tuple(range(4, 33, 4))
 SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
+# The least share of the outputs that are the same in two precisions, if it is one function.
+SAME_SHARE = 0.75
+# An output that nothing moves, and that is so many times as large as what moves, is a mask.
+MASK = 2.0**10
+BY_CHANCE = 0.01  # of the outputs, which may be as small as they are by chance
 
 
 # Needed by the case a_chaotic_map.
@@ -71,8 +74,7 @@ def choose(
 
 def settled_values(subject: CheckSubject, differences: Differences, xs) -> np.ndarray | None:
     """The outputs if loops of a fixed length ran for as long again; None if there are none."""
-    is_wide = differences.evaluation.label == "float64"
-    if not is_wide or subject.program is None or not has_loops(subject.program):
+    if differences.evaluation.label != "float64" or not has_loops(subject.program):
         return None
     longer = Differences(_in_float64(subject, True, longer=True)[0], differences.covectors)
     longer.set_base(xs, _trees.zeros_in_place(int(_trees.offsets(subject.inputs)[-1]), np.float32))
@@ -84,9 +86,8 @@ def _in_float64(
 ) -> tuple[Evaluation, Widened]:
     widened = widened_program(subject.program)
     held = hold and widened.stops
-    calls = widened.call, widened.held, widened.longer, widened.held_longer
     evaluation = _wide_evaluation(
-        calls[2 * longer + held],
+        widened.measured(held, longer),
         subject,
         "float64",
         constants=_jaxpr.opened(subject.program)[1],
@@ -151,11 +152,9 @@ def _same_values(subject: CheckSubject, values: np.ndarray, part: float, inner: 
     A value that is itself a rounding error, as the determinant of a singular matrix, is compared
     with how far larger moves of the inputs move it.
     """
-    own, near = (
-        _trees.to_numpy(subject.outputs),
-        ~jumped(subject, values, [*subject.dtypes, *inner]),
-    )
-    off, size = np.sqrt(np.mean((own - values)[near] ** 2)), np.sqrt(np.mean(own[near] ** 2))
+    own = _trees.to_numpy(subject.outputs)
+    near = ~jumped(subject, values, [*subject.dtypes, *inner])
+    off, size = _rms((own - values)[near]), _rms(own[near])
     if not np.isfinite(own).all() or off <= part * size + jnp.finfo(np.float32).tiny:
         return
     if not off <= part * max(size, _change(subject, NEARBY)):
@@ -165,18 +164,68 @@ def _same_values(subject: CheckSubject, values: np.ndarray, part: float, inner: 
 def _is_chaotic(subject: CheckSubject) -> bool:
     """Whether one rounding of each input moves the values by a part that matters."""
     eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
-    size = np.sqrt(np.mean(_trees.to_numpy(subject.outputs) ** 2))
+    size = _rms(_trees.to_numpy(subject.outputs))
     return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, NEARBY)))
 
 
 def _change(subject: CheckSubject, part: float) -> float:
     """The change of the values when each input moves by about a part of itself, up or down."""
     moved = moved_apart(subject, subject.inputs, 0, part)
-    change = _trees.to_numpy(subject.fun(moved)) - _trees.to_numpy(subject.outputs)
-    return float(np.sqrt(np.mean(change**2)))
+    return _rms(_trees.to_numpy(subject.fun(moved)) - _trees.to_numpy(subject.outputs))
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def why_not(error: Exception) -> str:
     """Why something is not possible, in one line."""
     is_said = isinstance(error, (_OtherValues, Unsupported))
     return str(error) if is_said else first_line(error)
+
+
+def jumped(subject: CheckSubject, values: np.ndarray, dtypes: Sequence[str]) -> np.ndarray:
+    """The outputs whose `values` in float64 are others by more than rounding in these types.
+
+    So they are where a tie is broken otherwise. Where they are more than a part, none is returned:
+    then the whole is another function, or all of it is rounding.
+    """
+    own = _trees.to_numpy(subject.outputs)
+    narrow = narrowest([*dtypes, *(_trees.real_dtype(y).name for y in subject.outputs)])
+    size = np.fmin(np.abs(own), np.abs(values))
+    typical = np.sqrt(np.mean(np.fmin(size, np.quantile(size, SAME_SHARE)) ** 2))
+    found = np.abs(own - values) > RELATIVE[narrow] * (size + typical)
+    return found & (found.mean() <= 1 - SAME_SHARE)
+
+
+# Needed by test_a_mask_among_the_outputs_has_no_noise.
+def masked(
+    subject: CheckSubject, differences: Differences, pulled: Callable
+) -> tuple[np.ndarray, np.ndarray]:
+    """The outputs that hold a mask such as -1e30 alone, and those that are sums with one.
+
+    The first stay as they are, and depend on nothing, as `pulled`, the gradient for a cotangent,
+    shows; in the others the changes of the function are lost.
+    """
+    size, none = np.abs(differences.base), np.zeros(differences.base.shape, bool)
+    if not (size > 0).any() or size.max() <= MASK * np.quantile(size[size > 0], BY_CHANCE):
+        return none, none
+    along = Scales(subject.inputs).times(random_direction(subject, 0, SINGLE)) * NEARBY
+    change = np.abs(differences.change(subject.inputs, along)).max(axis=0)
+    still = (change == 0) & (size > MASK * size.max(initial=0.0, where=change > 0))
+    lost = NOISE * differences.evaluation.eps * size > NOISY * change.max()
+    if still.any() and not pulled(differences.covectors[:1] * still).any():
+        return still, lost & ~still
+    return none, lost
+
+
+def unseen_notes(subject: CheckSubject, values, lost: np.ndarray, jumps: np.ndarray) -> list[str]:
+    """The notes on outputs that are left out, one for each reason."""
+    own, notes = _trees.to_numpy(subject.outputs), []
+    for where, why in ((jumps, "the function jumps here"), (lost, "lost beside so large a number")):
+        if where.any():
+            k = int(np.argmax(where))
+            numbers = f"{own[k]:.7g}" + (f", in float64 {values[k]:.7g}" if where is jumps else "")
+            name = f"{subject.output_element(k)}: {int(where.sum())} of {where.size} outputs"
+            notes.append(f"{name} not verified: {why} ({numbers})")
+    return notes

@@ -37,22 +37,21 @@ def nearby(
     for k, (name, leaf) in enumerate(zip(subject.names, subject.inputs, strict=True)):
         rng, values = generator(seed, f"nearby {name}"), _trees.widened_leaf(leaf)
         if np.all(values == values.ravel()[0]) and k not in symmetric:
-            values = _told_apart(values, rng, reach)
+            # Told apart: needed by matrices_of_ones of check_lazy.
+            part = reach * rng.uniform(LEAST, MOST, values.shape)
+            values = (1 - part) * values if values.any() else part
         elif keeps == EQUALITY:
             values = _nearer_to_zero(values, shared, reach)
         else:
             nearer = _nearer_to_zero(values, rng.uniform(0, 2 * np.pi), reach)
             values = _moved_apart(nearer, _parts(rng, values.shape, k in symmetric), reach)
-        is_free = keeps == NOTHING and np.iscomplexobj(values)
-        moved.append(_turned(values, rng, reach) if is_free else values)
+        if keeps == NOTHING and np.iscomplexobj(values):
+            # Turned about zero, each by its own angle: none is real or imaginary. Needed by
+            # a_product_of_complex_numbers_that_are_real of check_lazy.
+            values = values * np.exp(1j * reach * rng.uniform(LEAST, MOST, values.shape))
+        moved.append(values)
     pairs = zip(moved, subject.inputs, strict=True)
     return [jax.device_put(values.astype(leaf.dtype)) for values, leaf in pairs]
-
-
-# Needed by matrices_of_ones of check_lazy.
-def _told_apart(values: np.ndarray, rng, reach: float) -> np.ndarray:
-    part = reach * rng.uniform(LEAST, MOST, values.shape)
-    return (1 - part) * values if values.any() else part
 
 
 def _nearer_to_zero(values: np.ndarray, phase: float, reach: float) -> np.ndarray:
@@ -102,12 +101,6 @@ def _of_equal_size(values: np.ndarray) -> np.ndarray:
         place = np.minimum(np.searchsorted(repeated, own), len(repeated) - 1)
         found.append(np.flatnonzero(repeated[place] == own) + where.start)
     return np.concatenate(found)
-
-
-# Needed by a_product_of_complex_numbers_that_are_real of check_lazy.
-def _turned(values: np.ndarray, rng, reach: float) -> np.ndarray:
-    """Complex numbers turned about zero, each by its own angle: none is real or imaginary."""
-    return values * np.exp(1j * reach * rng.uniform(LEAST, MOST, values.shape))
 
 
 def sorted_axes(xs: Sequence[jax.Array]) -> list[tuple[int, int]]:

@@ -135,9 +135,3 @@ class Gradient:
             except Exception as error:
                 self._error = None if hook else error.with_traceback(None)
                 raise
-
-
-def traced_vjp(subject: CheckSubject) -> Any:
-    """The VJP of a function, its rules as written, as a program of inputs and cotangents."""
-    cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
-    return jax.make_jaxpr(subject.pull_back)(subject.inputs, cotangents)

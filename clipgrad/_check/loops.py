@@ -1,13 +1,12 @@
 """Loops that come nearer and nearer to a result: which results they find, and how near."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from clipgrad._check.hold import HeldStops
 from clipgrad._jaxpr import (
     ENTRANCES,
     Widen,
@@ -43,10 +42,8 @@ def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
 
 
 def _stops_by_its_numbers(equation: Any) -> bool:
-    if equation.primitive.name != "while":
-        return False
-    compared = equations(equation.params["cond_jaxpr"])
-    return any(holds_floats(atom) for inner in compared for atom in inner.invars)
+    held = equation.params["cond_jaxpr"] if equation.primitive.name == "while" else None
+    return held is not None and any(holds_floats(v) for e in equations(held) for v in e.invars)
 
 
 class Longer(Widen):
@@ -56,7 +53,9 @@ class Longer(Widen):
     nothing but what it carries, for as many again. Loops inside of such a loop stay as they are.
     """
 
-    more = 1
+    def __init__(self, dtype: Any, stop: Callable = lax.stop_gradient, more: int = 1):
+        super().__init__(dtype, stop)
+        self.more = more
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a loop that ran on; of anything else as they are."""
@@ -69,15 +68,11 @@ class Longer(Widen):
             carry = ENTRANCES[name](equation, inputs, inner)
             again = lambda _, c: tuple(evaluate(params["body_jaxpr"], [*constants, *c], inner))  # noqa: E731
             return list(lax.fori_loop(0, self.more, again, tuple(carry)))
-        if name == "scan" and self.more and is_carried_alone(equation):
+        if self.more and _is_carried_alone(equation):
             constants = inputs[: scan_counts(equation)[0]]
             carry = ENTRANCES[name](equation, inputs, inner)
             return ENTRANCES[name](equation, [*constants, *carry], inner)
         return super().__call__(equation, inputs)
-
-
-class HeldLonger(Longer, HeldStops):
-    """Holds what `stop_gradient` hides, and has loops run on."""
 
 
 # Needed by the case root_by_bisection.
@@ -86,14 +81,15 @@ def stops_by_numbers(program: Any) -> bool:
     return any(map(_stops_by_its_numbers, equations(program)))
 
 
-def is_carried_alone(equation: JaxprEqn) -> bool:
-    """Whether a scan has nothing but what it carries, as `lax.fori_loop` has."""
+def _is_carried_alone(equation: JaxprEqn) -> bool:
+    """Whether it is a scan with nothing but what it carries, as `lax.fori_loop` is."""
+    if equation.primitive.name != "scan":
+        return False
     constants, carried = scan_counts(equation)
     return len(equation.invars) == constants + carried and len(equation.outvars) == carried
 
 
 def has_loops(program: Any) -> bool:
-    """Whether a program has a loop that `Longer` has run on."""
-    found = list(equations(program))
-    scans = (e for e in found if e.primitive.name == "scan")
-    return any(e.primitive.name == "while" for e in found) or any(map(is_carried_alone, scans))
+    """Whether a program, if there is one, has a loop that `Longer` has run on."""
+    found = [] if program is None else equations(program)
+    return any(e.primitive.name == "while" or _is_carried_alone(e) for e in found)

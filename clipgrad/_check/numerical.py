@@ -94,22 +94,17 @@ def numerical_grad(
 
 
 def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
-    if cotangent is None:
-        return np.concatenate([_weights(np.ones(y.shape), y) for y in subject.outputs])
-    leaves = jax.tree.leaves(cotangent)
+    """JAX pairs a cotangent with dy by the real part of their product, without conjugation."""
+    ones = [np.ones(y.shape) for y in subject.outputs]
+    leaves = ones if cotangent is None else jax.tree.leaves(cotangent)
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes != [y.shape for y in subject.outputs]:
         raise ValueError(
             f"cotangent: got the shapes {shapes}, expected those of the chosen outputs, "
             f"{[y.shape for y in subject.outputs]}"
         )
-    parts = zip(leaves, subject.outputs, strict=True)
-    return np.concatenate([_weights(np.asarray(leaf), y) for leaf, y in parts])
-
-
-def _weights(leaf: np.ndarray, output) -> np.ndarray:
-    """JAX pairs a cotangent with dy by the real part of their product, without conjugation."""
-    return _trees.to_numpy([np.conj(leaf).astype(_trees.wide_dtype(output.dtype))])
+    pairs = zip(map(np.asarray, leaves), subject.outputs, strict=True)
+    return _trees.to_numpy([np.conj(u).astype(_trees.wide_dtype(y.dtype)) for u, y in pairs])
 
 
 def _tree(fun, args: tuple, wrt, subject: CheckSubject, gradient: np.ndarray) -> Any:

@@ -1,7 +1,6 @@
 """The report of a check, for people and for programs."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,11 +97,6 @@ class GradCheckReport:
             for reason in reasons
         ]
         return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
-
-
-def causes_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """The failures, those first that explain others: what is random is wrong in many ways."""
-    return tuple(sorted(failures, key=lambda failure: failure.check != "determinism"))
 
 
 def verified_share(report: Any) -> float:

@@ -145,13 +145,8 @@ def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
     Inside of `jax.jit` nothing is donated.
     """
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-    def with_copies(positions, values):
-        values = dict(zip(positions, values, strict=True))
-        copies = [values.get(k, leaves[k]).copy() for k in places]
-        return call(places, copies), copies
-
-    result, copies = with_copies([], [])
+    copies = [leaves[k].copy() for k in places]
+    result = call(places, copies)
     if not any(leaf.is_deleted() for leaf in copies):
         return call, result
     traced_call = jax.jit(call, static_argnums=0)

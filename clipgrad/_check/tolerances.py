@@ -190,7 +190,7 @@ class Tolerance:
     def relative(self) -> np.ndarray:
         """The allowed error of an element, relative to the larger number."""
         known = np.where(self.own > 0, self.own, self.times * self._by_type(RELATIVE))
-        return np.fmax(known, self._solved)
+        return np.fmax(known, self._own)
 
     @functools.cached_property
     def along(self) -> np.ndarray:
@@ -198,12 +198,8 @@ class Tolerance:
         return np.fmax(self._own, self.times * self._by_type(ALONG))
 
     @property
-    def _solved(self) -> np.ndarray:
-        return np.where(self.loops & (self.own == 0), SOLVED, 0.0)
-
-    @property
     def _own(self) -> np.ndarray:
-        return np.fmax(self.own, self._solved)
+        return np.where(self.own > 0, self.own, SOLVED * np.asarray(self.loops))
 
     @functools.cached_property
     def eps(self) -> np.ndarray:
@@ -246,7 +242,7 @@ class Tolerance:
         """Gives the errors of elements that rounding explains, where it moves each so far.
 
         It may move one element little by chance, so that the median of the leaf is added (without:
-        soft_targets_by_their_largest of check_history_layers).
+        soft_targets_by_their_largest of check_history).
         """
         middle = np.asarray([np.median(moved[a:b]) if b > a else 0.0 for a, b in self.ranges])
         times = TIMES_MOVED * max(1.0, moved.size / FEW_ELEMENTS) ** TAIL
@@ -309,19 +305,11 @@ class Tolerance:
 class NearbySizes(NamedTuple):
     """The sizes of the gradient around a point, the most of several cotangents.
 
-    The root mean square over each leaf, the largest effect of any leaf on the output, and of each
-    leaf a bit for each element that has a gradient there.
+    The root mean square over each leaf, and the largest effect of any leaf on the output.
     """
 
     typical: np.ndarray
     largest: float
-    bits: list[np.ndarray]
-
-    def is_there(self, leaves: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Whether elements have a gradient there, by their leaves and their places in them."""
-        pairs = zip(leaves, places, strict=True)
-        found = [self.bits[leaf][place // 8] >> (7 - place % 8) & 1 for leaf, place in pairs]
-        return np.array(found, bool)
 
 
 class Sizes(NamedTuple):

@@ -67,14 +67,18 @@ def _check_further_point(check: Check, k: int) -> bool:
             continue
         xs, vjp = elsewhere
         point = check.point(xs, vjp.rows(check.covectors[:1]))
-        found, failures, notes = _told_at(check, point, where)
+        mode = check.options.mode
+        mode = "auto" if mode == "auto" and point.reference is not None else "fast"
+        found = found_at(check, point, mode)
+        failures, notes = failures_and_notes(check.subject, point, found, where)
         wrong = wrong_leaves(found)
         moved = symmetric if keeps == NOTHING else set()
         doubt = _doubt(check, point, wrong, moved) if wrong and keeps != EQUALITY else ""
         if doubt and (point.reference is not None or keeps == NOTHING):
             why = why or doubt
             continue
-        log.fail(failures)
+        right = "right at the point that you passed; "
+        log.fail([f._replace(detail=right + f.detail) for f in failures])
         log.count_elsewhere(point, found)
         log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
         if keeps != NOTHING:
@@ -83,17 +87,6 @@ def _check_further_point(check: Check, k: int) -> bool:
             )
         return True
     return False
-
-
-def _told_at(check: Check, point: Point, where: str) -> tuple[list[Finding], list, list[str]]:
-    mode = check.options.mode
-    if mode != "auto" or point.reference is None:
-        mode = "fast"
-    found = found_at(check, point, mode)
-    failures, notes = failures_and_notes(check.subject, point, found, where)
-    right = "right at the point that you passed; "
-    failures = [f._replace(detail=right + f.detail) for f in failures]
-    return found, failures, notes
 
 
 # Needed by the case cholesky_that_reads_one_triangle.
@@ -160,28 +153,23 @@ def _finding_failure(
     wrong = np.flatnonzero(finding.verdict.kind == WRONG)
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
     off, seen = np.abs(verdict.numeric - verdict.analytic), finding.seen[wrong]
-    worst = int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
-    k, numbers = worst, f"numeric {verdict.numeric[worst]:.7g} +- {verdict.error[worst]:.0e}"
+    k = int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
+    numbers = f"numeric {verdict.numeric[k]:.7g} +- {verdict.error[k]:.0e}"
     if verdict.kink[k]:
         numbers = f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}"
     hint = _finding_hint(subject, point, finding, verdict)
     return Failure(
         check=check,
-        where=subject.element(int(indices[worst])),
+        where=subject.element(int(indices[k])),
         detail=(
             f"{where}{'' if finding.exact else 'at least '}{len(wrong)} of {stop - start} elements "
             f"wrong; worst: {numbers}, analytic {verdict.analytic[k]:.7g}{hint}"
         ),
-        numeric=float(verdict.numeric[worst]),
-        error=float(verdict.error[worst]),
-        analytic=float(verdict.analytic[worst]),
+        numeric=float(verdict.numeric[k]),
+        error=float(verdict.error[k]),
+        analytic=float(verdict.analytic[k]),
         indices=indices - start,
-        ratio=np.divide(
-            verdict.analytic,
-            verdict.numeric,
-            out=np.full(len(wrong), np.nan),
-            where=verdict.numeric != 0,
-        ),
+        ratio=verdict.analytic / np.where(verdict.numeric == 0, np.nan, verdict.numeric),
     )
 
 

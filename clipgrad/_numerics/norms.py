@@ -272,7 +272,8 @@ def _nothing(total: jax.Array) -> float:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
-    sizes = [jnp.abs(g) for g in _wide_leaves(groups, leaves)]
+    wide = map(with_real_dtype, leaves, groups.dtypes(leaves))
+    sizes = [jnp.abs(g) for g in wide]
     largest = groups.maxima(sizes, leaves)
     scales = [scale_of_largest(m) for m in largest]
     tops = [m * s for m, s in zip(largest, scales, strict=True)]
@@ -328,9 +329,3 @@ def _weights_of_norms(
         tie / jnp.maximum(n, 1) / size for tie, n, size in zip(ties, counts, sizes, strict=True)
     ]
     return [times(u, share) for u, share in zip(units, shares, strict=True)]
-
-
-def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
-    """The leaves in the dtype of their sums."""
-    pairs = zip(leaves, groups.dtypes(leaves), strict=True)
-    return [with_real_dtype(leaf, dtype) for leaf, dtype in pairs]

@@ -106,14 +106,10 @@ def _sums_of_kind(groups: Groups, plain: jax.Array, leaves: Arrays) -> jax.Array
     kept = [1 if i + 1 in (axes or ()) else n for i, n in enumerate(leaves[0].shape)]
     found, rows = [], plain.reshape(number, *kept)
     for start in range(0, number, many):
-        elements = _side_by_side(leaves[start : start + many])
+        rows_of = [jax.lax.expand_dims(x, (0,)) for x in leaves[start : start + many]]
+        elements = jax.lax.concatenate(rows_of, 0)
         found.append(_second_sums(groups, rows[start : start + many], [elements]))
     return in_one(found).reshape(plain.shape)
-
-
-def _side_by_side(arrays: Arrays) -> jax.Array:
-    """Arrays of one shape along a new first axis."""
-    return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
 
 
 def _second_sums(groups: Groups, plain: jax.Array, parts: Arrays) -> jax.Array:

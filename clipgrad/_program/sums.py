@@ -138,7 +138,8 @@ class _Level:
         if not body.is_carried(position) or not body.adds_up(position):
             return 1
         start = equation.invars[body._counts[0] + position]
-        before = self.terms(start) if self._is_summed(start) else 0
+        maker = None if isinstance(start, Literal) else self.makers.get(start)
+        before = self.terms(start) if maker is not None and _is_sum(maker) else 0
         return before + equation.params["length"] * body.terms(body.jaxpr.outvars[position])
 
     def makers_of_terms(self, v: Any) -> list[JaxprEqn | None]:
@@ -149,10 +150,6 @@ class _Level:
         if not _is_sum(equation):
             return [equation]
         return [e for atom in equation.invars for e in self.makers_of_terms(atom)]
-
-    def _is_summed(self, v: Any) -> bool:
-        maker = None if isinstance(v, Literal) else self.makers.get(v)
-        return maker is not None and _is_sum(maker)
 
     def _states(self) -> list[Var]:
         if self.parent is None or self.parent.equation.primitive.name != "scan":
