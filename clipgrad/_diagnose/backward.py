@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._diagnose.origins import Device, Origins, Source, operands_of_vjp, origins
-from clipgrad._diagnose.tracker import OperandOfVjp
+from clipgrad._diagnose.origins import Origins, Source, origins
+from clipgrad._diagnose.recorded import OperandOfVjp, operands_of_vjp
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, SummedValue, summed_value
@@ -91,9 +91,9 @@ def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> 
     place = gradient.marks.place(source.place)
     if place is None:
         return VjpFault(source, source.place, [])
-    device: Device = min(source.devices)
+    where = source.steps, min(source.devices)
     try:
-        operands = operands_of_vjp(gradient.forward, inputs, place, source.steps, device)
+        operands = operands_of_vjp(gradient.forward, inputs, place, *where)
     except (TypeError, ValueError, NotImplementedError, NameError):
         operands = []  # an operation that has no derivative by itself
     return VjpFault(source, place, operands)

@@ -9,9 +9,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cuts import CARRY, ZeroCut
 from clipgrad._diagnose.edges import OPERAND
+from clipgrad._diagnose.flags import SAME_AS_OPERAND
 from clipgrad._diagnose.probe import RESULT
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.tracker import SAME_AS_OPERAND
 from clipgrad._program import active_dependence
 
 

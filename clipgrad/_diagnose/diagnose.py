@@ -34,7 +34,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.layers import layers_of_scans
-from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
+from clipgrad._diagnose.origins import CONSTANT, Origins, operands_at, origins
 from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
@@ -320,7 +320,7 @@ def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSub
     place = fault.source.place
     if place is None or place.operation not in OVERFLOWING:
         return ""
-    values = operands_of(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
+    values = operands_at(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
     return overflow_of(place, values) if np.isfinite(values).all() else ""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._diagnose.origins import CONSTANT, Origins, Source, operands_of, origins
+from clipgrad._diagnose.origins import CONSTANT, Origins, Source, operands_at, origins
 from clipgrad._diagnose.suspects import MASKING
 from clipgrad._names import Place
 
@@ -45,7 +45,7 @@ def hidden_value(
     """The value of an operation, and what becomes of it."""
     assert source.place is not None
     hider = forward.hidden.get((source.place.key, source.steps))
-    return HiddenValue(source, operands_of(program, inputs, source), hider)
+    return HiddenValue(source, operands_at(program, inputs, source), hider)
 
 
 def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> ValueOrigin | None:
@@ -59,7 +59,7 @@ def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> Value
     if source is None or source.place is None or source.time == CONSTANT:
         return source and ValueOrigin(source)
     root = _overflow(program, inputs, source)
-    values = operands_of(program, inputs, root or source)
+    values = operands_at(program, inputs, root or source)
     then = source.place if root else None
     return ValueOrigin(root or source, values, then, source.badness == 2)
 
@@ -68,7 +68,7 @@ def origin_of(program: Any, inputs: Sequence[Any], source: Source) -> ValueOrigi
     """The origin of the NaN or inf in a value of the program."""
     if source.place is None or source.time == CONSTANT:
         return ValueOrigin(source)
-    return ValueOrigin(source, operands_of(program, inputs, source))
+    return ValueOrigin(source, operands_at(program, inputs, source))
 
 
 def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | None:
