@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.blocks import ZERO, Block
+from clipgrad._diagnose.blocks import ZERO, Block, reached
 from clipgrad._diagnose.cuts import BRANCH, CARRY, SUM, ZeroCut
-from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.zero_sources import ABSORBING, zero_source
 from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats
@@ -239,7 +238,7 @@ def _is_rewritten(cut: ZeroCut) -> bool:
             found = found or all(a[0] <= b[1] and b[0] <= a[1] for a, b in ranges)
         return not found
 
-    Reach(goes_on, cut.place.equation.outvars).leave(cut.block)
+    reached(cut.block, cut.place.equation.outvars, goes_on)
     return found
 
 

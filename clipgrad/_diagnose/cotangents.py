@@ -17,7 +17,6 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import on_every_device
 from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.probe import RESULT, Probe, Site, is_sent_whole
-from clipgrad._diagnose.units import all_units
 from clipgrad._jaxpr import dtype_of, on_host
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32, real_or_absolute
@@ -45,15 +44,6 @@ class Summary(NamedTuple):
 
 
 Measured = dict[Site, Summary]
-
-
-def module_sites(block: Block) -> list[CotangentSite]:
-    """The sites of values that leave each unit, and of the carries of each scan."""
-    sites = []
-    for unit in all_units(block):
-        sites += [CotangentSite(site, unit.block.parent, v) for v, site in unit.leaves.items()]
-        sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
-    return sites
 
 
 def parts_of_arguments(block: Block, chosen: Sequence[int]) -> list[list[CotangentSite]]:

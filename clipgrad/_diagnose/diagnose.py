@@ -4,25 +4,29 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
 from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.captured_args import CapturedArgs, noting_objects
 from clipgrad._diagnose.cotangents import (
     Summary,
     measure,
-    module_sites,
     parts_of_arguments,
 )
-from clipgrad._diagnose.decays import has_vanished, reason
-from clipgrad._diagnose.diagnosis import GradientDiagnosis
+from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
 from clipgrad._diagnose.examples import bad_examples
+from clipgrad._diagnose.faults import (
+    BadValue,
+    VjpFault,
+    bad_value,
+    first_fault,
+    is_value_at_fault,
+    origin_of_loss,
+)
 from clipgrad._diagnose.findings import (
     data_finding,
     is_suspect,
@@ -33,18 +37,13 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.layers import layers_of_scans
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_at, origins
-from clipgrad._diagnose.pieces import may_have_cut_pieces
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
-from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.rows import SCAN, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
 from clipgrad._diagnose.suspects import OVERFLOWING
-from clipgrad._diagnose.trends import trend_findings
+from clipgrad._diagnose.trends import has_vanished, reason, trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
-from clipgrad._diagnose.units import CLOSED
-from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
+from clipgrad._diagnose.units import CLOSED, SCAN, module_sites, units_and_rows
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._jaxpr import settings_of_runs
@@ -198,10 +197,8 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> G
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     if not {finding.kind for finding in findings} & {"value", "vjp"}:
-        shares = [_zero_share(grad, [measured[s.site] for s in own])
-                  for grad, own in zip(grads, parts, strict=True)]  # fmt: skip
-        has_pieces = may_have_cut_pieces(block, given, shares)
-        zeros, more = _zeros_of(given, block, grads, loss, data, has_pieces)
+        slices = [[measured[s.site] for s in own] for own in parts]
+        zeros, more = zero_findings(given, block, loss, grads, slices, data)
         findings = _with_zeros(findings, zeros)
         notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
@@ -221,34 +218,6 @@ def _with_zeros(
         for own in findings
     ]  # fmt: skip
     return [*named, *(own for own in zeros if own.cause != "underflow")]
-
-
-def _zeros_of(
-    given: DiagnosisSubject,
-    block: Block,
-    grads: list[Summary],
-    loss: float,
-    data: frozenset[int],
-    has_pieces: bool,
-) -> tuple[list[GradientFinding], list[str]]:
-    """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
-
-    A second program runs only if there is a zero that needs it.
-    """
-    of = dict(zip(given.chosen, grads, strict=True))
-    zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
-    layers = layers_of_scans(given, block) if any(np.any(grad.zeros) for grad in grads) else []
-    sizes = [(own.argument, math.prod(own.lengths)) for own in layers]
-    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in sizes)
-    if not (zero or partly or data or has_pieces):
-        return [], []
-    return zero_findings(given, zero, loss, layers, data, has_pieces)
-
-
-def _zero_share(grad: Summary, slices: Sequence[Summary]) -> float:
-    """The share of a gradient that is zero; 0 if the slices that are read have one each."""
-    has_each = slices and not any(np.all(own.zeros == 1) for own in slices)
-    return 0.0 if has_each else float(np.max(grad.zeros))
 
 
 def _nonfinite(
@@ -299,7 +268,7 @@ def _of_vjp(
             return vjp_finding(fault, given)
         hidden = (forward or origins(given.program, given.inputs)).hidden
         source = fault.source._replace(place=fault.place)
-        own = HiddenValue(source, fault.values, hidden.get(key)) if key in hidden else None
+        own = BadValue(source, fault.values, hidden_by=hidden.get(key)) if key in hidden else None
         return vjp_finding(fault, given, own)
     forward = forward or origins(given.program, given.inputs)
     operands = forward.operands.get(key, [])
@@ -309,10 +278,11 @@ def _of_vjp(
         return vjp_finding(fault, given)
     read = dependence(given.program)[source.place.key] if source.place else []
     arguments = frozenset().union(*read)
+    found = bad_value(given.program, given.inputs, source)
     if source.place and arguments & {*given.chosen}:
-        return vjp_finding(fault, given, hidden_value(given.program, given.inputs, source, forward))
-    origin = origin_of(given.program, given.inputs, source)
-    return data_finding(origin, fault, sorted(arguments), given)
+        hider = forward.hidden.get((source.place.key, source.steps))
+        return vjp_finding(fault, given, found._replace(hidden_by=hider))
+    return data_finding(found, fault, sorted(arguments), given)
 
 
 def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSubject) -> str:

@@ -22,7 +22,7 @@ from clipgrad._jaxpr import (
 )
 from clipgrad._names import Place, placed_equations
 from clipgrad._numerics import at_least_float32, largest, real_or_absolute
-from clipgrad._program import active_variables
+from clipgrad._program import active_dependence, active_variables
 
 NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not computed
 
@@ -37,6 +37,7 @@ class EdgeValues(NamedTuple):
     ranges: dict[tuple[int, ...], Any]  # by the ids of the variable and of the equations around it
     # Of inputs: which elements of an axis, or of some axes together, are not all zero.
     gradients: dict[tuple[int, tuple[int, ...]], np.ndarray]
+    sources: dict[tuple[int, ...], list[frozenset[int]]]  # of operands, see `active_dependence`
 
     def range(self, key: tuple[int, ...], where: Any) -> tuple[float, float]:
         """The smallest and the largest element of a value, at all steps or at some."""
@@ -86,7 +87,8 @@ def edge_values(
         site: np.max(np.abs(found[site]).reshape(*found[site].shape[:axes], -1), axis=-1, initial=0)
         for site, (axes, _) in sites.items()
     }
-    return EdgeValues(sizes, ranges, dict(zip(asked, nonzero, strict=True)))
+    gradients, sources = dict(zip(asked, nonzero, strict=True)), active_dependence(program, chosen)
+    return EdgeValues(sizes, ranges, gradients, sources)
 
 
 def _nonzero(x: Any, axes: Sequence[int]) -> Any:
@@ -139,8 +141,8 @@ class _Ranging(Noting):
 
     def empty(self, shapes: Any) -> Any:
         """The ranges of what is not computed."""
-        ranges = jax.tree.map(lambda x: jnp.broadcast_to(NEVER, x.shape), shapes.values)
-        return super().empty(shapes)._replace(values=self.marked(ranges))
+        zeros = super().empty(shapes)
+        return jax.tree.map(lambda x: x + NEVER if x.dtype == NEVER.dtype else x, zeros)
 
     def _keep(self, variables: Sequence, values: Sequence) -> None:
         pairs = zip(variables, values, strict=True)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from clipgrad._chart import empty_chart
-from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.rows import SCAN
+from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
 from clipgrad._diagnose.trends import finite_norm, over_steps
+from clipgrad._diagnose.units import SCAN
 
 _LABELS = 24  # more module names than this can't be read
 

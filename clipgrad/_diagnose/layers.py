@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.blocks import Block, reached
 from clipgrad._diagnose.cuts import ZeroCut
 from clipgrad._diagnose.probe import OPERAND
-from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._jaxpr import scan_counts
 from clipgrad._names import Place
@@ -18,19 +17,12 @@ from clipgrad._program import active_dependence
 
 
 class Layers(NamedTuple):
-    """The axes of an input along which scans take it, of nested scans the outermost first.
+    """The axes of an input along which scans take it, of nested scans the outermost first."""
 
-    Attributes:
-      argument: the input.
-      axes: its axes.
-      lengths: the numbers of layers.
-      scans: the scans, for each of the places where it is taken so.
-    """
-
-    argument: int
+    argument: int  # the input
     axes: tuple[int, ...]
-    lengths: tuple[int, ...]
-    scans: tuple[tuple[Place, ...], ...]
+    lengths: tuple[int, ...]  # the numbers of layers
+    scans: tuple[tuple[Place, ...], ...]  # for each of the places where it is taken so
 
 
 def layers_of_scans(given: DiagnosisSubject, block: Block) -> list[Layers]:
@@ -130,6 +122,5 @@ def _is_from_carry(cut: ZeroCut, scan: Place) -> bool:
         assert body.outer is not None
         body = body.outer
     states = [v for k, v in enumerate(body.jaxpr.invars) if body.is_carry(k)]
-    walk = Reach(lambda own, i, k: own.cotangent(i, OPERAND, k) is not None, states)
-    walk.follow(body)
-    return walk.has(cut.variable)
+    found = reached(body, states, lambda own, i, k: own.cotangent(i, OPERAND, k) is not None)
+    return (cut.block, cut.variable) in found

@@ -59,7 +59,7 @@ class Noting(Hook):
     def keep(self, variables: Sequence, values: Sequence) -> None:
         """Note values. A branch and a loop have notes of one type, whatever they do."""
         around = self.parent.key if self.parent else ()
-        for v, x in zip(variables, values, strict=True):
+        for v, x in zip(variables, map(jnp.asarray, values), strict=True):
             is_whole = is_sent_whole(x.size, self.parent, but_in=("while", "cond"))
             note = Whole(x) if is_whole else self.reduced(x)
             self.found.values[id(v), *around] = self.marked(note)

@@ -92,7 +92,7 @@ Taints = dict[Device, Taint]  # of one variable
 
 
 class _Frame(NamedTuple):
-    """An evaluation of a program: in an equation, at some steps, on the devices that do the same."""
+    """An evaluation of a program, at some steps, on all devices that do the same."""
 
     parent: Place | None = None
     steps: tuple[int, ...] = ()

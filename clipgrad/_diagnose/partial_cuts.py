@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.blocks import Block, reached
 from clipgrad._diagnose.cuts import ZeroCut
-from clipgrad._diagnose.edges import OPERAND
-from clipgrad._diagnose.reach import Reach
+from clipgrad._diagnose.probe import OPERAND
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._names import Place
 from clipgrad._program import dependence
@@ -56,7 +55,7 @@ def remainder(
         return True
 
     if own:
-        Reach(is_alive, {block.jaxpr.invars[argument]}).follow(block)
+        reached(block, [block.jaxpr.invars[argument]], is_alive)
     reads = any(_reads_data(*used, read[key], data) for key, used in alive.items())
     return Remainder(next(iter(alive.values()))[0], own) if alive and not reads else None
 
@@ -74,7 +73,7 @@ def _meets_data(
         return not met
 
     if not met:
-        Reach(goes_on, cut.place.equation.outvars).leave(cut.block)
+        reached(cut.block, cut.place.equation.outvars, goes_on)
     return met
 
 

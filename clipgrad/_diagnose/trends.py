@@ -1,13 +1,19 @@
-"""Gradients that grow or shrink steadily on their way back."""
+"""Gradients that grow or shrink steadily on their way back, and why some may shrink."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Literal
 
-from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.rows import SCAN
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.cotangents import Summary
+from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
+from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.units import SCAN, Unit
+from clipgrad._jaxpr import holds_floats
+from clipgrad._program import active_variables, has_fixed_factors
 
 # Measured on MLPs, CNNs, LSTMs, GRUs and transformers of flax in float32 and bfloat16, at their
 # initialization and after 15 steps of Adam: a factor of 0.52 (GELU, 12 layers: 4e-4 in all) or
@@ -94,10 +100,8 @@ def trend_findings(
 ) -> Iterator[GradientFinding | str]:
     """A finding for each scan, and one for the depth of the model, if they grow or shrink.
 
-    Args:
-      rows: the rows of the program.
-      reason: why a decay from step to step is no disease; then it is a note.
-      has_vanished: whether layers, or the parameters in them, have lost their gradient.
+    A decay from step to step is a note if there is a ``reason`` for it; one of depth is a finding
+    if layers, or the parameters in them, have lost their gradient: ``has_vanished``.
     """
     explained: list[GradientRow] = []
     for i, row in enumerate(rows):
@@ -191,4 +195,49 @@ def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) ->
     )
     return GradientFinding(
         kind, row.file, row.line, row.operation, row.module, None, message, factor
+    )
+
+
+# What reads another part of an array at each step.
+_INDEXED = frozenset({"dynamic_slice", "gather"})
+_SIGMOIDS = frozenset({"logistic", "exp"})
+
+
+def reason(
+    unit: Unit, row: GradientRow, given: DiagnosisSubject, gradients: Sequence[Summary]
+) -> str | None:
+    """Why the decay in a scan is no disease; None if it may be.
+
+    A part of what is differentiated has to keep a gradient: one that is not smaller by four orders
+    of magnitude than the largest cotangent of what the scan carries.
+    """
+    largest = max((float(g.norm) for g in gradients), default=0.0)
+    if not unit.inside or not largest * FAR_IN_ALL >= finite_norm(row).max():
+        return None
+    body, equation = unit.inside[0].jaxpr, unit.place.equation
+    active = active_variables(given.program, given.chosen)
+    constants, carried = _jaxpr.scan_counts(equation)
+    names = {e.primitive.name for e in _jaxpr.equations(body)}
+    elements = [v for v in body.invars[constants + carried :] if holds_floats(v)]
+    if not elements and not names & _INDEXED:
+        return REPEATED
+    moved = [i for i in range(constants, constants + carried) if holds_floats(body.invars[i])]
+    if has_fixed_factors(body, moved, [i - constants for i in moved], active):
+        return STATED
+    return GATED if names & _SIGMOIDS and _has_gate(body, active) else None
+
+
+def has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -> bool:
+    """Whether the first layer, and the gradient of a parameter, are smaller by four orders."""
+    norms = [float(finite_norm(row)) for row in layers]
+    least = min((float(g.norm) for g in parameters if np.any(g.reached)), default=0.0)
+    return norms[0] * FAR_IN_ALL <= norms[-1] and least * FAR_IN_ALL <= max(norms)
+
+
+def _has_gate(body: Any, active: frozenset) -> bool:
+    """Whether two values that are differentiated are multiplied with each other."""
+    products = (e.invars for e in _jaxpr.equations(body) if e.primitive.name == "mul")
+    return any(
+        a is not b and all(type(v) is not Literal and v in active for v in (a, b))
+        for a, b in products
     )

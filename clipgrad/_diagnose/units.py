@@ -1,10 +1,13 @@
-"""The parts of a program: runs of equations of one module, also in the programs inside of them."""
+"""The parts of a program, and what is measured of each: runs of equations of one module."""
 
 from collections.abc import Iterator
 
+import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.cotangents import CotangentSite, Measured, joined
+from clipgrad._diagnose.diagnosis import GradientRow
 from clipgrad._diagnose.probe import RESULT, STATE, Site, carried_variables
 from clipgrad._jaxpr import JIT, holds_floats
 from clipgrad._names import Place
@@ -109,3 +112,51 @@ def _size_of(block: Block) -> int:
 
 def _is_layer(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _LAYERS
+
+
+SCAN = "scan"
+
+
+def module_sites(block: Block) -> list[CotangentSite]:
+    """The sites of values that leave each unit, and of the carries of each scan."""
+    sites = []
+    for unit in all_units(block):
+        sites += [CotangentSite(site, unit.block.parent, v) for v, site in unit.leaves.items()]
+        sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
+    return sites
+
+
+def units_and_rows(block: Block, measured: Measured) -> Iterator[tuple[Unit, GradientRow]]:
+    """A row for each unit and each scan that cotangents come to, in forward order."""
+    for unit in all_units(block):
+        # What leaves a unit with programs inside has rows there; what a scan carries has not.
+        around = unit.place if unit.inside else unit.block.parent
+        sites = unit.carried if unit.inside else unit.leaves
+        pairs = [(v, joined(measured[site], around)) for v, site in sites.items()]
+        pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
+        if pairs:
+            yield unit, _row(unit, pairs)
+
+
+def _row(unit: Unit, pairs: list) -> GradientRow:
+    place, is_carried = unit.place, bool(unit.inside)
+    scans = [*place.scans, *([place.equation] if is_carried else [])]
+    largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
+    sizes = np.array([v.aval.size for v, _ in pairs], float)
+    summaries = [summary for _, summary in pairs]
+    where = place.location
+    return GradientRow(
+        module=place.module,
+        file=where.file,
+        line=where.line,
+        operation=SCAN if is_carried else place.operation,
+        shape=tuple(largest.shape),
+        dtype=str(largest.dtype),
+        scans=tuple(scan.params["length"] for scan in scans),
+        norm=np.linalg.norm(np.asarray([s.norm for s in summaries], np.float64), axis=0),
+        largest=np.max([s.largest for s in summaries], axis=0),
+        nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
+        zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
+        is_layer=unit.is_layer,
+        reverse=bool(scans) and scans[-1].params["reverse"],
+    )

@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._diagnose.blocks import ZERO, Block
+from clipgrad._diagnose.blocks import LONGER, ZERO, Block
 from clipgrad._jaxpr import holds_floats, scan_counts
 from clipgrad._names import Place
 
 # If one operand of these is zero, so is the result.
 ABSORBING = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
-LONGER = frozenset({"scan", "shard_map"})  # what is measured inside has an axis more
 
 
 class ZeroSource(NamedTuple):

@@ -1,13 +1,72 @@
-"""The operation whose VJP makes a cotangent that is not finite of finite ones."""
+"""The first operation whose value, or whose VJP, is not finite although what goes in is."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._diagnose.origins import Origins, Source, origins
+from clipgrad._diagnose.origins import Origins, Source, operands_at, origins
 from clipgrad._diagnose.recorded import OperandOfVjp, operands_of_vjp
-from clipgrad._diagnose.values import ValueOrigin
+from clipgrad._diagnose.suspects import MASKING
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, SummedValue, summed_value
+
+# NaN such as inf - inf is made of two infinities, of several operations at times.
+_TRIED_VALUES = 4
+
+
+class BadValue(NamedTuple):
+    """A value that is not finite although what goes in is.
+
+    Attributes:
+      source: an argument, an operation, or a constant in an operation.
+      values: what goes in where it goes wrong; None for a constant.
+      becomes: the operation that is not finite because of its inf.
+      hidden_by: of a value that only a VJP depends on the operation that makes it finite.
+    """
+
+    source: Source
+    values: tuple[float, ...] | None = None
+    becomes: Source | None = None
+    hidden_by: Place | None = None
+
+
+def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> BadValue | None:
+    """The origin of the NaN or inf in the first result of a program; None if it is finite.
+
+    NaN or inf that is masked later is not followed, so that masks made of -inf are harmless. NaN
+    that is made of the inf of an operation is the doing of this operation, if there is no NaN
+    where the inf is replaced by an ordinary number.
+    """
+    source = found.results[0].source
+    if source is None or not source.is_operation:
+        return source and BadValue(source)
+    root = _overflow(program, inputs, source)
+    return bad_value(program, inputs, root or source)._replace(becomes=root and source)
+
+
+def bad_value(program: Any, inputs: Sequence[Any], source: Source) -> BadValue:
+    """The value of an operation, or an argument or a constant, that is not finite."""
+    values = operands_at(program, inputs, source) if source.is_operation else None
+    return BadValue(source, values)
+
+
+def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | None:
+    """The operation that makes inf of finite numbers, without which there is no such NaN."""
+    assert source.place is not None
+    package = source.place.location.package or ""
+    is_masking = package.partition(" ")[0] in MASKING
+    cured: list[Place] = []
+    again: Source | None = source
+    for _ in range(_TRIED_VALUES):
+        root = again and again.root
+        if root is None or root.place is None or not root.is_operation:
+            return None
+        if is_masking and root.place.operation in ("log", "log1p"):
+            return None  # NaN of log(0): a row that is masked throughout
+        cured.append(root.place)
+        again = origins(program, inputs, cured).results[0].source
+        if again is None or again.place != source.place:
+            return source.root
+    return None
 
 
 class VjpFault(NamedTuple):
@@ -70,18 +129,14 @@ def first_fault(
         is_excused=is_excused,
     )
     taints = found.results[len(found.results) - len(gradient.chosen) :]
-    sources = [_first_of(taints[i].source) for i in bad]
-    source = min((b for b in sources if b), key=lambda b: b.time, default=None)
+    sources = [source for i in bad if (source := taints[i].source)]
+    while any(source.root and source.root.place for source in sources):
+        # The first operation at fault, where a second makes NaN of its inf.
+        sources = [s.root if s.root and s.root.place else s for s in sources]
+    source = min(sources, key=lambda source: source.time, default=None)
     if source is None or source.place is None or is_excused(source.place, source.steps):
         return None
     return _fault(gradient, inputs, source)
-
-
-def _first_of(source: Source | None) -> Source | None:
-    """The first operation at fault, where a second makes NaN of its inf."""
-    while source and source.root and source.root.place:
-        source = source.root
-    return source
 
 
 def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> VjpFault:
@@ -100,7 +155,7 @@ def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> 
 
 
 def is_value_at_fault(
-    origin: ValueOrigin, forward: Origins
+    origin: BadValue, forward: Origins
 ) -> Callable[[Place, tuple[int, ...]], bool]:
     """Whether an operation is the origin of a loss that is not finite, or reads what is from it.
 
