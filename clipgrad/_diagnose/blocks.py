@@ -21,17 +21,10 @@ def inner_programs(equation: JaxprEqn) -> list:
 
 
 class Block:
-    """A program, or one inside of an equation.
+    """A program, or one inside of an equation: the place ``parent``, in the block ``outer``.
 
-    Attributes:
-      jaxpr: the program.
-      constants: what it closes over.
-      values: the `EdgeValues` of the outermost program, if they are measured.
-      parent: the place of the equation that it is inside of.
-      outer: the block of this equation.
-      order: the numbers of the equations around, each with that of the program inside of it.
-      producers: for each result of an equation its number, the equation, and which result it is.
-      positions: for each input which it is.
+    ``values`` are the `EdgeValues` of the outermost program, if they are measured, and ``order``
+    the numbers of the equations around, each with that of the program inside of it.
     """
 
     def __init__(
@@ -44,6 +37,7 @@ class Block:
     ):
         self.jaxpr, self.constants = opened(program)
         self.values, self.parent, self.outer, self.order = values, parent, outer, order
+        # For each result of an equation its number, the equation, and which result it is.
         self.producers = {
             v: (i, e, k) for i, e in enumerate(self.jaxpr.eqns) for k, v in enumerate(e.outvars)
         }
@@ -80,6 +74,11 @@ class Block:
             if (programs := inner_programs(e))
         }
 
+    def around(self) -> Iterator["Block"]:
+        """This block and those around, innermost first."""
+        yield self
+        yield from self.outer.around() if self.outer else ()
+
     def blocks(self) -> Iterator["Block"]:
         """This block and those inside that were run."""
         yield self
@@ -114,11 +113,11 @@ class Block:
         if self.parent is None or self.outer is None:
             found = self.values.gradients.get((position, (0,)))
             return None if found is None else np.any(found)
-        name = self.parent.equation.primitive.name
         if position < 0 or self.is_carry(position):
             return None
-        found = self.outer.cotangent(self.order[-2], OPERAND, position + (name == "cond"))
-        return found if found is None or name not in LONGER else found[..., None]
+        found = self.outer.cotangent(self.order[-2], OPERAND, position + self.first)
+        is_longer = self.parent.equation.primitive.name in LONGER
+        return found[..., None] if found is not None and is_longer else found
 
     def reads(self, variable: Var) -> bool:
         """Whether an operation of the block, or its result, is of an input."""
@@ -135,11 +134,14 @@ class Block:
 
     def outside(self, variable: Any) -> Any:
         """The value around the block that an input of it is at first; None at the outermost."""
-        if self.parent is None or variable not in self.positions:
+        if self.parent is None or type(variable) is Literal or variable not in self.positions:
             return None
-        equation = self.parent.equation
-        first = 1 if equation.primitive.name == "cond" else 0
-        return equation.invars[self.positions[variable] + first]
+        return self.parent.equation.invars[self.positions[variable] + self.first]
+
+    @property
+    def first(self) -> int:
+        """The operand of the equation around that is the first input."""
+        return 1 if self.parent and self.parent.equation.primitive.name == "cond" else 0
 
     def is_carry(self, position: int) -> bool:
         """Whether an input of the block is what a scan carries."""
@@ -150,10 +152,10 @@ class Block:
 
     def origin(self, atom: Any) -> Any:
         """The value of the outermost program that a value is, but for what scans carry."""
-        if type(atom) is Literal or self.outer is None or atom not in self.positions:
+        around = self.outside(atom)
+        if around is None or self.outer is None or self.is_carry(self.positions[atom]):
             return atom
-        is_carried = self.is_carry(self.positions[atom])
-        return atom if is_carried else self.outer.origin(self.outside(atom))
+        return self.outer.origin(around)
 
     def behind(self, variable: Var, goes_on: "GoesOn") -> Iterator[tuple["Block", Var]]:
         """What is computed from a variable, in this block, those inside and the one around."""

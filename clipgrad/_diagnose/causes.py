@@ -12,25 +12,17 @@ from clipgrad._diagnose.cuts import BRANCH, CARRY, SUM, ZeroCut
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.zero_sources import ABSORBING, zero_source
 from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats
-from clipgrad._names import Place, is_users
+from clipgrad._names import is_users
 
 
 class Cause(NamedTuple):
-    """Why a cotangent ends.
+    """Why a cotangent ends."""
 
-    Attributes:
-      name: such as "cast".
-      text: what is so, with numbers.
-      step: what to write instead; "" if there is nothing.
-      rank: the smaller, the more likely it is what one looks for.
-      is_note: whether it may be meant.
-    """
-
-    name: str
-    text: str
-    step: str = ""
-    rank: float = 0.0
-    is_note: bool = False
+    name: str  # such as "cast"
+    text: str  # what is so, with numbers
+    step: str  # what to write instead; "" if there is nothing
+    rank: float  # the smaller, the more likely it is what one looks for
+    is_note: bool  # whether it may be meant
 
 
 SILENT = "silent"
@@ -165,26 +157,23 @@ def _kind_of(
         return _kind_of_sum(cut, label)
     if name == "stop_gradient":
         return ("stop" if label in _STOPS else "own stop"), {}
-    if name in CUSTOM_RULES and is_users(_file(cut.place)):
-        return "rule", {"label": cut.place.operation}
+    if name in CUSTOM_RULES:
+        program = called_program(cut.place.equation)
+        info = getattr(getattr(program, "jaxpr", None), "debug_info", None)
+        if is_users(getattr(info, "func_filename", None) or "<frozen"):
+            return "rule", {"label": cut.place.operation}
     if label in _FLAT or name in _FLAT:
         return "flat", {"label": label if label in _FLAT else name}
     if name == "while":
         return "comparison", {"label": "in the condition of a loop"}
     if not any(holds_floats(v) for v in cut.place.equation.outvars) or label in _INDICES:
-        return _kind_of_integers(name, label)
+        casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
+        is_index = name not in casts and bool(_INDICES & {label, name})
+        index = {"label": label if label in _INDICES else name} if is_index else {}
+        return casts.get(name, "index" if is_index else "comparison"), index
     if name in ABSORBING or name == "div":
         return _kind_of_product(cut, given, zero)
     return _kind_of_numbers(cut, name, label), {}
-
-
-def _kind_of_integers(name: str, label: str) -> tuple[str, dict[str, object]]:
-    casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
-    if name in casts:
-        return casts[name], {}
-    if label in _INDICES or name in _INDICES:
-        return "index", {"label": label if label in _INDICES else name}
-    return "comparison", {}
 
 
 def _kind_of_sum(cut: ZeroCut, label: str) -> tuple[str, dict[str, object]]:
@@ -286,11 +275,6 @@ def _shape_of_result(cut: ZeroCut) -> tuple[int, ...]:
     return getattr(cut.place.equation.outvars[0].aval, "shape", ())
 
 
-def _file(place: Place) -> str:
-    info = getattr(getattr(called_program(place.equation), "jaxpr", None), "debug_info", None)
-    return getattr(info, "func_filename", None) or "<frozen"
-
-
 def _is_masked(cut: ZeroCut) -> bool:
     """Whether logits are so small that they are a mask."""
     found, atom = [cut.range(cut.variable)], cut.variable
@@ -318,11 +302,7 @@ def _is_attention(cut: ZeroCut) -> bool:
     """Whether the value is a product of two things that are trained, as logits of attention are."""
     block, atom = cut.block, cut.variable
     for _ in range(12):
-        while (
-            type(atom) is not Literal
-            and block.outer
-            and (around := block.outside(atom)) is not None
-        ):
+        while block.outer and (around := block.outside(atom)) is not None:
             block, atom = block.outer, around
         if type(atom) is Literal or atom not in block.producers:
             return False

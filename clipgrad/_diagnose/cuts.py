@@ -19,30 +19,20 @@ EDGE, SUM, BRANCH, CARRY = "edge", "sum", "branch", "carry"
 class ZeroCut(NamedTuple):
     """An operand whose cotangent is zero, of an operation with a result that is alive.
 
-    Attributes:
-      kind: "edge"; "sum" if the cotangents of several uses cancel; "branch" if the operand is read
-        only in branches that are not taken; "carry" if the next step of a scan does not read it.
-      block: the program that the operation is in.
-      place: the operation.
-      operand: which of its operands.
-      where: at which steps of the scans, and on which devices around.
-      largest: of the cotangents of the results; infinite if the result has none.
-      sources: the inputs that the operand is differentiated by.
-      order: the place in the program.
-      is_alive: whether the operand has a cotangent from another use, at all these steps.
-      uses: of a sum, all operations that read the value.
+    Of the kind EDGE; SUM if the cotangents of several uses cancel; BRANCH if the operand is read
+    only in branches that are not taken; CARRY if the next step of a scan does not read it.
     """
 
     kind: str
-    block: Block
+    block: Block  # the program that the operation is in
     place: Place
-    operand: int
-    where: np.ndarray
-    largest: float
-    sources: frozenset[int]
-    order: tuple[int, ...]
-    is_alive: bool = False
-    uses: tuple[JaxprEqn, ...] = ()
+    operand: int  # which of its operands
+    where: np.ndarray  # at which steps of the scans, and on which devices around
+    largest: float  # of the cotangents of the results; infinite if the result has none
+    sources: frozenset[int]  # the inputs that the operand is differentiated by
+    order: tuple[int, ...]  # the place in the program
+    is_alive: bool = False  # whether it has a cotangent from another use, at all these steps
+    uses: tuple[JaxprEqn, ...] = ()  # of a sum, all operations that read the value
 
     @property
     def variable(self) -> Any:
@@ -124,9 +114,7 @@ def _result_size(block: Block, i: int, n: int) -> np.ndarray:
 
 def _is_alive(block: Block, variable: Var) -> bool:
     """Whether the loss, or something that has a cotangent, is computed from a value."""
-    is_alive, outermost = False, block
-    while outermost.outer is not None:
-        outermost = outermost.outer
+    is_alive, outermost = False, [*block.around()][-1]
 
     def goes_on(own: Block, i: int, k: int) -> bool:
         nonlocal is_alive
@@ -190,14 +178,10 @@ def _producer(block: Block, atom: Any) -> tuple[Block, int] | None:
 
 def inside_of_loop(cut: ZeroCut) -> Place:
     """The operation in the condition of a loop that reads the operand and has no derivative."""
-    equation = cut.place.equation
-    program = equation.params["cond_jaxpr"]
-    read = (
-        {opened(program)[0].invars[cut.operand]}
-        if cut.operand < equation.params["cond_nconsts"]
-        else set()
-    )
-    for inner in opened(program)[0].eqns:
+    params = cut.place.equation.params
+    jaxpr = opened(params["cond_jaxpr"])[0]
+    read = {jaxpr.invars[cut.operand]} if cut.operand < params["cond_nconsts"] else set()
+    for inner in jaxpr.eqns:
         if any(type(v) is not Literal and v in read for v in inner.invars):
             if not any(map(holds_floats, inner.outvars)):
                 return Place(inner, cut.place)

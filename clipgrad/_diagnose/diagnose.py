@@ -29,11 +29,10 @@ from clipgrad._diagnose.faults import (
 )
 from clipgrad._diagnose.findings import (
     data_finding,
+    function_finding,
     is_suspect,
     overflow_of,
     raised_finding,
-    unexplained_finding,
-    unexplained_loss,
     value_finding,
     vjp_finding,
 )
@@ -42,7 +41,7 @@ from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, wit
 from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
 from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import has_vanished, reason, trend_findings
-from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
+from clipgrad._diagnose.underflow import may_underflow, underflow_findings
 from clipgrad._diagnose.units import CLOSED, SCAN, module_sites, units_and_rows
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
@@ -191,8 +190,8 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> G
         try:
             others = [run(sites, wide=True), run(sites, is_scaled=True)]
             same = [[r for _, r in units_and_rows(block, measured)] for *_, measured in others]
-            lost = underflow_finding(found, same)
-            findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
+            each = [grads, *(own for _, own, _ in others)]
+            findings += underflow_findings(found, same, given, each)
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
@@ -234,34 +233,36 @@ def _nonfinite(
     if not np.isfinite(loss):
         forward = origins(given.program, given.inputs)
         origin = origin_of_loss(given.program, given.inputs, forward)
-        findings.append(value_finding(origin, given) if origin else unexplained_loss(loss, given))
+        what = f"the compiled loss is {loss}, but each operation alone has a finite value"
+        unexplained = function_finding("value", what, given)
+        findings.append(value_finding(origin, given) if origin else unexplained)
     bad = [i for i, grad in enumerate(grads) if np.any(grad.nonfinite)]
     if bad:
         excused = is_value_at_fault(origin, forward) if origin and forward else lambda *_: False
         gradient = GradientProgram.of(given.program, given.inputs, given.chosen)
         found = first_fault(gradient, given.inputs, bad, excused)
-        if found and _is_of_growth(found, trends):
+        growing = {(t.file, t.line) for t in trends if t.kind == "grows" and t.operation == SCAN}
+        scans = found.summed.scans if found and found.summed else ()
+        if any(scan.location[:2] in growing for scan in scans):
             return findings
         if found:
             findings.append(_of_vjp(found, forward, gradient, given))
         elif not findings:
-            names = [given.names[given.chosen[i]] for i in bad]
-            findings.append(unexplained_finding(names, given))
+            what = f"the gradient of {', '.join(given.names[given.chosen[i]] for i in bad)} is not "
+            what += "finite; diagnose did not find the operation"
+            findings.append(function_finding("vjp", what, given))
     return findings
-
-
-def _is_of_growth(fault: VjpFault, trends: Sequence[GradientFinding]) -> bool:
-    growing = {(t.file, t.line) for t in trends if t.kind == "grows" and t.operation == SCAN}
-    places = [scan.location for scan in fault.summed.scans] if fault.summed else []
-    return any((place.file, place.line) in growing for place in places)
 
 
 def _of_vjp(
     fault: VjpFault, forward: Origins | None, gradient: GradientProgram, given: DiagnosisSubject
 ) -> GradientFinding:
     """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
-    if fault.source.badness == 1 and (overflow := _overflow_in(fault, gradient, given)):
-        return vjp_finding(fault, given, overflow=overflow)
+    place = fault.source.place
+    if fault.source.badness == 1 and place is not None and place.operation in OVERFLOWING:
+        values = operands_at(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
+        if np.isfinite(values).all():
+            return vjp_finding(fault, given, overflow=overflow_of(place, values))
     key = fault.place.key, fault.source.steps
     if not fault.bad_operands:
         if fault.summed or is_suspect(fault.place, fault.values):
@@ -283,15 +284,6 @@ def _of_vjp(
         hider = forward.hidden.get((source.place.key, source.steps))
         return vjp_finding(fault, given, found._replace(hidden_by=hider))
     return data_finding(found, fault, sorted(arguments), given)
-
-
-def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSubject) -> str:
-    """The advice on a cotangent that is too large for its dtype; "" if none is."""
-    place = fault.source.place
-    if place is None or place.operation not in OVERFLOWING:
-        return ""
-    values = operands_at(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
-    return overflow_of(place, values) if np.isfinite(values).all() else ""
 
 
 def _block_notes(block: Block) -> list[str]:

@@ -56,13 +56,9 @@ def edge_values(
     chosen: Sequence[int],
     layers: Sequence[tuple[int, tuple[int, ...]]] = (),
 ) -> EdgeValues:
-    """Measure a program at its inputs.
+    """Measure a program at its inputs, differentiated by those that are chosen.
 
-    Args:
-      program: the program.
-      inputs: the inputs.
-      chosen: the positions of those that are differentiated.
-      layers: chosen inputs, and axes of them that are measured together, besides each axis alone.
+    ``layers`` are inputs, and axes of them that are measured together, besides each axis alone.
     """
     sites = OrderedDict(_sites(program, active_variables(program, chosen)))
     probes = OrderedDict((site, probe) for site, (_, probe) in sites.items())

@@ -1,5 +1,6 @@
 """The examples of a batch whose own loss or gradient is not finite, or far above the others."""
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,17 +23,11 @@ Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
 
 
 class Batch(NamedTuple):
-    """The arguments that are cut into examples.
+    """The arguments that are cut into examples."""
 
-    Attributes:
-      size: the number of examples.
-      places: the arguments, as the names of a subject begin.
-      notes: which arguments were found besides those that were named, and which were left whole.
-    """
-
-    size: int
-    places: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    size: int  # the number of examples
+    places: tuple[str, ...]  # the arguments, as the names of a subject begin
+    notes: tuple[str, ...] = ()  # on those that were not named, and those that were left whole
 
     def has(self, name: str, x: Any) -> bool:
         """Whether an array of the subject is cut."""
@@ -79,27 +74,29 @@ def batch_of(
     named = Batch(_rows_of(given, places), tuple(dict.fromkeys(places)))
 
     def error_of_twice(batch: Batch) -> Exception | None:
-        return _error(trace, *batch.changed(args, kwargs, _twice)) if named.size > 1 else None
+        try:
+            if named.size > 1:
+                trace(*batch.changed(args, kwargs, _twice))
+        except Exception as error:  # whatever a loss does with another number of examples
+            return error
+        return None
 
     error, others = error_of_twice(named), _as_many_rows(given, args, kwargs, named)
     if error is None:
         return named._replace(notes=_notes((), others, named.size))
-    for some in _nested(others):
+    fixed = [place for place, is_moved in others.items() if not is_moved]
+    for some in (fixed, [*others]):
         if some and error_of_twice(_and(named, some)) is None:
             needed = [p for p in some if error_of_twice(_and(named, {*some} - {p}))]
             return _and(named, needed)._replace(notes=_notes(needed, others, named.size))
     if several:
         return named
-    raise ValueError(_unclear(examples, named.size, error))
-
-
-def _unclear(name: Any, size: int, error: Exception) -> str:
-    return (
-        f"examples: got {name!r}, but the loss does not take {2 * size} examples there "
+    raise ValueError(
+        f"examples: got {examples!r}, but the loss does not take {2 * named.size} examples there "
         f"({first_line(error)}), so that diagnose cannot see which arguments belong to it; "
         'expected the names of all that have the batch axis, such as ("x", "y"), or '
-        f"({name!r},) if no other has it; pass an array of {size} rows that the loss closes over "
-        "as an argument"
+        f"({examples!r},) if no other has it; pass an array of {named.size} rows that the loss "
+        "closes over as an argument"
     )
 
 
@@ -138,11 +135,6 @@ def _as_many_rows(
     }
 
 
-def _nested(others: Mapping[str, bool]) -> list[list[str]]:
-    """The arguments that are not differentiated, and then all."""
-    return [[place for place, is_moved in others.items() if not is_moved], [*others]]
-
-
 def _and(batch: Batch, places: Iterable[str]) -> Batch:
     return batch._replace(places=(*batch.places, *places))
 
@@ -164,15 +156,6 @@ def _twice(x: Any) -> Any:
     return np.broadcast_to(np.zeros((), x.dtype), (2 * x.shape[0], *x.shape[1:]))
 
 
-def _error(trace: Trace, args: tuple, kwargs: Mapping[str, Any]) -> Exception | None:
-    """The error of a loss for arguments of other shapes."""
-    try:
-        trace(args, kwargs)
-    except Exception as error:  # whatever a loss does with another number of examples
-        return error
-    return None
-
-
 # As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
 _FAR = 100
 
@@ -192,9 +175,12 @@ def bad_examples(
     batch = batch_of(given, trace, args, kwargs, examples)
     inside = [batch.has(*pair) for pair in zip(given.names, given.inputs, strict=True)]
     whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
-    program = _program_of_one(given, trace, args, kwargs, batch)
-    copies = 1 if program is not None else batch.size
-    losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
+    program, copies = given.program, batch.size
+    with contextlib.suppress(Exception):  # whatever a loss does with a batch of one
+        one = trace(*batch.changed(args, kwargs, lambda x: _gathered(x)[:1]))
+        if one.names == given.names:
+            program, copies = one.program, 1
+    losses, norms = _one_by_one(program, given.chosen, inside, whole, copies)
     finite = norms[np.isfinite(norms)]
     limit = _FAR * np.median(finite) if finite.size else np.inf
     bad = ~np.isfinite(losses) | ~(norms <= limit)
@@ -204,17 +190,6 @@ def bad_examples(
         for i in np.flatnonzero(bad)
     )
     return found, batch.notes
-
-
-def _program_of_one(
-    given: DiagnosisSubject, trace: Trace, args: tuple, kwargs: Mapping[str, Any], batch: Batch
-) -> Any:
-    """The program of a batch of one; None for a loss that needs whole batches."""
-    try:
-        found = trace(*batch.changed(args, kwargs, lambda x: _gathered(x)[:1]))
-    except Exception:  # whatever a loss does with a batch of one
-        return None
-    return found.program if found.names == given.names else None
 
 
 def _one_by_one(
@@ -229,10 +204,10 @@ def _one_by_one(
         return run(*(next(left) if i in chosen else x for i, x in enumerate(everything)))[0]
 
     def one(index: Any, everything: list[Any]) -> Any:
-        mine = [
-            _copies(x, index, copies) if is_batch else x
-            for x, is_batch in zip(everything, inside, strict=True)
-        ]
+        mine = list(everything)
+        for i in np.flatnonzero(inside):
+            row = jax.lax.dynamic_slice_in_dim(mine[i], index, 1)
+            mine[i] = jnp.broadcast_to(row, (copies, *row.shape[1:]))
         value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
         return value, global_norm(grads)
 
@@ -258,11 +233,6 @@ def _one_call_each(one: Callable, size: int, inputs: list[Any]) -> tuple[np.ndar
             if not is_of_callback(error):
                 raise
     return found[0], found[1]
-
-
-def _copies(x: Any, index: Any, copies: int) -> Any:
-    one = jax.lax.dynamic_slice_in_dim(x, index, 1)
-    return jnp.broadcast_to(one, (copies, *one.shape[1:]))
 
 
 def _gathered(x: Any) -> Any:

@@ -14,19 +14,12 @@ _TRIED_VALUES = 4
 
 
 class BadValue(NamedTuple):
-    """A value that is not finite although what goes in is.
+    """A value that is not finite although what goes in is."""
 
-    Attributes:
-      source: an argument, an operation, or a constant in an operation.
-      values: what goes in where it goes wrong; None for a constant.
-      becomes: the operation that is not finite because of its inf.
-      hidden_by: of a value that only a VJP depends on the operation that makes it finite.
-    """
-
-    source: Source
-    values: tuple[float, ...] | None = None
-    becomes: Source | None = None
-    hidden_by: Place | None = None
+    source: Source  # an argument, an operation, or a constant in an operation
+    values: tuple[float, ...] | None = None  # what goes in where it goes wrong; None: a constant
+    becomes: Source | None = None  # the operation that is not finite because of its inf
+    hidden_by: Place | None = None  # of what a VJP alone reads, the operation that makes it finite
 
 
 def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> BadValue | None:
@@ -70,19 +63,12 @@ def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | N
 
 
 class VjpFault(NamedTuple):
-    """An operation whose VJP, or a value of whose cotangents the sum, is not finite first.
+    """An operation whose VJP, or a value of whose cotangents the sum, is not finite first."""
 
-    Attributes:
-      source: where the program of the gradient has it from.
-      place: the operation of the function.
-      operands: what the operation reads there, as far as it is known.
-      summed: the value whose cotangents are finite, but not their sum.
-    """
-
-    source: Source
-    place: Place
-    operands: list[OperandOfVjp | None]
-    summed: SummedValue | None = None
+    source: Source  # where the program of the gradient has it from
+    place: Place  # the operation of the function
+    operands: list[OperandOfVjp | None]  # what it reads there, as far as it is known
+    summed: SummedValue | None = None  # the value whose cotangents are finite, but not their sum
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -111,11 +97,8 @@ def first_fault(
 ) -> VjpFault | None:
     """The first operation in backward order whose VJP is at fault, or sum that is.
 
-    Args:
-      gradient: the program of the loss and its gradient.
-      inputs: the inputs of the loss.
-      bad: which of the gradients are not finite.
-      excused: whether nothing is said of the VJP of an operation, at some steps.
+    ``bad`` are the gradients that are not finite; nothing is said of the VJP of an operation that
+    is ``excused`` at some steps.
     """
 
     def is_excused(place: Place, steps: tuple[int, ...]) -> bool:

@@ -164,18 +164,6 @@ def raised_finding(raised: Raised | None, error: str, given: DiagnosisSubject) -
     return _operation_finding("raises", place, steps[-1] if steps else None, what)
 
 
-def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
-    """A finding on gradients that are not finite for a reason that was not found."""
-    what = f"the gradient of {', '.join(names)} is not finite; diagnose did not find the operation"
-    return function_finding("vjp", what, given)
-
-
-def unexplained_loss(loss: float, given: DiagnosisSubject) -> GradientFinding:
-    """A finding on a loss that is not finite only where it is compiled."""
-    what = f"the compiled loss is {loss}, but each operation alone has a finite value"
-    return function_finding("value", what, given)
-
-
 def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
@@ -211,16 +199,8 @@ def _operation_finding(
         around += f", at step {step} of {[*place.nest, *own][-1]}"
     around += f", on device {device}" if device else ""
     message = f"{where}: {what}{around}{advice or _operation_advice((kind,), place, values)}"
-    return GradientFinding(
-        kind,
-        where.file,
-        where.line,
-        place.operation,
-        place.module,
-        step,
-        message,
-        device=device,
-    )
+    at = where.file, where.line, place.operation, place.module, step
+    return GradientFinding(kind, *at, message, device=device)
 
 
 def inside_of(place: Place, where: Location) -> str:

@@ -84,13 +84,9 @@ def _kinds(x: np.ndarray) -> np.ndarray:
 def flags_of(
     program: Any, inputs: Sequence, cured: Iterable[Place] = (), followed: Followed = every_number
 ) -> Flags:
-    """The flags of a program.
+    """The flags of a program, with ordinary numbers for the infinities of operations ``cured``.
 
-    Args:
-      program: a jaxpr.
-      inputs: its inputs.
-      cured: the operations whose infinities are replaced by ordinary numbers.
-      followed: which operands of an equation are followed; its results are if one operand is.
+    ``followed`` says which operands of an equation are followed; its results are if one operand is.
     """
     keys = frozenset(place.key for place in cured)
 

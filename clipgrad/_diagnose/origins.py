@@ -111,14 +111,10 @@ def origins(
     followed: Followed = every_number,
     is_excused: Callable[[Place, tuple[int, ...]], bool] = lambda *_: False,
 ) -> "Origins":
-    """The origin of each result of a program.
+    """The origin of each result of a program, by its flags, see `flags_of`.
 
-    Args:
-      program: a jaxpr.
-      inputs: its inputs.
-      cured: the operations whose infinities are replaced by ordinary numbers.
-      followed: which operands of an equation are followed; all others count as finite.
-      is_excused: whether an operation at some steps is the origin only where no other is.
+    What is not followed counts as finite. What is excused at some steps is the origin only where no
+    other operation is.
     """
     flags = flags_of(program, inputs, cured, followed)
     taints = [
@@ -260,16 +256,11 @@ class _Replay:
                 when = (*CONSTANT, *frame.time) if is_last else frame.time
                 origin = Source(when, None, place, steps, origin, devices, level)
             outputs.append(_tainted(level, origin, earlier))
-        if worst and not any(bad):
-            self._hide(place, operands)
-        return outputs
-
-    def _hide(self, place: Place, operands: list[Taint]) -> None:
-        """Keep that an operation makes a finite value of operands that are not finite."""
-        for source in (x.source for x in operands if x.badness):
+        for source in [x.source for x in operands if x.badness] if not any(bad) else ():
             key = source and source.place and (source.place.key, source.steps)
             if key in self.hidden and self.hidden[key] is None:
-                self.hidden[key] = place
+                self.hidden[key] = place  # which makes a finite value of it
+        return outputs
 
     def _chosen(self, place: Place, operands: list[Taints], frame: _Frame) -> list[Taints]:
         """The taints of devices that run together: in one branch, or one iteration, in order."""

@@ -1,7 +1,6 @@
 """Gradients that are not zero, but cut in all but a penalty."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,26 +20,17 @@ _BY_OTHERS = frozenset({"mul", "dot_general", "conv_general_dilated", "select_n"
 _BY_OTHERS |= {"dynamic_slice", "scatter-add", "dynamic_update_slice"}
 
 
-class Remainder(NamedTuple):
-    """The path that is left of a gradient which does not read the data.
-
-    Attributes:
-      place: the first operation on it.
-      cuts: the cuts on the way to the data.
-    """
-
-    place: Place
-    cuts: list[ZeroCut]
-
-
 def remainder(
     given: DiagnosisSubject,
     block: Block,
     cuts: Sequence[ZeroCut],
     argument: int,
     data: frozenset[int],
-) -> Remainder | None:
-    """The rest of the gradient of an input if no operation on its way reads the data."""
+) -> tuple[Place, list[ZeroCut]] | None:
+    """What is left of the gradient of an input, if no operation on its way reads the data.
+
+    The first operation on this way, and the cuts on the way to the data.
+    """
     read = dependence(given.program)
     own = [c for c in cuts if argument in c.sources and _meets_data(c, read, data)]
     alive: dict[tuple[int, ...], tuple[Place, set[int]]] = {}
@@ -57,7 +47,7 @@ def remainder(
     if own:
         reached(block, [block.jaxpr.invars[argument]], is_alive)
     reads = any(_reads_data(*used, read[key], data) for key, used in alive.items())
-    return Remainder(next(iter(alive.values()))[0], own) if alive and not reads else None
+    return (next(iter(alive.values()))[0], own) if alive and not reads else None
 
 
 def _meets_data(

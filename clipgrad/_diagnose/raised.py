@@ -34,19 +34,12 @@ _KIND = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MUL
 
 
 class Raised(NamedTuple):
-    """An operation that raises.
+    """An operation that raises."""
 
-    Attributes:
-      place: the operation, or the call of a library on the user's line that it is in.
-      steps: the iterations of the scans around it.
-      text: the error in a line.
-      is_finite: whether its operands are; None if it is not known, since it is in the gradient.
-    """
-
-    place: Place
-    steps: tuple[int, ...]
-    text: str
-    is_finite: bool | None
+    place: Place  # the operation, or the call of a library on the user's line that it is in
+    steps: tuple[int, ...]  # the iterations of the scans around it
+    text: str  # the error in a line
+    is_finite: bool | None  # whether its operands are; None in the gradient, where it is not known
 
 
 def is_of_callback(error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
@@ -109,7 +109,7 @@ def trend_findings(
             continue
         holders = _holders(rows, i)
         for nest in (holders[:depth] for depth in range(len(holders), -1, -1)):
-            found = trend(_over_nest(row, nest)[::-1])
+            found = trend(over_steps(row, nest)[::-1])
             if found and found.growth_in_time and (not nest or _is_even(row, found)):
                 explained += nest
                 where = f"at each of the {found.entries} steps of the scan"
@@ -137,13 +137,8 @@ def layers(rows: Sequence[GradientRow]) -> list[GradientRow]:
     return deep if len(deep) >= _MANY else outside
 
 
-def over_steps(row: GradientRow) -> np.ndarray:
-    """The norm at each step of the innermost scan, in the order in which it runs."""
-    return _over_nest(row, [])
-
-
-def _over_nest(row: GradientRow, holders: Sequence[GradientRow]) -> np.ndarray:
-    """The norm at each step of the innermost scan and of those around it, in order of time."""
+def over_steps(row: GradientRow, holders: Sequence[GradientRow] = ()) -> np.ndarray:
+    """The norm at each step of the innermost scan and of holders around it, in order of time."""
     norms = finite_norm(row)
     for axis, scan in enumerate([row, *holders], start=1):
         norms = np.flip(norms, -axis) if scan.reverse else norms
@@ -224,7 +219,12 @@ def reason(
     moved = [i for i in range(constants, constants + carried) if holds_floats(body.invars[i])]
     if has_fixed_factors(body, moved, [i - constants for i in moved], active):
         return STATED
-    return GATED if names & _SIGMOIDS and _has_gate(body, active) else None
+    products = [e.invars for e in _jaxpr.equations(body) if e.primitive.name == "mul"]
+    has_gate = any(
+        a is not b and all(type(v) is not Literal and v in active for v in (a, b))
+        for a, b in products
+    )
+    return GATED if names & _SIGMOIDS and has_gate else None
 
 
 def has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -> bool:
@@ -232,12 +232,3 @@ def has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -
     norms = [float(finite_norm(row)) for row in layers]
     least = min((float(g.norm) for g in parameters if np.any(g.reached)), default=0.0)
     return norms[0] * FAR_IN_ALL <= norms[-1] and least * FAR_IN_ALL <= max(norms)
-
-
-def _has_gate(body: Any, active: frozenset) -> bool:
-    """Whether two values that are differentiated are multiplied with each other."""
-    products = (e.invars for e in _jaxpr.equations(body) if e.primitive.name == "mul")
-    return any(
-        a is not b and all(type(v) is not Literal and v in active for v in (a, b))
-        for a, b in products
-    )

@@ -179,9 +179,9 @@ class _Explanations:
             if i in self._zero or not data:
                 continue
             left = remainder(self._given, self._block, self._cuts, i, data)
-            best = _best(self._explained(left.cuts)) if left else []
+            best = _best(self._explained(left[1])) if left else []
             if left and best and best[0].cause.rank < _LIKELY:
-                subject = f"only {left.place.location} trains {self._names[i]}: the rest of it"
+                subject = f"only {left[0].location} trains {self._names[i]}: the rest of it"
                 self.findings.append(_zero_finding([self._names[i]], subject, best))
 
     def of_pieces(self) -> None:
