@@ -158,7 +158,7 @@ class Block:
         return self.outer.origin(around)
 
     def behind(self, variable: Var, goes_on: "GoesOn") -> Iterator[tuple["Block", Var]]:
-        """What is computed from a variable, in this block, those inside and the one around."""
+        """The values computed from a variable, in this block, those inside and the one around."""
         for i, k in self.uses.get(variable, ()):
             if not goes_on(self, i, k):
                 continue

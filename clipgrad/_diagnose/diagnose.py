@@ -17,7 +17,7 @@ from clipgrad._diagnose.cotangents import (
     measure,
     parts_of_arguments,
 )
-from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
+from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.faults import (
     BadValue,
@@ -38,6 +38,7 @@ from clipgrad._diagnose.findings import (
 )
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_at, origins
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
+from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
 from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import has_vanished, reason, trend_findings

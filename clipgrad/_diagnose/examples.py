@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipgrad._diagnose.diagnosis import GradientExample
 from clipgrad._diagnose.raised import is_of_callback
+from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments
 from clipgrad._errors import first_line
 from clipgrad._frameworks import has_modules

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._chart import empty_chart
-from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
+from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.trends import finite_norm, over_steps
 from clipgrad._diagnose.units import SCAN
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.diagnosis import GradientFinding
 from clipgrad._diagnose.faults import BadValue, VjpFault
 from clipgrad._diagnose.raised import Raised
+from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, Suspect, computed, next_step, suspect
 from clipgrad._diagnose.units import SCAN

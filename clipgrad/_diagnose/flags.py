@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._diagnose.notes import Notes, Noting, Whole, index_of
+from clipgrad._diagnose.notes import Noting, ValueNotes, Whole, index_of
 from clipgrad._jaxpr import (
     bind,
     evaluate,
@@ -44,9 +44,9 @@ def is_followed(place: Place, followed: Followed) -> bool:
 
 
 class Flags:
-    """2 for each value of a program that holds NaN, 1 for inf, 0 if it is finite, by `Notes`."""
+    """2 for each value of a program that holds NaN, 1 for inf, 0 if it is finite."""
 
-    def __init__(self, notes: Notes):
+    def __init__(self, notes: ValueNotes):
         self._notes = notes
         self._bad_steps: dict[tuple, np.ndarray] = {}
 
@@ -57,7 +57,7 @@ class Flags:
         note = self._notes.values.get((id(variable), *(parent.key if parent else ())))
         index = index_of(parent, steps, device)
         if isinstance(note, Whole):
-            return int(_kinds(note.value[index]).max(initial=0))
+            return int(_flag_of_each(note.value[index]).max(initial=0))
         return note if note is None else int(note[index])
 
     def taken(self, place: Place, steps: Sequence[int], device: Sequence[int]) -> int:
@@ -71,13 +71,13 @@ class Flags:
             inside = (x for key, x in self._notes.values.items() if key[-count:] == place.key)
             found = np.zeros(shape, bool)
             for x in inside:
-                kinds = _kinds(x.value) if isinstance(x, Whole) else x
+                kinds = _flag_of_each(x.value) if isinstance(x, Whole) else x
                 found |= np.any(kinds.reshape(*shape, -1), axis=-1)
             self._bad_steps[place.key] = found
         return self._bad_steps[place.key][index_of(place.parent, steps, device)]
 
 
-def _kinds(x: np.ndarray) -> np.ndarray:
+def _flag_of_each(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 2, np.where(np.isfinite(x), 0, 1))
 
 
@@ -91,7 +91,7 @@ def flags_of(
     keys = frozenset(place.key for place in cured)
 
     @jit_for_one_call(program)
-    def run(inputs: list) -> Notes:
+    def run(inputs: list) -> ValueNotes:
         flagging = Flagging(keys, followed)
         evaluate(program, inputs, flagging)
         return flagging.noted()

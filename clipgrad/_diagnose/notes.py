@@ -1,4 +1,4 @@
-"""What is noted of the values of a program while it runs: by variable and place, at each step."""
+"""Notes of the values of a program while it runs: by variable and place, at each step."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ class Whole(NamedTuple):
     value: Any
 
 
-class Notes(NamedTuple):
+class ValueNotes(NamedTuple):
     """The notes of a program and of the programs inside of its equations.
 
     With a leading axis for each scan and each `shard_map` around. Of a loop of unknown length they
@@ -35,13 +35,13 @@ class Notes(NamedTuple):
 
 
 class Noting(Hook):
-    """Notes what is `reduced` of values of one evaluation of a program."""
+    """ValueNotes what is `reduced` of values of one evaluation of a program."""
 
     flatten, has_notes = True, True
 
     def __init__(self):
         self.parent: Place | None = None
-        self.found = Notes(OrderedDict(), OrderedDict())
+        self.found = ValueNotes(OrderedDict(), OrderedDict())
         self.inputs: Sequence = ()
 
     def reduced(self, x: Any) -> Any:
@@ -90,14 +90,14 @@ class Noting(Hook):
         """The hook for a program inside of an equation."""
         inner = copy.copy(self)
         inner.parent = Place(equation, self.parent)
-        inner.found = Notes(OrderedDict(), OrderedDict())
+        inner.found = ValueNotes(OrderedDict(), OrderedDict())
         return inner
 
-    def noted(self) -> Notes:
+    def noted(self) -> ValueNotes:
         """The notes of this evaluation."""
         return self.found._replace(number=self.marked(jnp.int32(0)))
 
-    def note(self, equation: JaxprEqn, inputs: list, notes: list[Notes]) -> None:
+    def note(self, equation: JaxprEqn, inputs: list, notes: list[ValueNotes]) -> None:
         """Keep the notes inside of an equation; its branches may be one program."""
         number = inputs[0] if equation.primitive.name == "cond" else notes[0].number
         self.found.taken[Place(equation, self.parent).key] = self.marked(number)
@@ -115,7 +115,7 @@ class Noting(Hook):
         """The notes of a branch that is not taken."""
         return self.marked(super().empty(shapes))
 
-    def kept(self, old: Notes, new: Notes, number: Any) -> Notes:
+    def kept(self, old: ValueNotes, new: ValueNotes, number: Any) -> ValueNotes:
         """The notes of the first iteration at which one is above zero."""
         before, now = (
             functools.reduce(jnp.maximum, (jnp.max(x, initial=0) for x in own.values.values()), 0)
@@ -127,7 +127,7 @@ class Noting(Hook):
 
 
 def index_of(parent: Place | None, steps: Sequence[int], device: Sequence[int]) -> tuple[int, ...]:
-    """Where the notes of a program are, at some steps of the loops around and on a device.
+    """The index of the notes of a program at some steps of the loops around and on a device.
 
     A loop of unknown length has one iteration alone.
     """

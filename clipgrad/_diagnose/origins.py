@@ -100,7 +100,7 @@ class _Frame(NamedTuple):
     devices: Sequence[Device] = ((),)
 
     def each(self, taint: Taint) -> Taints:
-        """The same for all devices."""
+        """A taint of all devices."""
         return dict.fromkeys(self.devices, taint)
 
 

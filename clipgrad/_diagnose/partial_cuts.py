@@ -27,7 +27,7 @@ def remainder(
     argument: int,
     data: frozenset[int],
 ) -> tuple[Place, list[ZeroCut]] | None:
-    """What is left of the gradient of an input, if no operation on its way reads the data.
+    """The rest of the gradient of an input, if no operation on its way reads the data.
 
     The first operation on this way, and the cuts on the way to the data.
     """

@@ -27,7 +27,7 @@ Record = Callable[[JaxprEqn, list], tuple[Any, Any]]  # whether its result is no
 class OperandOfVjp(NamedTuple):
     """A floating operand of an operation whose VJP is not finite."""
 
-    is_at_fault: Any  # whether its own cotangent is not finite, see `_of_vjp`
+    is_at_fault: Any  # whether its own cotangent is not finite, see `_record_of_vjp`
     value: Any  # its element where the cotangent is not finite
     is_bad: Any  # whether it is not finite where a cotangent is not finite
 
@@ -39,7 +39,7 @@ def operands_of(
 
     Of a gather these are the index that is out of range, and its axis.
     """
-    values = _recorded(program, inputs, place, _of_result, steps, device)
+    values = _recorded(program, inputs, place, _record_of_result, steps, device)
     pairs = zip(place.equation.invars, values, strict=True)
     is_gather = place.equation.primitive.name == "gather"
     return tuple(float(value) for v, value in pairs if is_gather or holds_floats(v))
@@ -49,7 +49,7 @@ def operands_of_vjp(
     program: Any, inputs: Sequence[Any], place: Place, steps: Sequence[int], device: Sequence[int]
 ) -> list[OperandOfVjp | None]:
     """The operands of an operation at some steps where its VJP is not finite."""
-    return _recorded(program, inputs, place, _of_vjp, steps, device)
+    return _recorded(program, inputs, place, _record_of_vjp, steps, device)
 
 
 def _recorded(
@@ -62,7 +62,7 @@ def _recorded(
 ) -> Any:
     @jit_for_one_call(program)
     def run(inputs: list) -> Any:
-        recorder = _Recorder(place, record)
+        recorder = _Recording(place, record)
         evaluate(program, inputs, recorder)
         return recorder.found.taken["operands"]
 
@@ -70,7 +70,7 @@ def _recorded(
     return jax.tree.map(lambda x: x[index], on_host(run(list(inputs))))
 
 
-class _Recorder(Noting):
+class _Recording(Noting):
     """Records what an operation reads."""
 
     def __init__(self, target: Place, record: Record):
@@ -90,7 +90,7 @@ class _Recorder(Noting):
         return bind(place.equation, inputs)
 
 
-def _of_result(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
+def _record_of_result(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
     """Whether a result is not finite, and the elements of the operands where it is not."""
     outputs = [y for y in bind(equation, inputs) if holds_floats(y)]
     y = max(outputs, key=lambda y: y.size)
@@ -112,7 +112,7 @@ def _first_out_of_range(equation: JaxprEqn, array: Any, indices: Any) -> list:
     return [at_first(bad, indices), at_first(bad, axes)]
 
 
-def _of_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
+def _record_of_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
     """An `OperandOfVjp` for each operand; None for one that holds no floating numbers.
 
     The cotangents of the results are ones, or if these give finite ones, as large as they can be.

@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import Summary
-from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
+from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.units import SCAN, Unit
 from clipgrad._jaxpr import holds_floats

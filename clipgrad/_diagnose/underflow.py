@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from clipgrad._diagnose.cotangents import LOSS_SCALE, Summary
-from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
 from clipgrad._diagnose.findings import function_finding
+from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 
 _HALF_NAMES = ("float16", "bfloat16")

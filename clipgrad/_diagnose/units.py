@@ -7,8 +7,8 @@ from jax.extend.core import DropVar, JaxprEqn, Var
 
 from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.cotangents import CotangentSite, Measured, joined
-from clipgrad._diagnose.diagnosis import GradientRow
 from clipgrad._diagnose.probe import RESULT, STATE, Site, carried_variables
+from clipgrad._diagnose.records import GradientRow
 from clipgrad._jaxpr import JIT, holds_floats
 from clipgrad._names import Place
 

@@ -11,12 +11,12 @@ from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.causes import EXCUSED, SILENT, STRUCTURAL, Cause, cause_of
 from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.cuts import ZeroCut, carry_cuts, inside_of_loop, zero_cuts
-from clipgrad._diagnose.diagnosis import GradientFinding
 from clipgrad._diagnose.edges import edge_values
 from clipgrad._diagnose.findings import inside_of
 from clipgrad._diagnose.layers import Layers, cuts_of_layers, layers_of_scans
 from clipgrad._diagnose.partial_cuts import remainder
 from clipgrad._diagnose.pieces import cut_pieces, may_have_cut_pieces
+from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._docs import docs_page
 from clipgrad._errors import first_few, first_line
