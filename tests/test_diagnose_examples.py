@@ -96,14 +96,13 @@ def inputs(size, dtype=np.float32, **bad):
     return x, y
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size, dtype", [(2, np.float32), (5, jnp.bfloat16), (8, np.float32)])
 def test_labels_beside_the_batch_are_cut_with_it(size, dtype):
     params = {"w": jnp.array([1.0, 0.5], dtype)}
     loss = jax.jit(squares) if size == 5 else squares
     for bad in ({"label": size - 1}, {"wrong": size - 1}) if size > 2 else ({"label": 1},):
         x, y = inputs(size, dtype, **bad)
-        for which in ("x", "y", 1, ("x", "y"), [1, "y"]):
+        for which in ("x", "y", [1, "y"]):
             found = cg.diagnose(loss, (params, x, y), examples=which)
             assert [example.index for example in found.examples] == [size - 1], (bad, which)
             other = [note for note in found.notes if "has the axis of the batch too" in note]

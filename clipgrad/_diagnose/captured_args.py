@@ -1,12 +1,10 @@
 """The arguments of a step of a training, with what a diagnosis says if it finds nothing."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-_NO_MODELS = (
+NO_MODELS = (
     "a capture has dictionaries in place of models and other objects, because loading does not run "
     "code from it; write diagnose(loss, (capture.restore(model), capture.batch))"
 )
@@ -34,14 +32,3 @@ def _unflatten(expected: str, children: Any) -> CapturedArgs:
 
 
 jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
-
-
-@contextlib.contextmanager
-def noting_objects(args: Any) -> Iterator[None]:
-    """Notes on an error of a function that got the arguments of a capture."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(args, CapturedArgs):
-            error.add_note(_NO_MODELS)
-        raise

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.captured_args import CapturedArgs, noting_objects
+from clipgrad._diagnose.captured_args import NO_MODELS, CapturedArgs
 from clipgrad._diagnose.cotangents import (
     Summary,
     measure,
@@ -131,8 +131,12 @@ def diagnose(
     """
     with settings_of_runs(), jax.disable_jit(False):
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
-        with noting_objects(args):
+        try:
             given = trace(args, kwargs)
+        except Exception as error:
+            if isinstance(args, CapturedArgs):
+                error.add_note(NO_MODELS)
+            raise
         keys = [] if data is None else named_arguments("data", data, fun, args, kwargs or {})
         inputs = frozenset(i for i, (key, _) in enumerate(given.paths) if key in keys)
         if keys and not inputs:

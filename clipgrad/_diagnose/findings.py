@@ -12,7 +12,7 @@ from clipgrad._diagnose.faults import BadValue, VjpFault
 from clipgrad._diagnose.raised import Raised
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, Suspect, computed, next_step, suspect
+from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, Suspect, next_step, suspect
 from clipgrad._diagnose.units import SCAN
 from clipgrad._docs import docs_page
 from clipgrad._jaxpr import dtype_of, holds_floats
@@ -215,9 +215,8 @@ def _operation_advice(kinds: Sequence[str], place: Place, values: Sequence[float
     rows = (_suspect_of(kind, place, values) for kind in kinds)
     if row := next(filter(None, rows), None):
         return f"; {row.advice(place.operation)}"
-    known = computed(place.operation, values) if "vjp" in kinds else None
     steps = (next_step(kind, place.operation, values) for kind in kinds)
-    step = next(filter(None, steps), f"the backward pass computes {known}" if known else "")
+    step = next(filter(None, steps), None)
     return f"; {step}" if step else ""
 
 
