@@ -29,7 +29,9 @@ def bounded(ratio, kind):
     return choices[kind](ratio)
 
 
-@pytest.mark.parametrize("kind, dtype", enumerate([jnp.float32, jnp.float16, jnp.bfloat16] * 2))
+@pytest.mark.parametrize(
+    "kind, dtype", list(enumerate([jnp.float32, jnp.float16, jnp.bfloat16] * 2))
+)
 def test_an_overflow_that_is_hidden_is_named_with_what_hides_it(kind, dtype):
     def loss(x):
         return jnp.sum(bounded(jnp.exp(x), kind)).astype(jnp.float32)

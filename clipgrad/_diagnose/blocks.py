@@ -112,7 +112,7 @@ class Block:
         position = self.positions.get(variable, -1)
         if self.parent is None or self.outer is None:
             found = self.values.gradients.get((position, (0,)))
-            return None if found is None else np.any(found)
+            return None if found is None else np.asarray(np.any(found))
         if position < 0 or self.is_carry(position):
             return None
         found = self.outer.cotangent(self.order[-2], OPERAND, position + self.first)

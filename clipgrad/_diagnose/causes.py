@@ -168,8 +168,8 @@ def _kind_of(
     if not any(holds_floats(v) for v in cut.place.equation.outvars) or label in _INDICES:
         casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
         is_index = name not in casts and bool(_INDICES & {label, name})
-        index = {"label": label if label in _INDICES else name} if is_index else {}
-        return casts.get(name, "index" if is_index else "comparison"), index
+        index: dict[str, object] = {"label": label if label in _INDICES else name}
+        return casts.get(name, "index" if is_index else "comparison"), index if is_index else {}
     if name in ABSORBING or name == "div":
         return _kind_of_product(cut, given, zero)
     return _kind_of_numbers(cut, name, label), {}

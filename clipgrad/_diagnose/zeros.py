@@ -65,13 +65,8 @@ def zero_findings(
 
     A second program runs only if there is a zero that needs it.
 
-    Args:
-      given: the loss.
-      block: its program.
-      loss: its value.
-      grads: the gradients.
-      slices: those of the slices of each input, if it is read in no other way.
-      data: the inputs that are data, to find what only a penalty trains; none: do not look.
+    ``slices`` are the gradients of the slices of each input, if it is read in no other way. What
+    only a penalty trains is looked for if there are inputs that are ``data``.
     """
     of = dict(zip(given.chosen, grads, strict=True))
     zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
@@ -138,10 +133,9 @@ class _Explanations:
 
     def of_zeros(self, is_all: bool) -> None:
         """Tell of leaves without a gradient; all of them, at a loss of 0?"""
-        every = self._explained(self._cuts)
-        best = {i: _best([e for e in every if i in e.cut.sources]) for i in self._zero}
+        cuts = {i: [cut for cut in self._cuts if i in cut.sources] for i in self._zero}
         self._tell(
-            [_Row(self._names[i], "", "", own) for i, own in best.items()],
+            [_Row(self._names[i], "", "", self._best(own)) for i, own in cuts.items()],
             lambda cause: not (cause.is_note or (is_all and cause.name in EXCUSED)),
             then="; the loss itself is 0" if is_all else "",
         )
@@ -167,9 +161,7 @@ class _Explanations:
     ) -> list[_Explained]:
         """The cuts of layers at their own step, else at a later one, else those of the carry."""
         rows = [(self._cuts, False), (self._cuts, True), (carried, False)]
-        groups = (
-            _best(self._explained(cuts_of_layers(row[0], layers, zero, row[1]))) for row in rows
-        )
+        groups = (self._best(cuts_of_layers(cuts, layers, zero, late)) for cuts, late in rows)
         found = [best for best in groups if best]
         return next((best for best in found if not best[0].cause.is_note), [*found, []][0])
 
@@ -179,7 +171,7 @@ class _Explanations:
             if i in self._zero or not data:
                 continue
             left = remainder(self._given, self._block, self._cuts, i, data)
-            best = _best(self._explained(left[1])) if left else []
+            best = self._best(left[1] if left else [])
             if left and best and best[0].cause.rank < _LIKELY:
                 subject = f"only {left[0].location} trains {self._names[i]}: the rest of it"
                 self.findings.append(_zero_finding([self._names[i]], subject, best))
@@ -192,7 +184,7 @@ class _Explanations:
         """
         groups: dict[tuple, tuple[Any, list[_Explained]]] = {}
         for piece in cut_pieces(self._given, self._block, self._cuts, self._zero):
-            best = _best(self._explained(piece.cuts))
+            best = self._best(piece.cuts)
             key = best[0].place, piece.argument, piece.axis
             old, best = groups.get(key, (False, best))
             groups[key] = old | piece.elements, best
@@ -202,14 +194,11 @@ class _Explanations:
         ]
         self._tell(rows, lambda cause: cause.name in STRUCTURAL - {"comparison"})
 
-    def _explained(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
-        return [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
-
-
-def _best(found: Sequence[_Explained]) -> list[_Explained]:
-    """Those of the first rank, the best first."""
-    own = sorted(found, key=lambda e: (e.cause.rank, e.cause.is_note, -float(e.cut.where.mean())))
-    return [e for e in own if e.cause.rank == own[0].cause.rank]
+    def _best(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
+        """Those of the first rank, the best first."""
+        own = [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
+        own.sort(key=lambda e: (e.cause.rank, e.cause.is_note, -float(e.cut.where.mean())))
+        return [e for e in own if e.cause.rank == own[0].cause.rank]
 
 
 def _path_of(name: str) -> str:
@@ -221,8 +210,10 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
     cut, cause = best[0]
     where = best[0].at.location
     text = f"{where}: {subject} is 0: {cause.text}{inside_of(cut.place, where)}"
-    if cut.steps:
-        text += f", at step {_span(cut.steps)} of {cut.place.nest[-1]}"
+    if steps := cut.steps:
+        is_span = 1 < len(steps) == steps[-1] - steps[0] + 1
+        span = f"{steps[0]} to {steps[-1]}" if is_span else _first_numbers(steps)
+        text += f", at step {span} of {cut.place.nest[-1]}"
     own = best[0].place
     others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
     also = [next(e for e in best if e.place == place) for place in others[:_SHOWN]]
@@ -239,12 +230,6 @@ def _index_of(elements: np.ndarray) -> str:
     if own[-1] - own[0] + 1 == len(own):
         return f"{own[0]}:{own[-1] + 1}"
     return f"[{_first_numbers(own)}]"
-
-
-def _span(steps: Sequence[int]) -> str:
-    if 1 < len(steps) == steps[-1] - steps[0] + 1:
-        return f"{steps[0]} to {steps[-1]}"
-    return _first_numbers(steps)
 
 
 def _first_numbers(values: Any) -> str:
