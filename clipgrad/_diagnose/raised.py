@@ -142,7 +142,7 @@ def _raised(place: Place, steps: Sequence, finite: Sequence, error: Exception) -
     return Raised(
         place,
         tuple(map(int, steps)),
-        told_error(f"{type(error).__name__}: {error}"),
+        told_error(error),
         bool(around[-1]),
     )
 
