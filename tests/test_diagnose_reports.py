@@ -25,7 +25,7 @@ def at(fun, text):
 def bounded(ratio, kind):
     choices = (lambda r: jnp.minimum(r, 2.0), lambda r: jnp.where(r > 2, 2.0, r),
                lambda r: jnp.clip(r, 0.0, 2.0), lambda r: 1 / (1 + r), jnp.tanh,
-              lambda r: jnp.minimum(jnp.clip(r, 0.8, 1.2), r))  # fmt: skip
+              lambda r: jnp.minimum(jnp.clip(r, 0.8, 9.0), r))  # fmt: skip
     return choices[kind](ratio)
 
 

@@ -527,6 +527,15 @@ def nested_layers(p, x):
     return jnp.sum(lax.scan(stage, x, (p["w"], jnp.arange(3)))[0])
 
 
+@cut("zero factor", {"w": np.stack([STACK[0, :, :3]] * 4, -1)}, "2", LAYERS)
+def layers_along_the_last_of_two_axes_of_one_length(p, x):
+    def layer(h, own):
+        w, keep = own
+        return h + keep * jnp.tanh(w @ h[:3]), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, (jnp.moveaxis(p["w"], 2, 0), jnp.asarray(KEPT)))[0])
+
+
 # Without a finding: which layers have no gradient may be meant, or all of them have one.
 
 NOTED_LAYERS: list[Cut] = []
