@@ -36,12 +36,13 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.origins import CONSTANT, Origins, operands_at, origins
+from clipgrad._diagnose.origins import CONSTANT, Origins, origins
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
+from clipgrad._diagnose.recorded import operands_of
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
 from clipgrad._diagnose.suspects import OVERFLOWING
-from clipgrad._diagnose.trends import has_vanished, reason, trend_findings
+from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_findings
 from clipgrad._diagnose.units import CLOSED, SCAN, module_sites, units_and_rows
 from clipgrad._diagnose.zeros import zero_findings
@@ -178,16 +179,9 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> G
     loss, grads, measured = run(list(every.values()))
     pairs = list(units_and_rows(block, measured))
     found = tuple(row for _, row in pairs)
-    unit_of = {id(row): unit for unit, row in pairs}
     each = zip(parts, grads, strict=True)
     parameters = [p for own, grad in each for p in [measured[s.site] for s in own] or [grad]]
-    trends = list(
-        trend_findings(
-            found,
-            lambda row: reason(unit_of[id(row)], row, given, grads),
-            lambda deep: has_vanished(deep, parameters),
-        )
-    )
+    trends = list(trend_findings(pairs, given, grads, parameters))
     growths = [trend for trend in trends if not isinstance(trend, str)]
     findings = [*_nonfinite(given, loss, grads, growths), *growths]
     notes = [*_block_notes(block), *(trend for trend in trends if isinstance(trend, str))]
@@ -265,7 +259,7 @@ def _of_vjp(
     """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
     place = fault.source.place
     if fault.source.badness == 1 and place is not None and place.operation in OVERFLOWING:
-        values = operands_at(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
+        values = operands_of(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
         if np.isfinite(values).all():
             return vjp_finding(fault, given, overflow=overflow_of(place, values))
     key = fault.place.key, fault.source.steps

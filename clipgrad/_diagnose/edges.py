@@ -141,12 +141,7 @@ class _Ranging(Noting):
         return jax.tree.map(lambda x: x + NEVER if x.dtype == NEVER.dtype else x, zeros)
 
     def _keep(self, variables: Sequence, values: Sequence) -> None:
-        pairs = zip(variables, values, strict=True)
-        own = [(v, x) for v, x in pairs if not is_reference(x) and _is_number(dtype_of(x))]
-        self.keep([v for v, _ in own], [real_or_absolute(x) for _, x in own])
-
-
-def _is_number(dtype: Any) -> bool:
-    return dtype is not None and (
-        jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-    )
+        for v, x in zip(variables, values, strict=True):
+            kinds = () if is_reference(x) or dtype_of(x) is None else (jnp.number, jnp.bool_)
+            if any(jnp.issubdtype(dtype_of(x), kind) for kind in kinds):
+                self.keep(v, real_or_absolute(x))

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._diagnose.origins import Origins, Source, operands_at, origins
-from clipgrad._diagnose.recorded import OperandOfVjp, operands_of_vjp
+from clipgrad._diagnose.origins import Origins, Source, origins
+from clipgrad._diagnose.recorded import OperandOfVjp, operands_of, operands_of_vjp
 from clipgrad._diagnose.suspects import MASKING
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, SummedValue, summed_value
@@ -38,7 +38,7 @@ def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> BadVa
 
 def bad_value(program: Any, inputs: Sequence[Any], source: Source) -> BadValue:
     """The value of an operation, or an argument or a constant, that is not finite."""
-    values = operands_at(program, inputs, source) if source.is_operation else None
+    values = operands_of(program, inputs, source) if source.is_operation else None
     return BadValue(source, values)
 
 
@@ -129,9 +129,8 @@ def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> 
     place = gradient.marks.place(source.place)
     if place is None:
         return VjpFault(source, source.place, [])
-    where = source.steps, min(source.devices)
     try:
-        operands = operands_of_vjp(gradient.forward, inputs, place, *where)
+        operands = operands_of_vjp(gradient.forward, inputs, place, source)
     except (TypeError, ValueError, NotImplementedError, NameError):
         operands = []  # an operation that has no derivative by itself
     return VjpFault(source, place, operands)

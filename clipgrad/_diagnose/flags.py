@@ -121,9 +121,9 @@ class Flagging(Noting):
 
     def values(self, jaxpr: Any) -> Any:
         """Flag the arguments, the shards, or the elements that a scan goes through."""
-        pairs = zip(jaxpr.invars, self.inputs, strict=True)
-        own = [pair for i, pair in enumerate(pairs) if holds_floats(pair[1]) and self._is_first(i)]
-        self.keep([v for v, _ in own], [x for _, x in own])
+        for i, (v, x) in enumerate(zip(jaxpr.invars, self.inputs, strict=True)):
+            if holds_floats(x) and self._is_first(i):
+                self.keep(v, x)
         return super().values(jaxpr)
 
     def _is_first(self, i: int) -> bool:
@@ -140,9 +140,9 @@ class Flagging(Noting):
         name, place = equation.primitive.name, Place(equation, self.parent)
         is_own = name == "while" or not (name in SAME_AS_OPERAND or tracked_programs(equation))
         if is_own and is_followed(place, self._followed):
-            pairs = zip(equation.outvars, outputs, strict=True)
-            own = [pair for pair in pairs if holds_floats(pair[1])]
-            self.keep([v for v, _ in own], [x for _, x in own])
+            for v, x in zip(equation.outvars, outputs, strict=True):
+                if holds_floats(x):
+                    self.keep(v, x)
         return outputs
 
 

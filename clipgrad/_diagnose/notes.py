@@ -56,13 +56,12 @@ class Noting(Hook):
         """The results of an equation that is not entered."""
         return bind(place.equation, inputs)
 
-    def keep(self, variables: Sequence, values: Sequence) -> None:
-        """Note values. A branch and a loop have notes of one type, whatever they do."""
-        around = self.parent.key if self.parent else ()
-        for v, x in zip(variables, map(jnp.asarray, values), strict=True):
-            is_whole = is_sent_whole(x.size, self.parent, but_in=("while", "cond"))
-            note = Whole(x) if is_whole else self.reduced(x)
-            self.found.values[id(v), *around] = self.marked(note)
+    def keep(self, variable: Any, x: Any) -> None:
+        """Note a value. A branch and a loop have notes of one type, whatever they do."""
+        x, around = jnp.asarray(x), self.parent.key if self.parent else ()
+        is_whole = is_sent_whole(x.size, self.parent, but_in=("while", "cond"))
+        note = Whole(x) if is_whole else self.reduced(x)
+        self.found.values[id(variable), *around] = self.marked(note)
 
     def marked(self, tree: Any) -> Any:
         """Marked as different on each device of the `shard_map`s around that know what varies."""

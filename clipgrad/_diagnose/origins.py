@@ -16,7 +16,6 @@ from clipgrad._diagnose.flags import (
     flags_of,
     is_followed,
 )
-from clipgrad._diagnose.recorded import operands_of
 from clipgrad._jaxpr import (
     PRINTS,
     crossed_axes,
@@ -124,12 +123,6 @@ def origins(
     replay = _Replay(flags, followed, is_excused)
     results = replay.evaluate(program, taints, _Frame())
     return Origins([result[()] for result in results], replay.operands, replay.hidden)
-
-
-def operands_at(program: Any, inputs: Sequence[Any], source: Source) -> tuple[float, ...]:
-    """The operands of an operation where its result is not finite, see `operands_of`."""
-    assert source.place is not None
-    return operands_of(program, inputs, source.place, source.steps, min(source.devices))
 
 
 def _tainted(bad: int, source: Source | None, earlier: Source | None = None) -> Taint:

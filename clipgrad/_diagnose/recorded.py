@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from clipgrad._diagnose.notes import Noting, index_of
+from clipgrad._diagnose.origins import Source
 from clipgrad._jaxpr import (
     at_first,
     bind,
@@ -32,33 +33,28 @@ class OperandOfVjp(NamedTuple):
     is_bad: Any  # whether it is not finite where a cotangent is not finite
 
 
-def operands_of(
-    program: Any, inputs: Sequence[Any], place: Place, steps: Sequence[int], device: Sequence[int]
-) -> tuple[float, ...]:
+def operands_of(program: Any, inputs: Sequence[Any], source: Source) -> tuple[float, ...]:
     """The operands of an operation where its result is not finite.
 
     Of a gather these are the index that is out of range, and its axis.
     """
-    values = _recorded(program, inputs, place, _record_of_result, steps, device)
+    place = source.place
+    assert place is not None
+    values = _recorded(program, inputs, place, source, _record_of_result)
     pairs = zip(place.equation.invars, values, strict=True)
     is_gather = place.equation.primitive.name == "gather"
     return tuple(float(value) for v, value in pairs if is_gather or holds_floats(v))
 
 
 def operands_of_vjp(
-    program: Any, inputs: Sequence[Any], place: Place, steps: Sequence[int], device: Sequence[int]
+    program: Any, inputs: Sequence[Any], place: Place, source: Source
 ) -> list[OperandOfVjp | None]:
-    """The operands of an operation at some steps where its VJP is not finite."""
-    return _recorded(program, inputs, place, _record_of_vjp, steps, device)
+    """The operands of an operation where its VJP, at the steps of a source, is not finite."""
+    return _recorded(program, inputs, place, source, _record_of_vjp)
 
 
 def _recorded(
-    program: Any,
-    inputs: Sequence[Any],
-    place: Place,
-    record: Record,
-    steps: Sequence[int],
-    device: Sequence[int],
+    program: Any, inputs: Sequence[Any], place: Place, source: Source, record: Record
 ) -> Any:
     @jit_for_one_call(program)
     def run(inputs: list) -> Any:
@@ -66,7 +62,7 @@ def _recorded(
         evaluate(program, inputs, recorder)
         return recorder.found.taken["operands"]
 
-    index = index_of(place.parent, steps, device)
+    index = index_of(place.parent, source.steps, min(source.devices))
     return jax.tree.map(lambda x: x[index], on_host(run(list(inputs))))
 
 

@@ -1,7 +1,7 @@
 """Gradients that grow or shrink steadily on their way back, and why some may shrink."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,17 +94,18 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
 
 
 def trend_findings(
-    rows: Sequence[GradientRow],
-    reason: Callable[[GradientRow], str | None],
-    has_vanished: Callable[[Sequence[GradientRow]], bool],
+    pairs: Sequence[tuple[Unit, GradientRow]],
+    given: DiagnosisSubject,
+    gradients: Sequence[Summary],
+    parameters: Sequence[Summary],
 ) -> Iterator[GradientFinding | str]:
     """A finding for each scan, and one for the depth of the model, if they grow or shrink.
 
-    A decay from step to step is a note if there is a ``reason`` for it; one of depth is a finding
-    if layers, or the parameters in them, have lost their gradient: ``has_vanished``.
+    A decay from step to step is a note if there is a reason for it. One of depth is a finding if
+    layers, or the parameters in them, have lost their gradient.
     """
-    explained: list[GradientRow] = []
-    for i, row in enumerate(rows):
+    explained, rows = [], [row for _, row in pairs]
+    for i, (unit, row) in enumerate(pairs):
         if row.operation != SCAN or any(row is other for other in explained):
             continue
         holders = _holders(rows, i)
@@ -114,7 +115,7 @@ def trend_findings(
                 explained += nest
                 where = f"at each of the {found.entries} steps of the scan"
                 where += f"s, {' x '.join(map(str, row.scans[~len(nest) :]))}" if nest else ""
-                why = reason(row) if found.factor < 1 else None
+                why = _reason(unit, row, given, gradients) if found.factor < 1 else None
                 finding = _trend_finding(row, found, found.growth_in_time, where)
                 if why is None or (why == GATED and found.is_gone):
                     yield finding
@@ -123,7 +124,7 @@ def trend_findings(
                 break
     deep = layers(rows)
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
-    if found and found.growth and (found.growth > 1 or has_vanished(deep)):
+    if found and found.growth and (found.growth > 1 or _has_vanished(deep, parameters)):
         all_layers = all(row.is_layer for row in deep)
         entries = "modules with a matrix product" if all_layers else "parts of the model"
         where = f"at each of the {found.entries} {entries}"
@@ -198,7 +199,7 @@ _INDEXED = frozenset({"dynamic_slice", "gather"})
 _SIGMOIDS = frozenset({"logistic", "exp"})
 
 
-def reason(
+def _reason(
     unit: Unit, row: GradientRow, given: DiagnosisSubject, gradients: Sequence[Summary]
 ) -> str | None:
     """Why the decay in a scan is no disease; None if it may be.
@@ -227,7 +228,7 @@ def reason(
     return GATED if names & _SIGMOIDS and has_gate else None
 
 
-def has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -> bool:
+def _has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -> bool:
     """Whether the first layer, and the gradient of a parameter, are smaller by four orders."""
     norms = [float(finite_norm(row)) for row in layers]
     least = min((float(g.norm) for g in parameters if np.any(g.reached)), default=0.0)
