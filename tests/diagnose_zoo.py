@@ -105,6 +105,13 @@ def transformer():
     return loss, ({k: normal(*s, scale=0.3) for k, s in shapes.items()}, normal(6, 8))
 
 
+def in_bfloat16(loss, args):
+    """A loss of a model in bfloat16."""
+    return lambda *args: loss(*args).astype(jnp.float32), jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16), args
+    )
+
+
 def normalized(x):
     return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
 
@@ -163,6 +170,7 @@ HEALTHY = {
     "relu_net_of_he": lambda: stack(jax.nn.relu, 20, 2**0.5),
     "scanned_residual_layers": lambda: over_layers(residual, 30),
     "transformer": transformer,
+    "transformer_in_bfloat16": lambda: in_bfloat16(*transformer()),
     "fitted_softmax_of_a_float16_model": lambda: fitted(20, LOW, of_probabilities),
     "softmax_in_float16_whose_rest_is_one_rounding": lambda: fitted(17, LOW, cross_entropy),
     "masked_attention": lambda: (

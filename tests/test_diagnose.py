@@ -12,6 +12,7 @@ import clipgrad as cg
 from clipgrad._demo.tasks import TASKS
 from clipgrad._diagnose.suspects import SUSPECTS, suspect
 from clipgrad._docs import docs_page
+from tests.diagnose_zoo import cross_entropy
 from tests.test_docs import DOCS, PROGRAM, rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -593,18 +594,6 @@ def test_huge_and_tiny_cotangents_have_a_norm():
 
 
 @pytest.mark.exhaustive
-def test_blank_patches_are_found_at_the_division():
-    task = TASKS["blank-patches"]
-    data = task.load()
-    batch = task.sample(data, jax.random.key(0))
-    found = cg.diagnose(task.loss, (task.init(data, np.random.default_rng(0)), batch))
-    (finding,) = found.findings
-    assert finding.kind == "vjp" and finding.file.endswith("blank_patches.py")
-    with open(finding.file) as file:
-        assert "h / (jnp.linalg.norm(" in file.read().splitlines()[finding.line - 1]
-
-
-@pytest.mark.exhaustive
 def test_the_growth_of_the_character_rnn_is_found():
     task = TASKS["char-rnn"]
     data = task.load()
@@ -713,61 +702,6 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):
         found.plot()
-
-
-def trained(loss, params, *batch, steps=5):
-    step = jax.jit(jax.grad(loss))
-    for _ in range(steps):
-        params = jax.tree.map(lambda w, g: w - 0.01 * g, params, step(params, *batch))
-    return params
-
-
-def cross_entropy(logits, labels):
-    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], -1))
-
-
-def linen_models(dtype):
-    """Flax's own layers, with an input and labels each."""
-    nn = pytest.importorskip("flax.linen")
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            h = nn.LayerNorm(dtype=dtype)(x)
-            x = x + nn.MultiHeadDotProductAttention(2, dtype=dtype)(h, h)
-            h = nn.gelu(nn.Dense(32, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
-            return x + nn.Dense(16, dtype=dtype)(h)
-
-    class LSTM(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.RNN(nn.OptimizedLSTMCell(16, dtype=dtype))(x)
-            return nn.Dense(10, dtype=dtype)(x[:, -1])
-
-    transformer = nn.Sequential([*(Block() for _ in range(3)), nn.Dense(10, dtype=dtype)])
-    return {
-        "lstm": (LSTM(), (8, 40, 6), (8,)),
-        "transformer": (transformer, (4, 6, 16), (4, 6)),
-    }
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ci("name", "dtype")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["lstm", "transformer"])
-def test_healthy_models_have_no_finding(name, dtype):
-    model, shape, labels = linen_models(dtype)[name]
-    x = jax.random.normal(jax.random.key(0), shape)
-    y = jnp.arange(np.prod(labels)).reshape(labels) % 10
-    params = jax.jit(model.init)(jax.random.key(1), x)
-
-    def loss(params, x, y):
-        return cross_entropy(model.apply(params, x), y)
-
-    for parameters in (params, trained(loss, params, x, y)):
-        found = cg.diagnose(loss, (parameters, x, y))
-        assert found.ok, str(found)
 
 
 @pytest.mark.exhaustive

@@ -214,14 +214,6 @@ def half_product(p, x):
 
 
 @cut("cancels")
-def softmax_by_hand(p, x):
-    logits = p["w"][:, None]
-    logits = logits - logits.max(-1, keepdims=True)
-    gates = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)  # cut
-    return jnp.sum(gates * x[:, None])
-
-
-@cut("cancels")
 def norm_over_one(p, x):
     y = (p["w"] * x)[:, None]
     centred = y - jnp.mean(y, axis=-1, keepdims=True)  # cut
@@ -288,19 +280,6 @@ def in_while(p, x):
 
     count, total = lax.while_loop(again, lambda s: (s[0] + 1.0, s[1] + x), (0.0, x))
     return jnp.sum(total)
-
-
-@cut("cast")
-def in_fori(p, x):
-    def body(_, total):
-        return total + p["w"].astype(jnp.int32) * x  # cut
-
-    return jnp.sum(lax.fori_loop(0, 3, body, x))
-
-
-@cut("custom rule")
-def in_vmap_of_a_rule(p, x):
-    return jnp.sum(jax.vmap(with_zeros)(p["w"]) * x)  # cut
 
 
 @cut("zero factor")
@@ -384,32 +363,11 @@ right(
 )
 
 
-@healthy()
-def one_step_of_an_rnn(p, x):
-    def step(h, now):
-        return jnp.tanh(p["w"] * h + p["w"] * now), None
-
-    return jnp.sum(lax.scan(step, jnp.zeros(4), x[None])[0])
-
-
 @healthy({"w": MATRIX, "b": W})
 def bias_before_a_norm(p, x):
     y = jnp.outer(x, x) @ p["w"] + p["b"][None]
     y = y - jnp.mean(y, axis=0, keepdims=True)
     return jnp.sum(jnp.sin(y))
-
-
-@healthy()
-def gumbel(p, x):
-    soft = jax.nn.softmax(p["w"] + jax.random.gumbel(KEY, (4,)))
-    return through(soft, jax.nn.one_hot(jnp.argmax(soft), 4)) @ x
-
-
-@healthy()
-def quantized_through(p, x):
-    scale = lax.stop_gradient(jnp.max(jnp.abs(p["w"])))
-    w = p["w"] / scale
-    return jnp.sum(through(w, jnp.round(w * 127) / 127) * scale * x)
 
 
 def merged(table):
@@ -506,11 +464,6 @@ def replaced_from_the_last(h, w, t, keep, x):
 @stacked("where", "0, 1, 2")
 def chosen_for_the_carry(h, w, t, keep, x):
     return jnp.where(t == 3, jnp.tanh(w @ x), h)  # cut
-
-
-@stacked("overwritten", "0, 1, 2")
-def set_as_a_whole(h, w, t, keep, x):
-    return h.at[:].set(jnp.tanh(w @ x))  # cut
 
 
 @cut("flat", {"w": np.stack([STACK[:2]] * 3)}, "(0, 1), (2, 1)", LAYERS)
