@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.captured_args import NO_MODELS, CapturedArgs
 from clipgrad._diagnose.cotangents import (
     Summary,
     measure,
@@ -40,7 +39,13 @@ from clipgrad._diagnose.origins import CONSTANT, Origins, origins
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.recorded import operands_of
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
+from clipgrad._diagnose.subject import (
+    NO_MODELS,
+    CapturedArgs,
+    DiagnosisSubject,
+    named_arguments,
+    subject,
+)
 from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_findings
