@@ -10,7 +10,11 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._demo.tasks import TASKS
+from clipgrad._diagnose.cotangents import Summary
+from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import SUSPECTS, suspect
+from clipgrad._diagnose.trends import trend
+from clipgrad._diagnose.underflow import underflow_findings
 from clipgrad._docs import docs_page
 from tests.diagnose_zoo import cross_entropy
 from tests.test_docs import DOCS, PROGRAM, rows
@@ -425,6 +429,15 @@ def test_a_slow_decay_is_found_where_nothing_is_left():
     assert small[0].kind == "shrinks" and small[0].factor == pytest.approx(0.7, rel=1e-3)
 
 
+def test_a_trend_has_a_factor_and_a_size():
+    for factor, steps, growth in [
+        (1.04, 300, None), (1.06, 300, 1.06), (1.06, 20, None),
+        (0.65, 40, None), (0.55, 40, 0.55), (0.55, 10, None), (0.65, 400, 0.65),
+    ]:  # fmt: skip
+        found = trend(factor ** np.arange(steps))
+        assert found and found.growth == (growth and pytest.approx(growth)), (factor, steps)
+
+
 def in_chunks(w, x, wrapper=lambda fun: fun, reverse=False):
     def step(h, x):
         return h @ w + x, None
@@ -571,6 +584,15 @@ def test_the_gradient_of_an_argument_that_underflows_is_found():
     assert (finding.leaf, finding.cause) == ("args[0]['w']", "underflow")
     assert "100% of the gradient of args[0]['w'] is zero in float16" in finding.message
     assert cg.diagnose(loss, ({"w": jnp.ones(4, jnp.bfloat16)},)).ok
+
+
+def test_zeros_that_float32_has_too_are_no_underflow():
+    given = DiagnosisSubject(root, None, [jnp.ones(4, jnp.bfloat16)], ["args[0]"], [], [0])
+    none, few, scaled = Summary(1, 0, 1.0, 0.0, 0.0), (1e-40, 2e-40), (2**15 * 1e-40, 1e-35)
+    for wide, kinds_found in ((none, []), (Summary(1, 0, 0.0, *few), ["underflow"])):
+        grads = [[none], [wide], [Summary(1, 0, 0.0, *scaled)]]
+        found = underflow_findings([], [[], []], given, grads)
+        assert [finding.kind for finding in found] == kinds_found
 
 
 def test_rows_have_the_cotangents_by_step():

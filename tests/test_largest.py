@@ -111,6 +111,8 @@ HARMLESS = {
     ("_diagnose/cotangents.py", "_cotangent_sums"): "a sum beside it says whether there is NaN",
     ("_diagnose/edges.py", "reduced"): "numbers in a message, which nothing is decided by",
     ("_diagnose/flags.py", "badness"): "of integers",
+    ("_diagnose/flags.py", "of"): "of integers",
+    ("_diagnose/notes.py", "kept"): "of integers",
     ("_gradient_clip/qk_clip.py", "of_heads"): "of finite factors",
     ("_per_example/grams.py", "_largest_exponent"): "of integers",
     ("_per_example/squares.py", "over_axis"): "of integers",
