@@ -608,6 +608,15 @@ def test_rows_have_the_cotangents_by_step():
     np.testing.assert_allclose(row.largest, row.norm)
 
 
+@pytest.mark.parametrize("count", [2, 2**11])  # which is summed up in the program
+def test_rows_have_the_zeros_of_small_and_of_large_cotangents(count):
+    factors = np.repeat(np.float32([-2, 0, 1, 3]), count)
+    rows = cg.diagnose(lambda x: jnp.sum(jnp.sin(x) * factors), (jnp.zeros(4 * count),)).rows
+    sine = next(row for row in rows if row.operation == "sin")
+    assert (sine.zeros, sine.largest, sine.nonfinite) == (0.25, 3, 0)
+    np.testing.assert_allclose(sine.norm, np.linalg.norm(factors), rtol=1e-5)
+
+
 def test_huge_and_tiny_cotangents_have_a_norm():
     for factor in (1e30, 1e-30):
         found = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (jnp.zeros(4),))
