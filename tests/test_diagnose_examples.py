@@ -128,6 +128,8 @@ def test_an_argument_with_as_many_rows_that_is_no_part_of_the_examples_stays_who
     assert [example.index for example in found.examples] == [2]
     assert found.notes[0] == "examples: args[2] has the axis of the batch too"
     assert found.notes[1].startswith("examples: args[3] has 4 rows too, but was left whole")
+    more = cg.diagnose(weighted, (W, given, y, np.ones(5, np.float32)), examples="batch")
+    assert [example.index for example in more.examples] == [2] and len(more.notes) == 1
 
 
 def test_it_is_said_where_the_arguments_of_an_example_are_not_clear():
