@@ -207,12 +207,6 @@ def ratio_to_itself(p, x):
     return jnp.sum(jnp.exp(logp - logp) * x)  # cut
 
 
-@cut("underflow")
-def half_product(p, x):
-    half = p["w"].astype(jnp.float16) * jnp.float16(1e-4)  # cut
-    return jnp.sum(half * jnp.float16(1e-5)).astype(jnp.float32) + x[0]
-
-
 @cut("cancels")
 def norm_over_one(p, x):
     y = (p["w"] * x)[:, None]
