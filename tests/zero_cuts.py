@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -127,7 +126,6 @@ def without_tangent(w):
 
 
 without_tangent.defjvp(lambda primals, tangents: (without_tangent(*primals), tangents[0] * 0.0))
-BRANCHES = [lambda w, x: x, lambda w, x: w * x, lambda w, x: 2 * w * x]
 FIRST, LAST = np.eye(4, dtype=np.float32)[[0, 3]]
 FAR = np.array([90, 91])
 SEGMENTS = {"segment_ids": np.array([7, 8, 9, 10]), "num_segments": 4}
@@ -135,72 +133,55 @@ SEGMENTS = {"segment_ids": np.array([7, 8, 9, 10]), "num_segments": 4}
 # Cuts of structure.
 cuts(
     cast_to_int=("cast", lambda w, x: w.astype(jnp.int32) * x),
-    cast_to_bool=("cast", lambda w, x: w.astype(bool) * x),
     bits=("bitcast", lambda w, x: lax.bitcast_convert_type(w, jnp.int32) * x),
     threshold=("comparison", lambda w, x: (x > w) * x),
     predicate=("comparison", lambda w, x: lax.cond(w[0] > 0, lambda: 3, lambda: 2) * x),
-    equality=("comparison", lambda w, x: jnp.where(w == x, x, 2 * x)),
-    finite=("comparison", lambda w, x: jnp.isfinite(w) * x),
     argmax_index=("index", lambda w, x: x[jnp.argmax(w)]),
-    argmax_one_hot=("index", lambda w, x: jax.nn.one_hot(jnp.argmax(w * x), 4) @ x),
     top_k_indices=("index", lambda w, x: x[lax.top_k(w, 2)[1]]),
-    argsort_order=("index", lambda w, x: x[jnp.argsort(w)] @ x),
     searched=("index", lambda w, x: jnp.searchsorted(jnp.linspace(0.0, 1.0, 5), w) * x),
-    digitized=("index", lambda w, x: jnp.digitize(w, jnp.linspace(0.0, 1.0, 5)) * x),
     rounded=("flat", lambda w, x: jnp.round(w * 8) / 8 * x),
-    floored=("flat", lambda w, x: jnp.floor(w) * x),
     signs=("flat", lambda w, x: jnp.sign(w) * x),
     floor_divided=("flat", lambda w, x: (w // 0.25) * x),
     detached_here=("stop_gradient", lambda w, x: lax.stop_gradient(w) ** 2 * x),
     zeros_of_a_vjp=("custom rule", lambda w, x: with_zeros(w) * x),
-    none_of_a_vjp=("custom rule", lambda w, x, v: with_none(w, v) * x),
     zeros_of_a_jvp=("custom rule", lambda w, x: without_tangent(w) * x),
+    none_of_a_vjp=("custom rule", lambda w, x, v: with_none(w, v) * x),
     overwritten=("overwritten", lambda w, x, v: (w * x).at[:].set(v)),
     updated=("overwritten", lambda w, x, v: lax.dynamic_update_slice(w, v, (0,)) * x),
 )
 # Cuts of numbers.
 cuts(
     dead_relu=("dead", lambda w, x: jax.nn.relu(w * x - 5.0)),
-    dead_maximum=("dead", lambda w, x: jnp.maximum(w - 3.0, 0.0)),
     dead_layer=("dead", lambda w, x, v: jax.nn.relu(w @ x + v) * x, {"w": MATRIX, "v": NONE - 9}),
     relu6_above=("saturated", lambda w, x: jax.nn.relu6(w + 9.0) * x),
     sigmoid_saturated=("saturated", lambda w, x: jax.nn.sigmoid(w + 200.0) * x),
     tanh_saturated=("saturated", lambda w, x: jnp.tanh(w * 10 + 70.0) * x),
-    exp_underflow=("saturated", lambda w, x: jnp.exp(w - 300.0) * x),
     softmax_saturated=("saturated", lambda w, x: jax.nn.softmax((w + 1e4) * FIRST) @ x),
     sum_of_a_softmax=("cancels", lambda w, x: jax.nn.softmax(w), {"w": NONE + 1}),
     clipped=("clipped", lambda w, x: jnp.clip(w + 7.0, -1.0, 1.0) * x),
-    minimum=("clipped", lambda w, x: jnp.minimum(w + 7.0, 1.0) * x),
     lax_clamp=("clipped", lambda w, x: lax.clamp(2.0, w, 3.0) * x),
     where_other_side=("where", lambda w, x: jnp.where(x > 100.0, w, x)),
-    mask_all_false=("where", lambda w, x: jnp.where(jnp.arange(4) >= 4, w * x, 0.0)),
     selected=("where", lambda w, x: lax.select(x < 50.0, x, w * x)),
-    mask_times=("zero factor", lambda w, x: w * (x > 10.0).astype(jnp.float32)),
+    mask_all_false=("where", lambda w, x: jnp.where(jnp.arange(4) >= 4, w * x, 0.0)),
     zero_coefficient=("zero factor", lambda w, x: (x[0] * 0.0) * jnp.sum(w**2)),
     matrix_of_a_dead_input=("zero factor", lambda w, x: w @ jax.nn.relu(x - 9), {"w": MATRIX}),
     below_the_triangle=("zero factor", lambda w, x: jnp.zeros((4, 4)) * w, {"w": MATRIX}),
     both_zero=("zero factors", lambda w, x, v: w * v, {"w": NONE, "v": NONE}),
-    lora_of_zeros=("zero factors", lambda w, x, v: x @ v @ w, {"w": 0 * MATRIX, "v": 0 * MATRIX}),
     disjoint_masks=("zero factor", lambda w, x: (w * FIRST) * LAST),
     filled_gather=("not read", lambda w, x: jnp.take(w, FAR, mode="fill", fill_value=0.0)),
     another_part=("not read", lambda w, x, v: jnp.concatenate([w, v])[4 + jnp.argsort(x)]),
     never_largest=("not read", lambda w, x, v: jnp.max(jnp.stack([w - 50.0, v]), axis=0) * x),
     dropped_segments=("not read", lambda w, x: jax.ops.segment_sum(w, **SEGMENTS) @ x),
     branch_not_taken=("branch", lambda w, x: lax.cond(x[0] > 9.0, lambda: w * x, lambda: x)),
-    switch_not_taken=("branch", lambda w, x: lax.switch((x[0] > 5).astype(int), BRANCHES, w, x)),
     half_cast=("underflow", lambda w, x: 1e-12 * w.astype(jnp.float16).astype(jnp.float32)),
     single_product=("underflow", lambda w, x: w * 1e-30 * 1e-30),
     softmax_over_one=("one element", lambda w, x: jax.nn.softmax(lax.top_k(w * x, 1)[0])),
-    log_softmax_over_one=("one element", lambda w, x: jax.nn.log_softmax((w * x)[:, None], -1)),
     minus_itself=("cancels", lambda w, x: (lambda y: y - y)(w * x)),
 )
 # What may be meant.
 cuts(
     lora_at_first=("trains later", lambda w, x, v: v * (w * x), {"v": NONE}),
-    zero_head=("trains later", lambda w, x, v: jnp.tanh(w @ x) @ v, {"w": MATRIX, "v": NONE}),
-    rezero=("trains later", lambda w, x, v: x + v * jnp.tanh(w * x), {"v": NONE[0]}),
     square_at_zero=("stationary", lambda w, x: w**2, {"w": NONE}),
-    cube_at_zero=("stationary", lambda w, x: w**3 * x, {"w": NONE}),
     initial_state=("constant zeros", lambda w, x, v: w @ jnp.zeros(4) + v * x, {"w": MATRIX}),
 )
 
@@ -224,20 +205,6 @@ def unused(p, x):
 def ratio_to_itself(p, x):
     logp = jnp.log(p["w"] ** 2)
     return jnp.sum(jnp.exp(logp - logp) * x)  # cut
-
-
-@cut("underflow")
-def half_product(p, x):
-    half = p["w"].astype(jnp.float16) * jnp.float16(1e-4)  # cut
-    return jnp.sum(half * jnp.float16(1e-5)).astype(jnp.float32) + x[0]
-
-
-@cut("cancels")
-def softmax_by_hand(p, x):
-    logits = p["w"][:, None]
-    logits = logits - logits.max(-1, keepdims=True)
-    gates = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)  # cut
-    return jnp.sum(gates * x[:, None])
 
 
 @cut("cancels")
@@ -309,19 +276,6 @@ def in_while(p, x):
     return jnp.sum(total)
 
 
-@cut("cast")
-def in_fori(p, x):
-    def body(_, total):
-        return total + p["w"].astype(jnp.int32) * x  # cut
-
-    return jnp.sum(lax.fori_loop(0, 3, body, x))
-
-
-@cut("custom rule")
-def in_vmap_of_a_rule(p, x):
-    return jnp.sum(jax.vmap(with_zeros)(p["w"]) * x)  # cut
-
-
 @cut("zero factor")
 def masked_on_a_mesh(p, x):
     def shard(w, x):
@@ -341,10 +295,6 @@ def centred(y):
 def through(y, value):
     """The straight-through form."""
     return y + lax.stop_gradient(value - y)
-
-
-def layer(h, w):
-    return jnp.tanh(w @ h), None
 
 
 def routed(best, experts):
@@ -372,7 +322,7 @@ def ruled(w):
 ruled.defjvp(lambda primals, tangents: (ruled(*primals), jnp.cos(primals[0]) * tangents[0]))
 CAUSAL, UNITS = np.tril(np.ones((4, 4), bool)), np.array([-9, 0.5, 0.5, -9], np.float32)
 SQUARE, BOTH, KEEP = {"w": MATRIX}, {"w": MATRIX, "v": MATRIX}, np.array([1, 0, 1], np.float32)
-STACKED, ROWS = {"w": np.stack([MATRIX] * 3)}, {"w": np.ones((9, 4), np.float32)}
+ROWS = {"w": np.ones((9, 4), np.float32)}
 
 
 def right(table, **rows):
@@ -394,38 +344,17 @@ right(
     absent_rows=(lambda w, x: w[np.array([1, 5])] * x[None], ROWS),
     some_dead_units=(lambda w, x: jax.nn.relu(w @ x + UNITS), SQUARE),
     layer_norm=(lambda w, x, v: jnp.tanh(centred(w @ x) * v) * x, SQUARE),
-    log_sum_exp=lambda w, x: jax.nn.logsumexp(w * x),
-    rezero_that_trains=lambda w, x, v: x + v * jnp.tanh(w * x),
     partly_masked=lambda w, x: jnp.where(x > 0, w, x),
-    partly_clipped=lambda w, x: jnp.clip(w, 0.0, 1.0) * x,
     taken=lambda w, x: lax.cond(x[0] > 0, lambda w: w @ x, lambda w: jnp.sum(x), w),
     scan_that_forgets=lambda w, x: lax.scan(lambda h, k: (h * k + w, None), x, KEEP)[0] * x,
-    remat_layers=(lambda w, x: lax.scan(jax.checkpoint(layer), x, w)[0], STACKED),
-    mapped=lambda w, x: jax.vmap(lambda w, x: jnp.tanh(w * x))(w, x),
     rule_of_their_own=lambda w, x: ruled(w) * x,
     on_a_mesh=lambda w, x: INSIDE["mesh"](lambda w, x: jnp.tanh(w * x))(w, x),
-    fori=lambda w, x: lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h * w), x),
     solve=(lambda w, x: jnp.linalg.solve(w @ w.T + jnp.eye(4), x), SQUARE),
-    spectrum=lambda w, x: jnp.abs(jnp.fft.fft(w + x)) ** 2,
     sorted_values=lambda w, x: jnp.sort(w) @ x,
     dropout=(lambda w, x: jnp.where(jax.random.bernoulli(KEY, 0.5, (4,)), w @ x, 0.0), SQUARE),
-    penalty=lambda w, x, v: v * w * x + 0.1 * optax.tree.norm([w, v]) ** 2,
-    huber=lambda w, x: optax.huber_loss(w, x, delta=0.1),
-    cross_entropy=(
-        lambda w, x: optax.softmax_cross_entropy_with_integer_labels(w @ x, jnp.int32(2)),
-        SQUARE,
-    ),
     experts=(lambda w, x, v: routed(lax.top_k(jax.nn.softmax(w @ x), 2), v) * x[None], BOTH),
     target_network=lambda w, x, v: (w @ x - lax.stop_gradient(v @ x)) ** 2 + 0.01 * jnp.sum(v**2),
 )
-
-
-@healthy()
-def one_step_of_an_rnn(p, x):
-    def step(h, now):
-        return jnp.tanh(p["w"] * h + p["w"] * now), None
-
-    return jnp.sum(lax.scan(step, jnp.zeros(4), x[None])[0])
 
 
 @healthy({"w": MATRIX, "b": W})
@@ -433,19 +362,6 @@ def bias_before_a_norm(p, x):
     y = jnp.outer(x, x) @ p["w"] + p["b"][None]
     y = y - jnp.mean(y, axis=0, keepdims=True)
     return jnp.sum(jnp.sin(y))
-
-
-@healthy()
-def gumbel(p, x):
-    soft = jax.nn.softmax(p["w"] + jax.random.gumbel(KEY, (4,)))
-    return through(soft, jax.nn.one_hot(jnp.argmax(soft), 4)) @ x
-
-
-@healthy()
-def quantized_through(p, x):
-    scale = lax.stop_gradient(jnp.max(jnp.abs(p["w"])))
-    w = p["w"] / scale
-    return jnp.sum(through(w, jnp.round(w * 127) / 127) * scale * x)
 
 
 def merged(table):
@@ -544,11 +460,6 @@ def chosen_for_the_carry(h, w, t, keep, x):
     return jnp.where(t == 3, jnp.tanh(w @ x), h)  # cut
 
 
-@stacked("overwritten", "0, 1, 2")
-def set_as_a_whole(h, w, t, keep, x):
-    return h.at[:].set(jnp.tanh(w @ x))  # cut
-
-
 @cut("flat", {"w": np.stack([STACK[:2]] * 3)}, "(0, 1), (2, 1)", LAYERS)
 def nested_layers(p, x):
     def layer(h, own):
@@ -561,6 +472,15 @@ def nested_layers(p, x):
         return lax.scan(layer, h, (own[0], jnp.full(2, own[1]), jnp.arange(2)))[0], None
 
     return jnp.sum(lax.scan(stage, x, (p["w"], jnp.arange(3)))[0])
+
+
+@cut("zero factor", {"w": np.stack([STACK[0, :, :3]] * 4, -1)}, "2", LAYERS)
+def layers_along_the_last_of_two_axes_of_one_length(p, x):
+    def layer(h, own):
+        w, keep = own
+        return h + keep * jnp.tanh(w @ h[:3]), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, (jnp.moveaxis(p["w"], 2, 0), jnp.asarray(KEPT)))[0])
 
 
 # Without a finding: which layers have no gradient may be meant, or all of them have one.

@@ -18,15 +18,6 @@ cut = functools.partial(zero_cuts.cut, table=CUTS)
 healthy = functools.partial(zero_cuts.healthy, table=HEALTHY)
 
 
-class Dead(nn.Module):
-    """A layer that is dead."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(3, bias_init=nn.initializers.constant(-99.0))(x)
-        return nn.Dense(1, name="head")(jax.nn.relu(h))  # cut
-
-
 class Router(nn.Module):
     """A router that takes the best expert, and the softmax over its logit."""
 
@@ -72,11 +63,6 @@ class Gate(nnx.Module):
 GRAPH, GATE = nnx.split(Gate(nnx.Rngs(0)))
 
 
-@cut("dead", Dead().init(KEY, X), "['params']['Dense_0']['kernel']", at=Dead)
-def linen_dead(p, x):
-    return jnp.sum(Dead().apply(p, x))
-
-
 @cut("one element", Router().init(KEY, X), "['params']['gate']['kernel']", at=Router)
 def linen_router(p, x):
     return jnp.sum(Router().apply(p, x))
@@ -95,19 +81,6 @@ def equinox_rounds(p, x):
 @cut("comparison", GATE, "['gate']['kernel']", at=Gate)
 def nnx_gate(p, x):
     return jnp.sum(nnx.merge(GRAPH, p)(x))
-
-
-@cut("index", Router().init(KEY, X), "['params']['gate']['kernel']")
-def linen_hard_router(p, x):
-    logits = nn.Dense(4).apply({"params": p["params"]["gate"]}, x)
-    chosen = jnp.argmax(logits)  # cut
-    return jnp.sum(p["params"]["experts"][chosen] * x)
-
-
-@healthy(Dead().init(KEY, X))
-def linen(p, x):
-    h = nn.Dense(3).apply({"params": p["params"]["Dense_0"]}, x)
-    return jnp.sum(nn.Dense(1).apply({"params": p["params"]["head"]}, h + 99))
 
 
 @healthy(eqx.nn.MLP(4, 1, 5, 2, key=KEY))

@@ -1,37 +1,27 @@
-"""Why a cotangent ends at an operand: the cause, in words, and what to do."""
+"""The cause for which a cotangent ends at an operand, in words, and what to do."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.blocks import ZERO, Block
+from clipgrad._diagnose.blocks import LONGER, ZERO, Block, reached
 from clipgrad._diagnose.cuts import BRANCH, CARRY, SUM, ZeroCut
-from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.zero_sources import ABSORBING, zero_source
-from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats
+from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats, scan_counts
 from clipgrad._names import Place, is_users
 
 
 class Cause(NamedTuple):
-    """Why a cotangent ends.
+    """Why a cotangent ends."""
 
-    Attributes:
-      name: such as "cast".
-      text: what is so, with numbers.
-      step: what to write instead; "" if there is nothing.
-      rank: the smaller, the more likely it is what one looks for.
-      is_note: whether it may be meant.
-    """
-
-    name: str
-    text: str
-    step: str = ""
-    rank: float = 0.0
-    is_note: bool = False
+    name: str  # such as "cast"
+    text: str  # what is so, with numbers
+    step: str  # what to write instead; "" if there is nothing
+    rank: float  # the smaller, the more likely it is what one looks for
+    is_note: bool  # whether it may be meant
 
 
 SILENT = "silent"
@@ -166,26 +156,23 @@ def _kind_of(
         return _kind_of_sum(cut, label)
     if name == "stop_gradient":
         return ("stop" if label in _STOPS else "own stop"), {}
-    if name in CUSTOM_RULES and is_users(_file(cut.place)):
-        return "rule", {"label": cut.place.operation}
+    if name in CUSTOM_RULES:
+        program = called_program(cut.place.equation)
+        info = getattr(getattr(program, "jaxpr", None), "debug_info", None)
+        if is_users(getattr(info, "func_filename", None) or "<frozen"):
+            return "rule", {"label": cut.place.operation}
     if label in _FLAT or name in _FLAT:
         return "flat", {"label": label if label in _FLAT else name}
     if name == "while":
         return "comparison", {"label": "in the condition of a loop"}
     if not any(holds_floats(v) for v in cut.place.equation.outvars) or label in _INDICES:
-        return _kind_of_integers(name, label)
+        casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
+        is_index = name not in casts and bool(_INDICES & {label, name})
+        index: dict[str, object] = {"label": label if label in _INDICES else name}
+        return casts.get(name, "index" if is_index else "comparison"), index if is_index else {}
     if name in ABSORBING or name == "div":
         return _kind_of_product(cut, given, zero)
     return _kind_of_numbers(cut, name, label), {}
-
-
-def _kind_of_integers(name: str, label: str) -> tuple[str, dict[str, object]]:
-    casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
-    if name in casts:
-        return casts[name], {}
-    if label in _INDICES or name in _INDICES:
-        return "index", {"label": label if label in _INDICES else name}
-    return "comparison", {}
 
 
 def _kind_of_sum(cut: ZeroCut, label: str) -> tuple[str, dict[str, object]]:
@@ -239,7 +226,7 @@ def _is_rewritten(cut: ZeroCut) -> bool:
             found = found or all(a[0] <= b[1] and b[0] <= a[1] for a, b in ranges)
         return not found
 
-    Reach(goes_on, cut.place.equation.outvars).leave(cut.block)
+    reached(cut.block, cut.place.equation.outvars, goes_on)
     return found
 
 
@@ -287,11 +274,6 @@ def _shape_of_result(cut: ZeroCut) -> tuple[int, ...]:
     return getattr(cut.place.equation.outvars[0].aval, "shape", ())
 
 
-def _file(place: Place) -> str:
-    info = getattr(getattr(called_program(place.equation), "jaxpr", None), "debug_info", None)
-    return getattr(info, "func_filename", None) or "<frozen"
-
-
 def _is_masked(cut: ZeroCut) -> bool:
     """Whether logits are so small that they are a mask."""
     found, atom = [cut.range(cut.variable)], cut.variable
@@ -319,11 +301,7 @@ def _is_attention(cut: ZeroCut) -> bool:
     """Whether the value is a product of two things that are trained, as logits of attention are."""
     block, atom = cut.block, cut.variable
     for _ in range(12):
-        while (
-            type(atom) is not Literal
-            and block.outer
-            and (around := block.outside(atom)) is not None
-        ):
+        while block.outer and (around := block.outside(atom)) is not None:
             block, atom = block.outer, around
         if type(atom) is Literal or atom not in block.producers:
             return False
@@ -338,3 +316,57 @@ def _is_attention(cut: ZeroCut) -> bool:
             return False
         atom = floats[0]
     return False
+
+
+# If one operand of these is zero, so is the result.
+ABSORBING = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+class ZeroSource(NamedTuple):
+    """An input or the result of an operation that is zero; a constant if both are None."""
+
+    argument: int | None = None
+    place: Place | None = None
+    is_state: bool = False  # whether a scan begins with it
+
+
+def zero_source(block: Block, atom: Any, where: Any = None) -> ZeroSource:
+    """The first value that is zero, from which a value has its zeros, at some of the steps."""
+    if type(atom) is Literal or atom in block.jaxpr.constvars:
+        return ZeroSource()
+    if atom in block.positions:
+        return _of_input(block, atom, where)
+    number, equation, position = block.producers[atom]
+    if inner := [b for b in block.children.get(number, ()) if b.ran]:
+        body = inner[0]
+        is_longer = equation.primitive.name in LONGER
+        return zero_source(body, body.jaxpr.outvars[position], None if is_longer else where)
+    kinds = {
+        v: str(getattr(v.aval, "dtype", "")) for v in equation.invars if type(v) is not Literal
+    }
+    numbers = [v for v in equation.invars if type(v) is Literal or holds_floats(v)
+               or kinds[v].startswith(("bool", "int", "uint"))]  # fmt: skip
+    zeros = [v for v in numbers if block.range(v, where) == ZERO]
+    if not equation.invars:
+        return ZeroSource()
+    if zeros and (equation.primitive.name in ABSORBING or len(zeros) == len(numbers)):
+        return zero_source(block, zeros[0], where)
+    if equation.primitive.name == "div" and zeros and zeros[0] is equation.invars[0]:
+        return zero_source(block, zeros[0], where)
+    if all(type(v) is Literal for v in equation.invars):
+        return ZeroSource()
+    return ZeroSource(place=block.place(equation))
+
+
+def _of_input(block: Block, atom: Any, where: Any) -> ZeroSource:
+    position = block.positions[atom]
+    around = block.outside(atom)
+    if around is None or block.outer is None or block.parent is None:
+        return ZeroSource(argument=position)
+    if block.is_carry(position) and block.outer.range(around) != ZERO:
+        constants, _ = scan_counts(block.parent.equation)
+        return zero_source(block, block.jaxpr.outvars[position - constants])
+    if where is not None and block.parent.equation.primitive.name in LONGER:
+        where = np.any(where, axis=-1)
+    found = zero_source(block.outer, around, where)
+    return found._replace(is_state=found.is_state or block.is_carry(position))

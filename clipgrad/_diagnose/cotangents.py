@@ -17,7 +17,6 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import on_every_device
 from clipgrad._diagnose.blocks import Block
 from clipgrad._diagnose.probe import RESULT, Probe, Site, is_sent_whole
-from clipgrad._diagnose.units import all_units
 from clipgrad._jaxpr import dtype_of, on_host
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32, real_or_absolute
@@ -47,15 +46,6 @@ class Summary(NamedTuple):
 Measured = dict[Site, Summary]
 
 
-def module_sites(block: Block) -> list[CotangentSite]:
-    """The sites of values that leave each unit, and of the carries of each scan."""
-    sites = []
-    for unit in all_units(block):
-        sites += [CotangentSite(site, unit.block.parent, v) for v, site in unit.leaves.items()]
-        sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
-    return sites
-
-
 def parts_of_arguments(block: Block, chosen: Sequence[int]) -> list[list[CotangentSite]]:
     """For each chosen input its slices, such as ``w[i]``, if it is read in no other way."""
     slices: dict[int, list[CotangentSite]] = {}
@@ -83,12 +73,10 @@ def measure(
     wide: bool = False,
     is_scaled: bool = False,
 ) -> tuple[float, list[Summary], Measured]:
-    """Run the backward pass; with `wide` in float32 where it is in half precision.
+    """Run the backward pass: the loss, the gradients of the chosen inputs, and the sites.
 
-    With `is_scaled` the loss is multiplied by a large number.
-
-    Returns:
-      The loss, summaries of the gradients of the chosen inputs, and of the sites.
+    With `wide` in float32 where it is in half precision; with `is_scaled` the loss is multiplied by
+    a large number.
     """
     base = _jaxpr.Widen(jnp.float32) if wide else None
     inputs = [base.constant(x, None) for x in inputs] if base else inputs
@@ -118,12 +106,12 @@ def _measured(
     # In the order of the program, which is the same in all processes, as addresses are not.
     probes = OrderedDict((own.site, _probe_of(own, is_counted)) for own in sites)
     silent = {s.site: _received(probes.pop(s.site)) for s in sites if s.variable not in active}
-    as_in_probe = functools.partial(_as_in_probe, is_counted)
 
     def loss(given: list, others: list, values: list) -> Any:
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
-        hook = Probe(OrderedDict(zip(probes, values, strict=True)), as_in_probe, base)
+        own = OrderedDict(zip(probes, values, strict=True))
+        hook = Probe(own, lambda x, probe: _sent(x, probe.whole is not None, is_counted), base)
         value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
         return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
 
@@ -170,10 +158,6 @@ def _probe_of(site: CotangentSite, is_counted: bool) -> Sent:
     if is_sent_whole(aval.size, site.around):
         return Sent(np.zeros(lengths, real), np.zeros((*lengths, *aval.shape), dtype), None)
     return Sent(np.zeros(lengths, real), None, np.zeros((*lengths, 3 + is_counted), real))
-
-
-def _as_in_probe(is_counted: bool, cotangent: Any, probe: Sent) -> Sent:
-    return _sent(cotangent, probe.whole is not None, is_counted)
 
 
 def _sent(cotangent: Any, is_whole: bool, is_counted: bool) -> Sent:

@@ -1,19 +1,17 @@
 """The edges of a program at which cotangents end."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.edges import OPERAND
-from clipgrad._diagnose.probe import RESULT
-from clipgrad._diagnose.reach import Reach
+from clipgrad._diagnose.blocks import Block, reached
+from clipgrad._diagnose.flags import SAME_AS_OPERAND
+from clipgrad._diagnose.probe import OPERAND, RESULT
 from clipgrad._jaxpr import holds_floats, opened
 from clipgrad._names import Place
-from clipgrad._program import active_dependence
 
 EDGE, SUM, BRANCH, CARRY = "edge", "sum", "branch", "carry"
 
@@ -21,30 +19,20 @@ EDGE, SUM, BRANCH, CARRY = "edge", "sum", "branch", "carry"
 class ZeroCut(NamedTuple):
     """An operand whose cotangent is zero, of an operation with a result that is alive.
 
-    Attributes:
-      kind: "edge"; "sum" if the cotangents of several uses cancel; "branch" if the operand is read
-        only in branches that are not taken; "carry" if the next step of a scan does not read it.
-      block: the program that the operation is in.
-      place: the operation.
-      operand: which of its operands.
-      where: at which steps of the scans, and on which devices around.
-      largest: of the cotangents of the results; infinite if the result has none.
-      sources: the inputs that the operand is differentiated by.
-      order: the place in the program.
-      is_alive: whether the operand has a cotangent from another use, at all these steps.
-      uses: of a sum, all operations that read the value.
+    Of the kind EDGE; SUM if the cotangents of several uses cancel; BRANCH if the operand is read
+    only in branches that are not taken; CARRY if the next step of a scan does not read it.
     """
 
     kind: str
-    block: Block
+    block: Block  # the program that the operation is in
     place: Place
-    operand: int
-    where: np.ndarray
-    largest: float
-    sources: frozenset[int]
-    order: tuple[int, ...]
-    is_alive: bool = False
-    uses: tuple[JaxprEqn, ...] = ()
+    operand: int  # which of its operands
+    where: np.ndarray  # at which steps of the scans, and on which devices around
+    largest: float  # of the cotangents of the results; infinite if the result has none
+    sources: frozenset[int]  # the inputs that the operand is differentiated by
+    order: tuple[int, ...]  # the place in the program
+    is_alive: bool = False  # whether it has a cotangent from another use, at all these steps
+    uses: tuple[JaxprEqn, ...] = ()  # of a sum, all operations that read the value
 
     @property
     def variable(self) -> Any:
@@ -66,92 +54,54 @@ class ZeroCut(NamedTuple):
         return () if mask.all() else tuple(map(int, np.flatnonzero(mask)))
 
 
-def zero_cuts(program: Any, block: Block, chosen: Sequence[int]) -> list[ZeroCut]:
-    """All cuts of a program, in program order."""
-    search = _Search(program, chosen)
-    found = {i: np.any(block.values.gradients[i, (0,)]) for i in chosen}
-    totals = [found.get(i) for i in range(len(block.jaxpr.invars))]
-    return sorted(search.cuts(block, totals, ()), key=lambda cut: cut.order)
+def zero_cuts(block: Block) -> list[ZeroCut]:
+    """All cuts of a program but those of carries, in program order."""
+    found = [cut for own in block.blocks() for cut in (*_edge_cuts(own), *_sum_cuts(own))]
+    return sorted(found, key=lambda cut: cut.order)
 
 
-class _Search:
-    """One search for the cuts of a program."""
-
-    def __init__(self, program: Any, chosen: Sequence[int]):
-        self._active = active_dependence(program, chosen)
-
-    def cuts(
-        self, block: Block, totals: Sequence[Any], around: tuple[int, ...]
-    ) -> Iterator[ZeroCut]:
-        """The cuts in a block; ``totals`` are the cotangents of its inputs."""
-        uses: dict[Var, list[tuple[int, JaxprEqn, int, np.ndarray]]] = {}
-        known = dict(zip(block.jaxpr.invars, totals, strict=True))
-        for v, (i, _, k) in block.producers.items():
-            known[v] = block.cotangent(i, RESULT, k)
-        for i, equation in enumerate(block.jaxpr.eqns):
-            for k, v in enumerate(equation.invars):
-                found = block.cotangent(i, OPERAND, k)
-                if found is None:
-                    continue
-                uses.setdefault(v, []).append((i, equation, k, found))
-                if (cut := self._cut(block, i, equation, k, around)) is not None:
-                    total = known.get(v)
-                    is_alive = total is not None and bool(np.all((total != 0) | ~cut.where))
-                    yield cut._replace(is_alive=is_alive)
-            for n, inner in enumerate(block.children.get(i, ())):
-                if inner.ran:
-                    own = self._totals(block, i, equation)
-                    yield from self.cuts(inner, own, (*around, i, n))
-        for v, own in uses.items():
-            if (cut := self._sum(block, own, known.get(v), around)) is not None:
-                yield cut
-
-    def _cut(
-        self, block: Block, i: int, equation: JaxprEqn, k: int, around: tuple[int, ...]
-    ) -> ZeroCut | None:
-        place, kind = block.place(equation), EDGE
-        if i in block.children:
+def _edge_cuts(block: Block) -> Iterator[ZeroCut]:
+    for i, equation in enumerate(block.jaxpr.eqns):
+        inside = [inner for inner in block.children.get(i, ()) if inner.ran]
+        for k, v in enumerate(equation.invars):
+            own = block.cotangent(i, OPERAND, k)
+            if own is None or not np.any(own == 0):
+                continue
             is_branch = equation.primitive.name == "cond" and k > 0
-            if not is_branch or _is_read(block.children[i], k - 1):
-                return None
-            kind = BRANCH
-        own = np.asarray(block.cotangent(i, OPERAND, k))
-        if not np.any(own == 0):
-            return None
-        sizes = [_result_size(block, i, n) for n in range(len(equation.outvars))]
-        largest = functools.reduce(np.maximum, sizes)
-        where = np.asarray((own == 0) & ~(largest == 0))
-        if not where.any():
-            return None
-        sources = self._active[place.key][k]
-        size = float(np.max(np.broadcast_to(largest, where.shape)[where]))
-        return ZeroCut(kind, block, place, k, where, size, sources, (*around, i))
+            is_read = is_branch and any(b.reads(b.jaxpr.invars[k - 1]) for b in inside)
+            if i in block.children and (is_read or not is_branch):
+                continue
+            sizes = [_result_size(block, i, n) for n in range(len(equation.outvars))]
+            largest = functools.reduce(np.maximum, sizes)
+            where = np.asarray((own == 0) & ~(largest == 0))
+            if where.any():
+                size = float(np.max(np.broadcast_to(largest, where.shape)[where]))
+                total = block.total(v)
+                is_alive = total is not None and bool(np.all((total != 0) | ~where))
+                kind = BRANCH if i in block.children else EDGE
+                yield _cut(kind, block, i, k, where, size)._replace(is_alive=is_alive)
 
-    def _totals(self, block: Block, i: int, equation: JaxprEqn) -> list[Any]:
-        first = 1 if equation.primitive.name == "cond" else 0
-        inner = block.children[i][0]
-        found = []
-        for k in range(len(inner.jaxpr.invars)):
-            own = block.cotangent(i, OPERAND, k + first)
-            is_longer = equation.primitive.name in ("scan", "shard_map")
-            own = own[..., None] if own is not None and is_longer else own
-            found.append(None if inner.is_carry(k) else own)
-        return found
 
-    def _sum(self, block: Block, uses: list, total: Any, around: tuple[int, ...]) -> ZeroCut | None:
+def _sum_cuts(block: Block) -> Iterator[ZeroCut]:
+    """The values whose uses have cotangents that are not zero, but whose sum is."""
+    for v, uses in block.uses.items():
+        total = block.total(v)
         if total is None:
-            return None
-        masks = [np.asarray((found != 0) & (total == 0)) for *_, found in uses]
-        live = [use for use, mask in zip(uses, masks, strict=True) if mask.any()]
-        if not live:
-            return None
-        i, equation, k, _ = live[0]
-        where = functools.reduce(np.logical_or, masks)
-        size = max(float(np.max(found)) for *_, found in live)
-        sources = self._active[block.place(equation).key][k]
-        readers = tuple(e for _, e, _, _ in live)
-        place = block.place(equation)
-        return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), uses=readers)
+            continue
+        own = [(i, k, found) for i, k in uses
+               if (found := block.cotangent(i, OPERAND, k)) is not None]  # fmt: skip
+        live = [use for use in own if np.any((use[2] != 0) & (total == 0))]
+        if live:
+            masks = [np.asarray((found != 0) & (total == 0)) for *_, found in live]
+            size = max(float(np.max(found)) for *_, found in live)
+            cut = _cut(SUM, block, *live[0][:2], functools.reduce(np.logical_or, masks), size)
+            yield cut._replace(uses=tuple(block.jaxpr.eqns[i] for i, *_ in live))
+
+
+def _cut(kind: str, block: Block, i: int, k: int, where: np.ndarray, largest: float) -> ZeroCut:
+    place = block.place(block.jaxpr.eqns[i])
+    sources = block.values.sources[place.key][k]
+    return ZeroCut(kind, block, place, k, where, largest, sources, (*block.order, i))
 
 
 def _result_size(block: Block, i: int, n: int) -> np.ndarray:
@@ -164,9 +114,7 @@ def _result_size(block: Block, i: int, n: int) -> np.ndarray:
 
 def _is_alive(block: Block, variable: Var) -> bool:
     """Whether the loss, or something that has a cotangent, is computed from a value."""
-    is_alive, outermost = False, block
-    while outermost.outer is not None:
-        outermost = outermost.outer
+    is_alive, outermost = False, [*block.around()][-1]
 
     def goes_on(own: Block, i: int, k: int) -> bool:
         nonlocal is_alive
@@ -174,32 +122,66 @@ def _is_alive(block: Block, variable: Var) -> bool:
         is_alive = is_alive or any(found is not None and np.any(found) for found in results)
         return not is_alive
 
-    walk = Reach(goes_on, {variable})
-    walk.leave(block)
-    return is_alive or walk.has(outermost.jaxpr.outvars[0])
+    found = reached(block, [variable], goes_on)
+    return is_alive or (outermost, outermost.jaxpr.outvars[0]) in found
 
 
-def _is_read(branches: list[Block], position: int) -> bool:
-    """Whether a branch that ran reads an input."""
-    return any(_reads(b, b.jaxpr.invars[position]) for b in branches if b.ran)
+def carry_cuts(block: Block) -> Iterator[ZeroCut]:
+    """All writes of a step of a scan to the carry that the next step does not read."""
+    for body in block.blocks():
+        for n, v in enumerate(body.jaxpr.invars):
+            if body.parent is None or body.outer is None or not body.is_carry(n):
+                continue
+            params = body.parent.equation.params
+            k = n - params["num_consts"]
+            result = body.outer.cotangent(body.order[-2], RESULT, k)
+            producer = _producer(body, body.jaxpr.outvars[k])
+            if result is None or producer is None or _has_reader(body, v):
+                continue
+            steps = np.arange(params["length"])
+            is_last = steps == (steps[0] if params["reverse"] else steps[-1])
+            where = (np.asarray(result) != 0)[..., None] & ~is_last
+            if where.any():
+                own, i = producer
+                sources = own.values.sources[own.place(own.jaxpr.eqns[i]).key]
+                operand = max(range(len(sources)), key=lambda k: len(sources[k]), default=0)
+                cut = _cut(CARRY, own, i, operand, where, float(np.max(result)))
+                yield cut._replace(sources=frozenset().union(*sources))
 
 
-def _reads(block: Block, variable: Var) -> bool:
-    return any(v is variable for v in block.jaxpr.outvars) or any(
-        v is variable for e in block.jaxpr.eqns for v in e.invars
-    )
+def _has_reader(block: Block, variable: Var) -> bool:
+    """Whether an operation with a derivative reads a value, or a program hands it on."""
+    if any(v is variable for v in block.jaxpr.outvars):
+        return True
+    for i, k in block.uses.get(variable, ()):
+        inner = block.children.get(i, [])
+        inputs = [b.jaxpr.invars[k - len(block.jaxpr.eqns[i].invars)] for b in inner]
+        if block.cotangent(i, OPERAND, k) is not None and (
+            not inner or any(map(_has_reader, inner, inputs))
+        ):
+            return True
+    return False
+
+
+def _producer(block: Block, atom: Any) -> tuple[Block, int] | None:
+    """The operation that makes a result, and its program, inside of calls and before moves."""
+    if type(atom) is Literal or atom not in block.producers:
+        return None
+    number, equation, k = block.producers[atom]
+    name, inner, deeper = equation.primitive.name, block.children.get(number, []), None
+    if name in SAME_AS_OPERAND:
+        deeper = _producer(block, equation.invars[0])
+    elif len(inner) == 1 and name != "scan":
+        deeper = _producer(inner[0], inner[0].jaxpr.outvars[k])
+    return deeper or (block, number)
 
 
 def inside_of_loop(cut: ZeroCut) -> Place:
     """The operation in the condition of a loop that reads the operand and has no derivative."""
-    equation = cut.place.equation
-    program = equation.params["cond_jaxpr"]
-    read = (
-        {opened(program)[0].invars[cut.operand]}
-        if cut.operand < equation.params["cond_nconsts"]
-        else set()
-    )
-    for inner in opened(program)[0].eqns:
+    params = cut.place.equation.params
+    jaxpr = opened(params["cond_jaxpr"])[0]
+    read = {jaxpr.invars[cut.operand]} if cut.operand < params["cond_nconsts"] else set()
+    for inner in jaxpr.eqns:
         if any(type(v) is not Literal and v in read for v in inner.invars):
             if not any(map(holds_floats, inner.outvars)):
                 return Place(inner, cut.place)

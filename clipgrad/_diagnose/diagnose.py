@@ -4,47 +4,52 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
 from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.captured_args import CapturedArgs, noting_objects
 from clipgrad._diagnose.cotangents import (
     Summary,
     measure,
-    module_sites,
     parts_of_arguments,
 )
-from clipgrad._diagnose.decays import has_vanished, reason
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
+from clipgrad._diagnose.faults import (
+    BadValue,
+    VjpFault,
+    bad_value,
+    first_fault,
+    is_value_at_fault,
+    origin_of_loss,
+)
 from clipgrad._diagnose.findings import (
     data_finding,
+    function_finding,
     is_suspect,
     overflow_of,
     raised_finding,
-    unexplained_finding,
-    unexplained_loss,
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.layers import layers_of_scans
-from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
-from clipgrad._diagnose.pieces import may_have_cut_pieces
+from clipgrad._diagnose.origins import CONSTANT, Origins, origins
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
+from clipgrad._diagnose.recorded import operands_of
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.rows import SCAN, units_and_rows
-from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments, subject
+from clipgrad._diagnose.subject import (
+    NO_MODELS,
+    CapturedArgs,
+    DiagnosisSubject,
+    named_arguments,
+    subject,
+)
 from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import trend_findings
-from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
-from clipgrad._diagnose.units import CLOSED
-from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
+from clipgrad._diagnose.underflow import may_underflow, underflow_findings
+from clipgrad._diagnose.units import CLOSED, SCAN, module_sites, units_and_rows
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._jaxpr import settings_of_runs
@@ -132,8 +137,12 @@ def diagnose(
     """
     with settings_of_runs(), jax.disable_jit(False):
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
-        with noting_objects(args):
+        try:
             given = trace(args, kwargs)
+        except Exception as error:
+            if isinstance(args, CapturedArgs):
+                error.add_note(NO_MODELS)
+            raise
         keys = [] if data is None else named_arguments("data", data, fun, args, kwargs or {})
         inputs = frozenset(i for i, (key, _) in enumerate(given.paths) if key in keys)
         if keys and not inputs:
@@ -175,16 +184,9 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> G
     loss, grads, measured = run(list(every.values()))
     pairs = list(units_and_rows(block, measured))
     found = tuple(row for _, row in pairs)
-    unit_of = {id(row): unit for unit, row in pairs}
     each = zip(parts, grads, strict=True)
     parameters = [p for own, grad in each for p in [measured[s.site] for s in own] or [grad]]
-    trends = list(
-        trend_findings(
-            found,
-            lambda row: reason(unit_of[id(row)], row, given, grads),
-            lambda deep: has_vanished(deep, parameters),
-        )
-    )
+    trends = list(trend_findings(pairs, given, grads, parameters))
     growths = [trend for trend in trends if not isinstance(trend, str)]
     findings = [*_nonfinite(given, loss, grads, growths), *growths]
     notes = [*_block_notes(block), *(trend for trend in trends if isinstance(trend, str))]
@@ -192,16 +194,14 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] = frozenset()) -> G
         try:
             others = [run(sites, wide=True), run(sites, is_scaled=True)]
             same = [[r for _, r in units_and_rows(block, measured)] for *_, measured in others]
-            lost = underflow_finding(found, same)
-            findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
+            each = [grads, *(own for _, own, _ in others)]
+            findings += underflow_findings(found, same, given, each)
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     if not {finding.kind for finding in findings} & {"value", "vjp"}:
-        shares = [_zero_share(grad, [measured[s.site] for s in own])
-                  for grad, own in zip(grads, parts, strict=True)]  # fmt: skip
-        has_pieces = may_have_cut_pieces(block, given, shares)
-        zeros, more = _zeros_of(given, block, grads, loss, data, has_pieces)
+        slices = [[measured[s.site] for s in own] for own in parts]
+        zeros, more = zero_findings(given, block, loss, grads, slices, data)
         findings = _with_zeros(findings, zeros)
         notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
@@ -223,34 +223,6 @@ def _with_zeros(
     return [*named, *(own for own in zeros if own.cause != "underflow")]
 
 
-def _zeros_of(
-    given: DiagnosisSubject,
-    block: Block,
-    grads: list[Summary],
-    loss: float,
-    data: frozenset[int],
-    has_pieces: bool,
-) -> tuple[list[GradientFinding], list[str]]:
-    """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
-
-    A second program runs only if there is a zero that needs it.
-    """
-    of = dict(zip(given.chosen, grads, strict=True))
-    zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
-    layers = layers_of_scans(given, block) if any(np.any(grad.zeros) for grad in grads) else []
-    sizes = [(own.argument, math.prod(own.lengths)) for own in layers]
-    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in sizes)
-    if not (zero or partly or data or has_pieces):
-        return [], []
-    return zero_findings(given, zero, loss, layers, data, has_pieces)
-
-
-def _zero_share(grad: Summary, slices: Sequence[Summary]) -> float:
-    """The share of a gradient that is zero; 0 if the slices that are read have one each."""
-    has_each = slices and not any(np.all(own.zeros == 1) for own in slices)
-    return 0.0 if has_each else float(np.max(grad.zeros))
-
-
 def _nonfinite(
     given: DiagnosisSubject,
     loss: float,
@@ -265,41 +237,43 @@ def _nonfinite(
     if not np.isfinite(loss):
         forward = origins(given.program, given.inputs)
         origin = origin_of_loss(given.program, given.inputs, forward)
-        findings.append(value_finding(origin, given) if origin else unexplained_loss(loss, given))
+        what = f"the compiled loss is {loss}, but each operation alone has a finite value"
+        unexplained = function_finding("value", what, given)
+        findings.append(value_finding(origin, given) if origin else unexplained)
     bad = [i for i, grad in enumerate(grads) if np.any(grad.nonfinite)]
     if bad:
         excused = is_value_at_fault(origin, forward) if origin and forward else lambda *_: False
         gradient = GradientProgram.of(given.program, given.inputs, given.chosen)
         found = first_fault(gradient, given.inputs, bad, excused)
-        if found and _is_of_growth(found, trends):
+        growing = {(t.file, t.line) for t in trends if t.kind == "grows" and t.operation == SCAN}
+        scans = found.summed.scans if found and found.summed else ()
+        if any(scan.location[:2] in growing for scan in scans):
             return findings
         if found:
             findings.append(_of_vjp(found, forward, gradient, given))
         elif not findings:
-            names = [given.names[given.chosen[i]] for i in bad]
-            findings.append(unexplained_finding(names, given))
+            what = f"the gradient of {', '.join(given.names[given.chosen[i]] for i in bad)} is not "
+            what += "finite; diagnose did not find the operation"
+            findings.append(function_finding("vjp", what, given))
     return findings
-
-
-def _is_of_growth(fault: VjpFault, trends: Sequence[GradientFinding]) -> bool:
-    growing = {(t.file, t.line) for t in trends if t.kind == "grows" and t.operation == SCAN}
-    places = [scan.location for scan in fault.summed.scans] if fault.summed else []
-    return any((place.file, place.line) in growing for place in places)
 
 
 def _of_vjp(
     fault: VjpFault, forward: Origins | None, gradient: GradientProgram, given: DiagnosisSubject
 ) -> GradientFinding:
     """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
-    if fault.source.badness == 1 and (overflow := _overflow_in(fault, gradient, given)):
-        return vjp_finding(fault, given, overflow=overflow)
+    place = fault.source.place
+    if fault.source.badness == 1 and place is not None and place.operation in OVERFLOWING:
+        values = operands_of(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
+        if np.isfinite(values).all():
+            return vjp_finding(fault, given, overflow=overflow_of(place, values))
     key = fault.place.key, fault.source.steps
     if not fault.bad_operands:
         if fault.summed or is_suspect(fault.place, fault.values):
             return vjp_finding(fault, given)
         hidden = (forward or origins(given.program, given.inputs)).hidden
         source = fault.source._replace(place=fault.place)
-        own = HiddenValue(source, fault.values, hidden.get(key)) if key in hidden else None
+        own = BadValue(source, fault.values, hidden_by=hidden.get(key)) if key in hidden else None
         return vjp_finding(fault, given, own)
     forward = forward or origins(given.program, given.inputs)
     operands = forward.operands.get(key, [])
@@ -309,19 +283,11 @@ def _of_vjp(
         return vjp_finding(fault, given)
     read = dependence(given.program)[source.place.key] if source.place else []
     arguments = frozenset().union(*read)
+    found = bad_value(given.program, given.inputs, source)
     if source.place and arguments & {*given.chosen}:
-        return vjp_finding(fault, given, hidden_value(given.program, given.inputs, source, forward))
-    origin = origin_of(given.program, given.inputs, source)
-    return data_finding(origin, fault, sorted(arguments), given)
-
-
-def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSubject) -> str:
-    """The advice on a cotangent that is too large for its dtype; "" if none is."""
-    place = fault.source.place
-    if place is None or place.operation not in OVERFLOWING:
-        return ""
-    values = operands_of(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
-    return overflow_of(place, values) if np.isfinite(values).all() else ""
+        hider = forward.hidden.get((source.place.key, source.steps))
+        return vjp_finding(fault, given, found._replace(hidden_by=hider))
+    return data_finding(found, fault, sorted(arguments), given)
 
 
 def _block_notes(block: Block) -> list[str]:

@@ -7,8 +7,8 @@ import numpy as np
 
 from clipgrad._chart import empty_chart
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.trends import finite_norm, over_steps
+from clipgrad._diagnose.units import SCAN
 
 _LABELS = 24  # more module names than this can't be read
 
@@ -29,7 +29,7 @@ def diagnosis_figure(rows: Sequence[GradientRow], findings: Sequence[GradientFin
 
 
 def _by_depth(panel: Any, rows: Sequence[GradientRow], findings: Sequence[GradientFinding]) -> None:
-    norms = [_total(finite_norm(row)) for row in rows]
+    norms = [float(np.sqrt(np.sum(np.square(finite_norm(row))))) for row in rows]
     _draw_line(
         panel, norms, "depth, from the input to the loss (the backward pass goes to the left)"
     )
@@ -68,7 +68,3 @@ def _mark(panel: Any, place: int, finding: GradientFinding) -> None:
     panel.axvline(place, color="#D55E00", linestyle="--")
     text = f"{finding.kind}: {finding.operation}"
     panel.annotate(text, (place, 0.95), xycoords=("data", "axes fraction"), color="#D55E00")
-
-
-def _total(norms: Any) -> float:
-    return float(np.sqrt(np.sum(np.square(norms))))

@@ -8,19 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.backward import VjpFault
+from clipgrad._diagnose.faults import BadValue, VjpFault
 from clipgrad._diagnose.raised import Raised
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, computed, next_step, suspect
-from clipgrad._diagnose.values import HiddenValue, ValueOrigin
+from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, Suspect, next_step, suspect
+from clipgrad._diagnose.units import SCAN
 from clipgrad._docs import docs_page
 from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._names import Location, Place
 
 
-def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFinding:
+def value_finding(origin: BadValue, given: DiagnosisSubject) -> GradientFinding:
     """A finding on where a loss has its NaN or inf from."""
     source, place = origin.source, origin.source.place
     if source.argument is not None:
@@ -32,11 +31,11 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
         what = f"{_operation_at(place, origin.values)} is not finite, but its inputs are"
         if not np.isfinite(origin.values).all():
             what = f"{_operation_at(place, origin.values)} is NaN, but none of its inputs is"
-    if origin.cause is not None:
-        what += f" ({given.names[origin.cause]} contains inf)"
-    if origin.becomes:
-        then = origin.becomes
-        outcome = "turns its inf into NaN" if origin.is_nan else "is not finite because of its inf"
+    if source.root and source.root.argument is not None:
+        what += f" ({given.names[source.root.argument]} contains inf)"
+    if origin.becomes and (then := origin.becomes.place):
+        is_nan = origin.becomes.badness == 2
+        outcome = "turns its inf into NaN" if is_nan else "is not finite because of its inf"
         what += f", and {then.operation} ({then.location}) {outcome}"
     return _operation_finding("value", place, source.step, what, origin.values or (), source.device)
 
@@ -44,16 +43,13 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
 def vjp_finding(
     fault: VjpFault,
     given: DiagnosisSubject,
-    hidden: HiddenValue | None = None,
+    hidden: BadValue | None = None,
     overflow: str = "",
 ) -> GradientFinding:
     """A finding on an operation whose VJP is at fault, or on a value whose cotangents are.
 
-    Args:
-      fault: the operation or the value.
-      given: the loss.
-      hidden: a value that is not finite and that the VJP reads, of this or of another operation.
-      overflow: what is too large for its dtype, from `overflow_of`.
+    ``hidden`` is a value that is not finite and that the VJP reads, of this or of another
+    operation, and ``overflow`` what is too large for its dtype, from `overflow_of`.
     """
     if fault.summed:
         return _sum_finding(fault, given, overflow)
@@ -64,30 +60,30 @@ def vjp_finding(
     advice = overflow
     if hidden and hidden.source.place:
         what += _of_hidden(hidden, hidden.source.place, place)
-        advice = _hidden_advice(hidden, hidden.source.place, given)
+        read, values = hidden.source.place, hidden.values or ()
+        advice = _operation_advice(("hidden", "value"), read, values)
+        advice = advice or f"; {MASKED_INPUT} ({docs_page('nan')})"
+        advice += _masked_axis(read, given)
     where = fault.step, what, fault.values, fault.source.device
     return _operation_finding("vjp", place, *where, advice=advice)
 
 
-def _of_hidden(hidden: HiddenValue, read: Place, place: Place) -> str:
+def _of_hidden(hidden: BadValue, read: Place, place: Place) -> str:
     """Such as ", since it reads the result of exp at 199 (model.py:7), which ... hides"."""
     is_own = read.key == place.key
     what = ", since its value is not finite"
     if not is_own:
         package = read.location.package
         function = f" in {package.partition(' ')[0]}" if package and package[0] != "_" else ""
-        what = f", since it reads the result of {_operation_at(read, hidden.values)}{function}"
+        what = (
+            f", since it reads the result of {_operation_at(read, hidden.values or ())}{function}"
+        )
         what += f" ({read.location})"
     if hidden.hidden_by:
         hider = f"{hidden.hidden_by.operation} ({hidden.hidden_by.location})"
         what += f"{', and' if is_own else ', which'} {hider} hides it from the loss"
         what = what.replace("hides it", "hides") if not is_own else what
     return what
-
-
-def _hidden_advice(hidden: HiddenValue, read: Place, given: DiagnosisSubject) -> str:
-    advice = _operation_advice(("hidden", "value"), read, read.location, hidden.values)
-    return (advice or f"; {MASKED_INPUT} ({docs_page('nan')})") + _masked_axis(read, given)
 
 
 def _masked_axis(place: Place, given: DiagnosisSubject) -> str:
@@ -107,10 +103,14 @@ def _masked_axis(place: Place, given: DiagnosisSubject) -> str:
 
 def is_suspect(place: Place, values: Sequence[float]) -> bool:
     """Whether the VJP of an operation is known to fail at these values."""
+    return _suspect_of("vjp", place, values) is not None
+
+
+def _suspect_of(kind: str, place: Place, values: Sequence[float]) -> Suspect | None:
     package = place.location.package
     function = package.partition(" ")[0] if package else None
     dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
-    return suspect("vjp", place.operation, function, dtype, values) is not None
+    return suspect(kind, place.operation, function, dtype, values)
 
 
 def _sum_finding(fault: VjpFault, given: DiagnosisSubject, overflow: str) -> GradientFinding:
@@ -142,16 +142,9 @@ def overflow_of(cotangent: Place, values: Sequence[float]) -> str:
 
 
 def data_finding(
-    origin: ValueOrigin, fault: VjpFault, sources: Sequence[int], given: DiagnosisSubject
+    origin: BadValue, fault: VjpFault, sources: Sequence[int], given: DiagnosisSubject
 ) -> GradientFinding:
-    """A finding on what is not finite in an argument, or is computed from data alone.
-
-    Args:
-      origin: where it is from.
-      fault: the operation that reads it in the backward pass.
-      sources: the arguments that it is computed from.
-      given: the loss.
-    """
+    """A finding on what is not finite in an argument, or is computed from some that are data."""
     found = value_finding(origin, given)
     names = ", ".join(given.names[i] for i in sources)
     computed = f"; it is computed from {names}" if names and origin.source.argument is None else ""
@@ -169,18 +162,6 @@ def raised_finding(raised: Raised | None, error: str, given: DiagnosisSubject) -
     if raised.is_finite:
         what += "; its operands are finite"
     return _operation_finding("raises", place, steps[-1] if steps else None, what)
-
-
-def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
-    """A finding on gradients that are not finite for a reason that was not found."""
-    what = f"the gradient of {', '.join(names)} is not finite; diagnose did not find the operation"
-    return function_finding("vjp", what, given)
-
-
-def unexplained_loss(loss: float, given: DiagnosisSubject) -> GradientFinding:
-    """A finding on a loss that is not finite only where it is compiled."""
-    what = f"the compiled loss is {loss}, but each operation alone has a finite value"
-    return function_finding("value", what, given)
 
 
 def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
@@ -212,27 +193,14 @@ def _operation_finding(
     advice: str = "",
 ) -> GradientFinding:
     where = place.location
-    around = _around(place, step, where) + (f", on device {device}" if device else "")
-    advice = advice or _operation_advice((kind,), place, where, values)
-    message = f"{where}: {what}{around}{advice}"
-    return GradientFinding(
-        kind,
-        where.file,
-        where.line,
-        place.operation,
-        place.module,
-        step,
-        message,
-        device=device,
-    )
-
-
-def _around(place: Place, step: int | None, where: Location) -> str:
-    text = inside_of(place, where)
+    around = inside_of(place, where)
     if step is not None:
         own = [place.equation.params["length"]] if place.operation == SCAN else []
-        text += f", at step {step} of {[*place.nest, *own][-1]}"
-    return text
+        around += f", at step {step} of {[*place.nest, *own][-1]}"
+    around += f", on device {device}" if device else ""
+    message = f"{where}: {what}{around}{advice or _operation_advice((kind,), place, values)}"
+    at = where.file, where.line, place.operation, place.module, step
+    return GradientFinding(kind, *at, message, device=device)
 
 
 def inside_of(place: Place, where: Location) -> str:
@@ -242,18 +210,13 @@ def inside_of(place: Place, where: Location) -> str:
     return "".join(parts)
 
 
-def _operation_advice(
-    kinds: Sequence[str], place: Place, where: Location, values: Sequence[float]
-) -> str:
+def _operation_advice(kinds: Sequence[str], place: Place, values: Sequence[float]) -> str:
     """The advice for an operation, of the first of some kinds that has one; "" if there is none."""
-    function = where.package.partition(" ")[0] if where.package else None
-    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
-    rows = (suspect(kind, place.operation, function, dtype, values) for kind in kinds)
+    rows = (_suspect_of(kind, place, values) for kind in kinds)
     if row := next(filter(None, rows), None):
         return f"; {row.advice(place.operation)}"
-    known = computed(place.operation, values) if "vjp" in kinds else None
     steps = (next_step(kind, place.operation, values) for kind in kinds)
-    step = next(filter(None, steps), f"the backward pass computes {known}" if known else "")
+    step = next(filter(None, steps), None)
     return f"; {step}" if step else ""
 
 

@@ -1,16 +1,14 @@
 """Slices of inputs that scans take layer by layer."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.blocks import Block, reached
 from clipgrad._diagnose.cuts import ZeroCut
 from clipgrad._diagnose.probe import OPERAND
-from clipgrad._diagnose.reach import Reach
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._jaxpr import scan_counts
 from clipgrad._names import Place
@@ -18,19 +16,12 @@ from clipgrad._program import active_dependence
 
 
 class Layers(NamedTuple):
-    """The axes of an input along which scans take it, of nested scans the outermost first.
+    """The axes of an input along which scans take it, of nested scans the outermost first."""
 
-    Attributes:
-      argument: the input.
-      axes: its axes.
-      lengths: the numbers of layers.
-      scans: the scans, for each of the places where it is taken so.
-    """
-
-    argument: int
+    argument: int  # the input
     axes: tuple[int, ...]
-    lengths: tuple[int, ...]
-    scans: tuple[tuple[Place, ...], ...]
+    lengths: tuple[int, ...]  # the numbers of layers
+    scans: tuple[tuple[Place, ...], ...]  # for each of the places where it is taken so
 
 
 def layers_of_scans(given: DiagnosisSubject, block: Block) -> list[Layers]:
@@ -75,7 +66,9 @@ def _axis_of(whole: Any, axes: tuple[int, ...], place: Place, k: int) -> int | N
     if whole.size != size and not (is_shared and whole.size % max(size, 1) == 0):
         return None
     left = [a for a, n in enumerate(whole.shape) if n == operand.shape[0] and a not in axes]
-    return left[0] if left else None
+    rests = {a: [n for b, n in enumerate(whole.shape) if b not in (*axes, a)] for a in left}
+    # Of axes of one length that which leaves the others as they are.
+    return min(left, key=lambda a: rests[a] != [*operand.shape[1:]], default=None)
 
 
 def cuts_of_layers(
@@ -84,52 +77,33 @@ def cuts_of_layers(
     """The cuts of some layers of an input, at their own steps or at later ones behind the carry."""
     found = []
     for cut in cuts:
-        scans = next((own for own in layers.scans if _is_inside(cut.place, own[-1])), None)
-        around = cut.place.parent.axes if cut.place.parent else ()
-        if scans is None or layers.argument not in cut.sources or cut.where.ndim != len(around):
+        bodies = {body.key: body for body in cut.block.around()}
+        scans = next((own for own in layers.scans if own[-1].key in bodies), None)
+        axes = cut.place.parent.axes if cut.place.parent else ()
+        if scans is None or layers.argument not in cut.sources or cut.where.ndim != len(axes):
             continue
         at = [len(scan.parent.axes) if scan.parent else 0 for scan in scans]
-        steps = [
-            _later_steps(cut, scans, at, t) if is_later else _steps_at(cut, at, t) for t in zero
-        ]
-        if (where := cut.where & functools.reduce(np.logical_or, steps)).any():
+        indices: list[tuple] = [*zero]
+        if is_later:
+            own = [n for n, s in enumerate(scans) if _is_from_carry(cut, bodies[s.key])]
+            backward = [scan.equation.params["reverse"] for scan in scans]
+            indices = [
+                (*t[:n], slice(None, t[n]) if backward[n] else slice(t[n] + 1, None))
+                for t in zero for n in own
+            ]  # fmt: skip
+        where = np.zeros_like(cut.where)
+        for index in indices:
+            taken: list[Any] = [slice(None)] * where.ndim
+            for axis, i in zip(at, index, strict=False):
+                taken[axis] = i
+            where[tuple(taken)] = cut.where[tuple(taken)]
+        if where.any():
             found.append(cut._replace(where=where))
     return found
 
 
-def _is_inside(place: Place, scan: Place) -> bool:
-    return place.key[-len(scan.key) :] == scan.key and place.key != scan.key
-
-
-def _steps_at(cut: ZeroCut, at: Sequence[int], index: Sequence[Any]) -> np.ndarray:
-    """The steps with these indices of some axes."""
-    steps = np.zeros(cut.where.shape, bool)
-    taken: list[Any] = [slice(None)] * steps.ndim
-    for axis, i in zip(at, index, strict=False):
-        taken[axis] = i
-    steps[tuple(taken)] = True
-    return steps
-
-
-def _later_steps(
-    cut: ZeroCut, scans: Sequence[Place], at: Sequence[int], index: tuple[int, ...]
-) -> np.ndarray:
-    """The later steps, if the operand is computed from what a scan carries."""
-    steps = np.zeros(cut.where.shape, bool)
-    for n, scan in enumerate(scans):
-        if _is_from_carry(cut, scan):
-            is_back, t = scan.equation.params["reverse"], index[n]
-            rest = slice(None, t) if is_back else slice(t + 1, None)
-            steps |= _steps_at(cut, at, (*index[:n], rest))
-    return steps
-
-
-def _is_from_carry(cut: ZeroCut, scan: Place) -> bool:
-    body = cut.block
-    while body.parent is not None and body.parent.key != scan.key:
-        assert body.outer is not None
-        body = body.outer
+def _is_from_carry(cut: ZeroCut, body: Block) -> bool:
+    """Whether the operand is computed from what a scan carries."""
     states = [v for k, v in enumerate(body.jaxpr.invars) if body.is_carry(k)]
-    walk = Reach(lambda own, i, k: own.cotangent(i, OPERAND, k) is not None, states)
-    walk.follow(body)
-    return walk.has(cut.variable)
+    found = reached(body, states, lambda own, i, k: own.cotangent(i, OPERAND, k) is not None)
+    return (cut.block, cut.variable) in found

@@ -1,14 +1,12 @@
 """Gradients that are not zero, but cut in all but a penalty."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.blocks import Block, reached
 from clipgrad._diagnose.cuts import ZeroCut
-from clipgrad._diagnose.edges import OPERAND
-from clipgrad._diagnose.reach import Reach
+from clipgrad._diagnose.probe import OPERAND
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._names import Place
 from clipgrad._program import dependence
@@ -22,26 +20,17 @@ _BY_OTHERS = frozenset({"mul", "dot_general", "conv_general_dilated", "select_n"
 _BY_OTHERS |= {"dynamic_slice", "scatter-add", "dynamic_update_slice"}
 
 
-class Remainder(NamedTuple):
-    """The path that is left of a gradient which does not read the data.
-
-    Attributes:
-      place: the first operation on it.
-      cuts: the cuts on the way to the data.
-    """
-
-    place: Place
-    cuts: list[ZeroCut]
-
-
 def remainder(
     given: DiagnosisSubject,
     block: Block,
     cuts: Sequence[ZeroCut],
     argument: int,
     data: frozenset[int],
-) -> Remainder | None:
-    """The rest of the gradient of an input if no operation on its way reads the data."""
+) -> tuple[Place, list[ZeroCut]] | None:
+    """The rest of the gradient of an input, if no operation on its way reads the data.
+
+    The first operation on this way, and the cuts on the way to the data.
+    """
     read = dependence(given.program)
     own = [c for c in cuts if argument in c.sources and _meets_data(c, read, data)]
     alive: dict[tuple[int, ...], tuple[Place, set[int]]] = {}
@@ -56,9 +45,9 @@ def remainder(
         return True
 
     if own:
-        Reach(is_alive, {block.jaxpr.invars[argument]}).follow(block)
+        reached(block, [block.jaxpr.invars[argument]], is_alive)
     reads = any(_reads_data(*used, read[key], data) for key, used in alive.items())
-    return Remainder(next(iter(alive.values()))[0], own) if alive and not reads else None
+    return (next(iter(alive.values()))[0], own) if alive and not reads else None
 
 
 def _meets_data(
@@ -74,7 +63,7 @@ def _meets_data(
         return not met
 
     if not met:
-        Reach(goes_on, cut.place.equation.outvars).leave(cut.block)
+        reached(cut.block, cut.place.equation.outvars, goes_on)
     return met
 
 

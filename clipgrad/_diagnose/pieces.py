@@ -7,41 +7,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.blocks import Block, reached
 from clipgrad._diagnose.cuts import ZeroCut
-from clipgrad._diagnose.edges import OPERAND
-from clipgrad._diagnose.probe import RESULT
-from clipgrad._diagnose.reach import Reach
+from clipgrad._diagnose.probe import OPERAND, RESULT
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._program import active_dependence
 
 _TAKES_APART = ("slice", "split", "unstack")
 
 
 class CutPiece(NamedTuple):
-    """The elements of an axis of an input that are read apart, and without a gradient.
+    """The elements of an axis of an input that are read apart, and without a gradient."""
 
-    Attributes:
-      argument: the input.
-      axis: the axis.
-      elements: whether each of them is among these.
-      cuts: where their gradient is cut.
-    """
-
-    argument: int
+    argument: int  # the input
     axis: int
-    elements: np.ndarray
-    cuts: list[ZeroCut]
+    elements: np.ndarray  # whether each of them is among these
+    cuts: list[ZeroCut]  # where their gradient is cut
 
 
 def may_have_cut_pieces(block: Block, given: DiagnosisSubject, zeros: Sequence[float]) -> bool:
-    """Whether as many elements of a gradient are zero as a piece of an axis has.
-
-    Args:
-      block: the program.
-      given: the loss.
-      zeros: of each gradient which share is zero.
-    """
+    """Whether as large a share of a gradient is zero as a piece of an axis has."""
     equations = [equation for _, equation in block.operations()]
     apart = [e for e in equations if e.primitive.name in _TAKES_APART]
     pieces = {(m, len(own)) for e in apart for result in _pieces_of(e) for m, own in result}
@@ -58,7 +42,6 @@ def cut_pieces(
     given: DiagnosisSubject, block: Block, cuts: Sequence[ZeroCut], skipped: Sequence[int]
 ) -> Iterator[CutPiece]:
     """The pieces of inputs whose gradient is zero, but not that of the rest of the input."""
-    active = active_dependence(given.program, given.chosen)
     read: dict[int, list[np.ndarray]] = {i: [] for i in given.chosen}
     for (i, axes), own in block.values.gradients.items():
         read[i] += [own] if len(axes) == 1 else []
@@ -69,7 +52,7 @@ def cut_pieces(
         for number, equation in enumerate(own.jaxpr.eqns):
             if equation.primitive.name not in _TAKES_APART:
                 continue
-            sources = active[own.place(equation).key][0] & left
+            sources = block.values.sources[own.place(equation).key][0] & left
             for k, piece in enumerate(_pieces_of(equation)):
                 found = own.cotangent(number, RESULT, k)
                 if found is None or np.any(found != 0):
@@ -126,7 +109,7 @@ def _axes_of(equations: Iterable[JaxprEqn], length: int) -> set[tuple[int, int]]
     return found
 
 
-def _cuts_behind(block: Block, variable: object, ends: dict) -> list[ZeroCut]:
+def _cuts_behind(block: Block, variable: Any, ends: dict) -> list[ZeroCut]:
     """The cuts that end the way from a value that has no gradient."""
     found: list[ZeroCut] = []
 
@@ -138,5 +121,5 @@ def _cuts_behind(block: Block, variable: object, ends: dict) -> list[ZeroCut]:
         cotangent = own.cotangent(number, OPERAND, k)
         return cotangent is not None and not np.any(cotangent != 0)
 
-    Reach(goes_on, {variable}).leave(block)
+    reached(block, [variable], goes_on)
     return list({id(cut): cut for cut in found}.values())

@@ -18,7 +18,6 @@ from clipgrad._jaxpr import (
     called_program,
     entered_programs,
     evaluate,
-    manual_axes,
     opened,
     scan_counts,
 )
@@ -36,13 +35,6 @@ def is_sent_whole(size: int, around: Place | None, but_in: Collection[str] = ())
         return size <= _SENT_WHOLE
     is_in = any(equation.primitive.name in but_in for equation in around.chain)
     return not is_in and size * math.prod(length for _, length in around.axes) <= _SENT_WHOLE
-
-
-def as_varying(x: Any, around: Place | None) -> Any:
-    """Marked as different on each device of the `shard_map`s around that know what varies."""
-    held = [e for e in (around.chain if around else ()) if e.primitive.name == "shard_map"]
-    axes = frozenset(axis for e in held if e.params["check_vma"] for axis in manual_axes(e))
-    return to_varying(x, axes) if axes else x
 
 
 class Site(NamedTuple):
@@ -109,18 +101,11 @@ class Probe(Hook):
         found = self.base(equation, inputs)
         if found is not None or self.flatten:
             return found
-        if not self.enters(equation):
+        if not (entered_programs(equation)[0] and self.steps(equation)):
             return bind(equation, inputs)
         if equation.primitive.name in JIT:
-            inner = self.inside(equation, ())
-            outputs = evaluate(called_program(equation), inputs, inner)
-            self.note(equation, inputs, [inner.noted()])
-            return outputs
+            return evaluate(called_program(equation), inputs, self.inside(equation, ()))
         return None
-
-    def enters(self, equation: JaxprEqn) -> bool:
-        """Whether an equation has programs to go into."""
-        return bool(entered_programs(equation)[0] and self.steps(equation))
 
     def steps(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
         """The probes inside of an equation."""
@@ -132,14 +117,11 @@ class Probe(Hook):
         """The probes for a program of an equation, at this step or on this device."""
         probes = step if isinstance(step, OrderedDict) else self.steps(equation)
         base = self.base.inside(equation, step)
-        return self._with(probes, base, Place(equation, self.parent))
+        return Probe(probes, self.summary, base, Place(equation, self.parent))
 
     def shard(self, own: OrderedDict[Site, Any]) -> "Probe":
         """The probes on a device."""
-        return self._with(own, self.base, self.parent)
-
-    def _with(self, probes: OrderedDict, base: Hook, parent: Place | None) -> "Probe":
-        return Probe(probes, self.summary, base, parent)
+        return Probe(own, self.summary, self.base, self.parent)
 
     @functools.cached_property
     def _deeper(self) -> dict[int, OrderedDict[Site, Any]]:

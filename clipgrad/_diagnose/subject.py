@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_call
@@ -28,23 +29,14 @@ from clipgrad._trees import (
 
 
 class DiagnosisSubject(NamedTuple):
-    """A loss, traced.
-
-    Attributes:
-      fun: the function.
-      program: its jaxpr; the first result is the loss.
-      inputs: the arrays among the arguments.
-      names: for each of them its name, as ``args[0]['w']``.
-      paths: for each of them the position of its argument, or its name, and the path in that.
-      chosen: the positions of those that the loss is differentiated by.
-    """
+    """A loss, traced."""
 
     fun: Callable[..., Any]
-    program: Any
-    inputs: list[Any]
-    names: list[str]
-    paths: list[tuple[int | str, str]]
-    chosen: list[int]
+    program: Any  # its jaxpr; the first result is the loss
+    inputs: list[Any]  # the arrays among the arguments
+    names: list[str]  # of each of them, as ``args[0]['w']``
+    paths: list[tuple[int | str, str]]  # the position of its argument, or its name; the path in it
+    chosen: list[int]  # the positions of those that the loss is differentiated by
 
 
 def subject(
@@ -128,7 +120,11 @@ def _trace(
 
     program = _jaxpr.trace(loss, args, kwargs).program
     check_concrete("fun", _jaxpr.opened(program)[1])
-    _check_effects(program)
+    if names := _jaxpr.side_effects(program):  # a reference that the loss creates is its own
+        raise ValueError(
+            f"fun: got a function with side effects ({', '.join(names)}), expected one "
+            "without; pass each changed value as an argument, and return it"
+        )
     given = args[0] if is_split else (args, kwargs)
     entries, _ = jax.tree_util.tree_flatten_with_path(given)
     arrays = [(path, leaf) for path, leaf in entries if is_array(leaf)]
@@ -137,8 +133,12 @@ def _trace(
     chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]
     if not chosen:
         raise ValueError(_nothing_floating(args, positions))
-    names = [_argument_name(path) for path, _ in arrays]
-    paths = [(_key(path[1]), path_string(path[2:])) for path, _ in arrays]
+    # Such as "args[0]['w']" or "kwargs['x']", as one writes it in Python.
+    names = [("args", "kwargs")[path[0].idx] + keystr(path[1:]) for path, _ in arrays]
+    paths = [
+        (path[1].idx if hasattr(path[1], "idx") else path[1].key, path_string(path[2:]))
+        for path, _ in arrays
+    ]
     return DiagnosisSubject(fun, program, [leaf for _, leaf in arrays], names, paths, chosen)
 
 
@@ -181,15 +181,6 @@ def _nothing_floating(args: tuple, positions: list[int]) -> str:
     )
 
 
-def _argument_name(path: tuple) -> str:
-    """Such as "args[0]['w']" or "kwargs['x']", as one writes it in Python."""
-    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-
-
-def _key(entry: Any) -> int | str:
-    return entry.idx if hasattr(entry, "idx") else entry.key
-
-
 def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
     value, _ = loss_and_aux("fun", result, has_aux)
     check_scalar("fun", value)
@@ -201,11 +192,31 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
     return value
 
 
-def _check_effects(program: Any) -> None:
-    """Refuse what changes something outside; a reference that the loss creates is its own."""
-    names = _jaxpr.side_effects(program)
-    if names:
-        raise ValueError(
-            f"fun: got a function with side effects ({', '.join(names)}), expected one "
-            "without; pass each changed value as an argument, and return it"
-        )
+NO_MODELS = (
+    "a capture has dictionaries in place of models and other objects, because loading does not run "
+    "code from it; write diagnose(loss, (capture.restore(model), capture.batch))"
+)
+
+
+class CapturedArgs(tuple):
+    """The parameters and the batch of a bad step.
+
+    Attributes:
+      expected: what a diagnosis says if it finds nothing; "" if the step was finite, a spike.
+    """
+
+    expected: str = ""
+
+
+def _flatten(args: CapturedArgs) -> tuple[list[tuple[Any, Any]], str]:
+    keys = map(jax.tree_util.SequenceKey, range(len(args)))
+    return list(zip(keys, args, strict=True)), args.expected
+
+
+def _unflatten(expected: str, children: Any) -> CapturedArgs:
+    args = CapturedArgs(children)
+    args.expected = expected
+    return args
+
+
+jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)

@@ -71,12 +71,6 @@ OVERFLOWING += (
     "conv_general_dilated",
     "convert_element_type",
 )
-# What the backward pass computes where no row of the table fits.
-COMPUTED = (
-    (("div",), lambda values: 0 < abs(values[-1]) < 1e-15, "1 / x ** 2, which overflows"),
-    (("div",), lambda values: values[-1] == 0, "1 / 0"),
-    (("atan2",), lambda values: not np.any(values), "0 / 0"),
-)
 _BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
 _SOLVES = ("custom_linear_solve", "triangular_solve", "lu", "cholesky", "linear_solve", "solve")
 MASKED_INPUT = (
@@ -93,6 +87,10 @@ NEXT_STEPS = (
     (("value", "raises"), _SOLVES, None,
      "the matrix may be singular: add a small multiple of the identity to it, or solve the "
      "least-squares problem, as jnp.linalg.lstsq does"),
+    (("vjp",), ("div",), lambda values: 0 < abs(values[-1]) < 1e-15,
+     "the backward pass computes 1 / x ** 2, which overflows"),
+    (("vjp",), ("div",), lambda values: values[-1] == 0, "the backward pass computes 1 / 0"),
+    (("vjp",), ("atan2",), lambda values: not np.any(values), "the backward pass computes 0 / 0"),
 )  # fmt: skip
 # fmt: off
 SUSPECTS = (
@@ -169,9 +167,3 @@ def next_step(kind: str, operation: str, values: OperandValues) -> str | None:
         if applies is None or (len(values) and applies(values))
     )
     return next(fits, None)
-
-
-def computed(operation: str, values: OperandValues) -> str | None:
-    """The formula of the backward pass of an operation at these values, if it is known."""
-    fits = (text for names, applies, text in COMPUTED if operation in names and applies(values))
-    return next(fits, None) if len(values) else None

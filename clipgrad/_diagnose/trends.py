@@ -1,13 +1,19 @@
-"""Gradients that grow or shrink steadily on their way back."""
+"""Gradients that grow or shrink steadily on their way back, and why some may shrink."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.extend.core import Literal
 
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.rows import SCAN
+from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.units import SCAN, Unit
+from clipgrad._jaxpr import holds_floats
+from clipgrad._program import active_variables, has_fixed_factors
 
 # Measured on MLPs, CNNs, LSTMs, GRUs and transformers of flax in float32 and bfloat16, at their
 # initialization and after 15 steps of Adam: a factor of 0.52 (GELU, 12 layers: 4e-4 in all) or
@@ -88,29 +94,28 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
 
 
 def trend_findings(
-    rows: Sequence[GradientRow],
-    reason: Callable[[GradientRow], str | None],
-    has_vanished: Callable[[Sequence[GradientRow]], bool],
+    pairs: Sequence[tuple[Unit, GradientRow]],
+    given: DiagnosisSubject,
+    gradients: Sequence[Summary],
+    parameters: Sequence[Summary],
 ) -> Iterator[GradientFinding | str]:
     """A finding for each scan, and one for the depth of the model, if they grow or shrink.
 
-    Args:
-      rows: the rows of the program.
-      reason: why a decay from step to step is no disease; then it is a note.
-      has_vanished: whether layers, or the parameters in them, have lost their gradient.
+    A decay from step to step is a note if there is a reason for it. One of depth is a finding if
+    layers, or the parameters in them, have lost their gradient.
     """
-    explained: list[GradientRow] = []
-    for i, row in enumerate(rows):
+    explained, rows = [], [row for _, row in pairs]
+    for i, (unit, row) in enumerate(pairs):
         if row.operation != SCAN or any(row is other for other in explained):
             continue
         holders = _holders(rows, i)
         for nest in (holders[:depth] for depth in range(len(holders), -1, -1)):
-            found = trend(_over_nest(row, nest)[::-1])
+            found = trend(over_steps(row, nest)[::-1])
             if found and found.growth_in_time and (not nest or _is_even(row, found)):
                 explained += nest
                 where = f"at each of the {found.entries} steps of the scan"
                 where += f"s, {' x '.join(map(str, row.scans[~len(nest) :]))}" if nest else ""
-                why = reason(row) if found.factor < 1 else None
+                why = _reason(unit, row, given, gradients) if found.factor < 1 else None
                 finding = _trend_finding(row, found, found.growth_in_time, where)
                 if why is None or (why == GATED and found.is_gone):
                     yield finding
@@ -119,7 +124,7 @@ def trend_findings(
                 break
     deep = layers(rows)
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
-    if found and found.growth and (found.growth > 1 or has_vanished(deep)):
+    if found and found.growth and (found.growth > 1 or _has_vanished(deep, parameters)):
         all_layers = all(row.is_layer for row in deep)
         entries = "modules with a matrix product" if all_layers else "parts of the model"
         where = f"at each of the {found.entries} {entries}"
@@ -133,13 +138,8 @@ def layers(rows: Sequence[GradientRow]) -> list[GradientRow]:
     return deep if len(deep) >= _MANY else outside
 
 
-def over_steps(row: GradientRow) -> np.ndarray:
-    """The norm at each step of the innermost scan, in the order in which it runs."""
-    return _over_nest(row, [])
-
-
-def _over_nest(row: GradientRow, holders: Sequence[GradientRow]) -> np.ndarray:
-    """The norm at each step of the innermost scan and of those around it, in order of time."""
+def over_steps(row: GradientRow, holders: Sequence[GradientRow] = ()) -> np.ndarray:
+    """The norm at each step of the innermost scan and of holders around it, in order of time."""
     norms = finite_norm(row)
     for axis, scan in enumerate([row, *holders], start=1):
         norms = np.flip(norms, -axis) if scan.reverse else norms
@@ -192,3 +192,44 @@ def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) ->
     return GradientFinding(
         kind, row.file, row.line, row.operation, row.module, None, message, factor
     )
+
+
+# What reads another part of an array at each step.
+_INDEXED = frozenset({"dynamic_slice", "gather"})
+_SIGMOIDS = frozenset({"logistic", "exp"})
+
+
+def _reason(
+    unit: Unit, row: GradientRow, given: DiagnosisSubject, gradients: Sequence[Summary]
+) -> str | None:
+    """Why the decay in a scan is no disease; None if it may be.
+
+    A part of what is differentiated has to keep a gradient: one that is not smaller by four orders
+    of magnitude than the largest cotangent of what the scan carries.
+    """
+    largest = max((float(g.norm) for g in gradients), default=0.0)
+    if not unit.inside or not largest * FAR_IN_ALL >= finite_norm(row).max():
+        return None
+    body, equation = unit.inside[0].jaxpr, unit.place.equation
+    active = active_variables(given.program, given.chosen)
+    constants, carried = _jaxpr.scan_counts(equation)
+    names = {e.primitive.name for e in _jaxpr.equations(body)}
+    elements = [v for v in body.invars[constants + carried :] if holds_floats(v)]
+    if not elements and not names & _INDEXED:
+        return REPEATED
+    moved = [i for i in range(constants, constants + carried) if holds_floats(body.invars[i])]
+    if has_fixed_factors(body, moved, [i - constants for i in moved], active):
+        return STATED
+    products = [e.invars for e in _jaxpr.equations(body) if e.primitive.name == "mul"]
+    has_gate = any(
+        a is not b and all(type(v) is not Literal and v in active for v in (a, b))
+        for a, b in products
+    )
+    return GATED if names & _SIGMOIDS and has_gate else None
+
+
+def _has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -> bool:
+    """Whether the first layer, and the gradient of a parameter, are smaller by four orders."""
+    norms = [float(finite_norm(row)) for row in layers]
+    least = min((float(g.norm) for g in parameters if np.any(g.reached)), default=0.0)
+    return norms[0] * FAR_IN_ALL <= norms[-1] and least * FAR_IN_ALL <= max(norms)

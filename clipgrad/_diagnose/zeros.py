@@ -1,5 +1,6 @@
 """The findings on gradients that are exactly zero."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.carry_cuts import carry_cuts
 from clipgrad._diagnose.causes import EXCUSED, SILENT, STRUCTURAL, Cause, cause_of
-from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
+from clipgrad._diagnose.cotangents import Summary
+from clipgrad._diagnose.cuts import ZeroCut, carry_cuts, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
 from clipgrad._diagnose.findings import inside_of
-from clipgrad._diagnose.layers import Layers, cuts_of_layers
+from clipgrad._diagnose.layers import Layers, cuts_of_layers, layers_of_scans
 from clipgrad._diagnose.partial_cuts import remainder
-from clipgrad._diagnose.pieces import cut_pieces
+from clipgrad._diagnose.pieces import cut_pieces, may_have_cut_pieces
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._docs import docs_page
@@ -42,11 +43,6 @@ class _Explained(NamedTuple):
         where = self.at.location
         return where.file, where.line, self.cause.name
 
-    @property
-    def preference(self) -> tuple:
-        """Smaller for what one looks for."""
-        return self.cause.rank, self.cause.is_note, -float(self.cut.where.mean())
-
 
 class _Row(NamedTuple):
     """A leaf without a gradient, or a part of one, and what cuts it; () if that is not known."""
@@ -59,26 +55,32 @@ class _Row(NamedTuple):
 
 def zero_findings(
     given: DiagnosisSubject,
-    zero: Sequence[int],
+    block: Block,
     loss: float,
-    layers: Sequence[Layers] = (),
-    data: frozenset[int] = frozenset(),
-    has_pieces: bool = False,
+    grads: Sequence[Summary],
+    slices: Sequence[Sequence[Summary]],
+    data: frozenset[int],
 ) -> tuple[list[GradientFinding], list[str]]:
-    """The findings and the notes on gradients that are zero, or cut in part.
+    """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
 
-    Args:
-      given: the loss.
-      zero: the positions of the inputs whose gradients are zero.
-      loss: its value.
-      layers: the axes of inputs that scans take layer by layer.
-      data: the inputs that are data, to find what only a penalty trains; none: do not look.
-      has_pieces: whether the gradient of a piece of an input may be zero.
+    A second program runs only if there is a zero that needs it.
+
+    ``slices`` are the gradients of the slices of each input, if it is read in no other way. What
+    only a penalty trains is looked for if there are inputs that are ``data``.
     """
-    reached = sources_of_results(given.program)[0]
-    notes = _unread(given, [i for i in zero if i not in reached])
-    zero = [i for i in zero if i in reached]
-    if not (zero or layers or data or has_pieces):
+    of = dict(zip(given.chosen, grads, strict=True))
+    zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
+    layers = layers_of_scans(given, block) if any(np.any(grad.zeros) for grad in grads) else []
+    is_partly = any(np.max(of[x.argument].zeros) * math.prod(x.lengths) > 1 - 1e-3 for x in layers)
+    each = zip(grads, slices, strict=True)
+    # A part of a gradient is not looked for where slices that are read have a gradient each.
+    shares = [0.0 if own and not any(np.all(x.zeros == 1) for x in own) else np.max(grad.zeros)
+              for grad, own in each]  # fmt: skip
+    read = sources_of_results(given.program)[0] if zero else ()
+    unread = [_path_of(given.names[i]) for i in zero if i not in read]
+    notes = [f"the loss does not depend on {first_few(unread, _SHOWN)}"] if unread else []
+    zero = [i for i in zero if i in read]
+    if not (zero or is_partly or data or may_have_cut_pieces(block, given, shares)):
         return [], notes
     try:
         axes = [(own.argument, own.axes) for own in layers]
@@ -106,7 +108,7 @@ class _Explanations:
     ):
         self._given, self._block, self._zero, self._layers = given, block, zero, layers
         self._names = [_path_of(name) for name in given.names]
-        self._cuts = zero_cuts(given.program, block, given.chosen)
+        self._cuts = zero_cuts(block)
         self.findings: list[GradientFinding] = []
         self.notes: list[str] = []
 
@@ -120,7 +122,8 @@ class _Explanations:
             groups.setdefault(key, []).append(row)
         for own in groups.values():
             _, _, layers, best = own[0]
-            subject = f"{_subject([row.leaf + row.part for row in own])}{layers}"
+            leaves = [row.leaf + row.part for row in own]
+            subject = f"the gradient of {first_few(leaves, _SHOWN)}{layers}"
             if not best:
                 self.notes.append(f"{subject} is 0; diagnose did not find where it is cut")
             elif is_finding(best[0].cause):
@@ -130,10 +133,9 @@ class _Explanations:
 
     def of_zeros(self, is_all: bool) -> None:
         """Tell of leaves without a gradient; all of them, at a loss of 0?"""
-        every = self._explained(self._cuts)
-        best = {i: _best([e for e in every if i in e.cut.sources]) for i in self._zero}
+        cuts = {i: [cut for cut in self._cuts if i in cut.sources] for i in self._zero}
         self._tell(
-            [_Row(self._names[i], "", "", own) for i, own in best.items()],
+            [_Row(self._names[i], "", "", self._best(own)) for i, own in cuts.items()],
             lambda cause: not (cause.is_note or (is_all and cause.name in EXCUSED)),
             then="; the loss itself is 0" if is_all else "",
         )
@@ -141,14 +143,16 @@ class _Explanations:
     def of_layers(self) -> None:
         """Tell of layers without a gradient, of leaves that scans take so."""
         rows, done = [], {*self._zero}
-        carried = list(carry_cuts(self._given, self._block)) if self._layers else []
+        carried = list(carry_cuts(self._block)) if self._layers else []
         for layers in self._layers:
             i, found = layers.argument, self._block.values.gradients[layers.argument, layers.axes]
             zero = [tuple(map(int, own)) for own in np.argwhere(~found)]
             if i not in done and zero:
                 done.add(i)
                 best = self._best_of_layers(layers, zero, carried)
-                which = f" in {_layers_of(zero, layers.lengths)}"
+                # Such as "layer 0, 2 of 4", or of nested scans "layer (0, 1) of (4, 3)".
+                *own, count = (str(t[0] if len(t) == 1 else t) for t in (*zero, layers.lengths))
+                which = f" in layer {_first_numbers(own)} of {count}"
                 rows.append(_Row(self._names[i], "", which, best))
         self._tell(rows, lambda cause: not cause.is_note)
 
@@ -157,10 +161,7 @@ class _Explanations:
     ) -> list[_Explained]:
         """The cuts of layers at their own step, else at a later one, else those of the carry."""
         rows = [(self._cuts, False), (self._cuts, True), (carried, False)]
-        groups = [
-            _best(self._explained(cuts_of_layers(cuts, layers, zero, later)))
-            for cuts, later in rows
-        ]
+        groups = (self._best(cuts_of_layers(cuts, layers, zero, late)) for cuts, late in rows)
         found = [best for best in groups if best]
         return next((best for best in found if not best[0].cause.is_note), [*found, []][0])
 
@@ -170,9 +171,9 @@ class _Explanations:
             if i in self._zero or not data:
                 continue
             left = remainder(self._given, self._block, self._cuts, i, data)
-            best = _best(self._explained(left.cuts)) if left else []
+            best = self._best(left[1] if left else [])
             if left and best and best[0].cause.rank < _LIKELY:
-                subject = f"only {left.place.location} trains {self._names[i]}: the rest of it"
+                subject = f"only {left[0].location} trains {self._names[i]}: the rest of it"
                 self.findings.append(_zero_finding([self._names[i]], subject, best))
 
     def of_pieces(self) -> None:
@@ -183,7 +184,7 @@ class _Explanations:
         """
         groups: dict[tuple, tuple[Any, list[_Explained]]] = {}
         for piece in cut_pieces(self._given, self._block, self._cuts, self._zero):
-            best = _best(self._explained(piece.cuts))
+            best = self._best(piece.cuts)
             key = best[0].place, piece.argument, piece.axis
             old, best = groups.get(key, (False, best))
             groups[key] = old | piece.elements, best
@@ -193,21 +194,11 @@ class _Explanations:
         ]
         self._tell(rows, lambda cause: cause.name in STRUCTURAL - {"comparison"})
 
-    def _explained(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
-        return [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
-
-
-def _best(found: Sequence[_Explained]) -> list[_Explained]:
-    """Those of the first rank, the best first."""
-    own = sorted(found, key=lambda e: e.preference)
-    return [e for e in own if e.cause.rank == own[0].cause.rank]
-
-
-def _unread(given: DiagnosisSubject, leaves: Sequence[int]) -> list[str]:
-    if not leaves:
-        return []
-    names = [_path_of(given.names[i]) for i in leaves]
-    return [f"the loss does not depend on {first_few(names, _SHOWN)}"]
+    def _best(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
+        """Those of the first rank, the best first."""
+        own = [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
+        own.sort(key=lambda e: (e.cause.rank, e.cause.is_note, -float(e.cut.where.mean())))
+        return [e for e in own if e.cause.rank == own[0].cause.rank]
 
 
 def _path_of(name: str) -> str:
@@ -215,28 +206,20 @@ def _path_of(name: str) -> str:
     return re.sub(r"\.states\[\d+\]|\.value$", "", name)
 
 
-def _subject(names: Sequence[str]) -> str:
-    return f"the gradient of {first_few(names, _SHOWN)}"
-
-
 def _text_of(subject: str, best: Sequence[_Explained]) -> str:
     cut, cause = best[0]
     where = best[0].at.location
     text = f"{where}: {subject} is 0: {cause.text}{inside_of(cut.place, where)}"
-    if cut.steps:
-        text += f", at step {_span(cut.steps)} of {cut.place.nest[-1]}"
+    if steps := cut.steps:
+        is_span = 1 < len(steps) == steps[-1] - steps[0] + 1
+        span = f"{steps[0]} to {steps[-1]}" if is_span else _first_numbers(steps)
+        text += f", at step {span} of {cut.place.nest[-1]}"
     own = best[0].place
     others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
     also = [next(e for e in best if e.place == place) for place in others[:_SHOWN]]
     if also:
         text += "; also cut at " + ", ".join(f"{e.at.location} ({e.cause.name})" for e in also)
     return text + (f"; {cause.step}" if cause.step else "")
-
-
-def _layers_of(zero: Sequence[tuple[int, ...]], lengths: tuple[int, ...]) -> str:
-    """Such as "layer 0, 2 of 4", or of nested scans "layer (0, 1) of (4, 3)"."""
-    own = [str(t[0] if len(t) == 1 else t) for t in (*zero, lengths)]
-    return f"layer {_first_numbers(own[:-1])} of {own[-1]}"
 
 
 def _index_of(elements: np.ndarray) -> str:
@@ -249,12 +232,6 @@ def _index_of(elements: np.ndarray) -> str:
     return f"[{_first_numbers(own)}]"
 
 
-def _span(steps: Sequence[int]) -> str:
-    if 1 < len(steps) == steps[-1] - steps[0] + 1:
-        return f"{steps[0]} to {steps[-1]}"
-    return _first_numbers(steps)
-
-
 def _first_numbers(values: Any) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + ", ..." * (len(values) > _SHOWN)
 
@@ -264,17 +241,14 @@ def _zero_finding(
 ) -> GradientFinding:
     cut, cause = best[0]
     where = best[0].at.location
-    step = cut.steps[-1] if cut.steps else None
-    message = f"{_text_of(subject, best)} ({docs_page('zero')})"
-    place = cut.place
     return GradientFinding(
-        "zero",
-        where.file,
-        where.line,
-        place.operation,
-        place.module,
-        step,
-        message,
+        kind="zero",
+        file=where.file,
+        line=where.line,
+        operation=cut.place.operation,
+        module=cut.place.module,
+        step=cut.steps[-1] if cut.steps else None,
+        message=f"{_text_of(subject, best)} ({docs_page('zero')})",
         leaf=", ".join(names),
         cause=cause.name,
     )
