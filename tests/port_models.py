@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._compare.layouts import layouts
 from clipgrad._compare.port_record import PortEntry, PortRun
 from clipgrad._compare.ports import compare_port
 from clipgrad._compare.save_run import saved
-from clipgrad._compare.sides import facts_of, saved_side, with_signatures
+from clipgrad._compare.sides import Side, facts_of, with_signatures
+from clipgrad._compare.signatures import layouts
 from clipgrad._compare.versions import VersionProgram, version
 
 FOLDER = pathlib.Path(__file__).parent / "torch_runs"
@@ -446,5 +446,6 @@ def compared(run, loss, args, bugs):
         inputs = list(own.subject.inputs)
         inputs[at] = jnp.int32(number)
         program._given = own.subject._replace(inputs=inputs)
-        side = saved_side(own, with_signatures(program()), floor, facts)
+        run = with_signatures(program())
+        side = Side(own, lambda run=run: run, lambda: floor, facts)
         yield compare_port(side, port, None, None)

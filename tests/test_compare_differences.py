@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad._compare.arguments import copied
 from clipgrad._compare.differences import floor_of, judge, judge_exactly, relative_floor
-from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, ratio
+from clipgrad._compare.step_runs import ages
+from clipgrad._compare.versions import copied
 from tests.compare_trainers import AXIS, mesh
 
 EPS = float(np.finfo(np.float32).eps)

@@ -1,32 +1,17 @@
 """Closeness: how far arrays of one framework are from those of another, in any order of axes."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._compare.differences import Judgment, rounding
-from clipgrad._compare.layouts import Layouts
+from clipgrad._compare.signatures import Signature
 from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_values
 
-K = TypeVar("K", bound=Hashable)
 NEAR = 0.3  # a difference of which the two may be one value
-
-
-class Sketched(NamedTuple):
-    """The sketch of an array in JAX, and its movement by rounding."""
-
-    sketch: np.ndarray
-    floor: np.ndarray
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return int(np.prod(self.shape))
 
 
 class Closest(NamedTuple):
@@ -43,10 +28,10 @@ class Closest(NamedTuple):
     at: tuple[int, ...]
 
 
-def judged(own: Sketched, other: Layouts, at: int, rtol: float | None = None) -> Judgment:
+def _judged(own: Signature, other: Signature, at: int, rtol: float | None) -> Judgment:
     """Compare two arrays in one of the orders; rounding of the other framework adds as much."""
     eps = rounding(own.dtype, _float_type(other.dtype))
-    return judge_values(own.sketch, other.sketches[at], 2 * own.floor, eps, rtol)
+    return judge_values(own.sketches[0], other.sketches[at], 2 * own.floor, eps, rtol)
 
 
 @functools.cache
@@ -60,7 +45,7 @@ def _float_type(name: str) -> Any:
 class Candidates:
     """Arrays of the other framework, to be compared with arrays of as many elements."""
 
-    def __init__(self, every: Sequence[Layouts]) -> None:
+    def __init__(self, every: Sequence[Signature]) -> None:
         self._every = every
         by_size: dict[int, list[int]] = {}
         for i, own in enumerate(every):
@@ -71,47 +56,47 @@ class Candidates:
             for size, numbers in by_size.items()
         }
 
-    def closest(self, own: Sketched, rtol: float | None = None) -> dict[int, Closest]:
+    def closest(self, own: Signature, rtol: float | None = None) -> dict[int, Closest]:
         """Each array of this size, by its number, in its closest order."""
         numbers, sketches = self._by_size.get(own.size, ([], np.zeros((0, LENGTH))))
         ends = np.cumsum([len(self._every[i].sketches) for i in numbers])[:-1]
-        parts = np.split(distances(own.sketch, sketches), ends)
+        parts = np.split(_distances(own.sketches[0], sketches), ends)
         pairs = zip(numbers, parts, strict=False)
-        return {i: closest(own, self._every[i], far, rtol) for i, far in pairs}
+        return {i: _closest(own, self._every[i], far, rtol) for i, far in pairs}
 
 
-def closest(own: Sketched, other: Layouts, far: np.ndarray, rtol: float | None) -> Closest:
+def _closest(own: Signature, other: Signature, far: np.ndarray, rtol: float | None) -> Closest:
     """Compare two arrays of as many elements in every order of axes.
 
-    What is far in each order, by `distances`, has a rough judgment, see `rejudged`.
+    What is far in each order, by `_distances`, has a rough judgment, see `rejudged`.
     """
-    best = int(np.argmin(far))
-    near = [i for i in range(len(far)) if far[i] < NEAR]
+    best, near = int(np.argmin(far)), np.flatnonzero(far < NEAR).tolist()
     if not near and (rtol or 0) < NEAR:
         return Closest(Judgment(float(far[best]), 0.0), False, (best,))
-    found = {i: judged(own, other, i, rtol) for i in near or [best]}
+    found = {i: _judged(own, other, i, rtol) for i in near or [best]}
     agree = tuple(i for i, j in found.items() if j.is_judged and not j.differs)
     return Closest(found[best], bool(agree), agree or (best,))
 
 
-def rejudged(found: Closest, own: Sketched, other: Layouts, rtol: float | None) -> Closest:
-    """A pair with what rounding explains, which is not measured of each that is far."""
-    if found.judgment.sizes or own.size != other.size:
-        return found
-    return found._replace(judgment=judged(own, other, found.at[0], rtol))
+def rejudged(found: Closest, own: Signature, other: Signature, rtol: float | None) -> Judgment:
+    """The judgment with what rounding explains, which is not measured of each that is far."""
+    is_rough = not found.judgment.sizes and own.size == other.size
+    return _judged(own, other, found.at[0], rtol) if is_rough else found.judgment
 
 
 def closest_of(
-    own: Sketched, other: Layouts, orders: Sequence[int], rtol: float | None
+    own: Signature, other: Signature, orders: Sequence[int], rtol: float | None
 ) -> Judgment:
     """Compare two arrays in the closest of some orders of axes."""
-    found = [judged(own, other, at, rtol) for at in orders]
+    found = [_judged(own, other, at, rtol) for at in orders]
     return min(found, key=lambda j: (j.differs, j.difference))
 
 
-def best_pairs(pairs: Sequence[tuple[K, int]], score: Callable[[K, int], float]) -> dict[K, int]:
+def best_pairs(
+    pairs: Sequence[tuple[Any, int]], score: Callable[[Any, int], float]
+) -> dict[Any, int]:
     """One partner for each: the best pairs first."""
-    found: dict[K, int] = {}
+    found: dict[Any, int] = {}
     used: set[int] = set()
     for own, other in sorted(pairs, key=lambda pair: -score(*pair)):
         if own not in found and other not in used:
@@ -120,7 +105,7 @@ def best_pairs(pairs: Sequence[tuple[K, int]], score: Callable[[K, int], float])
     return found
 
 
-def distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for part in (slice(0, NUMBERS), slice(NUMBERS, 2 * NUMBERS)):

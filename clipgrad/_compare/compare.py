@@ -10,7 +10,8 @@ from clipgrad._compare.port_record import PortRun
 from clipgrad._compare.ports import compare_port
 from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
 from clipgrad._compare.save_run import live, saved
-from clipgrad._compare.steps import StepRun, compare_steps
+from clipgrad._compare.step_runs import StepRun
+from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
 from clipgrad._jaxpr import settings_of_runs
 

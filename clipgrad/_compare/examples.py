@@ -9,29 +9,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.comparison import GradientComparison
+from clipgrad._compare.comparison import (
+    ComparisonFinding,
+    ComparisonRow,
+    GradientComparison,
+    unjudged,
+)
 from clipgrad._compare.differences import Judgment
-from clipgrad._compare.example_sketches import (
+from clipgrad._compare.exchange import (
     LINEAR,
     MAGNITUDES,
     REAL,
     SQUARED,
     ExampleSketches,
-    has_places,
-)
-from clipgrad._compare.exchange import (
     check_examples_differ,
     chosen_examples,
     example_count,
+    has_places,
     padded_places,
     with_batch,
     with_examples_at,
 )
-from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
-from clipgrad._compare.gradients import JudgedRuns, judged_runs, undecided_leaves
+from clipgrad._compare.findings import find
+from clipgrad._compare.gradients import judged_runs, undecided_leaves
 from clipgrad._compare.matching import Instance, Pair, match
-from clipgrad._compare.places import ComparedPlace, compared_places
-from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
+from clipgrad._compare.places import ComparedPlace, JudgedRuns
 from clipgrad._compare.sides import with_signatures
 from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_sketches
 from clipgrad._compare.versions import Version, VersionProgram, VersionRun, version
@@ -154,16 +156,9 @@ class ExampleRuns(NamedTuple):
 
     def judged(self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int) -> JudgedRuns:
         """Two runs compared by a row of the notes of values."""
-        first, second, moved = (_seen(run, row) for run in (own, other, floor))
         versions = self.version, self.version
-        return judged_runs(versions, self.pairs, first, second, moved, judge_sketches, None)
-
-    def places(
-        self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int
-    ) -> list[ComparedPlace]:
-        """The places alone of two runs, compared so."""
         first, second, moved = (_seen(run, row) for run in (own, other, floor))
-        return compared_places(self.pairs, first, second, moved, None)[0]
+        return judged_runs(versions, self.pairs, first, second, moved, judge_sketches, None)
 
     def is_used(self, instance: Instance) -> bool:
         """Whether the loss may depend on a value: it has no cotangent, or one that is not zero."""
@@ -173,14 +168,10 @@ class ExampleRuns(NamedTuple):
 
 def _seen(run: VersionRun, row: int) -> VersionRun:
     """A run with a row of the notes of values, without sizes and codes of what is not finite."""
-    values = {at: _uncoded(notes[..., row, :]) for at, notes in run.values.items()}
-    return run._replace(
-        values=values, cotangents={at: _uncoded(x) for at, x in run.cotangents.items()}
-    )
-
-
-def _uncoded(sketches: np.ndarray) -> np.ndarray:
-    return sketches * (np.arange(LENGTH) < 2 * NUMBERS)
+    kept = np.arange(LENGTH) < 2 * NUMBERS
+    values = {at: notes[..., row, :] * kept for at, notes in run.values.items()}
+    cotangents = {at: sketches * kept for at, sketches in run.cotangents.items()}
+    return run._replace(values=values, cotangents=cotangents)
 
 
 def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> ExampleRuns:
@@ -204,30 +195,28 @@ def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> Exa
 
 def _of_runs(runs: ExampleRuns) -> GradientComparison:
     first = _beside_neighbors(runs)
-    if problem := _nothing_to_judge(runs, first.leaves):
+    if problem := _nothing_to_judge(runs, first):
         return GradientComparison(False, (unjudged(problem),), ())
     judged = {"neighbors": first} | {kind: _changed(runs, kind) for kind in runs.others}
     findings = (_finding(runs.version, kind, own) for kind, own in judged.items())
     found = tuple(finding for finding in findings if finding)
-    rows = (*(place.row for place in first.places), *map(_leaf_row, first.leaves))
-    return GradientComparison(not found, found, rows, (), tuple(undecided_leaves(first.leaves)))
+    rows = [place.row for place in first.places]
+    for leaf in first.leaves:
+        numbers = leaf.judgment.difference, None, leaf.judgment.tolerance
+        rows.append(ComparisonRow(leaf.name, None, *numbers, kind="gradient"))
+    notes = undecided_leaves(first.leaves)
+    return GradientComparison(not found, found, tuple(rows), (), tuple(notes))
 
 
-def _leaf_row(leaf: ComparedLeaf) -> ComparisonRow:
-    found = leaf.judgment
-    own = leaf.path or ONE_ARGUMENT, None, found.difference, None, found.tolerance
-    return ComparisonRow(*own, kind="gradient")
-
-
-def _nothing_to_judge(runs: ExampleRuns, leaves: Sequence[ComparedLeaf]) -> str:
+def _nothing_to_judge(runs: ExampleRuns, judged: JudgedRuns) -> str:
     """Why no gradient says anything."""
     first, second = runs.exchanged[:2]
-    codes = [run.grads[i][-1] for run in runs.exchanged for i in range(len(leaves))]
+    codes = [x[-1] for run in runs.exchanged for x in run.grads]
     if any(codes) or not all(np.isfinite(run.loss) for run in runs.exchanged):
         return "the loss or its gradient is not finite; diagnose(fun, args) says where that begins"
     if all(map(np.array_equal, first.grads, second.grads)):
         return "no gradient depends on the examples, so none can depend on their neighbors"
-    if not any(leaf.judgment.is_judged for leaf in leaves):
+    if not any(leaf.judgment.is_judged for leaf in judged.leaves):
         return "rounding decides each gradient; compare in a wider type"
     return ""
 
@@ -239,12 +228,12 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
     dependence where its cotangent is the same for all examples.
     """
     a, b, c, d = runs.exchanged
-    pair = _run_difference(a, b), _run_difference(c, d)
-    floor = jax.tree.map(lambda x: 2 * x, runs.floor)  # of four runs
-    found, squares = runs.judged(*pair, floor, LINEAR), runs.places(*pair, floor, SQUARED)
-    others = [runs.places(a, run, runs.floor, LINEAR) for run in (b, c, d)]
+    less = functools.partial(jax.tree.map, lambda x, y: np.subtract(x, y, dtype=np.float64))
+    pair, floor = (less(a, b), less(c, d)), jax.tree.map(lambda x: 2 * x, runs.floor)  # of four
+    found, squares = (runs.judged(*pair, floor, row) for row in (LINEAR, SQUARED))
+    others = [runs.judged(a, run, runs.floor, LINEAR).places for run in (b, c, d)]
     places = []
-    for place, square, *same in zip(found.places, squares, *others, strict=True):
+    for place, square, *same in zip(found.places, squares.places, *others, strict=True):
         varies = any(each.cotangent and each.cotangent.differs for each in same)
         if not runs.is_used(place.pair.own):
             place = place._replace(value=UNUSED)
@@ -252,10 +241,6 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
             place = place._replace(value=square.value)
         places.append(place)
     return found._replace(places=places)
-
-
-def _run_difference(own: VersionRun, other: VersionRun) -> VersionRun:
-    return jax.tree.map(lambda x, y: np.subtract(x, y, dtype=np.float64), own, other)
 
 
 def _changed(runs: ExampleRuns, kind: str) -> JudgedRuns:
@@ -275,14 +260,11 @@ def _changed(runs: ExampleRuns, kind: str) -> JudgedRuns:
 
 def _finding(own: Version, kind: str, judged: JudgedRuns) -> ComparisonFinding | None:
     """The first place of a kind of dependence, with the leaves whose gradient has it."""
-    found = find(own, own, *judged[:3])
+    found = find(own, own, judged)
     if not found:
         return None
-    bad = sorted(
-        (leaf for leaf in judged.leaves if leaf.judgment.differs),
-        key=lambda x: -x.judgment.difference,
-    )
-    shown = [f"{x.path or ONE_ARGUMENT} ({x.judgment.difference:.2g})" for x in bad]
+    bad = {x.name: x.judgment.difference for x in judged.leaves if x.judgment.differs}
+    shown = [f"{name} ({bad[name]:.2g})" for name in sorted(bad, key=lambda x: -bad[x])]
     more = f"; so does the gradient of {first_few(shown, MOST_LEAVES)}" if bad else ""
     message = f"{found[0].message}{more}; {POSSIBLE_REASONS[kind]}"
     # Operations before, outside of all modules, keep to one example: the value leaves its module.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._chart import empty_chart
-from clipgrad._compare.records import ComparisonFinding, ComparisonRow
+from clipgrad._compare.comparison import ComparisonFinding, ComparisonRow
 
 _MOST_LABELS = 24  # more names than this can't be read
 _CURVE_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}

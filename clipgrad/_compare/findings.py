@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
+from clipgrad._compare.comparison import ComparisonFinding
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.matching import Instance
-from clipgrad._compare.places import ComparedPlace
+from clipgrad._compare.places import ComparedLeaf, ComparedPlace, JudgedRuns
 from clipgrad._compare.program_record import OperationRecord
-from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.sketches import ENTERS
 from clipgrad._compare.slices import (
     Ends,
@@ -28,33 +29,19 @@ from clipgrad._names import ScopePath
 SharedModules = Set[ScopePath]
 Around = Sequence[OperationRecord]  # an operation and those around, innermost first
 TELLING = 0.01  # sizes that are nearer say nothing of how two versions differ
-ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
-class ComparedLeaf(NamedTuple):
-    """A leaf of the gradient of both versions: its path, its argument's position, its judgment."""
-
-    path: str
-    position: int
-    judgment: Judgment
-
-
-def find(
-    own: Version,
-    other: Version,
-    places: Sequence[ComparedPlace],
-    loss: Judgment,
-    leaves: Sequence[ComparedLeaf],
-) -> list[ComparisonFinding]:
-    """The findings, if the outputs or the gradients differ.
+def find(own: Version, other: Version | None, judged: JudgedRuns) -> list[ComparisonFinding]:
+    """The findings, if the outputs or the gradients differ; of another framework beside None.
 
     At most one of "value", "vjp" and "grads" is there: what differs later may follow from it.
     """
+    places, loss = judged.places, judged.loss
     values = [place for place in places if place.value.differs]
-    bad = [leaf for leaf in leaves if leaf.judgment.differs]
+    bad = [leaf for leaf in judged.leaves if leaf.judgment.differs]
     if not loss.differs and not bad:
         return []
-    shared = shared_modules(own.program, other.program)
+    shared = shared_modules(own.program, other.program) if other else set()
     if values:
         return [_value_finding(values[0], places, shared)]
     if loss.differs:
@@ -69,18 +56,20 @@ def _value_finding(
     first: ComparedPlace, places: Sequence[ComparedPlace], shared: SharedModules
 ) -> ComparisonFinding:
     before = places[: places.index(first)]
-    value = first.pair.own.value
-    now = [place for place in before if _is_of_one_step(place, first)]
+    own = first.pair.own
+    # At other steps of the scans around both, others agree.
+    now = [p for p in before if all(map(operator.eq, p.pair.own.steps, own.steps))]
     found = Slice()
     for side, ends in _sides(first, now):
-        own = side.value
-        found += made_by(own.program, own.variable, value_scopes(own), ends)
-    found = outside(found, shared)
-    text = f"the value {_named_value(first)} {_difference(first.value)}"
-    # The inner view of the same value agrees: what changed it is in this module alone.
-    module = first.name if _other_view(first, before) else module_of(found)
+        value = side.value
+        found += made_by(value.program, value.variable, value_scopes(value), ends)
+    # If the inner view of the same value agrees, what changed it is in this module alone.
+    module = first.name if _other_view(first, before) else module_of(outside(found, shared))
+    name = f"of {first.name or 'what the scan carries'}"
+    name = f"that enters {first.name}" if own.value.kind == ENTERS else name
+    text = f"the value {name} {_difference(first.value)}"
     factor = _factor(first.value, [place.value for place in before])
-    return located("value", module, first.step, text, value.place, factor)
+    return located("value", module, first.step, text, own.value.place, factor)
 
 
 def _loss_finding(
@@ -97,9 +86,7 @@ def _loss_finding(
 
 
 def _vjp_finding(
-    last: ComparedPlace,
-    places: Sequence[ComparedPlace],
-    shared: SharedModules,
+    last: ComparedPlace, places: Sequence[ComparedPlace], shared: SharedModules
 ) -> ComparisonFinding:
     later = [
         place
@@ -112,10 +99,9 @@ def _vjp_finding(
     found = outside([each for part, _ in users for each in part], shared)
     module, step = (outer.name, last.step) if outer else (module_of(found), users[0][1])
     assert last.cotangent is not None
-    by = module or "what follows"
     to = f"what enters {last.name}" if value.kind == ENTERS else last.name
-    text = f"the cotangent that {by} passes back to {to} {_difference(last.cotangent)}"
-    text += "; all values agree"
+    text = f"the cotangent that {module or 'what follows'} passes back to {to} "
+    text += f"{_difference(last.cotangent)}; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
     place = _around_first(found, value.place[1:]) or value.place
     return located("vjp", module, step, text, place, factor)
@@ -126,37 +112,18 @@ def _leaf_finding(
 ) -> ComparisonFinding:
     tapped = [place for place in places if place.cotangent is not None]
     start = own.program.inputs[leaf.position]
-    found, _ = used_by(own.program, [start], (), _agreeing(tapped))
-    text = f"the gradient of {leaf.path or ONE_ARGUMENT} {_difference(leaf.judgment)}"
+    found = outside(used_by(own.program, [start], (), _agreeing(tapped))[0], shared)
+    text = f"the gradient of {leaf.name} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
-    found = outside(found, shared)
     finding = located("grads", module_of(found), None, text, _around_first(found, ()), None)
     return dataclasses.replace(finding, path=leaf.path)
 
 
-def _named_value(place: ComparedPlace) -> str:
-    """The name of a value, within a sentence."""
-    if place.pair.own.value.kind == ENTERS:
-        return f"that enters {place.name}"
-    return f"of {place.name or 'what the scan carries'}"
-
-
 def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> ComparedPlace | None:
     """The place of the same value at the same steps, inside or outside of other modules."""
-    own = place.pair.own
-    pairs = [(other, other.pair.own) for other in others]
-    same = [
-        other
-        for other, its in pairs
-        if its.value.variable == own.value.variable and its.steps == own.steps
-    ]
-    return same[0] if same else None
-
-
-def _is_of_one_step(place: ComparedPlace, other: ComparedPlace) -> bool:
-    """Whether two places are at one step of the scans around both: others agree at others only."""
-    steps = zip(place.pair.own.steps, other.pair.own.steps, strict=False)
-    return all(a == b for a, b in steps)
+    key = place.pair.own.value.variable, place.pair.own.steps
+    same = (p for p in others if (p.pair.own.value.variable, p.pair.own.steps) == key)
+    return next(same, None)
 
 
 def _agreeing(places: Sequence[ComparedPlace], side: int = 0) -> Ends:
@@ -201,13 +168,12 @@ def _difference(found: Judgment) -> str:
         return "is NaN, inf or nothing in one of the versions only"
     text = f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
     pairs = zip(("norm", "largest"), zip(*found.sizes, strict=True), strict=False)
-    told = [f"{name} {a:.3g} beside {b:.3g}" for name, (a, b) in pairs if _tell_apart(a, b)]
+    told = [  # a size of 0 is not known
+        f"{name} {a:.3g} beside {b:.3g}"
+        for name, (a, b) in pairs
+        if min(a, b) > 0 and abs(a - b) > TELLING * max(a, b)
+    ]
     return f"{text} ({', '.join(told)})" if told else text
-
-
-def _tell_apart(a: float, b: float) -> bool:
-    """Whether two sizes that are known, which 0 is not, say something of a difference."""
-    return min(a, b) > 0 and abs(a - b) > TELLING * max(a, b)
 
 
 def located(
@@ -216,6 +182,5 @@ def located(
     """A finding at the line of an operation, or else of the one around."""
     location = next((own for each in place if (own := each.location).file is not None), None)
     file, line = (location.file, location.line) if location else (None, None)
-    if location is not None:
-        text = f"{location}: {text}"
+    text = f"{location}: {text}" if location else text
     return ComparisonFinding(kind, text, module, step, file, line, factor)

@@ -1,29 +1,28 @@
 """Two versions of a loss: their named values, their cotangents, and their gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-from clipgrad._compare.comparison import GradientComparison
+from clipgrad._compare.comparison import (
+    ComparisonFinding,
+    GradientComparison,
+    undecided,
+    unjudged,
+)
 from clipgrad._compare.differences import Judgment, floor_of, judge, rounding
-from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
-from clipgrad._compare.leaf_paths import same_leaves
-from clipgrad._compare.matching import Pair, match
-from clipgrad._compare.places import ComparedPlace, compared_places, undecided_places
-from clipgrad._compare.records import ComparisonFinding, undecided, unjudged
+from clipgrad._compare.findings import find
+from clipgrad._compare.matching import Pair, match, same_leaves
+from clipgrad._compare.places import (
+    ONE_ARGUMENT,
+    ComparedLeaf,
+    JudgedRuns,
+    compared_places,
+    undecided_places,
+)
 from clipgrad._compare.run_facts import with_facts
 from clipgrad._compare.sides import Side
 from clipgrad._compare.sketches import judge_sketches
 from clipgrad._compare.versions import Version, VersionRun
 from clipgrad._errors import first_few
-
-
-class JudgedRuns(NamedTuple):
-    """Two runs of losses, each place, loss and gradient judged; and what only one of them has."""
-
-    places: list[ComparedPlace]
-    loss: Judgment
-    leaves: list[ComparedLeaf]
-    unmatched: list[str]
 
 
 def compare_gradients(
@@ -35,10 +34,9 @@ def compare_gradients(
     own = first.run()
     floor = first.floor() if rtol is None else floor_of(own, ())
     judging = judge if first.facts is None else judge_sketches
-    found = judged_runs(versions, matching.pairs, own, second.run(), floor, judging, rtol)
-    unmatched = [*matching.unmatched, *found.unmatched]
-    found = comparison_of(*versions, *found[:3], unmatched)
-    return with_facts(found, first.facts, second.facts)
+    judged = judged_runs(versions, matching.pairs, own, second.run(), floor, judging, rtol)
+    judged = judged._replace(unmatched=[*matching.unmatched, *judged.unmatched])
+    return with_facts(comparison_of(*versions, judged), first.facts, second.facts)
 
 
 def judged_runs(
@@ -52,8 +50,8 @@ def judged_runs(
 ) -> JudgedRuns:
     """Judge the values, the loss and the gradients of two runs; gradients by `judging`."""
     places, unmatched = compared_places(pairs, own, theirs, floor, rtol)
-    dtypes = [version.loss_dtype for version in versions]
-    loss = judge(own.loss, theirs.loss, floor.loss, rounding(*dtypes), rtol)
+    eps = rounding(*(version.loss_dtype for version in versions))
+    loss = judge(own.loss, theirs.loss, floor.loss, eps, rtol)
     paths = [[leaf.path for leaf in version.leaves] for version in versions]
     same, found = same_leaves(*paths), []
     for i, leaf in enumerate(versions[0].leaves):
@@ -74,35 +72,25 @@ def judged_runs(
     return JudgedRuns(places, loss, found, unmatched)
 
 
-def comparison_of(
-    first: Version,
-    second: Version,
-    places: list[ComparedPlace],
-    loss: Judgment,
-    leaves: list[ComparedLeaf],
-    unmatched: list[str],
-) -> GradientComparison:
+def comparison_of(own: Version, other: Version | None, judged: JudgedRuns) -> GradientComparison:
     """The findings and notes of two versions whose places and leaves are judged."""
-    findings = find(first, second, places, loss, leaves)
-    notes = undecided_places(places)
-    notes += [] if loss.is_judged else [undecided("the loss")]
-    notes += undecided_leaves(leaves)
-    if not places:
+    findings = find(own, other, judged)
+    notes = undecided_places(judged.places)
+    notes += [] if judged.loss.is_judged else [undecided("the loss")]
+    notes += undecided_leaves(judged.leaves)
+    if not judged.places:
         notes.append("no named value was matched; name values by names=, or tag them")
     if not findings:
-        notes += _inner_differences(places)
-        findings += _no_gradient_judged(first, leaves)
-    rows = tuple(place.row for place in places)
-    return GradientComparison(not findings, tuple(findings), rows, tuple(unmatched), tuple(notes))
+        notes += _inner_differences(judged)
+        findings += _no_gradient_judged(own, judged.leaves)
+    rows = tuple(place.row for place in judged.places)
+    parts = tuple(findings), rows, tuple(judged.unmatched), tuple(notes)
+    return GradientComparison(not findings, *parts)
 
 
 def undecided_leaves(leaves: Sequence[ComparedLeaf]) -> list[str]:
     """Notes of the leaves that rounding decides."""
-    return [
-        undecided(leaf.path or ONE_ARGUMENT, "its gradient")
-        for leaf in leaves
-        if not leaf.judgment.is_judged
-    ]
+    return [undecided(x.name, "its gradient") for x in leaves if not x.judgment.is_judged]
 
 
 def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[ComparisonFinding]:
@@ -118,26 +106,20 @@ def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[Co
         ]
     farthest = max(leaves, key=lambda leaf: leaf.judgment.difference)
     text = f"rounding decides each of {len(leaves)} gradients, so none is judged; the versions are "
-    text += f"{farthest.judgment.difference:.2g} apart at {farthest.path or ONE_ARGUMENT}; "
-    if wider := _wider(own):
+    text += f"{farthest.judgment.difference:.2g} apart at {farthest.name}; "
+    if types := own.types - {"float64"}:
+        wider = "float64" if types <= {"float32"} else "float32"
         text += f"compare them in {wider}, with wider arguments and types; compare(fun, "
         text += f'"{wider}", args), of each version, says where precision is lost; '
     return [unjudged(text + "or give rtol=, a tolerance of your own")]
 
 
-def _wider(own: Version) -> str | None:
-    """The dtype, by its name, that is wider than the coarsest one of a program."""
-    types = own.types - {"float64"}
-    return ("float64" if types <= {"float32"} else "float32") if types else None
-
-
-def _inner_differences(places: Sequence[ComparedPlace]) -> list[str]:
+def _inner_differences(judged: JudgedRuns) -> list[str]:
     """Notes of what differs inside of versions whose outputs and gradients agree."""
     found = []
     for what in ("value", "cotangent"):
-        judged = [(place.name, getattr(place, what)) for place in places]
-        bad = list(dict.fromkeys(name for name, found in judged if found and found.differs))
-        if bad:
+        each = [(place.name, getattr(place, what)) for place in judged.places]
+        if bad := list(dict.fromkeys(name for name, own in each if own and own.differs)):
             names = first_few(bad, 5)
             found.append(f"outputs and gradients agree, but the {what}s of {names} differ")
     return found

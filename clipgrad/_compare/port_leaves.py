@@ -7,17 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.closeness import Candidates, Closest, Sketched, best_pairs, closest_of
+from clipgrad._compare.closeness import Candidates, Closest, best_pairs, closest_of
+from clipgrad._compare.comparison import ComparisonFinding
 from clipgrad._compare.differences import Judgment
-from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf
-from clipgrad._compare.kinship import Kinship
-from clipgrad._compare.layouts import Layouts, Order
+from clipgrad._compare.likeness import Kinship, Likeness
+from clipgrad._compare.places import ONE_ARGUMENT
 from clipgrad._compare.port_record import PortEntry
-from clipgrad._compare.port_values import ALIKE, Likeness
-from clipgrad._compare.records import ComparisonFinding
-from clipgrad._compare.signatures import Signature
+from clipgrad._compare.port_values import ALIKE
+from clipgrad._compare.signatures import Order, Signature
 from clipgrad._compare.sketches import LARGEST_AT, NORM_AT
-from clipgrad._compare.versions import VersionLeaf
 
 _SAME = 1e-5  # norms of the same numbers in another order
 _MOST_SHOWN = 5
@@ -27,7 +25,6 @@ class LeafPair(NamedTuple):
     """A parameter of a version, the other framework's of the same numbers, and the gradient."""
 
     path: str
-    signature: Signature
     other: PortEntry
     orders: tuple[Order, ...]
     gradient: Judgment | None
@@ -53,87 +50,66 @@ class PortLeaves(NamedTuple):
 
 def match_leaves(
     params: Mapping[str, Signature],
-    gradients: Mapping[str, Sketched],
+    gradients: Mapping[str, Signature],
     entries: Sequence[PortEntry],
     likeness: Likeness,
     rtol: float | None,
 ) -> PortLeaves:
     """Match parameters whose numbers agree; among several of these, by gradients and by names."""
     candidates = Candidates([entry.value for entry in entries])
-    same = {path: _same(own, entries, candidates) for path, own in params.items()}
-    table = {
-        (path, j): (c, _gradient(gradients.get(path), entries[j].cotangent, c, rtol))
-        for path, close in same.items()
-        for j, c in close.items()
-    }
-    sure = _sure(list(table))
-    kin = Kinship((path, _layers(entries[j], entries)) for path, j in sure.items())
+    table: dict[tuple[str, int], tuple[Closest, Judgment | None]] = {}
+    for path, own in params.items():
+        for j, close in _same(own, entries, candidates).items():
+            its, gradient = entries[j].cotangent, None
+            if path in gradients and its is not None:  # in the orders in which parameters agree
+                gradient = closest_of(gradients[path], its, close.at, rtol)
+            table[path, j] = close, gradient
+    counts = [collections.Counter(pair[i] for pair in table) for i in (0, 1)]
+    sure = [(path, j) for path, j in table if counts[0][path] == counts[1][j] == 1]
+    kin = Kinship((path, _layers(entries[j], entries)) for path, j in sure)
 
-    def score(path: str, entry: PortEntry) -> float:
-        return likeness(path, (), entry) + (_kin(kin, path, entry) or 0.0)
+    def score(path: str, j: int) -> float:
+        return _score(path, entries[j], likeness, kin)
 
     def certain(path: str, j: int) -> float:
         gradient = table[path, j][1]
-        return score(path, entries[j]) + (gradient is not None and not gradient.differs)
+        return score(path, j) + (gradient is not None and not gradient.differs)
 
-    pairs = best_pairs(list(table), certain)
-    matched = [
-        _pair(path, params[path], entries[pairs[path]], *table[path, pairs[path]])
-        for path in params
-        if path in pairs
-    ]
-    kin = Kinship((pair.path, _layers(pair.other, entries)) for pair in matched)
+    found = best_pairs(list(table), certain)
+    pairs = []
+    for path, j in ((path, found[path]) for path in params if path in found):
+        close, gradient = table[path, j]
+        orders = tuple(entries[j].value.orders[i] for i in close.at)
+        pairs.append(LeafPair(path, entries[j], orders, gradient))
+    alone = {path: own for path, own in params.items() if path not in found}
+    same = {path: [j for p, j in table if p == path] for path in alone}
     again = {
-        path: max((entries[j] for j in close), key=lambda entry: score(path, entry))
-        for path, close in same.items()
-        if close and path not in pairs
+        path: entries[max(numbers, key=lambda j: score(path, j))]
+        for path, numbers in same.items()
+        if numbers
     }
-    covered = {name for pair in matched for name in _layers(pair.other, entries)}
-    others = [e for e in entries if not _is_part(e) and covered.isdisjoint(_layers(e, entries))]
-    alone = {path: own for path, own in params.items() if path not in pairs}
-    return PortLeaves(matched, alone, others, again, kin)
-
-
-def _sure(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """The pairs of which neither is in another."""
-    ours, theirs = (collections.Counter(pair[i] for pair in pairs) for i in (0, 1))
-    return {path: j for path, j in pairs if ours[path] == 1 and theirs[j] == 1}
-
-
-def _pair(
-    path: str, own: Signature, other: PortEntry, value: Closest, gradient: Judgment | None
-) -> LeafPair:
-    return LeafPair(path, own, other, tuple(other.value.orders[i] for i in value.at), gradient)
-
-
-def _kin(kin: Kinship, path: str, entry: PortEntry) -> float | None:
-    """The share of parameters that the modules around two parameters both have."""
-    return kin.share(path.rpartition("/")[0], (), entry.name.rpartition(".")[0])
+    layers = {pair.path: _layers(pair.other, entries) for pair in pairs}
+    covered = {name for names in layers.values() for name in names}
+    whole = (e for e in entries if e.kind == "argument" or "[" not in e.name)
+    others = [e for e in whole if covered.isdisjoint(_layers(e, entries))]
+    return PortLeaves(pairs, alone, others, again, Kinship(layers.items()))
 
 
 def _same(
     own: Signature, entries: Sequence[PortEntry], candidates: Candidates
 ) -> dict[int, Closest]:
     """The entries that are the same numbers; integers of the other framework may be longer."""
-    if not own.digest:
-        still = Sketched(own.sketch, np.zeros_like(own.sketch), own.shape, own.dtype)
-        return {j: c for j, c in candidates.closest(still).items() if c.agrees}
+    if not own.digests:
+        return {j: close for j, close in candidates.closest(own).items() if close.agrees}
+    (digest,), exact = own.digests, Judgment(0.0, 0.0)
     found = ((j, entry.value.digests) for j, entry in enumerate(entries))
-    exact = Judgment(0.0, 0.0)
-    return {j: Closest(exact, True, (x.index(own.digest),)) for j, x in found if own.digest in x}
+    return {j: Closest(exact, True, (x.index(digest),)) for j, x in found if digest in x}
 
 
-def _gradient(
-    own: Sketched | None, other: Layouts | None, value: Closest, rtol: float | None
-) -> Judgment | None:
-    """The closest of the gradients in the orders in which the parameters agree."""
-    if own is None or other is None:
-        return None
-    return closest_of(own, other, value.at, rtol)
-
-
-def _is_part(entry: PortEntry) -> bool:
-    return entry.kind != "argument" and "[" in entry.name
+def _score(path: str, entry: PortEntry, likeness: Likeness, kin: Kinship) -> float:
+    """The likeness of two parameters, and the share that the modules around both have."""
+    shared = kin.share(path.rpartition("/")[0], (), entry.name.rpartition(".")[0])
+    return likeness(path, (), entry) + (shared or 0.0)
 
 
 def _layers(entry: PortEntry, entries: Sequence[PortEntry]) -> list[str]:
@@ -143,16 +119,6 @@ def _layers(entry: PortEntry, entries: Sequence[PortEntry]) -> list[str]:
         return [name]
     pattern = re.compile(re.escape(name).replace(r"\*", r"\d+"))
     return [other.name for other in entries if pattern.fullmatch(other.name)]
-
-
-def compared_leaves(leaves: Sequence[VersionLeaf], found: PortLeaves) -> list[ComparedLeaf]:
-    """The gradients of the parameters that both have."""
-    known = {pair.path: pair.gradient for pair in found.pairs if pair.gradient is not None}
-    return [
-        ComparedLeaf(leaf.path, leaf.position, known[leaf.path])
-        for leaf in leaves
-        if leaf.path in known
-    ]
 
 
 def parameter_texts(found: PortLeaves, likeness: Likeness) -> dict[str, str]:
@@ -172,14 +138,15 @@ def _other_numbers(found: PortLeaves, likeness: Likeness) -> Iterator[tuple[str,
     """The parameters of which the other framework has one with this name, but other numbers."""
     left = list(found.others)
     for path, own in found.alone.items():
-        near = [e for e in left if _may_be(own, e.value)]
-        siblings = _siblings(path, found.pairs)
+        shifts = ((pair.other.name, _shift(pair.path, path)) for pair in found.pairs)
+        siblings = [(name, shift) for name, shift in shifts if shift]  # in other layers
         scores = {
-            e.name: likeness(path, (), e)
-            + (_kin(found.kin, path, e) or 0)
+            e.name: _score(path, e, likeness, found.kin)
             + any(_shift(name, e.name) == shift for name, shift in siblings)
-            for e in near
+            for e in left
+            if _may_be(own, e.value)
         }
+        near = [e for e in left if e.name in scores]
         named = max(near, key=lambda e: scores[e.name], default=None)
         name = path or ONE_ARGUMENT
         if path in found.again and (named is None or found.again[path].name != named.name):
@@ -193,12 +160,6 @@ def _other_numbers(found: PortLeaves, likeness: Likeness) -> Iterator[tuple[str,
             left.remove(named)
 
 
-def _siblings(path: str, pairs: Sequence[LeafPair]) -> list[tuple[str, int]]:
-    """The other framework's names of the same parameter in other layers, and how far these are."""
-    shifts = ((pair.other.name, _shift(pair.path, path)) for pair in pairs)
-    return [(name, shift) for name, shift in shifts if shift]
-
-
 def _shift(first: str, second: str) -> int | None:
     """The difference of the one number that two names differ in, if they do in nothing else."""
     tokens = [re.split(r"(\d+)", name) for name in (first, second)]
@@ -208,18 +169,16 @@ def _shift(first: str, second: str) -> int | None:
     return numbers[1] - numbers[0] if len(numbers) == 2 else None
 
 
-def _may_be(own: Signature, other: Layouts) -> bool:
+def _may_be(own: Signature, other: Signature) -> bool:
     """Whether two arrays can be compared at all: digests are of int32."""
-    is_kind = str(own.dtype) == "int32" if own.digest else bool(len(other.sketches))
-    return is_kind and bool(other.digests) == bool(own.digest) and other.size == np.prod(own.shape)
+    is_kind = str(own.dtype) == "int32" if own.digests else bool(len(other.sketches))
+    return is_kind and bool(other.digests) == bool(own.digests) and other.size == own.size
 
 
-def _same_numbers(own: Signature, other: Layouts) -> str:
+def _same_numbers(own: Signature, other: Signature) -> str:
     """A note that two arrays have the same norm, and so the same numbers in another order."""
-    sizes = [
-        x[..., [NORM_AT, LARGEST_AT]] for x in (own.sketch, other.sketches[:1].ravel()) if len(x)
-    ]
-    is_same = len(sizes) == 2 and np.allclose(*sizes, rtol=_SAME, atol=0) and np.all(sizes)
+    sizes = [x.sketches[:1, [NORM_AT, LARGEST_AT]] for x in (own, other)]
+    is_same = sizes[0].size and np.allclose(*sizes, rtol=_SAME, atol=0) and np.all(sizes)
     return ", but has the same numbers in another order" if is_same else ""
 
 
@@ -232,8 +191,7 @@ def _odd_orders(pairs: Sequence[LeafPair]) -> Iterator[tuple[str, str]]:
     for pair in pairs:
         if len(pair.orders[0]) > 1:
             name = pair.other.name.rpartition(".")[2].split("[")[0]
-            kind = pair.other.owner, name, len(pair.orders[0])
-            kinds[kind].append(pair)
+            kinds[pair.other.owner, name, len(pair.orders[0])].append(pair)
     for own in kinds.values():
         counts = collections.Counter(order for pair in own for order in pair.orders)
         most, count = counts.most_common(1)[0]

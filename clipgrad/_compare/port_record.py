@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.layouts import Layouts, orders_of
 from clipgrad._compare.run_file import RunFile
+from clipgrad._compare.signatures import Signature, orders_of
 from clipgrad._compare.sketches import LENGTH
 
 PORT = "port"  # the kind of such a file
@@ -32,8 +32,8 @@ class PortEntry(NamedTuple):
     steps: tuple[int, ...]
     file: str | None
     line: int | None
-    value: Layouts
-    cotangent: Layouts | None
+    value: Signature
+    cotangent: Signature | None
 
 
 class PortRun(NamedTuple):
@@ -82,7 +82,7 @@ class _Table:
         value, cotangent = self._layouts(entry.value), entry.cotangent
         return [*entry[:6], value, cotangent and self._layouts(cotangent)]
 
-    def _layouts(self, own: Layouts) -> list[Any]:
+    def _layouts(self, own: Signature) -> list[Any]:
         key = own.sketches.tobytes()
         if key not in self._rows:
             self._rows[key] = self._count
@@ -105,10 +105,10 @@ def _entry(row: list[Any], sketches: np.ndarray) -> PortEntry:
     return PortEntry(name, kind, owner, tuple(steps), file, line, own, its)
 
 
-def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Layouts:
+def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Signature:
     shape, dtype, first, digests, *_, stacked = row
     count = 0 if digests else len(orders_of(tuple(shape), stacked))
     own = sketches[first : first + count]
     if own.shape != (count, LENGTH):
         raise ValueError(f"sketches of shape {own.shape}, not {(count, LENGTH)}")
-    return Layouts(tuple(shape), dtype, own, tuple(digests), stacked)
+    return Signature(tuple(shape), dtype, own, tuple(digests), stacked)

@@ -3,69 +3,26 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from clipgrad._compare.ancestors import Ancestors
-from clipgrad._compare.closeness import NEAR, Sketched
-from clipgrad._compare.comparison import GradientComparison
+from clipgrad._compare.closeness import NEAR
+from clipgrad._compare.comparison import ComparisonFinding, GradientComparison
 from clipgrad._compare.differences import judge, rounding
 from clipgrad._compare.gradients import comparison_of
-from clipgrad._compare.kinship import Kinship
-from clipgrad._compare.matching import Instance, Pair, Renamed
-from clipgrad._compare.places import ComparedPlace
+from clipgrad._compare.likeness import Likeness
+from clipgrad._compare.places import ComparedLeaf, ComparedPlace, JudgedRuns
 from clipgrad._compare.port_leaves import (
     PortLeaves,
-    compared_leaves,
     match_leaves,
     parameter_finding,
     parameter_texts,
 )
-from clipgrad._compare.port_names import similarity
 from clipgrad._compare.port_record import PortEntry, PortRun
-from clipgrad._compare.port_values import PortPair, match_values
-from clipgrad._compare.program_record import OperationRecord, ProgramRecord
-from clipgrad._compare.records import ComparisonFinding
+from clipgrad._compare.port_values import match_values
 from clipgrad._compare.sides import Side
-from clipgrad._compare.versions import Version, VersionRun, VersionValue
-from clipgrad._names import Location
+from clipgrad._compare.signatures import Signature
+from clipgrad._compare.slices import Ancestors
 
-
-class _Likeness:
-    """The likeness of names in JAX and in the other framework; names that a user gave are one.
-
-    Args:
-      names: names in the other framework by names in JAX.
-      roots: the outermost scopes in JAX; the name of the whole model says nothing.
-
-    Attributes:
-      kin: which modules hold the same parameters, as soon as it is known.
-    """
-
-    kin: Kinship | None = None
-
-    def __init__(self, names: Mapping[str, str], roots: set[str]) -> None:
-        slashed = {own: other.replace(".", "/") for own, other in names.items()}
-        self.renamed = Renamed(slashed)
-        self._root = f"{roots.pop()}/" if len(roots) == 1 else ""
-        self._known: dict[Any, float] = {}
-
-    def __call__(self, name: str, steps: tuple[int, ...], entry: PortEntry) -> float:
-        key = name, steps, entry.name, entry.steps
-        if key not in self._known:
-            other, wanted = entry.name.replace(".", "/"), self.renamed(name)
-            own = wanted if wanted != name else name.removeprefix(self._root)
-            found = similarity(own, other, (steps, entry.steps))
-            shared = self.kin.share(name, steps, entry.name) if self.kin else None
-            self._known[key] = found if shared is None else (found + 9 * shared) / 10
-        return self._known[key]
-
-    def learn(self, kin: Kinship) -> None:
-        """Take into account which modules hold the same parameters."""
-        self.kin = kin
-        self._known.clear()
+Pairs = Sequence[tuple[ComparedPlace, PortEntry]]
 
 
 def compare_port(
@@ -75,14 +32,16 @@ def compare_port(
 
     The rounding of the program in JAX is measured; the other's is as large, and is added.
     """
-    version = side.version
-    run = side.run()
-    floor = side.floor()
+    version, run, floor = side.version, side.run(), side.floor()
     assert side.facts is not None  # it is signed, beside a file
     roots = {value.name.split("/")[0] for value in version.values if value.name}
-    like = _Likeness(names or {}, roots)
-    signed = {**side.facts.params, **side.facts.data}
-    leaves = match_leaves(signed, _sketched_gradients(version, run, floor), port.leaves, like, rtol)
+    like = Likeness(names or {}, roots)
+    gradients = {
+        leaf.path: Signature(leaf.shape, leaf.dtype, grad[None], (), floor=moved)
+        for leaf, grad, moved in zip(version.leaves, run.grads, floor.grads, strict=True)
+    }
+    params = {**side.facts.params, **side.facts.data}
+    leaves = match_leaves(params, gradients, port.leaves, like, rtol)
     arguments = parameter_texts(leaves, like)
     like.learn(leaves.kin)
     values = match_values(version, run, floor, port.values, like, rtol)
@@ -92,41 +51,18 @@ def compare_port(
     eps = rounding(version.loss_dtype, port.loss_dtype)
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
     # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
-    pairs = [p for p in values.pairs if loss.differs or p.value.judgment.difference < NEAR]
-    places = [_port_place(pair) for pair in pairs]
-    other = Version(_NO_PROGRAM, [], [], port.loss_dtype, frozenset())
-    compared = compared_leaves(version.leaves, leaves)
-    found = comparison_of(
-        version, other, places, loss, compared, [*values.unmatched, *_arrays_alone(leaves)]
-    )
-    used = _used_arguments(side, pairs) if found.findings else set()
+    pairs = [pair for pair in values.pairs if loss.differs or pair[0].value.difference < NEAR]
+    known = {pair.path: pair.gradient for pair in leaves.pairs if pair.gradient is not None}
+    compared = [
+        ComparedLeaf(leaf.path, leaf.position, known[leaf.path])
+        for leaf in version.leaves
+        if leaf.path in known
+    ]
+    unmatched = [*values.unmatched, *_arrays_alone(leaves)]
+    judged = JudgedRuns([place for place, _ in pairs], loss, compared, unmatched)
+    found = comparison_of(version, None, judged)
+    used = _used_arguments(side, judged.places) if found.findings else set()
     return _explained(found, pairs, arguments, used, port)
-
-
-_NO_PROGRAM = ProgramRecord((), (), (), ())
-_MADE = OperationRecord("", (), (), (), saved=(Location(None, None, None), None))
-
-
-def _sketched_gradients(
-    version: Version, run: VersionRun, floor: VersionRun
-) -> dict[str, Sketched]:
-    rows = zip(version.leaves, run.grads, floor.grads, strict=True)
-    return {
-        leaf.path: Sketched(np.asarray(g), np.asarray(moved), leaf.shape, leaf.dtype)
-        for leaf, g, moved in rows
-    }
-
-
-def _port_place(pair: PortPair) -> ComparedPlace:
-    """A pair as a place of a comparison; of the other framework there is no program."""
-    other = pair.other
-    value = VersionValue(
-        (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, False, -1,
-        _MADE, (), (_NO_PROGRAM,),
-    )  # fmt: skip
-    return ComparedPlace(
-        Pair(pair.own, Instance(value, other.steps, ())), pair.value.judgment, pair.cotangent
-    )
 
 
 def _arrays_alone(leaves: PortLeaves) -> list[str]:
@@ -138,22 +74,23 @@ def _arrays_alone(leaves: PortLeaves) -> list[str]:
     return [f"arrays only in {where}: {', '.join(names)}" for where, names in rows if names]
 
 
-def _used_arguments(side: Side, pairs: Sequence[PortPair]) -> set[str]:
+def _used_arguments(side: Side, places: Sequence[ComparedPlace]) -> set[str]:
     """The arguments of which the first value that differs is computed, behind those that agree."""
     version, facts = side.version, side.facts
     assert facts is not None  # it is signed, beside a file
     positions = {leaf.path: leaf.position for leaf in version.leaves}
     left = sorted({*range(len(version.program.inputs))} - {*positions.values()})
     positions |= dict(zip(facts.data, left, strict=False))
-    bad = [pair.own.value for pair in pairs if pair.value.judgment.differs]
-    agreeing = {pair.own.value.variable for pair in pairs} - {value.variable for value in bad}
+    bad = [place.pair.own.value for place in places if place.value.differs]
+    agreeing = {place.pair.own.value.variable for place in places}
+    agreeing -= {value.variable for value in bad}
     used = Ancestors((), agreeing).inputs(bad[0] if bad else version.program)
     return {path for path, i in positions.items() if i in used}
 
 
 def _explained(
     found: GradientComparison,
-    pairs: Sequence[PortPair],
+    pairs: Pairs,
     arguments: Mapping[str, str],
     used: Set[str],
     port: PortRun,
@@ -164,37 +101,30 @@ def _explained(
     values that have another layout.
     """
     blamed = {path: text for path, text in arguments.items() if path in used}
-    first = [parameter_finding(blamed)] if blamed else []
     others = {path: text for path, text in arguments.items() if path not in used}
-    texts = [parameter_finding(others).message] if others else []
-    notes = (*found.notes, *texts, *_mode_notes(port))
-    findings = [_with_other(finding, pairs) for finding in found.findings]
-    return dataclasses.replace(found, findings=(*first, *findings), notes=notes)
+    findings = [parameter_finding(blamed)] if blamed else []
+    findings += [_with_other(finding, pairs) for finding in found.findings]
+    notes = [*found.notes, *([parameter_finding(others).message] if others else [])]
+    if dropped := port.circumstances.get("dropout"):
+        notes.append(
+            f"torch ran {', '.join(dropped)} in training mode, with random dropout; write "
+            "model.eval() before save_run, or set p=0"
+        )
+    return dataclasses.replace(found, findings=tuple(findings), notes=tuple(notes))
 
 
-def _with_other(finding: ComparisonFinding, pairs: Sequence[PortPair]) -> ComparisonFinding:
+def _with_other(finding: ComparisonFinding, pairs: Pairs) -> ComparisonFinding:
     """A finding with the name and the line of the value in the other framework."""
-    bad = [i for i, pair in enumerate(pairs) if pair.value.judgment.differs]
-    if finding.kind != "value" or not bad:
+    bad = next((i for i, (place, _) in enumerate(pairs) if place.value.differs), None)
+    if finding.kind != "value" or bad is None:
         return finding
-    other = pairs[bad[0]].other
+    place, other = pairs[bad]
     verb = "enters" if other.kind == "enters" else "leaves"
     text = f"{finding.message}; in torch it {verb} {other.name or 'the model'} ({other.owner}"
     if other.file is not None:
         text += f", {os.path.basename(other.file)}:{other.line}"
     text += ")"
     if not finding.module:
-        own = pairs[bad[0]].own.value.name
-        before = f"{pairs[bad[0] - 1].own.value.name} (agrees)" if bad[0] else "the arguments"
-        text += f"; it is outside of modules, between {before} and {own or 'the end'}"
+        before = f"{pairs[bad - 1][0].name} (agrees)" if bad else "the arguments"
+        text += f"; it is outside of modules, between {before} and {place.name or 'the end'}"
     return dataclasses.replace(finding, message=text)
-
-
-def _mode_notes(port: PortRun) -> list[str]:
-    dropped = port.circumstances.get("dropout")
-    if not dropped:
-        return []
-    return [
-        f"torch ran {', '.join(dropped)} in training mode, with random dropout; write model.eval() "
-        "before save_run, or set p=0"
-    ]

@@ -1,7 +1,7 @@
-"""The module of a difference: the common scope of the operations that made or used a value."""
+"""The operations and the values that made a value, or use it, and the modules that they are in."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from clipgrad._compare.matching import Instance
 from clipgrad._compare.program_record import OperationRecord, ProgramRecord
@@ -36,7 +36,7 @@ def made_by(program: ProgramRecord, variable: int, scopes: ScopePath, ends: Ends
             continue
         seen.add(operation)
         every.append(((*scopes, *operation.scopes), operation))
-        todo += [v for v in operation.operands if isinstance(v, int) and not ends(v)]
+        todo += [v for v in operation.variables if not ends(v)]
     return [each for each in every if each[1] in behind] or every
 
 
@@ -115,3 +115,109 @@ def _next_step(
 def value_scopes(value: VersionValue) -> ScopePath:
     """The scopes around the program that a value is computed in."""
     return tuple(scope for operation in value.holders for scope in operation.scopes)
+
+
+def entered_modules(value: VersionValue) -> list[str]:
+    """The modules, outermost first, that use a value from outside."""
+    own = (*value_scopes(value), *value.maker.scopes)
+    found: dict[str, None] = {}
+    for scopes in _uses(value):
+        shared = len(os.path.commonprefix([own, scopes]))
+        found |= {"/".join(scopes[:i]): None for i in range(shared + 1, len(scopes) + 1)}
+    return list(found)
+
+
+def _uses(value: VersionValue) -> Iterator[ScopePath]:
+    """The scopes of the operations that use a value, up to the scan around."""
+    variables = {value.variable}
+    for level in range(len(value.holders), -1, -1):
+        program = value.programs[level]
+        around = [scope for holder in value.holders[:level] for scope in holder.scopes]
+        for variable in variables:
+            for operation in program.users.get(variable, []):
+                yield (*around, *operation.scopes)
+        if not level or value.holders[level - 1].loop:
+            return
+        pairs = zip(value.holders[level - 1].results, program.outputs, strict=False)
+        variables = {outer for outer, inner in pairs if inner in variables}
+
+
+class Ancestors:
+    """The values of which some values are computed, at the same step or at earlier ones.
+
+    Args:
+      values: the values that are computed.
+      ends: the variables of which nothing is looked for.
+    """
+
+    def __init__(self, values: Sequence[Instance], ends: Set[int] = frozenset()) -> None:
+        self._values, self._ends = values, ends
+        self._known: dict[tuple[int, tuple[int, ...], bool], set[int]] = {}
+
+    def has(self, ancestor: Instance) -> bool:
+        """Whether one of the values is computed of another value, which is not itself."""
+        later = [own for own in self._values if own.time > ancestor.time]
+        return any(self._is_of(own, ancestor) for own in later)
+
+    def inputs(self, of: VersionValue | ProgramRecord) -> set[int]:
+        """The inputs, by number, that a value, or the loss of a program, is computed of."""
+        holders, programs = (
+            ((), (of,)) if isinstance(of, ProgramRecord) else (of.holders, of.programs)
+        )
+        starts = of.outputs[:1] if isinstance(of, ProgramRecord) else (of.variable,)
+        starts = [v for v in starts if isinstance(v, int)]
+        for level in range(len(holders), 0, -1):
+            own, holder = programs[level], holders[level - 1]
+            reached = self._before(own, starts, holders[:level], True)
+            inner = zip(own.inputs[::-1], holder.operands[::-1], strict=False)
+            starts = [outer for v, outer in inner if v in reached and isinstance(outer, int)]
+        reached = self._before(programs[0], starts, (), False)
+        return {i for i, v in enumerate(programs[0].inputs) if v in reached}
+
+    def _is_of(self, own: Instance, ancestor: Instance) -> bool:
+        """Whether a value is computed of one before."""
+        variables = {ancestor.value.variable}
+        variables.update(v for holder in ancestor.value.holders for v in holder.results)
+        if own.value.variable == ancestor.value.variable:
+            return own.steps != ancestor.steps
+        own_holders, around = own.value.holders, ancestor.value.holders
+        shared = [a is b for a, b in zip(own_holders, around, strict=False)]
+        depth = shared.index(False) if False in shared else len(shared)
+        inside = {v for holder in around[:depth] for v in holder.results}
+        starts: list[int] = [own.value.variable]
+        for level in range(len(own_holders), -1, -1):
+            feeds = own.steps != ancestor.steps and level <= depth
+            reached = self._before(own.value.programs[level], starts, own_holders[:level], feeds)
+            if reached & (variables - inside):
+                return True
+            starts = own_holders[level - 1].variables if level else []
+        return False
+
+    def _before(
+        self,
+        program: ProgramRecord,
+        starts: Iterable[int],
+        holders: tuple[OperationRecord, ...],
+        feeds: bool,
+    ) -> set[int]:
+        """The variables of a program that some are computed of; in a loop in earlier steps, too."""
+        key = id(program), tuple(sorted(starts)), feeds
+        if key in self._known:
+            return self._known[key]
+        loop = holders[-1].loop if holders and feeds else None
+        found, todo = set[int](), list(key[1])
+        while todo:
+            variable = todo.pop()
+            if variable in found:
+                continue
+            found.add(variable)
+            if variable in self._ends and variable not in key[1]:
+                continue
+            if variable in program.makers:
+                todo += program.makers[variable].variables
+            elif loop and variable in program.inputs:
+                i = program.inputs.index(variable) - loop.constants
+                if 0 <= i < loop.carried:
+                    todo += [v for v in (program.outputs[i],) if isinstance(v, int)]
+        self._known[key] = found
+        return found

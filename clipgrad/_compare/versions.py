@@ -3,14 +3,13 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.arguments import copied
 from clipgrad._compare.differences import RUNS, floor_of, host_values
 from clipgrad._compare.program_record import (
     OperationRecord,
@@ -44,7 +43,8 @@ from clipgrad._jaxpr import (
     trace,
 )
 from clipgrad._program import active_variables, rounded
-from clipgrad._values import NamedValue, named_values
+from clipgrad._trees import is_array
+from clipgrad._values import named_values
 
 
 class VersionValue(NamedTuple):
@@ -153,6 +153,11 @@ class VersionRun(NamedTuple):
     cotangents: dict[Any, np.ndarray]
 
 
+def copied(tree: Any) -> Any:
+    """The tree with copies of its arrays, which a function may donate, of the same layouts."""
+    return jax.tree.map(lambda x: x.copy() if is_array(x) else x, tree)
+
+
 def version(
     fun: Callable[..., Any], args: tuple, kwargs: Any, argnums: int | Sequence[int], has_aux: bool
 ) -> Version:
@@ -167,8 +172,12 @@ def version(
     ]  # what a scan returns is what its last step carries on
     program = program_record(found.program)
     active = active_variables(found.program, found.chosen)
-    found_values = (*named, *carried, *entering_values(found.program))
-    values = [_version_value(value, program, active) for value in found_values]
+    values = []
+    for value in (*named, *carried, *entering_values(found.program)):
+        aval: Any = value.variable.aval
+        tapped = not value.in_while and value.variable in active
+        own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), tapped
+        values.append(VersionValue(*own, *point_at(program, value.position)))
     inputs = [found.inputs[i] for i in found.chosen]
     leaves = [
         VersionLeaf(path, i, x.dtype, x.shape)
@@ -184,15 +193,6 @@ def version(
     )
 
 
-def _version_value(
-    value: NamedValue, program: ProgramRecord, active: Container[Any]
-) -> VersionValue:
-    aval: Any = value.variable.aval
-    tapped = not value.in_while and value.variable in active
-    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape)
-    return VersionValue(*own, tapped, *point_at(program, value.position))
-
-
 def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     """The path of each array that is differentiated, in the tree of the gradient."""
     is_one = not isinstance(argnums, Sequence)
@@ -201,13 +201,10 @@ def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     for i in given.chosen:
         number, path = given.paths[i]
         first = [] if is_one else [str(order.index(int(number)))]
-        found.append("/".join([*first, _of_model(path)]).rstrip("/"))
+        # NNX puts more around the attributes of a model that it takes apart.
+        path = re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
+        found.append("/".join([*first, path]).rstrip("/"))
     return found
-
-
-def _of_model(path: str) -> str:
-    """A path without what NNX puts around the attributes of a model that it takes apart."""
-    return re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
 
 
 class VersionProgram:
