@@ -13,12 +13,12 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._compare.differences import Judgment
-from clipgrad._compare.findings import find
+from clipgrad._compare.gradients import find
 from clipgrad._compare.likeness import Likeness, similarity
 from clipgrad._compare.matching import Pair, instances_of
 from clipgrad._compare.places import ComparedPlace, JudgedRuns
-from clipgrad._compare.port_leaves import match_leaves, parameter_texts
 from clipgrad._compare.port_record import PortEntry
+from clipgrad._compare.ports import match_leaves, parameter_texts
 from clipgrad._compare.signatures import host_sketch, layouts, orders_of, signature
 from clipgrad._compare.versions import version
 from tests import port_models as models

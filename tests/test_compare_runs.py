@@ -17,7 +17,7 @@ from clipgrad._compare.run_file import read_run, write_run
 from clipgrad._compare.save_run import saved
 from clipgrad._compare.signatures import host_sketch, judge_signatures, signature
 from clipgrad._compare.sketches import LARGEST_AT, LENGTH, NORM_AT, sketch
-from clipgrad._compare.wiring import shared_modules
+from clipgrad._compare.slices import shared_modules
 from tests.compare_models import with_vjp
 from tests.compare_pairs import EQUAL, PLANTED, Draw
 from tests.test_compare_versions import ARGS as MLP_ARGS

@@ -62,11 +62,10 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
     pairs, unmatched = [], []
     for group, found in groups[0].items():
         same = groups[1].get(group, [])
-        if len(same) != len(found):
-            if not _is_under_a_name(found, own):
-                unmatched.append(_unmatched(group, found, same, "fun", "other"))
-        else:
-            pairs += [Pair(*pair) for pair in zip(found, same, strict=True)]
+        if len(same) == len(found):
+            pairs += map(Pair, found, same)
+        elif not _is_under_a_name(found, own):
+            unmatched.append(_unmatched(group, found, same, "fun", "other"))
     for group, found in groups[1].items():
         if group not in groups[0] and not _is_under_a_name(found, other):
             unmatched.append(_unmatched(group, found, [], "other", "fun"))
@@ -171,12 +170,9 @@ def _wrapping(own: Sequence[str], other: Sequence[str]) -> tuple[int, str]:
             parts = path.split("/")
             heads = ("/".join(parts[:i]) for i in range(1, len(parts) + 1))
             counts.update((inner, head) for head in heads if path[len(head) + 1 :] in inside)
-    equal = len(set(own) & set(other))
-    ordered = counts.most_common(2)
-    is_clear = len(ordered) == 1 or len(ordered) == 2 and ordered[0][1] > ordered[1][1]
-    most = ordered[0][1] if is_clear else 0
-    is_wrapped = most > equal and 2 * most > min(len(own), len(other))
-    return ordered[0][0] if is_wrapped else (0, "")
+    (best, most), (_, second) = [*counts.most_common(2), ((0, ""), 0), ((0, ""), 0)][:2]
+    least = max(len(set(own) & set(other)), min(len(own), len(other)) / 2, second)
+    return best if most > least else (0, "")
 
 
 def _below(prefix: str, path: str) -> str:

@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.closeness import (
-    NEAR,
-    Candidates,
-    Closest,
-    best_pairs,
-    closest_of,
-    rejudged,
-)
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.likeness import Likeness
 from clipgrad._compare.matching import Instance, Pair, instances_of
 from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.port_record import PortEntry
-from clipgrad._compare.signatures import Signature
+from clipgrad._compare.signatures import (
+    NEAR,
+    Candidates,
+    Closest,
+    Signature,
+    best_pairs,
+    closest_of,
+    rejudged,
+)
 from clipgrad._compare.sketches import ENTERS, LENGTH
 from clipgrad._compare.slices import Ancestors, entered_modules
 from clipgrad._compare.versions import Version, VersionRun

@@ -16,7 +16,7 @@ import numpy as np
 
 from clipgrad._compare.comparison import ComparisonFinding, GradientComparison, unjudged
 from clipgrad._compare.differences import Judgment, floor_of, relative_floor, rounding
-from clipgrad._compare.findings import located
+from clipgrad._compare.gradients import located
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ONE_ARGUMENT, ComparedPlace, compared_places
 from clipgrad._compare.versions import VersionProgram, version

@@ -127,11 +127,7 @@ def saved(path: str | os.PathLike) -> Side | StepRun | PortRun:
       ValueError: it holds no run that can be read.
     """
     file = read_run(path)
-    kinds: dict[Any, Callable[[RunFile], Any]] = {
-        GRADIENT: saved_gradient,
-        STEP: saved_step,
-        PORT: saved_port,
-    }
+    kinds = {GRADIENT: saved_gradient, STEP: saved_step, PORT: saved_port}
     try:
         return kinds[file.header["kind"]](file)
     except Exception as error:  # of plain data that is not what it should be

@@ -125,9 +125,8 @@ def saved_gradient(file: RunFile) -> Side:
 def _saved_numbers(version: Version, arrays: Mapping[str, np.ndarray], name: str) -> VersionRun:
     values, cotangents = {}, {}
     for i, value in enumerate(version.values):
-        shape = (*(size for size, _ in value.axes), LENGTH)
-        values[value.position] = checked(arrays[f"{name}value {i}"], shape)
+        values[value.position] = checked(arrays[f"{name}value {i}"], value.sketches)
         if value.tapped:
-            cotangents[value.position] = checked(arrays[f"{name}cotangent {i}"], shape)
+            cotangents[value.position] = checked(arrays[f"{name}cotangent {i}"], value.sketches)
     grads = [checked(arrays[f"{name}gradient {i}"], (LENGTH,)) for i in range(len(version.leaves))]
     return VersionRun(checked(arrays[f"{name}loss"], ()), grads, values, cotangents)

@@ -1,10 +1,10 @@
-"""The operations and the values that made a value, or use it, and the modules that they are in."""
+"""Which module is named: of the operations that made a value, or use it, those that differ."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 
 from clipgrad._compare.matching import Instance
-from clipgrad._compare.program_record import OperationRecord, ProgramRecord
+from clipgrad._compare.program_record import Loop, Operand, OperationRecord, ProgramRecord
 from clipgrad._compare.versions import VersionValue
 from clipgrad._names import ScopePath
 
@@ -29,15 +29,32 @@ def made_by(program: ProgramRecord, variable: int, scopes: ScopePath, ends: Ends
     are others.
     """
     behind = _behind(program, ends)
-    every, todo, seen = Slice(), [variable], set[OperationRecord]()
-    while todo:
-        operation = program.makers.get(todo.pop())
-        if operation is None or operation in seen:
-            continue
-        seen.add(operation)
-        every.append(((*scopes, *operation.scopes), operation))
-        todo += [v for v in operation.variables if not ends(v)]
+    reached = variables_before(program, [variable], ends)
+    open_ones = (v for v in reached if v in program.makers and (v == variable or not ends(v)))
+    made = dict.fromkeys(program.makers[v] for v in open_ones)
+    every = [((*scopes, *operation.scopes), operation) for operation in made]
     return [each for each in every if each[1] in behind] or every
+
+
+def variables_before(
+    program: ProgramRecord, starts: Sequence[int], ends: Ends, loop: Loop | None = None
+) -> dict[int, None]:
+    """The variables that some are computed of, up to those that end; in earlier steps, too."""
+    found, todo = dict[int, None](), list(starts)
+    while todo:
+        variable = todo.pop()
+        if variable in found:
+            continue
+        found[variable] = None
+        if ends(variable) and variable not in starts:
+            continue
+        if variable in program.makers:
+            todo += program.makers[variable].variables
+        elif loop and variable in program.inputs:
+            i = program.inputs.index(variable) - loop.constants
+            if 0 <= i < loop.carried:
+                todo += [v for v in (program.outputs[i],) if isinstance(v, int)]
+    return found
 
 
 def _behind(program: ProgramRecord, ends: Ends) -> set[OperationRecord]:
@@ -143,16 +160,14 @@ def _uses(value: VersionValue) -> Iterator[ScopePath]:
 
 
 class Ancestors:
-    """The values of which some values are computed, at the same step or at earlier ones.
+    """The values, and inputs, of which values are computed, at the same step or at earlier ones.
 
-    Args:
-      values: the values that are computed.
-      ends: the variables of which nothing is looked for.
+    Behind the variables that are ends nothing is looked for.
     """
 
     def __init__(self, values: Sequence[Instance], ends: Set[int] = frozenset()) -> None:
         self._values, self._ends = values, ends
-        self._known: dict[tuple[int, tuple[int, ...], bool], set[int]] = {}
+        self._known: dict[tuple[int, tuple[int, ...], bool], Set[int]] = {}
 
     def has(self, ancestor: Instance) -> bool:
         """Whether one of the values is computed of another value, which is not itself."""
@@ -196,28 +211,69 @@ class Ancestors:
     def _before(
         self,
         program: ProgramRecord,
-        starts: Iterable[int],
+        starts: Sequence[int],
         holders: tuple[OperationRecord, ...],
         feeds: bool,
-    ) -> set[int]:
+    ) -> Set[int]:
         """The variables of a program that some are computed of; in a loop in earlier steps, too."""
         key = id(program), tuple(sorted(starts)), feeds
-        if key in self._known:
-            return self._known[key]
-        loop = holders[-1].loop if holders and feeds else None
-        found, todo = set[int](), list(key[1])
-        while todo:
-            variable = todo.pop()
-            if variable in found:
-                continue
-            found.add(variable)
-            if variable in self._ends and variable not in key[1]:
-                continue
-            if variable in program.makers:
-                todo += program.makers[variable].variables
-            elif loop and variable in program.inputs:
-                i = program.inputs.index(variable) - loop.constants
-                if 0 <= i < loop.carried:
-                    todo += [v for v in (program.outputs[i],) if isinstance(v, int)]
-        self._known[key] = found
-        return found
+        if key not in self._known:
+            loop = holders[-1].loop if holders and feeds else None
+            found = variables_before(program, key[1], self._ends.__contains__, loop)
+            self._known[key] = found.keys()
+        return self._known[key]
+
+
+def shared_modules(*programs: ProgramRecord) -> set[ScopePath]:
+    """The scopes that directly hold the same operations, of the same operands, in each program.
+
+    Such a module computes the same values from values that agree, and the same cotangents from
+    cotangents that agree: no difference begins there. An operand of another module has the number
+    of its first use among the values that leave that module.
+    """
+    first, *others = (_Wiring(program).found for program in programs)
+    return {scope for scope, own in first.items() if all(own == x.get(scope) for x in others)}
+
+
+class _Wiring:
+    """The operations of each scope in order, by their digests, each with its operands."""
+
+    def __init__(self, program: ProgramRecord) -> None:
+        self.found: dict[ScopePath, list[Hashable]] = {}
+        self._makers: dict[int, tuple[ScopePath, Hashable]] = {}
+        self._leaving: dict[ScopePath, dict[int, int]] = {}
+        self._define([*program.constants, *program.inputs], (), "input")
+        self._walk(program, ())
+
+    def _walk(self, program: ProgramRecord, around: ScopePath) -> list[Hashable]:
+        """Add the operations of a program, and return them: those inside are a holder's, too."""
+        every = []
+        for own in program.operations:
+            scope = (*around, *own.scopes)
+            operations = self.found.setdefault(scope, [])
+            number = len(operations)
+            key = own.digest or object()  # which equals no other
+            operation = [key, *(self._operand(x, scope) for x in own.operands)]
+            for i, inner in enumerate(own.seen):
+                self._define([*inner.constants, *inner.inputs], scope, (number, i))
+                operation.append((scope, *self._walk(inner, scope)))
+                operation.append(tuple(self._operand(x, scope) for x in inner.outputs))
+            self._define(own.results, scope, number)
+            operations.append(tuple(operation))
+            every.append((scope, operations[-1]))
+        return every
+
+    def _define(self, variables: Sequence[int], scope: ScopePath, by: Hashable) -> None:
+        for i, variable in enumerate(variables):
+            self._makers[variable] = scope, (by, i)
+
+    def _operand(self, operand: Operand, scope: ScopePath) -> Hashable:
+        """The operand: its maker if that is in the scope, or else the module that it leaves."""
+        if isinstance(operand, str):
+            return operand
+        maker, own = self._makers[operand]
+        if maker == scope:
+            return own
+        left = maker[: len(os.path.commonprefix([maker, scope])) + 1]
+        numbers = self._leaving.setdefault(left, {})
+        return left, numbers.setdefault(operand, len(numbers))

@@ -96,6 +96,11 @@ class VersionValue(NamedTuple):
             found += [(holder.devices, False)] if holder.devices else []
         return found
 
+    @property
+    def sketches(self) -> tuple[int, ...]:
+        """The shape of its sketches."""
+        return (*(size for size, _ in self.axes), LENGTH)
+
     def time(self, steps: tuple[int, ...] = ()) -> tuple[float, ...]:
         """When it is computed, at these steps of the scans around; a tag is before its module."""
         *around, number, output, depth = self.position
@@ -223,7 +228,12 @@ class VersionProgram:
         sketches: Callable[..., Sketches] = Sketches,
     ) -> None:
         assert own.subject is not None  # it has not run yet
-        self._given, self._taps, self._sketches = own.subject, _taps(own), sketches
+        self._given, self._sketches = own.subject, sketches
+        self._taps = {
+            value.position: jnp.zeros(value.sketches, sketch_dtype(value.dtype))
+            for value in own.values
+            if value.tapped  # it has a cotangent that can be reached
+        }
         self.traced = trace(self._both, (own.subject.inputs, self._taps), {})
         program = self.traced.program
         self._run = kept_run(program, jax.jit) if wide is None else _widened(program, wide)
@@ -289,14 +299,3 @@ def _widened(program: Any, dtype: Any) -> Callable[[list], list]:
         return evaluate(program, [hook.constant(x, None) for x in leaves], hook)
 
     return quick_jit(run, jax.jit)
-
-
-def _taps(own: Version) -> dict[Any, jax.Array]:
-    """A tap for each value that has a cotangent to be reached."""
-    return {
-        value.position: jnp.zeros(
-            (*(size for size, _ in value.axes), LENGTH), sketch_dtype(value.dtype)
-        )
-        for value in own.values
-        if value.tapped
-    }
