@@ -23,10 +23,6 @@ FOLDER = pathlib.Path(__file__).parent / "torch_runs"
 named = jax.named_scope
 # The bugs of each model: the module in which compare finds each.
 BUGS = {
-    "mlp": {
-        "tanh gelu": "act", "epsilon": "norm", "no residual": "", "no bias": "fc2",
-        "norm after gelu": "norm", "scaled before the norm": "", "sum for mean": "",
-    },
     "gru": {
         "gates swapped": "cell", "reset after": "cell", "tanh of the gate": "cell",
         "state not zero": "cell", "last but one": "",
@@ -66,44 +62,6 @@ def picker(model, which):
 
 def dense(p, x):
     return x @ p["kernel"] + p.get("bias", 0)
-
-
-# ---- an MLP ----
-
-
-def mlp_args(found):
-    params = {
-        name: {"kernel": kernel(found, name), "bias": jnp.asarray(found[f"{name}.bias"])}
-        for name in ("fc1", "fc2", "fc3")
-    }
-    params["norm"] = {"scale": found["norm.weight"], "bias": found["norm.bias"]}
-    return jax.tree.map(jnp.asarray, params), found["args.0"], found["args.1"]
-
-
-def normed(p, x, eps):
-    centred = x - x.mean(-1, keepdims=True)
-    return (
-        centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + eps) * p["scale"] + p["bias"]
-    )
-
-
-def mlp(params, x, y, which):
-    pick = picker("mlp", which)
-    with named("fc1"):
-        h = dense(params["fc1"], x)
-    h = pick("scaled before the norm", h, 3 * h)
-    with named("norm"):
-        own = functools.partial(normed, params["norm"], eps=pick("epsilon", 1e-5, 1e-3))
-        n = pick("norm after gelu", own(h), own(jax.nn.gelu(h, approximate=False)))
-    with named("act"):
-        h = pick("tanh gelu", jax.nn.gelu(n, approximate=False), jax.nn.gelu(n))
-    with named("fc2"):
-        d = dense(params["fc2"], h)
-        d = pick("no bias", d, d - params["fc2"]["bias"])
-    h = pick("no residual", h + d, d)
-    with named("fc3"):
-        out = dense(params["fc3"], jnp.tanh(h))
-    return pick("sum for mean", jnp.mean((out - y) ** 2), jnp.sum((out - y) ** 2) / 6)
 
 
 # ---- a GRU ----

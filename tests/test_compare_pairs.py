@@ -24,10 +24,6 @@ def compared(pair, dtype):
         return cg.compare(pair.fun, pair.other, pair.args(Draw(dtype)))
 
 
-def test_the_tables_have_enough_pairs():
-    assert len(PLANTED) >= 10 and len(EQUAL) >= 20
-
-
 @DTYPES
 @pytest.mark.parametrize("name", rows(PLANTED))
 def test_a_planted_difference_is_named(name, dtype):

@@ -30,7 +30,6 @@ NARROW = functools.partial(models.decoder_args, dtype="bfloat16")
 SCANNED = functools.partial(models.decoder, scanned=True)
 TABLE = {
     "gru": ("gru", models.gru, models.gru_args),
-    "mlp": ("mlp", models.mlp, models.mlp_args),
     "layers": ("layers", models.layers, models.layers_args),
     "decoder": ("decoder", models.decoder, models.decoder_args),
     "decoder scanned": ("decoder", SCANNED, STACKED),

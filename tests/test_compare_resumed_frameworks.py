@@ -89,15 +89,6 @@ def object_step(state, batch):
     return (model, optimizer), {"loss": value}
 
 
-GRAPH, _ = nnx.split(nnx_objects())
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def nnx_step(state, batch):
-    new, metrics = object_step(nnx.merge(GRAPH, state), batch)
-    return nnx.state(new), metrics
-
-
 # ---- Equinox ----
 
 
@@ -154,7 +145,6 @@ def of_state(state, path):
 
 TRAINERS = {
     "TrainState": (linen_state, linen_step, of_orbax),
-    "NNX state": (lambda: nnx.state(nnx_objects()), nnx_step, of_orbax),
     "NNX objects": (nnx_objects, object_step, of_state),
     "Equinox": (eqx_state, eqx_step, of_equinox),
 }
@@ -199,10 +189,6 @@ FAULTS = {
         "mean/norm/mean": lambda s: s.replace(mean=linen_state().mean),
         "key": lambda s: s.replace(key=jax.random.key(1)),
         "step": lambda s: s.replace(step=0),
-    },
-    "NNX state": {
-        "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
-        "0/drop/rngs/key": lambda s: replaced(s, "rngs/key", jax.random.key(5)),
     },
     "NNX objects": {
         "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
