@@ -107,9 +107,6 @@ def tower_args(draw):
     return draw(6, 8, 8, by=0.3), draw(5, 8)
 
 
-# ---- attention ----
-
-
 # ---- losses of several parts ----
 
 
@@ -238,30 +235,6 @@ def rows_args(draw):
 # ---- one formula in several ways ----
 
 
-def gaussian_process(cholesky):
-    def loss(params, batch):
-        x, y = batch
-        with scope("kernel"):
-            distances = jnp.sum((x[:, None] - x[None]) ** 2, -1)
-            kernel = jnp.exp(params["size"] - distances / jnp.exp(params["length"]))
-            kernel = kernel + 0.05 * jnp.eye(len(x), dtype=x.dtype)
-        with scope("solve"):
-            if cholesky:
-                root = jnp.linalg.cholesky(kernel)
-                found = jax.scipy.linalg.cho_solve((root, True), y)
-                logdet = 2 * jnp.sum(jnp.log(jnp.diag(root)))
-            else:
-                found, logdet = jnp.linalg.solve(kernel, y), jnp.linalg.slogdet(kernel)[1]
-        with scope("likelihood"):
-            return 0.5 * jnp.dot(y, found) + 0.5 * logdet
-
-    return loss
-
-
-def gaussian_process_args(draw):
-    return {"length": draw(), "size": draw()}, (draw(20, 2), draw(20))
-
-
 def long_mean(parts):
     def loss(params, x):
         with scope("act"):
@@ -352,7 +325,6 @@ EQUAL = {
     "microbatches": LossPair(in_parts(1), in_parts(3), rows_args),
     "rows over devices": LossPair(centered(), by_rows(), rows_args),
     "rows over devices, tracked": LossPair(centered(), by_rows(check=True), rows_args),
-    "Cholesky": LossPair(gaussian_process(False), gaussian_process(True), gaussian_process_args),
     "mean in parts": LossPair(long_mean(1), long_mean(500), long_mean_args),
     "masks": LossPair(masked(-1e9), masked(-jnp.inf), masked_args),
     "a right rule in forward mode": LossPair(layers(), layers(tanh_with(1.0)), layers_args),

@@ -83,25 +83,3 @@ def test_the_rounding_of_each_leaf_is_that_of_its_gradient(name):
     assert found.ok == (not lost)
     modules = [finding.module for finding in found.findings if not finding.path]
     assert modules == MODULES.get(name, []), str(found)
-
-
-def captured(dtype):
-    """The output of each module of the transformer."""
-    _, (params, x) = transformer(dtype)
-    model = Transformer(scanned=False, blocks=2)
-    apply = jax.jit(lambda *args: model.apply(*args, capture_intermediates=True)[1])
-    leaves = jax.tree_util.tree_leaves_with_path(apply(params, x)["intermediates"])
-    return {"/".join(key.key for key in path[:-2]): np.float64(x) for path, x in leaves}
-
-
-def test_the_error_of_each_module_is_that_of_its_output():
-    loss, args = transformer("bfloat16")
-    rows = cg.compare(loss, "float32", args).rows
-    with jax.enable_x64(True):
-        exact, near = captured("float64"), captured("bfloat16")
-    seen = {row.module.removeprefix("Transformer/"): row for row in rows}
-    names = [name for name in exact if name in seen]
-    assert len(names) >= 10
-    for name in names:
-        error = np.linalg.norm(near[name] - exact[name]) / np.linalg.norm(exact[name])
-        np.testing.assert_allclose(seen[name].value, error, rtol=0.3, err_msg=name)

@@ -146,24 +146,6 @@ def test_the_file_has_what_the_issue_of_a_port_needs(right):
     assert right.stat().st_size < 64_000
 
 
-def test_each_value_and_cotangent_has_its_norm_and_largest_magnitude(right):
-    file, layers, x = read_run(right), ARGS[0]["layers"], ARGS[1]
-    values = {
-        "layers/mlp": [x := jnp.tanh(x @ layer) for layer in layers],
-        "read": x @ ARGS[0]["out"],
-    }
-    cotangents = {"read": 2 * values["read"] / values["read"].size}
-    for kind, expected in (("value", values), ("cotangent", cotangents)):
-        for name, rows in expected.items():
-            numbers = [i for i, row in enumerate(file.header["values"]) if row["name"] == name]
-            rows = np.reshape(np.asarray(rows, np.float64), (-1, *np.shape(rows)[-2:]))
-            sizes = np.linalg.norm(rows, axis=(1, 2)), np.max(np.abs(rows), (1, 2))
-            found = (
-                file.arrays[f"{kind} {numbers[0]}"].reshape(-1, LENGTH)[:, [NORM_AT, LARGEST_AT]].T
-            )
-            np.testing.assert_allclose(found, sizes, rtol=1e-5)
-
-
 def as_format_1(path, new, monkeypatch):
     """The file as it was written before sketches had norms."""
     file = read_run(path)

@@ -59,6 +59,11 @@ def host_values(leaves: Sequence[Any]) -> list[Any]:
     return [_host(next(found) if isinstance(x, jax.Array) else x) for x in leaves]
 
 
+def plain_numbers(leaves: Sequence[Any]) -> list[np.ndarray]:
+    """The numbers of arrays in NumPy, also those that are `Exact`."""
+    return [x.values if isinstance(x, Exact) else x for x in host_values(leaves)]
+
+
 def _host(x: Any) -> Any:
     if not isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
         return x

@@ -18,10 +18,11 @@ from clipgrad._compare.comparison import (
     GradientComparison,
     unjudged,
 )
-from clipgrad._compare.differences import Judgment
+from clipgrad._compare.differences import Judgment, plain_numbers
 from clipgrad._compare.gradients import find, judged_runs, undecided_leaves
 from clipgrad._compare.matching import Instance, Pair, match
 from clipgrad._compare.places import ComparedPlace, JudgedRuns
+from clipgrad._compare.ratios import repeats
 from clipgrad._compare.sides import with_signatures
 from clipgrad._compare.sketches import (
     LENGTH,
@@ -177,7 +178,7 @@ def _seen(run: VersionRun, row: int) -> VersionRun:
 def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> ExampleRuns:
     assert own.subject is not None  # it runs now
     size, given = len(chosen), own.subject
-    _check_examples_differ(given)
+    _check_examples_differ(given, size)
     real = None if padded is None else jnp.asarray(~padded)
     program = VersionProgram(own, sketches=functools.partial(ExampleSketches, real=real))
     here = np.arange(size)
@@ -317,22 +318,16 @@ def _with_batch(given: DiagnosisSubject, batch: Any) -> list[Any]:
     return [next(left) if name.startswith(f"{IN_BATCH}[0]") else x for name, x in pairs]
 
 
-def _check_examples_differ(given: DiagnosisSubject) -> None:
+def _check_examples_differ(given: DiagnosisSubject, size: int) -> None:
     """Raise `ValueError` if all examples are equal."""
     pairs = zip(given.names[:-1], given.inputs[:-1], strict=True)  # the last are weights
-    hosts = [_plain_numbers(x) for name, x in pairs if _is_cut(name, x)]
-    if all(np.array_equal(x, np.broadcast_to(x[:1], x.shape)) for x in hosts):
+    if repeats(plain_numbers([x for name, x in pairs if _is_cut(name, x)]), size):
         raise ValueError("batch: got examples that are all equal, expected ones that differ")
 
 
 def _is_cut(name: str, x: Any) -> bool:
     """Whether an input has the axis of the examples."""
     return name.startswith(IN_BATCH) and np.ndim(x) > 0
-
-
-def _plain_numbers(x: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def _padded_places(batch: Any, other: Any) -> np.ndarray:
@@ -349,9 +344,9 @@ def _padded_places(batch: Any, other: Any) -> np.ndarray:
         )
     for path, x in arrays.items():
         if is_array(x) and np.ndim(x):
-            differs = _plain_numbers(x) != _plain_numbers(there[path])
+            differs = np.not_equal(*plain_numbers([x, there[path]]))
             if np.any(differs):
-                return differs.any(axis=tuple(range(2, differs.ndim)))
+                return np.asarray(differs.any(axis=tuple(range(2, differs.ndim))))
     raise ValueError("padding: got the batch itself, expected other numbers where it is padded")
 
 

@@ -4,7 +4,7 @@ import collections
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from clipgrad._compare.matching import Renamed
 from clipgrad._compare.port_record import PortEntry
@@ -55,30 +55,23 @@ class Likeness:
         self._known.clear()
 
 
-class _Parts(NamedTuple):
-    """The words of a name, those of its last segment, and its numbers."""
-
-    words: Set[str]
-    last: Set[str]
-    numbers: tuple[int, ...]
-
-
 def similarity(own: str, other: str, steps: tuple[tuple[int, ...], tuple[int, ...]]) -> float:
     """From 0 to 1: by the last words, by all words, and by the numbers, steps among them."""
     if own.replace(".", "/") == other.replace(".", "/") and steps[0] == steps[1]:
         return 1.0
-    a, b = map(_name_parts, (own, other), steps)
-    numbers = 1.0 if a.numbers == b.numbers else 0.5 if not (a.numbers and b.numbers) else 0.0
-    words, last = (len(x & y) / max(1, len(x | y)) for x, y in zip(a[:2], b[:2], strict=True))
+    (*ours, here), (*theirs, there) = map(_name_parts, (own, other), steps)
+    numbers = 1.0 if here == there else 0.5 if not (here and there) else 0.0
+    words, last = (len(a & b) / max(1, len(a | b)) for a, b in zip(ours, theirs, strict=True))
     return 0.45 * last + 0.25 * words + 0.3 * numbers
 
 
-def _name_parts(name: str, steps: tuple[int, ...]) -> _Parts:
+def _name_parts(name: str, steps: tuple[int, ...]) -> tuple[Set[str], Set[str], tuple[int, ...]]:
+    """The words of a name, those of its last segment, and its numbers."""
     found = [_tokens(segment) for segment in re.split(r"[/.]", re.sub(r"\[.*\]$", "", name))]
     every = [token for segment in found for token in segment]
     numbers = tuple(int(token) for token in every if token.isdigit())
     last = next((segment for segment in reversed(found) if _words(segment)), [])
-    return _Parts(_words(every), _words(last), (*numbers, *steps))
+    return _words(every), _words(last), (*numbers, *steps)
 
 
 def _words(tokens: list[str]) -> Set[str]:

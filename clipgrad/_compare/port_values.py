@@ -2,7 +2,6 @@
 
 import collections
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +28,6 @@ from clipgrad._errors import first_few
 ALIKE, LIKELY, SURE = 0.45, 0.6, 0.85
 
 
-class PortMatching(NamedTuple):
-    """The places of both, with the other framework's values, and the values of only one side."""
-
-    pairs: list[tuple[ComparedPlace, PortEntry]]
-    unmatched: list[str]
-
-
 def match_values(
     version: Version,
     run: VersionRun,
@@ -43,8 +35,10 @@ def match_values(
     entries: Sequence[PortEntry],
     likeness: Likeness,
     rtol: float | None,
-) -> PortMatching:
+) -> tuple[list[tuple[ComparedPlace, PortEntry]], list[str]]:
     """Match values: those that agree, in order; of the others those whose names are alike.
+
+    Returns the places of both, each with the other's value, and the values of only one side.
 
     A value that differs, and of which one that agrees is computed, is cut otherwise in the other
     framework: it is no difference.
@@ -72,7 +66,7 @@ def match_values(
     for where, names, known in (ours, others):
         if alone := [name for name in dict.fromkeys(names) if name and name not in known]:
             unmatched.append(f"values only in {where}: {first_few(alone, 12)}")
-    return PortMatching(pairs, unmatched)
+    return pairs, unmatched
 
 
 def _sketch_at(instance: Instance, numbers: dict, floors: dict) -> Signature | None:

@@ -80,21 +80,21 @@ def compare_port(
     leaves = match_leaves(params, gradients, port.leaves, like, rtol)
     arguments = parameter_texts(leaves, like)
     like.learn(leaves.kin)
-    values = match_values(version, run, floor, port.values, like, rtol)
+    matched, alone = match_values(version, run, floor, port.values, like, rtol)
     like.renamed.check(
         [v.name for v in version.values], [e.name.replace(".", "/") for e in port.values]
     )
     eps = rounding(version.loss_dtype, port.loss_dtype)
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
     # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
-    pairs = [pair for pair in values.pairs if loss.differs or pair[0].value.difference < NEAR]
+    pairs = [pair for pair in matched if loss.differs or pair[0].value.difference < NEAR]
     known = {pair.path: pair.gradient for pair in leaves.pairs if pair.gradient is not None}
     compared = [
         ComparedLeaf(leaf.path, leaf.position, known[leaf.path])
         for leaf in version.leaves
         if leaf.path in known
     ]
-    unmatched = [*values.unmatched, *_arrays_alone(leaves)]
+    unmatched = [*alone, *_arrays_alone(leaves)]
     judged = JudgedRuns([place for place, _ in pairs], loss, compared, unmatched)
     found = comparison_of(version, None, judged)
     used = _used_arguments(side, judged.places) if found.findings else set()

@@ -107,9 +107,9 @@ def lost_precision(
       paths: the path of each leaf.
       grads: the gradient as the function computes it.
       floors: gives how far the rounding of the program moves each gradient.
-      exact: the gradient in the wider type.
-      dtype: the name of this type.
-      ratio: how many times coarser the rounding of the function is; see `_rounding_ratio`.
+      exact: the gradient in the wider type, whose name is the next argument.
+      dtype: this name.
+      ratio: see `_rounding_ratio`.
       most: the share of a leaf's gradient that may be rounding.
     """
     findings, notes, is_judged = [], [], False

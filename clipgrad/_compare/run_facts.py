@@ -63,12 +63,11 @@ def with_facts(
     if own is None or other is None:
         return found
     arguments, notes = _other_arguments(own, other), _other_circumstances(own, other)
-    if found.findings:
-        return dataclasses.replace(
-            found, findings=(*arguments, *found.findings), notes=(*found.notes, *notes)
-        )
-    notes = [*(finding.message for finding in arguments), *notes]
-    return dataclasses.replace(found, notes=(*found.notes, *notes))
+    first = arguments if found.findings else []
+    told = [] if found.findings else [finding.message for finding in arguments]
+    return dataclasses.replace(
+        found, findings=(*first, *found.findings), notes=(*found.notes, *told, *notes)
+    )
 
 
 def _other_arguments(own: RunFacts, other: RunFacts) -> list[ComparisonFinding]:

@@ -1,4 +1,4 @@
-"""Which module is named: of the operations that made a value, or use it, those that differ."""
+"""Slices of programs: the operations that made or use a value, and the modules they are in."""
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set

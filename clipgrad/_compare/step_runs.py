@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._compare.differences import RUNS, Exact, floor_of, host_values
+from clipgrad._compare.differences import RUNS, Exact, floor_of, host_values, plain_numbers
 from clipgrad._compare.ratios import Counts, part_counts, repeats
 from clipgrad._compare.run_facts import RunFacts, facts_file, run_facts, saved_facts
 from clipgrad._compare.run_file import RunFile, checked
@@ -215,8 +215,7 @@ def _repeats(args: tuple, outputs: Mapping[str, Output], known: Counts) -> list[
         leaves = [x for x in jax.tree.leaves(arg) if is_array(x)]
         if _is_state(leaves, outputs):
             continue
-        host = [x.values if isinstance(x, Exact) else x for x in host_values(leaves)]
-        if repeats(host, parts):
+        if repeats(plain_numbers(leaves), parts):
             found.append(
                 f"{argument_name(i)}: the rows repeat over the {parts} devices, which hides "
                 "averages that are missing; compare with rows that differ"
