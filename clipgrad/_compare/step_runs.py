@@ -164,18 +164,14 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
     return found[0]
 
 
-def ages(program: Any) -> list[int]:
+def ages(program: Any, given: Sequence[int] = ()) -> list[int]:
     """For each output the length of the longest chain of operations from an input to it.
 
     An output that is computed from another one is older. A scan is as old as one step of it, and
-    other operations with programs inside are one operation.
+    other operations with programs inside are one operation. The inputs may have ages, too.
     """
     jaxpr, _ = _jaxpr.opened(program)
-    return _ages(jaxpr, [0] * len(jaxpr.invars))
-
-
-def _ages(jaxpr: Any, given: Sequence[int]) -> list[int]:
-    known: dict[Var, int] = dict(zip(jaxpr.invars, given, strict=True))
+    known: dict[Var, int] = dict(zip(jaxpr.invars, given, strict=False))
 
     def age(atom: Any) -> int:
         return 0 if isinstance(atom, Literal) else known.get(atom, 0)
@@ -184,7 +180,7 @@ def _ages(jaxpr: Any, given: Sequence[int]) -> list[int]:
         inputs = [age(atom) for atom in equation.invars]
         inner = _jaxpr.differentiated_programs(equation)
         if inner and equation.primitive.name != "cond":
-            found = _ages(_jaxpr.opened(inner[0])[0], inputs)
+            found = ages(inner[0], inputs)
         else:
             found = [max(inputs, default=0) + 1] * len(equation.outvars)
         known.update(zip(equation.outvars, found, strict=True))

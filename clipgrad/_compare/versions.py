@@ -183,10 +183,9 @@ def version(
         tapped = not value.in_while and value.variable in active
         own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), tapped
         values.append(VersionValue(*own, *point_at(program, value.position)))
-    inputs = [found.inputs[i] for i in found.chosen]
     leaves = [
-        VersionLeaf(path, i, x.dtype, x.shape)
-        for path, i, x in zip(_paths(found, argnums), found.chosen, inputs, strict=True)
+        VersionLeaf(path, i, found.inputs[i].dtype, found.inputs[i].shape)
+        for path, i in zip(_paths(found, argnums), found.chosen, strict=True)
     ]
     return Version(
         program,
