@@ -252,7 +252,7 @@ MUTANTS = [
         ("_compare/matching.py",
          "sorted(found, key=lambda i: i.time) for g",
          "list(found) for g",
-         "compare compare_wiring"),
+         "compare"),
     ),
 ]
 # fmt: on
