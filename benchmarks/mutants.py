@@ -241,8 +241,8 @@ MUTANTS = [
          "x / max(1, count)",
          "compare_differences compare_rounding"),
         ("_compare/sketches.py",
-         "return 1 - 2 * bits.astype(np.int32)",
-         "return 1 + 0 * bits.astype(np.int32)",
+         "signed = flat * (1 - 2 * (hashes",
+         "signed = flat * (1 - 0 * (hashes",
          "compare_sketches"),
         ("_compare/ratios.py",
          "factor = max(ratio, 1 / ratio)",
@@ -251,7 +251,7 @@ MUTANTS = [
         ("_compare/matching.py",
          "sorted(found, key=lambda i: i.time) for g",
          "list(found) for g",
-         "compare compare_wiring"),
+         "compare"),
     ),
 ]
 # fmt: on

@@ -2,6 +2,8 @@
 
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
+import collections
+import functools
 import os
 import sys
 import weakref
@@ -62,7 +64,8 @@ def save_run(
     """
     _check_call(module, loss_fn, args, path)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    arguments = [_leaf_entry(f"args[{i}]", "argument", x) for i, x in _tensors_of(args)]
+    named = ((f"args[{i}]", x) for i, arg in enumerate(args) for x in _tensors_of(arg))
+    arguments = [_leaf_entry(name, "argument", x) for name, x in named]
     watch = _Watch(module)
     try:
         with torch.enable_grad(), torch.random.fork_rng():
@@ -77,9 +80,8 @@ def save_run(
     leaves += [
         _leaf_entry(name, "buffer", x) for name, x in buffers.items() if x.is_floating_point()
     ]
-    numbers = _numpy_of(loss).reshape(())
-    facts = _torch_facts(module, loss)
-    write_port(path, PortRun(watch.values, leaves, numbers, _dtype(loss), facts))
+    run = watch.values, leaves, _numpy_of(loss).reshape(()), _dtype(loss)
+    write_port(path, PortRun(*run, _torch_facts(module, loss)))
 
 
 def _check_call(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
@@ -117,9 +119,8 @@ def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, Any]:
         for name, own in module.named_modules()
         if isinstance(own, torch.nn.modules.dropout._DropoutNd) and own.training and own.p
     ]
-    return {
-        "torch": torch.__version__, "device": str(loss.device), "mode": mode, "dropout": dropped,
-    }  # fmt: skip
+    known = {"torch": torch.__version__, "device": str(loss.device)}
+    return known | {"mode": mode, "dropout": dropped}
 
 
 class _Watch:
@@ -134,43 +135,37 @@ class _Watch:
         self._known: dict[int, tuple[Any, int, Any]] = {}
         self._handles: list[Any] = []
         for name, own in module.named_modules():
-            self._handles += [
-                own.register_forward_pre_hook(self._enters(name), with_kwargs=True),
-                own.register_forward_hook(self._leaves(name)),
-            ]
+            enters = functools.partial(self._enters, name)
+            leaves = functools.partial(self._leaves, name)
+            self._handles.append(own.register_forward_pre_hook(enters, with_kwargs=True))
+            self._handles.append(own.register_forward_hook(leaves))
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _enters(self, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            for _, x in _tensors_of((args, kwargs)):
-                self._note(name, "enters", module, x, ())
+    def _enters(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        for x in _tensors_of((args, kwargs)):
+            self._note(name, "enters", module, x)
 
-        return hook
+    def _leaves(self, name: str, module: torch.nn.Module, args: tuple, outputs: Any) -> None:
+        del args
+        for x in _tensors_of(outputs):
+            self._note(name, "module", module, x)
+        if isinstance(module, torch.nn.RNNBase) and isinstance(outputs[0], torch.Tensor):
+            for i, x in enumerate(outputs[0].unbind(1 if module.batch_first else 0)):
+                self._note(name, "module", module, x, (i,))
+        for part, x in _fused_parts(name, module, outputs, -1):
+            self._note(part, "module", module, x)
 
-    def _leaves(self, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-            del args
-            for _, x in _tensors_of(outputs):
-                self._note(name, "module", module, x, ())
-            if isinstance(module, torch.nn.RNNBase) and isinstance(outputs[0], torch.Tensor):
-                for i, x in enumerate(outputs[0].unbind(1 if module.batch_first else 0)):
-                    self._note(name, "module", module, x, (i,))
-            for part, x in _fused_parts(name, module, outputs, -1):
-                self._note(part, "module", module, x, ())
-
-        return hook
-
-    def _note(self, name: str, kind: str, module: Any, x: Any, steps: tuple[int, ...]) -> None:
+    def _note(self, name: str, kind: str, module: Any, x: Any, steps: tuple[int, ...] = ()) -> None:
         if not x.is_floating_point() and not x.is_complex():
             return
         number, owner, signed = len(self.values), type(module).__name__, self._signed(x)
         self.values.append(PortEntry(name, kind, owner, steps, *_calling_line(), signed, None))
         if x.requires_grad and not steps and kind == "module":
-            x.register_hook(lambda g: self._keep(number, g))
+            x.register_hook(functools.partial(self._keep, number))
 
     def _signed(self, x: torch.Tensor) -> Any:
         """The signatures of a tensor; what leaves a module mostly enters another as it is."""
@@ -228,25 +223,23 @@ def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, t
 
 def _stacks(known: dict[str, torch.nn.Parameter]) -> dict[str, list[str]]:
     """The names of parameters that differ in one number alone, and that have one shape."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = collections.defaultdict(list)
     for name in known:
         segments = name.split(".")
         for i, segment in enumerate(segments):
             if segment.isdigit():
-                found.setdefault(".".join([*segments[:i], "*", *segments[i + 1 :]]), []).append(
-                    name
-                )
+                found[".".join([*segments[:i], "*", *segments[i + 1 :]])].append(name)
     several = {stack: names for stack, names in found.items() if len(names) > 1}
     return {s: names for s, names in several.items() if len({known[n].shape for n in names}) == 1}
 
 
-def _tensors_of(tree: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The tensors in tuples, lists and dictionaries, each with the first key on its way."""
+def _tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in tuples, lists and dictionaries."""
     if isinstance(tree, torch.Tensor):
-        yield "", tree
+        yield tree
     elif isinstance(tree, dict | tuple | list):
-        for key, own in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from ((key, x) for _, x in _tensors_of(own))
+        for own in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_of(own)
 
 
 def _leaf_entry(name: str, kind: str, x: Any, gradient: Any = None, owner: str = "") -> PortEntry:

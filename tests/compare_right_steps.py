@@ -85,13 +85,6 @@ def beside(dtype, other, args=None):
     return RightStep(stepped(both(dtype)), stepped(other), (*state(), batch()), args)
 
 
-def in_shard_map(dtype):
-    def gradient(params, batch):
-        return jax.value_and_grad(lambda p: lax.pmean(loss(p, batch, dtype), AXIS))(params)
-
-    return beside(dtype, in_shards(gradient, True))
-
-
 def with_pmean(dtype):
     return beside(dtype, in_shards(lambda *args: lax.pmean(both(dtype)(*args), AXIS), False))
 
@@ -111,46 +104,6 @@ def accumulated(dtype):
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 
     return beside(dtype, gradient)
-
-
-def rematerialized(dtype):
-    gradient = jax.value_and_grad(jax.checkpoint(functools.partial(loss, dtype=dtype)))
-    return beside(dtype, gradient, (*state(), placed(batch(), AXIS)))
-
-
-def multi_steps(dtype):
-    several = optax.MultiSteps(OPTIMIZER, every_k_schedule=4)
-
-    def grad(*args):
-        return both(dtype)(*args)[1]
-
-    @jax.jit
-    def whole(params, batch):
-        updates, _ = OPTIMIZER.update(grad(params, batch), OPTIMIZER.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    @jax.jit
-    def in_parts(params, batch):
-        opt_state = several.init(params)
-        for i in range(4):
-            part = jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch)
-            updates, opt_state = several.update(grad(params, part), opt_state, params)
-            params = optax.apply_updates(params, updates)
-        return params
-
-    return RightStep(whole, in_parts, (params(), batch()))
-
-
-def train_state(dtype):
-    from flax.training.train_state import TrainState
-
-    def step(state, batch):
-        value, grads = both(dtype)(state.params, batch)
-        return state.apply_gradients(grads=grads), value
-
-    given = TrainState.create(apply_fn=None, params=params(), tx=OPTIMIZER)
-    jitted = jax.jit(step, donate_argnums=0)
-    return RightStep(jitted, jitted, (given, batch()), (placed(given), placed(batch(), AXIS)))
 
 
 def of_this_library(dtype):
@@ -214,11 +167,6 @@ def of_nnx(dtype):
     )
 
 
-def of_experts(weighted):
-    args = (compare_trainers.new_state(), compare_trainers.new_batch(weighted))
-    return RightStep(compare_trainers.plain_step, compare_trainers.sharded_step(), args)
-
-
 def of_experts_in_microbatches():
     args = (compare_trainers.new_state(), compare_trainers.new_batch(weighted=True))
     local = compare_trainers.micro_gradient(lambda grads, batch: grads)
@@ -249,22 +197,16 @@ def synchronized_variance():
 
 SPLIT = {"in": (None, AXIS), "out": (AXIS,)}
 STEPS = {
-    "shard_map": in_shard_map,
     "shard_map with pmean": with_pmean,
     "GSPMD": by_the_compiler,
     "FSDP": lambda dtype: by_the_compiler(dtype, **SPLIT | {"in": (AXIS,), "scale": (None, AXIS)}),
     "tensor parallel": lambda dtype: by_the_compiler(dtype, **SPLIT),
     "accumulation": accumulated,
-    "remat": rematerialized,
-    "MultiSteps": multi_steps,
-    "TrainState": train_state,
     "train_step": of_this_library,
     "Equinox": of_equinox,
     "NNX": of_nnx,
 }
 OF_FLOAT32 = {
     "synchronized variance": synchronized_variance,
-    "experts": functools.partial(of_experts, weighted=False),
-    "experts and weights": functools.partial(of_experts, weighted=True),
     "experts and microbatches": of_experts_in_microbatches,
 }

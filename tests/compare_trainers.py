@@ -190,18 +190,13 @@ class StepFault(NamedTuple):
     first: tuple
     ratio: float | None = None  # of the right step to the wrong one
     means: str = ""
-    weighted: bool = False
-
-
-def all_but_experts(grads, function):
-    return {k: g if k == "experts" else function(g) for k, g in grads.items()}
 
 
 def norms_added(grads, local):
     return norms(grads, local)[0], all_of(jnp.sqrt(squares(grads["experts"])))
 
 
-def micro_gradient(combine, each=lambda g, batch: g):
+def micro_gradient(combine):
     """Gradients of microbatches of one row, and how they are combined."""
 
     def run(params, batch, key):
@@ -214,8 +209,7 @@ def micro_gradient(combine, each=lambda g, batch: g):
             return row["weight"] * (mixed @ params["out"] - row["y"]) ** 2
 
         def body(carry, row):
-            grads = each(jax.grad(row_loss)(params, *row), row[0])
-            return jax.tree.map(jnp.add, carry, grads), None
+            return jax.tree.map(jnp.add, carry, jax.grad(row_loss)(params, *row)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         grads, _ = lax.scan(body, zeros, (batch, kept))
@@ -224,34 +218,9 @@ def micro_gradient(combine, each=lambda g, batch: g):
     return run
 
 
-def clipped_alone(grads, batch):
-    scale = jnp.minimum(1.0, LIMIT * DEVICES / jnp.sqrt(squares(grads)))
-    return jax.tree.map(lambda g: g * scale, grads)
-
-
-def unweighted(grads, batch):
-    """Each microbatch is divided by its own weight."""
-    return jax.tree.map(lambda g: g / jnp.maximum(batch["weight"], 1e-6), grads)
-
-
-def clipped_before(grads, weight):
-    scale = limited(jnp.sqrt(squares(grads)) / weight)
-    return reduced(jax.tree.map(lambda g: g * scale, grads), weight)
-
-
 def in_bfloat16(grads, weight):
     narrow = {k: g.astype(jnp.bfloat16).astype(jnp.float32) for k, g in grads.items()}
     return reduced(narrow, weight)
-
-
-def thawed(state, grads, scale):
-    momentum, params = update(state, grads, scale)
-    step = RATE * (momentum["frozen"] + DECAY * state["params"]["frozen"])
-    return momentum, {**params, "frozen": state["params"]["frozen"] - step}
-
-
-def stale(state, grads, scale):
-    return state["momentum"], update(state, grads, scale)[1]
 
 
 def mean_of_variances(hidden):
@@ -272,16 +241,6 @@ FAULTS = {
         {"reduced": lambda g, w: jax.tree.map(lambda x: x * DEVICES, reduced(g, w))},
         GRADIENT, EIGHTH, DEVICES_MEAN,
     ),
-    "no average": StepFault(
-        {"reduced": lambda g, w: jax.tree.map(lambda x: x / all_of(w), g)}, GRADIENT
-    ),
-    "summed twice": StepFault(
-        {"reduced": lambda g, w: all_but_experts(reduced(g, w), all_of)}, GRADIENT
-    ),
-    "experts averaged": StepFault(
-        {"reduced": lambda g, w: {k: lax.pmean(x, AXIS) for k, x in reduced(g, w).items()}},
-        EXPERTS,
-    ),
     "experts not averaged": StepFault(
         {"reduced": lambda g, w: {**reduced(g, w), "experts": g["experts"] / w}},
         EXPERTS, EIGHTH, DEVICES_MEAN,
@@ -289,43 +248,18 @@ FAULTS = {
     "norms of parts added": StepFault(
         {"norms": norms_added}, ("1/expert_norm",)
     ),
-    "each device clips": StepFault({"reduced": clipped_before}, GRADIENT),
-    "each microbatch clips": StepFault(
-        {"local": micro_gradient(lambda g, b: g, clipped_alone)}, GRADIENT
-    ),
     "a sum over microbatches": StepFault(
         {"local": micro_gradient(lambda g, b: jax.tree.map(lambda x: x * MICRO, g))},
         GRADIENT, 1 / MICRO, "microbatches",
     ),
-    "microbatches of unequal weight averaged": StepFault(
-        {
-            "local": micro_gradient(
-                lambda g, b: jax.tree.map(lambda x: x * jnp.mean(b["weight"]), g), unweighted
-            )
-        },
-        GRADIENT, weighted=True,
-    ),
-    "devices of unequal weight averaged": StepFault(
-        {"reduced": lambda g, w: jax.tree.map(
-            lambda x: lax.pmean(x, AXIS), {k: x / w for k, x in g.items()}
-        ) | {"experts": reduced(g, w)["experts"]}},
-        GRADIENT, weighted=True,
-    ),
     "the mean of variances": StepFault({"moments": mean_of_variances}, ("0/variance",)),
     "one key for all devices": StepFault({"key": shared_key}, (*GRADIENT, "0/mean")),
     "the key is used again": StepFault({"next_key": lambda state: state["key"]}, ("0/key",)),
-    "the frozen leaf moves": StepFault({"update": thawed}, ("0/params/frozen",)),
-    "the state is not given back": StepFault(
-        {"update": stale}, ("0/momentum/experts", "0/momentum/out", "0/momentum/w")
-    ),
     "each device counts": StepFault(
         {"count": lambda state: state["count"] + DEVICES}, ("0/count",)
     ),
     "the loss is a sum": StepFault(
         {"loss": lambda total, weight: all_of(total / weight)}, ("1/loss",), EIGHTH, DEVICES_MEAN
-    ),
-    "the loss of devices of unequal weight": StepFault(
-        {"loss": lambda total, weight: lax.pmean(total / weight, AXIS)}, ("1/loss",), weighted=True
     ),
     "gradients summed in bfloat16": StepFault({"reduced": in_bfloat16}, GRADIENT),
 }  # fmt: skip

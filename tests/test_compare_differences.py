@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad._compare.arguments import copied
 from clipgrad._compare.differences import floor_of, judge, judge_exactly, relative_floor
-from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, ratio
+from clipgrad._compare.step_runs import ages
+from clipgrad._compare.versions import copied
 from tests.compare_trainers import AXIS, mesh
 
 EPS = float(np.finfo(np.float32).eps)
@@ -183,27 +183,6 @@ def test_no_factor_explains_this(a, b):
 def test_the_meaning_of_a_ratio(factor, known, words):
     found = meaning(factor, known)
     assert found is None if words is None else words in found
-
-
-@pytest.mark.parametrize("n", range(2, 17))
-def test_a_factor_has_a_meaning_only_where_something_has_that_number(n):
-    """Nothing that the programs have explains it: then only the factor is known."""
-    other = n + 17  # neither n, nor its root or square
-    assert meaning(n, Counts((), ())) is meaning(1 / n, Counts((), ())) is None
-    assert meaning(n, Counts((other,), (other + 1,))) is None
-    for known, what in ((Counts((n,), ()), f"{n} devices"), (Counts((), (n,)), f"{n} microbatch")):
-        for factor, large in ((n, "fun"), (1 / n, "other")):
-            found = meaning(factor, known)
-            assert found is not None and found.startswith("this would be what a sum over the")
-            assert f"{what}" in found and f" in {large} gives" in found
-
-
-def test_the_norms_of_parts_add_up_to_nearly_the_square_root():
-    """The inequality behind the meaning: equality for equal parts, less for others."""
-    parts = np.random.default_rng(1).normal(size=(8, 100))
-    factor = np.sum(np.linalg.norm(parts, axis=1)) / np.linalg.norm(parts)
-    assert 0.9 * math.sqrt(8) < factor <= math.sqrt(8)
-    assert "adding the norms of the parts" in meaning(factor, DEVICES)
 
 
 # ---- copies ----

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import clipgrad as cg
 from clipgrad._compare.versions import VersionProgram
@@ -49,26 +48,6 @@ def attention(params, h, batch, masks):
     q, k, v = (h @ params[name].astype(h.dtype) for name in "qkv")
     keys = batch["real"][:, None] | ~masks
     return h + jax.nn.softmax(jnp.where(keys, q @ jnp.swapaxes(k, 1, 2), -1e9)) @ v
-
-
-def packed(params, h, batch, leaks):
-    """All examples in one row, with a mask by their numbers."""
-    q, k, v = (h.reshape(-1, WIDTH) @ params[name] for name in "qkv")
-    owner = jnp.repeat(jnp.arange(len(h)), h.shape[1])
-    own = (owner[:, None] == owner) | (leaks & (owner[:, None] > owner))
-    weights = jax.nn.softmax(jnp.where(own & batch["real"].ravel(), q @ k.T, -1e9))
-    return h + (weights @ v).reshape(h.shape)
-
-
-def recurrent(params, h, batch):
-    def cell(state, given):
-        x, real = given
-        new = jnp.tanh(x @ params["q"] + state @ params["k"])
-        return jnp.where(real[:, None], new, state), new
-
-    given = jnp.moveaxis(h, 1, 0), batch["real"].T
-    _, states = lax.scan(cell, jnp.zeros((len(h), WIDTH)), given)
-    return jnp.moveaxis(states, 0, 1)
 
 
 def normalized(h, axes):
@@ -116,8 +95,6 @@ def errors(h, batch):
 # The parts of a model, one after the other; those that are on are numbers of one program.
 PARTS = {
     "attention": lambda p, h, b: attention(p, h, b, p["on"]["masks"] == 1),
-    "packed": lambda p, h, b: packed(p, h, b, p["on"]["leaks"] == 1),
-    "gru": recurrent,
     "LayerNorm": lambda p, h, b: normalized(h, -1),
     "BatchNorm": lambda p, h, b: normalized(h, (0, 1)),
     "experts": lambda p, h, b: experts(p, h, b, p["on"]["capacity"]),
@@ -133,7 +110,7 @@ LOSSES = {
     "negatives": negatives,
     "balance": lambda h, batch: 0.1 * jnp.mean(jax.nn.logsumexp(h, -1) ** 2),
 }
-OFF = dict.fromkeys((*PARTS, *LOSSES, "masks", "leaks", "whole pool"), 0) | {"capacity": 99}
+OFF = dict.fromkeys((*PARTS, *LOSSES, "masks", "whole pool"), 0) | {"capacity": 99}
 RIGHT_LOSS = {"masks": 1, "error": 1, "balance": 1}
 
 
@@ -152,21 +129,13 @@ def loss(params, batch, parts=tuple(PARTS), losses=tuple(LOSSES)):
     return total
 
 
-# Of two programs, the second one dear.
-PROGRAMS = [
-    tuple(name for name in PARTS if name not in ("packed", "gru")),
-    ("packed", "gru", "LayerNorm"),
-]
 RIGHT = {
     "MLP": {},
     "transformer and experts": {"attention": 1, "LayerNorm": 1, "experts": 1},
-    "packed transformer": {"packed": 1, "LayerNorm": 1},
-    "GRU": {"gru": 1},
 }
 ALL_KINDS = ("neighbors", "place", "padding")
 # What is on, the module that is named, and the kinds of the findings.
 FAULTS = {
-    "a mask that leaks": ({"packed": 1, "leaks": 1}, "packed", ("neighbors", "place")),
     "padding that attends": ({"attention": 1, "masks": 0}, "attention", ("padding",)),
     "padding that is pooled": ({"whole pool": 1}, "pool", ("padding",)),
     "a capacity": ({"experts": 1, "capacity": 4}, "experts", ("neighbors", "place")),
@@ -194,49 +163,36 @@ def compared(on, fun=loss, dtype="float32", **options):
     return cg.compare_examples(fun, {**params, "on": flags}, batch, padding=padding, **options)
 
 
-@pytest.fixture(scope="module")
-def program():
-    """The program of each list of parts, compiled once for all that may be on."""
-    known = {}
+@pytest.fixture
+def kept(monkeypatch):
+    """One compiled program of all parts, for all that may be on."""
 
-    def of_parts(on):
-        parts = PROGRAMS[any(name in PROGRAMS[1] and name not in PROGRAMS[0] for name in on)]
+    def program(own, *args, **options):
+        if not KEPT:
+            KEPT.append(VersionProgram(own, *args, **options))
+        KEPT[0]._given = own.subject
+        return KEPT[0]
 
-        def kept(own, *args, **options):
-            if parts not in known:
-                known[parts] = VersionProgram(own, *args, **options)
-            known[parts]._given = own.subject
-            return known[parts]
-
-        return functools.partial(loss, parts=parts), kept
-
-    return of_parts
+    monkeypatch.setattr(examples, "VersionProgram", program)
 
 
-def rows(table):
-    """Those of the second program are marked."""
-    for name, row in table.items():
-        on = row if isinstance(row, dict) else row[0]
-        dear = any(part in on for part in ("packed", "gru"))
-        yield pytest.param(name, marks=(pytest.mark.exhaustive, *[pytest.mark.product] * dear))
+KEPT = []
 
 
-@pytest.mark.parametrize("name", list(rows(RIGHT)))
-def test_independent_examples_are_silent(name, program, monkeypatch):
-    fun, kept = program(RIGHT[name])
-    monkeypatch.setattr(examples, "VersionProgram", kept)
-    found = compared(RIGHT[name], fun)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RIGHT)
+def test_independent_examples_are_silent(name, kept):
+    found = compared(RIGHT[name])
     assert found.ok and not found.findings and not found.notes, str(found)
     leaves = [row for row in found.rows if row.kind == "gradient"]
     assert len(leaves) == len(PARAMS) and len(found.rows) > len(leaves)
 
 
-@pytest.mark.parametrize("name", list(rows(FAULTS)))
-def test_a_dependence_is_named_at_its_module(name, program, monkeypatch):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_dependence_is_named_at_its_module(name, kept):
     on, module, kinds = FAULTS[name]
-    fun, kept = program(on)
-    monkeypatch.setattr(examples, "VersionProgram", kept)
-    found = compared(on, fun)
+    found = compared(on)
     expected = [(kind, module) for kind in kinds]
     assert [(f.kind, f.module) for f in found.findings] == expected and not found.ok, str(found)
     for finding in found.findings:

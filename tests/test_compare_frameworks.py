@@ -1,8 +1,7 @@
-"""Versions in frameworks: a port from Linen to NNX, and models of Equinox."""
+"""Versions in frameworks: a port from Linen to NNX."""
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,14 +56,3 @@ def test_a_port_from_linen_to_nnx():
     assert found.findings[0].kind == "value" and "LinenNet/down" in found.findings[0].message
     net = NnxNet(params["params"])
     assert cg.compare(of_nnx, of_nnx, (net, BATCH)).ok
-
-
-def test_models_of_equinox():
-    model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
-
-    def loss(model, batch, by=1.0):
-        return jnp.mean((jax.vmap(model)(batch[0]) * by - batch[1]) ** 2)
-
-    assert cg.compare(loss, loss, (model, BATCH)).ok
-    found = cg.compare(loss, functools.partial(loss, by=1.01), (model, BATCH))
-    assert found.findings[0].kind == "value" and len(found.rows) > 5

@@ -13,14 +13,13 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._compare.differences import Judgment
-from clipgrad._compare.findings import find
-from clipgrad._compare.layouts import layouts, orders_of
+from clipgrad._compare.gradients import find
+from clipgrad._compare.likeness import Likeness, similarity
 from clipgrad._compare.matching import Pair, instances_of
-from clipgrad._compare.places import ComparedPlace
-from clipgrad._compare.port_leaves import match_leaves, parameter_texts
-from clipgrad._compare.port_names import similarity
+from clipgrad._compare.places import ComparedPlace, JudgedRuns
 from clipgrad._compare.port_record import PortEntry
-from clipgrad._compare.signatures import host_sketch, signature
+from clipgrad._compare.ports import match_leaves, parameter_texts
+from clipgrad._compare.signatures import host_sketch, layouts, orders_of, signature
 from clipgrad._compare.versions import version
 from tests import port_models as models
 
@@ -31,7 +30,6 @@ NARROW = functools.partial(models.decoder_args, dtype="bfloat16")
 SCANNED = functools.partial(models.decoder, scanned=True)
 TABLE = {
     "gru": ("gru", models.gru, models.gru_args),
-    "mlp": ("mlp", models.mlp, models.mlp_args),
     "layers": ("layers", models.layers, models.layers_args),
     "decoder": ("decoder", models.decoder, models.decoder_args),
     "decoder scanned": ("decoder", SCANNED, STACKED),
@@ -90,9 +88,7 @@ def test_a_layer_that_was_copied_twice_is_named_with_what_it_should_be():
         for name, other in names.items()
     }
 
-    def likeness(name, steps, entry):
-        return similarity(name, entry.name, (steps, entry.steps))
-
+    likeness = Likeness({}, set())
     texts = parameter_texts(match_leaves(params, {}, entries, likeness, None), likeness)
     assert texts == {
         f"block_1/{name}/bias": f"block_1/{name}/bias has the numbers of blocks.0.{other}.bias, "
@@ -274,7 +270,7 @@ def test_a_value_that_agrees_at_an_earlier_step_is_no_reason_to_blame_what_follo
         and (is_matched or value.name != "outer/first" or at.steps != (1,))
     ]
     places.sort(key=lambda place: place.pair.own.time)
-    (found,) = find(own, own, places, Judgment(1.0, 1e-6), [])
+    (found,) = find(own, own, JudgedRuns(places, Judgment(1.0, 1e-6), [], []))
     assert (found.kind, found.module, found.step) == ("value", module, 1)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._compare.precision import lost_precision
+from clipgrad._compare.rounding import lost_precision
 from tests.test_compare_rounding import arguments, cancelling, numbers
 
 TYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")]

@@ -1,8 +1,7 @@
-"""Restarts of orbax, flax and Equinox: what they lose is named, right ones are silent."""
+"""Restarts of orbax and flax: what they lose is named, right ones are silent."""
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,48 +88,6 @@ def object_step(state, batch):
     return (model, optimizer), {"loss": value}
 
 
-GRAPH, _ = nnx.split(nnx_objects())
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def nnx_step(state, batch):
-    new, metrics = object_step(nnx.merge(GRAPH, state), batch)
-    return nnx.state(new), metrics
-
-
-# ---- Equinox ----
-
-
-class EqxNet(eqx.Module):
-    """A model with a function among its leaves."""
-
-    mlp: eqx.nn.MLP
-    drop: eqx.nn.Dropout
-
-    def __call__(self, x, key):
-        return self.mlp(self.drop(x, key=key))
-
-
-def eqx_state():
-    model = EqxNet(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.2))
-    moments = ADAM.init(eqx.filter(model, eqx.is_inexact_array))
-    return {"model": model, "opt": moments, "key": jax.random.key_data(jax.random.key(1))}
-
-
-@eqx.filter_jit(donate="all-except-first")
-def eqx_update(batch, state):
-    use, key = jax.random.split(jax.random.wrap_key_data(state["key"]))
-    run = eqx.filter_value_and_grad(lambda net: square(jax.vmap(net, (0, None))(batch, use)))
-    value, grads = run(state["model"])
-    updates, opt = ADAM.update(grads, state["opt"])
-    model = eqx.apply_updates(state["model"], updates)
-    return {"model": model, "opt": opt, "key": jax.random.key_data(key)}, {"loss": value}
-
-
-def eqx_step(state, batch):
-    return eqx_update(batch, state)
-
-
 # ---- checkpoints ----
 
 
@@ -141,11 +98,6 @@ def of_orbax(state, path):
         return checkpointer.restore(path / "state", state)
 
 
-def of_equinox(state, path):
-    eqx.tree_serialise_leaves(path / "state.eqx", state)
-    return eqx.tree_deserialise_leaves(path / "state.eqx", state)
-
-
 def of_state(state, path):
     """NNX objects by way of their state."""
     graph, arrays = nnx.split(state)
@@ -154,9 +106,7 @@ def of_state(state, path):
 
 TRAINERS = {
     "TrainState": (linen_state, linen_step, of_orbax),
-    "NNX state": (lambda: nnx.state(nnx_objects()), nnx_step, of_orbax),
     "NNX objects": (nnx_objects, object_step, of_state),
-    "Equinox": (eqx_state, eqx_step, of_equinox),
 }
 
 
@@ -200,17 +150,9 @@ FAULTS = {
         "key": lambda s: s.replace(key=jax.random.key(1)),
         "step": lambda s: s.replace(step=0),
     },
-    "NNX state": {
-        "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
-        "0/drop/rngs/key": lambda s: replaced(s, "rngs/key", jax.random.key(5)),
-    },
     "NNX objects": {
         "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
         "1/opt_state/0/count": lambda s: (s[0], nnx.Optimizer(s[0], ADAM, wrt=nnx.Param)),
-    },
-    "Equinox": {
-        "key": lambda s: {**s, "key": eqx_state()["key"]},
-        "model/mlp/layers/0/bias": lambda s: {**s, "model": eqx_state()["model"]},
     },
 }
 

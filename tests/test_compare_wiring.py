@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from clipgrad._compare.program_record import program_record
-from clipgrad._compare.wiring import shared_modules
+from clipgrad._compare.slices import shared_modules
 from clipgrad._jaxpr import trace
 from tests.compare_models import with_vjp
 

@@ -10,7 +10,9 @@ from clipgrad._compare.port_record import PortRun
 from clipgrad._compare.ports import compare_port
 from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
 from clipgrad._compare.save_run import live, saved
-from clipgrad._compare.steps import StepRun, compare_steps
+from clipgrad._compare.sides import Side
+from clipgrad._compare.step_runs import StepRun
+from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
 from clipgrad._jaxpr import settings_of_runs
 
@@ -120,33 +122,27 @@ def _compared(
     first: Any, second: Any, names: Mapping[str, str] | None, rtol: float | None
 ) -> GradientComparison:
     """Compare two runs of one kind, or a loss in JAX with a run of another framework."""
-    if isinstance(first, PortRun) or isinstance(second, PortRun):
-        return _beside_port(first, second, names, rtol)
-    if isinstance(first, StepRun) and isinstance(second, StepRun):
+    kinds = type(first), type(second)
+    if kinds == (Side, Side):
+        return compare_gradients(first, second, names, rtol)
+    if kinds == (StepRun, StepRun):
         return compare_steps(first, second, rtol)
-    if isinstance(first, StepRun) or isinstance(second, StepRun):
-        kinds = "a step in fun, a loss" if isinstance(first, StepRun) else "a loss in fun, a step"
-        raise ValueError(
-            f"run: got {kinds} in other, expected two of a kind; write argnums=None for both if "
-            "they are steps, in save_run too"
-        )
-    return compare_gradients(first, second, names, rtol)
-
-
-def _beside_port(
-    first: Any, second: Any, names: Mapping[str, str] | None, rtol: float | None
-) -> GradientComparison:
-    """Compare a loss in JAX with a run of another framework, in either order."""
-    side, port = (second, first) if isinstance(first, PortRun) else (first, second)
-    if isinstance(side, PortRun | StepRun):
-        what = "a whole step" if isinstance(side, StepRun) else "another run of torch"
+    if kinds == (Side, PortRun):
+        return compare_port(first, second, names, rtol)
+    if kinds == (PortRun, Side):
+        names = {other: own for own, other in (names or {}).items()}
+        return compare_port(second, first, names, rtol)
+    if PortRun in kinds:
+        what = "a whole step" if StepRun in kinds else "another run of torch"
         raise ValueError(
             f"run: got a run of torch and {what}, expected a loss in JAX, or a file that "
             "clipgrad.save_run wrote of one"
         )
-    if port is first and names:
-        names = {other: own for own, other in names.items()}
-    return compare_port(side, port, names, rtol)
+    words = ("a step", "a loss") if kinds[0] is StepRun else ("a loss", "a step")
+    raise ValueError(
+        f"run: got {words[0]} in fun, {words[1]} in other, expected two of a kind; write "
+        "argnums=None for both if they are steps, in save_run too"
+    )
 
 
 def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
@@ -162,10 +158,12 @@ def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any)
             "args: got arguments beside two runs from files, expected none; write compare(path, "
             "other_path)"
         )
-    for run in (run for run, is_file in zip((fun, other), from_files, strict=True) if not is_file):
-        check_call(run, args, kwargs)
-    parts = args, args if other_args is None else other_args
-    return [None if is_file else own for is_file, own in zip(from_files, parts, strict=True)]
+    given = []
+    for run, own in ((fun, args), (other, args if other_args is None else other_args)):
+        if not _is_path(run):
+            check_call(run, args, kwargs)
+        given.append(None if _is_path(run) else own)
+    return given
 
 
 def _is_path(run: Any) -> bool:
@@ -176,8 +174,14 @@ def _is_path(run: Any) -> bool:
 def _check_comparison(
     fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
 ) -> None:
-    if isinstance(other, str) and (not _is_path(other) or _is_a_word(other)):
+    if isinstance(other, str) and other in WIDER_DTYPES:
         _check_dtype(fun, other, other_args, argnums, names)
+    elif isinstance(other, str) and os.path.basename(other) == os.path.splitext(other)[0]:
+        if not os.path.isfile(other):  # a word alone
+            raise ValueError(
+                f"other: got {other!r}, expected the name of a wider dtype, one of "
+                f"{', '.join(WIDER_DTYPES)}, a function, or the path of a run"
+            )
     elif not callable(other) and not _is_path(other):
         raise TypeError(
             f"other: got {other!r}, expected a function of the same arguments, the path of a run, "
@@ -202,18 +206,7 @@ def _check_comparison(
         )
 
 
-def _is_a_word(text: str) -> bool:
-    """Whether text looks like a name rather than the path of a file."""
-    has_parts = os.path.splitext(text)[1] or os.path.basename(text) != text
-    return not has_parts and not os.path.isfile(text)
-
-
 def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:
-    if other not in WIDER_DTYPES:
-        raise ValueError(
-            f"other: got {other!r}, expected the name of a wider dtype, one of "
-            f"{', '.join(WIDER_DTYPES)}, a function, or the path of a run"
-        )
     if _is_path(fun):
         raise ValueError(
             f"other: got {other!r} beside a run from a file, expected a function or another run; "

@@ -52,15 +52,16 @@ class Exact(NamedTuple):
 
 def host_values(leaves: Sequence[Any]) -> list[Any]:
     """Leaves in NumPy: `Exact`, or float64 or complex128; what is no number stays as it is."""
-    arrays = [isinstance(x, jax.Array) for x in leaves]
-    data = [_data(x) for x, is_one in zip(leaves, arrays, strict=True) if is_one]
-    found = iter(on_host(data))
-    return [_host(next(found) if is_one else x) for x, is_one in zip(leaves, arrays, strict=True)]
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
+    data = (jax.random.key_data(x) if key else x for x, key in zip(arrays, keys, strict=True))
+    found = iter(on_host(list(data)))
+    return [_host(next(found) if isinstance(x, jax.Array) else x) for x in leaves]
 
 
-def _data(x: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
+def plain_numbers(leaves: Sequence[Any]) -> list[np.ndarray]:
+    """The numbers of arrays in NumPy, also those that are `Exact`."""
+    return [x.values if isinstance(x, Exact) else x for x in host_values(leaves)]
 
 
 def _host(x: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Whether what is computed of an example depends on the other examples of its batch."""
+"""Whether what is computed of an example depends on the other examples of its batch.
+
+Examples are exchanged among the places of the batch: no shape changes, so one program serves all.
+"""
 
 import dataclasses
 import functools
@@ -9,37 +12,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment
-from clipgrad._compare.example_sketches import (
-    LINEAR,
-    MAGNITUDES,
-    REAL,
-    SQUARED,
-    ExampleSketches,
-    has_places,
+from clipgrad._compare.comparison import (
+    ComparisonFinding,
+    ComparisonRow,
+    GradientComparison,
+    unjudged,
 )
-from clipgrad._compare.exchange import (
-    check_examples_differ,
-    chosen_examples,
-    example_count,
-    padded_places,
-    with_batch,
-    with_examples_at,
-)
-from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
-from clipgrad._compare.gradients import JudgedRuns, judged_runs, undecided_leaves
+from clipgrad._compare.differences import Judgment, plain_numbers
+from clipgrad._compare.gradients import find, judged_runs, undecided_leaves
 from clipgrad._compare.matching import Instance, Pair, match
-from clipgrad._compare.places import ComparedPlace, compared_places
-from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
+from clipgrad._compare.places import ComparedPlace, JudgedRuns
+from clipgrad._compare.ratios import repeats
 from clipgrad._compare.sides import with_signatures
-from clipgrad._compare.sketches import LENGTH, NUMBERS, judge_sketches
+from clipgrad._compare.sketches import (
+    LENGTH,
+    MASKED,
+    NUMBERS,
+    Sketches,
+    judge_sketches,
+    sketch,
+    sketch_dtype,
+)
 from clipgrad._compare.versions import Version, VersionProgram, VersionRun, version
+from clipgrad._diagnose import DiagnosisSubject
 from clipgrad._error_clip import check_function
 from clipgrad._errors import first_few
 from clipgrad._jaxpr import settings_of_runs
-from clipgrad._trees import loss_and_aux
+from clipgrad._trees import is_array, loss_and_aux, nearest, with_paths
+from clipgrad._values import value_hook
 
+IN_BATCH = "args[1]"  # the name of the inputs that are in the batch begins so
+MAGNITUDES, LINEAR, SQUARED, REAL = range(4)  # the rows of the notes
 MOST_LEAVES = 5
 UNUSED = Judgment(0.0, 0.0)
 POSSIBLE_REASONS = {
@@ -110,9 +113,9 @@ def compare_examples(
       (False, 'neighbors', 'center')
     """
     check_function(fun)
-    size = example_count(batch)
-    chosen = chosen_examples(examples, size)
-    padded = None if padding is None else padded_places(batch, padding)
+    size = _example_count(batch)
+    chosen = _chosen_examples(examples, size)
+    padded = None if padding is None else _padded_places(batch, padding)
     with settings_of_runs():
         weights = jnp.linspace(0.5, 1.5, size)
         own = version(_weighted_total(fun, has_aux, size), (params, (batch, weights)), {}, 0, False)
@@ -154,16 +157,9 @@ class ExampleRuns(NamedTuple):
 
     def judged(self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int) -> JudgedRuns:
         """Two runs compared by a row of the notes of values."""
-        first, second, moved = (_seen(run, row) for run in (own, other, floor))
         versions = self.version, self.version
-        return judged_runs(versions, self.pairs, first, second, moved, judge_sketches, None)
-
-    def places(
-        self, own: VersionRun, other: VersionRun, floor: VersionRun, row: int
-    ) -> list[ComparedPlace]:
-        """The places alone of two runs, compared so."""
         first, second, moved = (_seen(run, row) for run in (own, other, floor))
-        return compared_places(self.pairs, first, second, moved, None)[0]
+        return judged_runs(versions, self.pairs, first, second, moved, judge_sketches, None)
 
     def is_used(self, instance: Instance) -> bool:
         """Whether the loss may depend on a value: it has no cotangent, or one that is not zero."""
@@ -173,30 +169,26 @@ class ExampleRuns(NamedTuple):
 
 def _seen(run: VersionRun, row: int) -> VersionRun:
     """A run with a row of the notes of values, without sizes and codes of what is not finite."""
-    values = {at: _uncoded(notes[..., row, :]) for at, notes in run.values.items()}
-    return run._replace(
-        values=values, cotangents={at: _uncoded(x) for at, x in run.cotangents.items()}
-    )
-
-
-def _uncoded(sketches: np.ndarray) -> np.ndarray:
-    return sketches * (np.arange(LENGTH) < 2 * NUMBERS)
+    kept = np.arange(LENGTH) < 2 * NUMBERS
+    values = {at: notes[..., row, :] * kept for at, notes in run.values.items()}
+    cotangents = {at: sketches * kept for at, sketches in run.cotangents.items()}
+    return run._replace(values=values, cotangents=cotangents)
 
 
 def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> ExampleRuns:
     assert own.subject is not None  # it runs now
     size, given = len(chosen), own.subject
-    check_examples_differ(given)
+    _check_examples_differ(given, size)
     real = None if padded is None else jnp.asarray(~padded)
     program = VersionProgram(own, sketches=functools.partial(ExampleSketches, real=real))
     here = np.arange(size)
     there = np.roll(here, -1)
     orders = here, np.where(chosen, there, here), np.where(chosen, here, there), there
     orders = *orders, np.random.default_rng(1).permutation(size)
-    *runs, other = (with_signatures(program(with_examples_at(given, order))) for order in orders)
+    *runs, other = (with_signatures(program(_with_examples_at(given, order))) for order in orders)
     others = {"place": other}
     if padding is not None:
-        others["padding"] = with_signatures(program(with_batch(given, padding)))
+        others["padding"] = with_signatures(program(_with_batch(given, padding)))
     floor = program.floor(runs[0], with_signatures)
     pairs = match(own, own, None).pairs
     return ExampleRuns(own, pairs, runs, floor, others, () if padded is None else padded.shape)
@@ -204,30 +196,28 @@ def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> Exa
 
 def _of_runs(runs: ExampleRuns) -> GradientComparison:
     first = _beside_neighbors(runs)
-    if problem := _nothing_to_judge(runs, first.leaves):
+    if problem := _nothing_to_judge(runs, first):
         return GradientComparison(False, (unjudged(problem),), ())
     judged = {"neighbors": first} | {kind: _changed(runs, kind) for kind in runs.others}
     findings = (_finding(runs.version, kind, own) for kind, own in judged.items())
     found = tuple(finding for finding in findings if finding)
-    rows = (*(place.row for place in first.places), *map(_leaf_row, first.leaves))
-    return GradientComparison(not found, found, rows, (), tuple(undecided_leaves(first.leaves)))
+    rows = [place.row for place in first.places]
+    for leaf in first.leaves:
+        numbers = leaf.judgment.difference, None, leaf.judgment.tolerance
+        rows.append(ComparisonRow(leaf.name, None, *numbers, kind="gradient"))
+    notes = undecided_leaves(first.leaves)
+    return GradientComparison(not found, found, tuple(rows), (), tuple(notes))
 
 
-def _leaf_row(leaf: ComparedLeaf) -> ComparisonRow:
-    found = leaf.judgment
-    own = leaf.path or ONE_ARGUMENT, None, found.difference, None, found.tolerance
-    return ComparisonRow(*own, kind="gradient")
-
-
-def _nothing_to_judge(runs: ExampleRuns, leaves: Sequence[ComparedLeaf]) -> str:
+def _nothing_to_judge(runs: ExampleRuns, judged: JudgedRuns) -> str:
     """Why no gradient says anything."""
     first, second = runs.exchanged[:2]
-    codes = [run.grads[i][-1] for run in runs.exchanged for i in range(len(leaves))]
+    codes = [x[-1] for run in runs.exchanged for x in run.grads]
     if any(codes) or not all(np.isfinite(run.loss) for run in runs.exchanged):
         return "the loss or its gradient is not finite; diagnose(fun, args) says where that begins"
     if all(map(np.array_equal, first.grads, second.grads)):
         return "no gradient depends on the examples, so none can depend on their neighbors"
-    if not any(leaf.judgment.is_judged for leaf in leaves):
+    if not any(leaf.judgment.is_judged for leaf in judged.leaves):
         return "rounding decides each gradient; compare in a wider type"
     return ""
 
@@ -239,12 +229,12 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
     dependence where its cotangent is the same for all examples.
     """
     a, b, c, d = runs.exchanged
-    pair = _run_difference(a, b), _run_difference(c, d)
-    floor = jax.tree.map(lambda x: 2 * x, runs.floor)  # of four runs
-    found, squares = runs.judged(*pair, floor, LINEAR), runs.places(*pair, floor, SQUARED)
-    others = [runs.places(a, run, runs.floor, LINEAR) for run in (b, c, d)]
+    less = functools.partial(jax.tree.map, lambda x, y: np.subtract(x, y, dtype=np.float64))
+    pair, floor = (less(a, b), less(c, d)), jax.tree.map(lambda x: 2 * x, runs.floor)  # of four
+    found, squares = (runs.judged(*pair, floor, row) for row in (LINEAR, SQUARED))
+    others = [runs.judged(a, run, runs.floor, LINEAR).places for run in (b, c, d)]
     places = []
-    for place, square, *same in zip(found.places, squares, *others, strict=True):
+    for place, square, *same in zip(found.places, squares.places, *others, strict=True):
         varies = any(each.cotangent and each.cotangent.differs for each in same)
         if not runs.is_used(place.pair.own):
             place = place._replace(value=UNUSED)
@@ -254,10 +244,6 @@ def _beside_neighbors(runs: ExampleRuns) -> JudgedRuns:
     return found._replace(places=places)
 
 
-def _run_difference(own: VersionRun, other: VersionRun) -> VersionRun:
-    return jax.tree.map(lambda x, y: np.subtract(x, y, dtype=np.float64), own, other)
-
-
 def _changed(runs: ExampleRuns, kind: str) -> JudgedRuns:
     """The change with another order or padding, of values where it is known what is padded."""
     row = MAGNITUDES if kind == "place" else REAL
@@ -265,7 +251,7 @@ def _changed(runs: ExampleRuns, kind: str) -> JudgedRuns:
     places = []
     for place in found.places:
         value = place.pair.own.value
-        if kind == "padding" and not has_places(value.shape, runs.padded):
+        if kind == "padding" and not _has_places(value.shape, runs.padded):
             if value.holders or {*runs.padded[1:]} & {*value.shape[1:]}:
                 continue
         judged = place.value if runs.is_used(place.pair.own) else UNUSED
@@ -275,16 +261,125 @@ def _changed(runs: ExampleRuns, kind: str) -> JudgedRuns:
 
 def _finding(own: Version, kind: str, judged: JudgedRuns) -> ComparisonFinding | None:
     """The first place of a kind of dependence, with the leaves whose gradient has it."""
-    found = find(own, own, *judged[:3])
+    found = find(own, own, judged)
     if not found:
         return None
-    bad = sorted(
-        (leaf for leaf in judged.leaves if leaf.judgment.differs),
-        key=lambda x: -x.judgment.difference,
-    )
-    shown = [f"{x.path or ONE_ARGUMENT} ({x.judgment.difference:.2g})" for x in bad]
+    bad = {x.name: x.judgment.difference for x in judged.leaves if x.judgment.differs}
+    shown = [f"{name} ({bad[name]:.2g})" for name in sorted(bad, key=lambda x: -bad[x])]
     more = f"; so does the gradient of {first_few(shown, MOST_LEAVES)}" if bad else ""
     message = f"{found[0].message}{more}; {POSSIBLE_REASONS[kind]}"
     # Operations before, outside of all modules, keep to one example: the value leaves its module.
     left = next((place.name for place in judged.places if place.value.differs), "")
     return dataclasses.replace(found[0], kind=kind, message=message, module=found[0].module or left)
+
+
+def _example_count(batch: Any) -> int:
+    """The number of examples: the one leading axis of all arrays."""
+    shapes = {path: np.shape(x) for path, x in with_paths(batch) if is_array(x) and np.ndim(x)}
+    sizes = {shape[0] for shape in shapes.values()}
+    if len(sizes) != 1 or min(sizes) < 2:
+        raise ValueError(
+            f"batch: got arrays of shapes {list(shapes.values())}, expected one leading axis for "
+            "all, of at least two examples"
+        )
+    return sizes.pop()
+
+
+def _chosen_examples(examples: int | Sequence[int] | None, size: int) -> np.ndarray:
+    """Whether each example is one of those that are held beside others; by default half of them."""
+    half = np.random.default_rng(0).permutation(size)[: size // 2].tolist()
+    wanted = half if examples is None else examples
+    numbers = [wanted] if isinstance(wanted, int) else list(wanted)
+    known = all(isinstance(i, int | np.integer) and -size <= i < size for i in numbers)
+    if not known or not 0 < len({i % size for i in numbers}) < size:
+        raise ValueError(
+            f"examples: got {examples!r} of {size} examples, expected some of their positions, and "
+            "not all"
+        )
+    chosen = np.zeros(size, bool)
+    chosen[numbers] = True
+    return chosen
+
+
+def _with_examples_at(given: DiagnosisSubject, numbers: np.ndarray) -> list[Any]:
+    """The inputs of a loss with these examples in the places of the batch."""
+    found = list(given.inputs)
+    for i, x in enumerate(found):
+        if _is_cut(given.names[i], x):
+            rows = x[numbers]
+            found[i] = jax.device_put(rows, x.sharding) if isinstance(x, jax.Array) else rows
+    return found
+
+
+def _with_batch(given: DiagnosisSubject, batch: Any) -> list[Any]:
+    """The inputs of a loss with another batch of the same types; the weights stay."""
+    left = iter([x for x in jax.tree.leaves(batch) if is_array(x)])
+    pairs = zip(given.names, given.inputs, strict=True)
+    return [next(left) if name.startswith(f"{IN_BATCH}[0]") else x for name, x in pairs]
+
+
+def _check_examples_differ(given: DiagnosisSubject, size: int) -> None:
+    """Raise `ValueError` if all examples are equal."""
+    pairs = zip(given.names[:-1], given.inputs[:-1], strict=True)  # the last are weights
+    if repeats(plain_numbers([x for name, x in pairs if _is_cut(name, x)]), size):
+        raise ValueError("batch: got examples that are all equal, expected ones that differ")
+
+
+def _is_cut(name: str, x: Any) -> bool:
+    """Whether an input has the axis of the examples."""
+    return name.startswith(IN_BATCH) and np.ndim(x) > 0
+
+
+def _padded_places(batch: Any, other: Any) -> np.ndarray:
+    """The places where batches differ, as (examples, positions) of the first array that does."""
+    arrays, there = (dict(with_paths(x)) for x in (batch, other))
+    types = [{p: (np.shape(x), str(getattr(x, "dtype", ""))) for p, x in t.items()}
+             for t in (arrays, there)]  # fmt: skip
+    if types[0] != types[1]:
+        wrong = next((p for p in there if types[1][p] != types[0].get(p)), "")
+        raise ValueError(
+            f"padding: got {wrong or 'nothing'} of type {types[1].get(wrong)}, expected the batch "
+            f"with other numbers where it is padded; {nearest(wrong, arrays)}; for other shapes "
+            "write compare(fun, fun, (params, batch), other_args=(params, longer))"
+        )
+    for path, x in arrays.items():
+        if is_array(x) and np.ndim(x):
+            differs = np.not_equal(*plain_numbers([x, there[path]]))
+            if np.any(differs):
+                return np.asarray(differs.any(axis=tuple(range(2, differs.ndim))))
+    raise ValueError("padding: got the batch itself, expected other numbers where it is padded")
+
+
+@value_hook(data=("real",), choices=("carried",))
+class ExampleSketches(Sketches):
+    """Notes of each value sketches of it, of its squares, and of its part that is not padded.
+
+    If an element of a value is of one example alone, so is its square. Of a sum over examples the
+    square is not. So both say whether an element depends on several examples. The first row has the
+    mean magnitude and the mean square, which no order of the examples changes.
+
+    Attributes:
+      real: where the batch is not padded, or None.
+    """
+
+    carried: int = 0
+    real: Any = None
+
+    def sketch_of(self, x: jax.Array) -> jax.Array:
+        """The notes of a value, shape (3 or 4, 515)."""
+        x = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+        wide = x.astype(sketch_dtype(x.dtype))
+        sizes = jnp.where(jnp.abs(wide) < MASKED, jnp.abs(wide), 0)
+        means = [jnp.sum(sizes**power) / max(1, x.size) for power in (1, 2)]
+        first = jnp.pad(jnp.stack(means), (0, LENGTH - 2))
+        parts = [wide, wide * wide]
+        if (real := self.real) is not None:
+            is_in = _has_places(wide.shape, real.shape)
+            real = jnp.reshape(real, real.shape + (1,) * (wide.ndim - real.ndim)) if is_in else True
+            parts.append(jnp.where(real, wide, 0))
+        return jnp.concatenate([first[None], jax.vmap(sketch)(jnp.stack(parts))])
+
+
+def _has_places(shape: tuple[int, ...], places: tuple[int, ...]) -> bool:
+    """Whether a value of a shape has a part for each place of a batch."""
+    return shape[: len(places)] == places

@@ -1,4 +1,4 @@
-"""The matching of the named values of two versions."""
+"""The matching of the named values of two versions, and of the leaves of their gradients."""
 
 import collections
 import itertools
@@ -62,11 +62,10 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
     pairs, unmatched = [], []
     for group, found in groups[0].items():
         same = groups[1].get(group, [])
-        if len(same) != len(found):
-            if not _is_under_a_name(found, own):
-                unmatched.append(_unmatched(group, found, same, "fun", "other"))
-        else:
-            pairs += [Pair(*pair) for pair in zip(found, same, strict=True)]
+        if len(same) == len(found):
+            pairs += map(Pair, found, same)
+        elif not _is_under_a_name(found, own):
+            unmatched.append(_unmatched(group, found, same, "fun", "other"))
     for group, found in groups[1].items():
         if group not in groups[0] and not _is_under_a_name(found, other):
             unmatched.append(_unmatched(group, found, [], "other", "fun"))
@@ -149,3 +148,32 @@ def _prefix(pattern: str, name: str) -> re.Match | None:
         "(.*)" if part == "**" else "([^/]*)" if part == "*" else re.escape(part) for part in parts
     )
     return re.match(f"{regex}(?=/|$)", name)
+
+
+def same_leaves(own: Sequence[str], other: Sequence[str]) -> dict[int, int]:
+    """The position in ``other`` of each leaf of ``own`` that both have.
+
+    Paths are equal, or all of one tree have one prefix more, since the tree is inside of another,
+    such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``.
+    """
+    inner, prefix = _wrapping(own, other)
+    wrapped = [_below(prefix, path) for path in own] if inner == 0 else list(own)
+    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(other)}
+    return {i: there[path] for i, path in enumerate(wrapped) if path in there}
+
+
+def _wrapping(own: Sequence[str], other: Sequence[str]) -> tuple[int, str]:
+    """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is."""
+    counts: collections.Counter[tuple[int, str]] = collections.Counter()
+    for inner, inside, around in ((0, set(own), other), (1, set(other), own)):
+        for path in around:
+            parts = path.split("/")
+            heads = ("/".join(parts[:i]) for i in range(1, len(parts) + 1))
+            counts.update((inner, head) for head in heads if path[len(head) + 1 :] in inside)
+    (best, most), (_, second) = [*counts.most_common(2), ((0, ""), 0), ((0, ""), 0)][:2]
+    least = max(len(set(own) & set(other)), min(len(own), len(other)) / 2, second)
+    return best if most > least else (0, "")
+
+
+def _below(prefix: str, path: str) -> str:
+    return "/".join(part for part in (prefix, path) if part)

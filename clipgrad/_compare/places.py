@@ -1,15 +1,17 @@
-"""The places that both versions have, each with its judgment."""
+"""The places and the leaves of the gradient that both versions have, each with its judgment."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from clipgrad._compare.comparison import ComparisonRow, undecided
 from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.matching import Instance, Pair
-from clipgrad._compare.records import ComparisonRow, undecided
 from clipgrad._compare.sketches import LENGTH, judge_values
 from clipgrad._compare.versions import VersionRun
+
+ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
 class ComparedPlace(NamedTuple):
@@ -45,6 +47,28 @@ class ComparedPlace(NamedTuple):
         )
 
 
+class ComparedLeaf(NamedTuple):
+    """A leaf of the gradient of both versions: its path, its argument's position, its judgment."""
+
+    path: str
+    position: int
+    judgment: Judgment
+
+    @property
+    def name(self) -> str:
+        """The path, or a word for it."""
+        return self.path or ONE_ARGUMENT
+
+
+class JudgedRuns(NamedTuple):
+    """Two runs of losses, each place, loss and gradient judged; and what only one of them has."""
+
+    places: list[ComparedPlace]
+    loss: Judgment
+    leaves: list[ComparedLeaf]
+    unmatched: list[str]
+
+
 def compared_places(
     pairs: Sequence[Pair],
     own: VersionRun,
@@ -62,12 +86,12 @@ def compared_places(
             text = f"{value.kind} {value.name}: not the same on each device, in one version"
             partial[text] = None
             continue
-        cotangent = None
-        if value.position in own.cotangents and pair.other.value.position in other.cotangents:
-            cotangent = _aligned(pair, own.cotangents, other.cotangents, floor.cotangents, False)
         eps = rounding(*(side.value.dtype for side in pair))
-        judged = judge_values(*aligned, eps, rtol)
-        found.append(ComparedPlace(pair, judged, cotangent and judge_values(*cotangent, eps, rtol)))
+        judged, cotangent = judge_values(*aligned, eps, rtol), None
+        if value.position in own.cotangents and pair.other.value.position in other.cotangents:
+            aligned = _aligned(pair, own.cotangents, other.cotangents, floor.cotangents, False)
+            cotangent = aligned and judge_values(*aligned, eps, rtol)
+        found.append(ComparedPlace(pair, judged, cotangent))
     return found, list(partial)
 
 
@@ -102,9 +126,9 @@ def undecided_places(places: Iterable[ComparedPlace]) -> list[str]:
         for what, found in (("value", place.value), ("cotangent", place.cotangent)):
             if found is not None and not found.is_judged:
                 steps.setdefault((place.name, what), []).append(place.step)
-    return [undecided(f"{name}{_listed(at)}", f"its {what}") for (name, what), at in steps.items()]
-
-
-def _listed(steps: Sequence[int | None]) -> str:
-    known = sorted({step for step in steps if step is not None})
-    return f", steps {', '.join(map(str, known))}" if known else ""
+    found = []
+    for (name, what), at in steps.items():
+        known = sorted({step for step in at if step is not None})
+        listed = f", steps {', '.join(map(str, known))}" if known else ""
+        found.append(undecided(f"{name}{listed}", f"its {what}"))
+    return found

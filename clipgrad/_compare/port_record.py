@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.layouts import Layouts, orders_of
-from clipgrad._compare.run_file import RunFile
+from clipgrad._compare.run_file import RunFile, checked
+from clipgrad._compare.signatures import Signature, orders_of
 from clipgrad._compare.sketches import LENGTH
 
 PORT = "port"  # the kind of such a file
@@ -32,8 +32,8 @@ class PortEntry(NamedTuple):
     steps: tuple[int, ...]
     file: str | None
     line: int | None
-    value: Layouts
-    cotangent: Layouts | None
+    value: Signature
+    cotangent: Signature | None
 
 
 class PortRun(NamedTuple):
@@ -55,40 +55,27 @@ class PortRun(NamedTuple):
 
 def port_file(run: PortRun) -> RunFile:
     """The plain data and the arrays of a run; arrays of the same numbers are kept once."""
-    table = _Table()
-    header = {
-        "kind": PORT,
-        "loss dtype": run.loss_dtype,
-        "circumstances": run.circumstances,
-        "values": [table.row(entry) for entry in run.values],
-        "leaves": [table.row(entry) for entry in run.leaves],
-    }
-    wide = any("64" in entry.value.dtype for entry in run.values)
-    sketches = np.concatenate([np.zeros((0, LENGTH)), *table.kept])
-    arrays = {"loss": run.loss, "sketches": sketches.astype(np.float64 if wide else np.float32)}
-    return RunFile(header, arrays)
+    kept, rows, count = [np.zeros((0, LENGTH))], dict[bytes, int](), 0
 
-
-class _Table:
-    """The sketches of a file, in rows."""
-
-    def __init__(self) -> None:
-        self.kept: list[np.ndarray] = []
-        self._rows: dict[bytes, int] = {}
-        self._count = 0
-
-    def row(self, entry: PortEntry) -> list[Any]:
-        """An entry as plain data."""
-        value, cotangent = self._layouts(entry.value), entry.cotangent
-        return [*entry[:6], value, cotangent and self._layouts(cotangent)]
-
-    def _layouts(self, own: Layouts) -> list[Any]:
+    def data(own: Signature) -> list[Any]:
+        nonlocal count
         key = own.sketches.tobytes()
-        if key not in self._rows:
-            self._rows[key] = self._count
-            self.kept.append(own.sketches)
-            self._count += len(own.sketches)
-        return [own.shape, own.dtype, self._rows[key], *own[3:]]
+        if key not in rows:
+            rows[key] = count
+            kept.append(own.sketches)
+            count += len(own.sketches)
+        return [own.shape, own.dtype, rows[key], own.digests, own.stacked]
+
+    header: dict[str, Any] = {"kind": PORT, "loss dtype": run.loss_dtype}
+    header["circumstances"] = run.circumstances
+    for name, entries in (("values", run.values), ("leaves", run.leaves)):
+        header[name] = [
+            [*entry[:6], data(entry.value), entry.cotangent and data(entry.cotangent)]
+            for entry in entries
+        ]
+    wide = any("64" in entry.value.dtype for entry in run.values)
+    sketches = np.concatenate(kept).astype(np.float64 if wide else np.float32)
+    return RunFile(header, {"loss": run.loss, "sketches": sketches})
 
 
 def saved_port(file: RunFile) -> PortRun:
@@ -101,14 +88,12 @@ def saved_port(file: RunFile) -> PortRun:
 
 def _entry(row: list[Any], sketches: np.ndarray) -> PortEntry:
     name, kind, owner, steps, file, line, value, cotangent = row
-    own, its = (x and _saved_layouts(x, sketches) for x in (value, cotangent))
+    own, its = (x and _saved_signature(x, sketches) for x in (value, cotangent))
     return PortEntry(name, kind, owner, tuple(steps), file, line, own, its)
 
 
-def _saved_layouts(row: list[Any], sketches: np.ndarray) -> Layouts:
+def _saved_signature(row: list[Any], sketches: np.ndarray) -> Signature:
     shape, dtype, first, digests, *_, stacked = row
     count = 0 if digests else len(orders_of(tuple(shape), stacked))
-    own = sketches[first : first + count]
-    if own.shape != (count, LENGTH):
-        raise ValueError(f"sketches of shape {own.shape}, not {(count, LENGTH)}")
-    return Layouts(tuple(shape), dtype, own, tuple(digests), stacked)
+    own = checked(sketches[first : first + count], (count, LENGTH))
+    return Signature(tuple(shape), dtype, own, tuple(digests), stacked)

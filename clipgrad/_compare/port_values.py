@@ -1,49 +1,31 @@
 """The named values of a version in JAX beside those of a model in another framework."""
 
 import collections
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from clipgrad._compare.ancestors import Ancestors
-from clipgrad._compare.closeness import (
+from clipgrad._compare.differences import Judgment
+from clipgrad._compare.likeness import Likeness
+from clipgrad._compare.matching import Instance, Pair, instances_of
+from clipgrad._compare.places import ComparedPlace
+from clipgrad._compare.port_record import PortEntry
+from clipgrad._compare.signatures import (
     NEAR,
     Candidates,
     Closest,
-    Sketched,
+    Signature,
     best_pairs,
     closest_of,
     rejudged,
 )
-from clipgrad._compare.differences import Judgment
-from clipgrad._compare.entered import Entered
-from clipgrad._compare.matching import Instance, instances_of
-from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.sketches import ENTERS, LENGTH
+from clipgrad._compare.slices import Ancestors, entered_modules
 from clipgrad._compare.versions import Version, VersionRun
 from clipgrad._errors import first_few
 
-Likeness = Callable[[str, tuple[int, ...], PortEntry], float]
 # Names of which two may be one module, of which they probably are, and of which they are.
 ALIKE, LIKELY, SURE = 0.45, 0.6, 0.85
-_UNLIKE = Judgment(float("inf"), 0.0)
-
-
-class PortPair(NamedTuple):
-    """A value of a version and the value of the other framework that it is, or should be."""
-
-    own: Instance
-    other: PortEntry
-    value: Closest
-    cotangent: Judgment | None
-
-
-class PortMatching(NamedTuple):
-    """The pairs in the order of the version, and the values that only one side has."""
-
-    pairs: list[PortPair]
-    unmatched: list[str]
 
 
 def match_values(
@@ -53,66 +35,53 @@ def match_values(
     entries: Sequence[PortEntry],
     likeness: Likeness,
     rtol: float | None,
-) -> PortMatching:
+) -> tuple[list[tuple[ComparedPlace, PortEntry]], list[str]]:
     """Match values: those that agree, in order; of the others those whose names are alike.
+
+    Returns the places of both, each with the other's value, and the values of only one side.
 
     A value that differs, and of which one that agrees is computed, is cut otherwise in the other
     framework: it is no difference.
     """
     own = sorted((i for v in version.values for i in instances_of(v)), key=lambda i: i.time)
-    sketched = {i: s for i, x in enumerate(own) if (s := _sketch_at(x, run.values, floor.values))}
+    signed = {i: s for i, x in enumerate(own) if (s := _sketch_at(x, run.values, floor.values))}
     candidates = Candidates([entry.value for entry in entries])
-    table = {i: candidates.closest(x, rtol) for i, x in sketched.items()}
-    finder = _Finder(own, entries, table, likeness)
-    found = finder.found()
+    table = {i: candidates.closest(x, rtol) for i, x in signed.items()}
     pairs = []
-    for i, (j, close) in sorted(found.items()):
-        close = rejudged(close, sketched[i], entries[j].value, rtol)
-        cotangent = _cotangent(own[i], entries[j], close, run, floor, rtol)
-        pairs.append(PortPair(own[i], entries[j], close, cotangent))
-    ours = {pair.own.value.name for pair in pairs}, [each.value.name for each in own]
-    theirs = {pair.other.name for pair in pairs}, [entry.name for entry in entries]
-    return PortMatching(pairs, [*_values_alone(*ours, "JAX"), *_values_alone(*theirs, "torch")])
+    for i, j in sorted(_Finder(own, entries, table, likeness).found().items()):
+        entry, close = entries[j], table[i].get(j)
+        close = close or Closest(Judgment(float("inf"), 0.0), False, (0,))  # of another size
+        judgment = rejudged(close, signed[i], entry.value, rtol)
+        cotangent, theirs = None, entry.cotangent
+        # The cotangent of what enters depends on what else uses it, such as a cast.
+        if theirs is not None and ENTERS not in (own[i].value.kind, entry.kind):
+            its = _sketch_at(own[i], run.cotangents, floor.cotangents)
+            if its is not None and its.size == theirs.size:
+                cotangent = closest_of(its, theirs, close.at, rtol)
+        # Of the other framework there is no program: the place is one of the version alone.
+        pairs.append((ComparedPlace(Pair(own[i], own[i]), judgment, cotangent), entry))
+    ours = "JAX", [x.value.name for x in own], {place.name for place, _ in pairs}
+    others = "torch", [entry.name for entry in entries], {entry.name for _, entry in pairs}
+    unmatched = []
+    for where, names, known in (ours, others):
+        if alone := [name for name in dict.fromkeys(names) if name and name not in known]:
+            unmatched.append(f"values only in {where}: {first_few(alone, 12)}")
+    return pairs, unmatched
 
 
-def _values_alone(known: set[str], names: Sequence[str], where: str) -> Iterator[str]:
-    if names := [name for name in dict.fromkeys(names) if name and name not in known]:
-        yield f"values only in {where}: {first_few(names, 12)}"
-
-
-def _sketch_at(instance: Instance, numbers: dict, floors: dict) -> Sketched | None:
+def _sketch_at(instance: Instance, numbers: dict, floors: dict) -> Signature | None:
     """The sketch of a value at a step; None of one that is not the same on each device."""
     value = instance.value
     if value.position not in numbers:
         return None
     own, moved = (
-        np.asarray(x[value.position])[instance.at].reshape(-1, LENGTH) for x in (numbers, floors)
+        np.asarray(x[value.position], np.float64)[instance.at].reshape(-1, LENGTH)
+        for x in (numbers, floors)
     )
-    kept = np.flatnonzero(np.any(own, axis=1)) if len(own) > 1 else [0]
-    if len(kept) != 1:
+    kept = np.any(own, axis=1) if len(own) > 1 else np.array([True])
+    if np.sum(kept) != 1:
         return None
-    first, floor = (np.asarray(x[kept[0]], np.float64) for x in (own, moved))
-    return Sketched(first, floor, value.shape, value.dtype)
-
-
-def _cotangent(
-    own: Instance,
-    other: PortEntry,
-    value: Closest,
-    run: VersionRun,
-    floor: VersionRun,
-    rtol: float | None,
-) -> Judgment | None:
-    """The closest of the cotangents in the orders in which the values agree.
-
-    That of what enters a module depends on what else uses it, such as a copy in another type.
-    """
-    if own.value.kind == ENTERS or other.kind == ENTERS:
-        return None
-    its = _sketch_at(own, run.cotangents, floor.cotangents)
-    if its is None or other.cotangent is None or its.size != other.cotangent.size:
-        return None
-    return closest_of(its, other.cotangent, value.at, rtol)
+    return Signature(value.shape, value.dtype, own[kept], (), floor=moved[kept][0])
 
 
 class _Finder:
@@ -135,21 +104,23 @@ class _Finder:
         }
         self._entering: dict[tuple[int, int], float] = {}
         self._like: dict[tuple[int, int], float] = {}
-        entered = Entered()
         for i, x in enumerate(own):
-            names = entered.names(x.value)
+            names = entered_modules(x.value)
             for j, y in enumerate(entries):
                 same = likeness(x.value.name, x.steps, y) - 0.3 * (x.value.kind != y.kind)
                 views = names if y.kind == ENTERS else []
                 into = max((likeness(name, x.steps, y) for name in views), default=0.0) - 0.1
                 self._entering[i, j], self._like[i, j] = into, max(same, into)
 
-    def found(self) -> dict[int, tuple[int, Closest]]:
-        """The number of the other value, and how close it is."""
+    def found(self) -> dict[int, int]:
+        """The number of the other value of each."""
         agree = [(i, j) for i, row in self._agreeing.items() for j in row]
         found = best_pairs(agree, lambda i, j: self._like[i, j] - self._apart(i, j))
         anchors = sorted(found.items())
-        later = Ancestors([self._own[i] for i, j in found.items() if self._is_witness(i, j)])
+        # They agree so well that no difference before them is hidden by rounding.
+        judged = {i: self._table[i][j].judgment for i, j in found.items()}
+        witnesses = [i for i, x in judged.items() if x.difference <= x.tolerance / 2]
+        later = Ancestors([self._own[i] for i in witnesses])
         taken = {j for i, j in found.items() if self._like[i, j] >= LIKELY}
         rest = [
             (i, j)
@@ -158,50 +129,40 @@ class _Finder:
         ]
         cut_otherwise = {i for i in {i for i, _ in rest} if later.has(self._own[i])}
         rest = [(i, j) for i, j in rest if i not in cut_otherwise]
-        differing = best_pairs(rest, lambda i, j: self._closeness(i, j, anchors))
+        differing = best_pairs(rest, lambda i, j: self._score(i, j, anchors))
         again = {i: j for i, j in agree if i not in found and i not in differing}
-        pairs = found | differing | again
-        return {i: (j, self._closest(i, j)) for i, j in pairs.items()}
-
-    def _is_witness(self, i: int, j: int) -> bool:
-        """Whether values agree so well that no difference before them is hidden by rounding."""
-        judgment = self._table[i][j].judgment
-        return judgment.difference <= judgment.tolerance / 2
+        return found | differing | again
 
     def _may_be(self, i: int, j: int, like: float, found: dict[int, int]) -> bool:
         """Whether a value that agrees with no other, or with one of another name, is this one."""
-        agreeing = self._agreeing[i]
+        if i not in self._table:
+            return False
+        close, agreeing = self._table[i].get(j), self._agreeing[i]
         if agreeing:  # it is another one that it should be
             is_better = i not in found or like > self._like[i, found[i]] + 0.2
-            is_other = is_better and j in self._table[i]
+            is_other = is_better and close is not None
             return is_other and like >= SURE and not any(self._is_one(j, k) for k in agreeing)
         is_kind = self._own[i].value.kind == self._entries[j].kind
-        if i in self._table and j in self._table[i]:
-            near = self._table[i][j].judgment.difference < NEAR
-            enters = self._entering[i, j] >= LIKELY
-            return near or like >= ALIKE and is_kind or enters
-        same_rank = self._ranks[0][i] == self._ranks[1][j]
+        if close is not None:
+            near = close.judgment.difference < NEAR
+            return near or like >= ALIKE and is_kind or self._entering[i, j] >= LIKELY
         is_result = is_kind and self._own[i].value.kind != ENTERS  # several enter
-        return like >= SURE and i in self._table and is_result and same_rank
+        return like >= SURE and is_result and self._ranks[0][i] == self._ranks[1][j]
 
-    def _closeness(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
+    def _score(self, i: int, j: int, anchors: Sequence[tuple[int, int]]) -> float:
         """The score of two values that differ: by names, difference and the pairs around."""
-        near = min(1.0, self._closest(i, j).judgment.difference)
+        close = self._table[i].get(j)
+        near = 1 - min(1.0, close.judgment.difference if close else 1.0)
         crossed = sum((a < i) != (b < j) for a, b in anchors)
         same_shape = self._own[i].value.shape == self._entries[j].value.shape
-        same_size = j in self._table.get(i, {})
         same_rank = self._ranks[0][i] == self._ranks[1][j]
-        score = self._like[i, j] + 0.6 * (1 - near) + 0.1 * same_shape + 0.3 * same_size
-        score += 0.3 * same_rank
-        return score - 0.1 * crossed - self._apart(i, j)
+        score = self._like[i, j] + 0.6 * near + 0.1 * same_shape + 0.3 * (close is not None)
+        return score + 0.3 * same_rank - 0.1 * crossed - self._apart(i, j)
 
     def _is_one(self, j: int, k: int) -> bool:
         """Whether two values are one, in other orders of axes, such as what is flattened."""
         first, others = self._entries[j].value.sketches[0], self._entries[k].value.sketches
         return j != k and bool(np.any(np.all(others == first, axis=1)))
-
-    def _closest(self, i: int, j: int) -> Closest:
-        return self._table.get(i, {}).get(j, Closest(_UNLIKE, False, (0,)))
 
     def _apart(self, i: int, j: int) -> float:
         return abs(i / len(self._own) - j / len(self._entries))
@@ -209,8 +170,8 @@ class _Finder:
 
 def _ranks(keys: Sequence[Hashable]) -> list[tuple[int, int]]:
     """The number of each among those of its key, such as the calls of a module; and their count."""
-    counts, found = collections.Counter(keys), []
-    seen = collections.Counter[Hashable]()
+    counts, seen = collections.Counter(keys), collections.Counter[Hashable]()
+    found = []
     for key in keys:
         found.append((seen[key], counts[key]))
         seen[key] += 1

@@ -1,71 +1,64 @@
 """A version of a loss in JAX beside the run of a model in another framework."""
 
+import collections
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.ancestors import Ancestors
-from clipgrad._compare.closeness import NEAR, Sketched
-from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import judge, rounding
+from clipgrad._compare.comparison import ComparisonFinding, GradientComparison
+from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compare.gradients import comparison_of
-from clipgrad._compare.kinship import Kinship
-from clipgrad._compare.matching import Instance, Pair, Renamed
-from clipgrad._compare.places import ComparedPlace
-from clipgrad._compare.port_leaves import (
-    PortLeaves,
-    compared_leaves,
-    match_leaves,
-    parameter_finding,
-    parameter_texts,
-)
-from clipgrad._compare.port_names import similarity
+from clipgrad._compare.likeness import Kinship, Likeness
+from clipgrad._compare.places import ONE_ARGUMENT, ComparedLeaf, ComparedPlace, JudgedRuns
 from clipgrad._compare.port_record import PortEntry, PortRun
-from clipgrad._compare.port_values import PortPair, match_values
-from clipgrad._compare.program_record import OperationRecord, ProgramRecord
-from clipgrad._compare.records import ComparisonFinding
+from clipgrad._compare.port_values import ALIKE, match_values
 from clipgrad._compare.sides import Side
-from clipgrad._compare.versions import Version, VersionRun, VersionValue
-from clipgrad._names import Location
+from clipgrad._compare.signatures import (
+    NEAR,
+    Candidates,
+    Closest,
+    Order,
+    Signature,
+    best_pairs,
+    closest_of,
+)
+from clipgrad._compare.sketches import LARGEST_AT, NORM_AT
+from clipgrad._compare.slices import Ancestors
+
+Pairs = Sequence[tuple[ComparedPlace, PortEntry]]
+_SAME = 1e-5  # norms of the same numbers in another order
+_MOST_SHOWN = 5
 
 
-class _Likeness:
-    """The likeness of names in JAX and in the other framework; names that a user gave are one.
+class LeafPair(NamedTuple):
+    """A parameter of a version, the other framework's of the same numbers, and the gradient."""
 
-    Args:
-      names: names in the other framework by names in JAX.
-      roots: the outermost scopes in JAX; the name of the whole model says nothing.
+    path: str
+    other: PortEntry
+    orders: tuple[Order, ...]
+    gradient: Judgment | None
+
+
+class PortLeaves(NamedTuple):
+    """The parameters.
 
     Attributes:
-      kin: which modules hold the same parameters, as soon as it is known.
+      pairs: those that are the same numbers.
+      alone: those of the version of whose numbers the other framework has none left.
+      others: the parameters of the other framework that no pair has, and stacks of these.
+      again: of those alone the other's parameter that has these numbers, but is in a pair already.
+      kin: which modules hold the same parameters.
     """
 
-    kin: Kinship | None = None
-
-    def __init__(self, names: Mapping[str, str], roots: set[str]) -> None:
-        slashed = {own: other.replace(".", "/") for own, other in names.items()}
-        self.renamed = Renamed(slashed)
-        self._root = f"{roots.pop()}/" if len(roots) == 1 else ""
-        self._known: dict[Any, float] = {}
-
-    def __call__(self, name: str, steps: tuple[int, ...], entry: PortEntry) -> float:
-        key = name, steps, entry.name, entry.steps
-        if key not in self._known:
-            other, wanted = entry.name.replace(".", "/"), self.renamed(name)
-            own = wanted if wanted != name else name.removeprefix(self._root)
-            found = similarity(own, other, (steps, entry.steps))
-            shared = self.kin.share(name, steps, entry.name) if self.kin else None
-            self._known[key] = found if shared is None else (found + 9 * shared) / 10
-        return self._known[key]
-
-    def learn(self, kin: Kinship) -> None:
-        """Take into account which modules hold the same parameters."""
-        self.kin = kin
-        self._known.clear()
+    pairs: list[LeafPair]
+    alone: dict[str, Signature]
+    others: list[PortEntry]
+    again: dict[str, PortEntry]
+    kin: Kinship
 
 
 def compare_port(
@@ -75,58 +68,37 @@ def compare_port(
 
     The rounding of the program in JAX is measured; the other's is as large, and is added.
     """
-    version = side.version
-    run = side.run()
-    floor = side.floor()
+    version, run, floor = side.version, side.run(), side.floor()
     assert side.facts is not None  # it is signed, beside a file
     roots = {value.name.split("/")[0] for value in version.values if value.name}
-    like = _Likeness(names or {}, roots)
-    signed = {**side.facts.params, **side.facts.data}
-    leaves = match_leaves(signed, _sketched_gradients(version, run, floor), port.leaves, like, rtol)
+    like = Likeness(names or {}, roots)
+    gradients = {
+        leaf.path: Signature(leaf.shape, leaf.dtype, grad[None], (), floor=moved)
+        for leaf, grad, moved in zip(version.leaves, run.grads, floor.grads, strict=True)
+    }
+    params = {**side.facts.params, **side.facts.data}
+    leaves = match_leaves(params, gradients, port.leaves, like, rtol)
     arguments = parameter_texts(leaves, like)
     like.learn(leaves.kin)
-    values = match_values(version, run, floor, port.values, like, rtol)
+    matched, alone = match_values(version, run, floor, port.values, like, rtol)
     like.renamed.check(
         [v.name for v in version.values], [e.name.replace(".", "/") for e in port.values]
     )
     eps = rounding(version.loss_dtype, port.loss_dtype)
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
     # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
-    pairs = [p for p in values.pairs if loss.differs or p.value.judgment.difference < NEAR]
-    places = [_port_place(pair) for pair in pairs]
-    other = Version(_NO_PROGRAM, [], [], port.loss_dtype, frozenset())
-    compared = compared_leaves(version.leaves, leaves)
-    found = comparison_of(
-        version, other, places, loss, compared, [*values.unmatched, *_arrays_alone(leaves)]
-    )
-    used = _used_arguments(side, pairs) if found.findings else set()
+    pairs = [pair for pair in matched if loss.differs or pair[0].value.difference < NEAR]
+    known = {pair.path: pair.gradient for pair in leaves.pairs if pair.gradient is not None}
+    compared = [
+        ComparedLeaf(leaf.path, leaf.position, known[leaf.path])
+        for leaf in version.leaves
+        if leaf.path in known
+    ]
+    unmatched = [*alone, *_arrays_alone(leaves)]
+    judged = JudgedRuns([place for place, _ in pairs], loss, compared, unmatched)
+    found = comparison_of(version, None, judged)
+    used = _used_arguments(side, judged.places) if found.findings else set()
     return _explained(found, pairs, arguments, used, port)
-
-
-_NO_PROGRAM = ProgramRecord((), (), (), ())
-_MADE = OperationRecord("", (), (), (), saved=(Location(None, None, None), None))
-
-
-def _sketched_gradients(
-    version: Version, run: VersionRun, floor: VersionRun
-) -> dict[str, Sketched]:
-    rows = zip(version.leaves, run.grads, floor.grads, strict=True)
-    return {
-        leaf.path: Sketched(np.asarray(g), np.asarray(moved), leaf.shape, leaf.dtype)
-        for leaf, g, moved in rows
-    }
-
-
-def _port_place(pair: PortPair) -> ComparedPlace:
-    """A pair as a place of a comparison; of the other framework there is no program."""
-    other = pair.other
-    value = VersionValue(
-        (), f"{other.name} ", other.kind, jnp.dtype("float32"), other.value.shape, False, -1,
-        _MADE, (), (_NO_PROGRAM,),
-    )  # fmt: skip
-    return ComparedPlace(
-        Pair(pair.own, Instance(value, other.steps, ())), pair.value.judgment, pair.cotangent
-    )
 
 
 def _arrays_alone(leaves: PortLeaves) -> list[str]:
@@ -138,22 +110,23 @@ def _arrays_alone(leaves: PortLeaves) -> list[str]:
     return [f"arrays only in {where}: {', '.join(names)}" for where, names in rows if names]
 
 
-def _used_arguments(side: Side, pairs: Sequence[PortPair]) -> set[str]:
+def _used_arguments(side: Side, places: Sequence[ComparedPlace]) -> set[str]:
     """The arguments of which the first value that differs is computed, behind those that agree."""
     version, facts = side.version, side.facts
     assert facts is not None  # it is signed, beside a file
     positions = {leaf.path: leaf.position for leaf in version.leaves}
     left = sorted({*range(len(version.program.inputs))} - {*positions.values()})
     positions |= dict(zip(facts.data, left, strict=False))
-    bad = [pair.own.value for pair in pairs if pair.value.judgment.differs]
-    agreeing = {pair.own.value.variable for pair in pairs} - {value.variable for value in bad}
+    bad = [place.pair.own.value for place in places if place.value.differs]
+    agreeing = {place.pair.own.value.variable for place in places}
+    agreeing -= {value.variable for value in bad}
     used = Ancestors((), agreeing).inputs(bad[0] if bad else version.program)
     return {path for path, i in positions.items() if i in used}
 
 
 def _explained(
     found: GradientComparison,
-    pairs: Sequence[PortPair],
+    pairs: Pairs,
     arguments: Mapping[str, str],
     used: Set[str],
     port: PortRun,
@@ -164,37 +137,186 @@ def _explained(
     values that have another layout.
     """
     blamed = {path: text for path, text in arguments.items() if path in used}
-    first = [parameter_finding(blamed)] if blamed else []
     others = {path: text for path, text in arguments.items() if path not in used}
-    texts = [parameter_finding(others).message] if others else []
-    notes = (*found.notes, *texts, *_mode_notes(port))
-    findings = [_with_other(finding, pairs) for finding in found.findings]
-    return dataclasses.replace(found, findings=(*first, *findings), notes=notes)
+    findings = [_parameter_finding(blamed)] if blamed else []
+    findings += [_with_other(finding, pairs) for finding in found.findings]
+    notes = [*found.notes, *([_parameter_finding(others).message] if others else [])]
+    if dropped := port.circumstances.get("dropout"):
+        notes.append(
+            f"torch ran {', '.join(dropped)} in training mode, with random dropout; write "
+            "model.eval() before save_run, or set p=0"
+        )
+    return dataclasses.replace(found, findings=tuple(findings), notes=tuple(notes))
 
 
-def _with_other(finding: ComparisonFinding, pairs: Sequence[PortPair]) -> ComparisonFinding:
+def _with_other(finding: ComparisonFinding, pairs: Pairs) -> ComparisonFinding:
     """A finding with the name and the line of the value in the other framework."""
-    bad = [i for i, pair in enumerate(pairs) if pair.value.judgment.differs]
-    if finding.kind != "value" or not bad:
+    bad = next((i for i, (place, _) in enumerate(pairs) if place.value.differs), None)
+    if finding.kind != "value" or bad is None:
         return finding
-    other = pairs[bad[0]].other
+    place, other = pairs[bad]
     verb = "enters" if other.kind == "enters" else "leaves"
     text = f"{finding.message}; in torch it {verb} {other.name or 'the model'} ({other.owner}"
     if other.file is not None:
         text += f", {os.path.basename(other.file)}:{other.line}"
     text += ")"
     if not finding.module:
-        own = pairs[bad[0]].own.value.name
-        before = f"{pairs[bad[0] - 1].own.value.name} (agrees)" if bad[0] else "the arguments"
-        text += f"; it is outside of modules, between {before} and {own or 'the end'}"
+        before = f"{pairs[bad - 1][0].name} (agrees)" if bad else "the arguments"
+        text += f"; it is outside of modules, between {before} and {place.name or 'the end'}"
     return dataclasses.replace(finding, message=text)
 
 
-def _mode_notes(port: PortRun) -> list[str]:
-    dropped = port.circumstances.get("dropout")
-    if not dropped:
-        return []
-    return [
-        f"torch ran {', '.join(dropped)} in training mode, with random dropout; write model.eval() "
-        "before save_run, or set p=0"
-    ]
+def match_leaves(
+    params: Mapping[str, Signature],
+    gradients: Mapping[str, Signature],
+    entries: Sequence[PortEntry],
+    likeness: Likeness,
+    rtol: float | None,
+) -> PortLeaves:
+    """Match parameters whose numbers agree; among several of these, by gradients and by names."""
+    candidates = Candidates([entry.value for entry in entries])
+    table: dict[tuple[str, int], tuple[Closest, Judgment | None]] = {}
+    for path, own in params.items():
+        for j, close in _same(own, entries, candidates).items():
+            its, gradient = entries[j].cotangent, None
+            if path in gradients and its is not None:  # in the orders in which parameters agree
+                gradient = closest_of(gradients[path], its, close.at, rtol)
+            table[path, j] = close, gradient
+    counts = [collections.Counter(pair[i] for pair in table) for i in (0, 1)]
+    sure = [(path, j) for path, j in table if counts[0][path] == counts[1][j] == 1]
+    kin = Kinship((path, _layers(entries[j], entries)) for path, j in sure)
+
+    def score(path: str, j: int) -> float:
+        return _score(path, entries[j], likeness, kin)
+
+    def certain(path: str, j: int) -> float:
+        gradient = table[path, j][1]
+        return score(path, j) + (gradient is not None and not gradient.differs)
+
+    found = best_pairs(list(table), certain)
+    pairs = []
+    for path, j in ((path, found[path]) for path in params if path in found):
+        close, gradient = table[path, j]
+        orders = tuple(entries[j].value.orders[i] for i in close.at)
+        pairs.append(LeafPair(path, entries[j], orders, gradient))
+    alone = {path: own for path, own in params.items() if path not in found}
+    same = {path: [j for p, j in table if p == path] for path in alone}
+    again = {
+        path: entries[max(numbers, key=lambda j: score(path, j))]
+        for path, numbers in same.items()
+        if numbers
+    }
+    layers = {pair.path: _layers(pair.other, entries) for pair in pairs}
+    covered = {name for names in layers.values() for name in names}
+    whole = (e for e in entries if e.kind == "argument" or "[" not in e.name)
+    others = [e for e in whole if covered.isdisjoint(_layers(e, entries))]
+    return PortLeaves(pairs, alone, others, again, Kinship(layers.items()))
+
+
+def _same(
+    own: Signature, entries: Sequence[PortEntry], candidates: Candidates
+) -> dict[int, Closest]:
+    """The entries that are the same numbers; integers of the other framework may be longer."""
+    if not own.digests:
+        return {j: close for j, close in candidates.closest(own).items() if close.agrees}
+    (digest,), exact = own.digests, Judgment(0.0, 0.0)
+    found = ((j, entry.value.digests) for j, entry in enumerate(entries))
+    return {j: Closest(exact, True, (x.index(digest),)) for j, x in found if digest in x}
+
+
+def _score(path: str, entry: PortEntry, likeness: Likeness, kin: Kinship) -> float:
+    """The likeness of two parameters, and the share that the modules around both have."""
+    shared = kin.share(path.rpartition("/")[0], (), entry.name.rpartition(".")[0])
+    return likeness(path, (), entry) + (shared or 0.0)
+
+
+def _layers(entry: PortEntry, entries: Sequence[PortEntry]) -> list[str]:
+    """The names of the whole parameters that an entry is, stacks or is a part of."""
+    name = entry.name if entry.kind == "argument" else entry.name.split("[")[0]
+    if "*" not in name:
+        return [name]
+    pattern = re.compile(re.escape(name).replace(r"\*", r"\d+"))
+    return [other.name for other in entries if pattern.fullmatch(other.name)]
+
+
+def parameter_texts(found: PortLeaves, likeness: Likeness) -> dict[str, str]:
+    """A text for each parameter that holds other numbers or is turned."""
+    return dict(_other_numbers(found, likeness)) | dict(_odd_orders(found.pairs))
+
+
+def _parameter_finding(texts: Mapping[str, str]) -> ComparisonFinding:
+    """The finding of parameters of which there are texts."""
+    shown = list(texts.values())[:_MOST_SHOWN]
+    more = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
+    text = f"{len(texts)} of the arguments differ: {'; '.join(shown)}{more}"
+    return ComparisonFinding("argument", text, path=next(iter(texts)))
+
+
+def _other_numbers(found: PortLeaves, likeness: Likeness) -> Iterator[tuple[str, str]]:
+    """The parameters of which the other framework has one with this name, but other numbers."""
+    left = list(found.others)
+    for path, own in found.alone.items():
+        shifts = ((pair.other.name, _shift(pair.path, path)) for pair in found.pairs)
+        siblings = [(name, shift) for name, shift in shifts if shift]  # in other layers
+        scores = {
+            e.name: _score(path, e, likeness, found.kin)
+            + any(_shift(name, e.name) == shift for name, shift in siblings)
+            for e in left
+            if _may_be(own, e.value)
+        }
+        near = [e for e in left if e.name in scores]
+        named = max(near, key=lambda e: scores[e.name], default=None)
+        name = path or ONE_ARGUMENT
+        if path in found.again and (named is None or found.again[path].name != named.name):
+            where = f", not of {named.name}" if named else ""
+            yield path, f"{name} has the numbers of {found.again[path].name}{where}"
+        elif named is not None and scores[named.name] >= ALIKE:
+            yield path, f"{name} is not {named.name}{_same_numbers(own, named.value)}"
+        else:
+            continue
+        if named is not None:
+            left.remove(named)
+
+
+def _shift(first: str, second: str) -> int | None:
+    """The difference of the one number that two names differ in, if they do in nothing else."""
+    tokens = [re.split(r"(\d+)", name) for name in (first, second)]
+    apart = [(a, b) for a, b in zip(*tokens, strict=False) if a != b]
+    is_one = len(tokens[0]) == len(tokens[1]) and len(apart) == 1
+    numbers = [int(token) for token in apart[0] if token.isdigit()] if is_one else []
+    return numbers[1] - numbers[0] if len(numbers) == 2 else None
+
+
+def _may_be(own: Signature, other: Signature) -> bool:
+    """Whether two arrays can be compared at all: digests are of int32."""
+    is_kind = str(own.dtype) == "int32" if own.digests else bool(len(other.sketches))
+    return is_kind and bool(other.digests) == bool(own.digests) and other.size == own.size
+
+
+def _same_numbers(own: Signature, other: Signature) -> str:
+    """A note that two arrays have the same norm, and so the same numbers in another order."""
+    sizes = [x.sketches[:1, [NORM_AT, LARGEST_AT]] for x in (own, other)]
+    is_same = sizes[0].size and np.allclose(*sizes, rtol=_SAME, atol=0) and np.all(sizes)
+    return ", but has the same numbers in another order" if is_same else ""
+
+
+def _odd_orders(pairs: Sequence[LeafPair]) -> Iterator[tuple[str, str]]:
+    """The parameters whose axes are in another order than those of others of their kind.
+
+    Of those that are not square the shape would say so.
+    """
+    kinds: dict[tuple, list[LeafPair]] = collections.defaultdict(list)
+    for pair in pairs:
+        if len(pair.orders[0]) > 1:
+            name = pair.other.name.rpartition(".")[2].split("[")[0]
+            kinds[pair.other.owner, name, len(pair.orders[0])].append(pair)
+    for own in kinds.values():
+        counts = collections.Counter(order for pair in own for order in pair.orders)
+        most, count = counts.most_common(1)[0]
+        for pair in own:
+            shape = pair.other.value.shape
+            turned = [[shape[i] for i in order] for order in (most, pair.orders[0])]
+            if most not in pair.orders and count > 1 and turned[0] == turned[1]:
+                text = f"{pair.path} is {pair.other.name} with its axes as {pair.orders[0]}; those "
+                text += f"of {count} others are as {most}"
+                yield pair.path, text

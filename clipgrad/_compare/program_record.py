@@ -1,5 +1,6 @@
 """The record of a program: what a comparison asks of its operations, also of those in a file."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -43,25 +44,28 @@ class OperationRecord:
       entered: the programs inside that derivatives go through.
       loop: the steps of a scan, or None.
       devices: the number of devices of a `shard_map`, or None.
-      equation: the operation itself; None if it comes from a file.
-      saved: of one from a file its line, and its digest.
+      source: the operation itself; of one from a file its line, and its digest.
     """
 
     name: str
     scopes: ScopePath
     operands: tuple[Operand, ...]
     results: tuple[int, ...]
-    seen: tuple["ProgramRecord", ...] = ()
-    entered: tuple["ProgramRecord", ...] = ()
-    loop: Loop | None = None
-    devices: int | None = None
-    equation: JaxprEqn | None = None
-    saved: tuple[Location, str | None] | None = None
+    seen: tuple["ProgramRecord", ...]
+    entered: tuple["ProgramRecord", ...]
+    loop: Loop | None
+    devices: int | None
+    source: JaxprEqn | tuple[Location, str | None]
+
+    @property
+    def variables(self) -> list[int]:
+        """The operands that are variables."""
+        return [v for v in self.operands if isinstance(v, int)]
 
     @property
     def location(self) -> Location:
         """The innermost line of the user's own files within its program."""
-        return self.saved[0] if self.saved else Place(_of_jax(self.equation)).location
+        return self.source[0] if isinstance(self.source, tuple) else Place(self.source).location
 
     @functools.cached_property
     def digest(self) -> str | None:
@@ -69,9 +73,9 @@ class OperationRecord:
 
         Operands and the programs inside that are seen are left out.
         """
-        if self.saved:
-            return self.saved[1]
-        text = equation_text(_of_jax(self.equation))
+        if isinstance(self.source, tuple):
+            return self.source[1]
+        text = equation_text(self.source)
         return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -89,10 +93,14 @@ class ProgramRecord:
         """The operation that computes each variable."""
         return {v: operation for operation in self.operations for v in operation.results}
 
-
-def _of_jax(equation: JaxprEqn | None) -> JaxprEqn:
-    assert equation is not None  # what is not from a file has one
-    return equation
+    @functools.cached_property
+    def users(self) -> dict[int, list[OperationRecord]]:
+        """The operations that use each variable."""
+        found = collections.defaultdict(list)
+        for operation in self.operations:
+            for v in operation.variables:
+                found[v].append(operation)
+        return found
 
 
 def program_record(program: Any) -> ProgramRecord:
@@ -117,7 +125,9 @@ class _Recorder:
         return self._known[id(jaxpr)][1]
 
     def _operation(self, equation: JaxprEqn) -> OperationRecord:
-        name = equation.primitive.name
+        name, params, loop = equation.primitive.name, equation.params, None
+        if name == "scan":
+            loop = Loop(*scan_counts(equation), params["length"], params["reverse"])
         return OperationRecord(
             name,
             path(equation),
@@ -125,7 +135,7 @@ class _Recorder:
             self._variables(equation.outvars),
             tuple(map(self, value_programs(equation))),
             tuple(map(self, entered_programs(equation)[0])),
-            _loop(equation) if name == "scan" else None,
+            loop,
             device_count(equation) if name == "shard_map" else None,
             equation,
         )
@@ -139,15 +149,9 @@ class _Recorder:
         )
 
 
-def _loop(equation: JaxprEqn) -> Loop:
-    params = equation.params
-    return Loop(*scan_counts(equation), params["length"], params["reverse"])
-
-
 def program_data(program: ProgramRecord) -> list[dict[str, Any]]:
     """Plain data of a program and of those inside: each is behind the programs inside of it."""
-    numbers: dict[ProgramRecord, int] = {}
-    return list(_described(program, numbers))
+    return list(_described(program, {}))
 
 
 def _described(program: ProgramRecord, numbers: dict) -> Iterator[dict[str, Any]]:
@@ -156,27 +160,13 @@ def _described(program: ProgramRecord, numbers: dict) -> Iterator[dict[str, Any]
             if inner not in numbers:
                 yield from _described(inner, numbers)
     numbers[program] = len(numbers)
-    yield {
-        "constants": program.constants,
-        "inputs": program.inputs,
-        "outputs": program.outputs,
-        "operations": [_operation_data(operation, numbers) for operation in program.operations],
-    }
-
-
-def _operation_data(operation: OperationRecord, numbers: dict) -> list[Any]:
-    return [
-        operation.name,
-        "/".join(operation.scopes),
-        operation.operands,
-        operation.results,
-        [numbers[inner] for inner in operation.seen],
-        [numbers[inner] for inner in operation.entered],
-        operation.loop,
-        operation.devices,
-        operation.location,
-        operation.digest,
-    ]
+    rows = []
+    for own in program.operations:
+        inside = ([numbers[inner] for inner in found] for found in (own.seen, own.entered))
+        row = [own.name, "/".join(own.scopes), own.operands, own.results, *inside]
+        rows.append([*row, own.loop, own.devices, own.location, own.digest])
+    given = {"constants": program.constants, "inputs": program.inputs}
+    yield {**given, "outputs": program.outputs, "operations": rows}
 
 
 def program_from_data(data: list[dict[str, Any]]) -> ProgramRecord:
@@ -200,7 +190,7 @@ def _operation_of(row: list[Any], known: list[ProgramRecord]) -> OperationRecord
         tuple(known[i] for i in entered),
         Loop(*loop) if loop else None,
         devices,
-        saved=(Location(*location), digest),
+        (Location(*location), digest),
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from clipgrad._jaxpr import equations
 
@@ -34,28 +33,16 @@ class Counts(NamedTuple):
 
 def part_counts(trees: Any, programs: Iterable[Any]) -> Counts:
     """The devices of arrays and programs, and the lengths of the scans."""
-    devices: set[int] = set()
-    steps: set[int] = set()
-    for x in jax.tree.leaves(trees):
-        if isinstance(x, jax.Array):
-            devices |= {len(x.sharding.device_set), *_mesh_sizes(getattr(x.sharding, "mesh", None))}
-    for equation in (e for program in programs for e in equations(program)):
-        params = equation.params
-        if equation.primitive.name == "scan":
-            steps.add(params["length"])
-        sharding = params.get("sharding")
-        meshes = [
-            params.get("mesh"),
-            sharding.mesh if isinstance(sharding, NamedSharding) else None,
-        ]
-        devices |= {size for mesh in meshes for size in _mesh_sizes(mesh)}
-    several = [tuple(sorted(n for n in sizes if n > 1)) for sizes in (devices, steps)]
-    return Counts(*several)
-
-
-def _mesh_sizes(mesh: Any) -> list[int]:
-    shape = dict(getattr(mesh, "shape", None) or {})
-    return [math.prod(shape.values()), *shape.values()] if shape else []
+    every = [equation for program in programs for equation in equations(program)]
+    steps = {e.params["length"] for e in every if e.primitive.name == "scan"}
+    shardings = [x.sharding for x in jax.tree.leaves(trees) if isinstance(x, jax.Array)]
+    devices = {len(sharding.device_set) for sharding in shardings}
+    holders = [*shardings, *(e.params.get("sharding") for e in every)]
+    meshes = [getattr(x, "mesh", None) for x in holders] + [e.params.get("mesh") for e in every]
+    for mesh in meshes:
+        if sizes := dict(getattr(mesh, "shape", None) or {}).values():
+            devices |= {math.prod(sizes), *sizes}
+    return Counts(*(tuple(sorted(n for n in found if n > 1)) for found in (devices, steps)))
 
 
 def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:

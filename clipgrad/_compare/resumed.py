@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 
-from clipgrad._compare.arguments import copied
 from clipgrad._compare.compare import compare
-from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.records import ComparisonFinding
+from clipgrad._compare.comparison import ComparisonFinding, GradientComparison
+from clipgrad._compare.versions import copied
 from clipgrad._error_clip import check_function
 from clipgrad._trees import donated_leaf, with_paths
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.leaf_paths import same_leaves
-from clipgrad._compare.records import ComparisonFinding
+from clipgrad._compare.comparison import ComparisonFinding, GradientComparison
+from clipgrad._compare.matching import same_leaves
+from clipgrad._compare.places import ONE_ARGUMENT
+from clipgrad._compare.run_file import RunFile, checked
 from clipgrad._compare.signatures import Signature, judge_signatures, signature
+from clipgrad._compare.sketches import LENGTH
 from clipgrad._errors import first_few
 
 _MOST_NAMES = 5
@@ -60,31 +63,26 @@ def with_facts(
     if own is None or other is None:
         return found
     arguments, notes = _other_arguments(own, other), _other_circumstances(own, other)
-    if found.findings:
-        return dataclasses.replace(
-            found, findings=(*arguments, *found.findings), notes=(*found.notes, *notes)
-        )
-    notes = [*(finding.message for finding in arguments), *notes]
-    return dataclasses.replace(found, notes=(*found.notes, *notes))
+    first = arguments if found.findings else []
+    told = [] if found.findings else [finding.message for finding in arguments]
+    return dataclasses.replace(
+        found, findings=(*first, *found.findings), notes=(*found.notes, *told, *notes)
+    )
 
 
 def _other_arguments(own: RunFacts, other: RunFacts) -> list[ComparisonFinding]:
     """The finding of arguments whose numbers differ, at most one."""
-    params = same_leaves(list(own.params), list(other.params))
     names, there = list(own.params), list(other.params)
-    pairs = [(names[i], own.params[names[i]], other.params[there[j]]) for i, j in params.items()]
+    same = {names[i]: there[j] for i, j in same_leaves(names, there).items()}
+    pairs = [(name, own.params[name], other.params[its]) for name, its in same.items()]
     pairs += [(name, x, other.data[name]) for name, x in own.data.items() if name in other.data]
-    judged = [(name or "the argument", judge_signatures(a, b)) for name, a, b in pairs]
-    differing = [(name, found.difference) for name, found in judged if found.differs]
-    if not differing:
+    judged = [(name or ONE_ARGUMENT, judge_signatures(a, b)) for name, a, b in pairs]
+    bad = [(name, found.difference) for name, found in judged if found.differs]
+    if not bad:
         return []
-    shown = first_few([_shown_difference(*each) for each in differing], _MOST_NAMES)
-    text = f"{len(differing)} of {len(pairs)} arguments differ: {shown}"
-    return [ComparisonFinding("argument", text, path=differing[0][0])]
-
-
-def _shown_difference(name: str, difference: float) -> str:
-    return f"{name} ({difference:.2g})"
+    shown = first_few([f"{name} ({difference:.2g})" for name, difference in bad], _MOST_NAMES)
+    text = f"{len(bad)} of {len(pairs)} arguments differ: {shown}"
+    return [ComparisonFinding("argument", text, path=bad[0][0])]
 
 
 def _other_circumstances(own: RunFacts, other: RunFacts) -> list[str]:
@@ -96,3 +94,29 @@ def _other_circumstances(own: RunFacts, other: RunFacts) -> list[str]:
         if name != "layout" and a.get(name) != b.get(name)
     ]
     return ["; ".join(found)] if found else []
+
+
+def facts_file(facts: RunFacts) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The part of a header and of the arrays that has the facts of a run."""
+    header: dict[str, Any] = {"circumstances": facts.circumstances}
+    arrays = {}
+    for kind, signatures in (("params", facts.params), ("data", facts.data)):
+        header[kind] = [
+            [name, own.shape, str(own.dtype), "".join(own.digests)]
+            for name, own in signatures.items()
+        ]
+        arrays |= {f"{kind} {i}": x.sketches.ravel() for i, x in enumerate(signatures.values())}
+    return header, arrays
+
+
+def saved_facts(file: RunFile) -> RunFacts:
+    """The facts of the run in a file."""
+    found: list[dict[str, Signature]] = []
+    for kind in ("params", "data"):
+        own = {}
+        for i, (name, shape, dtype, digest, *_) in enumerate(file.header[kind]):
+            sketch = checked(file.arrays[f"{kind} {i}"], (0,) if digest else (LENGTH,))
+            digests = (digest,) if digest else ()
+            own[name] = Signature(tuple(shape), dtype, sketch.reshape(-1, LENGTH), digests)
+        found.append(own)
+    return RunFacts(found[0], found[1], dict(file.header["circumstances"]))

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,17 +41,12 @@ def write_run(path: str | os.PathLike, header: Mapping[str, Any], arrays: Mappin
             np.savez_compressed(file, allow_pickle=False, **{_HEADER: encoded}, **arrays)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(part, 0o666 & ~_umask())  # that of a temporary file is for its owner alone
+        os.umask(mask := os.umask(0))
+        os.chmod(part, 0o666 & ~mask)  # that of a temporary file is for its owner alone
         os.replace(part, path)
     except BaseException:
         os.unlink(part)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_run(path: str | os.PathLike) -> RunFile:
@@ -84,6 +79,13 @@ def read_run(path: str | os.PathLike) -> RunFile:
         "which this version of clipgrad reads; read it with the version that wrote it, or with a "
         "newer one"
     )
+
+
+def checked(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array of numbers of the shape that it should have; or else `ValueError`."""
+    if array.shape != tuple(shape) or array.dtype.kind not in "fc":
+        raise ValueError(f"an array of {array.dtype} and shape {array.shape}, not {tuple(shape)}")
+    return array
 
 
 def _with_sizes(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

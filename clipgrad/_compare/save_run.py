@@ -9,10 +9,8 @@ from jax.experimental import multihost_utils
 
 from clipgrad._compare.port_record import PORT, PortRun, port_file, saved_port
 from clipgrad._compare.run_file import RunFile, damaged, read_run, write_run
-from clipgrad._compare.run_record import GRADIENT, gradient_file, saved_gradient
-from clipgrad._compare.sides import Side, live_side
-from clipgrad._compare.step_record import STEP, saved_step, step_file
-from clipgrad._compare.steps import StepRun, run_step
+from clipgrad._compare.sides import GRADIENT, Side, gradient_file, live_side, saved_gradient
+from clipgrad._compare.step_runs import STEP, StepRun, run_step, saved_step, step_file
 from clipgrad._compare.versions import version
 from clipgrad._error_clip import check_call
 from clipgrad._jaxpr import settings_of_runs
@@ -129,11 +127,7 @@ def saved(path: str | os.PathLike) -> Side | StepRun | PortRun:
       ValueError: it holds no run that can be read.
     """
     file = read_run(path)
-    kinds: dict[Any, Callable[[RunFile], Any]] = {
-        GRADIENT: saved_gradient,
-        STEP: saved_step,
-        PORT: saved_port,
-    }
+    kinds = {GRADIENT: saved_gradient, STEP: saved_step, PORT: saved_port}
     try:
         return kinds[file.header["kind"]](file)
     except Exception as error:  # of plain data that is not what it should be

@@ -70,7 +70,7 @@ def _sketch_sums(flat: Any, xp: Any) -> Any:
     """
     hashes = hashes_of(xp.arange(flat.size, dtype=np.uint32))
     finite, large = xp.isfinite(flat), xp.abs(flat) >= MASKED
-    signed = flat * signs_of(hashes).astype(flat.dtype)
+    signed = flat * (1 - 2 * (hashes >> np.uint32(13) & np.uint32(1)).astype(flat.dtype))
     parts = [xp.where(finite & ~large, signed, 0), xp.where(finite & large, signed * SCALE, 0)]
     count = -(-flat.size // NUMBERS)
     padded = xp.pad(xp.stack(parts), ((0, 0), (0, count * NUMBERS - flat.size)))
@@ -96,12 +96,6 @@ def hashes_of(positions: Any, first: int = 0) -> Any:
     return mixed(positions * np.uint32(2654435761) + np.uint32(first))
 
 
-def signs_of(hashes: Any) -> Any:
-    """A sign by a bit of each hash."""
-    bits = (hashes >> np.uint32(13)) & np.uint32(1)
-    return 1 - 2 * bits.astype(np.int32)
-
-
 def judge_sketches(
     own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
 ) -> Judgment:
@@ -113,10 +107,9 @@ def judge_sketches(
     own_code, code, changes = parts(LENGTH - 1, LENGTH)
     if not np.array_equal(own_code, code):
         return Judgment(float("inf"), 0.0, not np.any(changes))
-    halves = ((0, NUMBERS), (NUMBERS, 2 * NUMBERS))
     found = []
-    for half in halves:
-        first, second, moved = parts(*half)
+    for start in (0, NUMBERS):
+        first, second, moved = parts(start, start + NUMBERS)
         found.append(judge(first, second, moved, eps, rtol))
     return max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
 
@@ -139,16 +132,11 @@ def tapped(x: jax.Array, tap: jax.Array) -> jax.Array:
     return x
 
 
-def _tapped_forward(x: jax.Array, tap: jax.Array) -> tuple:
-    return x, tap
-
-
 def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple:
-    found = to_varying(sketch(cotangent).astype(tap.dtype), varying_axes(tap))
-    return cotangent, found
+    return cotangent, to_varying(sketch(cotangent).astype(tap.dtype), varying_axes(tap))
 
 
-tapped.defvjp(_tapped_forward, _tapped_backward)
+tapped.defvjp(lambda x, tap: (x, tap), _tapped_backward)
 
 
 @value_hook(data=(), choices=("carried",))

@@ -3,14 +3,13 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.arguments import copied
 from clipgrad._compare.differences import RUNS, floor_of, host_values
 from clipgrad._compare.program_record import (
     OperationRecord,
@@ -44,7 +43,8 @@ from clipgrad._jaxpr import (
     trace,
 )
 from clipgrad._program import active_variables, rounded
-from clipgrad._values import NamedValue, named_values
+from clipgrad._trees import is_array
+from clipgrad._values import named_values
 
 
 class VersionValue(NamedTuple):
@@ -95,6 +95,11 @@ class VersionValue(NamedTuple):
             found += [(holder.loop.length, True)] if holder.loop else []
             found += [(holder.devices, False)] if holder.devices else []
         return found
+
+    @property
+    def sketches(self) -> tuple[int, ...]:
+        """The shape of its sketches."""
+        return (*(size for size, _ in self.axes), LENGTH)
 
     def time(self, steps: tuple[int, ...] = ()) -> tuple[float, ...]:
         """When it is computed, at these steps of the scans around; a tag is before its module."""
@@ -153,6 +158,11 @@ class VersionRun(NamedTuple):
     cotangents: dict[Any, np.ndarray]
 
 
+def copied(tree: Any) -> Any:
+    """The tree with copies of its arrays, which a function may donate, of the same layouts."""
+    return jax.tree.map(lambda x: x.copy() if is_array(x) else x, tree)
+
+
 def version(
     fun: Callable[..., Any], args: tuple, kwargs: Any, argnums: int | Sequence[int], has_aux: bool
 ) -> Version:
@@ -167,12 +177,15 @@ def version(
     ]  # what a scan returns is what its last step carries on
     program = program_record(found.program)
     active = active_variables(found.program, found.chosen)
-    found_values = (*named, *carried, *entering_values(found.program))
-    values = [_version_value(value, program, active) for value in found_values]
-    inputs = [found.inputs[i] for i in found.chosen]
+    values = []
+    for value in (*named, *carried, *entering_values(found.program)):
+        aval: Any = value.variable.aval
+        tapped = not value.in_while and value.variable in active
+        own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), tapped
+        values.append(VersionValue(*own, *point_at(program, value.position)))
     leaves = [
-        VersionLeaf(path, i, x.dtype, x.shape)
-        for path, i, x in zip(_paths(found, argnums), found.chosen, inputs, strict=True)
+        VersionLeaf(path, i, found.inputs[i].dtype, found.inputs[i].shape)
+        for path, i in zip(_paths(found, argnums), found.chosen, strict=True)
     ]
     return Version(
         program,
@@ -184,15 +197,6 @@ def version(
     )
 
 
-def _version_value(
-    value: NamedValue, program: ProgramRecord, active: Container[Any]
-) -> VersionValue:
-    aval: Any = value.variable.aval
-    tapped = not value.in_while and value.variable in active
-    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape)
-    return VersionValue(*own, tapped, *point_at(program, value.position))
-
-
 def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     """The path of each array that is differentiated, in the tree of the gradient."""
     is_one = not isinstance(argnums, Sequence)
@@ -201,13 +205,10 @@ def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     for i in given.chosen:
         number, path = given.paths[i]
         first = [] if is_one else [str(order.index(int(number)))]
-        found.append("/".join([*first, _of_model(path)]).rstrip("/"))
+        # NNX puts more around the attributes of a model that it takes apart.
+        path = re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
+        found.append("/".join([*first, path]).rstrip("/"))
     return found
-
-
-def _of_model(path: str) -> str:
-    """A path without what NNX puts around the attributes of a model that it takes apart."""
-    return re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
 
 
 class VersionProgram:
@@ -226,7 +227,12 @@ class VersionProgram:
         sketches: Callable[..., Sketches] = Sketches,
     ) -> None:
         assert own.subject is not None  # it has not run yet
-        self._given, self._taps, self._sketches = own.subject, _taps(own), sketches
+        self._given, self._sketches = own.subject, sketches
+        self._taps = {
+            value.position: jnp.zeros(value.sketches, sketch_dtype(value.dtype))
+            for value in own.values
+            if value.tapped  # it has a cotangent that can be reached
+        }
         self.traced = trace(self._both, (own.subject.inputs, self._taps), {})
         program = self.traced.program
         self._run = kept_run(program, jax.jit) if wide is None else _widened(program, wide)
@@ -292,14 +298,3 @@ def _widened(program: Any, dtype: Any) -> Callable[[list], list]:
         return evaluate(program, [hook.constant(x, None) for x in leaves], hook)
 
     return quick_jit(run, jax.jit)
-
-
-def _taps(own: Version) -> dict[Any, jax.Array]:
-    """A tap for each value that has a cotangent to be reached."""
-    return {
-        value.position: jnp.zeros(
-            (*(size for size, _ in value.axes), LENGTH), sketch_dtype(value.dtype)
-        )
-        for value in own.values
-        if value.tapped
-    }
