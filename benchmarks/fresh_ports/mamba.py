@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from benchmarks.ports import twins
 from benchmarks.ports.twins import Bug, Twin
 
-WORDS, WIDTH, INNER, STATES, RANK, TAPS, DEPTH, STEPS, BATCH = 30, 18, 36, 4, 3, 4, 2, 7, 3
+WORDS, WIDTH, INNER, STATES, RANK, TAPS, DEPTH, STEPS, BATCH = 30, 18, 36, 4, 3, 4, 1, 7, 3
 TOKENS = twins.integers(23, WORDS, BATCH, STEPS + 1)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.ports import twins
 from benchmarks.ports.twins import Bug, Twin
 
-WORDS, WIDTH, HEADS, INNER, DEPTH, BUCKETS, FAR, BATCH = 30, 24, 3, 40, 2, 8, 20, 3
+WORDS, WIDTH, HEADS, INNER, DEPTH, BUCKETS, FAR, BATCH = 30, 24, 3, 40, 1, 8, 20, 3
 SIZE = WIDTH // HEADS
 SOURCE = twins.integers(19, WORDS - 1, BATCH, 9) + 1
 SOURCE[1:, 6:], SOURCE[2, 4:] = 0, 0
