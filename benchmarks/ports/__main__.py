@@ -134,11 +134,13 @@ def is_at(module, names):
     """Whether a scope is one of the names.
 
     What a framework puts into a name beside the model's own scopes does not count: the name of the
-    whole model before it, ``vmap()``, names that Equinox gives its own layers, such as
-    ``eqx.nn.Linear``, and the paths of attributes that clipgrad gives modules of Equinox.
+    whole model before it, ``vmap()``, ``cell.scan_fn``, names that Equinox gives its own layers,
+    such as ``eqx.nn.Linear``, and the paths of attributes that clipgrad gives modules of Equinox.
     """
     parts = [part for part in (module or "").split("/") if part and part != "vmap()"]
-    parts = [part for part in parts if not part.startswith("eqx.nn.")]
+    parts = [
+        part for part in parts if not part.startswith("eqx.nn.") and not part.endswith(".scan_fn")
+    ]
     if parts and parts[0] in ROOTS:
         del parts[0]
     bare = "/".join(part for part, _ in itertools.groupby(parts))
