@@ -40,7 +40,8 @@ def save_run(
       * Of each array a sketch of 515 numbers, with its norm and its largest magnitude, is written
         in every order of its axes, up to 24, so that layouts such as NCHW and NHWC can be told from
         differences.
-      * A recurrent module of ``torch.nn`` has a value for each step. Layers in a ``ModuleList`` are
+      * A recurrent module of ``torch.nn`` has a value for each step, and for each direction if it
+        is bidirectional, ``lstm[+]`` and ``lstm[-]``. Layers in a ``ModuleList`` are
         written also as one stack, and fused weights, such as ``qkv``, also in parts.
 
     Args:
@@ -154,8 +155,13 @@ class _Watch:
         for x in _tensors_of(outputs):
             self._note(name, "module", module, x)
         if isinstance(module, torch.nn.RNNBase) and isinstance(outputs[0], torch.Tensor):
-            for i, x in enumerate(outputs[0].unbind(1 if module.batch_first else 0)):
+            axis, halves = 1 if module.batch_first else 0, outputs[0].chunk(2, -1)
+            for i, x in enumerate(outputs[0].unbind(axis)):
                 self._note(name, "module", module, x, (i,))
+            for way, half in zip("+-" * module.bidirectional, halves, strict=False):
+                self._note(f"{name}[{way}]", "module", module, half)
+                for i, x in enumerate(half.unbind(axis)):
+                    self._note(f"{name}[{way}]", "module", module, x, (i,))
         for part, x in _fused_parts(name, module, outputs, -1):
             self._note(part, "module", module, x)
 

@@ -12,6 +12,7 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
+from clipgrad._compare.ancestors import Ancestors
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.gradients import find
 from clipgrad._compare.likeness import Likeness, similarity
@@ -272,6 +273,29 @@ def test_a_value_that_agrees_at_an_earlier_step_is_no_reason_to_blame_what_follo
     places.sort(key=lambda place: place.pair.own.time)
     (found,) = find(own, own, JudgedRuns(places, Judgment(1.0, 1e-6), [], []))
     assert (found.kind, found.module, found.step) == ("value", module, 1)
+
+
+def test_what_leaves_two_modules_and_what_is_not_used_is_no_difference():
+    """If the outer module agrees, the other framework's inner one ends elsewhere."""
+
+    def loss(w, x):
+        def step(h, _):
+            with models.named("outer"):
+                with models.named("unused"):
+                    jnp.sin(h @ w)
+                with models.named("inner"):
+                    h = jnp.tanh(h @ w)
+            return h, jnp.cos(h)
+
+        return jnp.mean(lax.scan(step, x, None, 2)[0])
+
+    values = version(loss, (np.ones((2, 2)), np.ones((1, 2))), {}, 0, False).values
+    of = {v.name: [i for i in instances_of(v) if i.steps == (1,)] for v in values}
+    (outer,), (inner,), (unused,) = (of[n] for n in ("outer", "outer/inner", "outer/unused"))
+    assert Ancestors([outer]).has(inner) and not Ancestors([inner]).has(outer)
+    assert not Ancestors([outer]).has(unused)
+    used = Ancestors(())
+    assert used.is_used(inner.value) and not used.is_used(unused.value)
 
 
 @pytest.mark.parametrize("shape", [(), (1, 5), (4, 3), (2, 1, 3, 4), (2, 2, 3, 2, 2)])

@@ -114,6 +114,17 @@ def test_fused_weights_and_dropout_are_noted(tmp_path):
     assert "cell[0:5]" not in names  # its output is of no gates
 
 
+def test_each_direction_of_a_recurrent_module_is_a_value_with_its_steps(tmp_path):
+    import clipgrad.torch
+
+    module, x = torch.nn.LSTM(3, 2, batch_first=True, bidirectional=True), torch.ones(4, 5, 3)
+    clipgrad.torch.save_run(module, lambda m, x: m(x)[0].sum(), (x,), tmp_path / "run.npz")
+    values = saved(tmp_path / "run.npz").values
+    for way in ("[+]", "[-]"):
+        found = [(v.steps, v.value.shape) for v in values if v.name == way and v.kind == "module"]
+        assert found == [((), (4, 5, 2)), *(((i,), (4, 2)) for i in range(5))]
+
+
 def test_without_torch_the_import_says_what_to_install():
     program = "import sys; sys.modules['torch'] = None; import clipgrad.torch"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

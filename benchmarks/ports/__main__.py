@@ -3,6 +3,7 @@
     python -m benchmarks.ports [twins, types ...] # the table and the score
     python -m benchmarks.ports --runs=FOLDER ...  # the same of runs that are kept in a folder
     python -m benchmarks.ports --check            # the right twins, without clipgrad
+    python -m benchmarks.ports --fresh ...        # any of these, of the pairs in `fresh_ports`
 
 Both sides of each comparison are files, of `clipgrad.torch.save_run` and of `clipgrad.save_run`:
 those that are in the folder are not run again, so that a change of the comparison alone is scored
@@ -14,6 +15,7 @@ the loss and the gradients.
 """
 
 import fnmatch
+import importlib
 import itertools
 import os
 import pathlib
@@ -26,9 +28,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 MARK = 35
 # What flax calls whole models, and a tool may leave away.
-ROOTS = "Tagger", "ResNet", "Decoder"
+ROOTS = "Tagger", "ResNet", "Decoder", "T5"
 # Attributes of the Equinox twin that are no scopes of it.
 ATTRIBUTES = r"/(blocks/\d+|position|token)(?=/|$)"
+
+
+def listed():
+    """The pairs that are scored."""
+    name = "benchmarks.fresh_ports" if "--fresh" in sys.argv else "benchmarks.ports"
+    return importlib.import_module(name).TWINS
 
 
 def arrays_of(tensors):
@@ -89,13 +97,11 @@ def check(chosen):
     """Whether each right twin has torch's loss and gradients, and each mistake has not."""
     import jax
 
-    from benchmarks.ports import TWINS
-
     limits = {"float32": 2e-5, "bfloat16": 0.2}
     if jax.config.jax_enable_x64:
         limits = {"float64": 1e-12}
     wrong = 0
-    for twin, dtype in itertools.product(TWINS, limits):
+    for twin, dtype in itertools.product(listed(), limits):
         if chosen and twin.name not in chosen:
             continue
         module, torch_loss, args = torch_side(twin, dtype)
@@ -128,11 +134,13 @@ def is_at(module, names):
     """Whether a scope is one of the names.
 
     What a framework puts into a name beside the model's own scopes does not count: the name of the
-    whole model before it, ``vmap()``, names that Equinox gives its own layers, such as
-    ``eqx.nn.Linear``, and the paths of attributes that clipgrad gives modules of Equinox.
+    whole model before it, ``vmap()``, ``cell.scan_fn``, names that Equinox gives its own layers,
+    such as ``eqx.nn.Linear``, and the paths of attributes that clipgrad gives modules of Equinox.
     """
     parts = [part for part in (module or "").split("/") if part and part != "vmap()"]
-    parts = [part for part in parts if not part.startswith("eqx.nn.")]
+    parts = [
+        part for part in parts if not part.startswith("eqx.nn.") and not part.endswith(".scan_fn")
+    ]
     if parts and parts[0] in ROOTS:
         del parts[0]
     bare = "/".join(part for part, _ in itertools.groupby(parts))
@@ -203,10 +211,8 @@ def scored(twin, dtype, paths):
 
 def main(chosen, folder):
     """The table and the score in each type."""
-    from benchmarks.ports import TWINS
-
     types = ("float32", "bfloat16")
-    twins = [twin for twin in TWINS if twin.name in chosen or not {*chosen} - {*types}]
+    twins = [twin for twin in listed() if twin.name in chosen or not {*chosen} - {*types}]
     print(f"{'twin':11} {'mistake':22} {'type':8} verdict  expected | found")
     scores = []
     for dtype in [dtype for dtype in types if dtype in chosen or not {*types} & {*chosen}]:

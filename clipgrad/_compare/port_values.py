@@ -41,7 +41,7 @@ def match_values(
     Returns the places of both, each with the other's value, and the values of only one side.
 
     A value that differs, and of which one that agrees is computed, is cut otherwise in the other
-    framework: it is no difference.
+    framework: it is no difference. Nor is one of which nothing is computed.
     """
     own = sorted((i for v in version.values for i in instances_of(v)), key=lambda i: i.time)
     signed = {i: s for i, x in enumerate(own) if (s := _sketch_at(x, run.values, floor.values))}
@@ -127,7 +127,11 @@ class _Finder:
             for (i, j), like in self._like.items()
             if j not in taken and self._may_be(i, j, like, found)
         ]
-        cut_otherwise = {i for i in {i for i, _ in rest} if later.has(self._own[i])}
+        cut_otherwise = {
+            i
+            for i in {i for i, _ in rest}
+            if later.has(self._own[i]) or not later.is_used(self._own[i].value)
+        }
         rest = [(i, j) for i, j in rest if i not in cut_otherwise]
         differing = best_pairs(rest, lambda i, j: self._score(i, j, anchors))
         again = {i: j for i, j in agree if i not in found and i not in differing}

@@ -174,6 +174,17 @@ class Ancestors:
         later = [own for own in self._values if own.time > ancestor.time]
         return any(self._is_of(own, ancestor) for own in later)
 
+    def is_used(self, value: VersionValue) -> bool:
+        """Whether what a program returns is computed of a value."""
+        variables = {value.variable}
+        for level in range(len(value.holders), -1, -1):
+            program, holders = value.programs[level], value.holders[:level]
+            outputs = [v for v in program.outputs if isinstance(v, int)]
+            if variables.isdisjoint(self._before(program, outputs, holders, True)):
+                return False
+            variables = {v for holder in holders[-1:] for v in holder.results}
+        return True
+
     def inputs(self, of: VersionValue | ProgramRecord) -> set[int]:
         """The inputs, by number, that a value, or the loss of a program, is computed of."""
         holders, programs = (
@@ -194,7 +205,7 @@ class Ancestors:
         variables = {ancestor.value.variable}
         variables.update(v for holder in ancestor.value.holders for v in holder.results)
         if own.value.variable == ancestor.value.variable:
-            return own.steps != ancestor.steps
+            return own.steps != ancestor.steps or _leaves_with(own.value, ancestor.value)
         own_holders, around = own.value.holders, ancestor.value.holders
         shared = [a is b for a, b in zip(own_holders, around, strict=False)]
         depth = shared.index(False) if False in shared else len(shared)
@@ -222,6 +233,11 @@ class Ancestors:
             found = variables_before(program, key[1], self._ends.__contains__, loop)
             self._known[key] = found.keys()
         return self._known[key]
+
+
+def _leaves_with(outer: VersionValue, inner: VersionValue) -> bool:
+    """Whether what leaves a module within another one leaves that one, too."""
+    return outer.kind == inner.kind == "module" and inner.name.startswith(f"{outer.name}/")
 
 
 def shared_modules(*programs: ProgramRecord) -> set[ScopePath]:
