@@ -1,6 +1,5 @@
 """`clipgrad check` and `clipgrad selftest`: reports, files, exit codes, clear lines."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -12,9 +11,10 @@ import pytest
 from clipgrad._check.options import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._commands.arguments import inferred_arguments, parameters_of, random_arguments
-from clipgrad._commands.check import add_check_parser, report_as_json
+from clipgrad._commands.check import report_as_json
+from clipgrad._commands.cli import main
 from clipgrad._commands.function import UsageError, load
-from clipgrad._commands.selftest import add_selftest_parser, cases, laws
+from clipgrad._commands.selftest import cases, laws
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -53,12 +53,7 @@ def leaves():
 
 
 def command(*words):
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers()
-    add_check_parser(subparsers)
-    add_selftest_parser(subparsers)
-    options = parser.parse_args([str(word) for word in words])
-    return options.run(options)
+    return main([str(word) for word in words])
 
 
 @pytest.fixture
