@@ -5,7 +5,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._commands import cli
-from clipgrad._demo.tasks import TASKS
+from clipgrad._demo import TASKS
 
 DEMO = ["demo", "--task", "blank-patches"]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from clipgrad._commands import cli
+from clipgrad._demo import TASKS
 from clipgrad._demo import blank_patches as _blank_patches
 from clipgrad._demo import task as _task
-from clipgrad._demo.tasks import TASKS
 from clipgrad._demo.train import train
 
 pytestmark = pytest.mark.exhaustive

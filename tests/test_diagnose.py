@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._demo.tasks import TASKS
+from clipgrad._demo import TASKS
 from clipgrad._diagnose.suspects import SUSPECTS, suspect
 from clipgrad._docs import docs_page
 from tests.test_docs import DOCS, PROGRAM, rows
