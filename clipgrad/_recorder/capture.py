@@ -12,7 +12,7 @@ from clipgrad._chart import empty_chart
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
 from clipgrad._recorder.restored import restored
-from clipgrad._recorder.storage import orbax, read, read_manifest
+from clipgrad._recorder.storage import MANIFEST, orbax, read, read_manifest, readable
 from clipgrad._trees import donated_leaf
 
 _CAPTURED = ("params", "state", "batch", "extra")
@@ -189,7 +189,8 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
     folder = mounted_folder("path", path).absolute()
     manifest = read_manifest(folder)
     orbax()
-    content = read(folder, manifest["content"], mesh)
+    with readable(folder, MANIFEST):
+        content = read(folder, manifest["content"], mesh)
     meta = manifest["meta"]
     kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
     own = {"_params": content.get("params"), "_batch": content.get("batch")}

@@ -18,7 +18,7 @@ from clipgrad._folders import mounted_folder
 from clipgrad._recorder.flag import Flag, FlagPlace, find_flag
 from clipgrad._recorder.record import Newest, StepRecord, is_single_number, kept_tree
 from clipgrad._recorder.storage import MANIFEST, orbax, write
-from clipgrad._recorder.structure import check_structure
+from clipgrad._recorder.structure import to_data
 from clipgrad._recorder.zero_leaves import warning_of_zeros
 from clipgrad._trees import check_tree, is_array
 
@@ -183,7 +183,7 @@ class FlightRecorder:
         structure = jax.tree.structure(tree)
         if name not in self._checked or self._checked[name] != structure:
             check_tree(name, tree)
-            check_structure(name, tree)
+            to_data(name, tree, lambda _: None)
             self._checked[name] = structure
 
     def _kept(self, name: str, tree: Any) -> Any:
