@@ -74,13 +74,6 @@ def test_a_wrong_one_exits_with_one_and_the_report(folder, capsys):
     assert "analytic/numeric is 0.5 throughout" in capsys.readouterr().out
 
 
-def test_the_report_is_written_as_json(folder):
-    command("check", "here:half", "--args", "f32[3]", "--json", folder / "report.json")
-    report = json.loads((folder / "report.json").read_text())
-    assert not report["ok"] and report["failures"][0]["check"] == "value"
-    assert sorted(report["failures"][0]["indices"]) == [0, 1, 2]
-
-
 @pytest.mark.exhaustive
 def test_all_options_reach_the_check(folder, capsys):
     options = "--wrt 0/w --no-grad 1 --output y --mode full --delta 0.005 --points 1 --seed 3"
@@ -140,17 +133,14 @@ def test_what_cannot_be_run_exits_with_two_and_one_line(folder, capsys, function
         ("pkg/layer.py:Dense.apply", "pkg.layer:Dense.apply"),
         ("pkg.layer.dense", "pkg.layer:dense"),
         ("layer.py", "layer:function"),
+        ("{}/pkg/layer.py:dense", "pkg.layer:dense"),
     ],
 )
 def test_a_file_is_answered_by_the_module(folder, capsys, written, meant):
+    written = written.format(folder)
     assert command("check", written) == 2
     line = f"function: got {written!r}, expected module:function; write {meant}"
     assert capsys.readouterr().err == f"clipgrad check: {line}\n"
-
-
-def test_a_file_of_the_current_folder_by_its_absolute_path_is_answered_too(folder, capsys):
-    assert command("check", f"{folder}/pkg/layer.py:dense") == 2
-    assert capsys.readouterr().err.endswith("write pkg.layer:dense\n")
 
 
 def test_a_report_that_cannot_be_written_exits_with_two(folder, capsys):
@@ -218,11 +208,9 @@ def inferred(function):
             "f32[3], i32[2], bool[]",
         ),
         ('def f(x: Complex[Array, "3"] | None): 0', "c64[3]"),
-        ('def f(x: Shaped[Array, "3"]): 0', "f32[3]"),
         ('def f(x: Float[Array, "3"], eps: float = 1e-6, n=3): 0', "f32[3]"),
         ('def f(x: Float[Array, "3"], eps=1e-6, *, w: Float[Array, "2"]): 0', "f32[3], w=f32[2]"),
-        ('def f(x: Float[Array, "3"], *rest, **more): 0', "f32[3]"),
-        ('@jax.jit\n@jax.custom_vjp\ndef f(x: Float[Array, "3"]): 0', "f32[3]"),
+        ('@jax.jit\n@jax.custom_vjp\ndef f(x: Shaped[Array, "3"], *r, **s): 0', "f32[3]"),
     ],
 )
 @pytest.mark.parametrize("head", ["", "from __future__ import annotations"])
@@ -351,13 +339,6 @@ def test_an_option_that_makes_no_sense_exits_with_two(folder, capsys, words, lin
     assert error.startswith(f"clipgrad check: {line}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--order two", "--points 1.5", "--delta small", "--fast"])
-def test_what_the_parser_refuses_exits_with_two(folder, words):
-    with pytest.raises(SystemExit) as caught:
-        command("check", "here:half", "--args", "f32[3]", *words.split())
-    assert caught.value.code == 2
-
-
 def test_the_help_shows_choices_and_defaults(capsys):
     with pytest.raises(SystemExit):
         command("check", "--help")
@@ -376,6 +357,8 @@ def test_the_file_holds_everything_that_the_report_does(folder):
     assert set(report) == set(keys.split())
     assert report["devices"] == ["cpu"] and report["precision"] == "float64"
     failure = report["failures"][0]
+    assert not report["ok"] and failure["check"] == "value"
+    assert sorted(failure["indices"]) == [0, 1, 2]
     assert failure["analytic"] == pytest.approx(failure["numeric"] / 2, rel=1e-5)
     assert failure["where"].startswith("args[0][") and failure["error"] < 1e-6
 
