@@ -79,9 +79,8 @@ def prose(path):
 
 def anchors(path):
     """The anchors of a page, as GitHub and the site make them of its headings."""
-    if included := re.search(r"\{include\} (\S+)", path.read_text()):
-        return anchors(path.parent / included[1])
-    text = prose(path)
+    included = re.findall(r"^```\{include\} (\S+)", path.read_text(), re.MULTILINE)
+    text = "\n".join([prose(path), *(prose(path.parent / name) for name in included)])
     headings = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
     return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
