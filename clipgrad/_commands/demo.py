@@ -54,9 +54,10 @@ def add_demo_parser(subparsers: Any) -> None:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
-    if missing := _missing_extras():
+    missing = [package for name, package in _EXTRAS.items() if not importlib.util.find_spec(name)]
+    if missing:
         instead = 'install it with: pip install "clipgrad[demo]"'
-        raise UsageError(f"needs {missing}; {instead}")
+        raise UsageError(f"needs {', '.join(missing)}; {instead}")
     folder = mounted_folder("--out", arguments.out)
     start = time.perf_counter()
     try:
@@ -73,7 +74,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
-    tasks = _chosen(arguments)
+    names = arguments.task or (TASKS if arguments.all else DEFAULT)
+    tasks = [TASKS[name] if arguments.all else TASKS[name].story() for name in dict.fromkeys(names)]
+    tasks = [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in tasks]
     seeds = arguments.seeds or (5 if arguments.all else 3)
     with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
         return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, seeds, bar))
@@ -85,19 +88,6 @@ def _show(task: Task, run: Run, seeds: int, bar: Any) -> None:
     bar.write(row(run))
     if run.arm is task.arms[-1]:
         bar.write("\n".join([*foot(task), ""]))
-
-
-def _chosen(arguments: argparse.Namespace) -> list[Task]:
-    names = arguments.task or (TASKS if arguments.all else DEFAULT)
-    tasks = [TASKS[name] for name in dict.fromkeys(names)]
-    chosen = tasks if arguments.all else [task.story() for task in tasks]
-    return [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in chosen]
-
-
-def _missing_extras() -> str:
-    return ", ".join(
-        package for name, package in _EXTRAS.items() if importlib.util.find_spec(name) is None
-    )
 
 
 def _positive_integer(text: str) -> int:

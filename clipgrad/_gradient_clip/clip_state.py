@@ -156,8 +156,12 @@ def next_state(state: Any, clipped: Clipped) -> Any:
         state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
-        threshold = value.values if isinstance(value, PerLeaf) else value
-        state = state._replace(threshold=jax.tree.map(_broadcast_as, threshold, state.threshold))
+        threshold = jax.tree.map(
+            lambda new, old: jnp.broadcast_to(threshold_array(new, old.dtype), old.shape),
+            value.values if isinstance(value, PerLeaf) else value,
+            state.threshold,
+        )
+        state = state._replace(threshold=threshold)
     if state.leaf_stats is not None:
         leaves = _under_first_paths(clipped.leaf_stats(), state.leaf_stats)
         state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))
@@ -171,10 +175,6 @@ def next_state(state: Any, clipped: Clipped) -> Any:
         clipped_count=increment_if(stats.clipped, state.clipped_count),
         nonfinite_count=increment_if(stats.nonfinite > 0, state.nonfinite_count),
     )
-
-
-def _broadcast_as(threshold: Any, before: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(threshold_array(threshold, before.dtype), before.shape)
 
 
 def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,9 @@ def qk_clip(
       >>> optax.apply_updates(params, updates)["q"][0, 0], updates["k"][0, 0]
       (Array([2., 2.], dtype=float32), Array([-4.5, -4.5], dtype=float32))
     """
-    chosen = _checked_pairs(pairs)
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str | Mapping):
+        raise TypeError(f"pairs: got {pairs!r}, expected a list of such as {_FORM}")
+    chosen = [_checked_pair(pair) for pair in pairs]
     _check_number("max_logit", max_logit, lambda x: x > 0, "a positive number such as 100.0")
     _check_number("balance", balance, lambda x: (x >= 0) & (x <= 1), "a number from 0 to 1")
 
@@ -162,12 +164,6 @@ class _Pair(NamedTuple):
         return [(self.query, balance), (self.key, 1 - balance)]
 
 
-def _checked_pairs(pairs: Any) -> list[_Pair]:
-    if not isinstance(pairs, Iterable) or isinstance(pairs, str | Mapping):
-        raise TypeError(f"pairs: got {pairs!r}, expected a list of such as {_FORM}")
-    return [_checked_pair(pair) for pair in pairs]
-
-
 def _checked_pair(pair: Any) -> _Pair:
     parts = list(pair) if isinstance(pair, tuple | list) else []
     is_pair = len(parts) == 4 and isinstance(parts[0], str) and hasattr(parts[3], "__index__")
@@ -180,16 +176,13 @@ def _checked_pair(pair: Any) -> _Pair:
 def _checked_part(part: Any) -> _Part:
     path, *index = part if isinstance(part, tuple | list) and len(part) == 2 else (part,)
     entries = index[0] if index and isinstance(index[0], tuple) else (*index,)
-    if not isinstance(path, str) or not all(map(_is_index, entries)):
+    is_index = all(entry is Ellipsis or isinstance(entry, slice | int) for entry in entries)
+    if not isinstance(path, str) or not is_index:
         raise TypeError(
             f'pairs: got {part!r}, expected a path such as "attn/query/kernel", or a path and an '
             'index of slices and integers, such as ("attn/qkv/kernel", numpy.s_[:, 0])'
         )
     return _Part(path, entries) if index else _Part(path)
-
-
-def _is_index(entry: Any) -> bool:
-    return entry is Ellipsis or isinstance(entry, slice | int)
 
 
 def _largest_logits(pair: _Pair, max_logits: Any) -> jax.Array:

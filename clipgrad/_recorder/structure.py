@@ -26,7 +26,8 @@ def parts(tree: Any) -> list[tuple[Any, Any]] | None:
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(entries) == 1 and not entries[0][0]:
         return None
-    keys = [_key_of(path[0]) for path, _ in entries]
+    names = ("name", "key", "idx")
+    keys = [next((getattr(k, n) for n in names if hasattr(k, n)), str(k)) for (k,), _ in entries]
     # What is read is a dictionary, whose keys JAX sorts: those of `nnx.List` are names and numbers.
     keys = list(map(str, keys)) if set(map(type, keys)) == {str, int} else keys
     return list(zip(keys, (part for _, part in entries), strict=True))
@@ -126,13 +127,6 @@ def _known_tuple(path: str, fields: set[str]) -> Any:
     found = getattr(sys.modules.get(module), name, None) if module.split(".")[0] in _KNOWN else None
     is_tuple = isinstance(found, type) and issubclass(found, tuple)
     return found if is_tuple and fields == set(getattr(found, "_fields", ())) else None
-
-
-def _key_of(key: Any) -> Any:
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
 
 
 def _is_key(key: Any) -> bool:
