@@ -241,8 +241,7 @@ def train_step(
 
         seen = combine(grads, zeros_for(overwriting))
         extra = {"value": loss, "grad": seen, "value_fn": _value_fn(loss_fn, has_aux, given, batch)}
-        if watches:
-            extra["max_logits"] = {name: stats.highest for name, stats in values.items()}
+        extra |= {"max_logits": {n: s.highest for n, s in values.items()}} if watches else {}
         updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
         params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
