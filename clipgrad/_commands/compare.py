@@ -78,14 +78,14 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
     args, kwargs = _command_arguments(options, functions)
     other_args = made_arguments(options.other_args) if options.other_args else None
-    argnums = tuple(options.argnums or [0])
+    argnums = options.argnums or [0]
     return compare(
         versions[0],
         versions[1],
         args,
         kwargs,
         other_args=other_args,
-        argnums=None if options.steps else argnums if len(argnums) > 1 else argnums[0],
+        argnums=None if options.steps else tuple(argnums) if argnums[1:] else argnums[0],
         has_aux=options.has_aux,
         names=_renamed_pairs(options.name),
         rtol=options.rtol,

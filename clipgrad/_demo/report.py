@@ -53,23 +53,20 @@ def _task(result: Result) -> dict[str, Any]:
 
 
 def _arm_numbers(run: Run) -> dict[str, Any]:
+    # Over all seeds and training steps: each of them would be a thousand times as long.
+    band = None if run.through_time is None else over_training(run.through_time)
+    parts = {"min": band.low, "median": band.middle, "max": band.high} if band else {}
     return {
         "gradient_clip": repr(run.arm.gradient_clip) if run.arm.gradient_clip else None,
         "gradient_clip_where": run.arm.where,
         "error_clip": repr(run.arm.error_clip) if run.arm.error_clip else None,
         "seconds": round(run.seconds, 1),
-        "gradient_norm_per_time_step": _json_through_time(run.through_time),
+        "gradient_norm_per_time_step": {
+            name: [_json_number(norm) for norm in part] for name, part in parts.items()
+        }
+        or None,
         "seeds": [_seed(run, seed) for seed in range(len(run.loss))],
     }
-
-
-def _json_through_time(norms: np.ndarray | None) -> dict[str, list[float | None]] | None:
-    """Over all seeds and training steps: each of them would be a thousand times as long."""
-    if norms is None:
-        return None
-    found = over_training(norms)
-    parts = {"min": found.low, "median": found.middle, "max": found.high}
-    return {name: [_json_number(norm) for norm in part] for name, part in parts.items()}
 
 
 def _seed(run: Run, seed: int) -> dict[str, Any]:

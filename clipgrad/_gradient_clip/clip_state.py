@@ -216,18 +216,19 @@ def with_room(state: Any, template: Any) -> Any:
         parts = structure.flatten_up_to(state)
     except ValueError:
         return state
-    pairs = zip(parts, leaves, strict=True)
-    return structure.unflatten([_room(p, leaf) if _is_clip(leaf) else p for p, leaf in pairs])
+    return structure.unflatten(map(_room, parts, leaves))
 
 
-def _room(state: Any, template: GradientClipState) -> Any:
+def _room(state: Any, template: Any) -> Any:
+    if not _is_clip(template):
+        return state
     zeros = jax.tree.map(
         lambda x: to_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x)), template.stats
     )
     if isinstance(state, GradientClipState):
         return state._replace(stats=zeros)
-    empty = isinstance(state, optax.EmptyState)
-    return GradientClipState(None, zeros, None, None, None) if empty else state
+    is_empty = isinstance(state, optax.EmptyState)
+    return GradientClipState(None, zeros, None, None, None) if is_empty else state
 
 
 def without_room(state: Any, before: Any) -> Any:

@@ -112,12 +112,13 @@ def qk_clip(
             largest = _largest_logits(pair, max_logits)
             is_over = jnp.isfinite(largest) & (largest > max_logit)
             gamma = jnp.where(is_over, max_logit / jnp.where(is_over, largest, 1), 1)
-            size = leaves.head_size(pair, gamma)
+            size, own_heads = leaves.head_size(pair, gamma), 0  # of the key, which is the last part
             for part, power in pair.powers(balance):
                 shared = leaves.of_heads(pair, part, gamma, size)
+                own_heads = shared.shape[-1] // size
                 for place, own in leaves.factors(pair, part, shared**power, gamma.ndim):
                     factors[place] = jnp.minimum(factors.get(place, 1), own)
-            _check_terms(pair, shared.shape[-1] // size, key_heads)
+            _check_terms(pair, own_heads, key_heads)
         for place, factor in factors.items():
             changed[place] = _scaled(leaves.values[place], changed[place], factor)
         return structure.unflatten(changed), state

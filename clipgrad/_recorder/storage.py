@@ -226,7 +226,11 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
             f"expected format {FORMAT} or an earlier one; install that version"
         )
     with readable(path, MANIFEST):  # so that what is damaged is said here
-        _check_meta(manifest["meta"])
+        meta = manifest["meta"]
+        wanted = {"statistics", "versions", "step", "halted_at", "devices", "device_kind"}
+        missing = wanted - set(meta) or {"jax"} - set(meta["versions"])
+        if missing or not isinstance(meta["statistics"], dict):
+            raise KeyError(f"meta without {sorted(missing)}")
     return manifest
 
 
@@ -242,13 +246,6 @@ def readable(path: pathlib.Path, part: str) -> Iterator[None]:
             f"path: got {str(path)!r} whose {part} can't be read: {type(error).__name__}: "
             f"{str(error)[:200]}"
         ) from None
-
-
-def _check_meta(meta: Any) -> None:
-    wanted = {"statistics", "versions", "step", "halted_at", "devices", "device_kind"}
-    missing = wanted - set(meta) or {"jax"} - set(meta["versions"])
-    if missing or not isinstance(meta["statistics"], dict):
-        raise KeyError(f"meta without {sorted(missing)}")
 
 
 def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
@@ -280,12 +277,14 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
             file = f"{_NUMPY}/{int(leaf['file'])}.npy"
             with readable(path, file):
                 return np.load(path / file, allow_pickle=False)
-        array, dtype = arrays.get(leaf.get("array")), jnp.dtype(leaf["dtype"])
-        if array is None:
-            array = np.empty(leaf["shape"], dtype)
-            array = jax.device_put(array, place) if (place := placements[id(leaf)]) else array
-        elif _is_odd(dtype) and array.dtype == np.uint8:
-            array = _from_bytes(array, dtype)
+        dtype, place = jnp.dtype(leaf["dtype"]), placements[id(leaf)]
+        if "array" in leaf:
+            array: Any = arrays[leaf["array"]]
+            if _is_odd(dtype) and array.dtype == np.uint8:
+                array = _from_bytes(array, dtype)
+        else:  # one without elements
+            empty = np.empty(leaf["shape"], dtype)
+            array = empty if place is None else jax.device_put(empty, place)
         _check_array(path, array, leaf)
         return jax.random.wrap_key_data(array, impl=leaf["key"]) if "key" in leaf else array
 
@@ -328,24 +327,21 @@ def _placement(leaf: dict[str, Any], mesh: Any) -> Any:
     if data is None or data["spec"] is None:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else _named_sharding(mesh, [])
     if mesh is not None:
-        return _divided_sharding(_named_sharding(mesh, data["spec"]), leaf["shape"])
+        sharding = _named_sharding(mesh, data["spec"])
+        try:
+            sharding.shard_shape(tuple(leaf["shape"]))
+        except ValueError:
+            raise ValueError(
+                f"mesh: got {dict(mesh.shape)}, expected sizes that divide the array of the shape "
+                f"{tuple(leaf['shape'])}, sharded as {sharding.spec}"
+            ) from None
+        return sharding
     if math.prod(data["sizes"]) > jax.device_count():
         return SingleDeviceSharding(jax.devices()[0])
     kinds = tuple(AxisType[name] for name in data["types"])
     devices = jax.devices()[: math.prod(data["sizes"])]
     mesh = jax.make_mesh(data["sizes"], data["axes"], axis_types=kinds, devices=devices)
     return _named_sharding(mesh, data["spec"])
-
-
-def _divided_sharding(sharding: NamedSharding, shape: list[int]) -> NamedSharding:
-    try:
-        sharding.shard_shape(tuple(shape))
-    except ValueError:
-        raise ValueError(
-            f"mesh: got {dict(sharding.mesh.shape)}, expected sizes that divide the array of the "
-            f"shape {tuple(shape)}, sharded as {sharding.spec}"
-        ) from None
-    return sharding
 
 
 def _named_sharding(mesh: Any, spec: list[Any]) -> NamedSharding:
