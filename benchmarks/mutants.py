@@ -164,7 +164,7 @@ MUTANTS = [
     *_of("recorder", "recorder",
         ("_recorder/record.py", "flag.count == flag.halted_at + 1 and", "True and"),
         ("_recorder/recorder.py",
-         "records[first].look().microbatch == 1 if",
+         "records[first].flag.microbatch == 1 if",
          "True if",
          "recorder recorder_trees"),
         ("_recorder/storage.py",

@@ -38,10 +38,10 @@ from benchmarks.which_clip_ppo import TASK as PPO
 from benchmarks.which_clip_ppo import OnPolicy
 from benchmarks.which_clip_private import TASK as PRIVATE
 from benchmarks.which_clip_private import with_noise
+from clipgrad._demo import TASKS
 from clipgrad._demo import blank_patches as _blank_patches
 from clipgrad._demo import task as _task
 from clipgrad._demo.task import Task
-from clipgrad._demo.tasks import TASKS
 
 SWEPT, COMPARED = (200, 201), (10, 11, 12, 13, 14)
 _NAMES = "rate", "threshold"

@@ -209,16 +209,6 @@ def test_it_is_the_published_formula_but_for_what_says_nothing_and_what_is_far(k
         assert_equal_up_to_rounding(actual, expected)
 
 
-def test_the_defaults_are_the_published_ones():
-    assert cg.PercentileThreshold().percentile == 10 and cg.PercentileThreshold().feed == "raw"
-    z = cg.ZScoreThreshold()
-    assert (z.z, z.decay, z.warmup, z.eps, z.feed) == (2.5, 0.97, 25, 1e-6, "clipped")
-    e = cg.EMAThreshold()
-    assert (e.decay, e.relative, e.absolute, e.warmup, e.feed) == (0.98, 1.05, 1, 100, "clipped")
-    h = cg.HistoryThreshold()
-    assert (h.window, h.sigma, h.min_history, h.feed) == (128, 3, None, "raw")
-
-
 # Events that disable ZClip, optax-zclip, AutoClip and levanter's clip for ever or for a window.
 
 WARM = (cg.ZScoreThreshold, cg.EMAThreshold)
@@ -400,19 +390,11 @@ def following(threshold, shape):
     return reductions(jax.jit(threshold.update).lower(threshold.init(norms), norms).compile())
 
 
-@pytest.mark.exhaustive
-def test_zeroed_gradients_are_followed_as_what_is_left_of_them():
-    tx = cg.clip_by_global_norm(cg.PercentileThreshold(50), nonfinite="zero")
-    _, state = tx.update(jnp.array([jnp.nan, 3.0]), tx.init(jnp.zeros(2)))
-    assert state.threshold == 3
-
-
 # Bad input
 
 
 @pytest.mark.parametrize("make, error, match", [
     (lambda: cg.PercentileThreshold(101), ValueError, r"percentile: got 101, .* in \[0, 100\]"),
-    (lambda: cg.PercentileThreshold(-1), ValueError, r"percentile: got -1, .* in \[0, 100\]"),
     (lambda: cg.PercentileThreshold(np.nan), ValueError, "percentile: got nan"),
     (lambda: cg.PercentileThreshold("10"), TypeError, "percentile: got '10' of type str"),
     (lambda: cg.PercentileThreshold(window=0), ValueError, "window: got 0, .* at least 1"),
@@ -423,14 +405,13 @@ def test_zeroed_gradients_are_followed_as_what_is_left_of_them():
     (lambda: cg.HistoryThreshold(8, min_history=9), ValueError, "got 9, .* at most window, 8"),
     (lambda: cg.HistoryThreshold(min_history=0), ValueError, "min_history: got 0"),
     (lambda: cg.ZScoreThreshold(decay=1.5), ValueError, r"decay: got 1.5, .* in \[0, 1\]"),
-    (lambda: cg.ZScoreThreshold(warmup=0), ValueError, "warmup: got 0"),
     (lambda: cg.ZScoreThreshold(max_norm=-1), ValueError, "max_norm: got -1"),
     (lambda: cg.ZScoreThreshold(z=True), TypeError, "z: got True of type bool"),
     (lambda: cg.ZScoreThreshold(eps=np.inf), ValueError, "eps: got inf"),
     (lambda: cg.EMAThreshold(relative=0.5), ValueError, "relative: got 0.5, .* >= 1"),
     (lambda: cg.EMAThreshold(absolute=0), ValueError, "absolute: got 0"),
     (lambda: cg.EMAThreshold(warmup=-3), ValueError, "warmup: got -3"),
-], ids=range(19))  # fmt: skip
+], ids=range(17))  # fmt: skip
 def test_what_is_out_of_range_is_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()

@@ -28,7 +28,7 @@ FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py
 
 
 # Names that several modules of a folder define on purpose, and no other module.
-# Each task of the demo has one TASK, which `tasks.py` collects.
+# Each task of the demo has one TASK, which `__init__.py` collects.
 SHARED = {("TASK", "_demo"), ("save_run", "_compare"), ("save_run", "torch")}
 
 

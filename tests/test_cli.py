@@ -5,7 +5,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._commands import cli
-from clipgrad._demo.tasks import TASKS
+from clipgrad._demo import TASKS
 
 DEMO = ["demo", "--task", "blank-patches"]
 
@@ -21,20 +21,10 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"clipgrad {cg.__version__}\n"
 
 
-def test_help_lists_the_commands(capsys):
-    assert exit_code("--help") == 0
-    assert "demo" in capsys.readouterr().out
-
-
 def test_no_command_shows_the_help_as_wrong_usage(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("usage: clipgrad")
-
-
-def test_an_unknown_command_is_wrong_usage(capsys):
-    assert exit_code("train") == 2
-    assert "'train'" in capsys.readouterr().err
 
 
 def test_help_lists_the_pages_and_prints_one(capsys):
@@ -68,8 +58,7 @@ def test_an_unknown_task_is_refused_with_the_tasks_there_are(capsys):
     assert all(name in message for name in TASKS)
 
 
-@pytest.mark.parametrize("option", ["--seeds", "--steps"])
-@pytest.mark.parametrize("number", ["0", "-3", "2.5", "many"])
+@pytest.mark.parametrize("option, number", [("--seeds", "0"), ("--steps", "2.5")])
 def test_a_number_that_is_none_is_refused(option, number, capsys):
     assert exit_code(*DEMO, f"{option}={number}") == 2
     expected = f"argument {option}: got '{number}', expected a positive integer"
@@ -78,23 +67,19 @@ def test_a_number_that_is_none_is_refused(option, number, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "module, package",
-    [("matplotlib", "matplotlib"), ("sklearn", "scikit-learn"), ("tqdm", "tqdm")],
+    "modules, packages",
+    [
+        (["sklearn"], "scikit-learn"),
+        (["matplotlib", "tqdm"], "matplotlib, tqdm"),
+    ],
 )
-def test_a_missing_extra_is_one_clear_line(module, package, monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_missing_extras_are_one_clear_line(modules, packages, monkeypatch, capsys, tmp_path):
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
     assert cli.main([*DEMO, "--out", str(tmp_path / "out")]) == 2
-    expected = f'clipgrad demo: needs {package}; install it with: pip install "clipgrad[demo]"\n'
+    expected = f'clipgrad demo: needs {packages}; install it with: pip install "clipgrad[demo]"\n'
     assert capsys.readouterr() == ("", expected)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.exhaustive
-def test_all_missing_extras_are_named_at_once(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert cli.main(DEMO) == 2
-    assert "needs matplotlib, tqdm;" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

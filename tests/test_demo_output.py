@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 import re
@@ -7,12 +6,12 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._demo import TASKS
 from clipgrad._demo import task as _task
 from clipgrad._demo.curves import band, first_nonfinite, over_training, span
 from clipgrad._demo.figure import demo_figure
 from clipgrad._demo.report import report
-from clipgrad._demo.table import table
-from clipgrad._demo.tasks import TASKS
+from clipgrad._demo.table import foot, head, row
 from clipgrad._demo.train import Result, Run
 
 pytestmark = pytest.mark.exhaustive
@@ -90,21 +89,22 @@ def test_a_range_says_how_many_are_lost(values, text):
 
 
 def test_the_table_shows_each_arm_in_a_line():
-    plain = dataclasses.replace(ENDING.task, note="")
-    _, goal, names, line, *rows = table(ENDING._replace(task=plain)).splitlines()
+    _, goal, names, line = head(ENDING.task, 2, 3, ["nats per character"]).splitlines()
+    rows = list(map(row, ENDING.runs))
+    assert foot(ENDING.task) == [f"note: {ENDING.task.note}"]
     assert goal == "goal: under 2.5 nats per character of unseen text  (2 seeds, 3 steps)"
     assert names.split("  ")[-1].strip() == "max gradient norm" and set(line) == {"-"}
-    assert [re.split(r"  +", row) for row in rows] == [
+    assert [re.split(r"  +", found) for found in rows] == [
         ["no clipping", "NaN", "0 of 2", "0 of 2", "NaN"],
         ["error clip", "2.00..2.40", "2 of 2", "2 of 2", "40.0"],
     ]
     columns = [names.index(name) for name in ("nats", "goal", "finite", "max")]
-    for row in rows:
-        assert all(row[start] != " " == row[start - 1] for start in columns)
+    for found in rows:
+        assert all(found[start] != " " == found[start - 1] for start in columns)
 
 
 def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():
-    arms = json.loads(report([ENDING], 2, 3.0), parse_constant=pytest.fail)["tasks"]["char-rnn"][
+    arms = json.loads(report([ENDING], 3.0), parse_constant=pytest.fail)["tasks"]["char-rnn"][
         "arms"
     ]
     plain, clipped = arms["no clipping"], arms["error clip"]
@@ -120,7 +120,7 @@ def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():
 
 
 def test_the_report_holds_what_the_panel_of_time_steps_shows():
-    tasks = json.loads(report([THROUGH_TIME], 2, 3.0), parse_constant=pytest.fail)["tasks"]
+    tasks = json.loads(report([THROUGH_TIME], 3.0), parse_constant=pytest.fail)["tasks"]
     plain, clipped = tasks["char-rnn"]["arms"].values()
     assert plain["gradient_norm_per_time_step"] == {
         "min": [4.0, 2.0, 1.0],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._demo.tasks import TASKS
+from clipgrad._demo import TASKS
 from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import SUSPECTS, suspect

@@ -18,12 +18,6 @@ def sick():
 def well():
     return (jnp.array([1.0, 4.0]),)
 
-def raises(x):
-    raise RuntimeError("no data")
-
-def vector(x):
-    return x
-
 def with_aux(y, x):
     return loss(x), y
 
@@ -78,22 +72,6 @@ def test_data_is_an_option(models, capsys, data):
     assert "trains args[0]: the rest of it is 0: round is flat" in shown
     assert main([*what, "--data", data, "y"]) == 2
     assert "data: got 'y', expected the name or the position" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "function, args, match",
-    [
-        ("loss", "{}:nothing", "has no 'nothing'"),
-        ("absent", "{}:sick", "has no 'absent'"),
-        ("raises", "{}:sick", "raises RuntimeError: no data"),
-        ("vector", "{}:sick", "fun: got float32[2] from it, expected a floating scalar"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_exits_with_2(models, capsys, function, args, match):
-    assert main(["diagnose", f"{models}:{function}", "--args", args.format(models)]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("clipgrad diagnose: ") and match in shown.err
-    assert shown.err.count("\n") == 1 and shown.out == ""
 
 
 def test_without_shapes_the_command_to_write_is_this_one(models, capsys):

@@ -2,18 +2,22 @@
 
 import pathlib
 import re
+import tomllib
 
 import jax
 import jax.numpy as jnp
+import nbformat
 import optax
 import pytest
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
+from clipgrad._docs import docs_page, docs_pages, docs_title
 from tests.helpers import NAMES
 from tests.test_guides import GUIDES
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 ALL_PAGES = [*PAGES, *DOCS.glob("[ac]*/*.md")]  # without the copies that the site has
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -59,7 +63,74 @@ def test_every_guarantee_names_tests_that_there_are():
     assert proofs
     for proof in " ".join(proofs).split():
         file, test = proof.split("::")
-        assert f"\ndef {test}(" in (DOCS.parent / "tests" / file).read_text(), proof
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), proof
+
+
+# Links and pictures
+
+
+def prose(path):
+    """The text of a page without its programs, or that of a notebook."""
+    if path.suffix == ".ipynb":
+        cells = nbformat.read(path, as_version=4).cells
+        return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """The anchors of a page, as GitHub and the site make them of its headings."""
+    included = re.findall(r"^```\{include\} (\S+)", path.read_text(), re.MULTILINE)
+    text = "\n".join([prose(path), *(prose(path.parent / name) for name in included)])
+    headings = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
+
+
+def place(page, target):
+    """The file that a link leads to; the site has notebooks and results among its pages."""
+    path = (page.parent / target).resolve()
+    inside = path.relative_to(DOCS) if path.is_relative_to(DOCS) else path
+    return ROOT / inside if str(inside).startswith(("notebooks/", "benchmarks/")) else path
+
+
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *ALL_PAGES, *NOTEBOOKS], ids=lambda page: page.stem
+)
+def test_every_link_leads_to_a_file_and_a_heading_and_every_picture_is_one(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = place(page, name) if name else page
+        assert path.is_file(), target
+        assert not anchor or anchor in anchors(path), target
+        assert path.suffix != ".png" or path.read_bytes().startswith(b"\x89PNG"), target
+
+
+def test_every_row_of_the_checklist_is_ticked_by_a_link():
+    lines = (DOCS / "checklist.md").read_text().splitlines()
+    ticked = [line for line in lines if line.startswith("| ") and "| here |" not in line]
+    assert ticked and all(re.search(r"\| ✓ \[.+?\]\(\w", row) for row in ticked)
+
+
+# Pages that messages name, for people who installed the package
+
+
+def test_a_message_names_the_title_of_a_page_and_the_command_that_prints_it():
+    assert docs_page("nan") == '"Why is my gradient NaN?": clipgrad help nan'
+    sources = "".join(path.read_text() for path in (ROOT / "clipgrad").rglob("*.py"))
+    named = set(re.findall(r"docs_page\([\"'](\w+)[\"']\)", sources))
+    assert named and all(map(docs_title, named))
+
+
+def test_a_wheel_contains_every_page_that_has_a_title():
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = wheel["targets"]["wheel"]["force-include"]
+    expected = {f"docs/{name}.md": f"clipgrad/_pages/{name}.md" for name in docs_pages()}
+    assert included == expected and len(expected) > 10
 
 
 NEEDS = {"loss": lambda w: w, "h": jnp.ones(2), "rule": cg.ClipByValue(1.0)}
@@ -97,14 +168,3 @@ def test_the_page_on_the_command_line_has_every_option(command, capsys):
     text = (DOCS / "api" / "command_line.md").read_text().split(f"## `clipgrad {command}`")[1]
     documented = re.findall(r"`(--[a-z][\w-]+)", text.split("\n## ")[0])
     assert options and set(documented) == options
-
-
-def test_the_pictures_are_there():
-    for picture in (
-        "bfloat16.png",
-        "coordinates.png",
-        "demo.png",
-        "diagnose.png",
-        "norm_per_step.png",
-    ):
-        assert (DOCS / picture).read_bytes().startswith(b"\x89PNG")

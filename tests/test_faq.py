@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import clipgrad as cg
+from clipgrad._demo import TASKS
 from clipgrad._demo import task as _task
-from clipgrad._demo.tasks import TASKS
 from clipgrad._demo.train import train
 from tests import test_bits
 from tests.helpers import environment_of_users

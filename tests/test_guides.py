@@ -123,19 +123,6 @@ def test_every_page_is_in_the_tree():
     assert pages <= listed
 
 
-@pytest.mark.exhaustive
-@every_guide
-def test_links_lead_to_a_file_and_a_heading(page):
-    from tests.test_checklist import anchors, place
-
-    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text_of(page), flags=re.S))
-    for target in (target for target in targets if not target.startswith("http")):
-        name, _, anchor = target.partition("#")
-        path = place(DOCS / f"{page}.md", name) if name else DOCS / f"{page}.md"
-        assert path.is_file(), target
-        assert not anchor or anchor in anchors(path), target
-
-
 def test_every_setting_of_a_language_model_has_a_source_and_a_value():
     table = text_of("published_clips").split("|---|---|---|---|\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.split("\n")]

@@ -94,13 +94,6 @@ def test_it_uses_public_names_only(path):
     assert not re.search(r"jax\._src|clipgrad\._|cg\._", source)
 
 
-@every_notebook
-def test_its_links_lead_somewhere(path):
-    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        assert target.startswith("http") or (FOLDER / target).exists(), target
-
-
 def test_they_are_the_seven_and_numbered():
     assert [path.stem for path in PATHS] == [f"{i}_{name}" for i, name in enumerate(TITLES, 1)]
 

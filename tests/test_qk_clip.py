@@ -308,6 +308,7 @@ def test_a_shared_key_beside_one_for_each_head_is_refused():
         "rope": (5, 4, 2),
         "one": (5, 1, 2),
         "two": (5, 2, 3),
+        "twice as many": (5, 8, 2),
     }
     params = {name: normal(*shape) for name, shape in kernels.items()} | {"flat": normal(5, 4)}
     largest = {"logits": jnp.full(4, 2 * LIMIT), "other": jnp.ones(4)}
@@ -322,7 +323,8 @@ def test_a_shared_key_beside_one_for_each_head_is_refused():
         tx = cg.qk_clip([("logits", *both, 1) for both in kernels], LIMIT)
         with pytest.raises(ValueError, match=match):
             tx.update(params, tx.init(params), params, max_logits=largest)
-    for kernels in ([("q", "two")], [("rope", "one")], [("rope", None)], [("q", "k"), ("q", "k")]):
+    wide = [("q", "k"), ("twice as many", "twice as many")]
+    for kernels in ([("q", "two")], [("rope", "one")], [("rope", None)], [("q", "k")] * 2, wide):
         tx = cg.qk_clip([("logits", *both, 1) for both in kernels], LIMIT)
         tx.update(params, tx.init(params), params, max_logits=largest)
     apart = cg.qk_clip([("logits", "q", "k", 1), ("other", "rope", "one", 1)], LIMIT)

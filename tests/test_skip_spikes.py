@@ -110,8 +110,10 @@ def test_the_limit_is_mean_and_deviations_of_the_last_norms():
 @pytest.mark.exhaustive
 def test_before_there_is_a_history_only_the_absolute_limit_holds():
     norms = [1.0] * 7 + [1e3, 1e6]
-    _, states = scan(PLAIN, norms)
-    np.testing.assert_array_equal(states.skipped, [False] * 8 + [True])
+    # Norms of 0 are taken and forgotten; and a detector that saw the clipped norm sees no spike.
+    clipped = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0)), **SMALL)
+    _, states = scan(clipped, [0.0] * 20 + norms)
+    np.testing.assert_array_equal(states.skipped, [False] * 28 + [True])
     _, states = scan(cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, **SMALL), norms)
     np.testing.assert_array_equal(states.skipped, [False] * 7 + [True] * 2)
     _, states = scan(cg.skip_spikes(optax.sgd(1.0)), np.ones(64).tolist() + [9.0])
@@ -123,20 +125,6 @@ def test_equal_norms_make_no_outlier_of_a_slightly_larger_one():
     for norm, skipped in ((1.05, False), (1.07, True)):
         _, states = scan(PLAIN, [1.0] * 20 + [norm])
         assert states.skipped[-1] == skipped
-
-
-def test_zero_gradients_are_taken_and_forgotten():
-    _, states = scan(PLAIN, [0.0] * 20 + [1.0])
-    assert not states.skipped.any() and states.window.seen[-1] == 1
-
-
-@pytest.mark.exhaustive
-def test_the_raw_norm_decides_even_if_the_optimizer_clips():
-    """A detector that is fed the clipped norm sees no spike at all."""
-    norms = 100 * noise(40)
-    norms[30] = 1e6
-    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0)), **SMALL)
-    np.testing.assert_array_equal(np.flatnonzero(scan(tx, norms)[1].skipped), [30])
 
 
 @pytest.mark.exhaustive
@@ -227,13 +215,11 @@ def test_it_composes(wrap):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", [2, 3])
-def test_a_microbatch_may_be_skipped_in_an_accumulation(schedule):
-    tx = cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), schedule))
-    updates, states = scan(tx, [1.0, np.nan] * schedule)
-    assert states.skipped_count[-1] == schedule
-    np.testing.assert_allclose(np.flatnonzero(updates[:, 0]), [2 * schedule - 2])
-    np.testing.assert_allclose(updates[2 * schedule - 2], [-0.6, -0.8], rtol=1e-6)
+def test_a_microbatch_may_be_skipped_in_an_accumulation():
+    updates, states = scan(cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), 3)), [1.0, np.nan] * 3)
+    assert states.skipped_count[-1] == 3
+    np.testing.assert_allclose(np.flatnonzero(updates[:, 0]), [4])
+    np.testing.assert_allclose(updates[4], [-0.6, -0.8], rtol=1e-6)
 
 
 # Without the rule of outliers.
@@ -262,9 +248,6 @@ def test_a_state_without_a_history_where_one_is_needed_is_refused():
     state = cg.skip_spikes(optax.sgd(1.0), sigma=None).init(jnp.ones(2))
     with pytest.raises(ValueError, match="state: got a state without the history that sigma=6.0"):
         cg.skip_spikes(optax.sgd(1.0)).update(jnp.ones(2), state)
-
-
-# A training that ships in a package, disturbed.
 
 
 # Bad input

@@ -15,10 +15,9 @@ from clipgrad._commands.function import (
     add_command,
     add_function,
     arguments,
-    complain,
     load,
 )
-from clipgrad._commands.result import plain_json
+from clipgrad._commands.result import plain_fields
 from clipgrad._devices import PLATFORMS
 
 CHECK_EPILOG = """\
@@ -99,14 +98,11 @@ def add_check_parser(subparsers: Any) -> None:
 
 def run_check(options: argparse.Namespace) -> int:
     """Run the check and print its report; return the exit code."""
-    try:
-        report = _command_report(options)
-        print(report)
-        if options.json:
-            with open(options.json, "w", encoding="utf-8") as file:
-                json.dump(report_as_json(report), file, indent=2)
-    except Exception as error:
-        return complain("check", error)
+    report = _command_report(options)
+    print(report)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(report_as_json(report), file, indent=2)
     return PASSED if report.ok else FAILED
 
 
@@ -133,12 +129,9 @@ def _command_report(options: argparse.Namespace) -> GradCheckReport:
 
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
     """The report as plain data."""
-    failures = [
-        {name: plain_json(value) for name, value in failure._asdict().items() if name != "ratio"}
-        for failure in report.failures
-    ]
+    failures = [plain_fields(f, [n for n in f._fields if n != "ratio"]) for f in report.failures]
     names = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
-    return {"failures": failures} | {name: getattr(report, name) for name in names}
+    return {"failures": failures} | plain_fields(report, names)
 
 
 def _selectors(texts: list[str] | None) -> list[int | str] | None:

@@ -10,11 +10,13 @@ from clipgrad._commands.check import add_check_parser
 from clipgrad._commands.compare import add_compare_parser
 from clipgrad._commands.demo import add_demo_parser
 from clipgrad._commands.diagnose import add_diagnose_parser
+from clipgrad._commands.function import WRONG_USAGE, complain
 from clipgrad._commands.help import add_help_parser
 from clipgrad._commands.names import add_names_parser
 from clipgrad._commands.selftest import add_selftest_parser
 
-# Each adds its own parser, which sets ``run``: a function from the arguments to the exit code.
+# Each adds its own parser, which sets ``run``: a function from the arguments to the exit code. An
+# error of it is shown in one line.
 _COMMANDS = (
     add_demo_parser,
     add_check_parser,
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.run is None:
         parser.print_help(sys.stderr)
-        return 2
+        return WRONG_USAGE
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
@@ -60,3 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as `| head` leaves it; Python would complain again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        complain(arguments.command, error)
+        return WRONG_USAGE

@@ -13,7 +13,7 @@ from clipgrad._commands.function import (
     load,
     made_arguments,
 )
-from clipgrad._commands.result import plain_records, show_result
+from clipgrad._commands.result import show_result
 from clipgrad._compare import WIDER_DTYPES, GradientComparison, compare
 
 COMPARE_EPILOG = """\
@@ -63,7 +63,8 @@ def add_compare_parser(subparsers: Any) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     """Run a comparison and print it; return the exit code."""
     find = functools.partial(_command_comparison, options)
-    return show_result("compare", "comparison", find, comparison_as_json, options.out)
+    fields = ("ok", "findings", "rows", "unmatched", "notes")
+    return show_result("compare", "comparison", find, fields, options.out)
 
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
@@ -77,13 +78,14 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
     args, kwargs = _command_arguments(options, functions)
     other_args = made_arguments(options.other_args) if options.other_args else None
+    argnums = options.argnums or [0]
     return compare(
         versions[0],
         versions[1],
         args,
         kwargs,
         other_args=other_args,
-        argnums=None if options.steps else _argnums(options.argnums),
+        argnums=None if options.steps else tuple(argnums) if argnums[1:] else argnums[0],
         has_aux=options.has_aux,
         names=_renamed_pairs(options.name),
         rtol=options.rtol,
@@ -107,21 +109,9 @@ def _command_arguments(options: argparse.Namespace, functions: list[str]) -> Any
     return arguments("compare", functions[0], load(functions[0]), options.args, 0)
 
 
-def _argnums(given: list[int] | None) -> int | tuple[int, ...]:
-    found = tuple(given or [0])
-    return found[0] if len(found) == 1 else found
-
-
 def _renamed_pairs(texts: list[str] | None) -> dict[str, str] | None:
     pairs = [text.split("=") for text in texts or []]
     wrong = [text for text, pair in zip(texts or [], pairs, strict=True) if len(pair) != 2]
     if wrong:
         raise UsageError(f"--name: got {wrong[0]!r}, expected FUN=OTHER, such as 'layers_*=layers'")
     return dict(pairs) or None
-
-
-def comparison_as_json(found: GradientComparison) -> dict[str, Any]:
-    """The comparison as plain data; numbers that are not finite are null."""
-    data = {name: plain_records(getattr(found, name)) for name in ("findings", "rows")}
-    lists = {"unmatched": list(found.unmatched), "notes": list(found.notes)}
-    return {"ok": found.ok} | data | lists

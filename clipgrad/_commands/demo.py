@@ -6,22 +6,21 @@ import importlib.util
 import time
 from typing import Any
 
-from clipgrad._commands.function import PASSED, UsageError, complain
+from clipgrad._commands.function import PASSED, UsageError, add_command
 from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, foot, head, row, train, write_demo
 from clipgrad._folders import mounted_folder
 
+DEMO_EPILOG = """\
+Most models train on real data, for several seeds at once. The demo prints a table, and writes a
+figure (PNG) and all numbers (JSON).
+"""
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 
 
 def add_demo_parser(subparsers: Any) -> None:
     """Adds the subcommand to the subparsers of the command line."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train small models without clipping, with gradient clips and with error clips",
-        description="Train small models, most on real data, in several ways: without clipping, "
-        "with gradient clips, with error clips and with both, for several seeds at once. Print a "
-        "table, and write a figure (PNG) and all numbers (JSON).",
-    )
+    about = "Train small models without clipping, with gradient clips and with error clips."
+    parser = add_command(subparsers, "demo", about, DEMO_EPILOG, run_demo)
     parser.add_argument(
         "--task",
         nargs="+",
@@ -51,18 +50,15 @@ def add_demo_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="folder for demo.png and demo.json (default: clipgrad-demo)",
     )
-    parser.set_defaults(run=run_demo)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
-    if missing := _missing_extras():
+    missing = [package for name, package in _EXTRAS.items() if not importlib.util.find_spec(name)]
+    if missing:
         instead = 'install it with: pip install "clipgrad[demo]"'
-        return complain("demo", UsageError(f"needs {missing}; {instead}"))
-    try:
-        folder = mounted_folder("--out", arguments.out)
-    except ValueError as error:
-        return complain("demo", error)
+        raise UsageError(f"needs {', '.join(missing)}; {instead}")
+    folder = mounted_folder("--out", arguments.out)
     start = time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +66,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         paths = write_demo(folder, results, start)
     except OSError as error:
         why = error.strerror or error
-        return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))
+        raise UsageError(f"can't write to {arguments.out}: {why}") from error
     print(*paths, sep="\n")
     return PASSED
 
@@ -78,7 +74,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
-    tasks = _chosen(arguments)
+    names = arguments.task or (TASKS if arguments.all else DEFAULT)
+    tasks = [TASKS[name] if arguments.all else TASKS[name].story() for name in dict.fromkeys(names)]
+    tasks = [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in tasks]
     seeds = arguments.seeds or (5 if arguments.all else 3)
     with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
         return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, seeds, bar))
@@ -90,19 +88,6 @@ def _show(task: Task, run: Run, seeds: int, bar: Any) -> None:
     bar.write(row(run))
     if run.arm is task.arms[-1]:
         bar.write("\n".join([*foot(task), ""]))
-
-
-def _chosen(arguments: argparse.Namespace) -> list[Task]:
-    names = arguments.task or (TASKS if arguments.all else DEFAULT)
-    tasks = [TASKS[name] for name in dict.fromkeys(names)]
-    chosen = tasks if arguments.all else [task.story() for task in tasks]
-    return [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in chosen]
-
-
-def _missing_extras() -> str:
-    return ", ".join(
-        package for name, package in _EXTRAS.items() if importlib.util.find_spec(name) is None
-    )
 
 
 def _positive_integer(text: str) -> int:

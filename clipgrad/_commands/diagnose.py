@@ -13,7 +13,7 @@ from clipgrad._commands.function import (
     load,
     made_arguments,
 )
-from clipgrad._commands.result import plain_records, show_result
+from clipgrad._commands.result import show_result
 from clipgrad._diagnose import GradientDiagnosis, diagnose
 from clipgrad._recorder import load_capture
 
@@ -69,7 +69,8 @@ def add_diagnose_parser(subparsers: Any) -> None:
 def run_diagnose(options: argparse.Namespace) -> int:
     """Run a diagnosis and print it; return the exit code."""
     find = functools.partial(_command_diagnosis, options)
-    return show_result("diagnose", "diagnosis", find, diagnosis_as_json, options.out)
+    fields = ("ok", "findings", "rows", "notes", "examples")
+    return show_result("diagnose", "diagnosis", find, fields, options.out)
 
 
 def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
@@ -105,11 +106,3 @@ def _captured(path: str, make_args: str | None) -> Arguments:
     if make_args is None:
         return Arguments(capture.args, {})
     return Arguments(made_arguments(make_args, capture), {})
-
-
-def diagnosis_as_json(found: GradientDiagnosis) -> dict[str, Any]:
-    """The diagnosis as plain data; numbers that are not finite are null."""
-    names = ("findings", "rows", "examples")
-    findings, rows, examples = (plain_records(getattr(found, name)) for name in names)
-    data = {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
-    return data | {"examples": examples}

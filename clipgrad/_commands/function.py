@@ -35,7 +35,7 @@ def add_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command=name)
     return parser
 
 
@@ -54,12 +54,11 @@ def add_function(add: Callable[..., Any], kind: str = "function") -> None:
     )
 
 
-def complain(command: str, error: Exception) -> int:
-    """Say in one line why a command could not be run; return its exit code."""
+def complain(command: str, error: Exception) -> None:
+    """Say in one line why a command could not be run."""
     own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
     text = str(error).strip().partition("\n")[0] if own else first_line(error)
     print(f"clipgrad {command}: {text}", file=sys.stderr)
-    return WRONG_USAGE
 
 
 def arguments(
@@ -71,9 +70,9 @@ def arguments(
       UsageError: there are none, or the function raises.
     """
     if text:
-        found = Arguments(_given(text, seed), {})
-        _called(path, function, found)
-        return found
+        given = random_arguments(text, seed) if "[" in text else made_arguments(text)
+        _called(path, function, Arguments(given, {}))
+        return Arguments(given, {})
     parameters = parameters_of(function)
     instead = f"; write clipgrad {command} {path} {example(parameters)}, or --args module:make_args"
     found = inferred_arguments(parameters, seed)
@@ -85,12 +84,6 @@ def arguments(
     _called(path, function, found, f", for {found} from its signature{instead}")
     print(f"arguments: {found}")
     return found
-
-
-def _given(text: str, seed: int) -> tuple:
-    if "[" in text:
-        return random_arguments(text, seed)
-    return made_arguments(text)
 
 
 def made_arguments(path: str, *given: Any) -> tuple:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from clipgrad._commands.function import PASSED, UsageError, add_command, complain
+from clipgrad._commands.function import PASSED, UsageError, add_command
 from clipgrad._docs import docs_pages, docs_title
 from clipgrad._trees import nearest
 
@@ -33,8 +33,7 @@ def run_help(options: argparse.Namespace) -> int:
     elif options.page in pages:
         print(pages[options.page].read_text(encoding="utf-8"))
     else:
-        error = UsageError(
+        raise UsageError(
             f"page: got {options.page!r}, which is not a page; {nearest(options.page, pages)}"
         )
-        return complain("help", error)
     return PASSED

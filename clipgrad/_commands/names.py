@@ -9,7 +9,6 @@ from clipgrad._commands.function import (
     add_command,
     add_function,
     arguments,
-    complain,
     load,
 )
 from clipgrad._error_clip import list_names
@@ -33,17 +32,14 @@ def add_names_parser(subparsers: Any) -> None:
 
 def run_names(options: argparse.Namespace) -> int:
     """Print the names; return the exit code."""
-    try:
-        function = load(options.function)
-        args, kwargs = arguments("names", options.function, function, options.args, seed=0)
-        names = list_names(function, args, kwargs)
-        if not names:
-            raise UsageError(
-                f"{options.function}: got a function without tags or modules; tag a variable with "
-                'x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it in a module: '
-                'with jax.named_scope("x"):'
-            )
-    except Exception as error:
-        return complain("names", error)
+    function = load(options.function)
+    args, kwargs = arguments("names", options.function, function, options.args, seed=0)
+    names = list_names(function, args, kwargs)
+    if not names:
+        raise UsageError(
+            f"{options.function}: got a function without tags or modules; tag a variable with "
+            'x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it in a module: '
+            'with jax.named_scope("x"):'
+        )
     print(names)
     return PASSED

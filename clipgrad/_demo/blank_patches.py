@@ -53,23 +53,11 @@ def logits(
     return h @ params["out"] + params["out_bias"]
 
 
-def _patches_loss(params: Any, batch: Digits) -> jax.Array:
-    return task.cross_entropy(logits(params, batch.images), batch.labels)
-
-
 def _evaluate_patches(first: Any, params: Any, data: Digits) -> Metrics:
     return {
         "accuracy": task.accuracy(logits(params, data.test.images), data.test.labels),
         "layer 1 moved": jnp.abs(params["embed"] - first["embed"]).max(),
     }
-
-
-def _if_finite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    return optax.apply_if_finite(optimizer, max_consecutive_errors=10**6)
-
-
-def _zero_nans(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    return optax.chain(optax.zero_nans(), optimizer)
 
 
 _PATCHES_ERROR_CLIP = cg.ErrorClipByValue(max=1.0, nan=0.0)
@@ -85,15 +73,15 @@ TASK = Task(
         Arm(task.PLAIN),
         Arm(task.NORM, _PATCHES_NORM),
         Arm(task.VALUE, cg.ClipByValue(1.0)),
-        Arm(task.IF_FINITE, wrap=_if_finite),
-        Arm(task.ZERO_NANS, wrap=_zero_nans),
+        Arm(task.IF_FINITE, wrap=lambda tx: optax.apply_if_finite(tx, 10**6)),
+        Arm(task.ZERO_NANS, wrap=lambda tx: optax.chain(optax.zero_nans(), tx)),
         Arm(task.ERROR, error_clip=_PATCHES_ERROR_CLIP),
         Arm(task.BOTH, _PATCHES_NORM, _PATCHES_ERROR_CLIP),
     ),
     load=_load_patches,
     init=_init_patches,
     sample=lambda data, key: data.sample(key, _PATCHES_BATCH),
-    loss=_patches_loss,
+    loss=lambda params, batch: task.cross_entropy(logits(params, batch.images), batch.labels),
     tag="patches",
     evaluate=_evaluate_patches,
     reached=lambda metrics: (metrics["accuracy"] >= 0.9) & (metrics["layer 1 moved"] > 0),

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import task
-from clipgrad._demo.task import Arm, Metrics, Task, normal, zero_weights
+from clipgrad._demo.task import Arm, Task, normal, zero_weights
 
 _TEXT_BATCH, _TEXT_LENGTH, _TEXT_WIDTH, _TEXT_TEST_ROWS = 12, 40, 96, 256
 
@@ -59,10 +59,6 @@ def _text_loss(params: Any, text: jax.Array) -> jax.Array:
     return task.cross_entropy(h @ params["out"] + params["out_bias"], text[:, 1:].T)
 
 
-def _evaluate_text(first: Any, params: Any, data: _Text) -> Metrics:
-    return {"nats per character": _text_loss(params, data.test)}
-
-
 _TEXT_ERROR_CLIP = cg.ErrorClipByValue(max=3e-4)
 _TEXT_NORM = cg.ClipByGlobalNorm(1.0)
 
@@ -83,7 +79,7 @@ TASK = Task(
     sample=_sample,
     loss=_text_loss,
     tag="h",
-    evaluate=_evaluate_text,
+    evaluate=lambda first, params, data: {"nats per character": _text_loss(params, data.test)},
     reached=lambda metrics: metrics["nats per character"] < 2.5,
     recurrent=True,
     short=350,

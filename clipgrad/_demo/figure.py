@@ -53,17 +53,14 @@ def _draw_task(part: Any, result: Result) -> None:
     losses, norms = part.subplots(1, 2)
     outcomes = {run.arm.label: _outcome(run) for run in result.runs}
     _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs}, outcomes)
-    if through_time := _through_time(result):
+    through_time = {run.arm.label: run.through_time for run in result.runs}
+    lines = {n: over_training(norms) for n, norms in through_time.items() if norms is not None}
+    if lines:
         peaks = {run.arm.label: _peak(run) for run in result.runs}
-        _draw_through_time(norms, result.task.tag, through_time, peaks)
+        _draw_through_time(norms, result.task.tag, lines, peaks)
     else:
         norm = {run.arm.label: run.norm for run in result.runs}
         _draw_panel(norms, "gradient norm before any gradient clip", norm, {})
-
-
-def _through_time(result: Result) -> dict[str, Band]:
-    norms = {run.arm.label: run.through_time for run in result.runs}
-    return {label: over_training(each) for label, each in norms.items() if each is not None}
 
 
 def _label(axes: Axes, curves: dict[str, np.ndarray], beside: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import task
-from clipgrad._demo.task import Arm, Metrics, Task, normal, zero_weights
+from clipgrad._demo.task import Arm, Task, normal, zero_weights
 
 _PENDULUM_BATCH, _PENDULUM_LENGTH, _PENDULUM_WIDTH, _PENDULUM_TEST_ROWS = 32, 200, 32, 256
 _PENDULUM_STEP, _GRAVITY, _TORQUE = 0.05, 15.0, 3.0
@@ -61,10 +61,6 @@ def loss(params: Any, starts: jax.Array, every: Any = _PENDULUM_LENGTH) -> jax.A
     return jax.lax.scan(step, starts, jnp.arange(_PENDULUM_LENGTH))[1].mean()
 
 
-def _evaluate_pendulum(first: Any, params: Any, data: jax.Array) -> Metrics:
-    return {"cost": loss(params, data)}
-
-
 _PENDULUM_ERROR_CLIP = cg.ClipByNorm(1e-3, axis=-1)
 _PENDULUM_NORM = cg.ClipByGlobalNorm(0.1)
 
@@ -85,7 +81,7 @@ TASK = Task(
     sample=lambda data, key: _starts(key, _PENDULUM_BATCH),
     loss=loss,
     tag="state",
-    evaluate=_evaluate_pendulum,
+    evaluate=lambda first, params, data: {"cost": loss(params, data)},
     reached=lambda metrics: metrics["cost"] < 0.45,
     recurrent=True,
     note="a gradient that is cut off after 20 steps does better than any of these",

@@ -4,17 +4,10 @@ import numpy as np
 
 from clipgrad._demo.curves import short_number, span
 from clipgrad._demo.task import Task
-from clipgrad._demo.train import Result, Run
+from clipgrad._demo.train import Run
 
 # As wide as the widest label, and as the range of two numbers with some NaN.
 _LABEL, _SPAN, _SHARE = 24, 20, 8
-
-
-def table(result: Result) -> str:
-    """The task, and a line for each arm."""
-    task, runs = result.task, result.runs
-    top = head(task, len(runs[0].loss), result.steps, list(runs[0].metrics))
-    return "\n".join([top, *map(row, runs), *foot(task)])
 
 
 def head(task: Task, seeds: int, steps: int, metrics: list[str]) -> str:
@@ -28,9 +21,8 @@ def row(run: Run) -> str:
     """The results of one arm."""
     finite = np.isfinite(run.loss[:, -1])
     spans = [span(values) for values in run.metrics.values()]
-    return _table_line(
-        run.arm.label, spans, _share(run.reached), _share(finite), _largest(run.norm)
-    )
+    largest = short_number(run.norm.max()) if np.isfinite(run.norm).all() else "NaN"
+    return _table_line(run.arm.label, spans, _share(run.reached), _share(finite), largest)
 
 
 def foot(task: Task) -> list[str]:
@@ -45,7 +37,3 @@ def _table_line(label: str, spans: list[str], goal: str, finite: str, largest: s
 
 def _share(flags: np.ndarray) -> str:
     return f"{flags.sum()} of {flags.size}"
-
-
-def _largest(norms: np.ndarray) -> str:
-    return short_number(norms.max()) if np.isfinite(norms).all() else "NaN"

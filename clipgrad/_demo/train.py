@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -87,22 +87,19 @@ def train(
     # Models this small keep one core busy each: a core that is free begins with the next task.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            begun = [(task, _begin(pool, task, seeds, tick)) for task in tasks]
-            return [Result(task, task.steps, _collect(task, runs, show)) for task, runs in begun]
+            begun = []
+            for task in tasks:
+                common = pool.submit(_prepare, task, seeds)
+                begun.append((task, [pool.submit(_run, common, tick, arm) for arm in task.arms]))
+            results = []
+            for task, runs in begun:
+                for run in runs:
+                    show(task, run.result())
+                results.append(Result(task, task.steps, [run.result() for run in runs]))
+            return results
         finally:
             stopped.set()
             pool.shutdown(cancel_futures=True)
-
-
-def _begin(pool: Executor, task: Task, seeds: int, tick: Callable[[int], Any]) -> list[Future[Run]]:
-    common = pool.submit(_prepare, task, seeds)
-    return [pool.submit(_run, common, tick, arm) for arm in task.arms]
-
-
-def _collect(task: Task, runs: list[Future[Run]], show: Callable[[Task, Run], Any]) -> list[Run]:
-    for run in runs:
-        show(task, run.result())
-    return [run.result() for run in runs]
 
 
 def _prepare(task: Task, seeds: int) -> _Common:

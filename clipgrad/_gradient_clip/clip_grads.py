@@ -151,7 +151,13 @@ class ClipScope(NamedTuple):
     def _norms(self, grads: Any, rule: Any, before: Any, params: Any, known: Any) -> list[Any]:
         """The norms that a rule scales by, or that its adaptive threshold needs."""
         if known is not None:
-            return [_known_norm(known, rule, before)]
+            if not has_one_norm(rule):
+                raise ValueError(
+                    f"norm: got {known!r} with {rule!r}, expected ClipByGlobalNorm, the rule with "
+                    "one norm for all leaves"
+                )
+            root = jnp.asarray(known).astype(stats_dtype(before))
+            return [Norm.of(root, jnp.ones_like(root))]
         scales = is_own(rule) and rule.acts_on != "element"
         if not scales and adaptive_threshold(rule) is None:
             return []
@@ -160,16 +166,6 @@ class ClipScope(NamedTuple):
             chosen, _ = partition(grads, selected(self.measure, grads, "measure"))
             measured = apply_policy(self.nonfinite, chosen)
         return rule.measure(measured, params)
-
-
-def _known_norm(norm: Any, rule: Any, tree: Any) -> Norm:
-    if not has_one_norm(rule):
-        raise ValueError(
-            f"norm: got {norm!r} with {rule!r}, expected ClipByGlobalNorm, the rule with one norm "
-            "for all leaves"
-        )
-    root = jnp.asarray(norm).astype(stats_dtype(tree))
-    return Norm.of(root, jnp.ones_like(root))
 
 
 def has_one_norm(rule: Any) -> bool:

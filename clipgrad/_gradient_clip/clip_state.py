@@ -1,9 +1,8 @@
 """The state of a gradient clip, and its room for statistics in a training step."""
 
-import contextlib
 import functools
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,17 +57,10 @@ class GradientClipState(NamedTuple):
     leaf_stats: dict[str, ClipStats] | None = None
 
 
-# What a training step is about to call. JAX keeps compiled functions by it, so that none is used
-# where it is not meant.
-_ASKED_BY = jax.make_user_context("")
-
-
-def asking_for_stats(call: Literal["init", "update", ""]) -> contextlib.AbstractContextManager:
-    """A context for calls of an optimizer by a training step, or for others inside of these.
-
-    In ``"init"`` every clip makes a state with statistics; in ``"update"`` one without warns.
-    """
-    return _ASKED_BY(call)
+# A context for calls of an optimizer by a training step: in "init" every clip makes a state with
+# statistics, in "update" one without warns; "" is for others inside of these. JAX keeps compiled
+# functions by it, so that none is used where it is not meant.
+asking_for_stats = jax.make_user_context("")
 
 
 def has_lasting_state(rule: Any, kept: bool | str) -> bool:
@@ -78,7 +70,7 @@ def has_lasting_state(rule: Any, kept: bool | str) -> bool:
 
 def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     """The state before the first update; ``kept`` as ``stats=`` of `gradient_clip`."""
-    no_stats = _no_stats(rule, tree) if _ASKED_BY.value == "init" else None
+    no_stats = _no_stats(rule, tree) if asking_for_stats.value == "init" else None
     if not has_lasting_state(rule, kept):
         empty = no_stats is None
         return optax.EmptyState() if empty else GradientClipState(None, no_stats, None, None, None)
@@ -120,7 +112,7 @@ def check_state(state: Any, needed: bool) -> None:
             f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
             "expected the GradientClipState of init(params)"
         )
-    if _ASKED_BY.value == "update" and (kept is None or kept.stats is None):
+    if asking_for_stats.value == "update" and (kept is None or kept.stats is None):
         warnings.warn(
             "train_step: the metrics lack the statistics of a gradient clip, because its state, "
             f"{type(state).__name__}, has no place for them; expected an optimizer whose init "
@@ -156,8 +148,12 @@ def next_state(state: Any, clipped: Clipped) -> Any:
         state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
-        threshold = value.values if isinstance(value, PerLeaf) else value
-        state = state._replace(threshold=jax.tree.map(_broadcast_as, threshold, state.threshold))
+        threshold = jax.tree.map(
+            lambda new, old: jnp.broadcast_to(threshold_array(new, old.dtype), old.shape),
+            value.values if isinstance(value, PerLeaf) else value,
+            state.threshold,
+        )
+        state = state._replace(threshold=threshold)
     if state.leaf_stats is not None:
         leaves = _under_first_paths(clipped.leaf_stats(), state.leaf_stats)
         state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))
@@ -171,10 +167,6 @@ def next_state(state: Any, clipped: Clipped) -> Any:
         clipped_count=increment_if(stats.clipped, state.clipped_count),
         nonfinite_count=increment_if(stats.nonfinite > 0, state.nonfinite_count),
     )
-
-
-def _broadcast_as(threshold: Any, before: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(threshold_array(threshold, before.dtype), before.shape)
 
 
 def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
@@ -216,18 +208,19 @@ def with_room(state: Any, template: Any) -> Any:
         parts = structure.flatten_up_to(state)
     except ValueError:
         return state
-    pairs = zip(parts, leaves, strict=True)
-    return structure.unflatten([_room(p, leaf) if _is_clip(leaf) else p for p, leaf in pairs])
+    return structure.unflatten(map(_room, parts, leaves))
 
 
-def _room(state: Any, template: GradientClipState) -> Any:
+def _room(state: Any, template: Any) -> Any:
+    if not _is_clip(template):
+        return state
     zeros = jax.tree.map(
         lambda x: to_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x)), template.stats
     )
     if isinstance(state, GradientClipState):
         return state._replace(stats=zeros)
-    empty = isinstance(state, optax.EmptyState)
-    return GradientClipState(None, zeros, None, None, None) if empty else state
+    is_empty = isinstance(state, optax.EmptyState)
+    return GradientClipState(None, zeros, None, None, None) if is_empty else state
 
 
 def without_room(state: Any, before: Any) -> Any:

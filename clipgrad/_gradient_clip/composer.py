@@ -109,12 +109,11 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
         (norm.value, limit_of(threshold, norm) * weight.value.astype(norm.root.dtype))
         for norm, weight in unit_norms(grads, params, axis)
     ]
-    return map_clippable(
-        lambda leaf, part: _scale_as_composer(leaf, part[0], part[1]), grads, parts
-    )
 
+    def scaled(leaf: jax.Array, part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        norm, limit = part
+        ratio = limit / jnp.where(norm == 0, 1, norm)
+        factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)
+        return times(with_real_dtype(leaf, norm.dtype.name), factor).astype(leaf.dtype)
 
-def _scale_as_composer(leaf: jax.Array, norm: jax.Array, limit: jax.Array) -> jax.Array:
-    ratio = limit / jnp.where(norm == 0, 1, norm)
-    factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)
-    return times(with_real_dtype(leaf, norm.dtype.name), factor).astype(leaf.dtype)
+    return map_clippable(scaled, grads, parts)

@@ -1,7 +1,5 @@
 """Weights of queries and keys scaled down where attention logits are too large."""
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +85,9 @@ def qk_clip(
       >>> optax.apply_updates(params, updates)["q"][0, 0], updates["k"][0, 0]
       (Array([2., 2.], dtype=float32), Array([-4.5, -4.5], dtype=float32))
     """
-    chosen = _checked_pairs(pairs)
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str | Mapping):
+        raise TypeError(f"pairs: got {pairs!r}, expected a list of such as {_FORM}")
+    chosen = [_checked_pair(pair) for pair in pairs]
     _check_number("max_logit", max_logit, lambda x: x > 0, "a positive number such as 100.0")
     _check_number("balance", balance, lambda x: (x >= 0) & (x <= 1), "a number from 0 to 1")
 
@@ -106,22 +106,21 @@ def qk_clip(
         leaves, (changed, structure) = _Leaves.of(params), jax.tree.flatten(updates)
         if structure != jax.tree.structure(params):
             raise ValueError(f"updates: got {structure}, expected the structure of the parameters")
-        factors: dict[int, list[_Factor]] = {}
+        factors: dict[int, jax.Array] = {}
         key_heads: dict[str, tuple[_Pair, int]] = {}
         for pair in chosen:
             largest = _largest_logits(pair, max_logits)
             is_over = jnp.isfinite(largest) & (largest > max_logit)
             gamma = jnp.where(is_over, max_logit / jnp.where(is_over, largest, 1), 1)
-            size = leaves.head_size(pair, gamma)
-            _check_terms(pair, leaves.key_heads(pair, gamma, size), key_heads)
+            size, own_heads = leaves.head_size(pair, gamma), 0  # of the key, which is the last part
             for part, power in pair.powers(balance):
                 shared = leaves.of_heads(pair, part, gamma, size)
+                own_heads = shared.shape[-1] // size
                 for place, own in leaves.factors(pair, part, shared**power, gamma.ndim):
-                    factors.setdefault(place, []).append(own)
-        for place, several in factors.items():
-            p = leaves.values[place]
-            for index, factor in _smallest_factors(several, jnp.shape(p)):
-                changed[place] = _scaled(p, changed[place], index, factor)
+                    factors[place] = jnp.minimum(factors.get(place, 1), own)
+            _check_terms(pair, own_heads, key_heads)
+        for place, factor in factors.items():
+            changed[place] = _scaled(leaves.values[place], changed[place], factor)
         return structure.unflatten(changed), state
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
@@ -134,13 +133,6 @@ def _check_number(name: str, value: Any, holds: Callable[[Any], Any], expected: 
         raise TypeError(f"{name}: got {value!r}, expected {expected}")
     if not isinstance(value, Tracer) and not np.all(holds(np.asarray(value))):
         raise ValueError(f"{name}: got {value!r}, expected {expected}")
-
-
-class _Factor(NamedTuple):
-    """A factor of a part of a leaf."""
-
-    at: tuple[Any, ...]
-    factor: jax.Array
 
 
 class _Part(NamedTuple):
@@ -173,12 +165,6 @@ class _Pair(NamedTuple):
         return [(self.query, balance), (self.key, 1 - balance)]
 
 
-def _checked_pairs(pairs: Any) -> list[_Pair]:
-    if not isinstance(pairs, Iterable) or isinstance(pairs, str | Mapping):
-        raise TypeError(f"pairs: got {pairs!r}, expected a list of such as {_FORM}")
-    return [_checked_pair(pair) for pair in pairs]
-
-
 def _checked_pair(pair: Any) -> _Pair:
     parts = list(pair) if isinstance(pair, tuple | list) else []
     is_pair = len(parts) == 4 and isinstance(parts[0], str) and hasattr(parts[3], "__index__")
@@ -191,16 +177,13 @@ def _checked_pair(pair: Any) -> _Pair:
 def _checked_part(part: Any) -> _Part:
     path, *index = part if isinstance(part, tuple | list) and len(part) == 2 else (part,)
     entries = index[0] if index and isinstance(index[0], tuple) else (*index,)
-    if not isinstance(path, str) or not all(map(_is_index, entries)):
+    is_index = all(entry is Ellipsis or isinstance(entry, slice | int) for entry in entries)
+    if not isinstance(path, str) or not is_index:
         raise TypeError(
             f'pairs: got {part!r}, expected a path such as "attn/query/kernel", or a path and an '
             'index of slices and integers, such as ("attn/qkv/kernel", numpy.s_[:, 0])'
         )
     return _Part(path, entries) if index else _Part(path)
-
-
-def _is_index(entry: Any) -> bool:
-    return entry is Ellipsis or isinstance(entry, slice | int)
 
 
 def _largest_logits(pair: _Pair, max_logits: Any) -> jax.Array:
@@ -283,18 +266,14 @@ class _Leaves(NamedTuple):
         groups = gamma.reshape(*gamma.shape[:-1], own, heads // own).min(-1)
         return jnp.repeat(groups, size, axis=-1)
 
-    def key_heads(self, pair: _Pair, gamma: jax.Array, size: int) -> int:
-        """The number of heads of keys; as many as of queries for a key that is left alone."""
-        return gamma.shape[-1] if pair.key is None else self.part(pair.key).shape[pair.axis] // size
-
     def factors(
         self, pair: _Pair, part: _Part, factor: jax.Array, leading: int
-    ) -> list[tuple[int, _Factor]]:
+    ) -> list[tuple[int, jax.Array]]:
         """The factors of a kernel and the bias beside it, with their places."""
         kernel, place = self.part(part), self.place(part)
-        axis, ndim = pair.axis % kernel.ndim, self.values[place].ndim
-        index = part.full_index(ndim)
-        found = [(place, _Factor(index, _along(factor, axis, kernel.ndim)))]
+        axis, shape = pair.axis % kernel.ndim, self.values[place].shape
+        own = _along(factor, axis, kernel.ndim)
+        found = [(place, _spread(own, part.full_index(len(shape)), shape))]
         folder, _, last = part.path.rpartition("/")
         bias = self.places.get(f"{folder}/bias" if folder else "bias")
         if bias is not None and last != "bias":
@@ -303,7 +282,7 @@ class _Leaves(NamedTuple):
 
     def _of_bias(
         self, pair: _Pair, part: _Part, bias: Any, factor: jax.Array, leading: int
-    ) -> _Factor:
+    ) -> jax.Array:
         """The factor of a bias, which has the shape of the kernel without its axis of inputs."""
         kernel = self.part(part)
         index, axis = part.full_index(self.values[self.place(part)].ndim), pair.axis % kernel.ndim
@@ -314,7 +293,7 @@ class _Leaves(NamedTuple):
             rest = index[:own] + index[own + 1 :]
             shape = kernel.shape[:i] + kernel.shape[i + 1 :]
             if len(rest) == bias.ndim and bias[rest].shape == shape:
-                return _Factor(rest, _along(factor, axis - (i < axis), len(shape)))
+                return _spread(_along(factor, axis - (i < axis), len(shape)), rest, bias.shape)
         raise ValueError(
             f"pairs: got {part.path!r} with a bias of shape {bias.shape} beside it, expected the "
             f"shape of the kernel, {kernel.shape}, without one axis"
@@ -357,41 +336,16 @@ def _along(factor: jax.Array, axis: int, ndim: int) -> jax.Array:
     return factor.reshape(*leading, *between, factor.shape[-1], *[1] * (ndim - axis - 1))
 
 
-def _smallest_factors(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
-    """Factors of a leaf that have no element in common: of several the smallest holds."""
-    parts: list[_Factor] = []
-    for index, factor in factors:
-        same = [own for own in parts if own.at == index]
-        parts = [own for own in parts if own.at != index]
-        parts.append(_Factor(index, functools.reduce(jnp.minimum, [f for _, f in same], factor)))
-    pairs = itertools.combinations(parts, 2)
-    if not any(_share_elements(a.at, b.at, shape) for a, b in pairs):
-        return parts
-    whole = jnp.ones(shape, functools.reduce(jnp.promote_types, [f.dtype for _, f in parts]))
-    for index, factor in parts:
-        whole = whole.at[index].set(jnp.minimum(whole[index], factor.astype(whole.dtype)))
-    return [_Factor((slice(None),) * len(shape), whole)]
+def _spread(factor: jax.Array, index: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
+    """The factor of a part of a leaf as one of the whole, which is 1 elsewhere."""
+    is_whole = all(entry == slice(None) for entry in index)
+    return factor if is_whole else jnp.ones(shape, factor.dtype).at[index].set(factor)
 
 
-def _share_elements(
-    first: tuple[Any, ...], second: tuple[Any, ...], shape: tuple[int, ...]
-) -> bool:
-    """Whether two indices have an element in common."""
-
-    def along(entry: Any, length: int) -> set[int]:
-        every = range(length)
-        return {*every[entry]} if isinstance(entry, slice) else {every[entry]}
-
-    axes = zip(first, second, shape, strict=True)
-    return all(along(a, length) & along(b, length) for a, b, length in axes)
-
-
-def _scaled(p: Any, u: Any, index: tuple[Any, ...], factor: jax.Array) -> Any:
-    """The updates after which a part of a parameter is multiplied by a factor."""
+def _scaled(p: Any, u: Any, factor: jax.Array) -> jax.Array:
+    """The updates after which a parameter is multiplied by factors."""
     p, u = jnp.asarray(p), jnp.asarray(u)
-    own, change = p[index], u[index]
-    wide = jnp.promote_types(at_least_float32(change.dtype), factor.dtype)
-    before, step, scale = own.astype(wide), change.astype(wide), factor.astype(wide)
+    wide = jnp.promote_types(at_least_float32(u.dtype), factor.dtype)
+    before, step, scale = p.astype(wide), u.astype(wide), factor.astype(wide)
     new = (scale * (before + step) - before).astype(u.dtype)
-    kept = jnp.where(jnp.broadcast_to(factor == 1, change.shape), change, new)
-    return kept if kept.shape == u.shape else u.at[index].set(kept)
+    return jnp.where(factor == 1, u, new)

@@ -157,10 +157,11 @@ def skip_spikes(
 
     def init(params: Any) -> Any:
         norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
-        counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
+        *counters, count = [jnp.zeros((), jnp.int32) for _ in range(5)]
         norms = None if history is None else history.init(norm)
         state = SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
-        return state._replace(**_not_halted()) if halt else state
+        flag = {"halted": jnp.zeros((), bool), "halted_at": count - 1, "count": count}
+        return state._replace(**flag) if halt else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         norm = extra_args.get("grad_norm")
@@ -252,12 +253,6 @@ def _check_halt(halt: Any) -> None:
         )
 
 
-def _not_halted() -> dict[str, Any]:
-    """The flag of a training that begins."""
-    zero, none = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
-    return {"halted": jnp.zeros((), bool), "halted_at": none, "count": zero}
-
-
 def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
     """Whether an earlier step has halted the training."""
     if halt and state.halted is None:
@@ -324,7 +319,8 @@ def resume(tree: Any) -> Any:
             return node
         found.append(node)
         off = jax.tree.map(jnp.zeros_like, node.halted)
-        return node._replace(halted=off, halted_at=jax.tree.map(_no_step, node.halted_at))
+        none = jax.tree.map(lambda count: jnp.full_like(count, -1), node.halted_at)
+        return node._replace(halted=off, halted_at=none)
 
     def is_leaf(x: Any) -> bool:
         # A model stays the object that it is: its copy has a shared variable several times.
@@ -340,10 +336,6 @@ def resume(tree: Any) -> Any:
             "the state of clipgrad.skip_spikes(optimizer, halt=True)"
         )
     return result
-
-
-def _no_step(count: jax.Array) -> jax.Array:
-    return jnp.full_like(count, -1)
 
 
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:

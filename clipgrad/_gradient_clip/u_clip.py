@@ -77,7 +77,11 @@ def u_clip(
     inner = as_optimizer("clip", clip if is_transformation else gradient_clip(clip))
 
     def init(params: Any) -> UClipState:
-        return UClipState(jax.tree.map(_nothing_like, _clippable_part(params)), inner.init(params))
+        zeros = jax.tree.map(
+            lambda p: jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))),
+            partition(params, is_clippable)[0],
+        )
+        return UClipState(zeros, inner.init(params))
 
     def update(
         updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra: Any
@@ -88,21 +92,12 @@ def u_clip(
         _check_carry(chosen, state)
         total = jax.tree.map(_plus, chosen, state.carry)
         clipped, inner_state = inner.update(combine(total, rest), state.clip, params, **extra)
-        result = jax.tree.map(
-            lambda u, g: u.astype(jnp.result_type(g)), _clippable_part(clipped), chosen
-        )
+        result, _ = partition(clipped, is_clippable)
+        result = jax.tree.map(lambda u, g: u.astype(jnp.result_type(g)), result, chosen)
         carry = jax.tree.map(_cut_off, total, result, state.carry)
         return combine(result, rest), UClipState(carry, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _clippable_part(tree: Any) -> Any:
-    return partition(tree, is_clippable)[0]
-
-
-def _nothing_like(leaf: Any) -> jax.Array:
-    return jnp.zeros_like(leaf, dtype=at_least_float32(jnp.result_type(leaf)))
 
 
 def _plus(gradient: Any, carry: jax.Array) -> jax.Array:

@@ -2,5 +2,5 @@
 
 from clipgrad._recorder.capture import Capture as Capture
 from clipgrad._recorder.capture import load_capture as load_capture
-from clipgrad._recorder.halted_error import HaltedError as HaltedError
 from clipgrad._recorder.recorder import FlightRecorder as FlightRecorder
+from clipgrad._recorder.recorder import HaltedError as HaltedError

@@ -6,11 +6,13 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
+from clipgrad._chart import empty_chart
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
 from clipgrad._recorder.restored import restored
-from clipgrad._recorder.storage import orbax, read, read_manifest
+from clipgrad._recorder.storage import MANIFEST, orbax, read, read_manifest, readable
 from clipgrad._trees import donated_leaf
 
 _CAPTURED = ("params", "state", "batch", "extra")
@@ -125,9 +127,21 @@ class Capture:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from clipgrad._recorder.figure import recorder_figure
-
-        return recorder_figure(self.meta["statistics"], self.step)
+        statistics = self.meta["statistics"]
+        numbers = {name: values for name, values in statistics.items() if name != "step"}
+        chart = empty_chart(8, 2 * len(numbers) + 1)
+        panels = chart.subplots(len(numbers), 1, squeeze=False, sharex=True)[:, 0]
+        for panel, (name, values) in zip(panels, numbers.items(), strict=True):
+            array = np.array(values, float)
+            panel.plot(statistics["step"], array, marker=".", color="#0072B2")
+            panel.axvline(self.step, color="#D55E00", linestyle="--")
+            panel.set_ylabel(name)
+            finite = array[np.isfinite(array)]
+            if finite.size and (finite > 0).all():
+                panel.set_yscale("log")
+        panels[-1].set_xlabel("step")
+        panels[0].set_title(f"the steps before the bad step, {self.step}")
+        return chart
 
 
 def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:
@@ -175,7 +189,8 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
     folder = mounted_folder("path", path).absolute()
     manifest = read_manifest(folder)
     orbax()
-    content = read(folder, manifest["content"], mesh)
+    with readable(folder, MANIFEST):
+        content = read(folder, manifest["content"], mesh)
     meta = manifest["meta"]
     kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
     own = {"_params": content.get("params"), "_batch": content.get("batch")}

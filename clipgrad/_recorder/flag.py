@@ -1,11 +1,9 @@
 """The flag of `skip_spikes(halt=...)`: where it is in a state, and a copy that outlives it."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
@@ -39,21 +37,21 @@ class _Small(NamedTuple):
     microbatch: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class FlagPlace:
+class FlagPlace(NamedTuple):
     """The places of the flag and the statistics among the leaves of a state.
 
     Attributes:
       structure: the structure of the state.
-      indices: the positions of the small numbers among its leaves.
-      small: their structure.
-      accumulates: whether an ``optax.MultiSteps`` is around the flag.
+      small: the positions of the small numbers among its leaves.
     """
 
     structure: Any
-    indices: tuple[int, ...]
-    small: Any
-    accumulates: bool
+    small: _Small
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether an ``optax.MultiSteps`` is around the flag."""
+        return self.small.microbatch is not None
 
     def names(self, leaves: list[Any]) -> list[str]:
         """The names of the statistics."""
@@ -74,7 +72,7 @@ class FlagPlace:
         return _copied_flag(chosen, step)
 
     def _chosen(self, leaves: list[Any]) -> Any:
-        return self.small.unflatten([leaves[i] for i in self.indices])
+        return jax.tree.map(lambda i: leaves[i], self.small)
 
 
 def find_flag(structure: Any) -> FlagPlace:
@@ -94,12 +92,9 @@ def find_flag(structure: Any) -> FlagPlace:
             "of an optimizer that has one: write clipgrad.skip_spikes(optimizer, halt=True)"
         )
     ((skips, microbatch),) = flags
-    clips = (s for s, _ in found if isinstance(s, GradientClipState))
-    small = _Small(
-        _single_numbers(skips), tuple(map(_single_numbers, clips)), _single_numbers(microbatch)
-    )
-    indices, small_structure = jax.tree.flatten(small)
-    return FlagPlace(structure, tuple(indices), small_structure, microbatch is not None)
+    clips = tuple(_single_numbers(s) for s, _ in found if isinstance(s, GradientClipState))
+    small = _Small(_single_numbers(skips), clips, _single_numbers(microbatch))
+    return FlagPlace(structure, small)
 
 
 def _own_states(tree: Any, microbatch: Any) -> Any:
@@ -140,8 +135,3 @@ def _copied_flag(small: _Small, step: Any) -> tuple[jax.Array, jax.Array, Any]:
     norms = jnp.stack([largest(x).astype(jnp.float32) for x in _flag_norms(small).values()])
     # A copy, since a result that is an argument shares its buffer.
     return numbers, norms, jax.tree.map(jnp.copy, step)
-
-
-def read_flag(numbers: jax.Array) -> Flag:
-    """The flag on the host; waits for it."""
-    return Flag(*(int(x) for x in np.asarray(numbers)))

@@ -2,8 +2,10 @@
 
 import collections
 import glob
+import importlib.metadata
 import os
 import pathlib
+import platform
 import tempfile
 import warnings
 from types import TracebackType
@@ -13,18 +15,31 @@ import jax
 import numpy as np
 
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.circumstances import circumstances
 from clipgrad._recorder.flag import Flag, FlagPlace, find_flag
-from clipgrad._recorder.halted_error import HaltedError
-from clipgrad._recorder.newest import Newest
-from clipgrad._recorder.record import StepRecord, kept_tree
+from clipgrad._recorder.record import Newest, StepRecord, is_single_number, kept_tree
 from clipgrad._recorder.storage import MANIFEST, orbax, write
-from clipgrad._recorder.structure import check_structure
+from clipgrad._recorder.structure import to_data
 from clipgrad._recorder.zero_leaves import warning_of_zeros
 from clipgrad._trees import check_tree, is_array
 
 # Some numbers of each step: enough for a picture, and less than one small array in all.
 _STATISTICS = 256
+_CAPTURE_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+
+
+class HaltedError(RuntimeError):
+    """A step of the training was bad, and its capture is written.
+
+    Attributes:
+      path: the capture, for `load_capture`; ``None`` if it could not be written.
+    """
+
+    def __init__(self, path: pathlib.Path | None, message: str = "") -> None:
+        super().__init__(message or f"the training has halted; its capture is {path}")
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.path, str(self))
 
 
 class FlightRecorder:
@@ -168,7 +183,7 @@ class FlightRecorder:
         structure = jax.tree.structure(tree)
         if name not in self._checked or self._checked[name] != structure:
             check_tree(name, tree)
-            check_structure(name, tree)
+            to_data(name, tree, lambda _: None)
             self._checked[name] = structure
 
     def _kept(self, name: str, tree: Any) -> Any:
@@ -201,14 +216,10 @@ class FlightRecorder:
         if error is None:
             self.close()
         elif not isinstance(error, HaltedError):
-            self._close_after(error)
-
-    def _close_after(self, error: BaseException) -> None:
-        """Closes after an error, which stays the one raised and says if a step was bad as well."""
-        try:
-            self.close()
-        except Exception as other:
-            error.add_note(str(other))
+            try:  # the error stays the one raised, and says if a step was bad as well
+                self.close()
+            except Exception as other:
+                error.add_note(str(other))
 
     def _look(self, waiting: int, peek: bool = False) -> None:
         """Looks at flags in their order: waits for the first ones, others must have arrived."""
@@ -223,10 +234,11 @@ class FlightRecorder:
         """Does what a flag asks for; an interruption, as by Ctrl-C, leaves it to be done."""
         if record.is_done:
             return
-        flag = record.look()
+        flag = record.flag
         if record.before is None:
             record.before, self._count = self._count, flag.count
-            self._past.append((record.step, flag, record.norms, record.numbers))
+            numbers = {name: x for name, x in record.extra.items() if is_single_number(x)}
+            self._past.append((record.step, flag, record.norms, numbers))
         halted_at = flag.halted_at if flag.halted else None
         if halted_at is not None and halted_at != self._halted_at:
             self._unwritten = record
@@ -266,51 +278,40 @@ class FlightRecorder:
             raise _TooManyError(
                 f"max_captures: got {self.max_captures}, but there are as many in {self.directory}"
             )
-        step = self._step(record)
+        step, flag = self._step(record), record.flag
         names = [f"step_{step}", *(f"step_{step}_{i}" for i in range(1, self.max_captures + 1))]
         paths = [path for path in map(self.directory.joinpath, names) if not path.exists()]
-        content, meta = self._newest.alive(), self._meta(record)
-        batch, missing = self._batch(record)
+        meta = {"step": step, "halted_at": flag.halted_at, "statistics": self._statistics(flag)}
+        content = self._newest.alive()
         content |= {"key": record.key, "extra": record.extra} if record.has_bad_step else {}
-        content |= {} if missing else {"batch": batch}
-        meta |= {"no_batch": missing} if missing else {}
-        meta |= {"microbatches": len(batch)} if self._accumulates and not missing else {}
-        if not missing and record.steps > 1:
-            first = record.look().count - record.steps
-            meta |= {"steps": record.steps, "step_in_batch": meta["halted_at"] - first}
-        return write(paths, content, meta)
-
-    @property
-    def _accumulates(self) -> bool:
-        return self._place is not None and self._place.accumulates
+        try:
+            content["batch"] = batch = self._batch(record)
+        except _NoBatchError as error:
+            meta["no_batch"] = str(error)
+        else:
+            if batch is not record.batch:
+                meta["microbatches"] = len(batch)
+            if record.steps > 1:
+                place = flag.halted_at - (flag.count - record.steps)
+                meta |= {"steps": record.steps, "step_in_batch": place}
+        return write(paths, content, meta | _circumstances())
 
     def _step(self, record: StepRecord) -> Any:
         """The number of the bad step."""
         if record.step is None or not record.is_bad_step:
-            return record.look().halted_at
+            return record.flag.halted_at
         return _plain_number(record.step)
 
-    def _batch(self, record: StepRecord) -> tuple[Any, str | None]:
-        """The batch of the bad step, or why there is none."""
-        flag = record.look()
+    def _batch(self, record: StepRecord) -> Any:
+        """The batch of the bad step, or a list of its microbatches."""
+        flag = record.flag
         if not record.has_bad_step:
-            return None, (
+            raise _NoBatchError(
                 f"the first record after step {flag.halted_at} was of step {flag.count - 1}; "
                 "call record after every step, or clipgrad.resume if the state was halted before"
             )
-        if not self._accumulates:
-            return record.batch, None
-        return _microbatches(list(self._records), record)
-
-    def _meta(self, record: StepRecord) -> dict[str, Any]:
-        """The facts of a capture beside its arrays."""
-        flag = record.look()
-        return {
-            "step": self._step(record),
-            "halted_at": flag.halted_at,
-            "statistics": self._statistics(flag),
-            **circumstances(),
-        }
+        is_accumulated = self._place is not None and self._place.accumulates
+        return _microbatches(list(self._records), record) if is_accumulated else record.batch
 
     def _statistics(self, flag: Flag) -> dict[str, list]:
         """The numbers of the steps up to the bad one, by name."""
@@ -328,18 +329,34 @@ class _TooManyError(RuntimeError):
     """There are as many captures as there may be."""
 
 
-def _microbatches(records: list[StepRecord], bad: StepRecord) -> tuple[Any, str | None]:
+class _NoBatchError(LookupError):
+    """The batch of the bad step was not recorded, or is not kept any more."""
+
+
+def _circumstances() -> dict[str, Any]:
+    """Versions, and the devices and processes of the run."""
+    versions = {name: importlib.metadata.version(name) for name in _CAPTURE_PACKAGES}
+    return {
+        "versions": versions | {"python": platform.python_version()},
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+    }
+
+
+def _microbatches(records: list[StepRecord], bad: StepRecord) -> list[Any]:
     """The batches of all gradients of a step, where ``optax.MultiSteps`` is around the flag."""
     last = first = next(i for i, record in enumerate(records) if record is bad)
-    while first and records[first - 1].look().microbatch:
+    while first and records[first - 1].flag.microbatch:
         first -= 1
-    whole = records[first].look().microbatch == 1 if first < last else first > 0
+    whole = records[first].flag.microbatch == 1 if first < last else first > 0
     if not whole:
-        return None, (
+        raise _NoBatchError(
             "optax.MultiSteps wraps skip_spikes, and accumulates more batches than the recorder "
             "keeps; write keep= as many, or skip_spikes(optax.MultiSteps(...))"
         )
-    return [record.batch for record in records[first : last + 1]], None
+    return [record.batch for record in records[first : last + 1]]
 
 
 def _check_writable(directory: pathlib.Path) -> None:

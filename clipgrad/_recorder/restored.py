@@ -38,7 +38,10 @@ def _leaf_like(path: tuple, leaf: Any, known: dict[tuple, Any], name: str) -> An
             f"its paths: {_path_list(known)}"
         )
     other = known.pop(path)
-    got, expected = _type_of(leaf), _type_of(other)
+    got, expected = (
+        (tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__)))
+        for x in (leaf, other)
+    )
     is_single = not is_array(leaf) or not is_array(other)
     if got != expected and not (is_single and got[0] == expected[0] == ()):
         raise ValueError(
@@ -46,11 +49,6 @@ def _leaf_like(path: tuple, leaf: Any, known: dict[tuple, Any], name: str) -> An
             f"{expected[1]}{list(expected[0])} as in the capture"
         )
     return other
-
-
-def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
-    shape = tuple(getattr(leaf, "shape", ()))
-    return shape, str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def _path_list(known: dict[tuple, Any]) -> str:

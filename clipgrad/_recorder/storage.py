@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from clipgrad._recorder.structure import from_data, to_data
+from clipgrad._recorder.structure import from_data, plain_data, plain_from, to_data
 
 FORMAT = 2
 MANIFEST = "capture.json"
@@ -65,7 +65,8 @@ def write(
     partial = path.with_name(f".{path.name}{own}.partial")
     _remove_left_over(path.parent)
     written = Written({}, {})
-    data = to_data(dict(content), lambda leaf: _leaf_data(leaf, written))
+    encode = functools.partial(_leaf_data, written=written)
+    data = {"dict": [[name, to_data(name, tree, encode)] for name, tree in sorted(content.items())]}
     first = jax.process_index() == 0
     try:
         if first:
@@ -129,12 +130,8 @@ def _leaf_data(leaf: Any, written: Written) -> dict[str, Any]:
     """The manifest's entry for a leaf; the arrays themselves are collected."""
     if isinstance(leaf, np.ndarray | np.generic):
         return _numpy_data(np.asarray(leaf), written)
-    if isinstance(leaf, bool | int | float | str):
-        return {"value": leaf}
-    if isinstance(leaf, bytes):
-        return {"bytes": leaf.hex()}
-    if isinstance(leaf, complex):
-        return {"complex": [leaf.real, leaf.imag]}
+    if isinstance(leaf, bool | int | float | complex | str | bytes):
+        return plain_data(leaf)
     if not isinstance(leaf, jax.Array):
         return {"left_out": f"{type(leaf).__module__}.{type(leaf).__qualname__}"}
     if leaf.is_deleted():
@@ -220,7 +217,7 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
         inside = sorted(str(p.parent) for p in path.glob(f"[!.]*/{MANIFEST}"))
         hint = f"; there are {', '.join(inside)}" if inside else ""
         raise FileNotFoundError(f"path: got {str(path)!r}, expected a capture{hint}")
-    with _readable(path, MANIFEST):
+    with readable(path, MANIFEST):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = int(manifest["format"])
     if version > FORMAT:
@@ -228,13 +225,17 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
             f"path: got a capture of format {version}, written by a later version of clipgrad, "
             f"expected format {FORMAT} or an earlier one; install that version"
         )
-    with _readable(path, MANIFEST):  # so that what is damaged is said here
-        _check_meta(manifest["meta"])
+    with readable(path, MANIFEST):  # so that what is damaged is said here
+        meta = manifest["meta"]
+        wanted = {"statistics", "versions", "step", "halted_at", "devices", "device_kind"}
+        missing = wanted - set(meta) or {"jax"} - set(meta["versions"])
+        if missing or not isinstance(meta["statistics"], dict):
+            raise KeyError(f"meta without {sorted(missing)}")
     return manifest
 
 
 @contextlib.contextmanager
-def _readable(path: pathlib.Path, part: str) -> Iterator[None]:
+def readable(path: pathlib.Path, part: str) -> Iterator[None]:
     """Raises `ValueError` for a part of a capture that is damaged."""
     try:
         yield
@@ -247,24 +248,12 @@ def _readable(path: pathlib.Path, part: str) -> Iterator[None]:
         ) from None
 
 
-def _check_meta(meta: Any) -> None:
-    wanted = {"statistics", "versions", "step", "halted_at", "devices", "device_kind"}
-    missing = wanted - set(meta) or {"jax"} - set(meta["versions"])
-    if missing or not isinstance(meta["statistics"], dict):
-        raise KeyError(f"meta without {sorted(missing)}")
-
-
 def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     """The content of a capture, placed on a mesh, on one like the run's, or on one device.
 
     Raises:
-      ValueError: it is damaged, or does not fit the mesh or the types that JAX has here.
+      ValueError: it does not fit the mesh or the types that JAX has here.
     """
-    with _readable(path, MANIFEST):
-        return _read(path, data, mesh)
-
-
-def _read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     leaves: list[dict[str, Any]] = []
     # Whatever the leaves become, the structure keeps them apart.
     from_data(data, leaves.append)
@@ -272,29 +261,30 @@ def _read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     for leaf in leaves:
         if "dtype" in leaf and "file" not in leaf:
             _check_width(leaf)
-            placement = None if leaf["sharding"] == "numpy" else _placement(leaf, mesh)
-            placements[id(leaf)] = placement
+            is_numpy = leaf["sharding"] == "numpy"
+            placement = placements[id(leaf)] = None if is_numpy else _placement(leaf, mesh)
             if "array" in leaf:
                 wanted[leaf["array"]] = placement
-    with _readable(path, "arrays"):
+    with readable(path, "arrays"):
         arrays = _restored(path / _ARRAYS, wanted) if wanted else {}
 
     def value(leaf: dict[str, Any]) -> Any:
-        if "value" in leaf:
-            return leaf["value"]
-        if "bytes" in leaf:
-            return bytes.fromhex(leaf["bytes"])
-        if "complex" in leaf:
-            return complex(*leaf["complex"])
         if "left_out" in leaf:
             return None
+        if "dtype" not in leaf:
+            return plain_from(leaf)
         if "file" in leaf:
             file = f"{_NUMPY}/{int(leaf['file'])}.npy"
-            with _readable(path, file):
+            with readable(path, file):
                 return np.load(path / file, allow_pickle=False)
-        array = arrays[leaf["array"]] if "array" in leaf else _empty(leaf, placements[id(leaf)])
-        if "array" in leaf and _is_odd(leaf["dtype"]) and array.dtype == np.uint8:
-            array = _from_bytes(array, jnp.dtype(leaf["dtype"]))
+        dtype, place = jnp.dtype(leaf["dtype"]), placements[id(leaf)]
+        if "array" in leaf:
+            array: Any = arrays[leaf["array"]]
+            if _is_odd(dtype) and array.dtype == np.uint8:
+                array = _from_bytes(array, dtype)
+        else:  # one without elements
+            empty = np.empty(leaf["shape"], dtype)
+            array = empty if place is None else jax.device_put(empty, place)
         _check_array(path, array, leaf)
         return jax.random.wrap_key_data(array, impl=leaf["key"]) if "key" in leaf else array
 
@@ -322,11 +312,6 @@ def _restored(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
         return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=arguments))
 
 
-def _empty(leaf: dict[str, Any], placement: Any) -> Any:
-    array = np.empty(leaf["shape"], jnp.dtype(leaf["dtype"]))
-    return array if placement is None else jax.device_put(array, placement)
-
-
 def _check_width(leaf: dict[str, Any]) -> None:
     wide = leaf["dtype"] in ("float64", "int64", "uint64", "complex128")
     if wide and leaf["sharding"] != "numpy" and not jax.config.read("jax_enable_x64"):
@@ -342,29 +327,21 @@ def _placement(leaf: dict[str, Any], mesh: Any) -> Any:
     if data is None or data["spec"] is None:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else _named_sharding(mesh, [])
     if mesh is not None:
-        return _divided_sharding(_named_sharding(mesh, data["spec"]), leaf["shape"])
+        sharding = _named_sharding(mesh, data["spec"])
+        try:
+            sharding.shard_shape(tuple(leaf["shape"]))
+        except ValueError:
+            raise ValueError(
+                f"mesh: got {dict(mesh.shape)}, expected sizes that divide the array of the shape "
+                f"{tuple(leaf['shape'])}, sharded as {sharding.spec}"
+            ) from None
+        return sharding
     if math.prod(data["sizes"]) > jax.device_count():
         return SingleDeviceSharding(jax.devices()[0])
-    like = (tuple(data[name]) for name in ("sizes", "axes", "types"))
-    return _named_sharding(_mesh_like(*like), data["spec"])
-
-
-def _divided_sharding(sharding: NamedSharding, shape: list[int]) -> NamedSharding:
-    try:
-        sharding.shard_shape(tuple(shape))
-    except ValueError:
-        raise ValueError(
-            f"mesh: got {dict(sharding.mesh.shape)}, expected sizes that divide the array of the "
-            f"shape {tuple(shape)}, sharded as {sharding.spec}"
-        ) from None
-    return sharding
-
-
-@functools.cache
-def _mesh_like(sizes: tuple[int, ...], axes: tuple[str, ...], types: tuple[str, ...]) -> Any:
-    kinds = tuple(AxisType[name] for name in types)
-    devices = jax.devices()[: math.prod(sizes)]
-    return jax.make_mesh(sizes, axes, axis_types=kinds, devices=devices)
+    kinds = tuple(AxisType[name] for name in data["types"])
+    devices = jax.devices()[: math.prod(data["sizes"])]
+    mesh = jax.make_mesh(data["sizes"], data["axes"], axis_types=kinds, devices=devices)
+    return _named_sharding(mesh, data["spec"])
 
 
 def _named_sharding(mesh: Any, spec: list[Any]) -> NamedSharding:

@@ -1,7 +1,6 @@
 """A tree as plain data and a list of leaves, and back; no code of the tree is needed or run.
 
-`parts` says what the parts of a tree are and what their keys are; writing, checking and restoring
-all ask it.
+`parts` says what the parts of a tree are and what their keys are; writing and restoring ask it.
 """
 
 import collections
@@ -27,7 +26,10 @@ def parts(tree: Any) -> list[tuple[Any, Any]] | None:
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(entries) == 1 and not entries[0][0]:
         return None
-    keys = _sortable([_key_of(path[0]) for path, _ in entries])
+    names = ("name", "key", "idx")
+    keys = [next((getattr(k, n) for n in names if hasattr(k, n)), str(k)) for (k,), _ in entries]
+    # What is read is a dictionary, whose keys JAX sorts: those of `nnx.List` are names and numbers.
+    keys = list(map(str, keys)) if set(map(type, keys)) == {str, int} else keys
     return list(zip(keys, (part for _, part in entries), strict=True))
 
 
@@ -54,54 +56,40 @@ def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from entries(part, (*path, key))
 
 
-def check_structure(name: str, tree: Any) -> None:
-    """Checks what `to_data` needs.
-
-    Raises:
-      TypeError: a key of a dictionary is of a type that can't be written.
-      ValueError: there are too many levels, or two parts of one key.
-    """
-    _check_part(name, tree, ())
-
-
-def _check_part(name: str, tree: Any, path: Path) -> None:
-    tree = without_boxes(tree)
-    found = None if tree is None else parts(tree)
-    where = f"{name}: got {{}} at {path_text(path)!r}" if path else f"{name}: got {{}}"
-    if len(path) > MOST_LEVELS:
-        got = f"{name}: got a tree of more than {MOST_LEVELS} levels"
-        raise ValueError(f"{got}, expected fewer; stack the arrays of the levels")
-    keys = [key for key, _ in found or ()]
-    for key in keys:
-        if not _is_key(key):
-            got = where.format(f"the dictionary key {key!r:.60} of type {type(key).__name__}")
-            raise TypeError(f"{got}, expected text, numbers, bytes or tuples of them as keys")
-    if len({repr(_key_data(key)) for key in keys}) < len(keys):
-        raise ValueError(f"{where.format(type(tree).__name__)} with several parts of one key")
-    for key, part in found or ():
-        _check_part(name, part, (*path, key))
-
-
 def path_text(path: Path) -> str:
     """A path as in messages."""
     return "/".join(map(str, path))
 
 
-def to_data(tree: Any, leaf: Encode) -> Any:
-    """The tree as JSON has it, with ``leaf(x)`` for each leaf."""
+def to_data(name: str, tree: Any, leaf: Encode, path: Path = ()) -> Any:
+    """The tree as JSON has it, with ``leaf(x)`` for each leaf.
+
+    Raises:
+      TypeError: a key of a dictionary is of a type that can't be written.
+      ValueError: there are too many levels, or two parts of one key.
+    """
     tree = without_boxes(tree)
-    if tree is None:
-        return {"none": True}
-    found = parts(tree)
+    found = None if tree is None else parts(tree)
+    if len(path) > MOST_LEVELS:
+        got = f"{name}: got a tree of more than {MOST_LEVELS} levels"
+        raise ValueError(f"{got}, expected fewer; stack the arrays of the levels")
     if found is None:
-        return {"leaf": leaf(tree)}
-    children = [[_key_data(key), to_data(part, leaf)] for key, part in found]
-    for name, kind in _CONTAINERS.items():
-        if type(tree) is kind:
-            return {name: children if name in _MAPPINGS else [child for _, child in children]}
+        return {"none": True} if tree is None else {"leaf": leaf(tree)}
+    where = f"{name}: got {{}} at {path_text(path)!r}" if path else f"{name}: got {{}}"
+    for key, _ in found:
+        if not _is_key(key):
+            got = where.format(f"the dictionary key {key!r:.60} of type {type(key).__name__}")
+            raise TypeError(f"{got}, expected text, numbers, bytes or tuples of them as keys")
+    if len({repr(_key_data(key)) for key, _ in found}) < len(found):
+        raise ValueError(f"{where.format(type(tree).__name__)} with several parts of one key")
+    children = [[_key_data(key), to_data(name, part, leaf, (*path, key))] for key, part in found]
+    kind = type(tree)
+    for container, known in _CONTAINERS.items():
+        if kind is known:
+            keyed = container in _MAPPINGS
+            return {container: children if keyed else [child for _, child in children]}
     if isinstance(tree, dict):
         return {"dict": children}
-    kind = type(tree)
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": children}
 
 
@@ -141,22 +129,6 @@ def _known_tuple(path: str, fields: set[str]) -> Any:
     return found if is_tuple and fields == set(getattr(found, "_fields", ())) else None
 
 
-def _sortable(keys: list[Any]) -> list[Any]:
-    """The keys of one node, as text if they are names and numbers, as the keys of `nnx.List` are.
-
-    What is read is a dictionary, whose keys JAX sorts.
-    """
-    kinds = set(map(type, keys))
-    return list(map(str, keys)) if kinds == {str, int} else keys
-
-
-def _key_of(key: Any) -> Any:
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
-
-
 def _is_key(key: Any) -> bool:
     if isinstance(key, tuple):
         return type(key) is tuple and all(map(_is_key, key))
@@ -172,9 +144,14 @@ def _key_data(key: Any) -> Any:
         return {"tuple": [_key_data(part) for part in key]}
     if isinstance(key, np.generic):
         return {"numpy": key.dtype.str, "hex": key.tobytes().hex()}
-    if isinstance(key, float):
-        return {"float": key.hex()}
-    return {"bytes": key.hex()} if isinstance(key, bytes) else {"value": key}
+    return {"float": key.hex()} if isinstance(key, float) else plain_data(key)
+
+
+def plain_data(value: Any) -> dict[str, Any]:
+    """A plain value that is no tree, by its type."""
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    return {"bytes": value.hex()} if isinstance(value, bytes) else {"value": value}
 
 
 def _key_from(data: Any) -> Any:
@@ -184,6 +161,11 @@ def _key_from(data: Any) -> Any:
         return tuple(map(_key_from, data["tuple"]))
     if "numpy" in data:
         return np.frombuffer(bytes.fromhex(data["hex"]), np.dtype(data["numpy"]))[0]
-    if "float" in data:
-        return float.fromhex(data["float"])
+    return float.fromhex(data["float"]) if "float" in data else plain_from(data)
+
+
+def plain_from(data: dict[str, Any]) -> Any:
+    """The value of `plain_data`."""
+    if "complex" in data:
+        return complex(*data["complex"])
     return bytes.fromhex(data["bytes"]) if "bytes" in data else data["value"]

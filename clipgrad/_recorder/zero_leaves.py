@@ -1,6 +1,5 @@
 """The leaves whose gradient was exactly zero, as the state of an optimizer shows it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     if all leaves are zero, as at a loss of 0 or where gradients are still accumulated.
     """
     state = without_variables(state)
-    found = dict(_zeros_by_stats(state)) or dict(_zeros_by_moments(state))
+    found = _zeros_by_stats(state) or _zeros_by_moments(state)
     loss, flags = jax.device_get((loss, found))
     zero = [name for name, is_zero in flags.items() if np.all(is_zero)]
     if not zero or len(zero) == len(found) or (loss is not None and not np.any(loss)):
@@ -38,33 +37,29 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     )
 
 
-def _zeros_by_stats(state: Any) -> Iterator[tuple[str, Any]]:
-    for clip in instances(state, GradientClipState):
-        by_path = clip.leaf_stats or {}
-        yield from ((path, stats.zeros == 1) for path, stats in by_path.items())
+def _zeros_by_stats(state: Any) -> dict[str, Any]:
+    clips = instances(state, GradientClipState)
+    return {path: s.zeros == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()}
 
 
-def _zeros_by_moments(state: Any) -> Iterator[tuple[str, Any]]:
+def _zeros_by_moments(state: Any) -> dict[str, Any]:
+    """Of each leaf whether its first moment is zero, in types whose smallest number is not."""
+
+    def has(part: Any, name: str) -> bool:
+        return name in getattr(part, "_fields", ()) and getattr(part, name) is not None
+
+    leaves = {}
     for name in _MOMENTS:
-        for own in _states_with(state, name):
-            leaves = {path: x for path, x in with_paths(getattr(own, name)) if _is_wide(x)}
-            yield from _are_zero(leaves).items()
+        for own in jax.tree.leaves(state, is_leaf=lambda x, name=name: has(x, name)):
+            leaves |= dict(with_paths(getattr(own, name))) if has(own, name) else {}
+    wide = {
+        path: x
+        for path, x in leaves.items()
+        if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).tiny < _TINY
+    }
+    return _are_zero(wide)
 
 
 @jax.jit
 def _are_zero(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {path: jnp.all(x == 0) for path, x in leaves.items()}
-
-
-def _is_wide(x: Any) -> bool:
-    is_floating = is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-    return is_floating and bool(jnp.finfo(x.dtype).tiny < _TINY)
-
-
-def _states_with(state: Any, field: str) -> list[Any]:
-    """The parts of a state that are named tuples with something in this field."""
-
-    def has_field(part: Any) -> bool:
-        return field in getattr(part, "_fields", ()) and getattr(part, field) is not None
-
-    return [part for part in jax.tree.leaves(state, is_leaf=has_field) if has_field(part)]

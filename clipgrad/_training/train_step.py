@@ -32,12 +32,12 @@ from clipgrad._gradient_clip import (
 from clipgrad._numerics import global_norm
 from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._training.accumulate import Gradients, accumulated
-from clipgrad._training.values import MeasuredLoss
 from clipgrad._trees import (
     check_leaves,
     check_scalar,
     check_tree,
     combine,
+    donated_leaf,
     instances,
     loss_and_aux,
     overwrite,
@@ -45,7 +45,7 @@ from clipgrad._trees import (
     split_overwritten,
     zeros_for,
 )
-from clipgrad._values import Watch
+from clipgrad._values import ValueStats, Watch, with_value_stats
 
 StepMetrics = dict[str, Any]
 
@@ -112,7 +112,7 @@ class TrainStep:
             state, metrics = self.update(as_static(state), batch)
             return from_static(state), metrics
         except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
+            if "deleted" not in str(error) or donated_leaf(state) is None:
                 raise
             raise ValueError(
                 "state: got buffers that another step has overwritten, expected the state that the "
@@ -214,14 +214,15 @@ def train_step(
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
-    _check_order(loss_fn)
+    _check_arguments(loss_fn, accumulate)
     optimizer = as_optimizer("optimizer", optimizer)
-    _check_accumulate(accumulate)
-    adaptive = AdaptiveRules.of(error_clip or {})
-    measured = MeasuredLoss(loss_fn, has_aux, watch_values)
+    adaptive, watches = AdaptiveRules.of(error_clip or {}), watch_values is not None
+    seen_loss = (
+        with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux) if watches else loss_fn
+    )
 
     def gradients_of(rules: Rules | None) -> Gradients:
-        gradients = _gradients(measured.fun, measured.fun_has_aux, rules)
+        gradients = _gradients(seen_loss, has_aux or watches, rules)
         return accumulated(gradients, accumulate) if accumulate > 1 else gradients
 
     def histories(params: Any, batch: Any) -> Any:
@@ -234,19 +235,20 @@ def train_step(
         gradients = gradients_of(error_clip if kept is None else adaptive.bound(kept))
         given = take_apart(state.params, wrt)
         (loss, aux), grads, stats, after = gradients(given, batch)
-        aux, values = measured.split(aux, accumulate)
+        aux, values = _apart(aux, has_aux, accumulate) if watches else (aux, {})
         _check_trained(optimizer, given.trained, state)
         grads, overwriting = split_overwritten(grads)
 
-        seen, value_fn = combine(grads, zeros_for(overwriting)), _value_fn(measured, given, batch)
-        extra = {"value": loss, "grad": seen, "value_fn": value_fn, **measured.extra_args(values)}
+        seen = combine(grads, zeros_for(overwriting))
+        extra = {"value": loss, "grad": seen, "value_fn": _value_fn(loss_fn, has_aux, given, batch)}
+        extra |= {"max_logits": {n: s.highest for n, s in values.items()}} if watches else {}
         updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
         params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
         skipped = metrics.get("skipped", False)
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
-        metrics |= measured.metrics(values, aux)
+        metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
         kept = None if kept is None else adaptive.after(kept, stats, accumulate)
         return as_static(TrainState(params, opt_state, kept)), metrics
 
@@ -254,13 +256,14 @@ def train_step(
     return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None, wrt)
 
 
-def _check_order(loss_fn: Any) -> None:
-    """An optimizer in place of the loss is refused."""
+def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
     if isinstance(loss_fn, optax.GradientTransformation):
         raise TypeError(
             "loss_fn: got an optax.GradientTransformation, expected a function of (params, batch); "
             "write train_step(loss_fn, optimizer)"
         )
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
 
 
 def _check_state(state: Any, batch: Any) -> None:
@@ -274,13 +277,21 @@ def _check_state(state: Any, batch: Any) -> None:
         )
 
 
-def _value_fn(measured: MeasuredLoss, given: Any, batch: Any) -> Callable[[Any], Any]:
+def _apart(aux: Any, has_aux: bool, parts: int) -> tuple[Any, dict[str, ValueStats]]:
+    """The auxiliary results of a loss, and the statistics of its values, over microbatches."""
+    aux, values = aux if has_aux else (None, aux)
+    return aux, {name: s.over(0) for name, s in values.items()} if parts > 1 else values
+
+
+def _value_fn(
+    loss_fn: Callable[..., Any], has_aux: bool, given: Parameters, batch: Any
+) -> Callable[[Any], Any]:
     """The loss as a function of what is trained, for an optimizer that searches along a line."""
 
     def value(trained: Any) -> Any:
         with asking_for_stats(""):
-            result, _ = given.call(measured.loss_fn, trained, given.state, batch)
-        return result[0] if measured.has_aux else result
+            result, _ = given.call(loss_fn, trained, given.state, batch)
+        return result[0] if has_aux else result
 
     return value
 
@@ -346,11 +357,6 @@ def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMe
     return metrics
 
 
-def _check_accumulate(accumulate: Any) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
-
-
 def _check_numbers(params: Any) -> None:
     """Raises `TypeError` for keys of random numbers, by which JAX does not differentiate."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)[0]:
@@ -376,10 +382,6 @@ def _check_trained(
             "step.init(params), which leaves out the integers among the parameters, and all but "
             f"the trained variables of an NNX model: {expected}"
         )
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _copied_leaf(leaf: Any) -> Any:
