@@ -12,7 +12,6 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
-from clipgrad._compare.ancestors import Ancestors
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.gradients import find
 from clipgrad._compare.likeness import Likeness, similarity
@@ -21,6 +20,7 @@ from clipgrad._compare.places import ComparedPlace, JudgedRuns
 from clipgrad._compare.port_record import PortEntry
 from clipgrad._compare.ports import match_leaves, parameter_texts
 from clipgrad._compare.signatures import host_sketch, layouts, orders_of, signature
+from clipgrad._compare.slices import Ancestors
 from clipgrad._compare.versions import version
 from tests import port_models as models
 

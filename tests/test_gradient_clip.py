@@ -305,3 +305,9 @@ def test_the_slope_at_the_threshold_is_that_of_a_gradient_within(name):
 def test_the_argument_of_optax_is_an_error_that_says_ours():
     with pytest.raises(TypeError, match=r"clip_by_value: got max_delta=1.0, expected max=1.0"):
         cg.clip_by_value(max_delta=1.0)
+
+
+def test_the_callback_of_earlier_versions_is_refused():
+    tx = cg.clip_by_value(1.0)
+    with pytest.raises(TypeError, match="clip_stats: got .*expected it to be left out; .*stats=T"):
+        tx.update(jnp.ones(2), tx.init(None), clip_stats=print)

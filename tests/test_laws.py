@@ -339,6 +339,14 @@ def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, ke
     np.testing.assert_allclose(clipped, expected, rtol=3e-6)
 
 
+@every_limit
+def test_clipping_twice_is_clipping_once(case, key):
+    grads, params = tree_of(key, scale=10), tree_of(jax.random.fold_in(key, 1))
+    once = clip(case, by_gradient_clip, grads, params)
+    twice = clip(case, by_gradient_clip, once, params)
+    assert_close(twice, once, rtol=1e-6)
+
+
 @pytest.mark.kinds("apply")
 @pytest.mark.ci("case", "apply")
 @everywhere

@@ -345,3 +345,48 @@ def test_a_public_model_is_clipped_by_every_method_as_by_vmap_of_grad(name):
             # A part of a leaf, and the rounding of a gradient of the size of the whole one.
             atol = 2e-5 * np.abs(total).max() + 1e-7 * np.max(factor * norms)
             np.testing.assert_allclose(found, total, rtol=0, atol=atol)
+
+
+def computing_in(loss, dtype):
+    """The loss with parameters and examples cast to a narrow type, its result in float32."""
+
+    def narrow(tree):
+        is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
+        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+    def cast(params):
+        if isinstance(params, nnx.Module):
+            graph, state = nnx.split(params)
+            return nnx.merge(graph, narrow(state), copy=True)
+        arrays, rest = eqx.partition(params, eqx.is_array)
+        return eqx.combine(narrow(arrays), rest)
+
+    return lambda params, x: loss(cast(params), narrow(x)).astype(jnp.float32)
+
+
+@pytest.mark.kinds()
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_of_a_public_model_in_half_precision_are_as_near_as_those_of_vmap_of_grad(
+    name, dtype
+):
+    """Near the norms in float32: at most twice as far as the gradients of the examples are."""
+    loss, params, batch = MODELS[name][0]()
+    half = computing_in(loss, dtype)
+
+    def norms_of(loss):
+        return np.sqrt(
+            sum(
+                np.square(g).reshape(EXAMPLES, -1).sum(1)
+                for g in arrays(each_by_grad(loss, params, batch))
+            )
+        )
+
+    wide, near = norms_of(loss), norms_of(half)
+    bound = 2 * np.abs(near - wide).max() + 4 * float(jnp.finfo(dtype).eps) * wide
+    for method in ("one pass", "two passes"):
+        norms = cg.per_example_norms(half, method=method)
+        compiled = norms if isinstance(params, nnx.Module) else eqx.filter_jit(norms)
+        found = np.asarray(compiled(params, batch), np.float64)
+        assert (np.abs(found - wide) <= bound).all(), (found, near, wide)

@@ -45,14 +45,14 @@ def _write_result(name: str, found: Any, fields: Sequence[str], folder: pathlib.
 
 def plain_fields(record: Any, fields: Sequence[str]) -> dict[str, Any]:
     """Some fields of a record as plain data; numbers that are not finite are null."""
-    return {name: _plain(getattr(record, name)) for name in fields}
+    return {name: _jsonable(getattr(record, name)) for name in fields}
 
 
-def _plain(value: Any) -> Any:
+def _jsonable(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_jsonable(item) for item in value]
     if hasattr(value, "__dict__"):
         return plain_fields(value, list(vars(value)))
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -84,6 +84,7 @@ def gradient_clip(
     def update(
         updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        _refuse_callback(extra_args)
         check_state(state, needs_state)
         active = resolve_schedules(rule, state.count) if needs_state else rule
 
@@ -100,3 +101,13 @@ def gradient_clip(
         return clipped.tree, next_state(state, clipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_callback(extra_args: dict[str, Any]) -> None:
+    """Raises `TypeError` for what earlier versions called with the statistics."""
+    if "clip_stats" in extra_args:
+        raise TypeError(
+            f"clip_stats: got {extra_args['clip_stats']!r}, expected it to be left out; the "
+            "statistics are in the state of a clip with stats=True: "
+            "optax.tree.get(state, 'stats'), or in the metrics of train_step"
+        )
