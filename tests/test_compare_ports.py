@@ -17,7 +17,7 @@ from clipgrad._compare.gradients import find
 from clipgrad._compare.likeness import Likeness, similarity
 from clipgrad._compare.matching import Pair, instances_of
 from clipgrad._compare.places import ComparedPlace, JudgedRuns
-from clipgrad._compare.port_record import PortEntry
+from clipgrad._compare.port_record import PortEntry, PortRun
 from clipgrad._compare.ports import match_leaves, parameter_texts
 from clipgrad._compare.signatures import host_sketch, layouts, orders_of, signature
 from clipgrad._compare.slices import Ancestors
@@ -296,6 +296,46 @@ def test_what_leaves_two_modules_and_what_is_not_used_is_no_difference():
     assert not Ancestors([outer]).has(unused)
     used = Ancestors(())
     assert used.is_used(inner.value) and not used.is_used(unused.value)
+
+
+def test_a_module_that_is_left_out_is_named_by_who_passes_another_value_on():
+    """Not the module that computes of the other value, which is right."""
+    rng, seen = np.random.default_rng(0), []
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4), (4, 4)))
+
+    def loss(w, x, left_out, seen):
+        def call(name, f, x):
+            if name == left_out:
+                return x
+            seen.append((name.replace("/", "."), "enters", x))
+            with models.named(name.split("/")[-1]):
+                x = f(x)
+            seen.append((name.replace("/", "."), "module", x))
+            return x
+
+        def block(h):
+            h = call("block/norm", lambda h: h / (1 + jnp.abs(h)), h)
+            return call("block/fc", lambda h: jnp.tanh(h @ w), h)
+
+        h = call("pre", jnp.exp, call("stem", lambda h: jnp.sin(h @ w), x))
+        return jnp.mean(call("block", block, h) ** 2)
+
+    whole = loss(w, x, None, seen)
+    signed = {name: layouts(own, "float32") for name, own in (("w", w), ("args[0]", x))}
+    run = PortRun(
+        [PortEntry(*own[:2], "", (), None, None, layouts(np.asarray(own[2]), "float32"), None)
+         for own in seen],
+        [PortEntry(name, kind, "", (), None, None, signed[name], None)
+         for name, kind in (("w", "parameter"), ("args[0]", "argument"))],
+        np.asarray(whole), "float32", {},
+    )  # fmt: skip
+    cases = {"pre": ("", "stem", "pre"), "block/norm": ("block", "pre", "block.norm")}
+    for left_out, (module, own, other) in cases.items():
+        program = lambda w, x, _, left_out=left_out: loss(w, x, left_out, [])  # noqa: E731
+        (found,) = models.compared(run, program, (w, x), [0])
+        (finding,) = found.findings
+        assert finding.module == module, str(found)
+        assert f"it is computed of {own}, in torch of {other}" in finding.message, finding.message
 
 
 @pytest.mark.parametrize("shape", [(), (1, 5), (4, 3), (2, 1, 3, 4), (2, 2, 3, 2, 2)])

@@ -280,7 +280,7 @@ def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:
 
 def _difference(found: Judgment) -> str:
     if math.isinf(found.difference):
-        return "is NaN, inf or nothing in one of the versions only"
+        return "is NaN, inf, nothing or of another shape in one of the versions only"
     text = f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
     pairs = zip(("norm", "largest"), zip(*found.sizes, strict=True), strict=False)
     told = [  # a size of 0 is not known

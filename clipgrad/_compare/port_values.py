@@ -18,6 +18,7 @@ from clipgrad._compare.signatures import (
     best_pairs,
     closest_of,
     rejudged,
+    same_numbers,
 )
 from clipgrad._compare.sketches import ENTERS, LENGTH
 from clipgrad._compare.slices import Ancestors, entered_modules
@@ -145,7 +146,8 @@ class _Finder:
         if agreeing:  # it is another one that it should be
             is_better = i not in found or like > self._like[i, found[i]] + 0.2
             is_other = is_better and close is not None
-            return is_other and like >= SURE and not any(self._is_one(j, k) for k in agreeing)
+            others = [k for k in agreeing if k != j and self._have_same(j, k)]
+            return is_other and like >= SURE and not others
         is_kind = self._own[i].value.kind == self._entries[j].kind
         if close is not None:
             near = close.judgment.difference < NEAR
@@ -163,10 +165,8 @@ class _Finder:
         score = self._like[i, j] + 0.6 * near + 0.1 * same_shape + 0.3 * (close is not None)
         return score + 0.3 * same_rank - 0.1 * crossed - self._apart(i, j)
 
-    def _is_one(self, j: int, k: int) -> bool:
-        """Whether two values are one, in other orders of axes, such as what is flattened."""
-        first, others = self._entries[j].value.sketches[0], self._entries[k].value.sketches
-        return j != k and bool(np.any(np.all(others == first, axis=1)))
+    def _have_same(self, j: int, k: int) -> bool:
+        return same_numbers(self._entries[j].value, self._entries[k].value)
 
     def _apart(self, i: int, j: int) -> float:
         return abs(i / len(self._own) - j / len(self._entries))

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -25,9 +27,11 @@ from clipgrad._compare.signatures import (
     Signature,
     best_pairs,
     closest_of,
+    same_numbers,
 )
-from clipgrad._compare.sketches import LARGEST_AT, NORM_AT
-from clipgrad._compare.slices import Ancestors
+from clipgrad._compare.sketches import ENTERS, LARGEST_AT, NORM_AT
+from clipgrad._compare.slices import Ancestors, entered_modules, value_scopes
+from clipgrad._compare.versions import VersionValue
 
 Pairs = Sequence[tuple[ComparedPlace, PortEntry]]
 _SAME = 1e-5  # norms of the same numbers in another order
@@ -139,7 +143,7 @@ def _explained(
     blamed = {path: text for path, text in arguments.items() if path in used}
     others = {path: text for path, text in arguments.items() if path not in used}
     findings = [_parameter_finding(blamed)] if blamed else []
-    findings += [_with_other(finding, pairs) for finding in found.findings]
+    findings += [_with_other(finding, pairs, port.values) for finding in found.findings]
     notes = [*found.notes, *([_parameter_finding(others).message] if others else [])]
     if dropped := port.circumstances.get("dropout"):
         notes.append(
@@ -149,21 +153,71 @@ def _explained(
     return dataclasses.replace(found, findings=tuple(findings), notes=tuple(notes))
 
 
-def _with_other(finding: ComparisonFinding, pairs: Pairs) -> ComparisonFinding:
+def _with_other(
+    finding: ComparisonFinding, pairs: Pairs, values: Sequence[PortEntry]
+) -> ComparisonFinding:
     """A finding with the name and the line of the value in the other framework."""
     bad = next((i for i, (place, _) in enumerate(pairs) if place.value.differs), None)
     if finding.kind != "value" or bad is None:
         return finding
     place, other = pairs[bad]
-    verb = "enters" if other.kind == "enters" else "leaves"
+    verb = "enters" if other.kind == ENTERS else "leaves"
     text = f"{finding.message}; in torch it {verb} {other.name or 'the model'} ({other.owner}"
     if other.file is not None:
         text += f", {os.path.basename(other.file)}:{other.line}"
     text += ")"
-    if not finding.module:
+    shapes = place.pair.own.value.shape, other.value.shape
+    if math.prod(shapes[0]) != other.value.size:
+        text += ", of shape {} beside {}".format(*(list(shape) for shape in shapes[::-1]))
+    module = finding.module
+    if taken := _taken_instead(pairs, bad, values):
+        module, *names = taken
+        text += "; it is computed of {}, in torch of {}".format(*names)
+    if not module:
         before = f"{pairs[bad - 1][0].name} (agrees)" if bad else "the arguments"
         text += f"; it is outside of modules, between {before} and {place.name or 'the end'}"
-    return dataclasses.replace(finding, message=text)
+    return dataclasses.replace(finding, message=text, module=module)
+
+
+def _taken_instead(
+    pairs: Pairs, bad: int, values: Sequence[PortEntry]
+) -> tuple[str, str, str] | None:
+    """The module that passes on another value than the other framework, to one that differs.
+
+    Returns its name and those of the value and of the other one, which the version does not have.
+    """
+    place, other = pairs[bad]
+    if ENTERS in (other.kind, place.pair.own.value.kind):
+        return None
+    now = next(i for i, entry in enumerate(values) if entry is other)
+    entering = [e for e in values[:now] if e.kind == ENTERS and e.steps == other.steps]
+    into = _last_inputs(other, values[:now])
+    steps = place.pair.own.steps
+    agreeing = [(p, e) for p, e in pairs if p.pair.own.steps == steps and not p.value.differs]
+    known = [its.value for _, its in agreeing]
+    missed = [x for x in into if not any(same_numbers(x, y) for y in known)]
+    for own, its in agreeing if missed else []:
+        enters = place.name in entered_modules(own.pair.own.value)
+        if enters and not any(same_numbers(its.value, x) for x in into):
+            left = (e.name for e in values if e.kind != ENTERS and same_numbers(e.value, missed[0]))
+            around = [e.value for e in entering if other.name.startswith(f"{e.name}.")]
+            is_inside = any(same_numbers(its.value, x) for x in around)
+            module = _module_around(None if is_inside else own.pair.own.value, place.name)
+            return module, own.name or "an argument", next(left, "another value")
+    return None
+
+
+def _last_inputs(of: PortEntry, values: Sequence[PortEntry]) -> list[Signature]:
+    """What enters a module at its last call among values."""
+    own = [e for e in reversed(values) if (e.name, e.steps) == (of.name, of.steps)]
+    return [e.value for e in itertools.takewhile(lambda e: e.kind == ENTERS, own)]
+
+
+def _module_around(value: VersionValue | None, name: str) -> str:
+    """The module around the one of a name; of a value from outside, what holds both."""
+    around = tuple(name.split("/"))[:-1]
+    scopes = around if value is None else (*value_scopes(value), *value.maker.scopes)
+    return "/".join(os.path.commonprefix([scopes, around]))
 
 
 def match_leaves(

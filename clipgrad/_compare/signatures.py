@@ -163,6 +163,11 @@ def rejudged(found: Closest, own: Signature, other: Signature, rtol: float | Non
     return _judged(own, other, found.at[0], rtol) if is_rough else found.judgment
 
 
+def same_numbers(own: Signature, other: Signature) -> bool:
+    """Whether two arrays have the same numbers, in any order of axes, such as what is flattened."""
+    return bool(np.any(np.all(other.sketches == own.sketches[:1], axis=1)))
+
+
 def closest_of(
     own: Signature, other: Signature, orders: Sequence[int], rtol: float | None
 ) -> Judgment:
