@@ -240,16 +240,18 @@ class Check:
         apart = moved_apart(self.subject, xs, self.options.seed, NEARBY, np.float32)
         ranges, scale = self.subject.ranges, Scales(xs)
         found = np.zeros((2, len(ranges)))
+        bits = [np.zeros(-(-(stop - start) // 8), np.uint8) for start, stop in ranges]
         for row in range(rows):
             leaves: Any = self._exact(self.plain, apart, row)
             for leaf, (start, stop) in enumerate(ranges if leaves else ()):
                 part = _trees.gradient_rows([[leaves[leaf]]], 1)
                 leaves[leaf] = None  # its memory
+                bits[leaf] |= np.packbits(part[0] != 0)
                 both = [mean_along(part, along) for along in (np.ones(1), scale[start:stop])]
                 np.maximum(found[:, leaf], np.ravel(both), out=found[:, leaf])
             if leaves is None or not np.isfinite(found).all():
                 return None
-        return NearbySizes(found[0], found[1].max())
+        return NearbySizes(found[0], found[1].max(), bits)
 
     def _kept(self, of: Gradient | None, xs, gradient: np.ndarray, first: int = 0) -> Any:
         """Exact gradients from the first cotangent on; None if they cannot be had."""

@@ -194,12 +194,14 @@ class Judge:
         return slopes._replace(noise=noise), steps[:-1] / steps[1:]
 
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
-        """Whether each element has no gradient, nor its leaf around it, as on a staircase."""
+        """Whether each element has no gradient here nor around, as on a staircase."""
         flat = np.asarray(~self.gradient[:, indices].any(axis=0))
         around = self.point.around() if flat.any() else None
-        return flat & (
-            around is not None and around.typical[self.tolerance.leaves_of(indices)] == 0
-        )
+        if around is None:
+            return np.zeros_like(flat)
+        leaves = self.tolerance.leaves_of(indices)
+        starts = np.array([start for start, _ in self.ranges])[leaves]
+        return flat & ~around.is_there(leaves, indices - starts)
 
     def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)

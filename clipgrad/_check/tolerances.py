@@ -305,11 +305,19 @@ class Tolerance:
 class NearbySizes(NamedTuple):
     """The sizes of the gradient around a point, the most of several cotangents.
 
-    The root mean square over each leaf, and the largest effect of any leaf on the output.
+    The root mean square over each leaf, the largest effect of any leaf on the output, and of each
+    leaf a bit for each element that has a gradient there.
     """
 
     typical: np.ndarray
     largest: float
+    bits: list[np.ndarray]
+
+    def is_there(self, leaves: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Whether elements have a gradient there, by their leaves and their places in them."""
+        pairs = zip(leaves, places, strict=True)
+        found = [self.bits[leaf][place // 8] >> (7 - place % 8) & 1 for leaf, place in pairs]
+        return np.array(found, bool)
 
 
 class Sizes(NamedTuple):

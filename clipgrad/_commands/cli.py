@@ -10,7 +10,7 @@ from clipgrad._commands.check import add_check_parser
 from clipgrad._commands.compare import add_compare_parser
 from clipgrad._commands.demo import add_demo_parser
 from clipgrad._commands.diagnose import add_diagnose_parser
-from clipgrad._commands.function import WRONG_USAGE, complain
+from clipgrad._commands.function import WRONG_USAGE, UsageError, complain
 from clipgrad._commands.help import add_help_parser
 from clipgrad._commands.names import add_names_parser
 from clipgrad._commands.selftest import add_selftest_parser
@@ -26,6 +26,8 @@ _COMMANDS = (
     add_selftest_parser,
     add_help_parser,
 )
+
+_RUN_OTHERS = ("check", "names", "diagnose", "compare")  # of which any error may be the user's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,5 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        is_wrong_usage = isinstance(error, UsageError | ValueError | ImportError)
+        if not is_wrong_usage and arguments.command not in _RUN_OTHERS:
+            raise
         complain(arguments.command, error)
         return WRONG_USAGE

@@ -76,7 +76,7 @@ def _sketch_at(instance: Instance, numbers: dict, floors: dict) -> Signature | N
     if value.position not in numbers:
         return None
     own, moved = (
-        np.asarray(x[value.position], np.float64)[instance.at].reshape(-1, LENGTH)
+        np.asarray(x[value.position])[instance.at].reshape(-1, LENGTH).astype(np.float64)
         for x in (numbers, floors)
     )
     kept = np.any(own, axis=1) if len(own) > 1 else np.array([True])

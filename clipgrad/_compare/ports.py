@@ -32,6 +32,7 @@ from clipgrad._compare.signatures import (
 from clipgrad._compare.sketches import ENTERS, LARGEST_AT, NORM_AT
 from clipgrad._compare.slices import Ancestors, entered_modules, value_scopes
 from clipgrad._compare.versions import VersionValue
+from clipgrad._names import common_start
 
 Pairs = Sequence[tuple[ComparedPlace, PortEntry]]
 _SAME = 1e-5  # norms of the same numbers in another order
@@ -217,7 +218,7 @@ def _module_around(value: VersionValue | None, name: str) -> str:
     """The module around the one of a name; of a value from outside, what holds both."""
     around = tuple(name.split("/"))[:-1]
     scopes = around if value is None else (*value_scopes(value), *value.maker.scopes)
-    return "/".join(os.path.commonprefix([scopes, around]))
+    return "/".join(common_start([scopes, around]))
 
 
 def match_leaves(

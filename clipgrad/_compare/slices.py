@@ -1,12 +1,11 @@
 """Slices of programs: the operations that made or use a value, and the modules they are in."""
 
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 
 from clipgrad._compare.matching import Instance
 from clipgrad._compare.program_record import Loop, Operand, OperationRecord, ProgramRecord
 from clipgrad._compare.versions import VersionValue
-from clipgrad._names import ScopePath
+from clipgrad._names import ScopePath, common_start
 
 Ends = Callable[[int], bool]  # whether a named value that agrees ends a slice
 Slice = list[tuple[ScopePath, OperationRecord]]  # operations, each with the scopes around it
@@ -14,7 +13,7 @@ Slice = list[tuple[ScopePath, OperationRecord]]  # operations, each with the sco
 
 def module_of(found: Slice) -> str:
     """The common scope of a slice, "" for none."""
-    return "/".join(os.path.commonprefix([scopes for scopes, _ in found]))
+    return "/".join(common_start(scopes for scopes, _ in found))
 
 
 def outside(found: Slice, modules: Set[ScopePath]) -> Slice:
@@ -139,7 +138,7 @@ def entered_modules(value: VersionValue) -> list[str]:
     own = (*value_scopes(value), *value.maker.scopes)
     found: dict[str, None] = {}
     for scopes in _uses(value):
-        shared = len(os.path.commonprefix([own, scopes]))
+        shared = len(common_start([own, scopes]))
         found |= {"/".join(scopes[:i]): None for i in range(shared + 1, len(scopes) + 1)}
     return list(found)
 
@@ -290,6 +289,6 @@ class _Wiring:
         maker, own = self._makers[operand]
         if maker == scope:
             return own
-        left = maker[: len(os.path.commonprefix([maker, scope])) + 1]
+        left = maker[: len(common_start([maker, scope])) + 1]
         numbers = self._leaving.setdefault(left, {})
         return left, numbers.setdefault(operand, len(numbers))

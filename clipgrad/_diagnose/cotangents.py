@@ -4,6 +4,7 @@ Where one is not finite, a second run counts its elements that are not.
 """
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -205,7 +206,9 @@ def _received(sent: Sent) -> Summary:
         zeros, largest, squares, *counted = np.moveaxis(np.asarray(sent.sums, np.float64), -1, 0)
         bad = counted[0] if counted else np.where(np.isfinite(squares), 0, np.nan)
         return Summary(sent.reached, bad, zeros, largest, largest * np.sqrt(squares))
-    size = np.abs(sent.whole).reshape(*np.shape(sent.reached), -1).astype(np.float64)
+    around = np.shape(sent.reached)
+    each = math.prod(np.shape(sent.whole)[len(around) :])
+    size = np.abs(sent.whole).reshape(*around, each).astype(np.float64)
     bad = ~np.isfinite(size)
     finite = np.where(bad, 0, size)
     largest = np.max(finite, axis=-1, initial=0)

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from clipgrad._diagnose.blocks import Block, reached
 from clipgrad._diagnose.flags import SAME_AS_OPERAND
 from clipgrad._diagnose.probe import OPERAND, RESULT
-from clipgrad._jaxpr import holds_floats, opened
+from clipgrad._jaxpr import holds_floats, opened, scan_counts
 from clipgrad._names import Place
 
 EDGE, SUM, BRANCH, CARRY = "edge", "sum", "branch", "carry"
@@ -133,7 +133,7 @@ def carry_cuts(block: Block) -> Iterator[ZeroCut]:
             if body.parent is None or body.outer is None or not body.is_carry(n):
                 continue
             params = body.parent.equation.params
-            k = n - params["num_consts"]
+            k = n - scan_counts(body.parent.equation)[0]
             result = body.outer.cotangent(body.order[-2], RESULT, k)
             producer = _producer(body, body.jaxpr.outvars[k])
             if result is None or producer is None or _has_reader(body, v):

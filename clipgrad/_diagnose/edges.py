@@ -80,7 +80,7 @@ def edge_values(
 
     found, ranges, nonzero = on_host(run(list(inputs), probes))
     sizes = {  # the largest magnitudes, behind the axes of the loops
-        site: np.max(np.abs(found[site]).reshape(*found[site].shape[:axes], -1), axis=-1, initial=0)
+        site: np.max(np.abs(found[site]), axis=tuple(range(axes, found[site].ndim)), initial=0)
         for site, (axes, _) in sites.items()
     }
     gradients, sources = dict(zip(asked, nonzero, strict=True)), active_dependence(program, chosen)

@@ -72,7 +72,7 @@ class Flags:
             found = np.zeros(shape, bool)
             for x in inside:
                 kinds = _flag_of_each(x.value) if isinstance(x, Whole) else x
-                found |= np.any(kinds.reshape(*shape, -1), axis=-1)
+                found |= np.any(kinds, axis=tuple(range(len(shape), kinds.ndim)))
             self._bad_steps[place.key] = found
         return self._bad_steps[place.key][index_of(place.parent, steps, device)]
 

@@ -35,7 +35,7 @@ class ValueNotes(NamedTuple):
 
 
 class Noting(Hook):
-    """ValueNotes what is `reduced` of values of one evaluation of a program."""
+    """Notes what is `reduced` of values of one evaluation of a program."""
 
     flatten, has_notes = True, True
 

@@ -297,15 +297,16 @@ class _Replay:
     def _shard_map(self, place: Place, operands: list[Taints], frame: _Frame) -> list[Taints]:
         (program,) = tracked_programs(place.equation)
         shards: list[Taints] = [{} for _ in operands]
+        devices = []
         for device in frame.devices:
             bad = self._flags.bad_steps(place, frame.steps, device)
             for own in ((*device, int(number)) for number in np.flatnonzero(bad)):
+                devices.append(own)
                 whole = [taints[device] for taints in operands]
                 for shard, taint in zip(
                     shards, self._parts(place, whole, frame.steps, own), strict=True
                 ):
                     shard[own] = taint
-        devices = [*shards[0]] if shards else []
         results = self.evaluate(program, shards, frame._replace(parent=place, devices=devices))
         return [
             {d: _joined([t for inner, t in own.items() if inner[:-1] == d]) for d in frame.devices}

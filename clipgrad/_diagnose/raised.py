@@ -1,12 +1,12 @@
 """The operation that raises an error when it runs, as a callback may."""
 
-import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -19,8 +19,12 @@ from clipgrad._jaxpr import (
     REMAT,
     Hook,
     bind,
+    called_program,
+    chooses_by_platform,
     evaluate,
+    held_programs,
     holds_floats,
+    scan_counts,
 )
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram
@@ -30,12 +34,19 @@ _KIND = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MUL
 
 
 class Raised(NamedTuple):
-    """An operation that raises."""
+    """An operation that raises.
 
-    place: Place  # the operation, or the call of a library on the user's line that it is in
-    steps: tuple[int, ...]  # the iterations of the scans around it
-    text: str  # the error in a line
-    is_finite: bool | None  # whether its operands are; None in the gradient, where it is not known
+    Attributes:
+      place: the operation, or the call of a library on the user's line that it is in.
+      steps: the iterations of the scans around it.
+      text: the error in a line.
+      is_finite: whether its operands are; None if it is not known, since it is in the gradient.
+    """
+
+    place: Place
+    steps: tuple[int, ...]
+    text: str
+    is_finite: bool | None
 
 
 def is_of_callback(error: Exception) -> bool:
@@ -64,87 +75,93 @@ def without(given: DiagnosisSubject, raised: Raised) -> DiagnosisSubject:
     return given._replace(program=jax.make_jaxpr(run)(*given.inputs))
 
 
+class _Error(Exception):
+    """Carries a `Raised` out of an evaluation."""
+
+
 def _first_error(program: Any, inputs: Sequence) -> Raised | None:
-    caught: list[Raised] = []
-
-    def run(*inputs: Any) -> list:
-        return evaluate(program, inputs, _Catching(caught))
-
-    with contextlib.suppress(Exception):
-        jax.block_until_ready(jax.jit(run)(*inputs))
-    return caught[0] if caught else None
+    try:
+        evaluate(program, inputs, _OneByOne())
+    except _Error as error:
+        return error.args[0]
+    return None
 
 
-class _Catching(Hook):
-    """Keeps what callbacks raise, with the steps, and whether operands are finite."""
+class _OneByOne(Hook):
+    """Runs each operation by itself, also inside of loops."""
 
     flatten = True
 
-    def __init__(
-        self,
-        caught: list[Raised],
-        parent: Place | None = None,
-        steps: tuple = (),
-        finite: tuple = (),
-    ):
-        self._caught, self._parent = caught, parent
-        self._steps, self._finite = steps, finite  # of the equations that hold this program
+    def __init__(self, parent: Place | None = None, around: tuple = (), steps: tuple = ()):
+        self._parent, self._steps = parent, steps
+        self._around = around  # the operands of the equations that hold this program
         self._operands: list = []
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """The results of a callback, which gets the steps and the flags besides; else None."""
-        if equation.primitive.name in PRINTS:
-            return []
-        if "callback" not in equation.params:
-            return None
-        place, callback = Place(equation, self._parent), equation.params["callback"]
-        finite, first = [*self._finite, _is_finite(inputs)], len(self._steps)
+        """The results; None for what is gone into in its place."""
+        name = equation.primitive.name
+        if name in _IN_PLACE | PRINTS:
+            return [] if name in PRINTS else None
+        loops: dict[str, Callable] = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        is_empty = equation.params.get("length") == 0
+        if name in loops and not is_empty and not chooses_by_platform(equation):
+            return loops[name](equation, inputs)
+        try:
+            run = jax.jit(lambda *xs: bind(equation, xs)) if held_programs(equation) else None
+            return jax.block_until_ready(run(*inputs) if run else bind(equation, inputs))
+        except Exception as error:  # whatever it raises
+            raise _Error(self._raised(equation, inputs, error)) from error
 
-        def call(*args: Any) -> Any:
-            own = first + len(finite)
-            try:
-                return callback(*args[own:])
-            except Exception as error:
-                self._caught.append(_raised(place, args[:first], args[first:own], error))
-                raise
-
-        return bind(equation, [*self._steps, *finite, *inputs], callback=call)
+    def inside(self, equation: JaxprEqn, step: Any) -> "_OneByOne":
+        """The hook for a program inside, which has the operands of `operands`."""
+        return self._within(equation, self._operands)
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """The operands, which are kept for the programs inside."""
+        """The operands, which the hook inside keeps."""
         self._operands = inputs
         return inputs
 
-    def steps(self, equation: JaxprEqn) -> Any:
-        """The numbers of the steps."""
-        return jnp.arange(equation.params["length"])
+    def _within(self, equation: JaxprEqn, inputs: list, *step: int) -> "_OneByOne":
+        place = Place(equation, self._parent)
+        return _OneByOne(place, (*self._around, inputs), (*self._steps, *step))
 
-    def inside(self, equation: JaxprEqn, step: Any) -> "_Catching":
-        """The hook for a program inside."""
-        steps = (*self._steps, step) if equation.primitive.name == "scan" else self._steps
-        finite = (*self._finite, _is_finite(self._operands))
-        return _Catching(self._caught, Place(equation, self._parent), steps, finite)
+    def _raised(self, equation: JaxprEqn, inputs: list, error: Exception) -> Raised:
+        """Has the outermost call on the user's line, of which alone the user knows."""
+        place, around = Place(equation, self._parent), [*self._around, inputs]
+        while (outer := place.parent) and outer.equation.primitive.name in _IN_PLACE | {"cond"}:
+            if outer.location[:2] != place.location[:2]:
+                break
+            place = outer
+            around.pop()
+        finite = all(bool(np.all(np.isfinite(x))) for x in around[-1] if holds_floats(x))
+        return Raised(place, self._steps, told_error(error), finite)
 
+    def _cond(self, equation: JaxprEqn, inputs: list) -> list:
+        programs = equation.params["branches"]
+        program = programs[min(max(int(inputs[0]), 0), len(programs) - 1)]
+        return evaluate(program, inputs[1:], self._within(equation, inputs))
 
-def _is_finite(inputs: Sequence) -> Any:
-    flags = [jnp.isfinite(x).all() for x in inputs if holds_floats(x)]
-    return jnp.all(jnp.stack([jnp.bool_(True), *flags]))
+    def _scan(self, equation: JaxprEqn, inputs: list) -> list:
+        constants, carried = scan_counts(equation)
+        fixed, carry = inputs[:constants], inputs[constants : constants + carried]
+        stacked: dict[int, list] = {}
+        length = equation.params["length"]
+        for t in range(length)[:: -1 if equation.params["reverse"] else 1]:
+            own = [x[t] for x in inputs[constants + carried :]]
+            hook = self._within(equation, inputs, t)
+            results = evaluate(called_program(equation), [*fixed, *carry, *own], hook)
+            carry, stacked[t] = results[:carried], results[carried:]
+        columns = zip(*(stacked[t] for t in range(length)), strict=True)
+        return [*carry, *map(jnp.stack, columns)]
 
-
-def _raised(place: Place, steps: Sequence, finite: Sequence, error: Exception) -> Raised:
-    """Has the outermost call on the user's line, of which alone the user knows."""
-    around = [*finite]
-    while (outer := place.parent) and outer.equation.primitive.name in _IN_PLACE | {"cond"}:
-        if outer.location[:2] != place.location[:2]:
-            break
-        place = outer
-        around.pop()
-    return Raised(
-        place,
-        tuple(map(int, steps)),
-        told_error(error),
-        bool(around[-1]),
-    )
+    def _while(self, equation: JaxprEqn, inputs: list) -> list:
+        params = equation.params
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        carry, hook = inputs[second:], self._within(equation, inputs)
+        while np.any(evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], hook)[0]):
+            carry = evaluate(params["body_jaxpr"], [*inputs[first:second], *carry], hook)
+        return carry
 
 
 class _Through(Hook):
@@ -174,9 +191,8 @@ class _Through(Hook):
 
 def told_error(error: Exception) -> str:
     """The kind and the first sentence of the error that a callback raised."""
-    whole = f"{type(error).__name__}: {error}"
-    found = list(_KIND.finditer(whole))
+    found = list(_KIND.finditer(str(error)))
     if not found:
         return first_line(error)
-    text = " ".join(whole[found[-1].end() :].partition("\n\n")[0].split())
+    text = " ".join(str(error)[found[-1].end() :].partition("\n\n")[0].split())
     return f"{found[-1].group(1)}: {text.partition('. ')[0].rstrip('.')}"

@@ -128,7 +128,8 @@ def with_stats(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
-            return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)  # an error of JAX
+            positions = chosen[0] if is_one else tuple(chosen)
+            return jax.value_and_grad(fun, positions, has_aux)(*args, **kwargs)  # an error of JAX
         arrays = _as_arrays(args, chosen)
         filters = {each.position % len(args): each.filter for each in wanted}
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)

@@ -5,7 +5,6 @@ as such. Marks are tags, because all transformations keep them, and they cost no
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr import Hook, ProgramValues, entered_programs, opened, read_once
-from clipgrad._names.scopes import ScopePath, path
+from clipgrad._names.scopes import ScopePath, common_start, path
 
 # Operations by which an input, such as the weights of a layer, is still what it was.
 _MOVES = frozenset({
@@ -165,7 +164,7 @@ def left_unused(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[ScopePath
 
 def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
     """The number of scopes around a value that are around all these uses of it."""
-    return len(os.path.commonprefix([around, *places]))
+    return len(common_start([around, *places]))
 
 
 class _Views(NamedTuple):

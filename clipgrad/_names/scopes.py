@@ -1,5 +1,7 @@
 """The module path of an equation: the named scopes around it."""
 
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +27,13 @@ def path(equation: JaxprEqn) -> ScopePath:
     stack = equation.source_info.name_stack.stack
     scopes = (e.name for e in stack if type(e) is _SCOPE and not e.name.startswith(_MARK))
     return tuple(segment for name in scopes for segment in name.split("/") if segment)
+
+
+def common_start(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+    """Return what all paths begin with."""
+    columns = zip(*paths, strict=False)
+    same = itertools.takewhile(lambda column: all(x == column[0] for x in column), columns)
+    return tuple(column[0] for column in same)
 
 
 def with_mark(equation: JaxprEqn, program: int, position: int) -> JaxprEqn:

@@ -1,6 +1,5 @@
 """The variables of a program that names and patterns choose."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
 from clipgrad._trees import is_array, matches, nearest
 
@@ -28,7 +28,7 @@ def sites_by_name(program: Any) -> dict[str, Sites]:
 
 def common_nest(sites: Iterable[NamedSite]) -> tuple[int, ...]:
     """The lengths of the scans around all sites, as far as they agree from the outermost on."""
-    return tuple(os.path.commonprefix([site.nest for site in sites]))
+    return common_start(site.nest for site in sites)
 
 
 class Wanted(NamedTuple):

@@ -338,10 +338,15 @@ def _placement(leaf: dict[str, Any], mesh: Any) -> Any:
         return sharding
     if math.prod(data["sizes"]) > jax.device_count():
         return SingleDeviceSharding(jax.devices()[0])
-    kinds = tuple(AxisType[name] for name in data["types"])
-    devices = jax.devices()[: math.prod(data["sizes"])]
-    mesh = jax.make_mesh(data["sizes"], data["axes"], axis_types=kinds, devices=devices)
-    return _named_sharding(mesh, data["spec"])
+    like = (tuple(data[name]) for name in ("sizes", "axes", "types"))
+    return _named_sharding(_mesh_like(*like), data["spec"])
+
+
+@functools.cache
+def _mesh_like(sizes: tuple[int, ...], axes: tuple[str, ...], types: tuple[str, ...]) -> Any:
+    kinds = tuple(AxisType[name] for name in types)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, axes, axis_types=kinds, devices=devices)
 
 
 def _named_sharding(mesh: Any, spec: list[Any]) -> NamedSharding:
