@@ -689,6 +689,13 @@ def rounding_to_24_bits(dtype):
 
 
 @into(RIGHT)
+def a_staircase_beside_elements_with_a_gradient(dtype):
+    del dtype
+    fun = lambda x: jnp.sum(x[:6] ** 2) + jnp.sum(jnp.round(x[6:] * 1e9) / 1e9)
+    return fun, (normal(0, 12, dtype="float32"),)
+
+
+@into(RIGHT)
 def straight_through_a_rounding_to_24_bits(dtype):
     through = lambda x: x + lax.stop_gradient(jnp.round(x * 2**24) / 2**24 - x)
     return lambda x: jnp.sin(through(x)), (normal(7, 5, dtype=dtype),)

@@ -94,6 +94,42 @@ def test_the_operation_that_raises_is_the_finding(loss):
     assert ("its operands are finite" in finding.message) == (not is_rule)
 
 
+def by_matvec(a):
+    """A linear solve, whose matrix is a callback."""
+
+    def matvec(v):
+        refused = lambda v: refuse(np.zeros((2, 2))) * v  # noqa: E731
+        return jax.pure_callback(refused, jax.ShapeDtypeStruct(v.shape, v.dtype), v)
+
+    fixed = jax.lax.stop_gradient(a[0, 0])
+    return jax.lax.custom_linear_solve(matvec, fixed, lambda f, b: f(b)).sum() + a.sum()
+
+
+def of_another_shape(a):
+    found = jax.pure_callback(lambda x: np.ones(3), jax.ShapeDtypeStruct((), a.dtype), a[0, 0, 0])
+    return jax.lax.stop_gradient(found) + a.sum()
+
+
+def of_two(a):
+    result, fixed = jax.ShapeDtypeStruct((), bool), jax.lax.stop_gradient(a[1])
+    first = jax.pure_callback(lambda a: refuse(0 * a), result, fixed)
+    return jnp.where(first & jax.pure_callback(lambda a: 1 / 0, result, fixed), 0.0, a.sum())
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"),
+    [
+        (by_matvec, "jax.lax.custom_linear_solve("),
+        (of_another_shape, "jax.pure_callback("),
+        (of_two, "first = "),
+    ],
+)
+def test_the_first_callback_is_found_in_a_solver_and_if_jax_refuses_what_it_returns(loss, place):
+    (finding,) = cg.diagnose(loss, (FINE,)).findings
+    assert finding.kind == "raises" and finding.line == line_of(loss, place), finding
+    assert "its operands are finite" in finding.message
+
+
 def logs(a):
     """The solver gets a NaN of another operation."""
     return plain(jnp.log(a))
