@@ -65,6 +65,16 @@ def test_it_is_found_on_one_of_several_devices(name, bad, kind):
     assert (finding.file or "").endswith("test_diagnose_programs.py")
 
 
+def test_devices_that_read_nothing_and_a_scan_without_steps_are_followed():
+    of_index = mapped(
+        lambda: jnp.log(jax.lax.axis_index("d") - 2.0)[None], in_specs=(), out_specs=D
+    )
+    (finding,) = cg.diagnose(lambda x: of_index().sum() * x, (1.0,)).findings
+    assert (finding.operation, finding.device) == ("log", "d=0"), finding
+    empty = lambda x: jax.lax.scan(lambda c, y: (c * y, None), x, jnp.ones((0, 2)))[0].sum()  # noqa: E731
+    assert cg.diagnose(empty, (jnp.ones(2),)).ok
+
+
 def cells(x, y):
     grid = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
