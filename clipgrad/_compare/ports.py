@@ -209,7 +209,7 @@ def _taken_instead(
 
 
 def _last_inputs(of: PortEntry, values: Sequence[PortEntry]) -> list[Signature]:
-    """What enters a module at its last call among values."""
+    """The values that enter a module at its last call."""
     own = [e for e in reversed(values) if (e.name, e.steps) == (of.name, of.steps)]
     return [e.value for e in itertools.takewhile(lambda e: e.kind == ENTERS, own)]
 

@@ -128,8 +128,7 @@ def with_stats(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
-            positions = chosen[0] if is_one else tuple(chosen)
-            return jax.value_and_grad(fun, positions, has_aux)(*args, **kwargs)  # an error of JAX
+            _raise_as_jax(fun, chosen[0] if is_one else tuple(chosen), has_aux, args, kwargs)
         arrays = _as_arrays(args, chosen)
         filters = {each.position % len(args): each.filter for each in wanted}
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
@@ -161,6 +160,11 @@ def with_stats(
         return value, (grad if is_one else (grad, *others)), stats
 
     return run
+
+
+def _raise_as_jax(fun: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> None:
+    """Raises JAX's error for positions without an argument."""
+    jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
 
 class _Argument(NamedTuple):
