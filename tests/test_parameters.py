@@ -384,5 +384,5 @@ def test_a_loss_that_makes_variables_is_refused_with_microbatches():
 
 def test_a_position_of_variables_without_an_argument_is_jaxs_error():
     grads = cg.value_and_grad_with_stats(lambda x: x, argnums=nnx.DiffState(3, nnx.Param))
-    with pytest.raises(ValueError, match="argnums=3 requires at least 4 positional arguments"):
+    with pytest.raises(TypeError, match="argnums=3 requires at least 4 positional arguments"):
         grads(1.0)
