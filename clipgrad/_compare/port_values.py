@@ -17,8 +17,8 @@ from clipgrad._compare.signatures import (
     Signature,
     best_pairs,
     closest_of,
+    is_among,
     rejudged,
-    same_numbers,
 )
 from clipgrad._compare.sketches import ENTERS, LENGTH
 from clipgrad._compare.slices import Ancestors, entered_modules
@@ -146,8 +146,8 @@ class _Finder:
         if agreeing:  # it is another one that it should be
             is_better = i not in found or like > self._like[i, found[i]] + 0.2
             is_other = is_better and close is not None
-            others = [k for k in agreeing if k != j and self._have_same(j, k)]
-            return is_other and like >= SURE and not others
+            others = (self._entries[k].value for k in agreeing if k != j)
+            return is_other and like >= SURE and not is_among(self._entries[j].value, others)
         is_kind = self._own[i].value.kind == self._entries[j].kind
         if close is not None:
             near = close.judgment.difference < NEAR
@@ -164,9 +164,6 @@ class _Finder:
         same_rank = self._ranks[0][i] == self._ranks[1][j]
         score = self._like[i, j] + 0.6 * near + 0.1 * same_shape + 0.3 * (close is not None)
         return score + 0.3 * same_rank - 0.1 * crossed - self._apart(i, j)
-
-    def _have_same(self, j: int, k: int) -> bool:
-        return same_numbers(self._entries[j].value, self._entries[k].value)
 
     def _apart(self, i: int, j: int) -> float:
         return abs(i / len(self._own) - j / len(self._entries))

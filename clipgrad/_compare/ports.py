@@ -27,7 +27,7 @@ from clipgrad._compare.signatures import (
     Signature,
     best_pairs,
     closest_of,
-    same_numbers,
+    is_among,
 )
 from clipgrad._compare.sketches import ENTERS, LARGEST_AT, NORM_AT
 from clipgrad._compare.slices import Ancestors, entered_modules, value_scopes
@@ -167,13 +167,12 @@ def _with_other(
     if other.file is not None:
         text += f", {os.path.basename(other.file)}:{other.line}"
     text += ")"
-    shapes = place.pair.own.value.shape, other.value.shape
-    if math.prod(shapes[0]) != other.value.size:
-        text += ", of shape {} beside {}".format(*(list(shape) for shape in shapes[::-1]))
-    module = finding.module
+    shape, module = place.pair.own.value.shape, finding.module
+    if math.prod(shape) != other.value.size:
+        text += f", of shape {list(other.value.shape)} beside {list(shape)}"
     if taken := _taken_instead(pairs, bad, values):
-        module, *names = taken
-        text += "; it is computed of {}, in torch of {}".format(*names)
+        module, own, its = taken
+        text += f"; it is computed of {own}, in torch of {its}"
     if not module:
         before = f"{pairs[bad - 1][0].name} (agrees)" if bad else "the arguments"
         text += f"; it is outside of modules, between {before} and {place.name or 'the end'}"
@@ -196,14 +195,14 @@ def _taken_instead(
     steps = place.pair.own.steps
     agreeing = [(p, e) for p, e in pairs if p.pair.own.steps == steps and not p.value.differs]
     known = [its.value for _, its in agreeing]
-    missed = [x for x in into if not any(same_numbers(x, y) for y in known)]
+    missed = [x for x in into if not is_among(x, known)]
     for own, its in agreeing if missed else []:
         enters = place.name in entered_modules(own.pair.own.value)
-        if enters and not any(same_numbers(its.value, x) for x in into):
-            left = (e.name for e in values if e.kind != ENTERS and same_numbers(e.value, missed[0]))
+        if enters and not is_among(its.value, into):
+            left = (e.name for e in values if e.kind != ENTERS and is_among(e.value, missed[:1]))
             around = [e.value for e in entering if other.name.startswith(f"{e.name}.")]
-            is_inside = any(same_numbers(its.value, x) for x in around)
-            module = _module_around(None if is_inside else own.pair.own.value, place.name)
+            source = None if is_among(its.value, around) else own.pair.own.value
+            module = _module_around(source, place.name)
             return module, own.name or "an argument", next(left, "another value")
     return None
 

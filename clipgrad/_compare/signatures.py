@@ -6,7 +6,7 @@ Arrays of another framework are close to one of JAX in some order of their axes.
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -163,9 +163,9 @@ def rejudged(found: Closest, own: Signature, other: Signature, rtol: float | Non
     return _judged(own, other, found.at[0], rtol) if is_rough else found.judgment
 
 
-def same_numbers(own: Signature, other: Signature) -> bool:
-    """Whether two arrays have the same numbers, in any order of axes, such as what is flattened."""
-    return bool(np.any(np.all(other.sketches == own.sketches[:1], axis=1)))
+def is_among(own: Signature, others: Iterable[Signature]) -> bool:
+    """Whether one of some arrays is this one, in any order of axes, such as what is flattened."""
+    return any(np.any(np.all(other.sketches == own.sketches[:1], axis=1)) for other in others)
 
 
 def closest_of(
