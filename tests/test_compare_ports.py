@@ -5,6 +5,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -298,44 +299,101 @@ def test_what_leaves_two_modules_and_what_is_not_used_is_no_difference():
     assert used.is_used(inner.value) and not used.is_used(unused.value)
 
 
-def test_a_module_that_is_left_out_is_named_by_who_passes_another_value_on():
-    """Not the module that computes of the other value, which is right."""
-    rng, seen = np.random.default_rng(0), []
+def written_run(loss, w, x):
+    """The run that another framework would write of a loss, which calls modules by ``call``."""
+    seen = []
+
+    def call(name, f, h):
+        seen.append((name.replace("/", "."), "enters", h))
+        h = f(h)
+        seen.append((name.replace("/", "."), "module", h))
+        return h
+
+    whole, gradient = jax.value_and_grad(loss)(w, x, lambda name, f, h: f(h))
+    loss(w, x, call)
+    signed = functools.partial(layouts, dtype="float32")
+    values = [PortEntry(*own, "", (), None, None, signed(np.asarray(h)), None) for *own, h in seen]
+    leaves = [
+        PortEntry("w", "parameter", "", (), None, None, signed(w), signed(np.asarray(gradient))),
+        PortEntry("args[0]", "argument", "", (), None, None, signed(x), None),
+    ]
+    return PortRun(values, leaves, np.asarray(whole), "float32", {})
+
+
+def compared_calls(loss, changes):
+    """The comparison of a loss with its run, where `changes` replace what `call` does at the modules."""
+    rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4), (4, 4)))
 
-    def loss(w, x, left_out, seen):
-        def call(name, f, x):
-            if name == left_out:
-                return x
-            seen.append((name.replace("/", "."), "enters", x))
+    def call(name, f, h):
+        def inside(f):
             with models.named(name.split("/")[-1]):
-                x = f(x)
-            seen.append((name.replace("/", "."), "module", x))
-            return x
+                return f(h)
 
-        def block(h):
-            h = call("block/norm", lambda h: h / (1 + jnp.abs(h)), h)
-            return call("block/fc", lambda h: jnp.tanh(h @ w), h)
+        return changes[name](inside, f, h) if name in changes else inside(f)
 
-        h = call("pre", jnp.exp, call("stem", lambda h: jnp.sin(h @ w), x))
-        return jnp.mean(call("block", block, h) ** 2)
+    run = written_run(loss, w, x)
+    (found,) = models.compared(run, lambda w, x, _: loss(w, x, call), (w, x), [0])
+    return found
 
-    whole = loss(w, x, None, seen)
-    signed = {name: layouts(own, "float32") for name, own in (("w", w), ("args[0]", x))}
-    run = PortRun(
-        [PortEntry(*own[:2], "", (), None, None, layouts(np.asarray(own[2]), "float32"), None)
-         for own in seen],
-        [PortEntry(name, kind, "", (), None, None, signed[name], None)
-         for name, kind in (("w", "parameter"), ("args[0]", "argument"))],
-        np.asarray(whole), "float32", {},
-    )  # fmt: skip
-    cases = {"pre": ("", "stem", "pre"), "block/norm": ("block", "pre", "block.norm")}
-    for left_out, (module, own, other) in cases.items():
-        program = lambda w, x, _, left_out=left_out: loss(w, x, left_out, [])  # noqa: E731
-        (found,) = models.compared(run, program, (w, x), [0])
-        (finding,) = found.findings
-        assert finding.module == module, str(found)
-        assert f"it is computed of {own}, in torch of {other}" in finding.message, finding.message
+
+def stacked_calls(w, x, call):
+    """A stem, a value of it, and a block of a norm and a product."""
+
+    def block(h):
+        h = call("block/norm", lambda h: h / (1 + jnp.abs(h)), h)
+        return call("block/fc", lambda h: jnp.tanh(h @ w), h)
+
+    h = call("pre", jnp.exp, call("stem", lambda h: jnp.sin(h @ w), x))
+    return jnp.mean(call("block", block, h) ** 2)
+
+
+def faint_calls(w, x, call):
+    """A loss whose changes are below its rounding."""
+    h = call("stem", lambda h: jnp.sin(h @ w), x)
+    h = h + 0.1 * call("pre", jnp.cos, h)
+    return 1 + 1e-9 * jnp.mean(call("fc", lambda h: h @ w, h) ** 2)
+
+
+def left_out(inside, f, h):
+    del inside, f
+    return h
+
+
+def unused(inside, f, h):
+    inside(f)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "module", "own", "other"),
+    [
+        ("pre", left_out, "", "stem", "pre"),
+        ("block/norm", left_out, "block", "pre", "block.norm"),
+        ("pre", unused, "pre", "stem", "pre"),
+        ("block/norm", unused, "block/norm", "pre", "block.norm"),
+    ],
+)
+def test_a_module_that_is_left_out_is_named_by_who_passes_another_value_on(
+    name, change, module, own, other
+):
+    """Not the module that computes of the other value, which is right."""
+    found = compared_calls(stacked_calls, {name: change})
+    (finding,) = found.findings
+    assert finding.module == module, str(found)
+    assert f"it is computed of {own}, in torch of {other}" in finding.message, finding.message
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_far_value_differs_if_one_that_is_computed_of_it_does_though_the_loss_agrees(is_used):
+    """If nothing that differs is computed of it, the other framework cuts it otherwise."""
+
+    def other(inside, f, h):
+        far = inside(lambda h: 3 * jnp.sin(h))
+        return far if is_used else far - far + f(h)
+
+    found = compared_calls(faint_calls, {"pre": other})
+    assert [(x.kind, x.module) for x in found.findings] == [("value", "pre")] * is_used, str(found)
 
 
 @pytest.mark.parametrize("shape", [(), (1, 5), (4, 3), (2, 1, 3, 4), (2, 2, 3, 2, 2)])

@@ -91,8 +91,7 @@ def compare_port(
     )
     eps = rounding(version.loss_dtype, port.loss_dtype)
     loss = judge(run.loss, port.loss, 2 * floor.loss, eps, rtol)
-    # If the loss agrees, what is far from all of the other framework's values is cut otherwise.
-    pairs = [pair for pair in matched if loss.differs or pair[0].value.difference < NEAR]
+    pairs = matched if loss.differs else _not_cut_otherwise(matched)
     known = {pair.path: pair.gradient for pair in leaves.pairs if pair.gradient is not None}
     compared = [
         ComparedLeaf(leaf.path, leaf.position, known[leaf.path])
@@ -104,6 +103,22 @@ def compare_port(
     found = comparison_of(version, None, judged)
     used = _used_arguments(side, judged.places) if found.findings else set()
     return _explained(found, pairs, arguments, used, port)
+
+
+def _not_cut_otherwise(pairs: Pairs) -> Pairs:
+    """The pairs without those that are far apart, unless one that differs is computed of them.
+
+    If the loss agrees, what is far from all of the other framework's values is cut otherwise; but
+    the rounding of a loss in half precision hides much.
+    """
+    near = [place.value.difference < NEAR for place, _ in pairs]
+    differing = [p for (p, _), is_near in zip(pairs, near, strict=True) if is_near]
+    later = Ancestors([place.pair.own for place in differing if place.value.differs])
+    return [
+        (place, other)
+        for (place, other), is_near in zip(pairs, near, strict=True)
+        if is_near or later.has(place.pair.own)
+    ]
 
 
 def _arrays_alone(leaves: PortLeaves) -> list[str]:
@@ -184,7 +199,8 @@ def _taken_instead(
 ) -> tuple[str, str, str] | None:
     """The module that passes on another value than the other framework, to one that differs.
 
-    Returns its name and those of the value and of the other one, which the version does not have.
+    Returns its name and those of the value and of the other one, which the version does not use: if
+    it has that one, the module is the one that it leaves.
     """
     place, other = pairs[bad]
     if ENTERS in (other.kind, place.pair.own.value.kind):
@@ -194,15 +210,17 @@ def _taken_instead(
     into = _last_inputs(other, values[:now])
     steps = place.pair.own.steps
     agreeing = [(p, e) for p, e in pairs if p.pair.own.steps == steps and not p.value.differs]
-    known = [its.value for _, its in agreeing]
+    later = Ancestors(())
+    known = [its.value for own, its in agreeing if later.is_used(own.pair.own.value)]
     missed = [x for x in into if not is_among(x, known)]
     for own, its in agreeing if missed else []:
         enters = place.name in entered_modules(own.pair.own.value)
         if enters and not is_among(its.value, into):
             left = (e.name for e in values if e.kind != ENTERS and is_among(e.value, missed[:1]))
+            unused = (p.name for p, e in agreeing if p.name and is_among(e.value, missed[:1]))
             around = [e.value for e in entering if other.name.startswith(f"{e.name}.")]
             source = None if is_among(its.value, around) else own.pair.own.value
-            module = _module_around(source, place.name)
+            module = next(unused, None) or _module_around(source, place.name)
             return module, own.name or "an argument", next(left, "another value")
     return None
 
