@@ -312,7 +312,10 @@ def written_run(loss, w, x):
     whole, gradient = jax.value_and_grad(loss)(w, x, lambda name, f, h: f(h))
     loss(w, x, call)
     signed = functools.partial(layouts, dtype="float32")
-    values = [PortEntry(*own, "", (), None, None, signed(np.asarray(h)), None) for *own, h in seen]
+    values = [
+        PortEntry(name, kind, "", (), None, None, signed(np.asarray(h)), None)
+        for name, kind, h in seen
+    ]
     leaves = [
         PortEntry("w", "parameter", "", (), None, None, signed(w), signed(np.asarray(gradient))),
         PortEntry("args[0]", "argument", "", (), None, None, signed(x), None),
@@ -321,7 +324,7 @@ def written_run(loss, w, x):
 
 
 def compared_calls(loss, changes):
-    """The comparison of a loss with its run, where `changes` replace what `call` does at the modules."""
+    """The comparison of a loss with its run, where changes replace what `call` does."""
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4), (4, 4)))
 
