@@ -63,7 +63,6 @@ class Place(NamedTuple):
 
     @property
     def chain(self) -> list[JaxprEqn]:
-        """The equation and those around it, innermost first."""
         return [self.equation, *(self.parent.chain if self.parent else ())]
 
     @property
@@ -88,7 +87,6 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module path, joined by slashes."""
         paths = [path(equation) for equation in reversed(self.chain)]
         return "/".join(segment for scopes in paths for segment in scopes)
 

@@ -185,7 +185,6 @@ class _Rounding(Hook):
         return value if is_short and self.wide is None else wide if is_short else moved
 
     def steps(self, equation: JaxprEqn) -> Any:
-        """The number of each step."""
         return lax.iota(jnp.uint32, equation.params["length"])
 
     def inside(self, equation: JaxprEqn, step: Any) -> Self:
@@ -197,7 +196,6 @@ class _Rounding(Hook):
         return self
 
     def _bound(self, equation: JaxprEqn, inputs: list, **changed: Any) -> list:
-        """The results, not moved."""
         if self.wide is not None:
             return list(self.wide(equation, inputs) or [])
         return bind(equation, inputs, **changed)
