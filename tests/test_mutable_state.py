@@ -96,20 +96,12 @@ def cyclic(model, x):
 
 
 PROGRAMS = {
-    "call": lambda wrap, m: wrap(loss)(m, X),
-    "keyword": lambda wrap, m: wrap(lambda *, x, model: loss(model, x))(x=X, model=m),
-    "inside pytrees": lambda wrap, m: wrap(lambda p: loss(p["m"][0], p["x"]))({"m": [m], "x": X}),
-    "a variable": lambda wrap, m: wrap(add_one)(m.count, 1.0),
+    "keyword": lambda wrap, m: wrap(lambda *, p: loss(p["m"][0], p["x"]))(p={"m": [m], "x": X}),
     "a state": lambda wrap, m: wrap(lambda s, x: add_one(s["count"], x))(nnx.state(m), 1.0),
-    "nnx.grad": lambda wrap, m: nnx.grad(wrap(loss))(m, X),
     "nnx.value_and_grad": lambda wrap, m: nnx.value_and_grad(wrap(loss))(m, X),
     "nnx.grad by data": lambda wrap, m: nnx.grad(wrap(loss), argnums=1)(m, X),
     "nnx.jit outside": lambda wrap, m: nnx.jit(nnx.grad(wrap(loss)))(m, X),
-    "nnx.jit inside": lambda wrap, m: nnx.grad(wrap(nnx.jit(loss)))(m, X),
     "nnx.remat inside": lambda wrap, m: nnx.grad(wrap(nnx.remat(loss)))(m, X),
-    "nnx.scan outside": lambda wrap, m: nnx.scan(
-        lambda m, x: (m, wrap(loss)(m, x)), in_axes=(nnx.Carry, 0)
-    )(m, jnp.stack([X, 2 * X])),
     "nnx.scan inside": lambda wrap, m: wrap(
         nnx.scan(lambda m, x: (m, loss(m, x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     )(m, jnp.stack([X, 2 * X])),
@@ -166,7 +158,7 @@ def test_a_training_ends_with_the_bits_of_the_plain_one(gradient, compile):
     assert_same(clipped, plain)
 
 
-@pytest.mark.parametrize(("argnums", "same"), [(0, 0), (1, 1), ((0, 1), (0, 1)), (-2, 0)], ids=str)
+@pytest.mark.parametrize(("argnums", "same"), [(1, 1), ((0, 1), (0, 1)), (-2, 0)], ids=str)
 def test_statistics_of_a_model_come_with_what_nnx_returns(argnums, same):
     plain, clipped = Model(), Model()
     value, grads, stats = cg.value_and_grad_with_stats(loss, argnums)(clipped, X)
@@ -209,9 +201,7 @@ def write(x, ref):
 
 
 REFERENCES = {
-    "plain": write,
     "jit": jax.jit(write),
-    "scan": lambda x, ref: lax.scan(lambda c, _: (write(c, ref), None), x, length=3)[0],
     "scan of jit": lambda x, ref: lax.scan(
         lambda c, _: (jax.jit(write)(c, ref), None), x, length=3
     )[0],
