@@ -133,7 +133,7 @@ def test_a_model_is_changed_as_by_the_plain_function(program, transformed):
     assert_close(*map(numbers, results), rtol=1e-5, atol=1e-6)
 
 
-def train(gradient, compile, steps=5):
+def train(gradient, compile, steps=3):
     """All that a training ends with; the gradients are rounded, since only values have the bits."""
     model = Model()
     optimizer = nnx.Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=nnx.Param)
@@ -151,6 +151,7 @@ GRADIENTS = {name: lambda m, x, t=t: nnx.grad(t(loss))(m, x) for name, t in TRAN
 GRADIENTS["with stats"] = lambda m, x: cg.value_and_grad_with_stats(loss, rules=RULES)(m, x)[1]
 
 
+@pytest.mark.ci("compile", "gradient")
 @pytest.mark.parametrize("compile", [nnx.jit, lambda f: f], ids=["nnx.jit", "eager"])
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 def test_a_training_ends_with_the_bits_of_the_plain_one(gradient, compile):

@@ -159,6 +159,7 @@ def each_by_nnx(kind, model):
     return nnx.as_pure(each(model, X))
 
 
+@pytest.mark.ci("method", "kind")
 @pytest.mark.parametrize("method", ["direct", "one pass", "two passes"])
 @pytest.mark.parametrize("kind", [Plain, Adapted, Dropped], ids=lambda kind: kind.__name__)
 def test_each_example_has_the_gradient_of_nnx(kind, method):
@@ -337,11 +338,10 @@ def test_an_equinox_model_with_all_kinds_of_leaves_is_trained_as_filter_grad_doe
     assert_close(numbers(found), numbers(wanted), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["direct", "one pass", "two passes"])
-def test_numbers_of_python_and_numpy_among_the_parameters_are_differentiated(method):
+def test_numbers_of_python_and_numpy_among_the_parameters_are_differentiated():
     given = {"w": jnp.ones(3), "number": 2.0, "table": np.ones(3, np.float32), "ids": 3}
     single = lambda p, x: jnp.sum(p["w"] * p["table"] * x) ** 2 * p["number"]  # noqa: E731
-    _, grads, stats = cg.clip_per_example(single, None, reduce="sum", method=method)(given, X)
+    _, grads, stats = cg.clip_per_example(single, None, reduce="sum")(given, X)
     floating = {name: given[name] for name in ("w", "number", "table")}
     each = jax.vmap(jax.grad(single), in_axes=(None, 0))(jax.tree.map(jnp.asarray, floating), X)
     assert_close({n: grads[n] for n in floating}, jax.tree.map(lambda g: g.sum(0), each), rtol=1e-5)
