@@ -231,10 +231,8 @@ def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
 def differentiated_inputs(arguments: tuple[Any, Any], chosen: Mapping[int, Any]) -> list[bool]:
     """For each array among arguments whether the function is differentiated with respect to it.
 
-    Args:
-      arguments: the positional and the keyword arguments, in which `with_models` may have taken
-        models apart.
-      chosen: the positions of arguments, each with a filter as ``wrt``.
+    In ``arguments``, the positional and the keyword ones, `with_models` may have taken models
+    apart; ``chosen`` has positions, each with a filter as ``wrt``.
     """
     kind = getattr(flax_nnx(), "NodeStates", ())
     is_apart = lambda x: isinstance(x, kind)  # noqa: E731

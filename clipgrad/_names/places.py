@@ -114,10 +114,8 @@ class Place(NamedTuple):
     def device(self, found: Iterable[tuple[int, ...]]) -> str | None:
         """The coordinates of the first of some devices, such as "data=5".
 
-        Axes along which it is all of them are left out; None if it is every device.
-
-        Args:
-          found: for each device its number in each `shard_map` around, outermost first.
+        Axes along which it is all of them are left out; None if it is every device. ``found`` has
+        for each device its number in each `shard_map` around, outermost first.
         """
         maps = [e for e in reversed(self.chain[1:]) if e.primitive.name == "shard_map"]
         sizes = {a: e.params["mesh"].shape[a] for e in maps for a in manual_axes(e)}
