@@ -18,10 +18,8 @@ X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
 W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "only h": jax.checkpoint_policies.save_only_these_names("h"),
-    "any but h": jax.checkpoint_policies.save_anything_except_these_names("h"),
 }
 
 
@@ -84,10 +82,6 @@ def after_a_loop(x, tag):
     return lax.fori_loop(0, 3, lambda i, x: tag(jnp.sin(x) * 1.5, "h"), x) * times
 
 
-def mapped(x, tag):
-    return lax.map(lambda row: tag(jnp.sin(row), "h") ** 2, x)
-
-
 def used_thrice(x, tag):
     h = tag(jnp.sin(x), "h")
     return 3 * h - 5 * jnp.cos(h) + 10 * h**2
@@ -101,7 +95,6 @@ def decorated(x, tag):
 MODELS = {
     "plain": step,
     "three uses": used_thrice,
-    "jit": lambda x, tag: jax.jit(lambda x: step(x, tag))(x),
     "jit of jit": lambda x, tag: jax.jit(jax.jit(lambda x: step(x, tag)))(x) * 2,
     "scan": scanned,
     "reversed scan": functools.partial(scanned, reverse=True),
@@ -115,7 +108,6 @@ MODELS = {
     "platform": on_this_platform,
     "custom rules": beside_custom_rules,
     "loops": after_a_loop,
-    "map": mapped,
     "decorated": decorated,
     **{
         f"remat, {name}": lambda x, tag, policy=policy: jax.checkpoint(

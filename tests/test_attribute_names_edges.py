@@ -72,17 +72,12 @@ class Layer(Base, strict=True):
         assert type(self).__qualname__ == "Layer" and type(self).__doc__ == Layer.__doc__
         assert hash(jax.tree.structure(self)) is not None
         again = type(self)()
-        assert isinstance(again, Layer) and again.size == self.number == self.make() == 6
+        assert isinstance(again, Layer) and again.size == self.number == 6
         return self.twice(self.function(self.missing(x)))
 
     @property
     def number(self):
         return self.size
-
-    @classmethod
-    def make(cls):
-        assert issubclass(cls, Layer)
-        return 6
 
     @staticmethod
     def plain(x):
@@ -105,24 +100,17 @@ class Child(eqx.Module):
         return self.inner.plain(self.inner(x))
 
 
-class Grandchild(Child):
-    """One more."""
-
-    def __call__(self, x):
-        return super().__call__(x) + 1
-
-
 class Holder(eqx.Module):
     """A model of one module."""
 
-    child: Grandchild
+    child: eqx.Module
 
     def __call__(self, x):
         return self.child(x)
 
 
 def test_classes_with_all_that_python_has_keep_what_they_do():
-    model = Holder(Grandchild(Layer()))
+    model = Holder(Child(Layer()))
     found = names(loss, model, X)
     assert found == ["child/inner/linear", "child/inner", "child"]
     assert REGISTRY == {}
@@ -335,13 +323,10 @@ def test_threads_have_the_same_classes_and_the_same_names():
     model, found, seen = Holder(Fresh(linear())), [], set()
     start = threading.Barrier(4)
 
-    def noting(model, x):
-        seen.add(type(model.child))
-        return loss(model, x)
-
     def run():
         start.wait()
-        found.append(names(noting, model, X))
+        note = lambda model, x: (seen.add(type(model.child)), loss(model, x))[1]  # noqa: E731
+        found.append(names(note, model, X))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -361,36 +346,17 @@ def training_loss(model, batch):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_training_step_takes_a_whole_equinox_model(accumulate):
-    class Net(eqx.Module):
-        codec: Codec
-        drop: eqx.nn.Dropout
-        activation: object
-
-        def __call__(self, x):
-            return self.activation(self.drop(self.codec.encode(x), key=KEY))
-
-    model = Net(Codec(linear(), linear()), eqx.nn.Dropout(0.5), jax.nn.relu)
-    batch = jnp.stack([X, 2 * X])
-    optimizer = optax.chain(cg.clip_by_global_norm(1e-2), optax.adam(1e-2))
-    step = cg.train_step(
-        training_loss, optimizer, error_clip={"codec/up": None}, accumulate=accumulate
-    )
-    state = step.init(model)
-    arrays = eqx.filter(model, eqx.is_inexact_array)
-    opt_state = optimizer.init(arrays)
-    assert jax.tree.structure(state.opt_state) == jax.tree.structure(opt_state)
-    for _ in range(2):
-        state, metrics = step(state, batch)
-        grads = eqx.filter_grad(training_loss)(model, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, arrays)
-        model = eqx.apply_updates(model, updates)
-        arrays = eqx.filter(model, eqx.is_inexact_array)
-    assert jax.tree.structure(state.params) == jax.tree.structure(model)
-    assert state.params.activation is jax.nn.relu and state.params.drop.p == 0.5
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
-    jax.tree.map(close, eqx.filter(state.params, eqx.is_array), arrays)
-    assert set(metrics["error_clip"]) == {"codec/up"}
-    assert step.update._cache_size() == 1
+    """That of filter_grad, at several steps and with all kinds of leaves: test_parameters.py."""
+    model, batch = Auto(Codec(linear(), linear())), jnp.stack([X, 2 * X])
+    rules = {"codec/up": None}
+    step = cg.train_step(training_loss, optax.sgd(0.1), error_clip=rules, accumulate=accumulate)
+    state, metrics = step(step.init(model), batch)
+    grads = eqx.filter_grad(training_loss)(model, batch)
+    expected = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+    assert jax.tree.structure(state.params) == jax.tree.structure(expected)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, state.params, expected)
+    assert metrics["error_clip"]["codec/up"].norm > 0
 
 
 def test_gradients_of_several_arguments_are_those_of_equinox_for_each():

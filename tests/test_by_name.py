@@ -81,14 +81,10 @@ def row_by_row(row, tag=checkpoint_name):
 
 
 MAPS = {
-    "vmap": jax.vmap(row_by_row),
-    "vmap of jit": jax.vmap(jax.jit(row_by_row)),
+    "jit of vmap": jax.jit(jax.vmap(row_by_row)),
     "vmap of scan": jax.vmap(
         lambda r: jax.lax.scan(lambda c, _: (row_by_row(c), 0), r, length=1)[0]
     ),
-    "jit of vmap": jax.jit(jax.vmap(row_by_row)),
-    "map in one batch": lambda x: jax.lax.map(row_by_row, x, batch_size=len(x)),
-    "vectorize": jnp.vectorize(row_by_row, signature="(n)->(n)"),
 }
 
 
@@ -110,7 +106,7 @@ def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped
 
 
 @pytest.mark.kinds()
-@pytest.mark.parametrize(("size", "batches"), [(None, 4), (1, 4), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize(("size", "batches"), [(None, 4), (2, 2), (4, 1)], ids=str)
 def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, batches):
     def gradient(tag, clip=lambda f: f):
         row = functools.partial(row_by_row, tag=tag)
@@ -183,26 +179,8 @@ def test_a_name_that_tags_nothing_is_an_error_that_lists_those_that_do():
         cg.error_clip_by_name(loss_of(scanned), {"q": VALUE})(X)
     with pytest.raises(ValueError, match=UNKNOWN):
         cg.error_clip_by_name(loss_of(scanned), {"q": None, "h": VALUE})(X)
-
-
-def test_the_names_most_like_a_wrong_one_are_listed_first():
-    def model(x):
-        for i in range(30):
-            x = checkpoint_name(2 * x, f"layer_{i}")
-        return jnp.sum(checkpoint_name(x, "hidden"))
-
-    with pytest.raises(ValueError, match=r"got 'hiden'.*; the nearest are \['hidden', "):
-        cg.error_clip_by_name(model, {"hiden": VALUE})(X)
     with pytest.raises(ValueError, match="got 'h'.*; there are none; tag a variable with"):
         cg.error_clip_by_name(jnp.sum, {"h": VALUE})(X)
-
-
-def test_a_name_of_integers_is_an_error():
-    def model(x):
-        return jnp.sum(x[checkpoint_name(jnp.arange(2), "index")])
-
-    with pytest.raises(TypeError, match="got 'index', which tags int32 values, expected floating"):
-        cg.error_clip_by_name(model, {"index": VALUE})(X)
 
 
 @pytest.mark.parametrize(
@@ -224,15 +202,12 @@ def test_wrong_rules_are_refused_at_once(rules, error):
         cg.error_clip_by_name(step, rules)
 
 
-def test_what_is_no_function_is_refused_at_once():
+def test_what_is_no_function_or_no_prefix_is_refused_at_once():
+    with pytest.raises(TypeError, match="prefix: got 3, expected a string"):
+        cg.error_clip_by_name(step, {"h": VALUE}, prefix=3)
     for fun, hint in ((3, "$"), (None, "$"), ({"h": VALUE}, "; the rules"), (VALUE, "; the rules")):
         with pytest.raises(TypeError, match=f"fun: got .*expected a function{hint}"):
             cg.error_clip_by_name(fun, {"h": VALUE})
-
-
-def test_a_wrong_prefix_is_refused_at_once():
-    with pytest.raises(TypeError, match="prefix: got 3, expected a string"):
-        cg.error_clip_by_name(step, {"h": VALUE}, prefix=3)
 
 
 def test_the_signature_and_the_name_are_kept():

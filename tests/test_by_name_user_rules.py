@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -39,23 +38,15 @@ class OfARule(cg.ClipByValue):
         return scale(grads, self.c)
 
 
-class LookAlike:
-    def __init__(self, c):
-        self.c = c
-
-    def __call__(self, g):
-        return scale(g, self.c)
-
-
 @dataclasses.dataclass
-class NotHashable(LookAlike):
+class NotHashable:
     c: object
 
     def __call__(self, g):
         return scale(g, self.c)
 
 
-class Equal(LookAlike):
+class Equal(NotHashable):
     """Equal to all of its kind, whatever they hold."""
 
     def __eq__(self, other):
@@ -67,7 +58,7 @@ class Equal(LookAlike):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["c"], meta_fields=[])
 @dataclasses.dataclass
-class OfAPytree(LookAlike):
+class OfAPytree(NotHashable):
     """A pytree that checks its leaves whenever it is made."""
 
     c: object
@@ -88,7 +79,7 @@ def body(x):
     return 3 * checkpoint_name(x, "h")
 
 
-RULES = [OfTheProtocol, OfARule, LookAlike, NotHashable, Equal, OfAPytree, closure]
+RULES = [OfTheProtocol, OfARule, NotHashable, Equal, OfAPytree, closure]
 PLACES = {
     "by name": lambda f, rule: jax.grad(cg.error_clip_by_name(f, {"h": rule})),
     "everywhere": lambda f, rule: jax.grad(cg.error_clip_everywhere(f, rule)),
@@ -99,8 +90,6 @@ PLACES = {
 INSIDE = {
     "nothing": body,
     "jit": jax.jit(body),
-    "jit of jit": jax.jit(jax.jit(body)),
-    "scan": lambda x: lax.scan(lambda c, row: (c, body(row)), 0, x)[1],
     "scan of jit": lambda x: lax.scan(lambda c, row: (c, INSIDE["jit"](row)), 0, x)[1],
     "vmap": jax.vmap(body),
     "remat": jax.checkpoint(body),
@@ -157,13 +146,8 @@ def watched(rule, grads):
 
 # What a rule makes of the gradient, or cotangent, x.
 OWN_PLACES = {
-    "clip_cotangent": lambda rule, x: jax.vjp(lambda y: cg.clip_cotangent(y, rule), x)[1](x)[0],
     "clip_cotangent with a probe": watched,
     "error_clip of inputs": lambda rule, x: jax.vjp(cg.error_clip(rule)(lambda y: y), x)[1](x)[0],
-    "error_clip of outputs": lambda rule, x: jax.vjp(cg.error_clip(outputs=rule)(lambda y: y), x)[
-        1
-    ](x)[0],
-    "gradient_clip": lambda rule, x: cg.gradient_clip(rule).update(x, optax.EmptyState())[0],
     "gradient_clip with statistics": with_stats,
     "clip_grads": lambda rule, x: cg.clip_grads(x, rule)[0],
     "clip_per_example": lambda rule, x: cg.clip_per_example(

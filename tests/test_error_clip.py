@@ -25,15 +25,10 @@ def test_one_rule_clips_what_is_handed_back_to_all_inputs():
     assert clipped(1.0, 2.0, z=-3.0) == multiply(1.0, 2.0, z=-3.0)
 
 
-@pytest.mark.parametrize("call", [
-    lambda f, x, y: f(x, y),
-    lambda f, x, y: f(x, y=y),
-    lambda f, x, y: f(y=y, x=x),
-], ids=["positions", "mixed", "names"])  # fmt: skip
-def test_inputs_are_found_by_position_and_by_name(call):
+def test_inputs_are_found_by_position_and_by_name():
     clipped = cg.error_clip({"y": VALUE, "x": None})(multiply)
-    gradients = jax.grad(lambda x, y: call(clipped, x, y), argnums=(0, 1))(1.0, 2.0)
-    assert gradients == (200, 5)
+    for call in (clipped, lambda x, y: clipped(x, y=y), lambda x, y: clipped(y=y, x=x)):
+        assert jax.grad(call, argnums=(0, 1))(1.0, 2.0) == (200, 5)
 
 
 def test_defaults_and_inputs_without_cotangents_are_passed_over():
@@ -124,11 +119,7 @@ def test_signature_name_docstring_and_the_plain_function_are_kept():
     assert inspect.signature(clipped) == inspect.signature(multiply)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [jnp.sin, jax.jit(jnp.sin), functools.partial(jnp.multiply, 1.0), jnp.exp],
-    ids=range(4),
-)
+@pytest.mark.parametrize("function", [jax.jit(jnp.sin), functools.partial(jnp.multiply, 1.0)])
 def test_callables_of_any_kind_are_decorated(function):
     clipped = cg.error_clip(cg.ErrorClipByValue(max=0.01))(function)
     assert jax.grad(clipped)(0.5) == np.float32(0.01)
@@ -155,7 +146,7 @@ def test_an_unknown_parameter_is_refused_when_decorating(name):
         cg.error_clip({name: VALUE, "x": None})(multiply)
 
 
-@pytest.mark.parametrize("bad", [0.1, {"x": 0.1}, [VALUE], "x"], ids=str)
+@pytest.mark.parametrize("bad", [0.1, {"x": 0.1}], ids=str)
 def test_what_is_no_rule_is_refused_before_decorating(bad):
     with pytest.raises(TypeError, match="expected a ClipRule, a function of the cotangent or None"):
         cg.error_clip(bad)
@@ -163,18 +154,13 @@ def test_what_is_no_rule_is_refused_before_decorating(bad):
         cg.error_clip(outputs={"x": 0.1})
 
 
-@pytest.mark.parametrize("bad", [3, int, jnp.ones(2)], ids=["number", "class", "array"])
+@pytest.mark.parametrize("bad", [3, int], ids=["number", "class"])
 def test_what_is_no_function_is_refused(bad):
-    with pytest.raises(TypeError, match=r"to decorate, expected a function .* @error_clip\(rule\)"):
+    match = r"to decorate, expected a function .* @error_clip\(rule\), with a rule in the parenth"
+    with pytest.raises(TypeError, match=match):
         cg.error_clip(VALUE)(bad)
-
-
-def test_a_decorator_without_parentheses_is_caught_at_the_call():
-    forgotten = cg.error_clip(multiply)
-    with pytest.raises(
-        TypeError, match=r"write @error_clip\(rule\), with a rule in the parentheses"
-    ):
-        forgotten(1.0)
+    with pytest.raises(TypeError, match=match):
+        cg.error_clip(multiply)(1.0)  # without the parentheses: caught at the call
 
 
 @pytest.mark.exhaustive

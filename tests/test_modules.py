@@ -47,25 +47,6 @@ def two_outputs(x, leave):
     return first * second + second
 
 
-def called_twice(x, leave):
-    for _ in range(2):
-        with scope("net"):
-            x = jnp.sin(x @ W)
-        x = 2 * leave(x, "net")
-    return x
-
-
-def scanned(x, leave, wrap=lambda f: f):
-    def body(h, row):
-        with scope("cell"):
-            h = jnp.tanh(h @ W + row)
-        h = leave(h, "cell")
-        return h, 2 * h
-
-    last, outs = lax.scan(wrap(body), jnp.ones(3), x)
-    return outs + last[None]
-
-
 def scan_within_a_module(x, leave):
     def body(h, row):
         with scope("cell"):
@@ -133,10 +114,6 @@ def branches(x, leave):
     return 2 * leave(y, "net")
 
 
-def mapped(x, leave):
-    return jax.vmap(functools.partial(nested, leave=leave))(x)
-
-
 def sharded(x, leave):
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
     rows = PartitionSpec("d")
@@ -155,18 +132,10 @@ def beside_custom_rules(x, leave):
     return jax.nn.relu(leave(y, "net"))
 
 
-def beside_a_while_loop(x, leave):
-    with scope("net"):
-        y = jnp.sin(x)
-    y = leave(y, "net")
-    steps = lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0)
-    return y * steps.astype(x.dtype)
-
-
 PROGRAMS = [
-    nested, used_inside_and_outside, two_outputs, called_twice, scanned, scan_within_a_module,
-    a_value_that_a_scan_uses, a_scan_that_uses_a_value_in_its_own_module, compiled, rematerialized,
-    branches, mapped, sharded, beside_custom_rules, beside_a_while_loop,
+    nested, used_inside_and_outside, two_outputs, scan_within_a_module, a_value_that_a_scan_uses,
+    a_scan_that_uses_a_value_in_its_own_module, compiled, rematerialized, branches, sharded,
+    beside_custom_rules,
 ]  # fmt: skip
 programs = pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 
@@ -199,15 +168,12 @@ def by_hand(program):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.kinds("compile")
-@pytest.mark.ci("program", "compile")
 @programs
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_the_gradient_is_that_of_clips_written_by_hand(program, compile):
+def test_the_gradient_is_that_of_clips_written_by_hand(program):
     plain, expected = by_hand(program)
     for chosen, gradient in expected.items():
         clipped = cg.error_clip_by_name(loss_of(program), dict.fromkeys(chosen, RULE))
-        np.testing.assert_allclose(compile(jax.grad(clipped))(X), gradient, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(jax.jit(jax.grad(clipped))(X), gradient, rtol=1e-6, atol=1e-7)
         assert not np.allclose(gradient, plain, rtol=1e-3)
 
 
@@ -233,19 +199,23 @@ def test_a_name_without_a_rule_changes_nothing(program):
 @programs
 def test_statistics_are_those_of_a_probe_written_by_hand(program):
     loss = loss_of(program)
-    value, gradient, stats = cg.value_and_grad_with_stats(loss)(X)
-    np.testing.assert_array_equal(value, loss(X))
-    np.testing.assert_allclose(gradient, jax.grad(loss)(X), rtol=1e-6, atol=1e-7)
+    value, gradient, stats = jax.jit(cg.value_and_grad_with_stats(loss))(X)
+    expected = jax.jit(jax.value_and_grad(loss))(X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-6, atol=1e-7)
     assert set(stats) == names(program)
 
-    def with_dummy(dummy, name):
+    @jax.jit
+    @jax.grad
+    def with_dummies(dummies):
         def leave(x, path):
-            return cg.clip_cotangent(x, None, probe=dummy) if path == name else x
+            return cg.clip_cotangent(x, None, probe=dummies[path])
 
         return loss_of(program, leave)(X)
 
+    seen = with_dummies({name: cg.types.ClipStats.zero() for name in stats})
     for name, found in stats.items():
-        dummy = jax.grad(with_dummy)(cg.types.ClipStats.zero(), name)
+        dummy = seen[name]
         total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), found, dummy)
         np.testing.assert_allclose(total.norm, dummy.norm, rtol=1e-6)
         assert float(total.size) == float(dummy.size)
@@ -275,13 +245,10 @@ def test_an_inner_module_sees_what_the_outer_one_has_clipped():
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("net/*", {"net/a", "net/b"}),
         ("*", {"net", "head"}),
-        ("**", {"net", "net/a", "net/b", "head", "head/b"}),
         ("**/b", {"net/b", "head/b"}),
         ("net/**", {"net", "net/a", "net/b"}),
         ("*t/a*", {"net/a"}),
-        ("**/*", {"net", "net/a", "net/b", "head", "head/b"}),
         ("n**/b", {"net/b"}),
         ("**/net/**/b/**", {"net/b"}),
     ],
@@ -317,10 +284,8 @@ def own_rule(grads):
         (RULE, cg.ErrorClipByValue(max=0.05), True),
         (cg.ErrorClipByValue(jnp.ones(3)), cg.ErrorClipByValue(jnp.ones(3)), True),
         (own_rule, own_rule, True),
-        (None, None, True),
         (RULE, None, False),
         (cg.ErrorClipByValue(jnp.ones(3)), cg.ErrorClipByValue(2 * jnp.ones(3)), False),
-        (cg.ClipByNorm(1.0), cg.ClipByGlobalNorm(1.0), False),
         (cg.ClipByNorm(1.0, axis=0), cg.ClipByNorm(1.0, axis=1), False),
     ],
 )
@@ -395,30 +360,9 @@ def with_a_dead_end(x):
     [
         (with_integers, "index", TypeError, "got 'index', which names int32 values, expected floa"),
         (with_integers, "ind*", TypeError, r"got 'ind\*', which names int32 values, expected"),
-        (
-            with_integers,
-            "nte",
-            ValueError,
-            r"or the path of a module in it .*; there are \['net', 'i",
-        ),
-        (
-            with_integers,
-            "*/x",
-            ValueError,
-            r"got '\*/x', expected a name .* \*\* for any number of",
-        ),
-        (
-            within_a_custom_rule,
-            "net/inside",
-            ValueError,
-            "a variable inside of custom_vjp_call, ex",
-        ),
-        (
-            within_a_custom_rule,
-            "**/inside",
-            ValueError,
-            "a variable inside of custom_vjp_call, exp",
-        ),
+        (with_integers, "nte", ValueError, r"path of a module in it .*; there are \['net', 'i"),
+        (with_integers, "*/x", ValueError, r"got '\*/x', expected a name .* \*\* for any number"),
+        (within_a_custom_rule, "**/inside", ValueError, "variable inside of custom_vjp_call, exp"),
         (with_a_dead_end, "dead", ValueError, "names an unused value, expected one that"),
     ],
 )
@@ -434,16 +378,6 @@ def test_what_cannot_be_clipped_is_an_error(loss, name, error, match):
 def without_derivative(y):
     """A loop of unknown length, which can't be differentiated in reverse."""
     return lax.while_loop(lambda c: c.sum() < 100, lambda c: 2 * c, y)
-
-
-def on_data(x, data):
-    with scope("prepare"):
-        y = 3 * data
-    with scope("iterate"):
-        z = without_derivative(y)
-    with scope("net"):
-        out = x * z
-    return out.sum()
 
 
 def on_data_in_a_scan(x, data):
@@ -469,11 +403,7 @@ def on_a_stopped_gradient(x, data):
 @pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("loss", "data"),
-    [
-        (on_data, jnp.ones(2)),
-        (on_data_in_a_scan, jnp.ones((3, 2))),
-        (on_a_stopped_gradient, jnp.ones(2)),
-    ],
+    [(on_data_in_a_scan, jnp.ones((3, 2))), (on_a_stopped_gradient, jnp.ones(2))],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_value_that_does_not_depend_on_what_is_differentiated_is_left_alone(loss, data):

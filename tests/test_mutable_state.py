@@ -96,20 +96,12 @@ def cyclic(model, x):
 
 
 PROGRAMS = {
-    "call": lambda wrap, m: wrap(loss)(m, X),
-    "keyword": lambda wrap, m: wrap(lambda *, x, model: loss(model, x))(x=X, model=m),
-    "inside pytrees": lambda wrap, m: wrap(lambda p: loss(p["m"][0], p["x"]))({"m": [m], "x": X}),
-    "a variable": lambda wrap, m: wrap(add_one)(m.count, 1.0),
+    "keyword": lambda wrap, m: wrap(lambda *, p: loss(p["m"][0], p["x"]))(p={"m": [m], "x": X}),
     "a state": lambda wrap, m: wrap(lambda s, x: add_one(s["count"], x))(nnx.state(m), 1.0),
-    "nnx.grad": lambda wrap, m: nnx.grad(wrap(loss))(m, X),
     "nnx.value_and_grad": lambda wrap, m: nnx.value_and_grad(wrap(loss))(m, X),
     "nnx.grad by data": lambda wrap, m: nnx.grad(wrap(loss), argnums=1)(m, X),
     "nnx.jit outside": lambda wrap, m: nnx.jit(nnx.grad(wrap(loss)))(m, X),
-    "nnx.jit inside": lambda wrap, m: nnx.grad(wrap(nnx.jit(loss)))(m, X),
     "nnx.remat inside": lambda wrap, m: nnx.grad(wrap(nnx.remat(loss)))(m, X),
-    "nnx.scan outside": lambda wrap, m: nnx.scan(
-        lambda m, x: (m, wrap(loss)(m, x)), in_axes=(nnx.Carry, 0)
-    )(m, jnp.stack([X, 2 * X])),
     "nnx.scan inside": lambda wrap, m: wrap(
         nnx.scan(lambda m, x: (m, loss(m, x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     )(m, jnp.stack([X, 2 * X])),
@@ -141,7 +133,7 @@ def test_a_model_is_changed_as_by_the_plain_function(program, transformed):
     assert_close(*map(numbers, results), rtol=1e-5, atol=1e-6)
 
 
-def train(gradient, compile, steps=5):
+def train(gradient, compile, steps=3):
     """All that a training ends with; the gradients are rounded, since only values have the bits."""
     model = Model()
     optimizer = nnx.Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=nnx.Param)
@@ -159,6 +151,7 @@ GRADIENTS = {name: lambda m, x, t=t: nnx.grad(t(loss))(m, x) for name, t in TRAN
 GRADIENTS["with stats"] = lambda m, x: cg.value_and_grad_with_stats(loss, rules=RULES)(m, x)[1]
 
 
+@pytest.mark.ci("compile", "gradient")
 @pytest.mark.parametrize("compile", [nnx.jit, lambda f: f], ids=["nnx.jit", "eager"])
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 def test_a_training_ends_with_the_bits_of_the_plain_one(gradient, compile):
@@ -166,7 +159,7 @@ def test_a_training_ends_with_the_bits_of_the_plain_one(gradient, compile):
     assert_same(clipped, plain)
 
 
-@pytest.mark.parametrize(("argnums", "same"), [(0, 0), (1, 1), ((0, 1), (0, 1)), (-2, 0)], ids=str)
+@pytest.mark.parametrize(("argnums", "same"), [(1, 1), ((0, 1), (0, 1)), (-2, 0)], ids=str)
 def test_statistics_of_a_model_come_with_what_nnx_returns(argnums, same):
     plain, clipped = Model(), Model()
     value, grads, stats = cg.value_and_grad_with_stats(loss, argnums)(clipped, X)
@@ -209,9 +202,7 @@ def write(x, ref):
 
 
 REFERENCES = {
-    "plain": write,
     "jit": jax.jit(write),
-    "scan": lambda x, ref: lax.scan(lambda c, _: (write(c, ref), None), x, length=3)[0],
     "scan of jit": lambda x, ref: lax.scan(
         lambda c, _: (jax.jit(write)(c, ref), None), x, length=3
     )[0],

@@ -27,13 +27,10 @@ def selected(expression, paths=PATHS):
     "expression, expected",
     [
         ("kernel", {0, 3}),
-        ("bias", {1}),
         ("params", {0, 1, 2, 3, 4, 5}),
         ("attention", {2, 3}),
-        ("attention/query", {3}),
         ("query/kernel", {3}),
         ("params/layers/1", {4}),
-        ("layers/1", {4}),
         ("1", {4}),
         (PATHS[2], {2}),
     ],
@@ -46,18 +43,13 @@ def test_whole_segments_select_what_is_at_or_below_them(expression, expected):
 @pytest.mark.parametrize(
     "expression, expected",
     [
-        ("Dense", {0, 1}),
         ("kern", {0, 2, 3}),
         ("kernel$", {0, 2, 3}),
-        ("/kernel$", {0, 3}),
         ("^params/layers", {4, 5}),
         ("^layers", set()),
-        (r"layers/\d+", {4, 5}),
         (r"layers/\d/", {4}),
         ("bias|w$", {1, 4, 5}),
-        ("Dense_0/kernel|layers", {0, 4, 5}),
         (".*", {0, 1, 2, 3, 4, 5}),
-        ("nothing", set()),
         ("Kernel", set()),
     ],
     ids=str,
@@ -88,16 +80,9 @@ def test_a_tree_that_is_one_leaf_has_an_empty_path():
 
 
 def test_no_paths_are_no_error_and_the_expression_is_checked_all_the_same():
-    assert selects("kernel", [], "where") == []
+    assert selects("kernel", [], "where") == [] and selects("*", ["*"], "where") == [True]
     with pytest.raises(ValueError, match=r"^axis: got '\(', expected a path or a regular expr"):
         selects("(", [], "axis")
-
-
-@pytest.mark.parametrize("name", ["where", "measure", "axis"])
-def test_an_expression_that_does_not_compile_is_refused_under_its_name(name):
-    with pytest.raises(ValueError, match=rf"^{name}: got '\*', expected a path or a regular"):
-        selects("*", PATHS, name)
-    assert selects("*", ["*", "a"], name) == [True, False]
 
 
 def test_the_nearest_words_come_first():
@@ -131,15 +116,10 @@ def init_of(tx):
     return tx.init(TREE)
 
 
-def update_of(tx):
-    return tx.update(TREE, optax.EmptyState(), TREE)
-
-
 NOTHING = {
     "where of clip_grads": ("where", lambda: cg.clip_grads(TREE, BY_NORM, where=WRONG)),
     "measure of clip_grads": ("measure", lambda: cg.clip_grads(TREE, BY_NORM, measure=WRONG)),
     "where of init": ("where", lambda: init_of(cg.clip_by_value(1.0, where=WRONG))),
-    "where of update": ("where", lambda: update_of(cg.clip_by_norm(1.0, where=WRONG))),
     "where of skip_spikes": ("where", lambda: init_of(cg.skip_spikes(optax.sgd(1), where=WRONG))),
     "where of clip_per_example": (
         "where",
@@ -149,19 +129,9 @@ NOTHING = {
         "axis",
         lambda: cg.AdaptiveClip(axis={"layer_1": 0, WRONG: 1})(TREE, TREE),
     ),
-    "axis of Composer's": (
-        "axis",
-        lambda: cg.published.apply_gradient_clipping(
-            TREE, TREE, clipping_type="adaptive", clipping_threshold=1.0, axis={WRONG: 1}
-        ),
-    ),
     "names of error_clip_by_name": (
         "error_clip_by_name",
         lambda: cg.error_clip_by_name(tagged, {WRONG: BY_NORM})(TREE),
-    ),
-    "rules of value_and_grad_with_stats": (
-        "value_and_grad_with_stats",
-        lambda: cg.value_and_grad_with_stats(tagged, rules={WRONG: None})(TREE),
     ),
     "watch of value_and_grad_with_stats": (
         "value_and_grad_with_stats",

@@ -6,17 +6,9 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
-from clipgrad._trees.trees import (
-    combine,
-    is_clippable,
-    is_none,
-    map_clippable,
-    partition,
-    with_clippable,
-)
+from clipgrad._trees.trees import combine, is_clippable, is_none, map_clippable, partition
 
 LEAVES = [
     None, 1, 2.5, True, "text", np.ones(2), jnp.zeros(3), jnp.arange(2), jax.random.key(0),
@@ -53,41 +45,10 @@ def test_combine_undoes_partition(tree, data):
     flags = data.draw(st.lists(st.booleans(), min_size=number, max_size=number))
     chosen, rest = partition(tree, flags)
     assert_is_the_same(combine(chosen, rest), tree)
-
-
-@hypothesis.given(tree=trees, data=st.data())
-def test_each_leaf_is_in_one_of_the_two_and_none_is_in_the_other(tree, data):
-    number = len(flat(tree))
-    flags = data.draw(st.lists(st.booleans(), min_size=number, max_size=number))
-    chosen, rest = partition(tree, flags)
     assert structure(chosen) == structure(tree)
     for leaf, flag, a, b in zip(flat(tree), flags, flat(chosen), rest, strict=True):
         inside, outside = (a, b) if flag else (b, a)
         assert inside is leaf and outside is None
-
-
-@hypothesis.given(tree=trees)
-def test_a_predicate_is_the_flags_that_it_gives(tree):
-    chosen, rest = partition(tree, is_clippable)
-    expected, others = partition(tree, [is_clippable(leaf) for leaf in flat(tree)])
-    assert_is_the_same(chosen, expected)
-    assert_is_the_same(rest, others)
-
-
-def test_none_counts_as_a_leaf_and_may_be_chosen():
-    tree = {"a": None, "b": 1, "c": [None, 2]}
-    seen = []
-    assert partition(tree, lambda leaf: seen.append(leaf)) == (
-        {"a": None, "b": None, "c": [None, None]},
-        [None, 1, None, 2],
-    )
-    assert seen == [None, 1, None, 2]
-    assert partition(tree, is_none)[1] == [None, 1, None, 2]
-
-
-def test_flags_for_another_number_of_leaves_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        partition([1, 2, 3], [True, False])
 
 
 @jax.tree_util.register_pytree_node_class
@@ -116,15 +77,3 @@ def test_a_node_that_refuses_none_passes_where_all_leaves_are_chosen():
     np.testing.assert_array_equal(combine(chosen, rest)[0].value, [1, 1])
     doubled = map_clippable(lambda leaf: 2 * leaf, tree)
     np.testing.assert_array_equal(doubled[0].value, [2, 2])
-
-
-def test_leaves_that_are_not_clipped_stay_in_their_places():
-    tree = {"a": jnp.ones(2), "b": None, "c": 3, "d": jnp.zeros(1), "e": "text"}
-    put = with_clippable(tree, ["first", "second"])
-    assert put == {"a": "first", "b": None, "c": 3, "d": "second", "e": "text"}
-
-
-def test_an_empty_tree_comes_back():
-    for tree in ({}, [], (), {"a": []}):
-        assert partition(tree, is_clippable) == (tree, [])
-        assert combine(tree, []) == tree

@@ -56,16 +56,13 @@ class Stepwise:
     limits: jax.Array
 
     def __call__(self, cotangents: Any) -> Any:
-        """The clipped cotangents, inside of all these scans."""
         return self.now(cotangents)
 
     @property
     def now(self) -> Any:
-        """The rule with the limit of this step."""
         return with_threshold(self.rule, self.limits)
 
     def check_length(self, name: str, length: int) -> None:
-        """Raises `ValueError` for a scan of another length than the limits have."""
         if (kept := len(self.limits)) != length:
             raise ValueError(
                 f"error_clip: got {length} steps of the scan around {name!r}, but the state has "

@@ -23,7 +23,6 @@ class AdaptiveRules:
 
     @classmethod
     def of(cls, rules: Rules) -> "AdaptiveRules":
-        """The rules, checked."""
         plain = _plain(rules) if isinstance(rules, Mapping) else {}
         checked_rules({**rules, **plain} if plain else rules)
         for name in plain:
@@ -32,7 +31,6 @@ class AdaptiveRules:
 
     @property
     def are_adaptive(self) -> bool:
-        """Whether there are histories to keep."""
         return bool(_plain(self.rules))
 
     def first(self, stats: Any) -> Histories:
@@ -62,7 +60,6 @@ class AdaptiveRules:
         return {n: h.after(self._rule_of(n), stats[n], parts) for n, h in histories.items()}
 
     def _names(self, stats: Any) -> list[str]:
-        """The names of adaptive rules."""
         return sorted(n for n in stats if adaptive_threshold(self._rule_of(n)) is not None)
 
     def _rule_of(self, name: str) -> Any:

@@ -143,13 +143,11 @@ class ByName(_jaxpr.Hook):
         probes: dict[str, ClipStats],
         active: frozenset[Any] | None = None,
     ) -> "ByName":
-        """Clips by these names, and their probes."""
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
         return cls({name: chosen.rule for name, chosen in names.items()}, probes, modules, active)
 
     @property
     def is_reusable(self) -> bool:
-        """Whether all that the rules compute with is in their fields."""
         return all(map(is_own, map(_now, self.rules.values())))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:

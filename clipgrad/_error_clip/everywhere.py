@@ -86,7 +86,6 @@ class _Everywhere(_jaxpr.Hook):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether all that the rule computes with is in its fields."""
         return is_own(self.rule)
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
@@ -103,7 +102,6 @@ class _Everywhere(_jaxpr.Hook):
         return [clip_cotangent(x, self.rule) if v in clipped else x for v, x in pairs]
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
-        """The clips inside of an equation."""
         inner, _ = _jaxpr.entered_programs(equation)
         first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]

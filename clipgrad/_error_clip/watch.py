@@ -163,7 +163,6 @@ def with_stats(
 
 
 def _raise_as_jax(fun: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> None:
-    """Raises JAX's error for positions without an argument."""
     jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
 

@@ -11,7 +11,6 @@ from clipgrad._trees import combine, instances, is_float_array, partition
 
 
 def has_modules(tree: Any) -> bool:
-    """Whether there are Equinox modules in a tree."""
     return any(map(is_equinox, jax.tree.leaves(tree, is_leaf=is_equinox)))
 
 

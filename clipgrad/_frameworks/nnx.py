@@ -36,7 +36,6 @@ class Pure:
     fun: Callable[..., Any]
 
     def __call__(self, apart: Any) -> Any:
-        """The states that have changed, and the result."""
         nnx = flax_nnx()
         args, kwargs = nnx.from_tree(apart, ctxtag=TAG, is_inner=True)
         before = _contents(nnx, (args, kwargs))
@@ -86,7 +85,6 @@ def explained() -> Iterator[None]:
 
 
 def models_in(tree: Any) -> list[Any]:
-    """The models and variables of NNX in a tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
 
 

@@ -24,16 +24,9 @@ _RANDOM = "keys of random numbers"
 )
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """The changes of a function to NNX models: arrays, and the graph that makes models of them.
+    """The changes of a function to NNX models, as in `NNXParameters`."""
 
-    Attributes:
-      trained: the arrays that are trained; ``None`` if they are the same.
-      state: the other arrays.
-      graph: what NNX makes models of, with the variables.
-      structures: the structures of the variables that are trained, and of the others.
-    """
-
-    trained: list[Any] | None
+    trained: list[Any] | None  # the arrays; None if they are the same
     state: list[Any]
     graph: Any
     structures: tuple[Any, Any]
@@ -102,7 +95,6 @@ class NNXParameters:
             return with_names(lambda fun: self._called(fun, trained, state, args), fun)
 
     def after(self, changes: Changes | None) -> "NNXParameters":
-        """The parameters with what a function has changed in them."""
         if changes is None:
             return self
         own = dataclasses.replace(
@@ -114,7 +106,6 @@ class NNXParameters:
         return dataclasses.replace(own, trained=own._tree_of(variables, pure=True))
 
     def with_state(self, state: Any) -> "NNXParameters":
-        """The parameters with other arrays in their state."""
         return dataclasses.replace(self, state=state)
 
     def has_form_of(self, other: Any) -> bool:
@@ -240,10 +231,8 @@ def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
 def differentiated_inputs(arguments: tuple[Any, Any], chosen: Mapping[int, Any]) -> list[bool]:
     """For each array among arguments whether the function is differentiated with respect to it.
 
-    Args:
-      arguments: the positional and the keyword arguments, in which `with_models` may have taken
-        models apart.
-      chosen: the positions of arguments, each with a filter as ``wrt``.
+    In ``arguments``, the positional and the keyword ones, `with_models` may have taken models
+    apart; ``chosen`` has positions, each with a filter as ``wrt``.
     """
     kind = getattr(flax_nnx(), "NodeStates", ())
     is_apart = lambda x: isinstance(x, kind)  # noqa: E731

@@ -32,37 +32,29 @@ class TreeParameters:
     state: None = None
 
     def whole(self, trained: Any) -> Any:
-        """The tree with other trained arrays."""
         return combine(trained, self.rest)
 
     def call(
         self, fun: Callable[..., Any], trained: Any, state: Any, *args: Any
     ) -> tuple[Any, None]:
-        """The result of a function of the tree, which is a value: nothing in it changes."""
         return fun(self.whole(trained), *args), None
 
     def after(self, changes: None) -> "TreeParameters":
-        """The tree itself, which nothing changes."""
         return self
 
     def with_state(self, state: Any) -> "TreeParameters":
-        """The tree itself, which has no state."""
         return self
 
     def has_form_of(self, other: Any) -> bool:
-        """Whether these are the same."""
         return other is self
 
     def unless(self, condition: Any, other: Any) -> "TreeParameters":
-        """The tree itself, whatever the condition."""
         return self
 
     def as_given(self, trained: Any) -> Any:
-        """The trained arrays themselves."""
         return trained
 
     def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
-        """None: there is no state."""
         return {}
 
     def count_random_state(self) -> None:

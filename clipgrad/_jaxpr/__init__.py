@@ -22,6 +22,7 @@ from clipgrad._jaxpr.evaluate import is_entered as is_entered
 from clipgrad._jaxpr.evaluate import retrace as retrace
 from clipgrad._jaxpr.identity import equation_text as equation_text
 from clipgrad._jaxpr.identity import program_key as program_key
+from clipgrad._jaxpr.kept import Primal as Primal
 from clipgrad._jaxpr.kept import jit_for_one_call as jit_for_one_call
 from clipgrad._jaxpr.kept import kept_by_key as kept_by_key
 from clipgrad._jaxpr.kept import kept_lightly as kept_lightly

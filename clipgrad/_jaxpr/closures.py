@@ -100,7 +100,6 @@ class _Explicit(Hook):
         return None if any(map(_closes, programs)) else bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> ProgramValues:
-        """The values of a program, noted for the rules in it and in the programs inside it."""
         return _Noted(self, self._known)
 
     def _converted(self, equation: JaxprEqn, inputs: list) -> Sequence:
@@ -134,12 +133,10 @@ class _Noted(ProgramValues):
         self._params = None  # of the equation whose results are written next
 
     def inputs(self, equation: JaxprEqn) -> list:
-        """The inputs of an equation."""
         self._params = equation.params
         return super().inputs(equation)
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
-        """Keep and note the values of variables."""
         super().write(variables, values)
         self._known.update(zip(variables, values, strict=True))
         own = enumerate(values) if self._params is not None else ()

@@ -187,7 +187,6 @@ class Unprinted(Hook):
     """Leaves prints out."""
 
     def __call__(self, equation, inputs):
-        """Nothing for a print; None for all else."""
         return [] if equation.primitive.name in PRINTS else None
 
 

@@ -118,21 +118,17 @@ class ProgramValues:
         self._values: dict[Var, Any] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
-        """Keep the values of variables."""
         self._values.update(zip(variables, values, strict=True))
 
     def read(self, atom: Any) -> Any:
-        """Return the value of a variable or a literal."""
         if isinstance(atom, Literal):
             return self._constant(atom.val, atom.aval)
         return self._values[atom]
 
     def inputs(self, equation: JaxprEqn) -> list:
-        """Return the inputs of an equation."""
         return [self.read(atom) for atom in equation.invars]
 
     def outputs(self, jaxpr: Any) -> list:
-        """Return the results of the program."""
         return [self.read(atom) for atom in jaxpr.outvars]
 
 

@@ -125,7 +125,6 @@ class NoRules(Widen):
     """Leaves every type as it is, and has custom rules replaced by what they compute."""
 
     def wide_dtype(self, dtype: Any) -> Any:
-        """The type itself."""
         return dtype
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:

@@ -70,7 +70,6 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
 
 
 def is_equinox(x: Any) -> bool:
-    """Whether this is a module of Equinox."""
     return isinstance(x, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
@@ -119,7 +118,6 @@ def _segments(keys: Any) -> list[str]:
 
 
 def _nnx_modules(trees: Any) -> Iterator[tuple[AttributePath, Any]]:
-    """The NNX modules in some trees, each once, with its first path in its tree."""
     nnx = flax_nnx()
     leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_model)[0] if nnx else ()
     seen = set()

@@ -151,7 +151,6 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
 
 
 def is_used(jaxpr: Any, variable: Var) -> bool:
-    """Return whether a program uses or returns a variable."""
     return not isinstance(variable, DropVar) and variable in uses(jaxpr)
 
 
@@ -201,7 +200,6 @@ class ModuleValues(ProgramValues):
         self._views: dict[Var, _Views] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
-        """Keep the values of variables, and what they are outside."""
         super().write(variables, values)
         for variable in (v for v in variables if v in self._exits):
             exit = self._exits[variable]

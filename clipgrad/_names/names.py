@@ -37,7 +37,6 @@ class Names(tuple[Name, ...]):
     """The names of a function, in the order of computation; `str` is a table."""
 
     def __str__(self) -> str:
-        """The table."""
         rows = [("name", "kind", "shape", "dtype", "scans", "sites", "cotangent")]
         for name in self:
             shape, scans = (" x ".join(map(str, n)) for n in (name.shape, name.scans))

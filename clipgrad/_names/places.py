@@ -63,7 +63,6 @@ class Place(NamedTuple):
 
     @property
     def chain(self) -> list[JaxprEqn]:
-        """The equation and those around it, innermost first."""
         return [self.equation, *(self.parent.chain if self.parent else ())]
 
     @property
@@ -88,7 +87,6 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module path, joined by slashes."""
         paths = [path(equation) for equation in reversed(self.chain)]
         return "/".join(segment for scopes in paths for segment in scopes)
 
@@ -116,10 +114,8 @@ class Place(NamedTuple):
     def device(self, found: Iterable[tuple[int, ...]]) -> str | None:
         """The coordinates of the first of some devices, such as "data=5".
 
-        Axes along which it is all of them are left out; None if it is every device.
-
-        Args:
-          found: for each device its number in each `shard_map` around, outermost first.
+        Axes along which it is all of them are left out; None if it is every device. ``found`` has
+        for each device its number in each `shard_map` around, outermost first.
         """
         maps = [e for e in reversed(self.chain[1:]) if e.primitive.name == "shard_map"]
         sizes = {a: e.params["mesh"].shape[a] for e in maps for a in manual_axes(e)}

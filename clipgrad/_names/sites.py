@@ -30,17 +30,14 @@ class NamedSite(NamedTuple):
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether there is a cotangent of its dtype."""
         return not self.dtype.startswith("key<") and jnp.issubdtype(self.dtype, jnp.inexact)
 
     @property
     def has_cotangent(self) -> bool:
-        """Whether it has a cotangent that can be reached."""
         return self.used and self.is_differentiable and self.within is None
 
     @property
     def has_value(self) -> bool:
-        """Whether it has floating values that can be seen."""
         return self.is_differentiable and self.sealed is None
 
     def below(self, scopes: ScopePath) -> "NamedSite":

@@ -51,8 +51,6 @@ class Wanted(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The choice for a name: its kind and its rule."""
-
     kind: str
     rule: Any
 

@@ -105,7 +105,6 @@ def in_one(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def parted(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Arrays that have been joined."""
     if len(shapes) == 1:
         return [array]
     parts = jax.lax.split(array, list(map(math.prod, shapes)))

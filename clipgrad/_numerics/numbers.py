@@ -20,7 +20,6 @@ def accumulator(leaf: Any) -> str:
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """``dtype``, or float32 for a narrower one."""
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 

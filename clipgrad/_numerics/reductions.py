@@ -74,7 +74,6 @@ class Groups(NamedTuple):
         return [from_bits(total) for total in totals]
 
     def per_leaf(self, values: Sequence[Any], leaves: Arrays) -> list[Any]:
-        """For each leaf the value of its group."""
         return list(values) * len(leaves) if self.joint else list(values)
 
     def slice_sizes(self, leaves: Arrays) -> list[int]:

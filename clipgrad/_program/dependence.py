@@ -22,13 +22,9 @@ _NONE: Sources = frozenset()
 def dependence(
     program: Any, inputs: Iterable[int] | None = None
 ) -> dict[tuple[int, ...], list[Sources]]:
-    """The inputs that each operand depends on, by the key of the `Place` of its equation.
+    """Those of some inputs, or of all, that each operand depends on, by the key of its `Place`.
 
     Equations inside of others are among them, as far as operations are followed one by one there.
-
-    Args:
-      program: a jaxpr.
-      inputs: the positions of the inputs that are followed; None: all.
     """
     walk = _Walk(tracked_programs, lambda equation, variable: True)
     walk.start(program, inputs)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, Var
 
-from clipgrad._jaxpr import Hook, evaluate, opened
+from clipgrad._jaxpr import Primal, evaluate, opened
 from clipgrad._program.dependence import active_variables
 
 
@@ -20,7 +20,7 @@ def has_fixed_factors(
         def run(values):
             changed = dict(zip(moved, values, strict=True))
             every = [changed.get(i, x) for i, x in enumerate(inputs)]
-            found = evaluate(program, every, _Flat())
+            found = evaluate(program, every, Primal())
             return [found[i] for i in results]
 
         return jax.jvp(run, ([inputs[i] for i in moved],), (tangents,))[1]
@@ -33,9 +33,3 @@ def has_fixed_factors(
     within = [i for i, v in enumerate(jaxpr.invars) if v in active or i in moved]
     found = active_variables(derivative, [len(moved) + i for i in within])
     return not any(type(v) is not Literal and v in found for v in derivative.jaxpr.outvars)
-
-
-class _Flat(Hook):
-    """Enters custom rules by their primal program."""
-
-    flatten = True

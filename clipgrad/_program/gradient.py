@@ -90,6 +90,5 @@ class GradientProgram:
                 yield self.operation(place)
 
     def operation(self, place: Place) -> Operation:
-        """The operation of an equation of the program."""
         is_backward = any(self.cotangents(place))
         return Operation(place, is_backward, self.marks.place(place))

@@ -84,10 +84,8 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     ends. What `measuring` decorates is left whole. Not modeled: a reduction that a backend computes
     in another type than the program says.
 
-    Args:
-      program: the jaxpr; custom rules in it are entered by what they compute.
-      inputs: its inputs.
-      seed: an array of uint32: one compiled program serves all seeds.
+    Custom rules are entered by what they compute. The seed is an array: one compiled program serves
+    all of them.
     """
     hook = _Rounding(jnp.asarray(seed, jnp.uint32), _platform(), itertools.count(1))
     with one_promotion():
@@ -112,14 +110,8 @@ def rounded_in_float64(
     """Evaluate a program in float64 with all that it rounds moved by such parts of a rounding.
 
     As `rounded`, but what is moved does not vanish in the next rounding: the results spread about
-    the exact ones, in proportion to the roundings. To be called where JAX has 64 bits.
-
-    Args:
-      program: the jaxpr; custom rules in it are entered by what they compute.
-      inputs: its inputs.
-      seed: an array of uint32.
-      parts: the roundings.
-      platform: where the program itself runs, which may be another than what this runs on.
+    the exact ones, in proportion to the roundings. To be called where JAX has 64 bits. The program
+    itself runs on the ``platform``, which may be another than what this runs on.
     """
     number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
     salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
@@ -185,7 +177,6 @@ class _Rounding(Hook):
         return value if is_short and self.wide is None else wide if is_short else moved
 
     def steps(self, equation: JaxprEqn) -> Any:
-        """The number of each step."""
         return lax.iota(jnp.uint32, equation.params["length"])
 
     def inside(self, equation: JaxprEqn, step: Any) -> Self:
@@ -197,7 +188,6 @@ class _Rounding(Hook):
         return self
 
     def _bound(self, equation: JaxprEqn, inputs: list, **changed: Any) -> list:
-        """The results, not moved."""
         if self.wide is not None:
             return list(self.wide(equation, inputs) or [])
         return bind(equation, inputs, **changed)

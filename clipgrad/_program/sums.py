@@ -70,7 +70,6 @@ class _Level:
 
     @classmethod
     def around(cls, gradient: GradientProgram, place: Place) -> "_Level":
-        """The program that an equation is in."""
         return cls(place.program_in(gradient.program), place.parent, gradient.marks)
 
     @property
@@ -82,7 +81,6 @@ class _Level:
         return [e for e in self.jaxpr.eqns if any(atom is v for atom in e.invars)]
 
     def sums(self, v: Var) -> list[Var]:
-        """The sums that a variable is a term of."""
         return [e.outvars[0] for e in self.users(v) if _is_sum(e)]
 
     def end_of_sum(self, v: Var) -> Var:

@@ -44,13 +44,8 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
         does for the clips: whole segments of a path, or a regular expression that is searched.
       paths: simple leaf paths, separated by `/`, whose first part is a position; a leaf with
         several spellings separates them by `|`.
-      word: the name of the selector's parameter, for the error.
-
-    Returns:
-      The set of positions.
-
-    Raises:
-      ValueError: an expression selects nothing; the paths that there are get listed.
+      word: the name of the selector's parameter, for the error that lists the paths that there are
+        where an expression selects nothing.
     """
     chosen: set[int] = set()
     for expression in _several(selector):

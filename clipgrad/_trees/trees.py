@@ -54,7 +54,6 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_float_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of floating or complex numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -177,7 +176,6 @@ def combine(tree: Any, rest: Sequence[Any]) -> Any:
 
 
 def instances(tree: Any, kind: Any) -> list[Any]:
-    """The subtrees of this type."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
@@ -190,7 +188,6 @@ def clippable_leaves(tree: Any) -> list[jax.Array]:
 
 
 def clippable_paths(tree: Any) -> list[str]:
-    """The paths of the leaves that are measured and clipped."""
     return [path for path, leaf in with_paths(tree) if is_clippable(leaf)]
 
 

@@ -19,12 +19,10 @@ TRIMMED = 2**20  # elements
 
 
 def is_complex(leaf: Array) -> bool:
-    """Whether a leaf holds complex numbers."""
     return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
 def real_dtype(leaf: Array) -> np.dtype:
-    """The dtype of the leaf's real numbers."""
     return np.dtype(jnp.finfo(leaf.dtype).dtype)
 
 
@@ -41,7 +39,6 @@ def widened_leaf(leaf: Array) -> np.ndarray:
 
 
 def real_size(leaf: Array) -> int:
-    """The number of real numbers in the leaf."""
     return leaf.size * (2 if is_complex(leaf) else 1)
 
 
@@ -51,7 +48,6 @@ def offsets(leaves: Sequence[Array]) -> np.ndarray:
 
 
 def areas(leaves: Sequence[Array]) -> list[tuple[int, int]]:
-    """The range of each leaf in the vector."""
     places = offsets(leaves)
     return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
 
