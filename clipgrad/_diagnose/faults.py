@@ -150,8 +150,10 @@ def _summed_value(gradient: GradientProgram, place: Place) -> SummedValue:
     jaxpr = place.program_in(gradient.program)
     readers = [[e for e in jaxpr.eqns if any(x is v for x in e.invars)] for v in terms]
     # A scan only adds to the cotangent of a constant; to that of a state it does more.
-    is_sum_of_steps = around is not None and around.equation.primitive.name == "scan" and any(
-        v in jaxpr.invars and len(own) == 1 for v, own in zip(terms, readers, strict=True)
+    is_sum_of_steps = (
+        around is not None
+        and around.equation.primitive.name == "scan"
+        and any(v in jaxpr.invars and len(own) == 1 for v, own in zip(terms, readers, strict=True))
     )
     if is_sum_of_steps:
         return SummedValue(None, None, gradient.marks.place(around))
