@@ -7,7 +7,6 @@ from clipgrad._program.dependence import dependent_variables as dependent_variab
 from clipgrad._program.dependence import sources_of_results as sources_of_results
 from clipgrad._program.factors import has_fixed_factors as has_fixed_factors
 from clipgrad._program.gradient import GradientProgram as GradientProgram
-from clipgrad._program.gradient import Operation as Operation
 from clipgrad._program.rounded import Parts as Parts
 from clipgrad._program.rounded import measuring as measuring
 from clipgrad._program.rounded import mixed as mixed
