@@ -148,25 +148,21 @@ def _summed_value(gradient: GradientProgram, place: Place) -> SummedValue:
     """The value whose cotangents a sum adds up: the one operand that its uses have in common."""
     terms, around = place.equation.invars, place.parent
     jaxpr = place.program_in(gradient.program)
-    readers = [[e for e in jaxpr.eqns if any(x is v for x in e.invars)] for v in terms]
-    # A scan only adds to the cotangent of a constant; to that of a state it does more.
-    is_sum_of_steps = (
-        around is not None
-        and around.equation.primitive.name == "scan"
-        and any(v in jaxpr.invars and len(own) == 1 for v, own in zip(terms, readers, strict=True))
-    )
-    if is_sum_of_steps:
-        return SummedValue(None, None, gradient.marks.place(around))
+    if around is not None and around.equation.primitive.name == "scan":
+        states = [v for v in terms if v in jaxpr.invars]
+        # A scan only adds to the cotangent of a constant; to that of a state it does more.
+        if any(sum(v in e.invars for e in jaxpr.eqns) == 1 for v in states):
+            return SummedValue(None, None, gradient.marks.place(around))
     makers = (e for e in jaxpr.eqns if any(v in e.outvars for v in terms))
     uses = [own for e in makers if (own := gradient.marks.place(Place(e, around)))]
     sets = [{v for v in use.equation.invars if type(v) is not Literal} for use in uses]
     common = set.intersection(*sets) if sets else set()
-    if len(uses) < len(terms) or len(common) != 1 or len({use.parent for use in uses}) > 1:
+    if len(uses) < len(terms) or len(common) != 1 or len({use.key[1:] for use in uses}) > 1:
         return SummedValue(None, None, None)
-    known, (v,) = uses[0].program_in(gradient.forward), common
-    maker = next((Place(e, uses[0].parent) for e in known.eqns if v in e.outvars), None)
-    is_input = maker is None and uses[0].parent is None and v in known.invars
-    return SummedValue(known.invars.index(v) if is_input else None, maker, None)
+    known, parent, (v,) = uses[0].program_in(gradient.forward), uses[0].parent, common
+    maker = next((Place(e, parent) for e in known.eqns if v in e.outvars), None)
+    is_argument = parent is None and v in known.invars
+    return SummedValue(known.invars.index(v) if is_argument else None, maker, None)
 
 
 def is_value_at_fault(
