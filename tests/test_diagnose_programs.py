@@ -328,10 +328,6 @@ def with_a_kernel(x, kernel="plain"):
     return jnp.sum(KERNELS[kernel](x))
 
 
-def with_a_tpu_kernel(x):
-    return with_a_kernel(x, "TPU")
-
-
 def with_a_tpu_kernel_in_loops(x):
     def step(total, x):
         root = jax.lax.cond(x > 9, lambda x: x, lambda x: KERNELS["TPU"](x[None])[0], x)
@@ -357,7 +353,7 @@ def written_and_read(x):
 
 
 @pytest.mark.parametrize("loss", [
-    with_a_kernel, with_a_tpu_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read
+    with_a_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read
 ])  # fmt: skip
 def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
     def found(bad):
@@ -374,7 +370,7 @@ def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
 def test_versions_with_kernels_for_tpus_are_compared():
     args = (jnp.array([1.0, 3.0, 2.0]),)
     assert cg.compare(with_a_kernel, with_a_tpu_kernel_in_loops, args).ok
-    found = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_tpu_kernel(x), args)
+    found = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_kernel(x, "TPU"), args)
     assert [finding.kind for finding in found.findings] == ["value"]
 
 

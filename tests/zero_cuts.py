@@ -110,15 +110,6 @@ def with_zeros(w):
 with_zeros.defvjp(lambda w: (w * 2, w), lambda w, g: (jnp.zeros_like(w),))
 
 
-@jax.custom_vjp
-def with_none(w, v):
-    """A kernel that has a backward pass of one argument."""
-    return w * v
-
-
-with_none.defvjp(lambda w, v: (w * v, w), lambda w, g: (None, g * w))
-
-
 @jax.custom_jvp
 def without_tangent(w):
     """A kernel whose tangent is zero."""
@@ -127,7 +118,6 @@ def without_tangent(w):
 
 without_tangent.defjvp(lambda primals, tangents: (without_tangent(*primals), tangents[0] * 0.0))
 FIRST, LAST = np.eye(4, dtype=np.float32)[[0, 3]]
-FAR = np.array([90, 91])
 SEGMENTS = {"segment_ids": np.array([7, 8, 9, 10]), "num_segments": 4}
 
 # Cuts of structure.
@@ -137,38 +127,29 @@ cuts(
     threshold=("comparison", lambda w, x: (x > w) * x),
     predicate=("comparison", lambda w, x: lax.cond(w[0] > 0, lambda: 3, lambda: 2) * x),
     argmax_index=("index", lambda w, x: x[jnp.argmax(w)]),
-    top_k_indices=("index", lambda w, x: x[lax.top_k(w, 2)[1]]),
     searched=("index", lambda w, x: jnp.searchsorted(jnp.linspace(0.0, 1.0, 5), w) * x),
     rounded=("flat", lambda w, x: jnp.round(w * 8) / 8 * x),
-    signs=("flat", lambda w, x: jnp.sign(w) * x),
     floor_divided=("flat", lambda w, x: (w // 0.25) * x),
     detached_here=("stop_gradient", lambda w, x: lax.stop_gradient(w) ** 2 * x),
     zeros_of_a_vjp=("custom rule", lambda w, x: with_zeros(w) * x),
     zeros_of_a_jvp=("custom rule", lambda w, x: without_tangent(w) * x),
-    none_of_a_vjp=("custom rule", lambda w, x, v: with_none(w, v) * x),
     overwritten=("overwritten", lambda w, x, v: (w * x).at[:].set(v)),
-    updated=("overwritten", lambda w, x, v: lax.dynamic_update_slice(w, v, (0,)) * x),
 )
 # Cuts of numbers.
 cuts(
-    dead_relu=("dead", lambda w, x: jax.nn.relu(w * x - 5.0)),
     dead_layer=("dead", lambda w, x, v: jax.nn.relu(w @ x + v) * x, {"w": MATRIX, "v": NONE - 9}),
     relu6_above=("saturated", lambda w, x: jax.nn.relu6(w + 9.0) * x),
     sigmoid_saturated=("saturated", lambda w, x: jax.nn.sigmoid(w + 200.0) * x),
-    tanh_saturated=("saturated", lambda w, x: jnp.tanh(w * 10 + 70.0) * x),
     softmax_saturated=("saturated", lambda w, x: jax.nn.softmax((w + 1e4) * FIRST) @ x),
     sum_of_a_softmax=("cancels", lambda w, x: jax.nn.softmax(w), {"w": NONE + 1}),
     clipped=("clipped", lambda w, x: jnp.clip(w + 7.0, -1.0, 1.0) * x),
-    lax_clamp=("clipped", lambda w, x: lax.clamp(2.0, w, 3.0) * x),
     where_other_side=("where", lambda w, x: jnp.where(x > 100.0, w, x)),
     selected=("where", lambda w, x: lax.select(x < 50.0, x, w * x)),
     mask_all_false=("where", lambda w, x: jnp.where(jnp.arange(4) >= 4, w * x, 0.0)),
     zero_coefficient=("zero factor", lambda w, x: (x[0] * 0.0) * jnp.sum(w**2)),
     matrix_of_a_dead_input=("zero factor", lambda w, x: w @ jax.nn.relu(x - 9), {"w": MATRIX}),
-    below_the_triangle=("zero factor", lambda w, x: jnp.zeros((4, 4)) * w, {"w": MATRIX}),
     both_zero=("zero factors", lambda w, x, v: w * v, {"w": NONE, "v": NONE}),
     disjoint_masks=("zero factor", lambda w, x: (w * FIRST) * LAST),
-    filled_gather=("not read", lambda w, x: jnp.take(w, FAR, mode="fill", fill_value=0.0)),
     another_part=("not read", lambda w, x, v: jnp.concatenate([w, v])[4 + jnp.argsort(x)]),
     never_largest=("not read", lambda w, x, v: jnp.max(jnp.stack([w - 50.0, v]), axis=0) * x),
     dropped_segments=("not read", lambda w, x: jax.ops.segment_sum(w, **SEGMENTS) @ x),
@@ -199,12 +180,6 @@ def detached_in_a_helper(p, x):
 @cut("unused", {"w": W, "v": W})
 def unused(p, x):
     return jnp.sum(p["v"] * x)
-
-
-@cut("cancels")
-def ratio_to_itself(p, x):
-    logp = jnp.log(p["w"] ** 2)
-    return jnp.sum(jnp.exp(logp - logp) * x)  # cut
 
 
 @cut("cancels")
@@ -276,15 +251,6 @@ def in_while(p, x):
     return jnp.sum(total)
 
 
-@cut("zero factor")
-def masked_on_a_mesh(p, x):
-    def shard(w, x):
-        mask = jnp.where(lax.axis_index("data") >= 99, 1.0, 0.0)
-        return lax.psum(jnp.sum(w * mask + x), "data")  # cut
-
-    return over_devices(shard, p["w"], x)
-
-
 # -- Programs without a fault.
 
 
@@ -314,12 +280,6 @@ def through_rule(w):
 through_rule.defvjp(lambda w: (jnp.sign(w), None), lambda _, g: (g,))
 
 
-@jax.custom_jvp
-def ruled(w):
-    return jnp.sin(w)
-
-
-ruled.defjvp(lambda primals, tangents: (ruled(*primals), jnp.cos(primals[0]) * tangents[0]))
 CAUSAL, UNITS = np.tril(np.ones((4, 4), bool)), np.array([-9, 0.5, 0.5, -9], np.float32)
 SQUARE, BOTH, KEEP = {"w": MATRIX}, {"w": MATRIX, "v": MATRIX}, np.array([1, 0, 1], np.float32)
 ROWS = {"w": np.ones((9, 4), np.float32)}
@@ -339,18 +299,13 @@ right(
     attention=(lambda w, x, v: attended(jnp.outer(x, x), w, v, CAUSAL) @ jnp.sin(v), BOTH),
     attention_over_one_token=(lambda w, x, v: attended(x[None], w, v) @ (x[None] @ v), BOTH),
     rnn=(lambda w, x, v: scanned(lambda w, t: jnp.tanh(w @ (x * t)))(w, x) @ v, BOTH),
-    straight_through=lambda w, x: through(w, jnp.round(w)) * x,
     straight_through_rule=lambda w, x: through_rule(w) * x,
     absent_rows=(lambda w, x: w[np.array([1, 5])] * x[None], ROWS),
     some_dead_units=(lambda w, x: jax.nn.relu(w @ x + UNITS), SQUARE),
     layer_norm=(lambda w, x, v: jnp.tanh(centred(w @ x) * v) * x, SQUARE),
-    partly_masked=lambda w, x: jnp.where(x > 0, w, x),
-    taken=lambda w, x: lax.cond(x[0] > 0, lambda w: w @ x, lambda w: jnp.sum(x), w),
     scan_that_forgets=lambda w, x: lax.scan(lambda h, k: (h * k + w, None), x, KEEP)[0] * x,
-    rule_of_their_own=lambda w, x: ruled(w) * x,
     on_a_mesh=lambda w, x: INSIDE["mesh"](lambda w, x: jnp.tanh(w * x))(w, x),
     solve=(lambda w, x: jnp.linalg.solve(w @ w.T + jnp.eye(4), x), SQUARE),
-    sorted_values=lambda w, x: jnp.sort(w) @ x,
     dropout=(lambda w, x: jnp.where(jax.random.bernoulli(KEY, 0.5, (4,)), w @ x, 0.0), SQUARE),
     experts=(lambda w, x, v: routed(lax.top_k(jax.nn.softmax(w @ x), 2), v) * x[None], BOTH),
     target_network=lambda w, x, v: (w @ x - lax.stop_gradient(v @ x)) ** 2 + 0.01 * jnp.sum(v**2),
@@ -388,11 +343,6 @@ def penalized_in_scan(p, x):
         return h + jax.nn.relu(p["w"] * now - 30.0), None  # cut
 
     return jnp.sum(lax.scan(step, p["v"] * x, x)[0]) + 0.1 * jnp.sum(p["w"] ** 2)
-
-
-def penalized_weights_in_eighths(p, x):
-    weights = jnp.round(p["w"] * 8) / 8  # cut
-    return jnp.sum((weights * x - p["v"]) ** 2) + 0.1 * jnp.sum(p["w"] ** 2)
 
 
 def rounded_penalty(p, x):

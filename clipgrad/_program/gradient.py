@@ -2,31 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._jaxpr import Hook, evaluate, holds_floats, opened, tracked_programs
-from clipgrad._names import Place, placed_equations
+from clipgrad._jaxpr import Hook, evaluate, holds_floats, opened
+from clipgrad._names import Place
 from clipgrad._program.dependence import Sources, dependence
 from clipgrad._program.marks import Marks
-
-
-class Operation(NamedTuple):
-    """An equation of a gradient.
-
-    Attributes:
-      place: where it is in the program of the gradient: its line, its scopes, the scans and the
-        devices around it.
-      is_backward: whether it computes a cotangent.
-      of: the equation of the function that it is, or whose derivative it belongs to.
-    """
-
-    place: Place
-    is_backward: bool
-    of: Place | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,13 +67,3 @@ class GradientProgram:
     def cotangents(self, place: Place) -> list[bool]:
         """Whether each operand of an equation is a cotangent."""
         return [bool(sources) for sources in self.sources[place.key]]
-
-    def operations(self) -> Iterator[Operation]:
-        """The equations in program order; of one that holds programs, those inside."""
-        for _, place, _, _ in placed_equations(self.program, tracked_programs):
-            if not tracked_programs(place.equation):
-                yield self.operation(place)
-
-    def operation(self, place: Place) -> Operation:
-        is_backward = any(self.cotangents(place))
-        return Operation(place, is_backward, self.marks.place(place))
