@@ -195,7 +195,7 @@ def bad_examples(
 def _one_by_one(
     program: Any, chosen: list[int], inside: list[bool], inputs: list[Any], copies: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The loss and the norm of the gradient of each example; NaN where a callback raises."""
+    """The loss and the norm of the gradient of each example, in one compiled program."""
     run = jaxpr_as_fun(program)
     size = next(len(x) for x, is_batch in zip(inputs, inside, strict=True) if is_batch)
 
@@ -211,14 +211,24 @@ def _one_by_one(
         value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
         return value, global_norm(grads)
 
-    found, call, inputs = (
-        np.full((2, size), np.nan),
-        quick_jit(one, jax.jit),
-        jax.device_put(inputs),
-    )
+    def each(everything: list[Any]) -> Any:
+        return jax.lax.map(lambda index: one(index, everything), jnp.arange(size))
+
+    try:
+        losses, norms = jax.device_get(quick_jit(each, jax.jit)(inputs))
+    except Exception as error:
+        if not is_of_callback(error):
+            raise
+        losses, norms = _one_call_each(quick_jit(one, jax.jit), size, inputs)
+    return losses.astype(np.float64), norms.astype(np.float64)
+
+
+def _one_call_each(one: Callable, size: int, inputs: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """As `_one_by_one`, in a call for each example: NaN where a callback raises."""
+    found = np.full((2, size), np.nan)
     for i in range(size):
         try:
-            found[:, i] = jax.device_get(call(i, inputs))
+            found[:, i] = jax.device_get(one(i, inputs))
         except Exception as error:
             if not is_of_callback(error):
                 raise
