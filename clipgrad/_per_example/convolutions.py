@@ -3,8 +3,8 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,8 @@ def _of_patches(lhs: jax.Array, rhs: jax.Array, equation: Any) -> Term:
     params, aval = equation.params, equation.outvars[0].aval
     numbers, batches = params["dimension_numbers"], params["batch_group_count"]
     taps = [aval.shape[i] for i in numbers.out_spec[2:]]
-    windows = _windows(lhs, rhs, equation).all(taps)
-    patches = jnp.stack([jnp.transpose(x, numbers.lhs_spec) for x in windows])
+    window, places = _windows(lhs, rhs, equation), itertools.product(*map(range, taps))
+    patches = jnp.stack([jnp.transpose(window(tap), numbers.lhs_spec) for tap in places])
     rhs = jnp.transpose(rhs, numbers.rhs_spec)
     group, row, column, channel, *others = range(4 + 2 * len(taps))
     first, second = others[: len(taps)], others[len(taps) :]
@@ -169,48 +169,31 @@ def _of_taps(
 
     def of_some(nothing: None, some: jax.Array) -> tuple[None, Any]:
         image, some = jax.lax.optimization_barrier((lhs, some))
-        found = _windows(image, rhs, equation)
-        patches = jnp.concatenate([found.at(some[i]) for i in range(count)], axis=rows)
+        window = _windows(image, rhs, equation)
+        patches = jnp.concatenate([window(some[i]) for i in range(count)], axis=rows)
         return nothing, function(product([patches, rhs][order], labels[order], [-1, -2][order]))
 
     return jax.lax.scan(of_some, None, starts.reshape(-1, count, len(taps)))[1]
 
 
-def _windows(lhs: jax.Array, rhs: jax.Array, equation: Any) -> "Windows":
-    """The windows of a kernel in an image, for the positions of what they meet, ``rhs``."""
+def _windows(lhs: jax.Array, rhs: jax.Array, equation: Any) -> Callable[[Any], jax.Array]:
+    """What gives the elements of an image that a tap meets, for the positions of ``rhs``."""
     params, edges, sizes = equation.params, [(0, 0, 0)] * lhs.ndim, list(lhs.shape)
     space = params["dimension_numbers"].lhs_spec[2:]
     window = [rhs.shape[i] for i in params["dimension_numbers"].rhs_spec[2:]]
+    steps = [1] * lhs.ndim
     for i, axis in enumerate(space):
         low, high = map(int, params["padding"][i])
         edges[axis] = low, high, params["lhs_dilation"][i] - 1
         sizes[axis] = (window[i] - 1) * params["rhs_dilation"][i] + 1
+        steps[axis] = params["rhs_dilation"][i]
     padded = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
-    return Windows(padded, space, tuple(sizes), params)
 
-
-class Windows(NamedTuple):
-    """The elements that each tap of a kernel meets, with axes as the array has them."""
-
-    padded: jax.Array  # and dilated
-    space: tuple[int, ...]  # the axes of space
-    sizes: tuple[int, ...]
-    params: Any
-
-    def all(self, taps: Sequence[int]) -> list[jax.Array]:
-        """The elements that each tap meets at each position."""
-        return [self.at(tap) for tap in itertools.product(*map(range, taps))]
-
-    def at(self, tap: Any) -> jax.Array:
-        """The elements that one tap meets, a tuple of integers or an array of them."""
-        starts: list[Any] = [0] * self.padded.ndim
-        steps = [1] * self.padded.ndim
-        strides, dilation = self.params["window_strides"], self.params["rhs_dilation"]
-        for i, axis in enumerate(self.space):
-            starts[axis], steps[axis] = tap[i] * strides[i], dilation[i]
-        if isinstance(tap, tuple):
-            stops = [a + n for a, n in zip(starts, self.sizes, strict=True)]
-            return jax.lax.slice(self.padded, starts, stops, steps)
-        alike = [jnp.asarray(start, jnp.int32) for start in starts]
-        part = jax.lax.dynamic_slice(self.padded, alike, self.sizes)
+    def at(tap: Any) -> jax.Array:
+        starts = [jnp.int32(0)] * lhs.ndim
+        for i, axis in enumerate(space):
+            starts[axis] = jnp.asarray(tap[i] * params["window_strides"][i], jnp.int32)
+        part = jax.lax.dynamic_slice(padded, starts, sizes)
         return jax.lax.slice(part, [0] * part.ndim, part.shape, steps)
+
+    return at
