@@ -92,5 +92,4 @@ def attempted(attempt: Callable[[Mapping[int, str]], Attempted]) -> Attempted:
 
 
 def want_leaves(wants: Iterable[WantedGradient | None]) -> frozenset[int]:
-    """All leaves that some variables make."""
     return frozenset[int]().union(*(want.leaves for want in wants if want is not None))

@@ -115,7 +115,6 @@ def outer_factors(products: Products) -> list[jax.Array] | None:
 
 
 def outer_squares(parts: Sequence[Squares], arrays: Sequence[jax.Array]) -> Squares:
-    """The squares of the outer product of arrays, from those of each."""
     unit = float(jnp.finfo(parts[0].total.dtype).eps) / 2
     return Squares.of_product(parts, unit * (4 + sum(math.sqrt(x.size) for x in arrays)))
 

@@ -113,7 +113,6 @@ class ExampleGradient:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes that a forward pass keeps of one example."""
         own: list[Any] = [v.aval for v in self._split.kept if v in self.varying]
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
 

@@ -106,7 +106,6 @@ def own(want: WantedGradient | None) -> WantedGradient | None:
 
 
 def is_zero(atom: Any) -> bool:
-    """Whether this is the literal 0."""
     return isinstance(atom, Literal) and jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
 
 
