@@ -50,10 +50,7 @@ def _convolution(hook, equation, inputs, wants):
     if plain and cheaper and wants[0].steps == 1:
         hook.course.note(wants[0].leaves, CHEAPER)
         made = _gradient_of_kernel(inputs[0], inputs[1], taps, equation)
-        is_kept = isinstance(kept, KeptFactors) and wants[0].is_whole
-        if is_kept and wants[0].leaves <= kept.clipped:
-            return [kept.arrays(made, wants[0])]
-        return [gradient_array(made)]
+        return [_arrays(hook.reduction, made, wants[0])]
     return one_product(hook, _of_patches(inputs[0], inputs[1], equation), aval, wants[0])
 
 
@@ -109,6 +106,13 @@ def _joined_features(x: jax.Array, axis: int, groups: int) -> jax.Array:
     split = x.reshape(x.shape[0], *shape[:axis], groups, -1, *shape[axis + 1 :])
     moved = jnp.moveaxis(split, 0, axis + 1)
     return moved.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+
+
+def _arrays(kept: Any, value: Products, want: Any) -> Products | jax.Array:
+    """A gradient whose terms are arrays at places of their own, as it is kept."""
+    if isinstance(kept, KeptFactors) and want.is_whole and want.leaves <= kept.clipped:
+        return kept.arrays(value, want)
+    return gradient_array(value)
 
 
 def _gradient_of_kernel(lhs: jax.Array, rhs: jax.Array, taps: list[int], equation: Any) -> Products:
@@ -177,7 +181,7 @@ def _of_taps(
 
 
 def _windows(lhs: jax.Array, rhs: jax.Array, equation: Any) -> Callable[[Any], jax.Array]:
-    """What gives the elements of an image that a tap meets, for the positions of ``rhs``."""
+    """A function of a tap: the elements of the image that it meets, at the positions of ``rhs``."""
     params, edges, sizes = equation.params, [(0, 0, 0)] * lhs.ndim, list(lhs.shape)
     space = params["dimension_numbers"].lhs_spec[2:]
     window = [rhs.shape[i] for i in params["dimension_numbers"].rhs_spec[2:]]
