@@ -181,11 +181,6 @@ def convolved(x, k, dims, stride=1, padding="SAME", **options):
     )[0]
 
 
-@program((2, 4, 12), "b", k=(3, 3, 12, 20), b=(20,))
-def convolution(p, x):
-    return total(convolved(x, p["k"], ("NHWC", "HWIO", "NHWC")) + p["b"][None, None])
-
-
 @program((5, 4, 12), "each row whole", each=(3, 3, 12, 20), row=(20, 4, 3, 3), whole=(20, 3, 3, 2))
 def convolutions_at_many_positions(p, x):
     """The gradient is made tap by tap, of rows of taps, and of all of them at once."""
@@ -238,31 +233,6 @@ def transposed_convolution(p, x):
 # programs inside of programs
 
 
-@program((3, 12), w=(12, 12), v=(12, 16))
-def inner_jit(p, x):
-    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
-    return total(layer(p["v"], layer(p["w"], layer(p["w"], x))))
-
-
-def rematerialized(policy):
-    def loss(p, x):
-        layer = functools.partial(jax.checkpoint, policy=policy)(
-            lambda w, v, x: jnp.tanh(x @ w) @ v
-        )
-        return total(layer(p["w"], p["v"], x) * layer(p["w"], p["v"], 2 * x))
-
-    return loss
-
-
-for name, policy in {
-    "remat": None,
-    "remat that saves products": jax.checkpoint_policies.dots_saveable,
-}.items():
-    PROGRAMS[name] = Program(
-        rematerialized(policy), {"w": (12, 16), "v": (16, 20)}, (3, 12), frozenset()
-    )
-
-
 @program((3, 12), "b", w=(5, 12, 12), b=(5, 12))
 def scanned_layers(p, x):
     def layer(x, w):
@@ -287,14 +257,6 @@ def stack_of_layers_used_twice(p, x):
 
     x, _ = jax.lax.scan(layer, x, p["w"])
     return total(jax.lax.scan(layer, x, p["w"], reverse=True)[0])
-
-
-@program((5, 12), "b", i=(12, 16), r=(16, 16), b=(16,))
-def recurrence(p, x):
-    def step(h, x):
-        return jnp.tanh(x @ p["i"] + h @ p["r"] + p["b"]), None
-
-    return total(jax.lax.scan(step, jnp.zeros(16), x)[0])
 
 
 @program((4, 12), "b", i=(12, 48), h=(12, 48), b=(48,))
@@ -333,27 +295,71 @@ def vmap_inside_of_the_loss(p, x):
     return total(jax.vmap(lambda row: jnp.tanh(row @ p["w"]))(x))
 
 
-@jax.custom_vjp
-def _product(x, w):
-    return x @ w
+# several of these, one inside of another
 
 
-_product.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, 2 * saved[0].T @ ct)
-)
+@program([8, (4, 12)], "b k", e=(8, 12), w=(2, 12, 12), experts=(2, 3, 12, 12), b=(2, 12),
+         k=(3, 4, 12))  # fmt: skip
+def tied_layers_in_scans_with_remat(p, batch):
+    ids, x = batch
+
+    @jax.checkpoint
+    def layer(x, own):
+        w, experts, b = own
+        x = 0.5 * x + jnp.tanh(x @ w)
+        x = 0.5 * x + jnp.tanh(jnp.einsum("td,tdk->tk", x, experts[ids % 3]))
+        return x + b[None], None
+
+    x, _ = jax.lax.scan(layer, x + p["e"][ids], (p["w"], p["experts"], p["b"]))
+    for _ in range(2):
+        x = jnp.tanh(convolved(x, p["k"], ("NHC", "HIO", "NHC"), feature_group_count=3))
+    return total(jax.nn.softmax(x @ p["e"].T, axis=-1) @ p["e"])
 
 
-@program((3, 12), w=(12, 16))
-def custom_rule(p, x):
-    return total(_product(x, p["w"]))
-
-
-@program((3, 12), w=(12, 12), v=(12, 12))
-def error_clip_inside(p, x):
+@program((2, 12), "b", i=(12, 12), r=(12, 12), b=(12,), gates=(12, 48), w=(12, 12))
+def recurrence_in_a_loop_under_vmap_and_error_clips(p, x):
     import clipgrad as cg
 
-    h = cg.clip_cotangent(jnp.tanh(x @ p["w"]), cg.ErrorClipByValue(0.1))
-    return total(cg.clip_cotangent(h @ p["v"], cg.ClipByGlobalNorm(0.5)))
+    def step(h, x):
+        h = jnp.tanh(x @ p["i"] + h @ p["r"] + p["b"])
+        return h, h
+
+    def twice(x, _):
+        return jax.lax.scan(step, jnp.zeros(12), x, reverse=True)[1], None
+
+    def gated(x):
+        i, f, g, o = jnp.split(p["gates"], 4, axis=1)
+        return jnp.tanh(x @ i) * (x @ f) + jnp.sin(x @ g) * (x @ o)
+
+    x, _ = jax.lax.scan(twice, x, length=2)
+    x = jnp.mean(jax.vmap(gated)(jnp.stack([x, jnp.sin(x)])), axis=0)
+    x = cg.clip_cotangent(jax.jit(lambda w, x: x @ w.T)(p["w"], x), cg.ErrorClipByValue(0.3))
+    return total(cg.clip_cotangent(x @ p["w"], cg.ClipByGlobalNorm(0.5)))
+
+
+@jax.custom_vjp
+def _doubled(w, v, x):
+    return jnp.tanh(x @ jnp.tril(w)) @ (v + jnp.flip(v, 0))
+
+
+def _doubled_backward(saved, ct):
+    plain = lambda w, v, x: jnp.tanh(x @ jnp.tril(w)) @ (v + jnp.flip(v, 0))  # noqa: E731
+    return jax.vjp(plain, *saved)[1](2 * ct)
+
+
+_doubled.defvjp(lambda *args: (_doubled(*args), args), _doubled_backward)
+
+
+@program((4, 12), "v w", v=(12, 12), w=(12, 12), u=(12, 12), a=(12, 2), b=(2, 12))
+def linear_functions_inside_of_a_rule_and_of_a_loop(p, x):
+    saves = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+
+    @saves
+    def layer(x, w):
+        low_rank = jax.lax.stop_gradient(p["u"]) + 2 * p["a"] @ p["b"]
+        return _doubled(w, p["u"], jnp.tanh(x @ low_rank)), None
+
+    return total(jax.lax.scan(layer, x, jnp.stack([p["v"], p["w"]]))[0])
 
 
 # weights that are changed or cut before they are used
@@ -393,11 +399,6 @@ def first_state_that_is_a_weight(p, x):
         return h * x + h @ w, None
 
     return total(jax.lax.scan(step, p["first"], p["w"])[0])
-
-
-@program((5, 12), "first", first=(5, 12))
-def first_state_that_is_halved(p, x):
-    return total(x * jax.lax.scan(lambda h, _: (h / 2, None), p["first"], length=3)[0])
 
 
 # linear functions of a weight that all examples share

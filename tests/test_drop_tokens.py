@@ -14,7 +14,6 @@ from tests.helpers import PLACES, assert_same, float64
 
 everywhere = pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
 X = jnp.linspace(-1, 2, 24).reshape(8, 3)
-WEIGHTS = jnp.arange(1.0, 4.0)[None]
 
 
 def reference(x, k, axis=-1):
@@ -138,16 +137,6 @@ def test_a_schedule_is_the_number_of_tokens_at_a_step():
 def test_what_makes_no_sense_is_refused(error, make, match):
     with pytest.raises(error, match=match):
         make()
-
-
-# Transformations
-
-
-def loss(x, rule):
-    return jnp.sum(jnp.sin(3 * cg.clip_cotangent(jnp.tanh(x), rule)) * WEIGHTS)
-
-
-# Statistics, and by name
 
 
 def test_vmap_counts_the_tokens_of_every_lane():

@@ -111,7 +111,7 @@ def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("microbatch", [1, 2, 6, 12])
+@pytest.mark.parametrize("microbatch", [1, 6])
 def test_statistics_and_aux_come_in_the_order_of_the_batch(microbatch):
     sizes = jnp.arange(1.0, 13.0)
 
@@ -388,19 +388,6 @@ def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_v
 
 
 # what a user does with it
-
-
-@pytest.mark.exhaustive
-def test_an_example_of_weight_zero_adds_nothing(key):
-    params, (x, y) = data(key, 8)
-    weights = jnp.array([1.0] * 5 + [0.0] * 3)
-
-    def weighted(params, example):
-        return example[2] * loss(params, example[:2])
-
-    padded = clipped(weighted, NORM, reduce="sum")(params, (x, y, weights))
-    cut = clipped(loss, NORM, reduce="sum")(params, (x[:5], y[:5]))
-    assert_close(padded[:2], cut[:2], rtol=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,6 @@ from clipgrad._trees import check_tree, path_string
 
 
 def check_microbatch(microbatch: Any) -> None:
-    """Raises `ValueError` for what is not a positive integer or None."""
     whole = isinstance(microbatch, numbers.Integral) and not isinstance(microbatch, bool)
     if microbatch is not None and not (whole and int(microbatch) >= 1):
         raise ValueError(f"microbatch: got {microbatch!r}, expected a positive integer or None")

@@ -43,9 +43,7 @@ def follows(*names: str, wants: WantRule | None) -> Callable[[FollowRule], Follo
 class Reduction(Protocol):
     """The number or sum that a gradient becomes where no factor is needed any more."""
 
-    def __call__(self, value: Any, want: WantedGradient) -> Any:
-        """The value, or what it becomes."""
-        ...
+    def __call__(self, value: Any, want: WantedGradient) -> Any: ...
 
     def contracted(self, contract: Contract, factors: tuple, want: WantedGradient) -> Any | None:
         """The value of a product of two factors, if it is known without its terms."""
@@ -86,7 +84,6 @@ class SquaredNorm(Measuring):
     """The squares of a gradient in place of it."""
 
     def __call__(self, value: Any, want: WantedGradient) -> Any:
-        """The squares of what is all of a gradient."""
         if not want.is_whole or isinstance(value, Squares):
             return value
         if not want.leaves <= self.zero:
@@ -146,7 +143,6 @@ class Follow(Hook):
         return dataclasses.replace(like, wanted=found, around=like.place(equation), sources={})
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """The outputs of an equation."""
         wants = [self.wanted.get(v) for v in equation.outvars]
         if not any(wants):
             self._remember(equation, inputs)
@@ -193,7 +189,6 @@ class Follow(Hook):
         return [Summed(x) for x in bind(equation, [_as_wide(x, wide) for x in inputs], **changed)]
 
     def place(self, equation: JaxprEqn) -> EquationPath:
-        """The path of an equation."""
         return (*self.around, equation.outvars[0])
 
     def _remember(self, equation: JaxprEqn, inputs: list) -> None:
@@ -219,7 +214,6 @@ class Follow(Hook):
         return jnp.reshape(array, [shape[i] for i in real]), tuple(real)
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Follow":
-        """The hook for the program that an equation calls."""
         return Follow.of(equation, [self.wanted.get(v) for v in equation.outvars], self)
 
 
@@ -249,7 +243,6 @@ def tie(values: Sequence) -> list:
 
 
 def no_products(aval: Any) -> Products:
-    """The sum of no products."""
     return Products((), tuple(aval.shape), jnp.dtype(aval.dtype))
 
 

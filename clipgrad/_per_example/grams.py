@@ -78,8 +78,7 @@ class BlockInRange(NamedTuple):
             for rows in self.rows(self.block)
         ]
         dense = [i for i, factor in enumerate(own) if factor.hot is None]
-        # What other gradients have too stays as it is: they share its copy in range.
-        i = min(reversed(dense), key=lambda i: (own[i].is_common, own[i].values.size))
+        i = min(dense, key=lambda i: own[i].values.size)
         own[i] = dataclasses.replace(own[i], values=Rows(own[i], self.weight).scaled(own[i].values))
         return dataclasses.replace(self.block, factors=(*own, *self.block.shared))
 
@@ -116,7 +115,6 @@ def outer_factors(products: Products) -> list[jax.Array] | None:
 
 
 def outer_squares(parts: Sequence[Squares], arrays: Sequence[jax.Array]) -> Squares:
-    """The squares of the outer product of arrays, from those of each."""
     unit = float(jnp.finfo(parts[0].total.dtype).eps) / 2
     return Squares.of_product(parts, unit * (4 + sum(math.sqrt(x.size) for x in arrays)))
 

@@ -236,7 +236,6 @@ def _norm_flops(block: Term, gram: bool, count: int) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """The bytes of all arrays of a tree."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 

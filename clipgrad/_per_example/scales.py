@@ -33,7 +33,6 @@ class Weights:
     places: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
 
     def of(self, leaf: int) -> jax.Array | None:
-        """The number of a leaf."""
         place = self.places[leaf]
         return None if place is None else self.numbers[place]
 
@@ -115,7 +114,6 @@ def _in_rows(rows: Sequence[jax.Array]) -> jax.Array:
 
 
 def _of_leaf(value: Any, size: int, zero: bool) -> Squares:
-    """The squares of a leaf for each example."""
     if isinstance(value, Squares):
         return value
     if isinstance(value, Products) and value.squares is not None:
@@ -162,7 +160,6 @@ def _scales_of_all(
 def _scales_by_leaf(
     rule: Any, params: Any, leaves: Squares, bad: jax.Array, ones: list[jax.Array]
 ) -> tuple[list[jax.Array], ClipStats]:
-    """A number for each leaf."""
     dtype, mean = stats_dtype(params), type(rule) is ClipByBlockRMS
     sizes = [float(jnp.size(p)) for p in jax.tree.leaves(params)]
     own = [jax.tree.map(lambda x, i=i: x[i], leaves) for i in range(len(sizes))]

@@ -72,7 +72,6 @@ class ForwardPass(Hook):
     found: dict[Var, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence:
-        """The outputs of an equation."""
         if any(v in self.split.late for v in equation.outvars):
             return [None] * len(equation.outvars)
         if equation.primitive.name == "conv_general_dilated":
@@ -97,12 +96,10 @@ class BackwardPass(Hook):
     residuals: Mapping[Var, Any]
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """The outputs of an equation."""
         variables = equation.outvars
         if variables and variables[0] in self.split.backward:
             return self.hook(equation, inputs)
         return [self.residuals.get(v) for v in variables]
 
     def inside(self, equation: JaxprEqn, step: Any) -> Hook:
-        """The hook for the program that an equation calls."""
         return self.hook.inside(equation, step)

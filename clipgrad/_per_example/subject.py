@@ -78,7 +78,6 @@ class PerExampleSubject:
             warn_of_parts(type(self.rule).__name__, self.clipped(params), self.rule.axis_name)
 
     def clipped(self, params: Any) -> list[Any]:
-        """The leaves that are clipped."""
         pairs = zip(jax.tree.leaves(params), self.flags(params), strict=True)
         return [leaf for leaf, flag in pairs if flag]
 
@@ -87,7 +86,6 @@ class PerExampleSubject:
         return arrays if self.nonfinite == "zero" else frozenset()
 
     def flags(self, params: Any) -> list[bool]:
-        """Whether each leaf is clipped."""
         leaves = jax.tree.leaves(params, is_leaf=is_none)
         flags = selected(self.where, params)
         return [flag for flag, leaf in zip(flags, leaves, strict=True) if leaf is not None]
@@ -122,7 +120,6 @@ class ApartSubject(NamedTuple):
 
 
 def check_method(method: str) -> None:
-    """Raises `ValueError` for what is not the name of a method."""
     if method not in METHODS:
         raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
 

@@ -49,8 +49,6 @@ class Factor:
     steps: Label | None = dataclasses.field(default=None, metadata={"static": True})
     # Whether it is the same for all examples, as what masks a weight, and has no axis for them.
     is_shared: bool = dataclasses.field(default=False, metadata={"static": True})
-    # Whether several gradients have it, as those of two kernels of a recurrence.
-    is_common: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def owned(self) -> tuple[Label, ...]:
@@ -59,7 +57,6 @@ class Factor:
 
     @property
     def sizes(self) -> dict[Label, int]:
-        """The size of each label."""
         own = dict(zip(self.labels, jnp.shape(self.values), strict=True))
         return own if self.hot is None else own | {self.hot: self.length}
 
@@ -162,7 +159,6 @@ class Term:
 
     @property
     def sizes(self) -> dict[Label, int]:
-        """The size of each label."""
         return {k: n for factor in self.factors for k, n in factor.sizes.items()}
 
     @property
@@ -186,11 +182,9 @@ class Term:
         return range(first, first + count)
 
     def with_axes(self, axes: Sequence[GradientAxis]) -> "Term":
-        """The term with other axes."""
         return dataclasses.replace(self, axes=tuple(axes))
 
     def map(self, change: Callable[[Factor], Factor]) -> "Term":
-        """The term with each factor changed."""
         return dataclasses.replace(self, factors=tuple(map(change, self.factors)))
 
     def split(self, label: int, sizes: Sequence[int]) -> "Term":
@@ -254,7 +248,6 @@ class Term:
         return dataclasses.replace(self, factors=factors)
 
     def times(self, number: jax.Array | int) -> "Term":
-        """The term times a number."""
         return self.along(jnp.asarray(number), (), shared=False)
 
     def along(self, array: jax.Array, dimensions: Sequence[int], shared: bool) -> "Term":
@@ -460,14 +453,12 @@ class Products:
         return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
 
     def plus(self, other: "Products") -> "Products":
-        """The sum of both."""
         carried = (*self.carried, *other.carried)
         terms = (*self.terms, *other.terms)
         return dataclasses.replace(self, terms=terms, carried=carried)
 
 
 def reshaped(term: Term, old: Sequence[int], new: Sequence[int]) -> Term:
-    """A term for the gradient reshaped from one shape to another."""
     axes: list[GradientAxis] = []
     for first, second in segments(old, new):
         term, made = _reshaped_segment(

@@ -38,7 +38,6 @@ class ExampleSum(Reduction):
         return self.of_leaf(value, min(want.leaves))
 
     def at_the_end(self, value: Any, leaf: int) -> jax.Array:
-        """The sum of the gradient of a leaf."""
         with following([leaf]):
             return self.of_leaf(value, leaf).array
 
@@ -64,7 +63,6 @@ class ExampleSum(Reduction):
         return over_examples(total, value, weight, ok, self.like)
 
     def adds(self, want: WantedGradient) -> bool:
-        """Whether values are added up over examples here."""
         alike = len({self.weights.places[leaf] for leaf in want.leaves}) == 1
         return alike and want.is_summable and not want.leaves & self.zero
 
