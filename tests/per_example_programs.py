@@ -295,71 +295,27 @@ def vmap_inside_of_the_loss(p, x):
     return total(jax.vmap(lambda row: jnp.tanh(row @ p["w"]))(x))
 
 
-# several of these, one inside of another
+@jax.custom_vjp
+def _product(x, w):
+    return x @ w
 
 
-@program([8, (4, 12)], "b k", e=(8, 12), w=(2, 12, 12), experts=(2, 3, 12, 12), b=(2, 12),
-         k=(3, 4, 12))  # fmt: skip
-def tied_layers_in_scans_with_remat(p, batch):
-    ids, x = batch
-
-    @jax.checkpoint
-    def layer(x, own):
-        w, experts, b = own
-        x = 0.5 * x + jnp.tanh(x @ w)
-        x = 0.5 * x + jnp.tanh(jnp.einsum("td,tdk->tk", x, experts[ids % 3]))
-        return x + b[None], None
-
-    x, _ = jax.lax.scan(layer, x + p["e"][ids], (p["w"], p["experts"], p["b"]))
-    for _ in range(2):
-        x = jnp.tanh(convolved(x, p["k"], ("NHC", "HIO", "NHC"), feature_group_count=3))
-    return total(jax.nn.softmax(x @ p["e"].T, axis=-1) @ p["e"])
+_product.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, 2 * saved[0].T @ ct)
+)
 
 
-@program((2, 12), "b", i=(12, 12), r=(12, 12), b=(12,), gates=(12, 48), w=(12, 12))
-def recurrence_in_a_loop_under_vmap_and_error_clips(p, x):
+@program((3, 12), w=(12, 16))
+def custom_rule(p, x):
+    return total(_product(x, p["w"]))
+
+
+@program((3, 12), w=(12, 12), v=(12, 12))
+def error_clip_inside(p, x):
     import clipgrad as cg
 
-    def step(h, x):
-        h = jnp.tanh(x @ p["i"] + h @ p["r"] + p["b"])
-        return h, h
-
-    def twice(x, _):
-        return jax.lax.scan(step, jnp.zeros(12), x, reverse=True)[1], None
-
-    def gated(x):
-        i, f, g, o = jnp.split(p["gates"], 4, axis=1)
-        return jnp.tanh(x @ i) * (x @ f) + jnp.sin(x @ g) * (x @ o)
-
-    x, _ = jax.lax.scan(twice, x, length=2)
-    x = jnp.mean(jax.vmap(gated)(jnp.stack([x, jnp.sin(x)])), axis=0)
-    x = cg.clip_cotangent(jax.jit(lambda w, x: x @ w.T)(p["w"], x), cg.ErrorClipByValue(0.3))
-    return total(cg.clip_cotangent(x @ p["w"], cg.ClipByGlobalNorm(0.5)))
-
-
-@jax.custom_vjp
-def _doubled(w, v, x):
-    return jnp.tanh(x @ jnp.tril(w)) @ (v + jnp.flip(v, 0))
-
-
-def _doubled_backward(saved, ct):
-    plain = lambda w, v, x: jnp.tanh(x @ jnp.tril(w)) @ (v + jnp.flip(v, 0))  # noqa: E731
-    return jax.vjp(plain, *saved)[1](2 * ct)
-
-
-_doubled.defvjp(lambda *args: (_doubled(*args), args), _doubled_backward)
-
-
-@program((4, 12), "v w", v=(12, 12), w=(12, 12), u=(12, 12), a=(12, 2), b=(2, 12))
-def linear_functions_inside_of_a_rule_and_of_a_loop(p, x):
-    saves = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-
-    @saves
-    def layer(x, w):
-        low_rank = jax.lax.stop_gradient(p["u"]) + 2 * p["a"] @ p["b"]
-        return _doubled(w, p["u"], jnp.tanh(x @ low_rank)), None
-
-    return total(jax.lax.scan(layer, x, jnp.stack([p["v"], p["w"]]))[0])
+    h = cg.clip_cotangent(jnp.tanh(x @ p["w"]), cg.ErrorClipByValue(0.1))
+    return total(cg.clip_cotangent(h @ p["v"], cg.ClipByGlobalNorm(0.5)))
 
 
 # weights that are changed or cut before they are used

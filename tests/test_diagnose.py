@@ -269,7 +269,11 @@ def uses_of_a_sum_in_a_scan(x):
     ("loss", "named", "step"),
     [
         (twice, "args[0]", None),
-        (lambda x: jax.jit(jax.checkpoint(uses_of_a_sum_and_of_its_part))(x), "the value of add", None),
+        (
+            lambda x: jax.jit(jax.checkpoint(uses_of_a_sum_and_of_its_part))(x),
+            "the value of add",
+            None,
+        ),
         (uses_of_a_sum_in_a_scan, "the value of add", 1),
         (sums_in_a_scan, "what reaches sin", 1),
     ],
