@@ -4,7 +4,6 @@ A row is ``(params, batch, direct)``: shapes of random parameters, the batch, an
 direct in the plan. Sizes are such that a gradient is larger than what it is the product of.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax

@@ -609,3 +609,25 @@ def test_two_kernels_of_a_recurrence_share_a_gram_matrix():
     program = jax.jit(cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method="one pass"))
     text = program.lower(params, jnp.ones((2, 5, 16))).compile().as_text()
     assert len(re.findall(r"= f32\[2,5,5\]\S* dot[(]", text)) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_two_kernels_of_a_recurrence_share_their_cotangents_in_range(is_swapped):
+    """The weights of a kernel's rows go to its inputs: cotangents are scaled once for both."""
+    steps, inputs, width = 256, 128, 32
+
+    def loss(params, x):
+        w, r, bias = params
+
+        def step(h, x):
+            total = w.T @ x + r.T @ h if is_swapped else x @ w + h @ r
+            return jnp.tanh(total + bias), None
+
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(width), x)[0] ** 2)
+
+    params = jnp.ones((inputs, width)), jnp.ones((width, width)), jnp.ones(width)
+    clipped = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method="one pass")
+    compiled = jax.jit(clipped).lower(params, jnp.ones((16, steps, inputs))).compile(RELEASED)
+    rows = 4 * 16 * steps  # bytes of one number of each row
+    assert compiled.memory_analysis().temp_size_in_bytes < rows * (2 * inputs + 2 * 32 + 16)

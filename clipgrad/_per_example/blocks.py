@@ -118,7 +118,13 @@ def _with_rows(
     found = [*first, None, *last]
     values = _moved(values, [found.index(label) for label in (None, *own)])
     hot = None if factor.hot is None else places[factor.hot]
-    return Factor(values, (ROW, *(places[label] for label in own)), hot, factor.length)
+    return Factor(
+        values,
+        (ROW, *(places[label] for label in own)),
+        hot,
+        factor.length,
+        is_common=factor.is_common,
+    )
 
 
 def _moved(values: jax.Array, order: list[int]) -> jax.Array:

@@ -78,7 +78,8 @@ class BlockInRange(NamedTuple):
             for rows in self.rows(self.block)
         ]
         dense = [i for i, factor in enumerate(own) if factor.hot is None]
-        i = min(dense, key=lambda i: own[i].values.size)
+        # What other gradients have too stays as it is: they share its copy in range.
+        i = min(reversed(dense), key=lambda i: (own[i].is_common, own[i].values.size))
         own[i] = dataclasses.replace(own[i], values=Rows(own[i], self.weight).scaled(own[i].values))
         return dataclasses.replace(self.block, factors=(*own, *self.block.shared))
 

@@ -1,19 +1,26 @@
 """Gradients that leave a scan: stacked, or added up in its carry."""
 
+import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import called_program, evaluate, scan_again, scan_counts
+from clipgrad._jaxpr import (
+    called_program,
+    evaluate,
+    scan_again,
+    scan_counts,
+)
 from clipgrad._per_example.course import Lost
 from clipgrad._per_example.follow import Follow, follows, gradient_array, is_plain_array
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import CHANGED_CARRY, Carry, Products
+from clipgrad._per_example.terms import CHANGED_CARRY, Carry, Factor, Products
 from clipgrad._per_example.wanted import WantedGradient, Wants, added_carries, is_matrix, want_scan
 
 _NUMBERS = itertools.count()
@@ -53,7 +60,7 @@ def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -
     first = tuple(_array(inputs[constants + i]) for i in range(carried) if i not in lazy)
     last, once = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
     stacked, added = rebuilt[0](once)
-    dense, factors = iter(last), iter(added)
+    dense, factors = iter(last), iter(_with_common(added))
     results = [
         total(avals[i], inputs[constants + i], _joined_steps(next(factors), avals[i]))
         if i in lazy
@@ -71,6 +78,17 @@ def _once(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence], Any]]:
     places = {key: i for i, key in enumerate(once)}
     own = [places[id(x)] for x in arrays]
     return list(once.values()), lambda values: structure.unflatten([values[i] for i in own])
+
+
+def _with_common(gradients: Sequence[Products]) -> list[Products]:
+    """The gradients, whose factors know whether several of these have them."""
+    owners = Counter(key for each in gradients for key in {*map(id, jax.tree.leaves(each))})
+
+    def marked(x: Any) -> Any:
+        return dataclasses.replace(x, is_common=owners[id(x.values)] > 1)
+
+    is_factor = lambda x: isinstance(x, Factor)  # noqa: E731
+    return [jax.tree.map(marked, each, is_leaf=is_factor) for each in gradients]
 
 
 def _array(value: Any) -> Any:

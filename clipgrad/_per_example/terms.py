@@ -49,6 +49,8 @@ class Factor:
     steps: Label | None = dataclasses.field(default=None, metadata={"static": True})
     # Whether it is the same for all examples, as what masks a weight, and has no axis for them.
     is_shared: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Whether several gradients have it, as those of two kernels of a recurrence.
+    is_common: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def owned(self) -> tuple[Label, ...]:
