@@ -94,7 +94,6 @@ def judged_runs(
 
 
 def comparison_of(own: Version, other: Version | None, judged: JudgedRuns) -> GradientComparison:
-    """The findings and notes of two versions whose places and leaves are judged."""
     findings = find(own, other, judged)
     notes = undecided_places(judged.places)
     notes += [] if judged.loss.is_judged else [undecided("the loss")]
@@ -110,7 +109,6 @@ def comparison_of(own: Version, other: Version | None, judged: JudgedRuns) -> Gr
 
 
 def undecided_leaves(leaves: Sequence[ComparedLeaf]) -> list[str]:
-    """Notes of the leaves that rounding decides."""
     return [undecided(x.name, "its gradient") for x in leaves if not x.judgment.is_judged]
 
 
