@@ -14,12 +14,7 @@ _HEADER = "header"
 
 
 class RunFile(NamedTuple):
-    """The contents of a file.
-
-    Attributes:
-      header: plain data.
-      arrays: the arrays, by name.
-    """
+    """The contents of a file: plain data, and arrays by name."""
 
     header: dict[str, Any]
     arrays: dict[str, np.ndarray]

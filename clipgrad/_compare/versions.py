@@ -216,7 +216,7 @@ class VersionProgram:
     Args:
       own: the version.
       wide: the dtype in which the value and the gradient are evaluated, or None.
-      signed: whether its results have a sketch in place of each gradient.
+      signed: whether its results have sketches in place of gradients.
       sketches: makes the hook that notes the values, of taps.
     """
 
