@@ -24,10 +24,6 @@ class Draw:
     def __call__(self, *shape, by=1.0):
         return jnp.asarray(self._rng.normal(size=shape) * by, self._dtype)
 
-    def several(self, names, *shape, by=1.0):
-        """A dictionary of arrays of one shape."""
-        return {name: self(*shape, by=by) for name in names}
-
 
 class LossPair(NamedTuple):
     """Two losses, their arguments by a `Draw`, and of a planted difference what is found."""
@@ -168,7 +164,7 @@ def long_mean(parts):
 
 
 def long_mean_args(draw):
-    return draw.several("ab", 1), draw(200000)
+    return {"a": draw(1), "b": draw(1)}, draw(200000)
 
 
 def masked(fill):

@@ -281,7 +281,7 @@ def _difference(found: Judgment) -> str:
         return "is NaN, inf, nothing or of another shape in one of the versions only"
     text = f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
     pairs = zip(("norm", "largest"), zip(*found.sizes, strict=True), strict=False)
-    told = [  # a size of 0 is not known
+    told = [  # nothing has no size
         f"{name} {a:.3g} beside {b:.3g}"
         for name, (a, b) in pairs
         if min(a, b) > 0 and abs(a - b) > TELLING * max(a, b)
