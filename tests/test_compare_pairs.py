@@ -11,7 +11,6 @@ from tests.compare_pairs import EQUAL, PLANTED, Draw
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
 CORE = ("advantage not stopped", "rows over devices", "masks")
-CORE += ("the mask is late by one",)
 DTYPES = pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("float64", marks=pytest.mark.exhaustive)]
 )
