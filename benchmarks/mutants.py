@@ -239,7 +239,7 @@ MUTANTS = [
         ("_compare/differences.py",
          "x / math.sqrt(max(1, count))",
          "x / max(1, count)",
-         "compare_differences compare_rounding"),
+         "compare_differences compare_precision"),
         ("_compare/sketches.py",
          "signed = flat * (1 - 2 * (hashes",
          "signed = flat * (1 - 0 * (hashes",

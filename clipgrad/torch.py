@@ -142,7 +142,6 @@ class _Watch:
             self._handles.append(own.register_forward_hook(leaves))
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,7 @@
-"""A small transformer in parts, the faults that such models had, and equal versions of it."""
+"""A small transformer in parts, the faults that such models had, and equal versions of it.
+
+In mixed precision its weights are float32 and most of it computes in bfloat16.
+"""
 
 import functools
 from typing import Any
@@ -9,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-LAYERS, TOKENS, WIDTH, HEADS, WORDS, BATCH = 3, 6, 8, 2, 11, 4
+LAYERS, TOKENS, WIDTH, HEADS, WORDS, BATCH = 3, 6, 8, 2, 11, 8
 
 
 def make_args(dtype="float32"):
@@ -52,11 +55,6 @@ def norm(x, scale):
     return x * lax.rsqrt(size) * row(scale, x)
 
 
-def logits(q, k, part):
-    found = jnp.einsum("bqhd,bkhd->bhqk", q, k) * number((WIDTH // HEADS) ** -0.5, q)
-    return part["logits"](found)
-
-
 def masked(x, part):
     mask = part["mask"](jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None, :])
     return jnp.where(mask.reshape((1,) * (4 - mask.ndim) + mask.shape), x, number(-1e9, x))
@@ -65,21 +63,42 @@ def masked(x, part):
 def attention(x, layer, part):
     with jax.named_scope("qkv"):
         split = (x @ part["weight"](layer["qkv"])).reshape(BATCH, TOKENS, 3, HEADS, -1)
-        q, k, v = (split[:, :, i] for i in part["order"])
+        q, k, v = (split[:, :, i] for i in range(3))
     with jax.named_scope("logits"):
-        found = checkpoint_name(logits(q, k, part), "logits")
+        found = jnp.einsum("bqhd,bkhd->bhqk", q, k) * number((WIDTH // HEADS) ** -0.5, q)
+        found = checkpoint_name(found, "logits")
     with jax.named_scope("mix"):
-        weights = part["softmax"](masked(found, part))
-        mixed = part["mixed"](jnp.einsum("bhqk,bkhd->bqhd", weights, v))
+        wide = found.astype(jnp.promote_types(found.dtype, jnp.float32))
+        mixed = part["mix"](masked(wide, part), v, part)
     with jax.named_scope("out"):
-        return mixed.reshape(x.shape) @ part["out"](layer["out"])
+        return mixed.reshape(x.shape) @ layer["out"]
+
+
+def mix(x, v, part):
+    return jnp.einsum("bhqk,bkhd->bqhd", part["softmax"](x).astype(v.dtype), v)
+
+
+def mix_in_blocks(x, v, part):
+    """The same with a running maximum and sum over blocks of keys, as in flash attention."""
+    del part
+    largest = jnp.full((*x.shape[:3], 1), -jnp.inf, jnp.float32)
+    total, found = jnp.zeros_like(largest), jnp.zeros((*x.shape[:3], v.shape[-1]), jnp.float32)
+    for i in range(0, TOKENS, 2):
+        scores, own = x[..., i : i + 2], v[:, i : i + 2]
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, old = jnp.exp(scores - new), jnp.exp(largest - new)
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        found = found * old + product("bhqk,bkhd->bhqd", weights.astype(v.dtype), own)
+        total = total * old + jnp.sum(weights, axis=-1, keepdims=True)
+        largest = new
+    return (found / total).astype(v.dtype).transpose(0, 2, 1, 3)
 
 
 def mlp(x, layer, part, key):
     with jax.named_scope("up"):
         hidden = part["act"](part["matmul"](x, layer["up"]))
     with jax.named_scope("experts"):
-        mixed = part["experts"](jnp.einsum("btd,edf->ebtf", hidden, layer["experts"]))
+        mixed = jnp.einsum("btd,edf->ebtf", hidden, layer["experts"])
         hidden = hidden + jnp.sum(mixed, axis=0)
     with jax.named_scope("dropout"):
         kept = jax.random.bernoulli(part["key"](key), 0.8, hidden.shape)
@@ -105,55 +124,71 @@ def cross_entropy(x, targets):
     return -jnp.mean(jnp.take_along_axis(logp, targets[..., None], axis=-1))
 
 
+def by_logsumexp(x, targets):
+    hot = jax.nn.one_hot(targets, WORDS, dtype=x.dtype)
+    largest = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    total = jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1)) + largest[..., 0]
+    return jnp.mean(total - jnp.sum(x * hot, axis=-1))
+
+
 def identity(x):
     return x
 
 
 RIGHT: dict[str, Any] = {
-    "logits": identity,
+    "dtype": None,
+    "at": None,
     "mask": lambda q, k: q >= k,
     "weight": identity,
-    "order": (0, 1, 2),
     "softmax": jax.nn.softmax,
-    "mixed": identity,
-    "out": identity,
+    "mix": mix,
     "act": jnp.tanh,
     "matmul": lambda x, w: x @ w,
-    "experts": identity,
     "key": identity,
     "down": identity,
     "residual": lambda x, y: x + y,
     "step": lambda x, step: x,
     "embed": identity,
     "tied": identity,
+    "head": identity,
     "loss": cross_entropy,
     "scan": True,
+    "loop": False,
     "block": identity,
 }
 
 
 def model(**replaced):
-    """The loss, with some parts replaced."""
+    """The loss, with some parts replaced: in the layer ``at``, or in all."""
     part = RIGHT | replaced
 
     def loss(params, batch):
         tokens, targets, key = batch
+        if part["dtype"]:
+            params = jax.tree.map(lambda x: x.astype(part["dtype"]), params)
         with jax.named_scope("embed"):
             x = params["words"][tokens] + params["places"][:TOKENS][None]
             x = part["embed"](x)
         keys, steps = jax.random.split(key, LAYERS), jnp.arange(LAYERS)
         own_block = part["block"](functools.partial(block, part=part))
+        layers = params["layers"], keys, steps
         if part["scan"]:
             with jax.named_scope("layers"):
-                body = lambda x, layer: (own_block(x, *layer), None)  # noqa: E731
-                x, _ = lax.scan(body, x, (params["layers"], keys, steps))
+                if part["loop"]:
+                    body = lambda i, x: own_block(x, *jax.tree.map(lambda w: w[i], layers))  # noqa: E731
+                    x = lax.fori_loop(0, LAYERS, body, x)
+                else:
+                    x, _ = lax.scan(lambda x, layer: (own_block(x, *layer), None), x, layers)
         else:
             for i in range(LAYERS):
+                chosen = (
+                    own_block if part["at"] in (None, i) else functools.partial(block, part=RIGHT)
+                )
                 with jax.named_scope(f"layers_{i}"):
-                    layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
-                    x = own_block(x, layer, keys[i], steps[i])
+                    x = chosen(x, *jax.tree.map(lambda w, i=i: w[i], layers))
         with jax.named_scope("head"):
             found = x @ part["tied"](params["words"]).T + row(params["bias"], x)
+            found = part["head"](found.astype(jnp.promote_types(found.dtype, jnp.float32)))
         return part["loss"](found, targets)
 
     return loss
@@ -173,6 +208,13 @@ def with_vjp(function, backward):
 
 def scaled(by):
     return lambda grads: jax.tree.map(lambda g: g * number(by, g), grads)
+
+
+def tanh_with(share):
+    """Hyperbolic tangent with a rule in forward mode."""
+    found = jax.custom_jvp(jnp.tanh)
+    found.defjvp(lambda x, t: (jnp.tanh(x[0]), t[0] * (1 - share * jnp.tanh(x[0]) ** 2)))
+    return found
 
 
 def at(axis, index, by):
@@ -195,25 +237,17 @@ def at_step(i, by):
 
 
 VALUE_FAULTS = {
-    "scale of attention": ({"logits": lambda x: x * number(0.7, x)}, "layers/attention/logits"),
     "mask off by one": ({"mask": lambda q, k: q > k}, "layers/attention/mix"),
     "dropout key reused": ({"key": lambda key: jax.random.key(5)}, "layers/mlp/dropout"),
     "bfloat16 product": ({"matmul": in_bfloat16}, "layers/mlp/up"),
-    "one expert": ({"experts": at(0, 1, 1.5)}, "layers/mlp/experts"),
     "one example": ({"embed": at(0, 2, 1.01)}, "embed"),
-    "sum for mean": ({"loss": lambda x, t: cross_entropy(x, t) * 24}, ""),
-    "softmax over another axis": (
-        {"softmax": functools.partial(jax.nn.softmax, axis=-2)}, "layers/attention/mix",
-    ),
+    "sum for mean": ({"loss": lambda x, t: cross_entropy(x, t) * BATCH * TOKENS}, ""),
 }  # fmt: skip
-CUSTOM_TANH = with_vjp(jnp.tanh, scaled(1.01))
 VJP_FAULTS = {
-    "wrong rule of the activation": ({"act": CUSTOM_TANH}, "layers/mlp/up"),
+    "wrong rule of the activation": ({"act": with_vjp(jnp.tanh, scaled(1.01))}, "layers/mlp/up"),
+    "wrong rule in forward mode": ({"act": tanh_with(0.9)}, "layers/mlp/up"),
     "stop_gradient of weights": (
         {"softmax": lambda x: lax.stop_gradient(jax.nn.softmax(x))}, "layers/attention/mix",
-    ),
-    "straight through": (
-        {"act": lambda x: x + lax.stop_gradient(jnp.tanh(x) - x)}, "layers/mlp/up"
     ),
     "wrong rule of a residual branch": (
         {"residual": with_vjp(lambda x, y: x + y, lambda g: (g[0], g[1] * number(0.9, g[1])))},
@@ -245,4 +279,38 @@ VERSIONS = {  # parts of versions that are equal to the model
     },
     "products by sums": {"matmul": lambda x, w: jnp.sum(x[..., None] * w[None, None], axis=-2)},
     "a right rule": {"act": with_vjp(jnp.tanh, identity)},
+    "a right rule in forward mode": {"act": tanh_with(1.0)},
+    "a loop": {"loop": True},
 }
+
+
+# ---- in mixed precision: the other parts, and what a fault is called ----
+
+
+def times(by):
+    return lambda x: x * number(by, x)
+
+
+def one_layer(**parts):
+    """A fault of one of the layers, which are unrolled."""
+    return {"at": 1, "scan": False} | parts
+
+
+MIXED = {
+    "unrolled": {"scan": False},
+    "attention in blocks": {"mix": mix_in_blocks},
+    "logsumexp": {"loss": by_logsumexp},
+    "float16": {"dtype": jnp.float16, "mix": mix_in_blocks},
+}
+MIXED_FAULTS = {
+    "a branch of one layer, 10 %": (
+        one_layer(residual=lambda x, y: x + y * number(1.1, y)), ("value", "layers_1/attention"),
+    ),
+    "the mask is late by one": (
+        {"mask": lambda q, k: q + 1 >= k}, ("value", "layers/attention/mix"),
+    ),
+    "the logits, 10 %": ({"head": times(1.1)}, ("value", "head")),
+    "a VJP of one layer, 10 %": (
+        one_layer(down=with_vjp(identity, scaled(1.1))), ("vjp", "layers_1/mlp/down"),
+    ),
+}  # fmt: skip

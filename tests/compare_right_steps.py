@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests import compare_trainers
-from tests.compare_trainers import AXIS, mesh, numbers
+from tests.compare_trainers import AXIS, mesh, numbers, placed
 
 
 class RightStep(NamedTuple):
@@ -68,10 +67,6 @@ def stepped(value_and_grad, optimizer=OPTIMIZER):
 
 def state():
     return params(), OPTIMIZER.init(params())
-
-
-def placed(tree, *spec):
-    return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
 
 
 def in_shards(gradient, check):
@@ -140,31 +135,10 @@ def of_equinox(dtype):
 def of_nnx(dtype):
     from flax import nnx
 
-    class Net(nnx.Module):
-        """A model with statistics of the batch."""
+    from tests.test_compare_frameworks import BATCHES, nnx_objects, object_step
 
-        def __init__(self):
-            kinds = {"rngs": nnx.Rngs(0), "dtype": dtype}
-            self.first, self.norm = nnx.Linear(8, 16, **kinds), nnx.BatchNorm(16, **kinds)
-            self.last = nnx.Linear(16, 8, **kinds)
-
-        def __call__(self, x):
-            return self.last(jax.nn.relu(self.norm(self.first(x))))
-
-    def step(model, optimizer, batch):
-        def loss(model):
-            return squares(model(batch[0]), batch[1])
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
-    model = Net()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    jitted = nnx.jit(step)
-    return RightStep(
-        jitted, jitted, (model, optimizer, batch()), (model, optimizer, placed(batch(), AXIS))
-    )
+    (step, state), rows = (nnx.jit(object_step), nnx_objects(dtype)), jnp.asarray(BATCHES[0])
+    return RightStep(step, step, (state, rows), (state, placed(rows, AXIS)))
 
 
 def of_experts_in_microbatches():
@@ -195,12 +169,11 @@ def synchronized_variance():
     return RightStep(lambda p, x: step(p, x, lambda tree: tree), jax.jit(sharded), args)
 
 
-SPLIT = {"in": (None, AXIS), "out": (AXIS,)}
+SPLIT = {"in": (AXIS,), "scale": (None, AXIS), "out": (AXIS,)}
 STEPS = {
     "shard_map with pmean": with_pmean,
     "GSPMD": by_the_compiler,
-    "FSDP": lambda dtype: by_the_compiler(dtype, **SPLIT | {"in": (AXIS,), "scale": (None, AXIS)}),
-    "tensor parallel": lambda dtype: by_the_compiler(dtype, **SPLIT),
+    "FSDP": lambda dtype: by_the_compiler(dtype, **SPLIT),
     "accumulation": accumulated,
     "train_step": of_this_library,
     "Equinox": of_equinox,
@@ -209,4 +182,27 @@ STEPS = {
 OF_FLOAT32 = {
     "synchronized variance": synchronized_variance,
     "experts and microbatches": of_experts_in_microbatches,
+}
+
+
+def with_another_leaf(dtype):
+    """A gradient of which one leaf is 10 % larger."""
+
+    def gradient(params, batch):
+        value, grads = both(dtype)(params, batch)
+        return value, {**grads, "scale": grads["scale"] * jnp.float32(1.1)}
+
+    return beside(dtype, gradient)
+
+
+def with_another_limit(dtype):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.55), optax.adamw(1e-2))
+    args = (*state(), batch())
+    return RightStep(stepped(both(dtype)), stepped(both(dtype), optimizer), args)
+
+
+# Faults, each with the path of one of the outputs that differ.
+MIXED_FAULTS = {
+    "a leaf's gradient, 10 %": (with_another_leaf, "1/1/0/mu/scale"),
+    "the clip's limit, 10 %": (with_another_limit, "1/1/0/mu/out"),
 }

@@ -15,7 +15,7 @@ from jax import lax
 from clipgrad._compare.port_record import PortEntry, PortRun
 from clipgrad._compare.ports import compare_port
 from clipgrad._compare.save_run import saved
-from clipgrad._compare.sides import Side, facts_of, with_signatures
+from clipgrad._compare.sides import Side, facts_of
 from clipgrad._compare.signatures import layouts
 from clipgrad._compare.versions import VersionProgram, version
 
@@ -396,14 +396,13 @@ def compared(run, loss, args, bugs):
     port = saved(FOLDER / f"{run}.npz") if isinstance(run, str) else run
     own = version(loss, (*args, jnp.int32(-1)), {}, 0, False)
     at = own.subject.names.index(f"args[{len(args)}]")
-    program = VersionProgram(own)
-    right = with_signatures(program())
-    floor = program.floor(right, with_signatures)
+    program = VersionProgram(own, signed=True)
+    floor = program.floor(program())
     facts = facts_of(own)
     for number in bugs:
         inputs = list(own.subject.inputs)
         inputs[at] = jnp.int32(number)
         program._given = own.subject._replace(inputs=inputs)
-        run = with_signatures(program())
+        run = program()
         side = Side(own, lambda run=run: run, lambda: floor, facts)
         yield compare_port(side, port, None, None)

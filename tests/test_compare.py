@@ -54,9 +54,11 @@ OTHERS = [
     pytest.param(False, "float32", marks=pytest.mark.exhaustive),
 ]
 KINDS = pytest.mark.parametrize("scan, dtype", [(True, "float32"), *OTHERS])
+IN_CI = pytest.mark.ci("name", "scan dtype")
 
 
 @KINDS
+@IN_CI
 @pytest.mark.parametrize("name", rows(VALUE_FAULTS))
 def test_a_value_that_differs_is_found_in_its_module(name, scan, dtype):
     parts, module = VALUE_FAULTS[name]
@@ -64,6 +66,7 @@ def test_a_value_that_differs_is_found_in_its_module(name, scan, dtype):
 
 
 @KINDS
+@IN_CI
 @pytest.mark.parametrize("name", rows(VJP_FAULTS))
 def test_a_wrong_backward_pass_is_found_in_its_module(name, scan, dtype):
     parts, module = VJP_FAULTS[name]
@@ -71,6 +74,7 @@ def test_a_wrong_backward_pass_is_found_in_its_module(name, scan, dtype):
 
 
 @KINDS
+@IN_CI
 @pytest.mark.parametrize("name", rows(GRADS_FAULTS))
 def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
     parts, path = GRADS_FAULTS[name]
@@ -80,7 +84,7 @@ def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
 
 
 @KINDS
-@pytest.mark.exhaustive
+@IN_CI
 @pytest.mark.parametrize("name", rows(STEP_FAULTS))
 def test_the_step_is_that_of_the_fault(name, scan, dtype):
     parts, kind, step = STEP_FAULTS[name]
@@ -88,6 +92,7 @@ def test_the_step_is_that_of_the_fault(name, scan, dtype):
 
 
 @KINDS
+@IN_CI
 @pytest.mark.parametrize("name", rows(VERSIONS))
 def test_equal_versions_have_no_findings(name, scan, dtype):
     found = compared(VERSIONS[name], scan, dtype)

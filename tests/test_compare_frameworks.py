@@ -1,58 +1,202 @@
-"""Versions in frameworks: a port from Linen to NNX."""
+"""Models of flax: restarts by orbax, what these lose, and a port from Linen to NNX."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 import clipgrad as cg
-from tests.test_compare_versions import BATCH
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
 
+ADAM = optax.adam(1e-2)
+BATCHES = [np.random.default_rng(i).normal(size=(8, 4)).astype("float32") for i in range(5)]
+
+
+def square(x):
+    return jnp.mean(x**2)
+
+
+# ---- flax, Linen and NNX ----
+
 
 class LinenNet(linen.Module):
-    """Two layers."""
+    """Two layers; between them a normalization that keeps statistics, unless they are alone."""
+
+    alone: bool = False
 
     @linen.compact
     def __call__(self, x):
-        return linen.Dense(8, name="down")(linen.relu(linen.Dense(16, name="up")(x)))
+        x = linen.Dense(8, name="up")(x)
+        if not self.alone:
+            x = linen.BatchNorm(use_running_average=False, name="norm")(x)
+            x = linen.Dropout(0.3, deterministic=False)(x)
+        return linen.Dense(1, name="out")(x)
+
+
+class Trained(TrainState):
+    """A state with statistics and a key."""
+
+    mean: dict
+    key: jax.Array
+
+
+def linen_state():
+    params, mean = (LinenNet().init(jax.random.key(0), BATCHES[0])[k] for k in KINDS)
+    return Trained.create(apply_fn=apply, params=params, tx=ADAM, mean=mean, key=jax.random.key(1))
+
+
+KINDS = "params", "batch_stats"
+apply = LinenNet().apply
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def linen_step(state, batch):
+    use, key = jax.random.split(state.key)
+
+    def loss(params):
+        given = {"params": params, "batch_stats": state.mean}
+        out, new = state.apply_fn(given, batch, rngs={"dropout": use}, mutable="batch_stats")
+        return square(out), new["batch_stats"]
+
+    (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads).replace(mean=mean, key=key), {"loss": value}
 
 
 class NnxNet(nnx.Module):
-    """The same."""
+    """The same in NNX, where the counter of dropout is in the model."""
 
-    def __init__(self, params):
-        kinds = {"rngs": nnx.Rngs(0), "param_dtype": params["up"]["kernel"].dtype}
-        self.up, self.down = nnx.Linear(8, 16, **kinds), nnx.Linear(16, 8, **kinds)
-        for name, layer in params.items():
-            getattr(self, name).kernel[...] = layer["kernel"]
-            getattr(self, name).bias[...] = layer["bias"]
+    def __init__(self, alone=False, dtype="float32"):
+        kinds = {"rngs": nnx.Rngs(0, dropout=1), "dtype": dtype}
+        self.up, self.out = nnx.Linear(4, 8, **kinds), nnx.Linear(8, 1, **kinds)
+        if not alone:
+            self.norm, self.drop = nnx.BatchNorm(8, **kinds), nnx.Dropout(0.3, rngs=kinds["rngs"])
+        self.alone = alone
 
     def __call__(self, x):
-        return self.down(nnx.relu(self.up(x)))
+        x = self.up(x)
+        return self.out(x if self.alone else self.drop(self.norm(x)))
 
 
-def of_linen(params, batch):
-    return jnp.mean((LinenNet().apply(params, batch[0]) - batch[1]) ** 2)
+def nnx_objects(dtype="float32"):
+    model = NnxNet(dtype=dtype)
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
 
 
-def of_nnx(net, batch):
-    return jnp.mean((net(batch[0]) - batch[1]) ** 2)
+def object_step(state, batch):
+    model, optimizer = state
+    value, grads = nnx.value_and_grad(lambda net: square(net(batch)))(model)
+    optimizer.update(model, grads)
+    return (model, optimizer), {"loss": value}
+
+
+# ---- a port ----
+
+
+def of_linen(params, x):
+    return square(LinenNet(alone=True).apply({"params": params}, x))
+
+
+def ported(params):
+    """The net in NNX with the numbers of one in Linen."""
+    net = NnxNet(alone=True)
+    for name, layer in params.items():
+        getattr(net, name).kernel[...] = layer["kernel"]
+        getattr(net, name).bias[...] = layer["bias"]
+    return net
 
 
 def test_a_port_from_linen_to_nnx():
-    params = LinenNet().init(jax.random.key(0), BATCH[0])
-    names = {"LinenNet/up": "up", "LinenNet/down": "down"}
-    against = functools.partial(cg.compare, of_linen, of_nnx, (params, BATCH), names=names)
-    found = against(other_args=(NnxNet(params["params"]), BATCH))
+    x, of_nnx = BATCHES[0], lambda net, x: square(net(x))
+    params = LinenNet(alone=True).init(jax.random.key(0), x)["params"]
+    names = {"LinenNet/up": "up", "LinenNet/out": "out"}
+    against = functools.partial(cg.compare, of_linen, of_nnx, (params, x), names=names)
+    found = against(other_args=(ported(params), x))
     assert found.ok and sum(row.kind == "module" for row in found.rows) == 2, str(found)
     assert not [place for place in found.unmatched if place.startswith("gradient")]
-    changed = jax.tree.map(lambda x: x, params["params"])
-    changed["down"]["kernel"] = changed["down"]["kernel"] * 1.01
-    found = against(other_args=(NnxNet(changed), BATCH))
-    assert found.findings[0].kind == "value" and "LinenNet/down" in found.findings[0].message
-    net = NnxNet(params["params"])
-    assert cg.compare(of_nnx, of_nnx, (net, BATCH)).ok
+    changed = {**params, "out": {**params["out"], "kernel": params["out"]["kernel"] * 1.01}}
+    found = against(other_args=(ported(changed), x))
+    assert found.findings[0].kind == "value" and "LinenNet/out" in found.findings[0].message
+
+
+# ---- checkpoints ----
+
+
+def of_orbax(state, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "state", state)
+
+
+def of_state(state, path):
+    """NNX objects by way of their state."""
+    graph, arrays = nnx.split(state)
+    return nnx.merge(graph, of_orbax(arrays, path))
+
+
+TRAINERS = {
+    "TrainState": (linen_state, linen_step, of_orbax),
+    "NNX objects": (nnx_objects, object_step, of_state),
+}
+
+
+@functools.cache
+def after_two(name):
+    begin, step, _ = TRAINERS[name]
+    state = begin()
+    for batch in BATCHES[:2]:
+        state, _ = step(state, jnp.asarray(batch))
+    return state
+
+
+def resumed(name, restored):
+    step, batches = TRAINERS[name][1], [jnp.asarray(x) for x in BATCHES[2:4]]
+    return cg.compare_resumed(step, (after_two(name), batches), (restored, batches), rtol=0.0)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_right_restart_is_silent(name, tmp_path):
+    found = resumed(name, TRAINERS[name][2](after_two(name), tmp_path))
+    assert found.ok and not found.findings and not found.unmatched and not found.notes, str(found)
+    assert {"step 1/1/loss", "step 2/1/loss"} <= {row.module for row in found.rows}
+    assert not [row.module for row in found.rows if "states/0" in row.module]
+
+
+def replaced(tree, part, new):
+    """The tree with other leaves wherever their path has this part."""
+
+    def at(path, leaf):
+        return new if part in jax.tree_util.keystr(path, simple=True, separator="/") else leaf
+
+    news = jax.tree.leaves(jax.tree_util.tree_map_with_path(at, tree))
+    return jax.tree.unflatten(jax.tree.structure(tree), news)
+
+
+# The path of what is lost, and how.
+FAULTS = {
+    "TrainState": {
+        "opt_state/0/count": lambda s: s.replace(opt_state=ADAM.init(s.params)),
+        "mean/norm/mean": lambda s: s.replace(mean=linen_state().mean),
+        "key": lambda s: s.replace(key=jax.random.key(1)),
+        "step": lambda s: s.replace(step=0),
+    },
+    "NNX objects": {
+        "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
+        "1/opt_state/0/count": lambda s: (s[0], nnx.Optimizer(s[0], ADAM, wrt=nnx.Param)),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, p) for name in FAULTS for p in FAULTS[name]])
+def test_what_a_restart_loses_is_named_by_its_path(name, path):
+    found = resumed(name, FAULTS[name][path](after_two(name)))
+    assert not found.ok
+    first = min(finding.path for finding in found.findings)
+    assert first.removeprefix("state/").removesuffix("/value") == path, str(found)

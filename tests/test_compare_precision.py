@@ -1,4 +1,4 @@
-"""The judgment of each leaf in low precision; and that a comparison without any is not ok."""
+"""Where low precision loses; and that a comparison without any judgment is not ok."""
 
 import itertools
 
@@ -9,7 +9,156 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._compare.rounding import lost_precision
-from tests.test_compare_rounding import arguments, cancelling, numbers
+from tests.compare_models import with_vjp
+
+
+def numbers(*shape, seed, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def cancelling(params, x):
+    """A variance as the difference of two moments, of values far from zero."""
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(x @ params["w"])
+    with jax.named_scope("far"):
+        h = h + params["far"]
+    with jax.named_scope("variance"):
+        v = jnp.mean(h * h, axis=-1) - jnp.mean(h, axis=-1) ** 2
+    with jax.named_scope("out"):
+        return jnp.mean(v * params["scale"])
+
+
+def careful(params, x):
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(x @ params["w"])
+    with jax.named_scope("far"):
+        h = h + params["far"]
+    with jax.named_scope("variance"):
+        v = jnp.mean((h - jnp.mean(h, axis=-1, keepdims=True)) ** 2, axis=-1)
+    with jax.named_scope("out"):
+        return jnp.mean(v * params["scale"])
+
+
+def arguments(far, dtype="bfloat16"):
+    params = {
+        "w": numbers(4, 6, seed=1, dtype=dtype),
+        "far": jnp.full((1, 6), far, dtype),
+        "scale": numbers(8, seed=2, dtype=dtype),
+    }
+    return params, numbers(8, 4, seed=3, dtype=dtype)
+
+
+def errors(fun, args):
+    """The share of each leaf's gradient that is rounding, by its own gradient in float64."""
+    near = jax.grad(fun)(*args)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args)
+        exact = jax.grad(fun)(*wide)
+        return {
+            name: np.linalg.norm(np.asarray(near[name], np.float64) - g) / np.linalg.norm(g)
+            for name, g in exact.items()
+        }
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("other", ["float64", "float32"])
+def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
+    args = arguments(30.0)
+    found = cg.compare(cancelling, other, args)
+    assert not found.ok and {f.kind for f in found.findings} == {"rounding"}
+    assert found.findings[0].module == "variance" and found.findings[0].factor > 10
+    assert found.findings[0].file == __file__
+    lost = {f.path: f.ratio for f in found.findings if f.path}
+    exact = errors(cancelling, args)
+    assert set(lost) <= {name for name, error in exact.items() if error > 0.04}
+    assert "scale" in lost
+    np.testing.assert_allclose(lost["scale"], exact["scale"], rtol=0.35)
+
+
+@pytest.mark.exhaustive
+def test_the_careful_twin_and_small_values_lose_nothing():
+    assert cg.compare(cancelling, "float64", arguments(0.0)).ok
+    assert cg.compare(careful, "float64", arguments(0.0)).ok
+    found = cg.compare(cancelling, "float64", arguments(30.0, "float32"))
+    assert found.ok, str(found)
+
+
+def test_rtol_is_the_share_of_a_gradient_that_may_be_rounding():
+    assert cg.compare(cancelling, "float32", arguments(30.0), rtol=1e9).ok
+    found = cg.compare(cancelling, "float32", arguments(0.0), rtol=1e-5)
+    assert {f.path for f in found.findings if f.path} == {"w", "far", "scale"} and not found.ok
+
+
+def test_custom_rules_stay():
+    """A wrong rule is the same in both types: no precision is lost there."""
+
+    def twice(grads):
+        return jax.tree.map(lambda g: g * 2, grads)
+
+    def loss(w, x):
+        return jnp.mean(with_vjp(jnp.tanh, twice)(x @ w) ** 2)
+
+    args = numbers(4, 3, seed=7, dtype="bfloat16"), numbers(5, 4, seed=8, dtype="bfloat16")
+    assert cg.compare(loss, "float64", args).ok
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"other": "float16"}, "other: got 'float16', expected the name of a wider dtype"),
+        ({"other": "float32", "names": {"a": "b"}}, "both runs are of fun"),
+        ({"other": "float32", "other_args": (1,)}, "both runs are of fun"),
+        ({"other": "float32", "argnums": None}, "argnums: got None with other='float32'"),
+    ],
+)
+def test_wrong_arguments_with_a_dtype_are_told(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        cg.compare(cancelling, args=arguments(0.0), **kwargs)
+
+
+# ---- a public model, held against its gradient in float64 ----
+
+
+def transformer(dtype):
+    """Two blocks of Linen, whose numbers are those of bfloat16."""
+    from benchmarks.flax_models import Transformer
+
+    model = Transformer(scanned=False, blocks=2)
+    x = numbers(2, 16, 32, seed=1)
+    narrow = lambda x: x.astype(jnp.bfloat16).astype(dtype)  # noqa: E731
+    params = model.init(jax.random.key(0), x)
+    loss = lambda p, x: jnp.mean(jnp.tanh(model.apply(p, x)) ** 2)  # noqa: E731
+    return loss, jax.tree.map(narrow, (params, x))
+
+
+def gradients(dtype):
+    """The gradient of the model in a type, by path."""
+    loss, args = transformer(dtype)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(*args))
+    assert all(x.dtype == dtype for _, x in leaves)
+    names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves]
+    values = [np.asarray(x.astype(jnp.float64)) for _, x in leaves]
+    return dict(zip(names, values, strict=True))
+
+
+@pytest.mark.exhaustive
+def test_the_rounding_of_each_leaf_is_that_of_its_gradient(users_promotion):
+    with jax.enable_x64(True):
+        exact, near = gradients("float64"), gradients("bfloat16")
+    whole = max(np.abs(x).max() for x in exact.values())
+    found = cg.compare(transformer("bfloat16")[0], "float32", transformer("bfloat16")[1])
+    lost = {finding.path: finding.ratio for finding in found.findings if finding.path}
+    zero = {note.split(":")[0] for note in found.notes if note.endswith("zero but for rounding")}
+    for path, x in exact.items():
+        error = np.linalg.norm(near[path] - x) / np.linalg.norm(x)
+        is_zero = np.abs(x).max() < 1e-9 * whole
+        assert is_zero == (path in zero)
+        if path in lost or (error > 0.055 and not is_zero):
+            np.testing.assert_allclose(lost[path], error, rtol=0.1, err_msg=path)
+    assert found.ok == (not lost) and all(finding.path for finding in found.findings), str(found)
+
+
+# ---- the judgment of a leaf ----
 
 TYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")]
 UNIT = np.random.default_rng(0).normal(size=12)

@@ -16,8 +16,9 @@ from clipgrad._compare.program_record import program_data, program_from_data, pr
 from clipgrad._compare.run_file import read_run, write_run
 from clipgrad._compare.save_run import saved
 from clipgrad._compare.signatures import host_sketch, judge_signatures, signature
-from clipgrad._compare.sketches import LARGEST_AT, LENGTH, NORM_AT, sketch
+from clipgrad._compare.sketches import LARGEST_AT, NORM_AT, sketch
 from clipgrad._compare.slices import shared_modules
+from clipgrad._jaxpr import trace
 from tests.compare_models import with_vjp
 from tests.compare_pairs import EQUAL, PLANTED, Draw
 from tests.test_compare_versions import ARGS as MLP_ARGS
@@ -146,33 +147,11 @@ def test_the_file_has_what_the_issue_of_a_port_needs(right):
     assert right.stat().st_size < 64_000
 
 
-def as_format_1(path, new, monkeypatch):
-    """The file as it was written before sketches had norms."""
-    file = read_run(path)
-    header = {key: x for key, x in file.header.items() if key != "format"}
-    arrays = {
-        name: np.delete(x, [NORM_AT, LARGEST_AT], -1) if x.shape[-1:] == (LENGTH,) else x
-        for name, x in file.arrays.items()
-    }
-    with monkeypatch.context() as old:
-        old.setattr("clipgrad._compare.run_file.RUN_FORMAT", 1)
-        write_run(new, header, arrays)
-
-
-def test_a_file_of_an_older_format_says_the_same_without_sizes(
-    folder, right, tmp_path, monkeypatch
-):
-    for name in ("right", "value"):
-        as_format_1(folder / f"{name}.npz", tmp_path / f"{name}.npz", monkeypatch)
-    assert read_run(tmp_path / "right.npz").header["format"] == 1
-    assert cg.compare(tmp_path / "right.npz", right).ok
-    found = [cg.compare(own / "value.npz", right) for own in (folder, tmp_path)]
-    assert found[0].rows == found[1].rows and named(found[0]) == named(found[1])
-    new, old = (each.findings[0].message for each in found)
-    sizes = re.search(r" \(norm (\S+) beside (\S+), largest (\S+) beside (\S+)\)", new)
+def test_a_finding_shows_sizes_that_are_apart(folder, right):
+    message = cg.compare(folder / "value.npz", right).findings[0].message
+    sizes = re.search(r" \(norm (\S+) beside (\S+), largest (\S+) beside (\S+)\)", message)
     numbers = [float(number) for number in sizes.groups()]
     np.testing.assert_allclose(numbers[::2], np.multiply(numbers[1::2], 1.1), rtol=0.01)
-    assert old == new.replace(sizes[0], "")
 
 
 STEP_ARGS = (ARGS[0], ARGS[1], jax.random.key(3), jnp.arange(3))
@@ -265,7 +244,7 @@ def test_a_newer_file_is_said_to_be_newer(right, tmp_path, monkeypatch):
     monkeypatch.setattr("clipgrad._compare.run_file.RUN_FORMAT", 3)
     write_run(path, {"kind": "new"}, {})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of format 3, expected format 2 or 1, which this version"):
+    with pytest.raises(ValueError, match="of format 3, expected format 2, which this version"):
         cg.compare(path, right)
 
 
@@ -397,3 +376,56 @@ def test_a_program_is_read_as_it_was_written():
     other = program_record(jax.make_jaxpr(jax.grad(changed(scale=2.0)))(*ARGS))
     assert ("transpose", "read") not in shared_modules(again, other)
     assert shared_modules(again, other) == shared_modules(program, other)
+
+
+# ---- the modules that two programs share: the same operations of the same operands ----
+
+A, B = jnp.arange(4.0), jnp.ones(4)
+
+
+def program(inside, extra=False):
+    def run(a, b):
+        with jax.named_scope("before"):
+            x = jnp.sin(a)
+        with jax.named_scope("inside"):
+            y = inside(x, b)
+        with jax.named_scope("after"):
+            return jnp.sum(y * x) + (jnp.sum(x) if extra else 0)
+
+    return program_record(trace(run, (A, B), {}).program)
+
+
+def shared(other, extra=False):
+    return shared_modules(program(jnp.subtract), program(other, extra))
+
+
+def looped(x, b, by=1.0):
+    return jax.lax.scan(lambda h, y: (h, y * by), x[0], b)[1]
+
+
+OTHER_INSIDE = {
+    "operands exchanged": lambda x, b: b - x,
+    "another operand": lambda x, b: x - x,
+    "another number": lambda x, b: x - b * 2,
+    "a stop": lambda x, b: jax.lax.stop_gradient(x) - b,
+    "a rule of its own": with_vjp(jnp.subtract, lambda grads: grads),
+}
+
+
+def test_equal_programs_share_all_modules():
+    assert shared(jnp.subtract) == {("before",), ("inside",), ("after",)}
+    assert shared_modules(program(looped), program(looped)) >= {("inside",), ("after",)}
+
+
+@pytest.mark.parametrize("name", OTHER_INSIDE)
+def test_what_differs_is_in_the_changed_module_alone(name):
+    assert shared(OTHER_INSIDE[name]) == {("before",), ("after",)}
+
+
+def test_a_change_inside_of_a_loop_is_one_of_the_loop():
+    found = shared_modules(program(looped), program(lambda x, b: looped(x, b, by=2.0)))
+    assert found == {("before",), ("after",)}
+
+
+def test_a_module_with_another_operation_is_not_shared():
+    assert shared(jnp.subtract, extra=True) == {("before",), ("inside",)}

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.compare_trainers import AXIS, mesh, numbers
+from tests.compare_trainers import AXIS, mesh, numbers, placed
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -30,10 +29,6 @@ def mlp(params, batch, by=1.0):
 def wide(tree):
     """The tree in float64."""
     return jax.tree.map(lambda x: x.astype("float64"), tree)
-
-
-def placed(tree, *spec):
-    return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
 
 
 LAYOUTS = {

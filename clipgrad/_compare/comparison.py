@@ -63,7 +63,6 @@ def unjudged(message: str) -> ComparisonFinding:
 
 
 def undecided(name: str, what: str = "it") -> str:
-    """The note of a place that is not judged."""
     return f"{name}: rounding decides here, so {what} is not judged"
 
 

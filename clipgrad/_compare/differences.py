@@ -106,7 +106,7 @@ def judge(
 
     Args:
       own: the value in the first version.
-      other: the value in the second version.
+      other: that in the second.
       floor: how far rounding moves each element of the first version; see `floor_of`;
         None for not at all.
       eps: one rounding of the dtype.

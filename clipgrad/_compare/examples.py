@@ -23,7 +23,6 @@ from clipgrad._compare.gradients import find, judged_runs, undecided_leaves
 from clipgrad._compare.matching import Instance, Pair, match
 from clipgrad._compare.places import ComparedPlace, JudgedRuns
 from clipgrad._compare.ratios import repeats
-from clipgrad._compare.sides import with_signatures
 from clipgrad._compare.sketches import (
     LENGTH,
     MASKED,
@@ -180,16 +179,17 @@ def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> Exa
     size, given = len(chosen), own.subject
     _check_examples_differ(given, size)
     real = None if padded is None else jnp.asarray(~padded)
-    program = VersionProgram(own, sketches=functools.partial(ExampleSketches, real=real))
+    sketches = functools.partial(ExampleSketches, real=real)
+    program = VersionProgram(own, signed=True, sketches=sketches)
     here = np.arange(size)
     there = np.roll(here, -1)
     orders = here, np.where(chosen, there, here), np.where(chosen, here, there), there
     orders = *orders, np.random.default_rng(1).permutation(size)
-    *runs, other = (with_signatures(program(_with_examples_at(given, order))) for order in orders)
+    *runs, other = (program(_with_examples_at(given, order)) for order in orders)
     others = {"place": other}
     if padding is not None:
-        others["padding"] = with_signatures(program(_with_batch(given, padding)))
-    floor = program.floor(runs[0], with_signatures)
+        others["padding"] = program(_with_batch(given, padding))
+    floor = program.floor(runs[0])
     pairs = match(own, own, None).pairs
     return ExampleRuns(own, pairs, runs, floor, others, () if padded is None else padded.shape)
 
@@ -326,7 +326,6 @@ def _check_examples_differ(given: DiagnosisSubject, size: int) -> None:
 
 
 def _is_cut(name: str, x: Any) -> bool:
-    """Whether an input has the axis of the examples."""
     return name.startswith(IN_BATCH) and np.ndim(x) > 0
 
 

@@ -94,7 +94,6 @@ def judged_runs(
 
 
 def comparison_of(own: Version, other: Version | None, judged: JudgedRuns) -> GradientComparison:
-    """The findings and notes of two versions whose places and leaves are judged."""
     findings = find(own, other, judged)
     notes = undecided_places(judged.places)
     notes += [] if judged.loss.is_judged else [undecided("the loss")]
@@ -110,7 +109,6 @@ def comparison_of(own: Version, other: Version | None, judged: JudgedRuns) -> Gr
 
 
 def undecided_leaves(leaves: Sequence[ComparedLeaf]) -> list[str]:
-    """Notes of the leaves that rounding decides."""
     return [undecided(x.name, "its gradient") for x in leaves if not x.judgment.is_judged]
 
 
@@ -283,7 +281,7 @@ def _difference(found: Judgment) -> str:
         return "is NaN, inf, nothing or of another shape in one of the versions only"
     text = f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
     pairs = zip(("norm", "largest"), zip(*found.sizes, strict=True), strict=False)
-    told = [  # a size of 0 is not known
+    told = [  # nothing has no size
         f"{name} {a:.3g} beside {b:.3g}"
         for name, (a, b) in pairs
         if min(a, b) > 0 and abs(a - b) > TELLING * max(a, b)

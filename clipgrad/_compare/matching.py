@@ -27,7 +27,6 @@ class Instance(NamedTuple):
 
     @property
     def time(self) -> tuple:
-        """When it is computed."""
         return self.value.time(self.steps)
 
 

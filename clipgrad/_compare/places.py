@@ -23,17 +23,14 @@ class ComparedPlace(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the first version."""
         return self.pair.own.value.name
 
     @property
     def step(self) -> int | None:
-        """The index in the innermost scan, or None."""
         return self.pair.own.steps[-1] if self.pair.own.steps else None
 
     @property
     def row(self) -> ComparisonRow:
-        """The place as data."""
         cotangent = self.cotangent
         return ComparisonRow(
             self.name,
@@ -56,7 +53,6 @@ class ComparedLeaf(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The path, or a word for it."""
         return self.path or ONE_ARGUMENT
 
 

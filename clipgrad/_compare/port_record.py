@@ -79,7 +79,6 @@ def port_file(run: PortRun) -> RunFile:
 
 
 def saved_port(file: RunFile) -> PortRun:
-    """The run that a file describes."""
     header, sketches = file.header, file.arrays["sketches"].astype(np.float64)
     values, leaves = ([_entry(row, sketches) for row in header[x]] for x in ("values", "leaves"))
     loss, dtype = file.arrays["loss"].reshape(()).astype(np.float64), header["loss dtype"]

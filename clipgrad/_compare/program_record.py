@@ -59,7 +59,6 @@ class OperationRecord:
 
     @property
     def variables(self) -> list[int]:
-        """The operands that are variables."""
         return [v for v in self.operands if isinstance(v, int)]
 
     @property
@@ -90,12 +89,10 @@ class ProgramRecord:
 
     @functools.cached_property
     def makers(self) -> dict[int, OperationRecord]:
-        """The operation that computes each variable."""
         return {v: operation for operation in self.operations for v in operation.results}
 
     @functools.cached_property
     def users(self) -> dict[int, list[OperationRecord]]:
-        """The operations that use each variable."""
         found = collections.defaultdict(list)
         for operation in self.operations:
             for v in operation.variables:

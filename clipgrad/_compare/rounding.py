@@ -101,16 +101,8 @@ def lost_precision(
     """The leaves of whose gradient more than a share is rounding, and notes of others.
 
     Each leaf is judged by its own size: a gradient beside it that is large or infinite excuses
-    nothing. That no leaf can be judged is a finding.
-
-    Args:
-      paths: the path of each leaf.
-      grads: the gradient as the function computes it.
-      floors: gives how far the rounding of the program moves each gradient.
-      exact: the gradient in the wider type, whose name is the next argument.
-      dtype: this name.
-      ratio: see `_rounding_ratio`.
-      most: the share of a leaf's gradient that may be rounding.
+    nothing. That no leaf can be judged is a finding. Floors say how far the rounding of the program
+    moves each gradient; the ratio is that of `_rounding_ratio`.
     """
     findings, notes, is_judged = [], [], False
     most_left = NOTHING_LEFT * ratio

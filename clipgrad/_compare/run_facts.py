@@ -34,7 +34,6 @@ class RunFacts(NamedTuple):
 
 
 def run_facts(params: Mapping[str, Any], data: Mapping[str, Any]) -> RunFacts:
-    """The facts of a run of these arguments, now."""
     signed = [{name: signature(x) for name, x in own.items()} for own in (params, data)]
     layout = {
         name: str(x.sharding)
@@ -97,7 +96,6 @@ def _other_circumstances(own: RunFacts, other: RunFacts) -> list[str]:
 
 
 def facts_file(facts: RunFacts) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The part of a header and of the arrays that has the facts of a run."""
     header: dict[str, Any] = {"circumstances": facts.circumstances}
     arrays = {}
     for kind, signatures in (("params", facts.params), ("data", facts.data)):
@@ -110,7 +108,6 @@ def facts_file(facts: RunFacts) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def saved_facts(file: RunFile) -> RunFacts:
-    """The facts of the run in a file."""
     found: list[dict[str, Signature]] = []
     for kind in ("params", "data"):
         own = {}

@@ -1,8 +1,4 @@
-"""The file of a run: one header of JSON and arrays, in one `.npz` without pickled objects.
-
-Format 2 has the norm and the largest magnitude of each array in its sketch. Format 1 is read, too:
-its sketches get 0 in these places, which is not shown.
-"""
+"""The file of a run: one header of JSON and arrays, in one `.npz` without pickled objects."""
 
 import json
 import os
@@ -14,17 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 RUN_FORMAT = 2
-_OLD_LENGTH = 513  # of sketches in format 1
 _HEADER = "header"
 
 
 class RunFile(NamedTuple):
-    """The contents of a file.
-
-    Attributes:
-      header: plain data.
-      arrays: the arrays, by name.
-    """
+    """The contents of a file: plain data, and arrays by name."""
 
     header: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -70,14 +60,14 @@ def read_run(path: str | os.PathLike) -> RunFile:
         with np.load(path, allow_pickle=False) as found:
             header = json.loads(found[_HEADER].tobytes())
             version, arrays = header["format"], {name: found[name] for name in names - {_HEADER}}
-            if version in (1, RUN_FORMAT):
-                return RunFile(header, arrays if version == RUN_FORMAT else _with_sizes(arrays))
+            if version == RUN_FORMAT:
+                return RunFile(header, arrays)
     except Exception as error:
         raise damaged(path, error) from error
     raise ValueError(
-        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {RUN_FORMAT} or 1, "
-        "which this version of clipgrad reads; read it with the version that wrote it, or with a "
-        "newer one"
+        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {RUN_FORMAT}, which "
+        "this version of clipgrad reads; read it with the version that wrote it, or with a newer "
+        "one"
     )
 
 
@@ -88,17 +78,7 @@ def checked(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return array
 
 
-def _with_sizes(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of format 1, whose sketches have no norm and no largest magnitude."""
-    at = (_OLD_LENGTH - 1,) * 2
-    return {
-        name: np.insert(x, at, 0, axis=-1) if x.shape[-1:] == (_OLD_LENGTH,) else x
-        for name, x in arrays.items()
-    }
-
-
 def damaged(path: str | os.PathLike, error: Exception) -> ValueError:
-    """The error of a file in which something is missing or wrong."""
     return ValueError(_sentence(path, f"a damaged file ({type(error).__name__}: {error})"))
 
 

@@ -87,7 +87,6 @@ def check_path(path: Any) -> None:
 
 
 def write_port(path: str | os.PathLike, run: PortRun) -> None:
-    """Write the run of a model in another framework."""
     _write_once(path, port_file(run))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from clipgrad._compare.program_record import point_at, program_data, program_from_data
 from clipgrad._compare.run_facts import RunFacts, facts_file, run_facts, saved_facts
 from clipgrad._compare.run_file import RunFile, checked
-from clipgrad._compare.signatures import signature
 from clipgrad._compare.sketches import LENGTH
 from clipgrad._compare.versions import (
     Version,
@@ -42,15 +41,13 @@ class Side(NamedTuple):
 
 def live_side(version: Version, signed: bool) -> Side:
     """A version that runs when it is compared; signed beside a run from a file."""
-    view = with_signatures if signed else lambda run: run
-    program = functools.cache(lambda: VersionProgram(version))
-    found = functools.cache(lambda: view(program()()))
+    program = functools.cache(lambda: VersionProgram(version, signed=signed))
+    found = functools.cache(lambda: program()())
     facts = facts_of(version) if signed else None
-    return Side(version, found, lambda: program().floor(found(), view), facts)
+    return Side(version, found, lambda: program().floor(found()), facts)
 
 
 def facts_of(version: Version) -> RunFacts:
-    """The facts of a version that is to run now."""
     given = version.subject
     assert given is not None  # it does not come from a file
     params = {leaf.path: given.inputs[leaf.position] for leaf in version.leaves}
@@ -58,13 +55,7 @@ def facts_of(version: Version) -> RunFacts:
     return run_facts(params, {given.names[i]: given.inputs[i] for i in sorted(left)})
 
 
-def with_signatures(run: VersionRun) -> VersionRun:
-    """The run with a sketch in place of each gradient."""
-    return run._replace(grads=[signature(x).sketches[0] for x in run.grads])
-
-
 def gradient_file(side: Side) -> RunFile:
-    """Run a version, and describe the run by plain data and arrays."""
     version = side.version
     assert side.facts is not None  # it is signed
     facts, arrays = facts_file(side.facts)
@@ -97,7 +88,6 @@ def _value_data(value: VersionValue) -> dict[str, Any]:
 
 
 def saved_gradient(file: RunFile) -> Side:
-    """The run that a file describes."""
     header = file.header
     program = program_from_data(header["program"])
     values = [

@@ -42,7 +42,6 @@ class Signature(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return int(np.prod(self.shape))
 
     @property
@@ -52,7 +51,6 @@ class Signature(NamedTuple):
 
 
 def signature(x: Any) -> Signature:
-    """The signature of an array."""
     shape, dtype = np.shape(x), x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     (host,) = host_values([x])
     if isinstance(host, Exact):

@@ -12,7 +12,6 @@ Slice = list[tuple[ScopePath, OperationRecord]]  # operations, each with the sco
 
 
 def module_of(found: Slice) -> str:
-    """The common scope of a slice, "" for none."""
     return "/".join(common_start(scopes for scopes, _ in found))
 
 

@@ -145,7 +145,6 @@ def _named_outputs(tree: Any) -> dict[str, Any]:
 
 
 def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> StepProgram:
-    """The program of a step."""
     found: list[StepProgram] = []
 
     def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
@@ -230,7 +229,6 @@ def _is_state(leaves: Sequence[Any], outputs: Mapping[str, Output]) -> bool:
 
 
 def step_file(run: StepRun) -> RunFile:
-    """The plain data and the arrays of a run of a step."""
     assert run.facts is not None  # it is signed
     header, arrays = facts_file(run.facts)
     floor, rows = run.floor(), []
@@ -251,7 +249,6 @@ def step_file(run: StepRun) -> RunFile:
 
 
 def saved_step(file: RunFile) -> StepRun:
-    """The run that a file describes."""
     header, outputs, floor = file.header, {}, {}
     for i, row in enumerate(header["outputs"]):
         path, shape, value = row["path"], tuple(row["shape"]), row.get("text")

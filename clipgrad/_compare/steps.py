@@ -21,7 +21,6 @@ from clipgrad._trees import nearest
 
 
 def compare_steps(first: StepRun, second: StepRun, rtol: float | None) -> GradientComparison:
-    """Compare the outputs of two runs of a step by path."""
     own, theirs = first.outputs, second.outputs
     order, floor = first.ages or second.ages, first.floor() if rtol is None else {}
     both = sorted((path for path in own if path in theirs), key=lambda path: order.get(path, 0))

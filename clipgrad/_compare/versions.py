@@ -22,6 +22,7 @@ from clipgrad._compare.sketches import (
     Sketches,
     carried_values,
     entering_values,
+    host_sketch,
     sketch_dtype,
 )
 from clipgrad._diagnose import (
@@ -76,7 +77,6 @@ class VersionValue(NamedTuple):
 
     @property
     def program(self) -> ProgramRecord:
-        """The program that it is computed in."""
         return self.programs[-1]
 
     @property
@@ -98,7 +98,6 @@ class VersionValue(NamedTuple):
 
     @property
     def sketches(self) -> tuple[int, ...]:
-        """The shape of its sketches."""
         return (*(size for size, _ in self.axes), LENGTH)
 
     def time(self, steps: tuple[int, ...] = ()) -> tuple[float, ...]:
@@ -147,7 +146,7 @@ class VersionRun(NamedTuple):
 
     Attributes:
       loss: its value.
-      grads: the gradient of each array that is differentiated.
+      grads: the gradient of each array that is differentiated, or its sketch.
       values: the sketch of each value, by its position, with leading axes for scans and devices.
       cotangents: the same of the cotangents that there are.
     """
@@ -217,6 +216,7 @@ class VersionProgram:
     Args:
       own: the version.
       wide: the dtype in which the value and the gradient are evaluated, or None.
+      signed: whether its results have sketches in place of gradients.
       sketches: makes the hook that notes the values, of taps.
     """
 
@@ -224,10 +224,11 @@ class VersionProgram:
         self,
         own: Version,
         wide: Any = None,
+        signed: bool = False,
         sketches: Callable[..., Sketches] = Sketches,
     ) -> None:
         assert own.subject is not None  # it has not run yet
-        self._given, self._sketches = own.subject, sketches
+        self._given, self._sketches, self._signed = own.subject, sketches, signed
         self._taps = {
             value.position: jnp.zeros(value.sketches, sketch_dtype(value.dtype))
             for value in own.values
@@ -253,13 +254,11 @@ class VersionProgram:
                 f"{raised.message}; clipgrad.diagnose follows its operands back"
             ) from error
 
-    def floor(
-        self, own: VersionRun, view: Callable[[VersionRun], VersionRun] = lambda run: run
-    ) -> VersionRun:
-        """The movement of the results of a run, which are seen in a view, by rounding."""
+    def floor(self, own: VersionRun) -> VersionRun:
+        """The movement of the results of a run by rounding."""
         leaves = self._leaves()
         runs = (self._rounded(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
-        return floor_of(own, (view(self._on_host(results)) for results in runs))
+        return floor_of(own, map(self._on_host, runs))
 
     @functools.cached_property
     def _rounded(self) -> Callable[[list, jax.Array], list]:
@@ -272,9 +271,9 @@ class VersionProgram:
 
     def _on_host(self, outputs: Sequence) -> VersionRun:
         (value, notes), (grads, cotangents) = self.traced.result(outputs)
-        return VersionRun(
-            host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
-        )
+        (loss, *gradients) = host_values([value, *grads])
+        gradients = [host_sketch(x) for x in gradients] if self._signed else gradients
+        return VersionRun(loss, gradients, on_host(notes), on_host(cotangents))
 
     def _both(self, inputs: list, taps: dict) -> Any:
         moving = [inputs[i] for i in self._given.chosen]
