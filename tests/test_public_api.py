@@ -17,7 +17,7 @@ from tests.helpers import HOMES, NAMES, public
 
 ROOT = pathlib.Path(__file__).parents[1]
 # These need matplotlib or orbax, which README's command does not install.
-EXTRA = {"clipgrad._demo.figure", "clipgrad._recorder.capture", "clipgrad._recorder.recorder"}
+EXTRA = {"clipgrad._recorder.capture", "clipgrad._recorder.recorder"}
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in EXTRA else ())
     for path in sorted((ROOT / "clipgrad").rglob("*.py"))

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, foot, head, row, train, write_demo
+from clipgrad._commands.result import write_result
+from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, demo_figure, head, report, row, train
 from clipgrad._folders import mounted_folder
 
 DEMO_EPILOG = """\
@@ -63,7 +64,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
-        paths = write_demo(folder, results, start)
+        content = report(results) | {"seconds": time.perf_counter() - start}
+        paths = write_result(folder / "demo", content, lambda: demo_figure(results))
     except OSError as error:
         why = error.strerror or error
         raise UsageError(f"can't write to {arguments.out}: {why}") from error
@@ -79,15 +81,15 @@ def _train_all(arguments: argparse.Namespace) -> list[Result]:
     tasks = [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in tasks]
     seeds = arguments.seeds or (5 if arguments.all else 3)
     with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
-        return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, seeds, bar))
+        return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, bar))
 
 
-def _show(task: Task, run: Run, seeds: int, bar: Any) -> None:
+def _show(task: Task, run: Run, bar: Any) -> None:
     if run.arm is task.arms[0]:
-        bar.write(head(task, seeds, task.steps, list(run.metrics)))
+        bar.write(head(task, run))
     bar.write(row(run))
     if run.arm is task.arms[-1]:
-        bar.write("\n".join([*foot(task), ""]))
+        bar.write(f"note: {task.note}\n")
 
 
 def _positive_integer(text: str) -> int:
