@@ -99,9 +99,10 @@ def _trainings(task: Task, seeds: int) -> list[Callable[..., Run]]:
     def run(arm: Arm, tick: Callable[[int], Any]) -> Run:
         # A thread has JAX's global settings, and optax's Adam fails with strict promotion.
         with jax.numpy_dtype_promotion("standard"):
-            last, curves = _train_arm(task, arm, params, batches, tick)
+            last, (loss, norm, through_time) = _train_arm(task, arm, params, batches, tick)
         metrics = jax.tree.map(np.asarray, every(params, last, data))
-        return Run(arm, *curves, metrics, np.asarray(task.reached(metrics)))
+        reached = np.asarray(task.reached(metrics))
+        return Run(arm, loss, norm, through_time, metrics, reached)
 
     return [functools.partial(run, arm) for arm in task.arms]
 
