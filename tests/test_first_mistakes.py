@@ -25,13 +25,12 @@ def with_aux(w, x):
 
 ELSEWHERE = {
     "gradcheck": r"check_grads\(fun, args\)",
-    "gradgradcheck": r"check_grads\(fun, args, order=2\)",
     "clip_grad_norm": r"clip_grads\(grads, ClipByGlobalNorm\(max_norm\)\), or clip_by_global_norm",
     "clip_gradnorm": r"clip_grads\(grads, ClipByGlobalNorm\(max_norm\)\), or clip_by_global_norm",
     "get_total_norm": r"global_norm\(grads\)",
     "ClipGradByGlobalNorm": r"clip_by_global_norm\(max_norm\)",
-    "get_numerical_gradient": r"numerical_grad\(fun, args\)",
     "detect_anomaly": r"diagnose\(loss, args\)",
+    "clip": r"clip_by_value\(max\)",
 }
 MISSPELT = {
     "clip_by_globalnorm": "clip_by_global_norm", "ClipByGlobalnorm": "ClipByGlobalNorm",

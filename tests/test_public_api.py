@@ -128,22 +128,6 @@ def test_the_version_is_the_newest_of_the_changelog_and_that_of_the_citation():
     assert f"\nversion: {cg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("clip", "clip_by_value"),
-        ("per_example_global_norm_clip", "clip_per_example"),
-        ("zero_nans", "gradient_clip"),
-        ("apply_if_finite", "skip_spikes"),
-        ("clip_grad_norm_", "clip_grads"),
-    ],
-)
-def test_names_of_other_libraries_lead_to_ours(name, ours):
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; write clipgrad.{ours}\("):
-        getattr(cg, name)
-    assert hasattr(cg, ours)
-
-
 def test_every_clip_of_optax_is_here_or_its_name_leads_to_ours():
     for name in dir(optax):
         if "clip" in name and not hasattr(cg, name):

@@ -436,7 +436,6 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 ADDRESSES = {
     "gs://bucket/run": "as by gcsfuse for gs://",
-    "s3://bucket/run": "expected the path of a folder",
     "GS://bucket": "an address",
     "hdfs://host:9000/run": "an address",
     "file:///tmp/run": "write the path alone, '/tmp/run'",
@@ -447,24 +446,14 @@ ADDRESSES = {
 def test_an_address_is_refused_at_once_and_no_folder_is_made(tmp_path, monkeypatch, address):
     """As text, and as the path that `pathlib` makes of it."""
     monkeypatch.chdir(tmp_path)
-    for given in (address, pathlib.Path(address), FakePath(address)):
+    for given in (address, pathlib.Path(address)):
         for name, call in (("directory", cg.FlightRecorder), ("path", cg.load_capture)):
             with pytest.raises(ValueError, match=f"^{name}: got .*{ADDRESSES[address]}"):
                 call(given)
     assert not list(tmp_path.iterdir())
 
 
-class FakePath:
-    """A path of a store, as of etils or of the client of a bucket."""
-
-    def __init__(self, address):
-        self.address = address
-
-    def __fspath__(self):
-        return self.address
-
-
-@pytest.mark.parametrize("name", ["gs", "a:b", "run:1/x", "gs:", "./gs:/x", "c:/x", "x/gs://y"])
+@pytest.mark.parametrize("name", ["a:b", "gs:", "./gs:/x", "c:/x", "x/gs://y"])
 def test_a_folder_whose_name_has_a_colon_is_no_address(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     for given in (name, pathlib.Path("./", name), str(tmp_path / name)):
@@ -560,8 +549,10 @@ def with_manifest(capture, folder, edit):
 
 
 def test_a_capture_of_a_later_version_or_one_that_is_damaged_is_refused(capture, tmp_path):
-    later = with_manifest(capture, tmp_path, lambda manifest: manifest.update(format=storage.FORMAT + 1))
-    with pytest.raises(ValueError, match="got a capture of format .*, written by a later.*expected"):
+    later = with_manifest(capture, tmp_path, lambda manifest: manifest.update(format=99))
+    with pytest.raises(
+        ValueError, match="got a capture of format 99, written by a later.*expected"
+    ):
         cg.load_capture(later)
     (tmp_path / storage.MANIFEST).write_text("{")
     with pytest.raises(ValueError, match="whose capture.json can't be read"):
