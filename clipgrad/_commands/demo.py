@@ -19,7 +19,6 @@ _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"
 
 
 def add_demo_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the subparsers of the command line."""
     about = "Train small models without clipping, with gradient clips and with error clips."
     parser = add_command(subparsers, "demo", about, DEMO_EPILOG, run_demo)
     parser.add_argument(
@@ -54,7 +53,6 @@ def add_demo_parser(subparsers: Any) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Runs the demo and returns the exit code."""
     missing = [package for name, package in _EXTRAS.items() if not importlib.util.find_spec(name)]
     if missing:
         instead = 'install it with: pip install "clipgrad[demo]"'

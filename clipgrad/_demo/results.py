@@ -31,21 +31,18 @@ def span(values: np.ndarray) -> str:
 
 
 def head(task: Task, run: Run) -> str:
-    """The task, and the names of the columns."""
     names = _LINE.format("", "goal", "finite", "max gradient norm", " | ".join(run.metrics))
     goal = f"goal: {task.goal}  ({len(run.loss)} seeds, {task.steps} steps)"
     return "\n".join([f"{task.name}: {task.summary}", goal, names, "-" * len(names)])
 
 
 def row(run: Run) -> str:
-    """The results of one arm."""
     shares = [f"{x.sum()} of {x.size}" for x in (run.reached, np.isfinite(run.loss[:, -1]))]
     metrics = " | ".join(map(span, run.metrics.values()))
     return _LINE.format(run.arm.label, *shares, span(run.norm.max(keepdims=True)[0]), metrics)
 
 
 def report(results: list[Result]) -> dict[str, Any]:
-    """The versions, the device and every curve."""
     device = jax.devices()[0]
     return {
         "versions": {name: importlib.metadata.version(name) for name in _DEMO_PACKAGES},

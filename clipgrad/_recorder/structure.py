@@ -57,7 +57,6 @@ def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def path_text(path: Path) -> str:
-    """A path as in messages."""
     return "/".join(map(str, path))
 
 
@@ -165,7 +164,6 @@ def _key_from(data: Any) -> Any:
 
 
 def plain_from(data: dict[str, Any]) -> Any:
-    """The value of `plain_data`."""
     if "complex" in data:
         return complex(*data["complex"])
     return bytes.fromhex(data["bytes"]) if "bytes" in data else data["value"]
