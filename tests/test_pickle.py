@@ -203,7 +203,7 @@ def test_a_rule_or_a_threshold_that_has_travelled_is_equal_and_still_frozen(name
 
 def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
     """As with Ray, submitit, joblib or Dask."""
-    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in CASES]))
+    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in CASES[::3]]))
     script = (
         "import pathlib, pickle, sys, tests.conftest\n"
         "import jax; jax.config.update('jax_numpy_dtype_promotion', 'standard')\n"
@@ -214,7 +214,7 @@ def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
     root = pathlib.Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", script, tmp_path], cwd=root, check=True)
     results = pickle.loads((tmp_path / "results").read_bytes())
-    for case, result in zip(CASES, results, strict=True):
+    for case, result in zip(CASES[::3], results, strict=True):
         assert_same(result, case.use(case.make()))
 
 

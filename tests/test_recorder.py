@@ -543,8 +543,9 @@ def with_manifest(capture, folder, edit):
     manifest = json.loads((capture.path / storage.MANIFEST).read_text())
     edit(manifest)
     (folder / storage.MANIFEST).write_text(json.dumps(manifest))
-    if not (folder / "arrays").exists():
-        (folder / "arrays").symlink_to(capture.path / "arrays")
+    for part in ("arrays", "numpy"):
+        if not (folder / part).exists():
+            (folder / part).symlink_to(capture.path / part)
     return folder
 
 

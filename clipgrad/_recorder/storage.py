@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from clipgrad._recorder.structure import from_data, plain_data, plain_from, to_data
+from clipgrad._recorder.structure import MOST_LEVELS, from_data, plain_data, plain_from, to_data
 
 FORMAT = 3
 MANIFEST = "capture.json"
@@ -63,8 +63,10 @@ def write(
     partial = path.with_name(f".{path.name}{own}.partial")
     _remove_left_over(path.parent)
     written = Written({}, {})
-    encode = functools.partial(_leaf_data, written=written)
-    data = {"dict": [[name, to_data(name, tree, encode)] for name, tree in sorted(content.items())]}
+    leaf = functools.partial(_leaf_data, written=written)
+    # What `record` has taken is a level deeper in a list of microbatches, and in a tree of extras.
+    encode = functools.partial(to_data, leaf=leaf, most=MOST_LEVELS + 1)
+    data = {"dict": [[name, encode(name, tree)] for name, tree in sorted(content.items())]}
     first = jax.process_index() == 0
     try:
         if first:

@@ -256,12 +256,6 @@ class NamedValue(NamedTuple):
         """Whether it is in a `while` loop, so that it has no cotangent."""
         return any(e.primitive.name == "while" for e in self.place.chain[1:])
 
-    @property
-    def maps(self) -> list[JaxprEqn]:
-        """The `shard_map`s around it, outermost first."""
-        around = reversed(self.place.chain[1:])
-        return [equation for equation in around if equation.primitive.name == "shard_map"]
-
 
 def named_values(program: Any) -> Iterator[NamedValue]:
     for own, place, jaxpr, scopes in _names.placed_equations(program, _jaxpr.value_programs):
