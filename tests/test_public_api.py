@@ -16,8 +16,11 @@ import clipgrad as cg
 from tests.helpers import HOMES, NAMES, public
 
 ROOT = pathlib.Path(__file__).parents[1]
-# These need matplotlib or orbax, which README's command does not install.
-EXTRA = {"clipgrad._recorder.capture", "clipgrad._recorder.recorder"}
+# These need orbax, which README's command does not install, or compile for seconds.
+EXTRA = {
+    *("clipgrad._recorder.capture", "clipgrad._recorder.recorder", "clipgrad._error_clip.adaptive"),
+    *("clipgrad._per_example.clip", "clipgrad._per_example.norms", "clipgrad._compare.examples"),
+}
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in EXTRA else ())
     for path in sorted((ROOT / "clipgrad").rglob("*.py"))

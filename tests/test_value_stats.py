@@ -279,7 +279,7 @@ def test_an_axis_that_devices_cut_is_whole_again(name, check):
         mesh=mesh, in_specs=place, out_specs=P(), check_vma=check, axis_names=set(axes),
     )  # fmt: skip
     found = jax.jit(cg.with_value_stats(on_devices, watch={"h": watch}))(x)[1]["h"]
-    whole = cg.with_value_stats(model, watch={"h": watch[0]})(x)[1]["h"]
+    whole = jax.jit(cg.with_value_stats(model, watch={"h": watch[0]}))(x)[1]["h"]
     assert found.max.shape == (3, x.shape[watch[0]])
     for field in ("max", "norm", "zeros", "size"):
         assert_close(getattr(found, field), getattr(whole, field), rtol=1e-6)
@@ -522,8 +522,8 @@ def test_each_way_to_measure_gives_the_same(form, scale, bad, monkeypatch):
     x[1, 2], x[3, 3] = 0, x[3, 3] if bad is None else bad
     x = jnp.asarray(x, jnp.float32)
     for over in ((0, 1), (1,)):
-        squares, *others = form(over, x)
-        expected, *rest = value_stats._measured_by_largest(over, x)
+        squares, *others = jax.jit(form, static_argnums=0)(over, x)
+        expected, *rest = jax.jit(value_stats._measured_by_largest, static_argnums=0)(over, x)
         norms = [value_stats.root_of_sums(sums) for sums in (squares, expected)]
         np.testing.assert_allclose(*norms, rtol=1e-6)
         for own, other in zip(others, rest, strict=True):
