@@ -8,7 +8,7 @@ from typing import Any
 
 from clipgrad._commands.function import PASSED, UsageError, add_command
 from clipgrad._commands.result import write_result
-from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, demo_figure, head, report, row, train
+from clipgrad._demo import TASKS, Result, Run, Task, demo_figure, head, report, row, train
 from clipgrad._folders import mounted_folder
 
 DEMO_EPILOG = """\
@@ -27,11 +27,9 @@ def add_demo_parser(subparsers: Any) -> None:
         action="extend",
         choices=TASKS,
         metavar="NAME",
-        help=f"tasks to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)}; with --all: all)",
+        help=f"tasks to train, of {', '.join(TASKS)} (default: all)",
     )
-    parser.add_argument(
-        "--all", action="store_true", help="train every task in every way, with all steps"
-    )
+    parser.add_argument("--all", action="store_true", help="train in every way, with all steps")
     parser.add_argument(
         "--seeds",
         type=_positive_integer,
@@ -74,7 +72,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
-    names = arguments.task or (TASKS if arguments.all else DEFAULT)
+    names = arguments.task or TASKS
     tasks = [TASKS[name] if arguments.all else TASKS[name].story() for name in dict.fromkeys(names)]
     tasks = [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in tasks]
     seeds = arguments.seeds or (5 if arguments.all else 3)

@@ -1,6 +1,6 @@
 """``clipgrad demo``: what clipping does to training, on real data."""
 
-from clipgrad._demo import blank_patches, char_rnn, pendulum
+from clipgrad._demo import blank_patches, char_rnn
 from clipgrad._demo.figure import demo_figure as demo_figure
 from clipgrad._demo.results import head as head
 from clipgrad._demo.results import report as report
@@ -10,5 +10,4 @@ from clipgrad._demo.train import Result as Result
 from clipgrad._demo.train import Run as Run
 from clipgrad._demo.train import train as train
 
-TASKS = {module.TASK.name: module.TASK for module in (blank_patches, char_rnn, pendulum)}
-DEFAULT = ("blank-patches", "char-rnn")
+TASKS = {module.TASK.name: module.TASK for module in (blank_patches, char_rnn)}
