@@ -120,23 +120,3 @@ def test_every_setting_of_a_language_model_has_a_source_and_a_value():
     for model, threshold, source, *_ in rows:
         assert re.search(r", 20\d\d( to 20\d\d)?$", model) and "https://" in source, model
         assert re.match(r"\d\.\d|not stated|none", threshold), model
-
-
-def found_by():
-    """Of each page the words that its author wants it found by."""
-    tree = ast.parse((DOCS / "keywords.py").read_text())
-    (table,) = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "FOUND_BY"
-    ]
-    return {page: words.split("; ") for page, (_, words) in table.items()}
-
-
-def test_the_words_of_the_index_lead_to_one_page_each():
-    words = found_by()
-    places = {page: DOCS / f"{page}.md" for page in words if not page.startswith("benchmarks/")}
-    assert all(path.is_file() for path in places.values())
-    every = [word.lower() for page in words.values() for word in page]
-    assert len(every) == len(set(every))
-    assert "NaN" in words["nan"] and "wandb" in words["logging"] and set(GUIDES) <= set(words)
