@@ -50,7 +50,7 @@ def leaves():
     found["text"] = np.array(["naïve", "", "日本"])
     found["structured"] = np.array([(1, 2.5)], [("a", ">i4"), ("b", "f8")])
     found["fortran"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    for dtype in ("bfloat16", "uint4", "float8_e4m3"):
+    for dtype in ("bfloat16", "uint4", "float8_e4m3", "float8_e5m2"):
         found[f"{dtype} of numpy"] = np.ones(3, jnp.dtype(dtype))
     for impl in ("threefry2x32", "rbg"):
         found[impl] = jax.random.split(jax.random.key(3, impl=impl), 2)

@@ -61,7 +61,6 @@ def write(
     path, several = paths[0], jax.process_count() > 1
     own = "" if several else f".{secrets.token_hex(8)}"
     partial = path.with_name(f".{path.name}{own}.partial")
-    _remove_left_over(path.parent)
     written = Written({}, {})
     leaf = functools.partial(_leaf_data, written=written)
     # What `record` has taken is a level deeper in a list of microbatches, and in a tree of extras.
@@ -70,6 +69,7 @@ def write(
     first = jax.process_index() == 0
     try:
         if first:
+            _remove_left_over(path.parent)
             shutil.rmtree(partial, ignore_errors=True)
             (partial / _NUMPY).mkdir(parents=True)
         _synchronize(f"{path.name} begins")
@@ -134,7 +134,9 @@ def _numpy_data(leaf: np.ndarray, written: Written) -> dict[str, Any]:
     if leaf.dtype.hasobject:
         return {"left_out": f"an array of dtype {leaf.dtype}"}
     file = f"{len(written.files)}"
-    written.files[file] = leaf
+    # NumPy's files don't know the types of `ml_dtypes`.
+    is_raw = leaf.dtype.type.__module__ == "ml_dtypes"
+    written.files[file] = leaf.view(f"V{leaf.itemsize}") if is_raw else leaf
     return {"sharding": "numpy", "dtype": str(leaf.dtype), "shape": [*leaf.shape], "file": file}
 
 
@@ -254,7 +256,7 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
             file = f"{_NUMPY}/{int(leaf['file'])}.npy"
             with readable(path, file):
                 array = np.load(path / file, allow_pickle=False)
-                is_raw = array.dtype.kind == "V" and array.dtype.names is None  # of `ml_dtypes`
+                is_raw = array.dtype.kind == "V" and array.dtype.names is None
                 return array.view(jnp.dtype(leaf["dtype"])) if is_raw else array
         dtype, place = jnp.dtype(leaf["dtype"]), placements[id(leaf)]
         if "array" in leaf:
