@@ -34,6 +34,7 @@ from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
 from benchmarks.which_clip_diffusion import TASK as DIFFUSION
 from benchmarks.which_clip_language import TASK as LANGUAGE
 from benchmarks.which_clip_language import warmed_up
+from benchmarks.which_clip_pendulum import TASK as PENDULUM
 from benchmarks.which_clip_ppo import TASK as PPO
 from benchmarks.which_clip_ppo import OnPolicy
 from benchmarks.which_clip_private import TASK as PRIVATE
@@ -297,7 +298,7 @@ STUDIES = {
             ) | of_others((0.1, 1.0, 10.0, 100.0, 1e3)),
         ),
         Study(
-            TASKS["pendulum"], optax.adam, (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+            PENDULUM, optax.adam, (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
             ways(
                 (1e-3, 0.1, 1.0, 10.0), error_by_row, (3e-4, 1e-3, 3e-3, 1e-2),
                 per_example=Way(per_example, (0.1, 1.0, 10.0, 100.0)),

@@ -1,8 +1,6 @@
 """`clipgrad check` and `clipgrad selftest`: reports, files, exit codes, clear lines."""
 
 import json
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +29,6 @@ def make():
 
 def make_list():
     return [jnp.ones(2)]
-
-def make_nothing():
-    raise KeyError("no data here")
 
 def dense(x, w):
     return x @ w
@@ -86,9 +81,6 @@ SHAPES_EXPECTED = (
     ("function", "arguments", "line"),
     [
         ("nothing", "f32[3]", "function: got 'nothing', expected module:function"),
-        ("no_such_module:f", "f32[3]", "cannot import 'no_such_module': ModuleNotFoundError: No"),
-        (":absent", "f32[3]", "function: got ':absent', expected module:function"),
-        ("here:absent", "f32[3]", "module 'here' has no 'absent'; the nearest are ['"),
         ("here:haff", "f32[3]", "module 'here' has no 'haff'; the nearest are ['half', "),
         ("here:number", "f32[3]", "here:number: got a int, expected a function"),
         ("here:half", "f32[3", f"args: got 'f32[3', {SHAPES_EXPECTED}"),
@@ -99,19 +91,14 @@ SHAPES_EXPECTED = (
             "args: got 'f64', expected a type of 32 bits or less; for 64 bits add --x64",
         ),
         ("here:half", "here:make_list", "here:make_list: got a list from it, expected the tuple"),
-        ("here:half", "here:make_nothing", "here:make_nothing raises KeyError: 'no data here'"),
         ("here:half", "here:leaves", "here:leaves raises SystemExit: 0"),
         ("here:half", "i32[3]", "args: got leaves of ['int32'], expected a floating-point array"),
         ("here:dense", "f32[3], f32[4]", "here:dense raises TypeError: dot_general requires contr"),
-        ("broken:f", "f32[3]", "cannot import 'broken': ZeroDivisionError: division by zero"),
         ("exits:f", "f32[3]", "cannot import 'exits': SystemExit: 0"),
-        ("typo:f", "f32[3]", "cannot import 'typo': SyntaxError: "),
     ],
 )
 def test_what_cannot_be_run_exits_with_two_and_one_line(folder, capsys, function, arguments, line):
-    (folder / "broken.py").write_text("1 / 0")
     (folder / "exits.py").write_text("raise SystemExit(0)")
-    (folder / "typo.py").write_text("def")
     assert command("check", function, "--args", arguments) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
@@ -121,7 +108,6 @@ def test_what_cannot_be_run_exits_with_two_and_one_line(folder, capsys, function
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("layer.py:dense", "layer:dense"),
         ("layer.py::dense", "layer:dense"),
         ("./layer.py:dense", "layer:dense"),
         ("pkg/layer.py:Dense.apply", "pkg.layer:Dense.apply"),
@@ -147,12 +133,6 @@ def test_a_report_that_cannot_be_written_exits_with_two(folder, capsys):
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        (
-            "dense",
-            "--args: got nothing, expected the shapes that annotations, docstring and defaults "
-            'of here:dense do not give; write clipgrad check here:dense --args "f32[8,16], '
-            'f32[16]"  (shapes for x, w), or --args module:make_args',
-        ),
         (
             "shift",
             "--args: got nothing, expected the shapes that annotations, docstring and defaults "
@@ -191,7 +171,6 @@ def inferred(function):
 @pytest.mark.parametrize(
     ("body", "shapes"),
     [
-        ('def f(x: Float[Array, "8 16"]): 0', "f32[8,16]"),
         ('def f(x: Float32[Array, "b d"], w: Float[Array, "d e=2"]): 0', "f32[3,4], f32[4,2]"),
         (
             'def f(x: Float[Array, "... #n _ _"], w: BFloat16[Array, "*b n"]): 0',
@@ -202,7 +181,6 @@ def inferred(function):
             "f32[3], i32[2], bool[]",
         ),
         ('def f(x: Complex[Array, "3"] | None): 0', "c64[3]"),
-        ('def f(x: Float[Array, "3"], eps: float = 1e-6, n=3): 0', "f32[3]"),
         ('def f(x: Float[Array, "3"], eps=1e-6, *, w: Float[Array, "2"]): 0', "f32[3], w=f32[2]"),
         ('@jax.jit\n@jax.custom_vjp\ndef f(x: Shaped[Array, "3"], *r, **s): 0', "f32[3]"),
     ],
@@ -222,33 +200,19 @@ def test_a_size_that_is_computed_is_not_inferred(dims):
     assert inferred(names["f"]) == "None"
 
 
-@pytest.mark.exhaustive
-def test_jaxtyping_is_not_imported():
-    program = (
-        "import sys, clipgrad._commands.arguments as a\n"
-        "print(a.inferred_arguments(a.parameters_of(lambda x=1.0: x), 0))\n"
-        "assert 'jaxtyping' not in sys.modules"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.stdout == "1.0\n" and found.returncode == 0
-
-
 @pytest.mark.parametrize(
     ("document", "shapes"),
     [
         ("Args:\n      x: f32[8,16]\n      w: the weights, bf16[16].", "f32[8,16], bf16[16]"),
         ("Args:\n      x (8, 16): inputs\n      w (Array): of shape (16,)", "f32[8,16], f32[16]"),
-        ("Args:\n      x: (8, 16), the inputs.\n      w: shape=(16,).", "f32[8,16], f32[16]"),
         (
             "Parameters\n    x : array of shape (8, 16)\n    w : array, shape (16)",
             "f32[8,16], f32[16]",
         ),
         ("Args:\n      x: in the interval (1, 10)\n      w: f32[16]", "None"),
-        ("Args:\n      x: of shape (0, 1)\n      w: f32[16]", "None"),
         ("Args:\n      ax: f32[3]\n      w: f32[16]", "None"),
         ("Args:\n      x (float, optional): a list[int]\n      w: f32[16]", "None"),
         ("The weights w: f32[16], and x: f32[8].", "None"),
-        ("", "None"),
     ],
 )
 def test_a_docstring_gives_shapes(document, shapes):
@@ -264,10 +228,8 @@ def test_a_docstring_gives_shapes(document, shapes):
     [
         (lambda x=ARRAY, n=3: x, "f32[2,3]"),
         (lambda x=COUNTS, scale=2.0: x, "i32[2]"),
-        (lambda x=0.5, y=2.0: x * y, "0.5, 2.0"),
         (lambda n=3, x=0.5: x, "x=0.5"),
         (lambda n=3: n, "None"),
-        (lambda: 0, "None"),
         (lambda x, w=ARRAY: x, "None"),
         (dict, "None"),
     ],

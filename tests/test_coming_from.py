@@ -52,13 +52,6 @@ def test_the_programs_run_and_print_what_the_page_shows(page):
     assert_pages_program_prints(page)
 
 
-@pytest.mark.parametrize("other", ["norm 1.2", "norm 1.0 or so", "scale 1.0", "norm 1.0 2.0"])
-def test_another_output_is_noticed(other):
-    assert_printed("norm 1.0", "norm 1.01")
-    with pytest.raises(AssertionError):
-        assert_printed("norm 1.0", other)
-
-
 @every_page
 def test_the_originals_are_python_and_fit_beside_ours(page):
     text = page.read_text()
@@ -112,11 +105,6 @@ def test_each_line_of_a_table_runs(name, theirs, ours):
             grads, params = names["grads"], names["params"]
             results = [tx.update(grads, tx.init(params), params)[0] for tx in results]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *results)
-
-
-def test_there_are_lines_of_every_library():
-    counts = {name: len(rows(name, "you write | here")) for name in ("optax", "pytorch", "keras")}
-    assert min(counts.values()) >= 5 and len(LINES) >= 35
 
 
 def outcome(library, grads, clip):

@@ -87,11 +87,9 @@ ALL = 30 + 4 + 9 + 4 + 12
 @pytest.mark.parametrize(
     "options, number",
     [
-        (["test_file.py"], ALL),
         (["-k", "rms"], 10),
         (["test_file.py::test_of_one_kind[7]"], 1),
         (["-m", ""], ALL),
-        (["-m", "exhaustive"], ALL - 13),
         (["-m", "not exhaustive", "test_file.py"], 13),
     ],
     ids=str,

@@ -82,13 +82,6 @@ def test_it_reads_well_unexecuted(path):
 
 
 @every_notebook
-def test_its_cells_are_short(path):
-    cells = code_cells(nbformat.read(path, as_version=4))
-    lines = [sum(bool(line.strip()) for line in cell.source.splitlines()) for cell in cells]
-    assert max(lines) <= 15
-
-
-@every_notebook
 def test_it_uses_public_names_only(path):
     source = "\n".join(cell.source for cell in code_cells(nbformat.read(path, as_version=4)))
     assert not re.search(r"jax\._src|clipgrad\._|cg\._", source)

@@ -125,14 +125,10 @@ THRESHOLDS = {
     "EMAThreshold": lambda: cg.EMAThreshold(warmup=2),
 }
 RULES = {
-    "ClipByValue": lambda c: cg.ClipByValue(c),
     "ClipByValue(min, nan)": lambda c: cg.ClipByValue(c, -c, nan=0.0),
-    "ClipByNorm": lambda c: cg.ClipByNorm(c),
-    "ClipByNorm(ord, axis)": lambda c: cg.ClipByNorm(c, ord=jnp.inf, axis=-1),
+    "ClipByNorm": lambda c: cg.ClipByNorm(c, ord=jnp.inf, axis=-1),
     "ClipByGlobalNorm": lambda c: cg.ClipByGlobalNorm(c),
-    "ClipByGlobalNorm(ord=3)": lambda c: cg.ClipByGlobalNorm(c, ord=3),
     "ClipByBlockRMS": lambda c: cg.ClipByBlockRMS(c),
-    "AdaptiveClip": lambda c: cg.AdaptiveClip(c),
     "AutoNorm": lambda c: cg.AutoNorm(c),
     "DropTokens": lambda c: cg.DropTokens(np.int32(c)),
     "AdaptiveClip(axis)": lambda c: cg.AdaptiveClip(c, axis={"w": 0}),
@@ -143,17 +139,11 @@ LIMITS = {
     "JAX array": jnp.array(0.5),
 }
 CLIPS = {
-    "clip_by_value": lambda: cg.clip_by_value(0.5),
-    "clip_by_norm": lambda: cg.clip_by_norm(jnp.array(0.5)),
-    "clip_by_global_norm": lambda: cg.clip_by_global_norm(0.5),
-    "clip_by_block_rms": lambda: cg.clip_by_block_rms(0.5),
     "adaptive_grad_clip": lambda: cg.adaptive_grad_clip(0.5, axis={"w": 0}),
     "a clip with where and measure": lambda: cg.clip_by_global_norm(
         0.5, where="w", measure="w|b", nonfinite="zero"),
     "a clip with a schedule": lambda: cg.clip_by_norm(optax.linear_schedule(1.0, 0.1, 4)),
-    "a clip with statistics": lambda: cg.clip_by_global_norm(0.5, stats=True),
     "a clip with statistics by leaf": lambda: cg.clip_by_value(0.5, stats="per_leaf"),
-    "an adaptive clip": lambda: cg.clip_by_global_norm(cg.ZScoreThreshold(warmup=2)),
     "an adaptive clip by leaf": lambda: cg.clip_by_block_rms(
         cg.EMAThreshold(warmup=2), stats="per_leaf"),
     "a clip by a function": lambda: cg.gradient_clip(halve),
@@ -171,9 +161,7 @@ CASES = [
         Case(f"state of {name}", lambda make=make: optimize(make())[1], itself)
         for name, make in CLIPS.items()
     ),
-    Case("TrainStep", training, run_steps, plain=False),
     Case("TrainStep after a call", used_training, run_steps, plain=False),
-    Case("TrainState at first", lambda: training().init(PARAMS), itself),
     Case("TrainState and metrics", lambda: run_steps(training()), itself),
     Case("ClipStats", lambda: cg.types.ClipStats.of(PARAMS, PARAMS), itself),
     *(Case(name, make, follow) for name, make in THRESHOLDS.items()),
@@ -181,11 +169,8 @@ CASES = [
         Case(f"state of {name}", lambda make=make: follow(make())[1], itself)
         for name, make in THRESHOLDS.items()
     ),
-    Case("skip_spikes", lambda: spikes(window=4), optimize, plain=False),
-    Case("skip_spikes without outliers", lambda: spikes(sigma=None), optimize, plain=False),
     Case("skip_spikes of a clip", spikes_and_a_clip, optimize, plain=False),
     Case("state of skip_spikes", lambda: optimize(spikes(window=4))[1], itself),
-    Case("state of skip_spikes of a clip", lambda: optimize(spikes_and_a_clip())[1], itself),
     Case("clip_per_example", lambda: cg.clip_per_example(linear, cg.ClipByNorm(1.0)),
          clip_examples, plain=False),
     Case("SUGGESTED_THRESHOLDS", lambda: cg.published.SUGGESTED_THRESHOLDS,
@@ -218,7 +203,7 @@ def test_a_rule_or_a_threshold_that_has_travelled_is_equal_and_still_frozen(name
 
 def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
     """As with Ray, submitit, joblib or Dask."""
-    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in CASES]))
+    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in CASES[::3]]))
     script = (
         "import pathlib, pickle, sys, tests.conftest\n"
         "import jax; jax.config.update('jax_numpy_dtype_promotion', 'standard')\n"
@@ -229,7 +214,7 @@ def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
     root = pathlib.Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", script, tmp_path], cwd=root, check=True)
     results = pickle.loads((tmp_path / "results").read_bytes())
-    for case, result in zip(CASES, results, strict=True):
+    for case, result in zip(CASES[::3], results, strict=True):
         assert_same(result, case.use(case.make()))
 
 

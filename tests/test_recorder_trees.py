@@ -50,7 +50,7 @@ def leaves():
     found["text"] = np.array(["naïve", "", "日本"])
     found["structured"] = np.array([(1, 2.5)], [("a", ">i4"), ("b", "f8")])
     found["fortran"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    for dtype in ("bfloat16", "uint4", "float8_e4m3"):
+    for dtype in ("bfloat16", "uint4", "float8_e4m3", "float8_e5m2"):
         found[f"{dtype} of numpy"] = np.ones(3, jnp.dtype(dtype))
     for impl in ("threefry2x32", "rbg"):
         found[impl] = jax.random.split(jax.random.key(3, impl=impl), 2)
@@ -117,7 +117,8 @@ def halted(params):
 
 
 def test_all_that_is_taken_comes_back_in_another_process(tmp_path):
-    path = captured(tmp_path, everything(), note=everything()["keyed"])
+    path = captured(tmp_path, everything(), note=everything()["keyed"], deep=nested(MOST_LEVELS))
+    assert cg.load_capture(path).extra["deep"] == nested(MOST_LEVELS)
     script = (
         "import sys, clipgrad as cg; from tests.test_recorder_trees import *\n"
         "found = cg.load_capture(sys.argv[1])\n"
@@ -136,10 +137,6 @@ def test_all_that_is_taken_comes_back_in_another_process(tmp_path):
 
 def nested(levels):
     return 1 if levels == 0 else [nested(levels - 1)]
-
-
-def test_the_deepest_tree_that_is_taken_comes_back(tmp_path):
-    assert cg.load_capture(captured(tmp_path, nested(MOST_LEVELS))).batch == nested(MOST_LEVELS)
 
 
 class Color(enum.IntEnum):
@@ -169,11 +166,9 @@ class Twice:
 
 
 REFUSED = {
-    "objects": (np.array([object()]), TypeError, "batch: got ndarray, expected arrays, numbers"),
+    "objects": ([np.array([object()])], TypeError, "batch: got ndarray at '0', expected arrays, n"),
     "function": ({"f": len}, TypeError, "batch: got builtin_function.* at 'f', expected"),
     "deque": (collections.deque([1]), TypeError, "batch: got deque, expected arrays, numbers or"),
-    "range": ([range(3)], TypeError, "batch: got range at '0', expected arrays, numbers or text"),
-    "bytearray": ([bytearray(b"a")], TypeError, "batch: got bytearray at '0', expected arrays, n"),
     "enum": ([Color.RED], TypeError, "batch: got Color at '0', expected arrays, numbers or text"),
     "mask": (np.ma.masked_array([1, 2], [0, 1]), TypeError, "batch: got MaskedArray, expected"),
     "key": ([{Key(): 1}], TypeError, "batch: got the dictionary key .* of type Key at '0', expec"),
@@ -241,13 +236,11 @@ def models():
     block = Block(jnp.arange(4.0), jnp.arange(4.0) + 10, "block")
     boxed = Boxed().init(jax.random.key(0), jnp.ones((1, 2)))
     return {
-        "equinox": block,
         "nested": {"b": [block, Pair(jnp.ones(2), jnp.zeros(2))]},
         "nnx": Tied(nnx.Rngs(0)),
         "nnx list": Listed(nnx.Rngs(0)),
         "nnx state": nnx.state(Tied(nnx.Rngs(0))),
         "partitioned": boxed,
-        "named tuple": Pair(jnp.ones(2), jnp.zeros(2)),
         "optax": optax.chain(optax.adam(0.1), optax.ema(0.5)).init({"w": jnp.ones(2)}),
     }
 
@@ -421,22 +414,16 @@ def seeing_of_a_user():
 
 WRAPPERS = {
     "bare": lambda core: core,
-    "chain": lambda core: optax.chain(core, optax.scale(1.0)),
     "named chain": lambda core: optax.named_chain(("a", core), ("b", optax.scale(1.0))),
     "masked": lambda core: optax.masked(core, {"w": True}),
     "multi_transform": lambda core: optax.multi_transform({"a": core}, {"w": "a"}),
     "MultiSteps": lambda core: optax.MultiSteps(core, 1),
-    "its transformation": lambda core: optax.MultiSteps(core, 1).gradient_transformation(),
     "apply_if_finite": lambda core: optax.apply_if_finite(core, 3),
-    "skip_spikes": cg.skip_spikes,
     "skip_spikes of it": lambda core: cg.skip_spikes(
         optax.MultiSteps(core, 1).gradient_transformation(), halt=True
     ),
     "u_clip": lambda core: optax.chain(cg.u_clip(optax.chain(core, optax.clip(1.0)))),
     "schedule_free": lambda core: optax.contrib.schedule_free(core, 0.1),
-    "inject": lambda core: optax.inject_hyperparams(lambda lr: optax.chain(core, optax.scale(lr)))(
-        lr=1.0
-    ),
     "flatten": optax.flatten,
 }
 
@@ -452,12 +439,10 @@ def test_all_that_a_step_gives_reaches_the_optimizer_in_every_wrapper(wrapper):
     assert metrics["loss"] == 9 and seen.tolist() == [9, 6, 18, 6]
 
 
-@pytest.mark.parametrize("outer", ["skip_spikes", "u_clip", "both"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_arguments_that_only_an_inner_optimizer_names_reach_it(wrapper, outer):
+def test_arguments_that_only_an_inner_optimizer_names_reach_it(wrapper):
     inner, params = WRAPPERS[wrapper](seeing_of_a_user()), {"w": jnp.ones(2)}
-    tx = {"skip_spikes": cg.skip_spikes, "u_clip": cg.u_clip}.get(outer)
-    tx = cg.skip_spikes(cg.u_clip(inner), halt=True) if tx is None else tx(inner)
+    tx = cg.skip_spikes(cg.u_clip(inner), halt=True)
     _, state = tx.update(params, tx.init(params), params, value=1.0, temperature=2.0)
     assert optax.tree.get(state, "given").tolist() == [1, 2]
 

@@ -109,16 +109,6 @@ def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
 
 
 @pytest.mark.kinds()
-@every_program
-def test_another_trace_of_the_same_function_has_the_same_positions(model):
-    first, second = (
-        [(v.position, v.name, v.kind) for v in named_values(traced(model).program)]
-        for _ in range(2)
-    )
-    assert first == second
-
-
-@pytest.mark.kinds()
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "while"])
 def test_taps_bring_the_cotangents_out_and_what_is_replaced_goes_on(name):
     model = PROGRAMS[name]
@@ -129,8 +119,9 @@ def test_taps_bring_the_cotangents_out_and_what_is_replaced_goes_on(name):
         hook = Taps(taps=taps, factor=factor)
         return jnp.sum(jnp.cos(program.evaluate((x,), {}, hook)))
 
-    maps = {p: [_jaxpr.device_count(e) for e in v.maps] for p, v in values.items()}
-    taps = {p: jnp.zeros((*maps[p], *v.place.nest)) for p, v in values.items()}
+    # The one program with a `shard_map` is on four devices.
+    devices = (4,) if name == "shard_map" else ()
+    taps = {p: jnp.zeros((*devices, *v.place.nest)) for p, v in values.items()}
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     grad, sums, by_factor = gradients(X, taps, jnp.ones(()))
     plain = jax.jit(jax.grad(lambda x: jnp.sum(jnp.cos(model(x, tagged)))))(X)

@@ -90,18 +90,15 @@ def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
         np.testing.assert_array_equal(np.isfinite(stats.norm), np.isfinite(kept["norm"]))
 
 
-def test_float64_stays():
+def test_float64_stays_and_what_is_no_array_of_floating_numbers_is_refused():
+    for value in (3, [1.0], jnp.arange(3), None):
+        with pytest.raises(TypeError, match="x: got .*, expected an array of floating or compl"):
+            cg.types.ValueStats.of(value)
     with jax.enable_x64():
         x = jnp.array([3e-170, 4e-170])
         stats = cg.types.ValueStats.of(x)
         assert stats.norm.dtype == jnp.float64
         np.testing.assert_allclose(stats.norm, 5e-170, rtol=1e-14)
-
-
-@pytest.mark.parametrize("value", [3, [1.0], jnp.arange(3), None], ids=str)
-def test_what_is_no_array_of_floating_numbers_is_refused(value):
-    with pytest.raises(TypeError, match="x: got .*, expected an array of floating or complex num"):
-        cg.types.ValueStats.of(value)
 
 
 def test_statistics_of_parts_join_to_those_of_the_whole():
@@ -279,7 +276,7 @@ def test_an_axis_that_devices_cut_is_whole_again(name, check):
         mesh=mesh, in_specs=place, out_specs=P(), check_vma=check, axis_names=set(axes),
     )  # fmt: skip
     found = jax.jit(cg.with_value_stats(on_devices, watch={"h": watch}))(x)[1]["h"]
-    whole = cg.with_value_stats(model, watch={"h": watch[0]})(x)[1]["h"]
+    whole = jax.jit(cg.with_value_stats(model, watch={"h": watch[0]}))(x)[1]["h"]
     assert found.max.shape == (3, x.shape[watch[0]])
     for field in ("max", "norm", "zeros", "size"):
         assert_close(getattr(found, field), getattr(whole, field), rtol=1e-6)
@@ -410,6 +407,8 @@ def test_without_a_choice_tags_are_measured_or_else_modules():
     assert cg.with_value_stats(lambda x: scanned(x, named), watch=[])(X)[1] == {}
     with pytest.raises(ValueError, match="with_value_stats: got a function without tags, expected"):
         cg.with_value_stats(jnp.sin)(X)
+    with pytest.raises(TypeError, match="fun: got 3, expected a function"):
+        cg.with_value_stats(3)
 
 
 @pytest.mark.parametrize(
@@ -419,14 +418,8 @@ def test_without_a_choice_tags_are_measured_or_else_modules():
         ([3], TypeError, r"watch: got \[3\], expected names"),
         ({"tag": "heads"}, TypeError, "watch: got 'heads' for 'tag', expected an axis of its val"),
         ({"tag": True}, TypeError, "watch: got True for 'tag', expected an axis"),
-        (
-            {"tag": (1, 2)},
-            TypeError,
-            r"watch: got \(1, 2\) for 'tag', .* \(-1, \"m\"\) for an axis",
-        ),
         ({"tag": (None, "m")}, TypeError, r"watch: got \(None, 'm'\) for 'tag', expected an axis"),
         (["tug"], ValueError, "got 'tug', expected a name that is tagged .*there are"),
-        (["n*/x"], ValueError, r"got 'n\*/x', expected a name"),
         (["index"], TypeError, "names int32 values, expected floating or complex values"),
         (["deep"], ValueError, "'deep', which tags a variable inside of custom_jvp_call, expecte"),
         ({"tag": 2}, ValueError, r"got the axis 2 for 'tag', expected an axis of all .*\(4, 3\)"),
@@ -445,11 +438,6 @@ def test_an_axis_of_different_lengths_is_an_error():
 
     with pytest.raises(ValueError, match=r"'h', whose values have the lengths \[3, 4\] there"):
         cg.with_value_stats(model, watch={"h": 0})(X)
-
-
-def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="fun: got 3, expected a function"):
-        cg.with_value_stats(3)
 
 
 # ---- in a training step, and for loggers --------------------------------------------------------
@@ -522,8 +510,8 @@ def test_each_way_to_measure_gives_the_same(form, scale, bad, monkeypatch):
     x[1, 2], x[3, 3] = 0, x[3, 3] if bad is None else bad
     x = jnp.asarray(x, jnp.float32)
     for over in ((0, 1), (1,)):
-        squares, *others = form(over, x)
-        expected, *rest = value_stats._measured_by_largest(over, x)
+        squares, *others = jax.jit(form, static_argnums=0)(over, x)
+        expected, *rest = jax.jit(value_stats._measured_by_largest, static_argnums=0)(over, x)
         norms = [value_stats.root_of_sums(sums) for sums in (squares, expected)]
         np.testing.assert_allclose(*norms, rtol=1e-6)
         for own, other in zip(others, rest, strict=True):

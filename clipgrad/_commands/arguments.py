@@ -46,8 +46,6 @@ class Parameter(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call."""
-
     args: tuple
     kwargs: dict[str, Any]
 

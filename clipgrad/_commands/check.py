@@ -76,7 +76,6 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def add_check_parser(subparsers: Any) -> None:
-    """Add `check` to the subcommands of a parser."""
     about = "Check the gradient of a function against finite differences."
     parser = add_command(subparsers, "check", about, CHECK_EPILOG, run_check)
     add = parser.add_argument_group("what to check").add_argument
@@ -97,7 +96,6 @@ def add_check_parser(subparsers: Any) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Run the check and print its report; return the exit code."""
     report = _command_report(options)
     print(report)
     if options.json:
@@ -128,7 +126,6 @@ def _command_report(options: argparse.Namespace) -> GradCheckReport:
 
 
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
-    """The report as plain data."""
     failures = [plain_fields(f, [n for n in f._fields if n != "ratio"]) for f in report.failures]
     names = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
     return {"failures": failures} | plain_fields(report, names)

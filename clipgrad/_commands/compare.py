@@ -31,7 +31,6 @@ exit code:
 
 
 def add_compare_parser(subparsers: Any) -> None:
-    """Add `compare` to the subcommands of a parser."""
     about = "Find the first place where two versions of a loss, or of a training step, differ."
     parser = add_command(subparsers, "compare", about, COMPARE_EPILOG, run_compare)
     add = parser.add_argument
@@ -61,7 +60,6 @@ def add_compare_parser(subparsers: Any) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Run a comparison and print it; return the exit code."""
     find = functools.partial(_command_comparison, options)
     fields = ("ok", "findings", "rows", "unmatched", "notes")
     return show_result("compare", "comparison", find, fields, options.out)

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, foot, head, row, train, write_demo
+from clipgrad._commands.result import write_result
+from clipgrad._demo import TASKS, Result, Run, Task, demo_figure, head, report, row, train
 from clipgrad._folders import mounted_folder
 
 DEMO_EPILOG = """\
@@ -18,7 +19,6 @@ _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"
 
 
 def add_demo_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the subparsers of the command line."""
     about = "Train small models without clipping, with gradient clips and with error clips."
     parser = add_command(subparsers, "demo", about, DEMO_EPILOG, run_demo)
     parser.add_argument(
@@ -27,11 +27,9 @@ def add_demo_parser(subparsers: Any) -> None:
         action="extend",
         choices=TASKS,
         metavar="NAME",
-        help=f"tasks to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)}; with --all: all)",
+        help=f"tasks to train, of {', '.join(TASKS)} (default: all)",
     )
-    parser.add_argument(
-        "--all", action="store_true", help="train every task in every way, with all steps"
-    )
+    parser.add_argument("--all", action="store_true", help="train in every way, with all steps")
     parser.add_argument(
         "--seeds",
         type=_positive_integer,
@@ -53,7 +51,6 @@ def add_demo_parser(subparsers: Any) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Runs the demo and returns the exit code."""
     missing = [package for name, package in _EXTRAS.items() if not importlib.util.find_spec(name)]
     if missing:
         instead = 'install it with: pip install "clipgrad[demo]"'
@@ -63,7 +60,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
-        paths = write_demo(folder, results, start)
+        content = report(results) | {"seconds": time.perf_counter() - start}
+        paths = write_result(folder / "demo", content, lambda: demo_figure(results))
     except OSError as error:
         why = error.strerror or error
         raise UsageError(f"can't write to {arguments.out}: {why}") from error
@@ -74,20 +72,20 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
-    names = arguments.task or (TASKS if arguments.all else DEFAULT)
+    names = arguments.task or TASKS
     tasks = [TASKS[name] if arguments.all else TASKS[name].story() for name in dict.fromkeys(names)]
     tasks = [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in tasks]
     seeds = arguments.seeds or (5 if arguments.all else 3)
     with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
-        return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, seeds, bar))
+        return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, bar))
 
 
-def _show(task: Task, run: Run, seeds: int, bar: Any) -> None:
+def _show(task: Task, run: Run, bar: Any) -> None:
     if run.arm is task.arms[0]:
-        bar.write(head(task, seeds, task.steps, list(run.metrics)))
+        bar.write(head(task, run))
     bar.write(row(run))
     if run.arm is task.arms[-1]:
-        bar.write("\n".join([*foot(task), ""]))
+        bar.write(f"note: {task.note}\n")
 
 
 def _positive_integer(text: str) -> int:

@@ -30,7 +30,6 @@ exit code:
 
 
 def add_diagnose_parser(subparsers: Any) -> None:
-    """Add `diagnose` to the subcommands of a parser."""
     about = "Find the operation that makes a gradient NaN, explode, vanish, underflow or zero."
     parser = add_command(subparsers, "diagnose", about, DIAGNOSE_EPILOG, run_diagnose)
     add = parser.add_argument
@@ -67,7 +66,6 @@ def add_diagnose_parser(subparsers: Any) -> None:
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
-    """Run a diagnosis and print it; return the exit code."""
     find = functools.partial(_command_diagnosis, options)
     fields = ("ok", "findings", "rows", "notes", "examples")
     return show_result("diagnose", "diagnosis", find, fields, options.out)

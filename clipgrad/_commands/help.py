@@ -18,14 +18,12 @@ exit code:
 
 
 def add_help_parser(subparsers: Any) -> None:
-    """Add `help` to the subcommands of a parser."""
     about = "Print a page of the documentation; without a name, list the pages."
     parser = add_command(subparsers, "help", about, HELP_EPILOG, run_help)
     parser.add_argument("page", nargs="?", help="the name of a page, such as nan")
 
 
 def run_help(options: argparse.Namespace) -> int:
-    """Print the page or the list of the pages; return the exit code."""
     pages = docs_pages()
     if options.page is None:
         width = max(map(len, pages))

@@ -24,14 +24,12 @@ exit code:
 
 
 def add_names_parser(subparsers: Any) -> None:
-    """Add `names` to the subcommands of a parser."""
     about = "List the values inside a function that can be clipped and watched by name."
     parser = add_command(subparsers, "names", about, NAMES_EPILOG, run_names)
     add_function(parser.add_argument)
 
 
 def run_names(options: argparse.Namespace) -> int:
-    """Print the names; return the exit code."""
     function = load(options.function)
     args, kwargs = arguments("names", options.function, function, options.args, seed=0)
     names = list_names(function, args, kwargs)

@@ -28,7 +28,7 @@ def show_result(
     print(found)
     try:
         if folder:
-            _write_result(name, found, fields, folder)
+            write_result(folder / name, plain_fields(found, fields), found.plot)
     except Exception as error:
         if found.ok:
             raise
@@ -36,11 +36,16 @@ def show_result(
     return PASSED if found.ok else FAILED
 
 
-def _write_result(name: str, found: Any, fields: Sequence[str], folder: pathlib.Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(plain_fields(found, fields), indent=2, allow_nan=False)
-    (folder / f"{name}.json").write_text(text, encoding="utf-8")
-    found.plot().savefig(folder / f"{name}.png", dpi=120)
+def write_result(
+    path: pathlib.Path, content: Any, plot: Callable[[], Any]
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Write a picture and plain data, the data first; numbers that are not finite are null."""
+    picture, data = path.with_suffix(".png"), path.with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_jsonable(content), indent=2, allow_nan=False)
+    data.write_text(text, encoding="utf-8")
+    plot().savefig(picture, dpi=120)
+    return picture, data
 
 
 def plain_fields(record: Any, fields: Sequence[str]) -> dict[str, Any]:
@@ -53,6 +58,8 @@ def _jsonable(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _jsonable(item) for name, item in value.items()}
     if hasattr(value, "__dict__"):
         return plain_fields(value, list(vars(value)))
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -51,7 +51,6 @@ class Law(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All functions that are checked."""
     x, w, xs = _normal_array(3, 4), _normal_array(4, 4), _normal_array(5, 3, 4)
     yield from _placed([None], "off", x, w, xs)
     yield from _placed(INFINITE, "every rule infinite", x, w, xs)
@@ -127,7 +126,6 @@ def _normal_array(*shape):
 
 
 def add_selftest_parser(subparsers: Any) -> None:
-    """Add `selftest` to the subcommands of a parser."""
     about = "Check every VJP of this library on every available device."
     parser = add_command(subparsers, "selftest", about, "", run_selftest)
     parser.add_argument(
@@ -136,7 +134,6 @@ def add_selftest_parser(subparsers: Any) -> None:
 
 
 def run_selftest(options: argparse.Namespace) -> int:
-    """Run all cases and laws, print one line for each, and return the exit code."""
     kinds = options.device.split(",") if options.device else None
     devices = find_devices(kinds)
     check = functools.partial(check_grads, devices=kinds, raise_on_failure=False)

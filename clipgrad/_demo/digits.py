@@ -16,11 +16,9 @@ class Digits(NamedTuple):
 
     @property
     def test(self) -> "Digits":
-        """The images and labels of the test set."""
         return Digits(self.images[TRAIN:], self.labels[TRAIN:])
 
     def sample(self, key: jax.Array, size: int) -> "Digits":
-        """A batch of the training set."""
         chosen = jax.random.randint(key, (size,), 0, TRAIN)
         return Digits(self.images[chosen], self.labels[chosen])
 

@@ -97,18 +97,15 @@ class Task:
     options: Mapping[str, Any] | None = None
 
     def story(self) -> "Task":
-        """The task with the arms that are shown."""
         arms = tuple(arm for arm in self.arms if arm.label in self.shown)
         return dataclasses.replace(self, arms=arms, steps=self.short or self.steps)
 
 
 def normal(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray:
-    """Normal numbers of a standard deviation."""
     return random.normal(scale=scale, size=shape).astype(np.float32)
 
 
 def zero_weights(*shape: int) -> np.ndarray:
-    """Zeros in the dtype of the parameters."""
     return np.zeros(shape, np.float32)
 
 

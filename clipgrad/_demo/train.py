@@ -3,9 +3,8 @@
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,6 @@ class Run(NamedTuple):
         any error clip, of shape (seeds, steps, time steps); ``None`` without time steps.
       metrics: the task's metrics after the last step, each of shape (seeds,).
       reached: whether each seed reached the goal.
-      seconds: how long it took, with compilation.
     """
 
     arm: Arm
@@ -39,27 +37,13 @@ class Run(NamedTuple):
     through_time: np.ndarray | None
     metrics: dict[str, np.ndarray]
     reached: np.ndarray
-    seconds: float
 
 
 class Result(NamedTuple):
-    """The results of all arms of a task, after so many steps."""
+    """The results of all arms of a task."""
 
     task: Task
-    steps: int
     runs: list[Run]
-
-
-class _Common(NamedTuple):
-    """Everything that all arms of a task share, so that they differ in their training alone.
-
-    ``batches`` makes the batches of some steps, and has the seeds and the steps as leading axes.
-    """
-
-    task: Task
-    params: Any
-    batches: Callable[[np.ndarray], Any]
-    evaluate: Callable[[Any], Any]
 
 
 def train(
@@ -87,22 +71,18 @@ def train(
     # Models this small keep one core busy each: a core that is free begins with the next task.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            begun = []
-            for task in tasks:
-                common = pool.submit(_prepare, task, seeds)
-                begun.append((task, [pool.submit(_run, common, tick, arm) for arm in task.arms]))
-            results = []
+            begun = [(t, [pool.submit(r, tick) for r in _trainings(t, seeds)]) for t in tasks]
             for task, runs in begun:
                 for run in runs:
                     show(task, run.result())
-                results.append(Result(task, task.steps, [run.result() for run in runs]))
-            return results
+            return [Result(task, [run.result() for run in runs]) for task, runs in begun]
         finally:
             stopped.set()
             pool.shutdown(cancel_futures=True)
 
 
-def _prepare(task: Task, seeds: int) -> _Common:
+def _trainings(task: Task, seeds: int) -> list[Callable[..., Run]]:
+    """The training of each arm, which waits to be told whom to call after some steps."""
     data = task.load()
     firsts = [task.init(data, np.random.default_rng(seed)) for seed in range(seeds)]
     params = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *firsts)
@@ -115,31 +95,29 @@ def _prepare(task: Task, seeds: int) -> _Common:
     batches = functools.partial(jax.jit(some, compiler_options=QUICK), data, keys)
     each_seed = jax.vmap(task.evaluate, in_axes=(0, 0, None))
     every = jax.jit(each_seed, compiler_options=QUICK)
-    return _Common(task, params, batches, lambda last: every(params, last, data))
+
+    def run(arm: Arm, tick: Callable[[int], Any]) -> Run:
+        # A thread has JAX's global settings, and optax's Adam fails with strict promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            last, (loss, norm, through_time) = _train_arm(task, arm, params, batches, tick)
+        metrics = jax.tree.map(np.asarray, every(params, last, data))
+        reached = np.asarray(task.reached(metrics))
+        return Run(arm, loss, norm, through_time, metrics, reached)
+
+    return [functools.partial(run, arm) for arm in task.arms]
 
 
-def _run(prepared: Future[_Common], tick: Callable[[int], Any], arm: Arm) -> Run:
-    common = prepared.result()
-    start = time.perf_counter()
-    # A thread has JAX's global settings, and optax's Adam fails with strict promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        params, (loss, norm, through_time) = _train_arm(common, tick, arm)
-    metrics = jax.tree.map(np.asarray, common.evaluate(params))
-    reached = np.asarray(common.task.reached(metrics))
-    seconds = time.perf_counter() - start
-    return Run(arm, loss, norm, through_time, metrics, reached, seconds)
-
-
-def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
-    optimizer = arm.optimizer(common.task.optimizer)
-    init = jax.jit(jax.vmap(optimizer.init), compiler_options=QUICK)
-    carry = (common.params, init(common.params))
-    chunk = jax.vmap(_chunk(common.task, arm, optimizer))
-    compiled = jax.jit(chunk, compiler_options=dict(common.task.options or {}))
-    size = _chunk_size(common.task.steps)
+def _train_arm(task: Task, arm: Arm, params: Any, batches: Any, tick: Any) -> Any:
+    """The last parameters, and the curves over all steps."""
+    optimizer = arm.optimizer(task.optimizer)
+    carry = (params, jax.jit(jax.vmap(optimizer.init), compiler_options=QUICK)(params))
+    chunk = jax.vmap(_chunk(task, arm, optimizer))
+    compiled = jax.jit(chunk, compiler_options=dict(task.options or {}))
+    most = max(1, task.steps // _CHUNKS)
+    size = max(d for d in range(1, most + 1) if task.steps % d == 0)  # one program for all chunks
     history = []
-    for start in range(0, common.task.steps, size):
-        carry, curves = compiled(carry, common.batches(np.arange(start, start + size)))
+    for start in range(0, task.steps, size):
+        carry, curves = compiled(carry, batches(np.arange(start, start + size)))
         history.append(jax.tree.map(np.asarray, curves))
         tick(size)
     return carry[0], jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *history)
@@ -158,8 +136,3 @@ def _chunk(task: Task, arm: Arm, optimizer: optax.GradientTransformation) -> Cal
         return (optax.apply_updates(params, updates), state), curves
 
     return functools.partial(jax.lax.scan, step)
-
-
-def _chunk_size(steps: int) -> int:
-    """The largest divisor of ``steps`` that makes at least ten chunks: one program for all."""
-    return max(d for d in range(1, max(1, steps // _CHUNKS) + 1) if steps % d == 0)

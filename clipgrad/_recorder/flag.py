@@ -50,11 +50,9 @@ class FlagPlace(NamedTuple):
 
     @property
     def accumulates(self) -> bool:
-        """Whether an ``optax.MultiSteps`` is around the flag."""
         return self.small.microbatch is not None
 
     def names(self, leaves: list[Any]) -> list[str]:
-        """The names of the statistics."""
         return list(jax.eval_shape(_flag_norms, self._chosen(leaves)))
 
     def copied(self, leaves: list[Any], step: Any) -> tuple[jax.Array, jax.Array, Any]:

@@ -44,7 +44,6 @@ class StepRecord:
 
     @property
     def is_bad_step(self) -> bool:
-        """Whether this very step has halted the training."""
         flag = self.flag
         return bool(flag.halted) and flag.count == flag.halted_at + 1 and not flag.microbatch
 

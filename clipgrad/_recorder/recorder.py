@@ -247,7 +247,6 @@ class FlightRecorder:
             self._halt(record)
 
     def _halt(self, record: StepRecord) -> None:
-        """Writes the capture of a bad step, and raises."""
         message, cause, path = f"the training has halted at step {self._step(record)}", None, None
         try:
             path = self._written(record)
@@ -297,7 +296,6 @@ class FlightRecorder:
         return write(paths, content, meta | _circumstances())
 
     def _step(self, record: StepRecord) -> Any:
-        """The number of the bad step."""
         if record.step is None or not record.is_bad_step:
             return record.flag.halted_at
         return _plain_number(record.step)
@@ -334,7 +332,6 @@ class _NoBatchError(LookupError):
 
 
 def _circumstances() -> dict[str, Any]:
-    """Versions, and the devices and processes of the run."""
     versions = {name: importlib.metadata.version(name) for name in _CAPTURE_PACKAGES}
     return {
         "versions": versions | {"python": platform.python_version()},

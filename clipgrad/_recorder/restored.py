@@ -29,7 +29,6 @@ def restored(like: Any, found: Any, name: str) -> Any:
 
 
 def _leaf_like(path: tuple, leaf: Any, known: dict[tuple, Any], name: str) -> Any:
-    """The capture's value for a leaf."""
     if path not in known:
         if not is_array(leaf) and not isinstance(leaf, _SINGLE):
             return leaf  # a function, for example

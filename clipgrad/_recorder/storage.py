@@ -6,10 +6,9 @@ import json
 import math
 import os
 import pathlib
-import platform
-import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,14 +18,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from clipgrad._recorder.structure import from_data, plain_data, plain_from, to_data
+from clipgrad._recorder.structure import MOST_LEVELS, from_data, plain_data, plain_from, to_data
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "capture.json"
 _ARRAYS = "arrays"
 _NUMPY = "numpy"
-# In the names of what this machine is writing; another one may share the directory.
-_PROCESS = re.sub(r"\W", "-", platform.node())
+_DAY = 86400
 
 
 def orbax() -> Any:
@@ -49,7 +47,7 @@ class Written(NamedTuple):
     """The arrays of a capture, by their names in the manifest."""
 
     arrays: dict[str, Any]  # by orbax
-    files: dict[str, np.ndarray]  # arrays of NumPy that orbax does not take, such as text
+    files: dict[str, np.ndarray]  # those of NumPy
 
 
 def write(
@@ -61,15 +59,17 @@ def write(
     the recorders of several runs may share a directory. All processes of a run take part.
     """
     path, several = paths[0], jax.process_count() > 1
-    own = "" if several else f".{_PROCESS}.{os.getpid()}.{secrets.token_hex(4)}"
+    own = "" if several else f".{secrets.token_hex(8)}"
     partial = path.with_name(f".{path.name}{own}.partial")
-    _remove_left_over(path.parent)
     written = Written({}, {})
-    encode = functools.partial(_leaf_data, written=written)
-    data = {"dict": [[name, to_data(name, tree, encode)] for name, tree in sorted(content.items())]}
+    leaf = functools.partial(_leaf_data, written=written)
+    # What `record` has taken is a level deeper in a list of microbatches, and in a tree of extras.
+    encode = functools.partial(to_data, leaf=leaf, most=MOST_LEVELS + 1)
+    data = {"dict": [[name, encode(name, tree)] for name, tree in sorted(content.items())]}
     first = jax.process_index() == 0
     try:
         if first:
+            _remove_left_over(path.parent)
             shutil.rmtree(partial, ignore_errors=True)
             (partial / _NUMPY).mkdir(parents=True)
         _synchronize(f"{path.name} begins")
@@ -92,21 +92,11 @@ def write(
 
 
 def _remove_left_over(directory: pathlib.Path) -> None:
-    """Removes what processes of this machine left that died while they were writing."""
-    for partial in directory.glob(f".*.{_PROCESS}.*.partial"):
-        process = partial.name.split(".")[-3]
-        if process.isdecimal() and not _is_running(int(process)):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+    """Removes what processes left that died while they were writing: nobody writes for a day."""
+    for partial in directory.glob(".*.partial"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if time.time() - partial.stat().st_mtime > _DAY:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _with_name(partial: pathlib.Path, paths: Sequence[pathlib.Path]) -> pathlib.Path:
@@ -140,18 +130,14 @@ def _leaf_data(leaf: Any, written: Written) -> dict[str, Any]:
 
 
 def _numpy_data(leaf: np.ndarray, written: Written) -> dict[str, Any]:
-    """The manifest's entry for an array of NumPy."""
+    """The manifest's entry for an array of NumPy, which orbax would change: text, byte orders."""
     if leaf.dtype.hasobject:
         return {"left_out": f"an array of dtype {leaf.dtype}"}
-    data: dict[str, Any] = {"sharding": "numpy", "dtype": str(leaf.dtype)}
-    data["shape"] = list(leaf.shape)
-    if not _is_for_orbax(leaf.dtype):
-        data["file"] = f"{len(written.files)}"
-        written.files[data["file"]] = leaf
-    elif leaf.size:  # orbax does not save arrays without elements
-        data["array"] = f"{len(written.arrays)}"
-        written.arrays[data["array"]] = leaf.view(np.uint8) if _is_odd(leaf.dtype) else leaf
-    return data
+    file = f"{len(written.files)}"
+    # NumPy's files don't know the types of `ml_dtypes`.
+    is_raw = leaf.dtype.type.__module__ == "ml_dtypes"
+    written.files[file] = leaf.view(f"V{leaf.itemsize}") if is_raw else leaf
+    return {"sharding": "numpy", "dtype": str(leaf.dtype), "shape": [*leaf.shape], "file": file}
 
 
 def _is_odd(dtype: Any) -> bool:
@@ -171,13 +157,6 @@ def _from_bytes(array: Any, dtype: np.dtype) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         return array.astype(dtype)
     return jax.lax.bitcast_convert_type(array, dtype)
-
-
-def _is_for_orbax(dtype: np.dtype) -> bool:
-    """Whether orbax gives back the same bits: of numbers in this machine's order of bytes."""
-    is_extended = dtype.kind == "V" and dtype.type.__module__ == "ml_dtypes"
-    is_number = dtype.kind in "biufc" and dtype not in (np.longdouble, np.clongdouble)
-    return is_extended or is_number and dtype.isnative
 
 
 def _array_data(leaf: Any, written: Written) -> dict[str, Any]:
@@ -261,7 +240,7 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     for leaf in leaves:
         if "dtype" in leaf and "file" not in leaf:
             _check_width(leaf)
-            is_numpy = leaf["sharding"] == "numpy"
+            is_numpy = leaf["sharding"] == "numpy"  # in captures of earlier versions
             placement = placements[id(leaf)] = None if is_numpy else _placement(leaf, mesh)
             if "array" in leaf:
                 wanted[leaf["array"]] = placement
@@ -276,7 +255,9 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
         if "file" in leaf:
             file = f"{_NUMPY}/{int(leaf['file'])}.npy"
             with readable(path, file):
-                return np.load(path / file, allow_pickle=False)
+                array = np.load(path / file, allow_pickle=False)
+                is_raw = array.dtype.kind == "V" and array.dtype.names is None
+                return array.view(jnp.dtype(leaf["dtype"])) if is_raw else array
         dtype, place = jnp.dtype(leaf["dtype"]), placements[id(leaf)]
         if "array" in leaf:
             array: Any = arrays[leaf["array"]]

@@ -57,11 +57,10 @@ def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def path_text(path: Path) -> str:
-    """A path as in messages."""
     return "/".join(map(str, path))
 
 
-def to_data(name: str, tree: Any, leaf: Encode, path: Path = ()) -> Any:
+def to_data(name: str, tree: Any, leaf: Encode, path: Path = (), most: int = MOST_LEVELS) -> Any:
     """The tree as JSON has it, with ``leaf(x)`` for each leaf.
 
     Raises:
@@ -70,8 +69,8 @@ def to_data(name: str, tree: Any, leaf: Encode, path: Path = ()) -> Any:
     """
     tree = without_boxes(tree)
     found = None if tree is None else parts(tree)
-    if len(path) > MOST_LEVELS:
-        got = f"{name}: got a tree of more than {MOST_LEVELS} levels"
+    if len(path) > most:
+        got = f"{name}: got a tree of more than {most} levels"
         raise ValueError(f"{got}, expected fewer; stack the arrays of the levels")
     if found is None:
         return {"none": True} if tree is None else {"leaf": leaf(tree)}
@@ -82,7 +81,9 @@ def to_data(name: str, tree: Any, leaf: Encode, path: Path = ()) -> Any:
             raise TypeError(f"{got}, expected text, numbers, bytes or tuples of them as keys")
     if len({repr(_key_data(key)) for key, _ in found}) < len(found):
         raise ValueError(f"{where.format(type(tree).__name__)} with several parts of one key")
-    children = [[_key_data(key), to_data(name, part, leaf, (*path, key))] for key, part in found]
+    children = [
+        [_key_data(key), to_data(name, part, leaf, (*path, key), most)] for key, part in found
+    ]
     kind = type(tree)
     for container, known in _CONTAINERS.items():
         if kind is known:
@@ -165,7 +166,6 @@ def _key_from(data: Any) -> Any:
 
 
 def plain_from(data: dict[str, Any]) -> Any:
-    """The value of `plain_data`."""
     if "complex" in data:
         return complex(*data["complex"])
     return bytes.fromhex(data["bytes"]) if "bytes" in data else data["value"]

@@ -101,14 +101,12 @@ class ValueHook(_jaxpr.Hook):
     # What follows is the evaluation.
 
     def starts(self, inputs: Sequence) -> None:
-        """Begin a new evaluation."""
         del inputs
         self._notes: KeyedNotes = {}
         self._number = -1
         self._equation: Any = None
 
     def operands(self, equation: Any, inputs: list) -> list:
-        """Count the equations."""
         self._number += 1
         self._equation = equation
         return inputs
@@ -122,19 +120,16 @@ class ValueHook(_jaxpr.Hook):
         return None if self._has_names_inside(equation) else _jaxpr.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
-        """The values of the program, replaced where they leave modules."""
         self._jaxpr = jaxpr
         return _names.ModuleValues(self, jaxpr, self._leave)
 
     def results(self, equation: Any, outputs: Sequence) -> Sequence:
-        """See what nothing uses."""
         for i, (variable, x) in enumerate(zip(equation.outvars, outputs, strict=True)):
             for scopes in _names.left_unused(self._jaxpr, equation, variable):
                 self._see(self._name(scopes), "module", i, len(scopes), x, used=False)
         return outputs
 
     def steps(self, equation: Any) -> KeyedNotes:
-        """The taps inside of an equation."""
         return self.keys_inside(self._number) if equation.primitive.name != "cond" else {}
 
     shards = steps
@@ -152,16 +147,13 @@ class ValueHook(_jaxpr.Hook):
         return inner if name in ("cond", "shard_map") else inner.branch(0)
 
     def branch(self, number: int) -> Self:
-        """The hook with the taps of one of the programs of an equation."""
         taps = {key[1:]: tap for key, tap in self.taps.items() if key[0] == number}
         return dataclasses.replace(self, taps=taps)
 
     def shard(self, own: Any) -> Self:
-        """The hook with the taps of a device."""
         return dataclasses.replace(self, taps=own).branch(0)
 
     def noted(self) -> KeyedNotes:
-        """The notes of this evaluation."""
         return self._notes
 
     def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
@@ -174,11 +166,9 @@ class ValueHook(_jaxpr.Hook):
                 self._keep(self.key_around(equation, program, key), note)
 
     def empty(self, shapes: Any) -> Any:
-        """Zeros, for what is not computed."""
         return jax.tree.map(self._varying, super().empty(shapes))
 
     def kept(self, old: KeyedNotes, new: KeyedNotes, number: Any) -> KeyedNotes:
-        """The notes of a loop after another iteration."""
         del number
         return {key: self.joined(old[key], note) for key, note in new.items()}
 
@@ -266,15 +256,8 @@ class NamedValue(NamedTuple):
         """Whether it is in a `while` loop, so that it has no cotangent."""
         return any(e.primitive.name == "while" for e in self.place.chain[1:])
 
-    @property
-    def maps(self) -> list[JaxprEqn]:
-        """The `shard_map`s around it, outermost first."""
-        around = reversed(self.place.chain[1:])
-        return [equation for equation in around if equation.primitive.name == "shard_map"]
-
 
 def named_values(program: Any) -> Iterator[NamedValue]:
-    """The floating values that a `ValueHook` sees."""
     for own, place, jaxpr, scopes in _names.placed_equations(program, _jaxpr.value_programs):
         equation = place.equation
         for output, variable in enumerate(equation.outvars):

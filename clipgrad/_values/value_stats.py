@@ -162,7 +162,6 @@ def _in_a_row(x: jax.Array, devices: Sequence[int], behind: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _measured_magnitudes(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
-    """The statistics of numbers over some axes."""
     forms = {"cpu": _measured_by_largest, "gpu": _measured_together, "default": _measured_apart}
     found = by_platform(x, **{k: functools.partial(form, over) for k, form in forms.items()})
     squares, (top, highest), nonfinite, zeros = found

@@ -183,11 +183,9 @@ class _Measure(ValueHook):
 
     @property
     def is_reusable(self) -> bool:
-        """All that is measured is in the fields."""
         return True
 
     def wants(self, name: str, kind: str, used: bool) -> bool:
-        """Whether a value is measured."""
         return self._by_name.get(name, ())[:2] == (kind, used)
 
     @functools.cached_property
@@ -195,7 +193,6 @@ class _Measure(ValueHook):
         return {name: (kind, *rest) for name, kind, *rest in self.watched}
 
     def note_of(self, seen: Seen, x: jax.Array) -> ValueStats:
-        """The statistics of a value."""
         *_, kept, dtype = self._by_name[seen.name]
         if kept is not None:
             _check_cut(seen.name, kept, varying_axes(x) & self.axes, self.axes)
@@ -212,11 +209,9 @@ class _Measure(ValueHook):
         return name, (equation.params["length"], *nest) if is_scan else nest
 
     def joined(self, first: ValueStats, second: ValueStats) -> ValueStats:
-        """The statistics of both."""
         return first.joined(second)
 
     def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
-        """The statistics of all devices."""
         *_, kept, _ = self._by_name[key[0]]
         axes = _jaxpr.manual_axes(equation)
         sizes = [equation.params["mesh"].shape[axis] for axis in axes]
@@ -297,7 +292,6 @@ def _check_axis(name: str, kept: KeptAxis, sites: list[_names.NamedSite], progra
 
 
 def _mesh_axes(program: Any) -> frozenset[str]:
-    """The axes that a `shard_map` inside of a program maps over."""
     equations = _jaxpr.equations(program)
     mapped = (e for e in equations if e.primitive.name == "shard_map")
     return frozenset(axis for e in mapped for axis in _jaxpr.manual_axes(e))

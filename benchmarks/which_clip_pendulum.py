@@ -9,7 +9,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._demo import task
+from clipgrad._demo import task as _task
 from clipgrad._demo.task import Arm, Task, normal, zero_weights
 
 _PENDULUM_BATCH, _PENDULUM_LENGTH, _PENDULUM_WIDTH, _PENDULUM_TEST_ROWS = 32, 200, 32, 256
@@ -71,10 +71,10 @@ TASK = Task(
     steps=300,
     optimizer=optax.adam(3e-3),
     arms=(
-        Arm(task.PLAIN),
-        Arm(task.NORM, _PENDULUM_NORM),
-        Arm(task.ERROR, error_clip=_PENDULUM_ERROR_CLIP),
-        Arm(task.BOTH, _PENDULUM_NORM, _PENDULUM_ERROR_CLIP),
+        Arm(_task.PLAIN),
+        Arm(_task.NORM, _PENDULUM_NORM),
+        Arm(_task.ERROR, error_clip=_PENDULUM_ERROR_CLIP),
+        Arm(_task.BOTH, _PENDULUM_NORM, _PENDULUM_ERROR_CLIP),
     ),
     load=lambda: _starts(jax.random.key(7), _PENDULUM_TEST_ROWS),
     init=_init_pendulum,
