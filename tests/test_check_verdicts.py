@@ -52,22 +52,16 @@ def relu(x):
     [
         (np.sin, 1.0, OK),
         (np.sin, 1.00001, WRONG),
-        (np.sin, -1.0, WRONG),
-        (np.exp, 1.0, OK),
         (lambda x: x**3, 0.0, OK),
         (relu, 0.0, KINK),
         (relu, 1.0, KINK),
-        (relu, 0.3, KINK),
         (relu, 1.01, WRONG),
         (relu, -0.01, WRONG),
         (np.abs, 0.0, KINK),
-        (np.abs, -1.0, KINK),
         (np.abs, 1.5, WRONG),
         (lambda x: 2 * x + 0.3 * np.abs(x), 2.2, KINK),
         (lambda x: 2 * x + 0.3 * np.abs(x), 1.6, WRONG),
         (lambda x: np.sign(x) * np.sqrt(np.abs(x)), 0.0, SINGULAR),
-        (lambda x: np.sqrt(np.abs(x)), 0.0, SINGULAR),
-        (lambda x: np.cosh(x), 0.0, OK),
         (lambda x: relu(x + 1e-5) - 1e-5, 1.0, OK),
         (lambda x: relu(x + 1e-5) - 1e-5, 1.01, WRONG),
         (lambda x: relu(x - 1e-5), 0.0, OK),
@@ -121,11 +115,6 @@ def test_a_kink_is_reported_with_both_slopes():
     found = verdict(relu, 2.0)
     assert found.kink[0] and found.ahead[0] == 1 and found.behind[0] == 0
     assert found.analytic[0] == 2
-
-
-@pytest.mark.parametrize(("analytic", "kind"), [(1.004, OK), (1.006, WRONG)])
-def test_paddles_rule_is_relative_to_the_numeric_slope(analytic, kind):
-    assert verdict(np.sin, analytic, paddle=0.005).kind == kind
 
 
 @pytest.mark.parametrize("noise", [1e-15, 1e-9, 1e-5])
