@@ -16,6 +16,7 @@ from clipgrad._check.points import (
     cotangents,
     dense_numbers,
     make_point,
+    random_direction,
 )
 from clipgrad._check.subject import make_subject
 from clipgrad._trees import vectors as real
@@ -44,6 +45,13 @@ def test_two_cotangents_are_never_alike_nor_one_hot():
 @given(st.integers(2, 3), SEEDS)
 def test_a_cotangent_of_few_outputs_is_not_the_same_for_all(size, seed):
     assert all(len(set(row)) > 1 for row in cotangents(subject(jnp.ones(size)), seed))
+
+
+def test_a_leaf_has_its_own_numbers_whatever_stands_beside_it():
+    alone, both = subject(jnp.ones(4)), subject(jnp.ones(4), jnp.ones(3))
+    np.testing.assert_array_equal(random_direction(alone, 3, 0), random_direction(both, 3, 0)[:4])
+    assert (random_direction(alone, 3, 0) != random_direction(alone, 4, 0)).any()
+    assert (random_direction(alone, 3, 0) != random_direction(alone, 3, 1)).any()
 
 
 @pytest.mark.parametrize(

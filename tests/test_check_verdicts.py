@@ -132,6 +132,11 @@ def test_the_worst_cotangent_decides():
     assert found.kind[0] == WRONG and found.analytic[0] == 2.0
 
 
+@pytest.mark.parametrize(("analytic", "kind"), [(1.004, OK), (1.006, WRONG)])
+def test_paddles_rule_is_relative_to_the_numeric_slope(analytic, kind):
+    assert verdict(np.sin, analytic, paddle=0.005).kind == kind
+
+
 TWO = np.asarray([2.0**-16, 2.0**-18])
 
 
