@@ -81,7 +81,7 @@ CARRIED = (
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 # Make hooks: without `stop_gradient`, and with loops that run on.
 FREELY = functools.partial(_jaxpr.Widen, np.float64, lambda x: x)
-LONGER = functools.partial(Longer, np.float64)
+RUN_ON = functools.partial(Longer, np.float64)
 
 Errors = Callable[[np.ndarray], np.ndarray]  # of elements, by their indices
 
@@ -368,7 +368,7 @@ class Check:
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
-        hooks = (LONGER, None)
+        hooks = (RUN_ON, None)
         for gradient in {self.rule, self.plain} if has_loops(self.subject.program) else ():
             both = self._attempt(gradient, lambda of: [of(point.xs, covectors, h) for h in hooks])
             moved += 0.0 if both is None else np.abs(np.subtract(*both))
