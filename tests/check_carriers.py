@@ -20,7 +20,6 @@ from tests.check_zoo import custom, normal, twins
 CARRIERS: dict[str, Callable[[Any], tuple]] = {}
 RIGHT: dict[str, Callable[[Any], tuple]] = {}
 INTEGERS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-LN2 = 0.6931471805599453
 
 zero = lambda r, g: tuple(map(jnp.zeros_like, r))
 same = lambda r, g: (g,)
@@ -63,30 +62,9 @@ def two_halves_in_one_word(dtype):
 
 
 @into(CARRIERS)
-def exponential_of_schraudolph(dtype):
-    def primal(x):
-        word = (x.astype(jnp.float32) * (2**23 / LN2) + 127.0 * 2**23).astype(jnp.int32)
-        return numbers(word, jnp.float32).astype(dtype)
-
-    right = lambda r, g: (g * jnp.exp2(jnp.floor(r[0] / LN2)) / jnp.asarray(LN2, dtype),)
-    return *twins(primal, zero, right), (jnp.asarray([-1.1, 0.3, 0.5, 1.7], dtype),)
-
-
-@into(CARRIERS)
 def size_without_the_sign(dtype):
     primal = lambda x: numbers(bits(x) & mask(x, 8 * x.dtype.itemsize - 1), dtype)
     return *twins(primal, zero, lambda r, g: (jnp.sign(r[0]) * g,)), (normal(4, 6, dtype=dtype),)
-
-
-@into(CARRIERS)
-def gathered_as_words(dtype):
-    def row(x):
-        return jnp.sum(numbers(lax.all_gather(bits(x), "rows"), dtype) * 2, axis=0)
-
-    primal = lambda x: jax.vmap(row, axis_name="rows")(x)
-    wrong = lambda r, g: (2 * g,)
-    right = lambda r, g: (jnp.broadcast_to(2 * jnp.sum(g, axis=0), g.shape),)
-    return *twins(primal, wrong, right), (normal(8, 3, 2, dtype=dtype),)
 
 
 @into(CARRIERS)
@@ -107,25 +85,6 @@ def sum_in_fixed_point(dtype):
     primal = lambda x: jax.vmap(row, axis_name="rows")(x)
     right = lambda r, g: (jnp.broadcast_to(jnp.sum(g, axis=0), g.shape),)
     return *twins(primal, zero, right), (normal(10, 3, 2, dtype=dtype),)
-
-
-@into(CARRIERS)
-def words_of_sixteen_bits(dtype):
-    def primal(x):
-        word = jnp.clip(x * 2**12, -32768, 32767).astype(jnp.int16)
-        return word.astype(dtype) / 2**12
-
-    args = (jnp.asarray([0.5, -1.25, 2.1, 0.33], dtype),)
-    return *twins(primal, zero, same), args
-
-
-@into(CARRIERS)
-def lowest_bits_dropped(dtype):
-    def primal(x):
-        count = {2: 1, 4: 10, 8: 30}[x.dtype.itemsize]
-        return numbers(bits(x) & ~mask(x, count), dtype)
-
-    return *twins(primal, zero, same), (normal(11, 5, dtype=dtype),)
 
 
 @into(CARRIERS)
@@ -170,12 +129,6 @@ def scaled_by_a_stopped_power_of_two(dtype):
 
 
 @into(RIGHT)
-def a_row_of_a_table(dtype):
-    table = normal(16, 6, 3, dtype=dtype)
-    return lambda x: table[(x * 3).astype(jnp.int32)] * x[:, None], (positive(17, 2, dtype=dtype),)
-
-
-@into(RIGHT)
 def steps_of_a_third(dtype):
     primal = lambda x: jnp.round(x * 3).astype(jnp.int32).astype(dtype) / 3 + x
     return custom(primal, same), (jnp.asarray([0.1, 0.8, -1.2], dtype),)
@@ -184,10 +137,3 @@ def steps_of_a_third(dtype):
 @into(RIGHT)
 def mantissa_and_sign(dtype):
     return lambda x: jnp.frexp(x)[0] + jnp.copysign(x, -x), (normal(18, 5, dtype=dtype),)
-
-
-@into(RIGHT)
-def noise_beside_it(dtype):
-    primal = lambda x: x * jax.random.uniform(jax.random.key(0), x.shape, dtype)
-    factor = lambda g: jax.random.uniform(jax.random.key(0), g.shape, dtype)
-    return custom(primal, lambda r, g: (g * factor(g),)), (normal(19, 5, dtype=dtype),)

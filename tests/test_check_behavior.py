@@ -22,16 +22,7 @@ def checks(function, args=(X,), **options):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
-    [
-        "wrong_only_under_jit",
-        "wrong_only_under_vmap",
-        "affine_backward",
-        "stray_clip_of_the_cotangent",
-        "stale_residual",
-        "wrong_dtype",
-        "forward_rule_that_disagrees",
-        "nan_where_the_argument_is_zero",
-    ],
+    ["wrong_only_under_jit", "stale_residual", "wrong_dtype", "nan_where_the_argument_is_zero"],
 )
 def test_a_check_that_is_switched_off_finds_nothing(name):
     make, check = PAIRS[name]
@@ -195,7 +186,6 @@ def doubled_by_half_the_calls():
 
 UNSTEADY = {
     "its value when traced": (lambda x: x * (2.0 if isinstance(x, TRACED) else 1.0), "primal"),
-    "a little of its value": (lambda x: x * (1.01 if isinstance(x, TRACED) else 1.0), "primal"),
     "its gradient when compiled": (
         lambda x: x * (x if is_eager(x) or not isinstance(x, TRACED) else lax.stop_gradient(x)),
         "jit",

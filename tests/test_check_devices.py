@@ -184,14 +184,6 @@ def test_short_work_and_work_without_tqdm_is_silent(monkeypatch, total, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_subject_is_a_function_of_the_chosen_leaves_alone():
-    subject = make_subject(lambda p, n: {"y": p["w"] * n, "i": n}, ({"w": X, "b": X}, 3), wrt="p/w")
-    assert subject.names == ["args[0]['w']"] and subject.output_names == ["out['y']"]
-    np.testing.assert_array_equal(subject.fun([2 * X])[0], 6 * X)
-    assert subject.program is not None and subject.dtypes == ["float32"]
-    assert subject.ranges == [(0, 2)] and subject.element(1) == "args[0]['w'][1]"
-
-
 def test_a_function_that_cannot_be_traced_has_no_program_and_no_gradient():
     function = lambda x: x * 2 if float(x[0]) > 0 else x  # noqa: E731
     assert make_subject(function, (X,)).program is None

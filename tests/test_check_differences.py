@@ -77,16 +77,6 @@ def test_evaluations_are_counted_and_the_base_point_only_once():
     assert differences.evaluations == 8
 
 
-def test_changes_are_those_of_each_output():
-    differences = made()
-    for shift, ahead, behind in (
-        ([0.5, 0, 0, 0], [2.25, 0, 0], [0.75, 0, 0]),
-        ([0, 0, 0, 1.0], X[0] ** 2, X[0] ** 2),
-    ):
-        changes = differences.change(X, np.asarray(shift))
-        np.testing.assert_allclose(changes, [ahead, behind])
-
-
 def test_a_step_that_the_type_cannot_hold_is_rounded_and_measured_as_taken():
     xs = [jnp.asarray([256.0], jnp.bfloat16)]
     native = Evaluation(

@@ -76,8 +76,3 @@ def test_clips_that_are_off_are_proved_under_every_transformation(place, how):
     # No threshold turns these off.
     always = {cg.AdaptiveClip, cg.AutoNorm, cg.DropTokens}
     assert infinite == {type(rule) for rule in selftest.ACTIVE} - always
-
-
-@pytest.mark.parametrize("rule", selftest.ACTIVE, ids=repr)
-def test_every_rule_is_differentiated_through_twice(rule):
-    assert CASES[f"meta-gradient through {rule!r}"].order == 2

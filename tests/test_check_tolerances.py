@@ -257,22 +257,6 @@ def test_only_a_vanishing_leaf_gets_the_rounding_of_the_others(exact, small, gon
         np.testing.assert_allclose(found, 50 * EPS * 100, rtol=1e-6)
 
 
-def test_the_floor_follows_the_scale_of_each_element():
-    scale = np.asarray([1.0, 10.0, 100.0, 1.0, 1.0])
-    found = floor([0.0] * 3 + [1.0] * 2, scale)
-    np.testing.assert_allclose(found / found[0], [1, 0.1, 0.01], rtol=1e-6)
-
-
-def test_elements_of_several_leaves_have_the_tolerances_of_their_own():
-    tolerance = make_tolerance(RANGES, ["float32", "float64"])
-    gradient, scale = np.asarray([[1.0, 1, 1, 100, 100]]), np.ones(5)
-    sizes, leaves = tolerance.sizes(gradient, scale, False), np.asarray([0, 1])
-    allowed = tolerance.elements(sizes, leaves, np.ones(2))
-    np.testing.assert_array_equal(allowed.relative, [5e-4, 1e-6])
-    expected = [floor(gradient[0], leaf=k, tolerance=tolerance)[0] for k in (0, 1)]
-    np.testing.assert_array_equal(allowed.floor[0], expected)
-
-
 def noise_at(check):
     return check.noise(check.subject.inputs)(np.arange(check.gradient.shape[1]))
 

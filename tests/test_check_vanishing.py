@@ -8,9 +8,9 @@ import pytest
 
 from clipgrad._check import check_grads
 from tests.check_vanishing import POINTS, VANISHING, function, point
-from tests.check_zoo import custom
+from tests.check_zoo import VALUES_ALONE, custom
 
-ATTENTION, LOGSUMEXP = "causal attention, 6 x 4", "difference of logsumexp"
+ATTENTION, LOGSUMEXP = "causal attention", "difference of logsumexp"
 CORE = [
     (ATTENTION, "float32", "ones"),
     (ATTENTION, "float32", "nearly one"),
@@ -66,7 +66,7 @@ FEW = ("ones", "nearly one")
 )
 def test_a_wrong_rule_fails_where_the_gradient_of_the_right_one_vanishes(name, dtype, where):
     for bug, what in enumerate(VANISHING[name].bugs, start=1):
-        report = run(name, dtype, where, bug)
+        report = run(name, dtype, where, bug, **VALUES_ALONE)
         assert any(failure.check == "value" for failure in report.failures), (what, str(report))
 
 

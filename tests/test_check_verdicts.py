@@ -14,7 +14,6 @@ from clipgrad._check.verdicts import (
     SYMMETRIC,
     UNSURE,
     WRONG,
-    extrapolate,
     judge_ladder,
     judge_two,
     settled,
@@ -53,22 +52,16 @@ def relu(x):
     [
         (np.sin, 1.0, OK),
         (np.sin, 1.00001, WRONG),
-        (np.sin, -1.0, WRONG),
-        (np.exp, 1.0, OK),
         (lambda x: x**3, 0.0, OK),
         (relu, 0.0, KINK),
         (relu, 1.0, KINK),
-        (relu, 0.3, KINK),
         (relu, 1.01, WRONG),
         (relu, -0.01, WRONG),
         (np.abs, 0.0, KINK),
-        (np.abs, -1.0, KINK),
         (np.abs, 1.5, WRONG),
         (lambda x: 2 * x + 0.3 * np.abs(x), 2.2, KINK),
         (lambda x: 2 * x + 0.3 * np.abs(x), 1.6, WRONG),
         (lambda x: np.sign(x) * np.sqrt(np.abs(x)), 0.0, SINGULAR),
-        (lambda x: np.sqrt(np.abs(x)), 0.0, SINGULAR),
-        (lambda x: np.cosh(x), 0.0, OK),
         (lambda x: relu(x + 1e-5) - 1e-5, 1.0, OK),
         (lambda x: relu(x + 1e-5) - 1e-5, 1.01, WRONG),
         (lambda x: relu(x - 1e-5), 0.0, OK),
@@ -118,29 +111,10 @@ def test_what_is_zero_but_for_noise_is_right():
     assert verdict(lambda x: 0 * x, 0.0, noise=1e-3, typical=0.0).kind == UNSURE
 
 
-def test_a_floor_and_a_relative_tolerance_are_added():
-    assert verdict(np.sin, 1.001, relative=0.01).kind == OK
-    assert verdict(np.sin, 1.001, floor=0.01).kind == OK
-    assert verdict(np.sin, 1.001).kind == WRONG
-
-
 def test_a_kink_is_reported_with_both_slopes():
     found = verdict(relu, 2.0)
     assert found.kink[0] and found.ahead[0] == 1 and found.behind[0] == 0
     assert found.analytic[0] == 2
-
-
-@pytest.mark.parametrize(("analytic", "kind"), [(1.004, OK), (1.006, WRONG)])
-def test_paddles_rule_is_relative_to_the_numeric_slope(analytic, kind):
-    assert verdict(np.sin, analytic, paddle=0.005).kind == kind
-
-
-def test_extrapolation_removes_the_quadratic_error():
-    step = np.array([0.5, 0.25])
-    central = (np.sin(1 + step) - np.sin(1 - step)) / (2 * step)
-    better = extrapolate(central[0], central[1], 2.0)
-    assert abs(better - np.cos(1)) < 0.02 * abs(central[1] - np.cos(1))
-    assert extrapolate(3.0 + 0.5**2, 3.0 + 0.25**2, 2.0) == 3.0
 
 
 @pytest.mark.parametrize("noise", [1e-15, 1e-9, 1e-5])
@@ -156,6 +130,11 @@ def test_the_worst_cotangent_decides():
     both = Slopes(*(np.concatenate(c, axis=2) for c in zip(good, bad, strict=True)))
     found = judge_ladder(both, RATIO, allowed())
     assert found.kind[0] == WRONG and found.analytic[0] == 2.0
+
+
+@pytest.mark.parametrize(("analytic", "kind"), [(1.004, OK), (1.006, WRONG)])
+def test_paddles_rule_is_relative_to_the_numeric_slope(analytic, kind):
+    assert verdict(np.sin, analytic, paddle=0.005).kind == kind
 
 
 TWO = np.asarray([2.0**-16, 2.0**-18])

@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from clipgrad._check.tolerances import narrowest
-from clipgrad._jaxpr import CUSTOM_RULES, OWN_TYPES, dtype_of, holds_floats, opened
+from clipgrad._jaxpr import CUSTOM_RULES, OWN_TYPES, dtype_of, equations, holds_floats, opened
 
 _FREE: frozenset[str] = frozenset()
 CASTS = ("convert_element_type", "bitcast_convert_type")
@@ -53,13 +53,9 @@ def _through(jaxpr: Any, flags: list, is_ruled: bool, found: set[str]) -> list[f
 
 def _integer_operations(programs: list) -> frozenset[str]:
     """The operations, also of programs inside, that make integers."""
-    found: set[str] = set()
-    for equation in (equation for program in programs for equation in program.eqns):
-        held = [opened(p)[0] for p in jaxprs_in_params(equation.params)]
-        found |= _integer_operations(held)
-        if not held and any(map(_is_integer, equation.outvars)):
-            found.add(equation.primitive.name)
-    return frozenset(found)
+    every = (equation for program in programs for equation in equations(program))
+    made = (e for e in every if any(map(_is_integer, e.outvars)))
+    return frozenset(e.primitive.name for e in made if not list(jaxprs_in_params(e.params)))
 
 
 def _is_integer(variable: Any) -> bool:

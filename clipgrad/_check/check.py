@@ -79,6 +79,9 @@ CARRIED = (
 )
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
+# Make hooks: without `stop_gradient`, and with loops that run on.
+FREELY = functools.partial(_jaxpr.Widen, np.float64, lambda x: x)
+RUN_ON = functools.partial(Longer, np.float64)
 
 Errors = Callable[[np.ndarray], np.ndarray]  # of elements, by their indices
 
@@ -365,7 +368,7 @@ class Check:
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
-        hooks = (_longer, None)
+        hooks = (RUN_ON, None)
         for gradient in {self.rule, self.plain} if has_loops(self.subject.program) else ():
             both = self._attempt(gradient, lambda of: [of(point.xs, covectors, h) for h in hooks])
             moved += 0.0 if both is None else np.abs(np.subtract(*both))
@@ -633,18 +636,10 @@ def _stops_matter(check: Check) -> bool:
     at = check.subject.inputs, check.covectors[:1]
     try:
         plain: Any = check.plain
-        free, exact = plain(*at, _freely), plain(*at)
+        free, exact = plain(*at, FREELY), plain(*at)
     except Exception:
         return True
     return bool(np.abs(free - exact).max() > tolerances.PRECISE * np.abs(exact).max())
-
-
-def _freely() -> _jaxpr.Widen:
-    return _jaxpr.Widen(np.float64, lambda x: x)
-
-
-def _longer() -> Longer:
-    return Longer(np.float64)
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:

@@ -35,7 +35,7 @@ class Chaotic(Exception):
     """Rounding of the inputs alone moves the values by a hundredth or more."""
 
 
-class _OtherValues(Exception):
+class _OtherValues(Unsupported):
     """An evaluation whose values are not the function's."""
 
 
@@ -180,8 +180,7 @@ def _rms(values: np.ndarray) -> float:
 
 def why_not(error: Exception) -> str:
     """Why something is not possible, in one line."""
-    is_said = isinstance(error, (_OtherValues, Unsupported))
-    return str(error) if is_said else first_line(error)
+    return str(error) if isinstance(error, Unsupported) else first_line(error)
 
 
 def jumped(subject: CheckSubject, values: np.ndarray, dtypes: Sequence[str]) -> np.ndarray:

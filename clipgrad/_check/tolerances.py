@@ -65,7 +65,7 @@ NOISE = 4.0
 # the step, 2 ** -32 at best (test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink).
 KINK_GAP = 0.02
 # Slopes that grow so much at each of the last steps have no limit: a jump's
-# (test_slopes_that_grow_without_bound_are_not_verified).
+# (test_slopes_are_told_apart).
 GROWTH = 1.5
 # Error relative to the typical slope from which nothing can be said
 # (test_a_slope_lost_in_the_noise_of_large_values_is_not_verified), unless it is as small a multiple
