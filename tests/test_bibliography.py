@@ -59,3 +59,9 @@ def test_every_row_has_a_link_and_says_what_this_library_does():
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if row[0] != "| source"]
     assert rows and all(links(row[0]) and len(row[-1]) > 5 for row in rows)
+
+
+def test_the_names_on_the_page_are_public():
+    known = {*NAMES, "delta", "max_relative_error", "min", "-max", "where", "nan", "adding"}
+    used = {re.split(r"[(= ]", code)[0] for code in re.findall(r"`([^`]+)`", PAGE)}
+    assert used - known <= {"clipgrad", "get_numerical_gradient", "check_grad"}

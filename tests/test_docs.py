@@ -42,6 +42,10 @@ def test_the_programs_of_a_page_run_in_one_go(page):
     exec("\n".join(PROGRAM.findall(page.read_text())), {})
 
 
+def test_there_are_pages_with_programs():
+    assert {page.stem for page in WITH_PROGRAMS} >= {"nan", "which_clip"}
+
+
 def test_no_address_of_a_link_is_broken_over_two_lines():
     texts = {page: re.sub(r"```.*?```", "", page.read_text(), flags=re.S) for page in ALL_PAGES}
     assert not [page for page, text in texts.items() if re.search(r"\]\([^)\s]*\n", text)]
@@ -104,6 +108,12 @@ def test_every_link_leads_to_a_file_and_a_heading_and_every_picture_is_one(page)
         assert path.is_file(), target
         assert not anchor or anchor in anchors(path), target
         assert path.suffix != ".png" or path.read_bytes().startswith(b"\x89PNG"), target
+
+
+def test_every_row_of_the_checklist_is_ticked_by_a_link():
+    lines = (DOCS / "checklist.md").read_text().splitlines()
+    ticked = [line for line in lines if line.startswith("| ") and "| here |" not in line]
+    assert ticked and all(re.search(r"\| ✓ \[.+?\]\(\w", row) for row in ticked)
 
 
 # Pages that messages name, for people who installed the package

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,6 +107,15 @@ def test_each_logger_gets_numbers_as_numbers_and_arrays_as_histograms(monkeypatc
     assert [call[:2] for call in clu.seen] == [("write_scalars", 7), ("write_histograms", 7)]
 
 
+@pytest.mark.exhaustive
+def test_a_tensorboard_writer_takes_what_the_page_gives_it(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        found = {"loss": jnp.float32(2), "h/norm": np.array([1, np.nan])}
+        loggers()["log_to_tensorboard"](writer, found, 7)
+    assert list(tmp_path.iterdir())
+
+
 def test_every_page_is_in_the_tree():
     entries = "\n".join(TREE).split("\n")
     listed = {re.sub(r".*<(.+)>", r"\1", entry) for entry in entries}
@@ -120,3 +130,48 @@ def test_every_setting_of_a_language_model_has_a_source_and_a_value():
     for model, threshold, source, *_ in rows:
         assert re.search(r", 20\d\d( to 20\d\d)?$", model) and "https://" in source, model
         assert re.match(r"\d\.\d|not stated|none", threshold), model
+
+
+def found_by():
+    """Of each page the words that its author wants it found by."""
+    tree = ast.parse((DOCS / "keywords.py").read_text())
+    (table,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "FOUND_BY"
+    ]
+    return {page: words.split("; ") for page, (_, words) in table.items()}
+
+
+def test_the_words_of_the_index_lead_to_one_page_each():
+    words = found_by()
+    places = {page: DOCS / f"{page}.md" for page in words if not page.startswith("benchmarks/")}
+    assert all(path.is_file() for path in places.values())
+    every = [word.lower() for page in words.values() for word in page]
+    assert len(every) == len(set(every))
+    assert "NaN" in words["nan"] and "wandb" in words["logging"] and set(GUIDES) <= set(words)
+
+
+SOUGHT = {
+    "bf16": "bfloat16",
+    "MLA": "recipes",
+    "epsilon": "recipes",
+    "GCS": "my_run_blew_up",
+    "checkpoint": "my_run_blew_up",
+    "clip by norm": "api/gradient_clip",
+}
+
+
+@pytest.mark.parametrize("word", SOUGHT)
+def test_what_people_search_for_leads_to_the_page_with_the_answer(word):
+    assert word in found_by()[SOUGHT[word]]
+
+
+PAGES_OF_THE_API = ["by_name", "gradient_clip", "rules", "thresholds"]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_THE_API)
+def test_a_long_page_of_the_reference_begins_with_its_names(page):
+    head, _, rest = text_of(f"api/{page}").partition("```{eval-rst}")
+    documented = re.findall(r"\.\. auto\w+:: (?:clipgrad\.\w+\.)?(\w+)", rest)
+    assert set(documented) == set(re.findall(r"`(\w+)`", head))

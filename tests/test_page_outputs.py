@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from benchmarks import compiled, held_out, multiples, report
@@ -131,6 +132,19 @@ def test_the_readme_says_three_of_the_costs():
     assert [norm, unchanged, unchanged] == [float(f"{ratio:.2g}") for ratio in stored]
 
 
+def test_what_a_step_takes_to_compile_is_on_the_page_on_costs():
+    lines = (DOCS / "costs.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {STEPS}")]
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    results = text.partition("medians of three rounds, later that day on an idle machine:")[2]
+    stored = [
+        float(re.search(rf"\| {clip}, clipgrad \|.*\| ([\d.]+) \| [\d,]+ \|", results)[1])
+        for clip in ("global norm", "block RMS", "adaptive")
+    ]
+    assert [float(x) for x in row.split("|")[3].split(";")] == [float(f"{x:.2g}") for x in stored]
+    assert " * |" not in row  # other programs did not run
+
+
 def test_the_page_has_at_most_ten_costs_and_marks_those_that_are_uncertain():
     text = (DOCS / "costs.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
@@ -168,6 +182,50 @@ def test_the_programs_for_accelerators_are_those_that_were_stored():
         "H200",
         "1 TPU",
     }
+    # The page quotes these, in the form of its own table.
+    temporaries = {(row["for"], row["work"], row["who"]): row["temporaries"] for row in values}
+    for work, who in {key[1:] for key in temporaries if key[2] != "plain"}:
+        ratios = [
+            temporaries[kind, work, who] / temporaries[kind, work, "plain"]
+            for kind in ("CPU", "H200", "1 TPU")
+        ]
+        assert " | ".join(f"{ratio:.3f}" for ratio in ratios) in text, (work, who)
+
+
+SPANS = {
+    "clip by global norm on one CPU device": [
+        ratios("leaves", "", "optax") + ratios("norm", "", "optax"),
+        [
+            r
+            for ours in ("clipgrad", "clipgrad, stats=True")
+            for r in ratios("steps", "", "optax", ours)
+        ],
+    ],
+    "by leaf, block RMS, adaptive": [
+        ratios("clips", work, "optax") for work in ("norm of each leaf", "block RMS", "adaptive")
+    ],
+}
+
+
+@pytest.mark.parametrize("start", SPANS)
+def test_the_costs_on_the_design_page_span_those_that_were_stored(start):
+    (row,) = [
+        line for line in (DOCS / "design.md").read_text().splitlines() if f"| {start}" in line
+    ]
+    shown = [float(number) for number in re.findall(r"\d\.\d+", row)]
+    stored = [end(found) for found in SPANS[start] for end in (min, max)]
+    assert np.allclose(shown, stored, atol=0.006)
+
+
+def test_the_time_to_compile_on_the_design_page_is_what_was_stored():
+    (row,) = [
+        line for line in (DOCS / "design.md").read_text().splitlines() if "to compile" in line
+    ]
+    shown = [float(number) for number in re.findall(r"\d\.\d+", row)]
+    works = ("value", "global norm", "norm of each leaf")
+    stored = [ratios("compilation", f"{work}, 1,000 leaves: compile", "optax")[0] for work in works]
+    assert np.allclose(shown, stored, atol=0.006)
+    assert ratios("compilation", "adaptive, 1,000 leaves: compile", "optax")[0] < stored[2]
 
 
 def test_the_pages_on_the_checker_count_its_tables():

@@ -32,6 +32,10 @@ def words(text):
 DIAGNOSE, RECORD, CLIP = PROGRAMS
 
 
+def test_each_program_shows_its_output():
+    assert len(OUTPUTS) == 3
+
+
 def test_it_is_read_in_two_minutes():
     assert len(TEXT.split()) <= 900
 
@@ -40,6 +44,10 @@ def test_the_links_by_question_are_at_most_ten():
     table = TEXT.partition("| you ask | read |\n|---|---|\n")[2].partition("\n\n")[0]
     links = [re.findall(r"\]\(", row) for row in table.splitlines()]
     assert 1 <= len(links) <= 10 and all(len(row) == 1 for row in links)
+
+
+def test_the_first_screen_diagnoses_before_it_installs_anything_else():
+    assert TEXT.index("pip install .") < TEXT.index("cg.diagnose(") < TEXT.index("```sh")
 
 
 def test_both_clips_are_seen_to_act(capsys):
