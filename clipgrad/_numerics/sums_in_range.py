@@ -21,7 +21,7 @@ from clipgrad._compat import (
     to_varying,
     varying_axes,
 )
-from clipgrad._numerics.calls import at_once, for_each, in_one, parted
+from clipgrad._numerics.calls import at_once, for_each, in_one
 from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, with_real_dtype
 from clipgrad._numerics.ranges import (
     from_plain,
@@ -60,63 +60,30 @@ def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]
     return form(groups, plain, leaves)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
-    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order. Leaves
+    stay apart, so that XLA compiles the kernels of equal ones once.
     """
-    kinds = [[0]] if groups.joint else groups.kinds(leaves)
-    ordinary = [in_one([plain[i] for i in places]) for places in kinds]
-    flags = [jnp.all(is_in_range(x)) for x in ordinary]
+    flags = [jnp.all(is_in_range(x)) for x in joined_leaves(plain)]
     in_range = functools.reduce(jnp.logical_and, flags)
 
-    def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return [(total, scale_of_plain(x)) for total, x in zip(totals, ordinary, strict=True)]
-
     def again() -> list[jax.Array]:
-        if groups.joint:
-            return [_second_sums(groups, plain[0], joined_leaves(leaves))]
-        pairs = zip(kinds, ordinary, strict=True)
-        return [
-            _sums_of_kind(groups.stacked(leaves, places[0]), x, [leaves[i] for i in places])
-            for places, x in pairs
-        ]
+        parts = joined_leaves(leaves) if groups.joint else leaves
+        squares = groups.sums_of(scaled_square, parts, groups.per_leaf(plain, parts))
+        return list(map(unless_plain, plain, groups.totals(squares, parts)))
+
+    def with_scales(totals: list[jax.Array]) -> list[Any]:
+        return list(zip(totals, map(scale_of_plain, plain), strict=True))
 
     with jax.named_scope("out_of_range"):
         if groups.joint:  # the loop of each leaf would compute the scale, if the branch did not
-            known = [(x, jnp.ones_like(x)) for x in ordinary]
+            known = [(x, jnp.ones_like(x)) for x in plain]
             return jax.lax.cond(in_range, lambda: known, lambda: with_scales(again()))
         # A branch with half as many results compiles faster.
-        found = with_scales(jax.lax.cond(in_range, lambda: ordinary, again))
-    results: dict[int, Any] = {}
-    for places, pair in zip(kinds, found, strict=True):
-        parts = (parted(x, [plain[i].shape for i in places]) for x in pair)
-        results |= zip(places, zip(*parts, strict=True), strict=True)
-    return [results[i] for i in range(len(plain))]
-
-
-def _sums_of_kind(groups: Groups, plain: jax.Array, leaves: Arrays) -> jax.Array:
-    """The second sums of leaves of one kind, of small leaves many at once, as the plain ones are.
-
-    ``groups`` are those of one of the leaves along a new first axis.
-    """
-    size, number = leaves[0].size, len(leaves)
-    many = max(_JOINED // max(size, 1), 1) if size <= _SMALL else 1
-    (axes,) = groups.axes or ((),)
-    kept = [1 if i + 1 in (axes or ()) else n for i, n in enumerate(leaves[0].shape)]
-    found, rows = [], plain.reshape(number, *kept)
-    for start in range(0, number, many):
-        rows_of = [jax.lax.expand_dims(x, (0,)) for x in leaves[start : start + many]]
-        elements = jax.lax.concatenate(rows_of, 0)
-        found.append(_second_sums(groups, rows[start : start + many], [elements]))
-    return in_one(found).reshape(plain.shape)
-
-
-def _second_sums(groups: Groups, plain: jax.Array, parts: Arrays) -> jax.Array:
-    """The plain sums of a group, or the sums of scaled elements where they are out of range."""
-    squares = groups.sums_of(scaled_square, parts, [plain] * len(parts))
-    (total,) = groups.totals(squares, parts)
-    return unless_plain(plain, total)
+        return with_scales(jax.lax.cond(in_range, lambda: list(plain), again))
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
