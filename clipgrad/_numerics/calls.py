@@ -76,17 +76,17 @@ def _joined(
     rows = list(zip(*columns, strict=True))
     flat = [tuple(jax.tree.leaves(row)) for row in rows]
     results: dict[int, Any] = {}
-    for places in _kinds_of(flat):
+    for places in kinds_of(flat):
         shapes = [np.broadcast_shapes(*(x.shape for x in flat[i])) for i in places]
         arrays = [_column_in_one(x, shapes) for x in zip(*(flat[i] for i in places), strict=True)]
         found = function(*static, *jax.tree.unflatten(jax.tree.structure(rows[places[0]]), arrays))
         outs, structure = jax.tree.flatten(found)
-        parts = zip(*(_parted(x, shapes) for x in outs), strict=True)
+        parts = zip(*(parted(x, shapes) for x in outs), strict=True)
         results |= zip(places, map(structure.unflatten, parts), strict=True)
     return [results[i] for i in range(len(rows))]
 
 
-def _kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
+def kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
     """The places of rows of arrays of one kind; one whose types are sharded stays apart."""
 
     def kind(i: int, row: tuple[Any, ...]) -> Any:
@@ -121,7 +121,7 @@ def in_one(arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in arrays], 0)
 
 
-def _parted(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def parted(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     """Arrays that have been joined."""
     if len(shapes) == 1:
         return [array]

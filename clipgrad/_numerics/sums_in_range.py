@@ -21,7 +21,7 @@ from clipgrad._compat import (
     to_varying,
     varying_axes,
 )
-from clipgrad._numerics.calls import at_once, for_each, in_one
+from clipgrad._numerics.calls import at_once, for_each, in_one, kinds_of, parted
 from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, with_real_dtype
 from clipgrad._numerics.ranges import (
     from_plain,
@@ -55,35 +55,43 @@ def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]
     if groups.joint and all(map(is_local, leaves)):
         return _joint_together(groups, plain, leaves)
     if not groups.joint and on_one_device(leaves) and (len(leaves) > 1 or not by_rows):
-        return _by_branch(groups, plain, leaves)
+        return _by_branch(groups, plain, leaves, join=True)
     form = _apart_by_leaf if by_rows else _in_stack
     return form(groups, plain, leaves)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays, join: bool = False) -> Any:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
-    A sum in range stays as it is then, too: in the branch XLA would add up in another order. Leaves
-    stay apart, so that XLA compiles the kernels of equal ones once.
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order. With
+    ``join`` the sums of a kind are one array, of which a GPU copies fewer. Apart, XLA compiles the
+    kernels of equal leaves once.
     """
+    kinds = kinds_of([(x,) for x in plain]) if join else [[i] for i in range(len(plain))]
+    ordinary = [in_one([plain[i] for i in places]) for places in kinds]
     flags = [jnp.all(is_in_range(x)) for x in joined_leaves(plain)]
     in_range = functools.reduce(jnp.logical_and, flags)
+
+    def with_scales(totals: list[jax.Array]) -> list[Any]:
+        return list(zip(totals, map(scale_of_plain, ordinary), strict=True))
 
     def again() -> list[jax.Array]:
         parts = joined_leaves(leaves) if groups.joint else leaves
         squares = groups.sums_of(scaled_square, parts, groups.per_leaf(plain, parts))
-        return list(map(unless_plain, plain, groups.totals(squares, parts)))
-
-    def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return list(zip(totals, map(scale_of_plain, plain), strict=True))
+        found = list(map(unless_plain, plain, groups.totals(squares, parts)))
+        return [in_one([found[i] for i in places]) for places in kinds]
 
     with jax.named_scope("out_of_range"):
         if groups.joint:  # the loop of each leaf would compute the scale, if the branch did not
-            known = [(x, jnp.ones_like(x)) for x in plain]
+            known = [(x, jnp.ones_like(x)) for x in ordinary]
             return jax.lax.cond(in_range, lambda: known, lambda: with_scales(again()))
         # A branch with half as many results compiles faster.
-        return with_scales(jax.lax.cond(in_range, lambda: list(plain), again))
+        found = with_scales(jax.lax.cond(in_range, lambda: ordinary, again))
+    results: dict[int, Any] = {}
+    for places, pair in zip(kinds, found, strict=True):
+        parts = (parted(x, [plain[i].shape for i in places]) for x in pair)
+        results |= zip(places, zip(*parts, strict=True), strict=True)
+    return [results[i] for i in range(len(plain))]
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
