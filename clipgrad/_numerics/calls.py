@@ -65,12 +65,12 @@ def at_once(
         return for_each(function, [static] * len(columns[0]), *given, written_out=True)
 
     def joined(distinct: dict[int, jax.Array]) -> list[Any]:
-        return _joined(function, static, *structure.unflatten([distinct[id(x)] for x in each]))
+        return _joined_rows(function, static, *structure.unflatten([distinct[id(x)] for x in each]))
 
     return by_platform(distinct, cpu=apart, gpu=joined, default=joined)
 
 
-def _joined(
+def _joined_rows(
     function: Callable[..., Any], static: tuple[Any, ...], *columns: Sequence[Any]
 ) -> list[Any]:
     rows = list(zip(*columns, strict=True))
