@@ -54,7 +54,7 @@ MUTANTS = [
         ("_rules/auto_norm.py",
          "norm.divisor + gamma * norm.scale",
          "norm.divisor + gamma",
-         "rules_auto_norm laws norms"),
+         "rules laws norms"),
         ("_rules/units.py",
          "tuple(range(leaf.ndim - 1))",
          "tuple(range(1, leaf.ndim))",

@@ -33,8 +33,6 @@ from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_cl
 
 # For each group of elements the norm that it was scaled from, and the limit.
 Limits = Sequence[tuple[Norm, jax.Array]]
-# For each leaf the numbers that the limits of its groups follow from.
-Numbers = Sequence[tuple[Any, ...]]
 
 
 @exportable
@@ -196,29 +194,24 @@ def stats_of_clip(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> C
     Where they are L2 norms all follows from them, and nothing is summed over the elements, except
     that NaN and inf are counted if there are any.
     """
-    known = _limits_known(rule, tree, norms)
-    if known is None:
+    limits = _known_limits(rule, tree, norms)
+    if limits is None:
         return measured_stats(rule, tree, clipped)
     if rule.acts_on == "tree":
-        return _of_tree(tree, known, rule)
-    return _of_leaves(rule, clippable_leaves(tree), known)
+        return _of_tree(tree, limits, rule)
+    return _of_leaves(clippable_leaves(tree), limits)
 
 
 def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> dict[str, ClipStats]:
     """The statistics of each leaf by path."""
-    known = _limits_known(rule, tree, norms)
-    if known is None:
+    limits = _known_limits(rule, tree, norms)
+    if limits is None:
         return _measured_by_leaf(rule, tree, clipped)
-    if rule.acts_on == "tree":
-        return _tree_by_leaf(tree, known, rule)
-    return _by_leaf(rule, tree, known)
+    return (_tree_by_leaf if rule.acts_on == "tree" else _by_leaf)(tree, limits, rule)
 
 
-def _limits_known(rule: Any, tree: Any, norms: Sequence[Any]) -> Any:
-    """The limit of the L2 norm of a tree, or for each leaf the numbers that limits follow from."""
-    if not norms or not is_own(rule):
-        return None
-    return (rule.l2_limits if rule.acts_on == "tree" else rule.l2_numbers)(tree, norms)
+def _known_limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
+    return rule.l2_limits(tree, norms) if norms and is_own(rule) else None
 
 
 def measured_stats(rule: Any, before: Any, after: Any, dtype: Any = None) -> ClipStats:
@@ -274,9 +267,9 @@ def _tree_by_leaf(tree: Any, limits: Limits, rule: Any) -> dict[str, ClipStats]:
     return stats
 
 
-def _of_leaves(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> ClipStats:
+def _of_leaves(leaves: list[jax.Array], limits: Limits) -> ClipStats:
     """The statistics of leaves that were scaled, or groups in them, each by its norm."""
-    groups = _joined_groups(rule, leaves, numbers)
+    groups = _joined_groups(leaves, limits)
     finite = [jnp.all(jnp.isfinite(norm.root)) for norm, _, _ in groups]
     (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [leaves], None)
     stats = [
@@ -287,45 +280,31 @@ def _of_leaves(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> ClipStat
     return total._replace(nonfinite=bad)
 
 
-def _by_leaf(rule: Any, tree: Any, numbers: Numbers) -> dict[str, ClipStats]:
+def _by_leaf(tree: Any, limits: Limits, rule: Any) -> dict[str, ClipStats]:
     """The statistics of each leaf."""
     dtype, leaves = stats_dtype(tree), clippable_leaves(tree)
-    stats = [_of_leaves(rule, [leaf], [own]) for leaf, own in zip(leaves, numbers, strict=True)]
+    stats = [_of_leaves([leaf], [own]) for leaf, own in zip(leaves, limits, strict=True)]
     cast = [jax.tree.map(lambda x: x.astype(dtype), of_leaf) for of_leaf in stats]
     return dict(zip(clippable_paths(tree), cast, strict=True))
 
 
-def _joined_groups(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> list[Any]:
+def _joined_groups(leaves: list[jax.Array], limits: Limits) -> list[Any]:
     """Norms, limits and sizes of groups, one array for all leaves.
 
     XLA compiles a formula of a thousand norms slowly, and on a GPU would make a kernel for each
     of them, were they not one array behind the barrier. Norms whose types are sharded stay apart.
     """
     groups, joined, dtype = [], [], widest(leaves)
-    for leaf, (root, *others) in zip(leaves, numbers, strict=True):
-        size = np.full((1,) * root.ndim, leaf.size / max(root.size, 1))
-        (groups if explicit_sharding(root) else joined).append((root, *others, size))
+    for leaf, (norm, limit) in zip(leaves, limits, strict=True):
+        size = np.full(norm.root.shape, leaf.size / max(norm.root.size, 1), dtype)
+        row = [x.astype(dtype) for x in (norm.root, norm.scale, broadcast_like(limit, norm.root))]
+        (groups if explicit_sharding(norm.root) else joined).append((*row, size))
     if joined:
-        columns = [_joined_column(column, joined) for column in zip(*joined, strict=True)]
-        groups.append([*jax.lax.optimization_barrier(tuple(columns[:-1])), columns[-1]])
-    found = []
-    for *group, size in groups:
-        norm, limit = rule.l2_limit(*(jnp.asarray(x, dtype) for x in group))
-        found.append((norm, broadcast_like(limit, norm.root), jnp.asarray(size, dtype)))
-    return found
-
-
-def _joined_column(parts: Sequence[Any], rows: Sequence[Any]) -> Any:
-    """One number of every group, as an array; a number that all of them have, alone."""
-    first = parts[0]
-    if first.size == 1 and all(part is first for part in parts):
-        return first.reshape(())
-    if all(isinstance(part, np.ndarray) for part in parts):
-        pairs = zip(parts, rows, strict=True)
-        return np.concatenate([np.broadcast_to(part, row[0].shape).ravel() for part, row in pairs])
-    wide = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-    flat = [jnp.ravel(part).astype(wide) for part in parts]
-    return jnp.concatenate(flat)
+        *columns, sizes = zip(*joined, strict=True)
+        arrays = [jnp.concatenate([jnp.ravel(x) for x in column]) for column in columns]
+        sizes = np.concatenate([size.ravel() for size in sizes])
+        groups.append((*jax.lax.optimization_barrier(arrays), sizes))
+    return [(Norm.of(root, scale), limit, jnp.asarray(size)) for root, scale, limit, size in groups]
 
 
 @functools.partial(jax.jit, inline=True)

@@ -112,18 +112,15 @@ OPTIONS = [
     (cg.PercentileThreshold, {}),
     (cg.PercentileThreshold, {"percentile": 87.5, "window": 10}),
     (cg.PercentileThreshold, {"percentile": 0, "window": 1}),
-    (cg.PercentileThreshold, {"percentile": 100, "window": 50}),
     (cg.PercentileThreshold, {"percentile": 60, "window": 50, "feed": "clipped"}),
     (cg.HistoryThreshold, {}),
-    (cg.HistoryThreshold, {"window": 9, "sigma": 1.0, "min_history": 1}),
-    (cg.HistoryThreshold, {"window": 20, "sigma": 2.0, "feed": "clipped"}),
+    (cg.HistoryThreshold, {"window": 9, "sigma": 1.0, "min_history": 1, "feed": "clipped"}),
     (cg.ZScoreThreshold, {}),
     (cg.ZScoreThreshold, {"z": 1.0, "decay": 0.9, "warmup": 3, "eps": 0.01, "max_norm": 2.0}),
     (cg.ZScoreThreshold, {"z": 2.0, "feed": "raw"}),
     (cg.EMAThreshold, {}),
     (cg.EMAThreshold, {"decay": 0.9, "relative": 1.5, "absolute": 3.0, "warmup": 7}),
-    (cg.EMAThreshold, {"relative": 2.0, "feed": "raw"}),
-    (cg.EMAThreshold, {"absolute": 11.0, "warmup": 50}),
+    (cg.EMAThreshold, {"relative": 2.0, "absolute": 11.0, "warmup": 50, "feed": "raw"}),
 ]
 KINDS = list(REFERENCES)
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -395,23 +392,19 @@ def following(threshold, shape):
 
 @pytest.mark.parametrize("make, error, match", [
     (lambda: cg.PercentileThreshold(101), ValueError, r"percentile: got 101, .* in \[0, 100\]"),
-    (lambda: cg.PercentileThreshold(np.nan), ValueError, "percentile: got nan"),
     (lambda: cg.PercentileThreshold("10"), TypeError, "percentile: got '10' of type str"),
     (lambda: cg.PercentileThreshold(window=0), ValueError, "window: got 0, .* at least 1"),
     (lambda: cg.PercentileThreshold(window=2.5), ValueError, "window: got 2.5, .*integer"),
     (lambda: cg.PercentileThreshold(feed="both"), ValueError, "feed: got 'both', .*raw, clipped"),
-    (lambda: cg.HistoryThreshold(0), ValueError, "window: got 0"),
     (lambda: cg.HistoryThreshold(sigma=-1), ValueError, "sigma: got -1, expected a number >= 0"),
     (lambda: cg.HistoryThreshold(8, min_history=9), ValueError, "got 9, .* at most window, 8"),
-    (lambda: cg.HistoryThreshold(min_history=0), ValueError, "min_history: got 0"),
     (lambda: cg.ZScoreThreshold(decay=1.5), ValueError, r"decay: got 1.5, .* in \[0, 1\]"),
     (lambda: cg.ZScoreThreshold(max_norm=-1), ValueError, "max_norm: got -1"),
     (lambda: cg.ZScoreThreshold(z=True), TypeError, "z: got True of type bool"),
     (lambda: cg.ZScoreThreshold(eps=np.inf), ValueError, "eps: got inf"),
     (lambda: cg.EMAThreshold(relative=0.5), ValueError, "relative: got 0.5, .* >= 1"),
     (lambda: cg.EMAThreshold(absolute=0), ValueError, "absolute: got 0"),
-    (lambda: cg.EMAThreshold(warmup=-3), ValueError, "warmup: got -3"),
-], ids=range(17))  # fmt: skip
+], ids=range(13))  # fmt: skip
 def test_what_is_out_of_range_is_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()
@@ -420,17 +413,12 @@ def test_what_is_out_of_range_is_refused(make, error, match):
 @pytest.mark.parametrize("call, match", [
     (lambda t, x: cg.clip_grads(x, cg.ClipByGlobalNorm(t)), "only a gradient clip can use"),
     (lambda t, x: cg.ClipByNorm(t)(x), "max_norm: got Percentile.* only a gradient clip can"),
-    (lambda t, x: cg.clip_cotangent(x, cg.ErrorClipByValue(t)), "max: got PercentileThreshold"),
     (lambda t, x: cg.error_clip(cg.ClipByBlockRMS(t))(jnp.sin), "threshold: got Percentile"),
     (lambda t, x: cg.AdaptiveClip(eps=t), "eps: got .*only the first threshold of a clip by"),
     (lambda t, x: cg.ClipByValue(1.0, t), "min: got .*only the first threshold of a clip by"),
-    (lambda t, x: cg.published.apply_gradient_clipping(
-        x, clipping_type="norm", clipping_threshold=t),
-     "clipping_threshold: got .*, expected a number or an array"),
     (lambda t, x: cg.gradient_clip(t), "rule: got PercentileThreshold.*expected a ClipRule"),
-    (lambda t, x: cg.clip_by_norm(type(t)), "max_norm: got .*expected a number"),
     (lambda t, x: cg.clip_by_norm(optax.sgd(1.0)), "max_norm: got Gradient.*expected a number"),
-], ids=range(10))  # fmt: skip
+], ids=range(7))  # fmt: skip
 def test_a_threshold_where_a_number_belongs_is_refused(call, match):
     with pytest.raises(TypeError, match=match):
         call(cg.PercentileThreshold(), jnp.ones(2))

@@ -60,13 +60,6 @@ def test_the_rows_of_the_short_table_exist():
         assert name in [row.name for row in SUBJECTS[subject].rows(Scale(1))]
 
 
-def compared(name, kind, low):
-    seconds = {"run": {"median": 0.002}}
-    side = {"seconds": seconds, "facts": {}, "name": name, "kind": kind}
-    ratio = {"median": low + 0.1, "low": low, "high": low + 0.2, "n": 5}
-    return side, {"ours": "clipgrad", "theirs": name, "kind": kind, "ratio": {"run": ratio}}
-
-
 @pytest.mark.parametrize("work", per_example.WORK, ids=lambda work: work[0])
 def test_a_model_of_examples_has_a_loss_of_one_and_the_leaves_of_its_twin(work):
     model = work[1](TINY)

@@ -144,8 +144,6 @@ def test_injected_thresholds_give_the_bits_of_optax(clip, field):
 # Eagerly, on many trees.
 
 SHAPES = [
-    {"w": (4, 5)},
-    {"b": (16,), "w": (16, 16)},
     {"b": (4,), "w": (3, 4)},
     {"b": (64,), "conv": (3, 3, 4, 8), "w": (128, 64)},
 ]

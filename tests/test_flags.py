@@ -86,10 +86,6 @@ def finding(first):
 CALLS = {
     **{f"clip, {n}": lambda r=r: cg.clip_grads(PARAMS, r)[0] for n, r in RULES.items()},
     **{f"mapped, {n}": lambda r=r: jax.vmap(r)(jnp.stack(PARAMS)) for n, r in RULES.items()},
-    **{
-        f"updated, {n}": lambda t=t: updated(cg.clip_by_global_norm(t))
-        for n, t in THRESHOLDS.items()
-    },
     **{f"adapted, {n}": lambda t=t: adapted(t) for n, t in THRESHOLDS.items()},
     "adaptive": lambda: updated(cg.adaptive_grad_clip(0.01)),
     "u_clip": lambda: updated(cg.u_clip(cg.clip_by_global_norm(0.1))),

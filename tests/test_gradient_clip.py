@@ -20,8 +20,6 @@ CLIPS = {
 }
 every_clip = pytest.mark.parametrize("name", CLIPS)
 SHAPES = [
-    {"w": (4, 5)},
-    {"w": (16, 16), "b": (16,)},
     {"w": (3, 4), "b": (4,)},
     {"a": (8, 16), "b": (16,), "c": (16, 4), "d": (4,)},
     {"conv": (3, 3, 4, 8), "w": (128, 64), "b": (64,)},
@@ -36,7 +34,7 @@ def update(tx, grads, params=None, state=None, **extra):
 @pytest.mark.ci("name shapes", "threshold")
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-@pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])
+@pytest.mark.parametrize("threshold", [0.01, 0.5])
 def test_it_equals_optax_bit_for_bit_under_jit(name, shapes, threshold):
     ours, theirs = CLIPS[name]
     run = [
@@ -255,13 +253,6 @@ def test_adaptive_clipping_without_parameters_is_refused():
 def test_parameters_that_do_not_fit_are_refused(params, match):
     with pytest.raises(ValueError, match=match):
         cg.clip_grads({"a": jnp.ones(2)}, cg.AdaptiveClip(0.1), params)
-
-
-def test_a_known_norm_is_refused_by_rules_that_do_not_use_it():
-    with pytest.raises(
-        ValueError, match="norm: got 1.0 with ClipByValue.*expected ClipByGlobalNorm"
-    ):
-        cg.clip_grads(TREE, cg.ClipByValue(1.0), norm=1.0)
 
 
 def test_a_schedule_outside_of_a_gradient_clip_is_refused():

@@ -196,10 +196,8 @@ def test_the_largest_logits_of_grouped_queries_are_at_the_limit_after_the_step()
     assert_at_the_limit_after_a_step(*grouped())
 
 
-@pytest.mark.kinds()
 @pytest.mark.usefixtures("users_promotion")
-@pytest.mark.parametrize("optimizer", [optax.adamw, optax.contrib.muon], ids=["adamw", "muon"])
-def test_logits_that_grow_stay_at_the_limit(optimizer):
+def test_logits_that_grow_stay_at_the_limit():
     params = {"q": normal(8, 8), "k": normal(8, 8)}
 
     def loss(p, x):
@@ -211,7 +209,7 @@ def test_logits_that_grow_stay_at_the_limit(optimizer):
     grown, kept = [], []
     clip = cg.qk_clip([("logits", "q", "k", 1)], 20.0)
     for seen, tail in ((grown, optax.identity()), (kept, clip)):
-        step = cg.train_step(loss, optax.chain(optimizer(0.02), tail), watch_values={"logits": 1})
+        step = cg.train_step(loss, optax.chain(optax.adamw(0.02), tail), watch_values={"logits": 1})
         state = step.init(params)
         for _ in range(60):
             state, metrics = step(state, X)
@@ -223,7 +221,7 @@ def test_logits_that_grow_stay_at_the_limit(optimizer):
 
 # ---- the largest logit, not the largest magnitude -----------------------------------------------
 
-FAR_BELOW = {"ordinary": 0.0, "shifted": -400.0, "masked": -1e9, "masked by -inf": -np.inf}
+FAR_BELOW = {"shifted": -400.0, "masked": -1e9, "masked by -inf": -np.inf}
 
 
 @pytest.mark.kinds()

@@ -67,11 +67,6 @@ def test_limits_may_be_schedules_and_statistics_keep_the_tree():
     assert cg.scalars(state)["clip/threshold/a"] == 1
 
 
-def test_a_tree_of_numbers_keeps_the_state_of_optax():
-    tx = cg.clip_by_norm({"a": 1.0, "b": 2.0})
-    assert tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}) == optax.EmptyState()
-
-
 @pytest.mark.kinds()
 @pytest.mark.parametrize("method", ["one pass", "two passes", "direct"])
 def test_each_example_has_a_limit_for_each_layer(method):
@@ -100,7 +95,6 @@ def test_each_example_has_a_limit_for_each_layer(method):
     "error, run, match",
     [
         (ValueError, lambda: cg.ClipByNorm({"a": -1.0}), r"max_norm\['a'\]: got -1.0"),
-        (TypeError, lambda: cg.ClipByNorm({"a": "1"}), r"max_norm\['a'\]: got '1' of type str"),
         (TypeError, lambda: cg.ClipByNorm([cg.EMAThreshold()]), r"max_norm\[0\]: got EMAThres"),
         (TypeError, lambda: cg.ClipByNorm({}), "max_norm: got {} of type dict, expected a number"),
         (TypeError, lambda: cg.ClipByGlobalNorm({"a": 1.0}), "max_norm: got {'a': 1.0} of type di"),
@@ -110,7 +104,7 @@ def test_each_example_has_a_limit_for_each_layer(method):
         (TypeError, lambda: cg.ClipByNorm({"a": lambda step: 1.0})({"a": jnp.ones(1)}),
          "max_norm: got a schedule, which only a gradient clip can evaluate"),
     ],
-    ids=range(8),
+    ids=range(7),
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(error, run, match):
     with pytest.raises(error, match=match):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._compat import explicit_sharding, on_one_device, varying_axes
+from clipgrad._compat import by_platform, explicit_sharding, on_one_device, varying_axes
 
 
 def for_each(
@@ -51,15 +51,32 @@ def at_once(
 ) -> list[Any]:
     """An elementwise function of each row of small arrays, which have a shape, or no axes.
 
-    Within a program of one device, those of a kind are one array while it is computed: XLA compiles
-    the formulas of a thousand norms slowly, and a GPU would have a kernel for each.
+    Within a program of one device that is no CPU, those of a kind are one array while it is
+    computed: a GPU would have a kernel for each. On a CPU each part of that array would be a kernel
+    of its own to compile, and the same formula of equal leaves is one.
     """
+    each, structure = jax.tree.flatten(columns)
+    if not on_one_device(each) or not any(isinstance(x, Tracer) for x in each):
+        return for_each(function, [static] * len(columns[0]), *columns, written_out=True)
+    distinct = {id(x): x for x in each}
+
+    def apart(distinct: dict[int, jax.Array]) -> list[Any]:
+        given = structure.unflatten([distinct[id(x)] for x in each])
+        return for_each(function, [static] * len(columns[0]), *given, written_out=True)
+
+    def joined(distinct: dict[int, jax.Array]) -> list[Any]:
+        return _joined_rows(function, static, *structure.unflatten([distinct[id(x)] for x in each]))
+
+    return by_platform(distinct, cpu=apart, gpu=joined, default=joined)
+
+
+def _joined_rows(
+    function: Callable[..., Any], static: tuple[Any, ...], *columns: Sequence[Any]
+) -> list[Any]:
     rows = list(zip(*columns, strict=True))
     flat = [tuple(jax.tree.leaves(row)) for row in rows]
-    if not on_one_device(flat) or not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
-        return for_each(function, [static] * len(rows), *columns, written_out=True)
     results: dict[int, Any] = {}
-    for places in _kinds_of(flat):
+    for places in kinds_of(flat):
         shapes = [np.broadcast_shapes(*(x.shape for x in flat[i])) for i in places]
         arrays = [_column_in_one(x, shapes) for x in zip(*(flat[i] for i in places), strict=True)]
         found = function(*static, *jax.tree.unflatten(jax.tree.structure(rows[places[0]]), arrays))
@@ -69,14 +86,14 @@ def at_once(
     return [results[i] for i in range(len(rows))]
 
 
-def _kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
+def kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
     """The places of rows of arrays of one kind; one whose types are sharded stays apart."""
 
     def kind(i: int, row: tuple[Any, ...]) -> Any:
         is_apart = any(map(explicit_sharding, row))
         return i if is_apart else tuple((x.dtype, not x.ndim, varying_axes(x)) for x in row)
 
-    return places_by(kind(i, row) for i, row in enumerate(rows))
+    return _places_by(kind(i, row) for i, row in enumerate(rows))
 
 
 # XLA joins kernels that read one array, and compiles a kernel of very many results slowly: for a
@@ -85,7 +102,7 @@ def _kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
 _SIZES = range(24, 11, -1)
 
 
-def places_by(keys: Iterable[Hashable]) -> list[list[int]]:
+def _places_by(keys: Iterable[Hashable]) -> list[list[int]]:
     """The places of keys that are equal, not very many at once."""
     kinds: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import explicit_sharding, tracks_varying, varying_axes
-from clipgrad._numerics.calls import for_each, places_by
+from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     accumulator,
     from_bits,
@@ -82,19 +82,6 @@ class Groups(NamedTuple):
         here = [math.prod(leaf.shape[i] for i in axes) for leaf, axes in pairs]
         devices = [math.prod(map(jax.lax.axis_size, self._axes_of(leaf))) for leaf in leaves]
         return [size * count for size, count in zip(here, devices, strict=True)]
-
-    def kinds(self, leaves: Arrays) -> list[list[int]]:
-        """The places of leaves of one type that are reduced along the same axes."""
-        pairs = zip(leaves, self._axes_from_end(leaves), strict=True)
-        return places_by(
-            i if explicit_sharding(leaf) else (jax.typeof(leaf), axes)
-            for i, (leaf, axes) in enumerate(pairs)
-        )
-
-    def stacked(self, leaves: Arrays, place: int) -> "Groups":
-        """The groups of several leaves of the kind of one, along a new first axis."""
-        axes = self._axes_from_end(leaves)[place]
-        return Groups((tuple(i + leaves[place].ndim + 1 for i in axes),), self.names)
 
     def by_rows(self, leaves: Arrays) -> bool:
         """Whether each sum is of elements side by side in memory, and of a part of its leaf."""

@@ -21,7 +21,7 @@ from clipgrad._compat import (
     to_varying,
     varying_axes,
 )
-from clipgrad._numerics.calls import at_once, for_each, in_one, parted
+from clipgrad._numerics.calls import at_once, for_each, in_one, kinds_of, parted
 from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, with_real_dtype
 from clipgrad._numerics.ranges import (
     from_plain,
@@ -55,32 +55,31 @@ def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]
     if groups.joint and all(map(is_local, leaves)):
         return _joint_together(groups, plain, leaves)
     if not groups.joint and on_one_device(leaves) and (len(leaves) > 1 or not by_rows):
-        return _by_branch(groups, plain, leaves)
+        return _by_branch(groups, plain, leaves, join=True)
     form = _apart_by_leaf if by_rows else _in_stack
     return form(groups, plain, leaves)
 
 
-def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays, join: bool = False) -> Any:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
-    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order. With
+    ``join`` the sums of a kind are one array, of which a GPU copies fewer. Apart, XLA compiles the
+    kernels of equal leaves once.
     """
-    kinds = [[0]] if groups.joint else groups.kinds(leaves)
+    kinds = kinds_of([(x,) for x in plain]) if join else [[i] for i in range(len(plain))]
     ordinary = [in_one([plain[i] for i in places]) for places in kinds]
-    flags = [jnp.all(is_in_range(x)) for x in ordinary]
+    flags = [jnp.all(is_in_range(x)) for x in joined_leaves(plain)]
     in_range = functools.reduce(jnp.logical_and, flags)
 
     def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return [(total, scale_of_plain(x)) for total, x in zip(totals, ordinary, strict=True)]
+        return list(zip(totals, map(scale_of_plain, ordinary), strict=True))
 
     def again() -> list[jax.Array]:
-        if groups.joint:
-            return [_second_sums(groups, plain[0], joined_leaves(leaves))]
-        pairs = zip(kinds, ordinary, strict=True)
-        return [
-            _sums_of_kind(groups.stacked(leaves, places[0]), x, [leaves[i] for i in places])
-            for places, x in pairs
-        ]
+        parts = joined_leaves(leaves) if groups.joint else leaves
+        squares = groups.sums_of(scaled_square, parts, groups.per_leaf(plain, parts))
+        found = list(map(unless_plain, plain, groups.totals(squares, parts)))
+        return [in_one([found[i] for i in places]) for places in kinds]
 
     with jax.named_scope("out_of_range"):
         if groups.joint:  # the loop of each leaf would compute the scale, if the branch did not
@@ -93,30 +92,6 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[A
         parts = (parted(x, [plain[i].shape for i in places]) for x in pair)
         results |= zip(places, zip(*parts, strict=True), strict=True)
     return [results[i] for i in range(len(plain))]
-
-
-def _sums_of_kind(groups: Groups, plain: jax.Array, leaves: Arrays) -> jax.Array:
-    """The second sums of leaves of one kind, of small leaves many at once, as the plain ones are.
-
-    ``groups`` are those of one of the leaves along a new first axis.
-    """
-    size, number = leaves[0].size, len(leaves)
-    many = max(_JOINED // max(size, 1), 1) if size <= _SMALL else 1
-    (axes,) = groups.axes or ((),)
-    kept = [1 if i + 1 in (axes or ()) else n for i, n in enumerate(leaves[0].shape)]
-    found, rows = [], plain.reshape(number, *kept)
-    for start in range(0, number, many):
-        rows_of = [jax.lax.expand_dims(x, (0,)) for x in leaves[start : start + many]]
-        elements = jax.lax.concatenate(rows_of, 0)
-        found.append(_second_sums(groups, rows[start : start + many], [elements]))
-    return in_one(found).reshape(plain.shape)
-
-
-def _second_sums(groups: Groups, plain: jax.Array, parts: Arrays) -> jax.Array:
-    """The plain sums of a group, or the sums of scaled elements where they are out of range."""
-    squares = groups.sums_of(scaled_square, parts, [plain] * len(parts))
-    (total,) = groups.totals(squares, parts)
-    return unless_plain(plain, total)
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one

@@ -117,19 +117,12 @@ class AdaptiveClip(MeasuringRule):
         limits = limits_by_leaf(self, grads, [units.norm for units in norms])
         return scale_each(_scale_units, grads, at_once(_without_extremes, norms, limits))
 
-    def l2_numbers(self, grads: Any, norms: Sequence["UnitNorms"]) -> list[tuple[Any, ...]] | None:
-        """The norms of the units of each leaf, and what makes their limits, if on one device."""
+    def l2_limits(self, grads: Any, norms: Sequence["UnitNorms"]) -> list[Limit] | None:
+        """The norms of the units of each leaf, and what their weights allow, if on one device."""
         if self.axis_name:
             return None
         limits = limits_by_leaf(self, grads, [units.norm for units in norms])
-        return [
-            (n.norm.root, n.norm.scale, clipping, n.least)
-            for clipping, n in zip(limits, norms, strict=True)
-        ]
-
-    def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
-        """The limit is the norm of the unit's weights."""
-        return Norm.of(root, scale), finite_product(*numbers)
+        return [(n.norm, finite_product(c, n.least)) for c, n in zip(limits, norms, strict=True)]
 
 
 def unit_norms(

@@ -16,7 +16,7 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
+from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limit_of
 from clipgrad._trees import clippable_leaves
 
@@ -90,7 +90,7 @@ class AutoNorm(MeasuringRule):
         each = [[x] * len(clippable_leaves(grads)) for x in (norm, *self._numbers(norm))]
         return scale_each(_normalized, grads, *each)
 
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit]:
         """The norm of the tree, and what it becomes."""
         (norm,) = norms
         limit, gamma = self._numbers(norm)

@@ -87,19 +87,9 @@ class MeasuringRule(ClipRule, Protocol):
         """The tree clipped, as one whose groups have these norms."""
         ...
 
-    def l2_numbers(self, grads: Any, norms: Sequence[Any]) -> list[tuple[Any, ...]] | None:
-        """For each group what `l2_limit` takes, if L2 norms are what is clipped."""
-        return None
-
-    def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
-        """The L2 norm of a group and its limit, of any number of groups at once."""
-        (limit,) = numbers
-        return Norm.of(root, scale), limit
-
     def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[Limit] | None:
         """For each group the L2 norm of the gradient and its limit, if that is what is clipped."""
-        each = self.l2_numbers(grads, norms)
-        return None if each is None else [self.l2_limit(*numbers) for numbers in each]
+        return None
 
     def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
         """Whether a group of this norm is scaled to the limit of `l2_limits`."""

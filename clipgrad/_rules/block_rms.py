@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from clipgrad._numerics import (
@@ -90,21 +89,17 @@ class ClipByBlockRMS(MeasuringRule):
         divisors = at_once(_divisor_of_rms, norms, [bounds[id(limit)] for limit in limits])
         return scale_each(_over_divisor, grads, divisors)
 
-    def l2_numbers(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Any, ...]] | None:
-        """The rms of each leaf, its limit and the root of the size of the leaf."""
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
+        """The norm of each leaf, its rms times the root of its size, and that of its limit."""
         if self.axis_name:
             return None
-        limits = limits_by_leaf(self, grads, norms)
-        sizes = [leaf.size for leaf in clippable_leaves(grads)]
-        return [
-            (norm.root, norm.scale, limit, np.full((1,) * norm.root.ndim, max(size, 1) ** 0.5))
-            for norm, limit, size in zip(norms, limits, sizes, strict=True)
-        ]
+        rows = zip(norms, limits_by_leaf(self, grads, norms), clippable_leaves(grads), strict=True)
+        return [_l2_limit(norm, limit, max(leaf.size, 1) ** 0.5) for norm, limit, leaf in rows]
 
-    def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
-        """The norm is the rms times the root of the size."""
-        limit, root_of_size = (jnp.asarray(x, root.dtype) for x in numbers)
-        return Norm.of(root * root_of_size, scale), finite_product(limit, root_of_size)
+
+def _l2_limit(norm: Norm, limit: jax.Array, root_of_size: float) -> Limit:
+    root = jnp.asarray(root_of_size, limit.dtype)
+    return norm._replace(root=norm.root * root), finite_product(limit, root)
 
 
 def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
+from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limit_of
 from clipgrad._trees import clippable_leaves
 
@@ -92,7 +92,7 @@ class ClipByGlobalNorm(MeasuringRule):
         limits = [limit_of(self.max_norm, norm)] * count
         return scale_each(_scale_down, grads, [norm] * count, limits)
 
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
         """The norm of the tree and its limit."""
         return [(n, limit_of(self.max_norm, n)) for n in norms] if self.ord == 2 else None
 

@@ -16,7 +16,7 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
+from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_limits, limits_by_leaf
 from clipgrad._rules.units import check_axis, reduced_axes
 from clipgrad._trees import clippable_leaves, clippable_paths
@@ -99,12 +99,11 @@ class ClipByNorm(MeasuringRule):
         limits = limits_by_leaf(self, grads, norms)
         return scale_each(_scale_each, grads, norms, limits, written_out=False)
 
-    def l2_numbers(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Any, ...]] | None:
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
         if self.ord != 2 or self.axis_name:
             return None
-        pairs = zip(norms, limits_by_leaf(self, grads, norms), strict=True)
-        return [(norm.root, norm.scale, limit) for norm, limit in pairs]
+        return list(zip(norms, limits_by_leaf(self, grads, norms), strict=True))
 
 
 def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
