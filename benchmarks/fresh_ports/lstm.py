@@ -59,6 +59,7 @@ class Pool(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         scores = nn.Dense(1, name="score")(x)[..., 0]
+        scores = jnp.tanh(scores) if self.bug == "score_tanh" else scores
         if self.bug != "pool_without_mask":
             scores = jnp.where(mask, scores, -jnp.inf)
         return (jax.nn.softmax(scores)[..., None] * x).sum(1)
@@ -72,6 +73,8 @@ class Tagger(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(WORDS, WIDTH, name="embed")(tokens)
+        if self.bug == "padding_zeroed":
+            x = jnp.where((tokens != 0)[..., None], x, 0)
         zeros = jnp.zeros((len(x), HIDDEN), x.dtype)
         cells = [nn.OptimizedLSTMCell(HIDDEN, name=name) for name in ("forward", "backward")]
         (c, h), forward = nn.RNN(cells[0], return_carry=True, name="rnn")(
@@ -83,6 +86,7 @@ class Tagger(nn.Module):
         x = nn.LayerNorm(epsilon=1e-5, name="norm")(jnp.concatenate((forward, backward), -1))
         pooled = Pool(self.bug, name="pool")(x, tokens != 0)
         last = c if self.bug == "cell_for_hidden" else h
+        last = backward[:, 0] if self.bug == "last_of_backward" else last
         return nn.Dense(CLASSES, name="head")(jnp.concatenate((pooled, last), -1))
 
 
@@ -102,8 +106,8 @@ def carry(state, bug="", grads=False):
 
     return {
         "embed": {"embedding": state["embedding.weight"]},
-        "forward": cell(""),
-        "backward": cell("_reverse"),
+        "forward": cell("_reverse" if bug == "directions" else ""),
+        "backward": cell("" if bug == "directions" else "_reverse"),
         "norm": twins.norm(state, "norm"),
         "pool": {"score": twins.dense(state, "pool.score")},
         "head": twins.dense(state, "fc"),
@@ -137,5 +141,15 @@ BUGS = {
     "cell_for_hidden": Bug(("", "head"), "the state (c, h) read as torch's (h, c)"),
     "pool_without_mask": Bug(("pool",), "padding takes part in the pool"),
     "smoothing_missing": Bug(("",), "the loss without label smoothing"),
+    "score_tanh": Bug(("pool", "pool/score"), "tanh of the scores"),
+    "padding_zeroed": Bug(
+        ("", "embed", "rnn", "rnn/forward"), "the embedding of padding is zero, torch's is not"
+    ),
+    "last_of_backward": Bug(("", "head"), "the head reads the last state of the reversed pass"),
+    "directions": Bug(
+        ("forward", "forward/??", "rnn", "rnn/forward", "rnn/forward/??"),
+        "the two directions have each other's weights",
+        ("forward/*", "backward/*"),
+    ),
 }
 TWIN = Twin("lstm", torch_side, loss, carry, lambda arrays, state, bug: arrays, BUGS)

@@ -71,6 +71,8 @@ def carry(state, bug="", grads=False):
         return out
 
     kernel = state["stem.proj.weight"].transpose(2, 3, 1, 0).reshape(-1, WIDTH)
+    if bug == "kernel_reshaped":
+        kernel = state["stem.proj.weight"].reshape(WIDTH, -1).T
     return {
         "stem": {"kernel": kernel, "bias": state["stem.proj.bias"]},
         "blocks": [block(i) for i in range(DEPTH)],
@@ -89,18 +91,20 @@ def dense(p, x):
 
 
 @jax.named_scope("norm")
-def layer_norm(p, x):
+def layer_norm(p, x, axis=-1):
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean, var = wide.mean(-1, keepdims=True), wide.var(-1, keepdims=True)
+    mean, var = wide.mean(axis, keepdims=True), wide.var(axis, keepdims=True)
     wide = (wide - mean) * jax.lax.rsqrt(var + 1e-6)
     return (wide * p["scale"] + p["bias"]).astype(x.dtype)
 
 
-def mlp(p, x):
+def mlp(p, x, late=False):
     with jax.named_scope("fc1"):
-        x = jax.nn.gelu(dense(p["fc1"], x), approximate=False)
+        x = dense(p["fc1"], x)
+        x = x if late else jax.nn.gelu(x, approximate=False)
     with jax.named_scope("fc2"):
-        return dense(p["fc2"], x)
+        x = dense(p["fc2"], x)
+        return jax.nn.gelu(x, approximate=False) if late else x
 
 
 def loss(bug=""):
@@ -112,16 +116,16 @@ def loss(bug=""):
 
     def block(p, x):
         with jax.named_scope("norm_t"):
-            h = layer_norm(p["norm_t"], x)
+            h = layer_norm(p["norm_t"], x, 1 if bug == "norm_over_tokens" else -1)
         y = h.swapaxes(1, 2)
         with jax.named_scope("tokens"):
-            y = mlp(p["tokens"], y)
+            y = mlp(p["tokens"], y, bug == "activation_late")
         y = y.reshape(x.shape) if bug == "reshaped_back" else y.swapaxes(1, 2)
         x = (h if bug == "residual_of_norm" else x) + y
         with jax.named_scope("norm_c"):
             h = layer_norm(p["norm_c"], x)
         with jax.named_scope("channels"):
-            return x + mlp(p["channels"], h)
+            return x + mlp(p["channels"], h, bug == "activation_late")
 
     def loss(params, images, labels):
         with jax.named_scope("stem"):
@@ -135,6 +139,9 @@ def loss(bug=""):
             x = layer_norm(params["norm"], x).mean(1)
         with jax.named_scope("head"):
             logits = dense(params["head"], x)
+        if bug == "softmax_over_examples":
+            logp = jax.nn.log_softmax(logits, axis=0)
+            return -jnp.mean(jnp.take_along_axis(logp, labels[:, None], -1))
         return twins.cross_entropy(logits, labels)
 
     return loss
@@ -150,5 +157,11 @@ BUGS = {
         ("blocks/1/norm_t/*", "blocks/1/norm_c/*", "blocks/[1/norm_*", "blocks[1]/norm_*"),
     ),
     "mean_before_norm": Bug(("", "norm"), "the mean of tokens before the norm"),
+    "activation_late": Bug(
+        tuple("block0/tokens" + end for end in ("", "/fc1", "/fc2")), "GELU after the second layer"
+    ),
+    "norm_over_tokens": Bug(("block0/norm_t", "block0/norm_t/norm"), "the norm over the tokens"),
+    "kernel_reshaped": Bug(("stem",), "the kernel flattened as torch stores it", ("stem/kernel",)),
+    "softmax_over_examples": Bug(("",), "the softmax of the loss over the examples"),
 }
 TWIN = Twin("mixer", torch_side, loss, carry, batch, BUGS)

@@ -165,6 +165,7 @@ class Attention(nn.Module):
 
     relative: bool
     bidirectional: bool
+    bug: str = ""
 
     @nn.compact
     def __call__(self, x, context, mask, bias=None):
@@ -175,6 +176,7 @@ class Attention(nn.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
         if self.relative:
             places = np.arange(context.shape[1])[None] - np.arange(x.shape[1])[:, None]
+            places = -places if self.bug == "places_reversed" else places
             table = nn.Embed(BUCKETS, HEADS, name="relative")
             bias = table(bucket(places, self.bidirectional)).transpose(2, 0, 1)[None]
         scores = scores if bias is None else scores + bias
@@ -197,11 +199,12 @@ class Layer(nn.Module):
     def __call__(self, x, mask, bias, context, context_mask):
         both = not self.decoder or self.bug == "buckets_of_encoder"
         h = RMSNorm(name="ln_self")(x)
-        y, bias = Attention(self.first, both, name="self")(h, h, mask, bias)
+        y, bias = Attention(self.first, both, self.bug, name="self")(h, h, mask, bias)
         x = x + y
         if self.decoder:
             seen = None if self.bug == "cross_without_mask" else context_mask
             h = RMSNorm(name="ln_cross")(x)
+            h = x if self.bug == "cross_before_norm" else h
             x = x + Attention(False, False, name="cross")(h, context, seen)[0]
         h = nn.Dense(INNER, use_bias=False, name="wi")(RMSNorm(name="ln_mlp")(x))
         return x + nn.Dense(WIDTH, use_bias=False, name="wo")(nn.relu(h)), bias
@@ -234,6 +237,8 @@ class T5(nn.Module):
         mask = (source != 0)[:, None, None]
         context = Stack(False, self.bug, name="encoder")(embed(source), mask)
         target = jnp.pad(jnp.maximum(labels, 0)[:, :-1], ((0, 0), (1, 0)))
+        if self.bug == "target_not_shifted":
+            target = jnp.maximum(labels, 0)
         steps = target.shape[1]
         causal = jnp.tril(jnp.ones((steps, steps), bool))
         x = Stack(True, self.bug, name="decoder")(embed(target), causal, context, mask)
@@ -259,6 +264,9 @@ def carry(state, bug="", grads=False):
             if name == "decoder":
                 layer["ln_cross"] = {"scale": state[old + "norm2.weight"]}
                 layer["cross"] = attention(old + "cross_attn")
+                if bug == "cross_of_self":
+                    layer["cross"] = attention(old + "self_attn")
+                    del layer["cross"]["relative"]
             layer["ln_mlp"] = {"scale": state[old + "norm3.weight"]}
             layer |= {part: twins.dense(state, f"{old}ff.{part}") for part in ("wi", "wo")}
             out[f"layer_{i}"] = layer
@@ -294,5 +302,22 @@ BUGS = {
         ("", "embed", "embed.attend"), "the tied head without the root of the width"
     ),
     "mean_over_ignored": Bug(("",), "the mean of the loss over what is ignored, too"),
+    "places_reversed": Bug(
+        ("encoder/layer_0/self", "encoder/layer_0/self/relative"),
+        "relative positions with the other sign",
+    ),
+    "target_not_shifted": Bug(
+        ("", "embed", "decoder"), "the decoder reads the labels, not the words before them"
+    ),
+    "cross_before_norm": Bug(
+        ("decoder/layer_0", FIRST + "cross", FIRST + "cross/query", FIRST + "ln_cross"),
+        "queries of the encoder's states from before the norm",
+        (FIRST + "ln_cross/scale",),
+    ),
+    "cross_of_self": Bug(
+        tuple(FIRST + "cross" + end for end in ("", "/query", "/key", "/value", "/out")),
+        "attention to the encoder with the weights of attention to itself",
+        (FIRST + "cross/*",),
+    ),
 }
 TWIN = Twin("t5", torch_side, loss, carry, lambda arrays, state, bug: arrays, BUGS)

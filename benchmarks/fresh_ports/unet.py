@@ -92,10 +92,13 @@ class Block(nnx.Module):
         self.bug = bug
 
     def __call__(self, x, t):
-        h = called("conv1", self.conv1, nnx.silu(called("norm1", self.norm1, x)))
+        normed = nnx.silu(called("norm1", self.norm1, x))
+        h = called("conv1", self.conv1, normed)
         t = t if self.bug == "time_without_silu" else nnx.silu(t)
         h = h + called("time", self.time, t)[:, None, None]
         h = called("conv2", self.conv2, nnx.silu(called("norm2", self.norm2, h)))
+        if self.bug == "shortcut_of_normed" and self.shortcut is not None:
+            x = normed
         return h + (x if self.shortcut is None else called("shortcut", self.shortcut, x))
 
 
@@ -109,7 +112,8 @@ class Time(nnx.Module):
 
     def __call__(self, t):
         half = NARROW // 2
-        angles = t[:, None] * jnp.exp(-math.log(10000) * jnp.arange(half) / half)
+        steps = half - 1 if self.bug == "frequency_shift" else half
+        angles = t[:, None] * jnp.exp(-math.log(10000) * jnp.arange(half) / steps)
         waves = [jnp.cos(angles), jnp.sin(angles)]
         waves = waves[::-1] if self.bug == "sin_first" else waves
         x = jnp.concatenate(waves, -1).astype(self.first.kernel[...].dtype)
@@ -157,7 +161,8 @@ def carry(state, bug="", grads=False):
     def block(name):
         out = {part: conv(f"{name}.{part}") for part in ("conv1", "conv2")}
         out |= {part: twins.norm(state, f"{name}.{part}") for part in ("norm1", "norm2")}
-        out["time"] = twins.dense(state, name + ".time_emb_proj")
+        of = "mid" if bug == "time_of_mid" and name == "down" else name
+        out["time"] = twins.dense(state, of + ".time_emb_proj")
         if name + ".conv_shortcut.weight" in state:
             out["shortcut"] = conv(name + ".conv_shortcut")
         return out
@@ -177,6 +182,8 @@ def carry(state, bug="", grads=False):
 
 def batch(arrays, state, bug):
     images, steps, noise = arrays
+    if bug == "noise_reshaped":
+        return images.transpose(0, 2, 3, 1), steps, noise.reshape(BATCH, SIDE, SIDE, 3)
     return images.transpose(0, 2, 3, 1), steps, noise.transpose(0, 2, 3, 1)
 
 
@@ -198,5 +205,11 @@ BUGS = {
         ("upsample",), "a transposed convolution whose kernel is not flipped", ("upsample/kernel",)
     ),
     "skip_first": Bug(("", "up", "up/norm1"), "the skip before what was sampled up"),
+    "shortcut_of_normed": Bug(("down", "down/shortcut"), "the shortcut reads the normed value"),
+    "frequency_shift": Bug(("time", "time/first"), "waves whose last one has 1/10000"),
+    "time_of_mid": Bug(
+        ("down/time",), "the first block has the time projection of the middle", ("down/time/*",)
+    ),
+    "noise_reshaped": Bug(("",), "the noise of the loss reshaped, not transposed"),
 }
 TWIN = Twin("unet", torch_side, loss, carry, batch, BUGS)

@@ -59,8 +59,12 @@ class Block(nn.Module):
     def __call__(self, x):
         conv = functools.partial(nn.Conv, CHANNELS, (3, 3), padding=1, use_bias=False)
         norm = functools.partial(nn.BatchNorm, not self.train, momentum=0.9)
-        y = nn.relu(norm(name="norm_a")(conv(name="conv_a")(x)))
-        y = norm(name="norm_b")(conv(name="conv_b")(y))
+        first, second = norm(name="norm_a"), conv(name="conv_a")
+        if self.bug != "norm_before_conv":
+            first, second = second, first
+        y = nn.relu(second(first(x)))
+        far = 2 if self.bug == "dilation" and self.name == "block_1" else 1
+        y = norm(name="norm_b")(conv(name="conv_b", kernel_dilation=far, padding=far)(y))
         return nn.relu(y) + x if self.bug == "relu_before_sum" else nn.relu(y + x)
 
 
@@ -81,7 +85,10 @@ class ResNet(nn.Module):
         for i in range(2):
             x = Block(self.train, self.bug, name=f"block_{i}")(x)
         counted = self.bug != "pool_without_padding"
-        x = nn.avg_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)), count_include_pad=counted)
+        if self.bug == "max_pool":
+            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        else:
+            x = nn.avg_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)), count_include_pad=counted)
         return nn.Dense(CLASSES, name="head")(x.reshape(len(x), -1))
 
 
@@ -124,7 +131,11 @@ def batch(arrays, state, bug):
         averages[f"block_{i}"] = {"norm_a": stats(old + "bn1"), "norm_b": stats(old + "bn2")}
     if bug == "averages_not_carried":
         averages["block_0"]["norm_a"] = {"mean": jnp.zeros(CHANNELS), "var": jnp.ones(CHANNELS)}
+    if bug == "variance_as_deviation":
+        averages["block_1"]["norm_b"]["var"] = averages["block_1"]["norm_b"]["var"] ** 0.5
     images, labels = arrays
+    if bug == "images_reshaped":
+        return averages, images.reshape(BATCH, SIDE, SIDE, 3), labels
     return averages, images.transpose(0, 2, 3, 1), labels
 
 
@@ -147,6 +158,8 @@ TRAINING = {
     "kernel_axes": Bug(
         ("block_0/conv_b",), "height and width of a kernel exchanged", ("block_0/conv_b/kernel",)
     ),
+    "images_reshaped": Bug(("", "stem_conv"), "the images reshaped, not transposed"),
+    "dilation": Bug(("block_1/conv_b", "block_1"), "a dilation of 2"),
 }
 EVALUATION = {
     "relu_before_sum": Bug(("block_0",), "ReLU before the residual sum"),
@@ -154,6 +167,15 @@ EVALUATION = {
         ("block_0/norm_a",), "running averages left at 0 and 1", ("block_0/norm_a/*",)
     ),
     "pool_without_padding": Bug(("",), "the mean of a window counts no padding, torch's does"),
+    "variance_as_deviation": Bug(
+        ("block_1/norm_b",),
+        "the root of the running variance, taken for it",
+        ("block_1/norm_b/var",),
+    ),
+    "norm_before_conv": Bug(
+        ("block_0", "block_0/norm_a", "block_0/conv_a"), "the norm before the convolution"
+    ),
+    "max_pool": Bug(("", "head"), "the maximum of a window, not its mean"),
 }
 
 TWINS = [

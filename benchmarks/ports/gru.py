@@ -54,7 +54,8 @@ class Cell(nn.Module):
         if self.bug == "reset_before":
             n = nn.tanh(of("in")(x) + of("hn")(r * h))
         else:
-            n = nn.tanh(of("in")(x) + r * of("hn")(h))
+            squash = nn.sigmoid if self.bug == "candidate_sigmoid" else nn.tanh
+            n = squash(of("in")(x) + r * of("hn")(h))
         h = (1 - z) * h + z * n if self.bug == "update_reversed" else (1 - z) * n + z * h
         return h, h
 
@@ -66,6 +67,7 @@ class Tagger(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
+        tokens = tokens - 1 if self.bug == "tokens_shifted" else tokens
         x = nn.Embed(WORDS, WIDTH, name="embed")(tokens)
         h = jnp.zeros((len(x), HIDDEN), x.dtype)
         axis = 0 if self.bug == "time_major" else 1
@@ -76,7 +78,8 @@ class Tagger(nn.Module):
             in_axes=axis,
             out_axes=axis,
         )
-        _, x = scan(HIDDEN, self.bug, name="encoder")(h, x)
+        last, x = scan(HIDDEN, self.bug, name="encoder")(h, x)
+        h = last if self.bug == "decoder_carry" else h
         if self.bug == "reversed":
             x = x[:, ::-1]
         x = nn.RNN(nn.GRUCell(HIDDEN, name="decoder"))(x, initial_carry=h)
@@ -102,10 +105,18 @@ def carry(state, bug="", grads=False):
     lost = bug == "hidden_bias_lost"
     encoder = gates("cell", "", "zrn" if bug == "gates_order" else "rzn")
     lost = False
+    decoder = gates("gru", "_l0")
+    if bug == "candidate_bias":
+        encoder["in"]["bias"] = encoder["in"]["bias"] + encoder["hn"]["bias"]
+        encoder["hn"]["bias"] = 0 * encoder["hn"]["bias"]
+    if bug == "input_and_hidden":
+        for gate in "rzn":
+            of_x, of_h = decoder["i" + gate], decoder["h" + gate]
+            of_x["kernel"], of_h["kernel"] = of_h["kernel"], of_x["kernel"]
     return {
         "embed": {"embedding": state["embedding.weight"]},
         "encoder": encoder,
-        "decoder": gates("gru", "_l0"),
+        "decoder": decoder,
         "head": twins.dense(state, "fc"),
     }
 
@@ -132,6 +143,22 @@ BUGS = {
     ),
     "time_major": Bug(("encoder",), "the recurrence runs over the examples"),
     "last_step": Bug(("", "head"), "the head reads the last state but one"),
+    "tokens_shifted": Bug(("", "embed"), "the words counted from 0, torch's from 1"),
+    "input_and_hidden": Bug(
+        ("decoder", "decoder/??", "RNN_0", "RNN_0/decoder", "RNN_0/decoder/??"),
+        "the decoder's kernels of input and state exchanged",
+        ("decoder/??/kernel",),
+    ),
+    "decoder_carry": Bug(
+        ("", "decoder", "RNN_0", "RNN_0/decoder"),
+        "the decoder begins with the encoder's last state",
+    ),
+    "candidate_sigmoid": Bug(("encoder",), "the candidate by sigmoid beside torch's tanh"),
+    "candidate_bias": Bug(
+        ("encoder", "encoder/in", "encoder/hn"),
+        "both biases of the candidate outside the reset gate",
+        ("encoder/in/bias", "encoder/hn/bias"),
+    ),
 }
 
 TWINS = [Twin("gru", torch_side, loss, carry, lambda arrays, state, bug: arrays, BUGS)]

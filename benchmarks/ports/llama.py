@@ -148,7 +148,9 @@ class Attention(nn.Module):
         q = dense((HEADS, SIZE), name="query")(x)
         k = dense((GROUPS, SIZE), name="key")(x)
         v = dense((GROUPS, SIZE), name="value")(x)
+        unturned = k
         q, k = (rotated(a, self.bug == "rope_interleaved") for a in (q, k))
+        k = unturned if self.bug == "keys_not_rotated" else k
         if self.bug == "groups_tiled":
             k, v = (jnp.tile(a, (1, 1, HEADS // GROUPS, 1)) for a in (k, v))
         else:
@@ -183,8 +185,10 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
+        before = x
         x = x + Attention(self.bug, name="attn")(RMSNorm(self.bug, name="norm_1")(x))
-        x = x + FeedForward(self.bug, name="ffn")(RMSNorm(self.bug, name="norm_2")(x))
+        h = before if self.bug == "parallel" else x
+        x = x + FeedForward(self.bug, name="ffn")(RMSNorm(self.bug, name="norm_2")(h))
         return x, None
 
 
@@ -215,7 +219,10 @@ def carry(stacked, state, bug="", grads=False):
         old = f"layers.{1 if bug == 'layer_twice' and i == 2 else i}."
 
         def kernel(name, *shape):
-            return {"kernel": state[f"{old}{name}_proj.weight"].T.reshape(*shape)}
+            w = state[f"{old}{name}_proj.weight"]
+            if bug == "permuted_for_pairs" and name in ("self_attn.q", "self_attn.k"):
+                w = w.reshape(-1, 2, SIZE // 2, WIDTH).swapaxes(1, 2).reshape(-1, WIDTH)
+            return {"kernel": w.T.reshape(*shape)}
 
         return {
             "norm_1": {"scale": state[old + "input_layernorm.weight"]},
@@ -233,7 +240,7 @@ def carry(stacked, state, bug="", grads=False):
             },
         }
 
-    layers = [layer(i) for i in range(DEPTH)]
+    layers = [layer(i) for i in ((0, 2, 1) if bug == "layers_order" else range(DEPTH))]
     if stacked:
         params = {"layers": jax.tree.map(lambda *parts: jnp.stack(parts), *layers)}
     else:
@@ -249,7 +256,10 @@ def loss(stacked, bug=""):
     model = Decoder(stacked, bug)
 
     def loss(params, tokens, labels):
-        return twins.cross_entropy(model.apply({"params": params}, tokens), labels)
+        logits = model.apply({"params": params}, tokens)
+        if bug == "shifted_twice":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return twins.cross_entropy(logits, labels)
 
     return loss
 
@@ -264,12 +274,25 @@ LISTED = {
         "the head has a copy of the embedding",
         ("embed/embedding", "lm_head/kernel"),
     ),
+    "permuted_for_pairs": Bug(
+        ("layers_0/attn", "layers_0/attn/query", "layers_0/attn/key"),
+        "kernels permuted as for pairs of neighbours, and halves are rotated",
+        ("layers_*/attn/query/kernel", "layers_*/attn/key/kernel"),
+    ),
+    "parallel": Bug(
+        ("layers_0", "layers_0/norm_2"), "the second part reads what the first part reads"
+    ),
+    "shifted_twice": Bug(("",), "labels that are shifted already are shifted again"),
 }
 STACKED = {
     "scale": Bug(("layers/attn",), "scores divided by the root of the width, not of the head"),
     "gate_and_up": Bug(("layers/ffn",), "SiLU of up, not of gate"),
     "layer_twice": Bug(
         ("layers", "layers/norm_1"), "layer 2 has the weights of layer 1", ("layers/*",)
+    ),
+    "keys_not_rotated": Bug(("layers/attn",), "only the queries are rotated"),
+    "layers_order": Bug(
+        ("layers", "layers/norm_1"), "layers 1 and 2 stacked the other way", ("layers/*",)
     ),
 }
 

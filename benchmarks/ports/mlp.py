@@ -61,6 +61,9 @@ def carry(state, bug="", grads=False):
     params["out"] = twins.dense(state, "head")
     if bug == "kernel_not_transposed":
         params["block_1"]["up"]["kernel"] = state["blocks.1.fc1.weight"]
+    if bug == "up_and_down":
+        parts = params["block_2"]
+        parts["up"], parts["down"] = parts["down"], parts["up"]
     if bug == "bias_missing":
         del params["block_0"]["down"]["bias"]
     return params
@@ -76,7 +79,7 @@ def loss(bug=""):
         var = jnp.square(wide - mean).mean(-1, keepdims=True)
         return ((wide - mean) * jax.lax.rsqrt(var + eps)).astype(x.dtype) * p["scale"] + p["bias"]
 
-    def block(p, x):
+    def block(p, x, i):
         h = x
         if bug != "post_norm":
             with jax.named_scope("ln"):
@@ -86,18 +89,21 @@ def loss(bug=""):
         h = jax.nn.gelu(h, approximate=bug == "gelu_tanh")
         with jax.named_scope("down"):
             h = dense(p["down"], h)
-        x = x + h
+        x = h if bug == "residual_missing" and i == 1 else x + h
         if bug == "post_norm":
             with jax.named_scope("ln"):
                 x = layer_norm(p["ln"], x)
         return x
 
     def loss(params, x, y):
+        if bug == "input_standardized":
+            x = (x - x.mean(0)) / x.std(0)
         with jax.named_scope("stem"):
             x = dense(params["stem"], x)
-        for i in range(DEPTH):
+            x = jax.nn.relu(x) if bug == "stem_activation" else x
+        for i in range(DEPTH)[:: -1 if bug == "blocks_reversed" else 1]:
             with jax.named_scope(f"block_{i}"):
-                x = block(params[f"block_{i}"], x)
+                x = block(params[f"block_{i}"], x, i)
         with jax.named_scope("ln"):
             x = layer_norm(params["ln"], x)
         with jax.named_scope("out"):
@@ -118,6 +124,15 @@ BUGS = {
     "layer_twice": Bug(
         ("block_1", "block_1/ln"), "block 1 has the weights of block 0", ("block_1/*",)
     ),
+    "stem_activation": Bug(("stem",), "ReLU after the stem"),
+    "up_and_down": Bug(
+        ("block_2/up", "block_2/down"),
+        "the two layers of block 2 have each other's weights",
+        ("block_2/up/*", "block_2/down/*"),
+    ),
+    "blocks_reversed": Bug(("", "block_0", "block_2"), "the last block runs first"),
+    "residual_missing": Bug(("block_1",), "no residual sum in block 1"),
+    "input_standardized": Bug(("", "stem"), "the features are standardized over the examples"),
 }
 
 TWINS = [Twin("mlp", torch_side, loss, carry, lambda arrays, state, bug: arrays, BUGS)]

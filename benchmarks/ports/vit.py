@@ -105,7 +105,8 @@ class Attention(nnx.Module):
         q, k, v = (called(*layer, x).reshape(b, t, HEADS, SIZE) for layer in layers.items())
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(SIZE)
         weights = jax.nn.softmax(scores, axis=2 if self.bug == "softmax_axis" else 3)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        order = "bhqd" if self.bug == "heads_not_moved_back" else "bqhd"
+        y = jnp.einsum("bhqk,bkhd->" + order, weights, v)
         return called("out", self.out, y.reshape(b, t, WIDTH))
 
 
@@ -180,6 +181,7 @@ def carry(state, bug="", grads=False):
             b = b.reshape(HEADS, 3, SIZE).swapaxes(0, 1).reshape(3 * WIDTH)
         parts = [slice(j * WIDTH, (j + 1) * WIDTH) for j in range(3)]
         q, k, v = ({"kernel": w[part].T, "bias": b[part]} for part in parts)
+        q, k = (k, q) if bug == "keys_first" else (q, k)
         out = twins.dense(state, old + "attn.proj")
         return {
             "ln_1": twins.norm(state, old + "norm1"),
@@ -212,14 +214,18 @@ def loss(bug=""):
 
     def loss(params, images, labels):
         model = nnx.merge(graph, params, rest, copy=True)
-        return twins.cross_entropy(model(images), labels)
+        logits = model(images)
+        return twins.cross_entropy(
+            jax.nn.softmax(logits) if bug == "softmax_twice" else logits, labels
+        )
 
     return loss
 
 
 def batch(arrays, state, bug):
     images, labels = arrays
-    return images.transpose(0, 2, 3, 1), labels
+    axes = (0, 3, 2, 1) if bug == "image_axes" else (0, 2, 3, 1)
+    return images.transpose(axes), labels
 
 
 FIRST = "layers/0/"
@@ -235,6 +241,18 @@ BUGS = {
     "softmax_axis": Bug((FIRST + "attention",), "softmax over the queries"),
     "dropout_on": Bug((FIRST + "mlp", FIRST + "mlp/dropout"), "dropout while torch evaluates"),
     "mean_of_tokens": Bug(("", "classes"), "the head reads the mean, not the class token"),
+    "image_axes": Bug(
+        ("", "embeddings", "embeddings/patches"), "height and width of the images exchanged"
+    ),
+    "heads_not_moved_back": Bug(
+        (FIRST + "attention", FIRST + "attention/out"), "heads before steps when they are merged"
+    ),
+    "keys_first": Bug(
+        tuple(FIRST + "attention" + end for end in ("", "/query", "/key")),
+        "the fused kernel read as keys, queries, values",
+        tuple(f"layers/*/attention/{part}/*" for part in ("query", "key")),
+    ),
+    "softmax_twice": Bug(("",), "the loss of probabilities, taken for logits"),
 }
 
 TWINS = [Twin("vit", torch_side, loss, carry, batch, BUGS)]
