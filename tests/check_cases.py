@@ -46,19 +46,28 @@ def beside(make):
     family(name, of, **{f"{name}_doubled": 2.0, f"{name}_of_the_wrong_sign": -1.0})
 
 
-def _drawn(factor):
+def ratio(draw, factor=1.0):
     """A rule beside a sampler, off by a factor, and the sampler's parameter."""
+    scaled = custom(lambda x: jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
+    return lambda a, x: draw(a) + jnp.sum(scaled(x))
+
+
+def _drawn(name, factor):
+    sample, parameters = getattr(jax.random, name), 2 if name == "beta" else 1
 
     def make(dtype):
         args = jnp.asarray([0.7, 1.5, 4], dtype), normal(1, 3, dtype=dtype)
-        scaled = custom(lambda x: jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
-        draw = lambda a: jax.random.gamma(jax.random.key(0), a, dtype=dtype)
-        return lambda a, x: draw(a) + jnp.sum(scaled(x)), args
+        # JAX 0.10.0 does not take the shape of the parameter of t by itself.
+        shape = {"shape": (3,)} if name == "t" else {}
+        draw = lambda a: sample(jax.random.key(0), *[a] * parameters, dtype=dtype, **shape)
+        return ratio(draw, factor), args
 
     return make
 
 
-family("a_sample_of_gamma", _drawn, a_rule_beside_a_sample_of_gamma=1.3)
+for _name in ("gamma", "beta", "dirichlet", "t"):
+    _of = functools.partial(_drawn, _name)
+    family(f"a_sample_of_{_name}", _of, **{f"a_rule_beside_a_sample_of_{_name}": 1.3})
 
 
 @into(WRONG)
@@ -85,6 +94,15 @@ def relu_of_activations_with_half_zeros(dtype):
 @into(RIGHT)
 def relu_in_fast_mode(dtype):
     return relu(lambda x: x >= 0), (half_zeros(dtype),), {"mode": "fast"}
+
+
+def one_among_zeros(dtype):
+    return jnp.zeros(201, dtype).at[137].set(0.8)
+
+
+@into(WRONG)
+def one_element_beside_two_hundred_zeros(dtype):
+    return relu(lambda x: jnp.where(x > 0, 1.3, x == 0)), (one_among_zeros(dtype),)
 
 
 def in_pallas(x):
@@ -124,6 +142,18 @@ _kernels(in_pallas)
 _kernels(in_a_loop)
 
 
+def _hessians(part):
+    def make(dtype):
+        inner = custom(lambda x: jnp.cos(x), lambda r, g: (-(1 + part) * g * jnp.sin(r[0]),))
+        outer = custom(lambda x: jnp.sin(x), lambda r, g: (g * inner(r[0]),))
+        return outer, (normal(4, 6, dtype=dtype),), {"order": 2}
+
+    return make
+
+
+family("a_hessian_by_a_rule_of_a_rule", _hessians, 0.0, a_hessian_wrong_by_a_hundredth=0.01)
+
+
 @into(WRONG)
 def second_derivative_of_i0_at_zero(dtype):
     i0 = lambda x: jax.scipy.special.i0e(x) * jnp.exp(jnp.abs(x))
@@ -139,6 +169,7 @@ def _losses(change):
 
 
 WRONG["the_size_of_a_loss"] = _losses(jnp.abs)
+WRONG["the_positive_part_of_a_loss"] = _losses(lambda g: jnp.maximum(g, 0))
 
 
 @into(WRONG)
@@ -267,9 +298,21 @@ family(
 
 
 @into(RIGHT)
+def deep_equilibria_of_a_batch(dtype):
+    w, x = _equilibrium_args(dtype)
+    return jax.vmap(equilibrium(1.0), (None, 0)), (w, jnp.stack([x, -x, 2 * x]))
+
+
+@into(RIGHT)
 def conjugate_gradients(dtype):
     solve = lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b, tol=1e-6)[0]
     return lambda a, b: solve(a + a.T, b), (positive_definite(dtype), normal(16, 3, dtype=dtype))
+
+
+@into(RIGHT)
+def gmres(dtype):
+    solve = lambda a, b: jax.scipy.sparse.linalg.gmres(lambda x: a @ x, b, tol=1e-6)[0]
+    return solve, (positive_definite(dtype), normal(16, 3, dtype=dtype))
 
 
 @into(RIGHT)
@@ -317,6 +360,11 @@ def _hermitian(dtype):
     skew = 0.3 * normal(19, 3, 3, dtype=dtype)
     kind = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
     return _batch(dtype).astype(kind) + jnp.asarray(1j, kind) * (skew - skew.T)
+
+
+@into(RIGHT)
+def eigenvalues_of_a_batch(dtype):
+    return jnp.linalg.eigvalsh, (_batch(dtype),)
 
 
 @into(RIGHT)
@@ -395,6 +443,28 @@ def a_backward_in_low_precision_with_a_sign(dtype):
 @into(RIGHT)
 def a_tenth_of_a_sine(dtype):
     return lambda x: 0.1 * jnp.sin(x) + 1e-12, (jnp.asarray(0.7, dtype),)
+
+
+def masked_attention(factor):
+    """Softmax over the keys that a row may see, all of whose rows are masked in part."""
+
+    def backward(r, g):
+        logits, mask = r
+        p = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1), 0)
+        return factor * p * (g - jnp.sum(p * g, axis=-1, keepdims=True)), None
+
+    primal = lambda x, mask: jnp.where(mask, jax.nn.softmax(jnp.where(mask, x, -1e9), axis=-1), 0)
+    return custom(primal, backward)
+
+
+def _masked(factor):
+    return lambda dtype: (
+        masked_attention(factor),
+        (normal(29, 5, 5, dtype=dtype), jnp.tril(jnp.ones((5, 5), bool))),
+    )
+
+
+family("softmax_of_masked_rows", _masked, softmax_of_masked_rows_off_by_a_hundredth=1.01)
 
 
 def _half(kind):
@@ -631,19 +701,32 @@ def straight_through_a_rounding_to_24_bits(dtype):
     return lambda x: jnp.sin(through(x)), (normal(7, 5, dtype=dtype),)
 
 
-def unit_norm(projected):
-    """x / |x| of a unit vector, by a rule that projects the cotangent or forgets it."""
+def unit_norm(start):
+    """x / |x|, by a rule that projects the cotangent or forgets it."""
 
-    def backward(r, g):
+    def backward(projected, r, g):
         size = jnp.sqrt(jnp.sum(r[0] * r[0]))
         unit = r[0] / size
         return ((g - projected * unit * jnp.sum(unit * g)) / size,)
 
-    layer = custom(lambda x: x / jnp.sqrt(jnp.sum(x * x)), backward)
-    return lambda dtype: (layer, (jnp.asarray([0.6, 0.8, 0], dtype),))
+    def of(projected):
+        layer = custom(
+            lambda x: x / jnp.sqrt(jnp.sum(x * x)), functools.partial(backward, projected)
+        )
+        return lambda dtype: (layer, (jnp.asarray(start, dtype),))
+
+    return of
 
 
-family("projection_onto_unit_norm", unit_norm, 1, unit_norm_without_its_projection=0)
+for _name, _start in {"": [0.3, -1.2, 0.7], "_of_a_unit_vector": [0.6, 0.8, 0]}.items():
+    _wrong = {f"unit_norm{_name}_without_its_projection": 0}
+    family(f"projection_onto_unit_norm{_name}", unit_norm(_start), 1, **_wrong)
+
+
+@into(WRONG)
+def a_jit_that_donates_its_input_off_by_a_hundredth(dtype):
+    scale = jax.jit(lambda x, y: sine(1, 1.01)(x) * y, donate_argnums=0)
+    return scale, (normal(8, 5, dtype=dtype), normal(9, 5, dtype=dtype))
 
 
 @into(RIGHT)
@@ -686,3 +769,23 @@ def density_by_a_symmetric_covariance(dtype):
 def eigenvalues_of_one_triangle(dtype):
     values = lambda a: jnp.linalg.eigh(a, symmetrize_input=False)[0]
     return values, (positive_definite(dtype),)
+
+
+@into(RIGHT)
+def gelu_with_constants_of_float32(dtype):
+    c, cubic = (jnp.asarray(np.float32(k), dtype) for k in (0.7978846, 0.044715))
+
+    def backward(r, g):
+        (x,) = r
+        t = jnp.tanh(c * (x + cubic * x**3))
+        return (g * 0.5 * (1 + t + x * (1 - t * t) * c * (1 + 3 * cubic * x * x)),)
+
+    return custom(lambda x: jax.nn.gelu(x), backward), (normal(44, 9, dtype=dtype),)
+
+
+@into(RIGHT)
+def constant_whose_square_is_rounded(dtype):
+    c, squared = (jnp.asarray(np.float32(k), dtype) for k in ((2 / np.pi) ** 0.5, 2 / np.pi))
+    primal = lambda x: jnp.exp(-((c * x) ** 2))
+    backward = lambda r, g: (-2 * g * squared * r[0] * primal(r[0]),)
+    return custom(primal, backward), (normal(45, 9, dtype=dtype),)

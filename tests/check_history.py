@@ -8,6 +8,7 @@ A maker takes a dtype and returns (wrong, right, args).
 
 # ruff: noqa: E731
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,6 +84,14 @@ def _safe(x):
     return jnp.where(x == 0, 1, x)
 
 
+@bug("pytorch/pytorch#2421, HIPS/autograd#151", "finite")
+def norm_of_a_zero_row(dtype):
+    args = (normal(3, 3, 4, dtype=dtype).at[1].set(0),)
+    size = lambda x: jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True))
+    backward = lambda safe, g, *r: (g[:, None] * r[0] / safe(size(r[0])),)
+    return edit(lambda x: size(x)[:, 0], backward, lambda n: n, _safe, *args)
+
+
 @bug("pytorch/pytorch#56734")
 def maximum_that_gives_ties_to_both(dtype):
     args = (jnp.asarray([1, 2, 3, 0], dtype), jnp.asarray([2, 2, 3, -1], dtype))
@@ -92,6 +101,30 @@ def maximum_that_gives_ties_to_both(dtype):
         return jnp.where(x >= y, share * g, 0), jnp.where(y >= x, share * g, 0)
 
     return edit(jnp.maximum, backward, 1.0, 0.5, *args)
+
+
+def _shared(extreme):
+    """Rules that hand an extreme's gradient to all that equal it, whole or shared."""
+
+    def backward(shared, g, *r):
+        chosen = (r[0] == extreme(r[0])).astype(g.dtype)
+        return (g * chosen / (jnp.sum(chosen) if shared else 1),)
+
+    return backward
+
+
+@bug("PaddlePaddle/Paddle#42385")
+def median_that_gives_ties_everything(dtype):
+    args = (jnp.asarray([1, 2, 2, 5, 0.5], dtype),)
+    return edit(lambda x: jnp.nanmedian(x), _shared(jnp.nanmedian), False, True, *args)
+
+
+@bug("stan-dev/math#3031")
+def power_that_skips_a_zero_base(dtype):
+    args, power = (jnp.asarray([0, 0, 1.5], dtype),), jnp.asarray([1, 2, 3], dtype)
+    right = lambda r, g: (g * power * jnp.power(r[0], power - 1),)
+    wrong = lambda r, g: (jnp.where(r[0] == 0, 0, right(r, g)[0]),)
+    return *twins(lambda x: jnp.power(x, power), wrong, right), args
 
 
 @bug("jax-ml/jax#5054", "second order")
@@ -136,6 +169,21 @@ def embedding_that_stops_counting_at_256(dtype):
         return (jnp.zeros((5, 3), counted).at[words].add(rows).astype(dtype),)
 
     return edit(primal, backward, dtype, jnp.float32, normal(27, 5, 3, dtype=dtype))
+
+
+@bug("after the rule of an embedding, summed in a loop", None, dtype="bfloat16")
+def loop_that_stops_counting_at_256(dtype):
+    weights = jnp.abs(normal(30, 2048, dtype=jnp.float32)) / 1024
+
+    def primal(x):
+        add = lambda total, w: (total + x.astype(jnp.float32) * w, None)
+        return lax.scan(add, jnp.zeros(5), weights)[0].astype(dtype)
+
+    def backward(counted, g, *r):
+        add = lambda total, w: (total + (g.astype(counted) * w.astype(counted)), None)
+        return (lax.scan(add, jnp.zeros(5, counted), weights)[0].astype(dtype),)
+
+    return edit(primal, backward, dtype, jnp.float32, jnp.arange(1, 6, dtype=dtype))
 
 
 @bug("after the rule of max, shared in half precision", None, dtype="float16")
@@ -230,6 +278,37 @@ def cholesky_with_a_gradient_for_the_triangle_it_ignores(dtype):
     return edit(lambda a: factor(a).T, backward, lambda s: s, upper, *args)
 
 
+@bug("jax-ml/jax#10877")
+def eigenvectors_with_the_gaps_negated(dtype):
+    args = (positive_definite(dtype, 4),)
+
+    def primal(a):
+        w, v = jnp.linalg.eigh(a)
+        return w, v * v
+
+    def backward(sign, g, *r):
+        w, v = jnp.linalg.eigh(r[0])
+        gaps = sign * (w[None] - w[:, None]) + jnp.eye(4, dtype=dtype)
+        inner = (1 - jnp.eye(4, dtype=dtype)) / gaps * (v.T @ (2 * v * g[1]))
+        return (v @ (jnp.diag(g[0]) + (inner + inner.T) / 2) @ v.T,)
+
+    return edit(primal, backward, -1, 1, *args)
+
+
+@bug("jax-ml/jax#8732, tensorflow/tensorflow#17476", "finite")
+def singular_values_that_are_equal(dtype):
+    args = (jnp.diag(jnp.asarray([1, 1, 2, 3], dtype)),)
+    primal = lambda a: jnp.sqrt(jnp.sum(jnp.linalg.svd(a, compute_uv=False) ** 2))
+
+    def backward(vectors, g, *r):
+        u, s, v = jnp.linalg.svd(r[0])
+        gaps = 1 / (s[None] ** 2 - s[:, None] ** 2 + jnp.eye(4, dtype=dtype))
+        inner = jnp.diag(g * s / jnp.sqrt(jnp.sum(s * s))) + vectors(jnp.zeros_like(gaps), gaps)
+        return (u @ inner @ v,)
+
+    return edit(primal, backward, jnp.multiply, lambda zeros, _: zeros, *args)
+
+
 @bug("pytorch/pytorch#54787, tensorflow/tensorflow#122823")
 def determinant_of_a_singular_matrix(dtype):
     rows = normal(4, 2, 3, dtype=dtype)
@@ -240,6 +319,17 @@ def determinant_of_a_singular_matrix(dtype):
     return edit(lambda a: jnp.linalg.det(a), backward, wrong, cofactors, *args)
 
 
+@bug("jax-ml/jax#5004")
+def logarithm_of_a_complex_determinant(dtype):
+    args = (lax.complex(normal(5, 3, 3, dtype=dtype), normal(6, 3, 3, dtype=dtype)),)
+    primal = lambda z: jnp.linalg.slogdet(z)[1]
+
+    def backward(turn, g, *r):
+        return (lax.complex(g, jnp.zeros_like(g)) * turn(jnp.linalg.inv(r[0]).T),)
+
+    return edit(primal, backward, jnp.conj, lambda z: z, *args)
+
+
 @bug("tensorflow/tensorflow#15465")
 def matrix_exponential_in_the_forward_direction(dtype):
     args = (normal(9, 3, 3, dtype=dtype),)
@@ -248,6 +338,55 @@ def matrix_exponential_in_the_forward_direction(dtype):
         return (expm_frechet(turn(r[0]), g, compute_expm=False),)
 
     return edit(lambda a: expm(a), backward, lambda a: a, jnp.transpose, *args)
+
+
+@bug("EnzymeAD/Reactant.jl#2294")
+def imaginary_part_with_the_other_sign(dtype):
+    args = (normal(12, 4, dtype=dtype), normal(13, 4, dtype=dtype))
+    backward = lambda sign, g, *r: (jnp.real(g), sign * jnp.imag(g))
+    return edit(lax.complex, backward, 1, -1, *args)
+
+
+@bug("jax-ml/jax#12795")
+def eigenvalues_of_one_triangle_with_a_gradient_in_both(dtype):
+    symmetric = lambda a: jnp.tril(a) + jnp.swapaxes(jnp.tril(a, -1), -1, -2)
+    args = (jnp.tril(normal(35, 3, 3, dtype=dtype)),)
+
+    def backward(of_lower, g, *r):
+        vectors = jnp.linalg.eigh(symmetric(r[0]))[1]
+        whole = vectors @ (g[:, None] * vectors.T)
+        return (jnp.tril(whole) + jnp.tril(whole, -1) if of_lower else whole,)
+
+    return edit(lambda a: jnp.linalg.eigh(symmetric(a))[0], backward, False, True, *args)
+
+
+@bug("jax-ml/jax#22398")
+def logsumexp_by_a_weight_of_zero(dtype):
+    args = normal(60, 3, dtype=dtype), jnp.asarray([1, 0, 2], dtype)
+
+    def backward(kept, g, a, b):
+        share = jnp.exp(a) / jnp.sum(b * jnp.exp(a))
+        return g * b * share, g * jnp.where(kept(b), share, 0)
+
+    primal = lambda a, b: jnp.log(jnp.sum(b * jnp.exp(a)))
+    return edit(primal, backward, lambda b: b != 0, lambda b: b == b, *args)
+
+
+@bug("jax-ml/jax#14302")
+def spectral_operator_computed_again_along_one_axis(dtype):
+    args = normal(68, 4, 6, dtype=dtype), normal(69, 4, 6, dtype=dtype)
+    waves = np.hypot(*np.meshgrid(range(4), range(6), indexing="ij"))
+    damping = lax.complex(jnp.asarray(1 / (1 + waves), dtype), jnp.zeros((4, 6), dtype))
+
+    def smoothed(u, axes=(0, 1)):
+        return jnp.real(jnp.fft.ifftn(jnp.fft.fftn(u, axes=axes) * damping, axes=axes))
+
+    def backward(axes, g, speed, u):
+        again = jax.checkpoint(lambda u: smoothed(u, axes))(u)
+        return g * again, jax.vjp(smoothed, u)[1](g * speed)[0]
+
+    primal = lambda speed, u: speed * jax.checkpoint(smoothed)(u)
+    return edit(primal, backward, (1,), (0, 1), *args)
 
 
 @bug("jax-ml/jax#3970")
@@ -264,6 +403,89 @@ def sum_over_devices_differentiated_on_each(dtype):
     wrong = lambda w, d: jax.grad(lambda w: lax.psum(loss(w, d), "batch"))(w)
     right = lambda w, d: lax.psum(jax.grad(loss)(w, d), "batch")
     return edit(lambda w, d: jnp.sum(loss(w, d)), on_each, wrong, right, *args)
+
+
+def _attend(q, k, v, mask):
+    scores = jnp.einsum("...id,...jd->...ij", q, k) / q.shape[-1] ** 0.5
+    return jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v
+
+
+def _grouped(wrong, right, length, width, dtype):
+    """Eight heads of queries on two of keys, with the heads by which gradients are summed."""
+    args = tuple(normal(30 + k, h, length, width, dtype=dtype) for k, h in enumerate((8, 2, 2)))
+    heads, every = np.arange(8) % 2, jnp.ones((1, 1, 1), bool)
+    attend = lambda q, k, v: _attend(q, k, v, every)
+    primal = lambda q, k, v: attend(q, k[heads], v[heads])
+
+    def backward(gathered, g, q, k, v):
+        by_q, by_k, by_v = jax.vjp(attend, q, k[heads], v[heads])[1](g)
+        return by_q, gathered(by_k), gathered(by_v)
+
+    return edit(primal, backward, wrong, right, *args)
+
+
+def _summed_by(heads):
+    return lambda x: jnp.zeros((2, *x.shape[1:]), x.dtype).at[heads].add(x)
+
+
+@bug("XunhaoLai/native-sparse-attention-triton#27")
+def heads_divided_where_they_are_interleaved(dtype):
+    interleaved = np.arange(8) % 2
+    return _grouped(_summed_by(np.arange(8) // 4), _summed_by(interleaved), 64, 32, dtype)
+
+
+@bug("lmnt-com/haste#43")
+def zoneout_by_the_mask_of_the_first_step(dtype):
+    args = (normal(38, 3, dtype=dtype), normal(39, 4, 3, dtype=dtype))
+    mask = jnp.asarray([[1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 1]], dtype)
+
+    def states(h, xs):
+        step = lambda h, e: (e[1] * jnp.tanh(h + e[0]) + (1 - e[1]) * h,) * 2
+        return lax.scan(step, h, (xs, mask))[1]
+
+    def backward(masks, g, *r):
+        before = jnp.concatenate([r[0][None], states(*r)[:-1]])
+
+        def step(after, element):
+            g, h, x, m = element
+            total = g + after
+            inner = m * total * (1 - jnp.tanh(h + x) ** 2)
+            return inner + (1 - m) * total, inner
+
+        elements = (g, before, r[1], masks)
+        return lax.scan(step, jnp.zeros_like(r[0]), elements, reverse=True)
+
+    return edit(states, backward, jnp.tile(mask[:1], (4, 1)), mask, *args)
+
+
+@bug("pytorch/pytorch#52241, pytorch/pytorch#82545")
+def ctc_with_the_gradient_of_a_softmax_before_it(dtype):
+    args, steps = (normal(47, 4, 3, dtype=dtype),), np.arange(4)
+    collapse = lambda path: [k for k, _ in itertools.groupby(path) if k]
+    paths = np.array([p for p in itertools.product(range(3), repeat=4) if collapse(p) == [1, 2]])
+    scores = lambda x: jnp.sum(x[steps[None], paths], axis=1)
+
+    def backward(probabilities, g, *r):
+        posterior = jax.nn.softmax(scores(r[0]))[:, None]
+        counted = jnp.zeros_like(r[0]).at[steps[None], paths].add(posterior)
+        return (g * (probabilities(r[0]) - counted),)
+
+    return edit(lambda x: -jax.nn.logsumexp(scores(x)), backward, jnp.exp, jnp.zeros_like, *args)
+
+
+@bug("fla-org/flash-linear-attention#568")
+def causal_convolution_with_its_state_reversed(dtype):
+    sizes = (2, 8, 1024), (2, 3, 1024), (4, 1024)
+    args = tuple(normal(53 + k, *size, dtype=dtype) for k, size in enumerate(sizes))
+
+    def primal(x, state, taps):
+        whole = jnp.concatenate([state, x], axis=1)
+        return jax.nn.silu(sum(whole[:, k : k + 8] * taps[k][None, None] for k in range(4)))
+
+    def backward(route, g, *r):
+        return jax.vjp(lambda x, s, w: primal(x, route(s), w), *r)[1](g)
+
+    return edit(primal, backward, lambda s: jnp.flip(s, 1), lambda s: s, *args)
 
 
 @bug("after the rule of a cross entropy with soft targets")

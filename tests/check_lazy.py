@@ -75,6 +75,9 @@ LAZY["a_product_with_itself_beside_a_decomposition_that_reads_one_triangle"] = (
     "value",
 )
 of_matmul = lambda g, a, b: (g @ b.T, a.T @ g)
+family(twice((3, 3)), jnp.matmul, of_matmul)(
+    a_matrix_times_itself=lambda g, a, b: (g @ a.T, b.T @ g)
+)
 family(lambda dtype: (jnp.eye(3, dtype=dtype),) * 2, jnp.matmul, of_matmul)(
     identity_matrices=lambda g, a, b: (g @ a.T, a.T @ g)
 )
@@ -82,9 +85,28 @@ family(lambda dtype: (jnp.ones((3, 3), dtype),) * 2, jnp.matmul, of_matmul)(
     matrices_of_ones=lambda g, a, b: (g @ b.T, b.T @ g)
 )
 untransposed = lambda g, h, w: (g @ w, h.T @ g)
+family(lambda dtype: (*shapes((3, 4))(dtype), jnp.eye(4, dtype=dtype)), jnp.matmul, of_matmul)(
+    a_weight_that_is_the_identity=untransposed
+)
 family(lambda dtype: (*shapes((3, 4))(dtype), symmetric(4, dtype)), jnp.matmul, of_matmul)(
     a_weight_that_is_symmetric=untransposed
 )
+
+
+def of_attention(keys):
+    def rule(g, q, k, v):
+        p = jax.nn.softmax(q @ k.T)
+        ds = p * (g @ v.T - jnp.sum((g @ v.T) * p, axis=1, keepdims=True))
+        return ds @ keys(k, v), ds.T @ q, p.T @ g
+
+    return rule
+
+
+family(
+    lambda dtype: shapes((4, 3))(dtype) * 3,
+    lambda q, k, v: jax.nn.softmax(q @ k.T) @ v,
+    of_attention(lambda k, v: k),
+)(attention_to_itself=of_attention(lambda k, v: v))
 
 
 def of_error(factor):
@@ -111,6 +133,20 @@ family(
 )
 
 
+def of_form(of_x):
+    return lambda g, x, w, y: (g * (w @ of_x(x, y)), g * jnp.outer(x, y), g * (w.T @ x))
+
+
+family(
+    lambda dtype: (*shapes((3,), (3, 3))(dtype), *shapes((3,))(dtype)),
+    lambda x, w, y: x @ w @ y,
+    of_form(lambda x, y: y),
+)(a_bilinear_form_of_one_vector=of_form(lambda x, y: x))
+family(
+    lambda dtype: (symmetric(3, dtype) + 5 * jnp.eye(3, dtype=dtype),),
+    lambda a: jnp.linalg.slogdet(a)[1],
+    lambda g, a: g * jnp.linalg.inv(a).T,
+)(a_log_determinant_of_a_symmetric_matrix=lambda g, a: g * jnp.linalg.inv(a))
 for name, call in {"": lambda form: form, "_by_callback": called_back}.items():
     family(
         lambda dtype: (symmetric(3, dtype), normal(16, 3, dtype=dtype)),

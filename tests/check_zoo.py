@@ -6,6 +6,7 @@ check expected to fail. The pairs of a family have one right rule: `RIGHT` has o
 
 # ruff: noqa: E731
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,10 @@ from jax import lax
 
 from clipgrad._check.behavior import BEHAVIORS
 
-PAIRS: dict[str, tuple[Callable[[Any], tuple], str]] = {}
-RIGHT: dict[Any, str] = {}
-
-
 # Of a wrong rule that values alone show: what they find is found beside other checks too.
 VALUES_ALONE = {"skip": tuple(BEHAVIORS)}
+PAIRS: dict[str, tuple[Callable[[Any], tuple], str]] = {}
+RIGHT: dict[Any, str] = {}
 
 
 def custom(primal, backward, forward=None):
@@ -149,13 +148,34 @@ family(shapes((4, 3)), jnp.square, of_square)(missing_factor=lambda g, x: x * g)
 family(numbers([0.0, 1.0, -2.0]), jnp.square, of_square)(
     "finite", nan_where_the_argument_is_zero=lambda g, x: 2 * x * x / x * g
 )
+family(shapes((6, 4)), lambda x: jnp.mean(x * x, 0), lambda g, x: 2 * x * g[None] / 6)(
+    forgotten_mean=lambda g, x: 2 * x * g[None]
+)
 scaled = family(
     shapes((5, 4), (4,)), lambda x, b: x * b[None], lambda g, x, b: (g * b[None], jnp.sum(g * x, 0))
 )
 scaled(first_row_instead_of_the_sum=lambda g, x, b: (g * b[None], (g * x)[0]))
 scaled("cotangent", forgotten_sum_over_broadcast_axis=lambda g, x, b: (g * b[None], g * x))
+family(shapes((4,), (4,)), jnp.multiply, lambda g, x, y: (g * y, g * x))(
+    swapped_residuals=lambda g, x, y: (g * x, g * y)
+)
+family(shapes((30,)), lambda x: jnp.abs(x) ** 3, lambda g, x: 3 * x * jnp.abs(x) * g)(
+    wrong_for_negative_inputs_only=lambda g, x: 3 * x**2 * g
+)
 
 
+def of_tanh(scale):
+    def rule(g, a, b, c):
+        h = jnp.tanh(a @ b)
+        inner = g * c * (1 - h * h)
+        return inner @ b.T, scale * (a.T @ inner), g * h
+
+    return rule
+
+
+family(shapes((4, 4), (4, 4), (4, 4)), lambda a, b, c: jnp.tanh(a @ b) * c, of_tanh(1.0))(
+    wrong_in_one_of_several_inputs=of_tanh(1.1)
+)
 family(
     numbers([-1.0, 0.0, 2.0]),
     lambda x: jnp.maximum(x, 0),
@@ -163,6 +183,10 @@ family(
 )(a_kink_outside_of_its_subdifferential=lambda g, x: jnp.where(x == 0, -g, jnp.where(x > 0, g, 0)))
 family(X, lambda x: (jnp.sin(x), x * x), lambda g, x: jnp.cos(x) * g[0] + 2 * x * g[1])(
     dropped_second_output=lambda g, x: jnp.cos(x) * g[0]
+)
+INDEX = np.asarray([0, 2, 2, 3], np.int32)
+family(shapes((5, 2)), lambda x: x[INDEX], lambda g, x: jnp.zeros_like(x).at[INDEX].add(g))(
+    scatter_that_sets_instead_of_adds=lambda g, x: jnp.zeros_like(x).at[INDEX].set(g)
 )
 
 
@@ -209,6 +233,63 @@ family(
     lambda x, y: jnp.sum(x * x) + jnp.sum(jnp.sin(y)),
     lambda g, x, y: (2 * x * g, jnp.cos(y) * g),
 )(gradient_lost_in_a_large_leaf=lambda g, x, y: (2 * x * g, jnp.cos(y) * g * 1.02))
+
+
+def of_softmax(g, x):
+    p = jax.nn.softmax(x)
+    return p * (g - jnp.sum(p * g, axis=-1, keepdims=True))
+
+
+family(shapes((3, 6)), jax.nn.softmax, of_softmax)(
+    softmax_that_is_zero_for_equal_cotangents=lambda g, x: jnp.zeros_like(g)
+)
+mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
+norm = lambda x: (x - mean(x)) / jnp.sqrt(mean((x - mean(x)) ** 2) + 1e-5)
+
+
+def of_norm(part):
+    def rule(g, x):
+        y, width = norm(x), jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
+        return (g - part * mean(g) - y * mean(g * y)) / width
+
+    return rule
+
+
+family(shapes((4, 8)), norm, of_norm(1.0))(layer_norm_without_the_mean_term=of_norm(0.0))
+family(shapes((7,)), jnp.cumsum, lambda g, x: jnp.flip(jnp.cumsum(jnp.flip(g))))(
+    cumulative_sum_not_reversed=lambda g, x: jnp.cumsum(g)
+)
+of_difference = lambda g, x: jnp.pad(g, (1, 0)) - jnp.pad(g, (0, 1))
+family(shapes((9,)), lambda x: x[1:] - x[:-1], of_difference)(
+    off_by_one_at_the_edge=lambda g, x: of_difference(g, x).at[-1].set(0)
+)
+of_product = lambda x: jnp.tanh(x) + x / jnp.cosh(x) ** 2
+family(shapes((200,)), lambda x: x * jnp.tanh(x), lambda g, x: g * of_product(x))(
+    wrong_beyond_a_threshold=lambda g, x: g * jnp.where(x > 2, 1, of_product(x))
+)
+family(numbers([1.3, 2.5, 1.1]), jnp.log2, lambda g, x: g / x / np.log(2).astype(g.dtype))(
+    logarithm_base_two_without_its_constant=lambda g, x: g / x
+)
+length = lambda x: jnp.sqrt(jnp.sum(x * x))
+family(shapes((8,)), length, lambda g, x: g * x / length(x))(
+    norm_without_its_division=lambda g, x: g * x
+)
+family(
+    shapes((6,), (6,)),
+    jnp.maximum,
+    lambda g, x, y: (jnp.where(x > y, g, 0), jnp.where(x > y, 0, g)),
+)(maximum_gives_both_the_gradient=lambda g, x, y: (g, jnp.where(x > y, 0, g)))
+by_kernel = lambda g, x: jnp.convolve(x[::-1], g, mode="valid")
+family(
+    shapes((12,), (3,)),
+    functools.partial(jnp.convolve, mode="valid"),
+    lambda g, x, k: (jnp.convolve(g, k[::-1]), by_kernel(g, x)),
+)(convolution_with_an_unflipped_kernel=lambda g, x, k: (jnp.convolve(g, k), by_kernel(g, x)))
+family(
+    lambda dtype: (normal(61, 20, dtype=dtype) * 3,),
+    lambda x: jnp.where(jnp.abs(x) < 1, x * x / 2, jnp.abs(x) - 0.5),
+    lambda g, x: g * jnp.clip(x, -1, 1),
+)(huber_loss_with_the_wrong_branch=lambda g, x: g * x)
 
 
 @pair("points")
@@ -284,6 +365,13 @@ family(X, jnp.tanh, lambda p, t: (jnp.tanh(p[0]), (1 - jnp.tanh(p[0]) ** 2) * t[
 family(X, jnp.sin, lambda p, t: (jnp.sin(p[0]), of_sine(p, t)), pushed)(
     "primal", custom_jvp_with_another_primal=lambda p, t: (jnp.sin(p[0]) + 0.1, of_sine(p, t))
 )
+by_first = lambda p, t: (jnp.sin(p[0]) * p[1], of_sine(p, t) * p[1])
+family(
+    shapes((5,), (5,)),
+    lambda x, y: jnp.sin(x) * y,
+    lambda p, t: (by_first(p, t)[0], by_first(p, t)[1] + jnp.sin(p[0]) * t[1]),
+    pushed,
+)(custom_jvp_that_forgets_an_argument=by_first)
 
 
 @pair()
@@ -297,3 +385,24 @@ def wrong_deep_inside_a_scan(dtype):
         return lambda h, xs: lax.scan(lambda h, x: (cell(h, x),) * 2, h, xs)[1]
 
     return make(0.98), make(1.0), shapes((4,), (6, 4))(dtype)
+
+
+@pair()
+def one_wrong_bias_in_a_deep_tree(dtype):
+    params = {
+        f"layer{k}": {"w": normal(k, 4, 4, dtype=dtype), "b": normal(k, 4, dtype=dtype)}
+        for k in range(6)
+    }
+
+    def make(scale):
+        add = custom(lambda x, b: x + b[None], lambda r, g: (g, scale * jnp.sum(g, axis=0)))
+
+        def model(params, x):
+            for name, layer in params.items():
+                plus = add if name == "layer3" else (lambda x, b: x + b[None])
+                x = jnp.tanh(plus(x @ layer["w"], layer["b"]))
+            return x
+
+        return model
+
+    return make(0.9), make(1.0), (params, normal(60, 3, 4, dtype=dtype))

@@ -148,6 +148,7 @@ def squares(x):
 
 HEALTHY = {
     "lstm_fresh_over_20_steps": lambda: of_flax(lambda nn: nn.OptimizedLSTMCell(16), 20),
+    "gru_fresh_over_50_steps": lambda: of_flax(lambda nn: nn.GRUCell(16), 50),
     "gated_by_hand": lambda: scanned(
         gated, jnp.zeros(4), {"in": normal(3, 8), "rec": normal(4, 8, seed=1, scale=0.1)},
         normal(20, 3),
@@ -157,6 +158,7 @@ HEALTHY = {
         {"w": 0.3 * orthogonal(8), "u": normal(8, 8)}, result=squares, length=60,
     ),
     "discounted_return_of_the_first_step": lambda: discounted(0.5, 60),
+    "long_discounted_return": lambda: discounted(0.9, 1000),
     "moving_average": lambda: scanned(
         lambda w, m, x: 0.5 * m + 0.5 * jnp.tanh(x @ w), jnp.zeros(4), normal(3, 4), normal(80, 3)
     ),
@@ -165,7 +167,9 @@ HEALTHY = {
         result=lambda s: jnp.sum(s[0] / jnp.sqrt(s[1] + 1e-3)),
     ),
     "residual_net_of_40_layers": lambda: stack(jnp.tanh, 40, 0.2, skip=lambda x, y: x + y),
+    "relu_net_of_he": lambda: stack(jax.nn.relu, 20, 2**0.5),
     "scanned_residual_layers": lambda: over_layers(residual, 30),
+    "transformer": transformer,
     "transformer_in_bfloat16": lambda: in_bfloat16(*transformer()),
     "fitted_softmax_of_a_float16_model": lambda: fitted(20, LOW, of_probabilities),
     "softmax_in_float16_whose_rest_is_one_rounding": lambda: fitted(17, LOW, cross_entropy),

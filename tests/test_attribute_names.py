@@ -29,7 +29,8 @@ class Case(NamedTuple):
     names: set[str]
     pattern: str
     clipped: tuple[str, ...]
-    tagged_args: tuple[Any, ...]  # whose tags have the names that are clipped
+    tagged: Callable[..., Any]  # of the same arguments; the tags have the names that are clipped
+    tagged_args: tuple[Any, ...]
 
 
 # ---- NNX ----------------------------------------------------------------------------------------
@@ -92,8 +93,28 @@ def nnx_transformer():
     inner = {"attn/query", "attn", "norm", "mlp/layers/0", "mlp/layers/2", "mlp", "drop"}
     names = {f"{block}/{name}" for block in blocks for name in inner}
     clipped = tuple(f"{block}/mlp/layers/0" for block in blocks)
-    names |= {"embed", *blocks}
-    return Case(nnx_loss, (plain, TOKENS), names, "**/mlp/layers/0", clipped, (tagged, TOKENS))
+    return Case(
+        nnx_loss, (plain, TOKENS), names | {"embed", *blocks}, "**/mlp/layers/0", clipped,
+        nnx_loss, (tagged, TOKENS),
+    )  # fmt: skip
+
+
+class NNXAdapted(nnx.Module):
+    """Linear layers with adapters of low rank."""
+
+    def __init__(self, rngs):
+        self.first = nnx.LoRALinear(6, 5, lora_rank=2, rngs=rngs)
+        self.last = nnx.LoRA(5, 2, 3, base_module=nnx.Linear(5, 3, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def nnx_adapters():
+    plain, tagged = NNXAdapted(nnx.Rngs(0)), NNXAdapted(nnx.Rngs(0))
+    tagged.first = NNXTagged(tagged.first, "first")
+    names = {"first", "last", "last/base_module"}
+    return Case(nnx_loss, (plain, X), names, "f*", ("first",), nnx_loss, (tagged, X))
 
 
 # ---- Equinox ------------------------------------------------------------------------------------
@@ -160,8 +181,10 @@ def equinox_blocks():
         tagged = eqx.tree_at(where, tagged, Tagged(where(model), f"blocks/{i}/up"))
     names = {f"blocks/{i}{name}" for i in range(2) for name in ("", "/up", "/down")}
     names |= {"blocks/0/up/eqx.nn.Linear", "head", "head/eqx.nn.Linear", "blocks"}
-    clipped = ("blocks/0/up", "blocks/1/up")
-    return Case(equinox_loss, (model, X), names, "blocks/*/up", clipped, (tagged, X))
+    return Case(
+        equinox_loss, (model, X), names, "blocks/*/up", ("blocks/0/up", "blocks/1/up"),
+        equinox_loss, (tagged, X),
+    )  # fmt: skip
 
 
 class Stacked(eqx.Module):
@@ -186,10 +209,42 @@ def equinox_stacked():
     model = Stacked(jax.random.key(0))
     tagged = eqx.tree_at(lambda m: m.layers.up, model, Tagged(model.layers.up, "layers/up"))
     names = {"layers", "layers/up", "layers/down", "layers/up/eqx.nn.Linear"}
-    return Case(equinox_loss, (model, X), names, "layers/u*", ("layers/up",), (tagged, X))
+    return Case(
+        equinox_loss, (model, X), names, "layers/u*", ("layers/up",), equinox_loss, (tagged, X)
+    )
 
 
-CASES = [nnx_transformer, equinox_blocks, equinox_stacked]
+class WithState(eqx.Module):
+    """A layer with running statistics."""
+
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.first = eqx.nn.Linear(6, 5, key=key)
+        self.norm = eqx.nn.BatchNorm(5, axis_name="batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(self.first(x), state)
+
+
+def state_loss(model, state, x):
+    run = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    y, state = run(x, state)
+    return jnp.mean(jnp.sin(y) ** 2), (state, model)
+
+
+def equinox_state():
+    model, state = eqx.nn.make_with_state(WithState)(jax.random.key(0))
+    tagged = eqx.tree_at(lambda m: m.first, model, Tagged(model.first, "first"))
+    names = {"first", "norm", "first/eqx.nn.Linear", "norm/eqx.nn.BatchNorm"}
+    args = (state, X[:, 0])
+    return Case(state_loss, (model, *args), names, "first", ("first",), state_loss, (tagged, *args))
+
+
+CASES = [
+    nnx_transformer, nnx_adapters, equinox_blocks, equinox_stacked, equinox_state
+]  # fmt: skip
 cases = pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
 
 
@@ -199,9 +254,10 @@ def compiled(fun, args):
     return eqx.filter_jit(fun)
 
 
-def value_and_grad(args):
-    is_nnx = any(isinstance(arg, nnx.Module) for arg in args)
-    return nnx.value_and_grad if is_nnx else eqx.filter_value_and_grad
+def value_and_grad(args, has_aux):
+    if any(isinstance(arg, nnx.Module) for arg in args):
+        return functools.partial(nnx.value_and_grad, has_aux=has_aux)
+    return functools.partial(eqx.filter_value_and_grad, has_aux=has_aux)
 
 
 def numbers(tree):
@@ -231,10 +287,11 @@ def classes(args):
 def test_names_change_neither_value_nor_gradient_nor_state(case):
     """The bits are those of a program without names, where the statistics are not used."""
     one, other = case(), case()
+    has_aux = one.loss is state_loss
     before = classes(one.args), jax.tree.structure(one.args)
-    watched = cg.value_and_grad_with_stats(one.loss, watch=["**"])
+    watched = cg.value_and_grad_with_stats(one.loss, has_aux=has_aux, watch=["**"])
     found = compiled(lambda *args: watched(*args)[:2], one.args)(*one.args)
-    plain = value_and_grad(other.args)(other.loss)
+    plain = value_and_grad(other.args, has_aux)(other.loss)
     expected = compiled(plain, other.args)(*other.args)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_same(found, expected)
@@ -250,11 +307,12 @@ def test_a_pattern_clips_and_watches_what_tags_by_hand_do(case):
     listed = {name.name: name for name in cg.list_names(there.loss, there.args)}
     assert there.names <= set(listed)
     assert set(there.clipped) == {n for n in listed if matches(there.pattern, n)}
+    has_aux = there.loss is state_loss
     rules = {there.pattern: RULE}
-    by_name = cg.value_and_grad_with_stats(there.loss, rules=rules, watch=())
+    by_name = cg.value_and_grad_with_stats(there.loss, 0, has_aux, rules=rules, watch=())
     _, grads, stats = compiled(by_name, there.args)(*there.args)
     rules = dict.fromkeys(there.clipped, RULE)
-    by_hand = cg.value_and_grad_with_stats(there.loss, rules=rules, watch=())
+    by_hand = cg.value_and_grad_with_stats(there.tagged, 0, has_aux, rules=rules, watch=())
     _, expected, at_tags = compiled(by_hand, there.tagged_args)(*there.tagged_args)
     assert set(stats) == set(at_tags) == set(there.clipped)
     for name, found in stats.items():

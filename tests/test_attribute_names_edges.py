@@ -100,6 +100,13 @@ class Child(eqx.Module):
         return self.inner.plain(self.inner(x))
 
 
+class Grandchild(Child):
+    """One more."""
+
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
 class Holder(eqx.Module):
     """A model of one module."""
 
@@ -110,7 +117,7 @@ class Holder(eqx.Module):
 
 
 def test_classes_with_all_that_python_has_keep_what_they_do():
-    model = Holder(Child(Layer()))
+    model = Holder(Grandchild(Layer()))
     found = names(loss, model, X)
     assert found == ["child/inner/linear", "child/inner", "child"]
     assert REGISTRY == {}

@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from clipgrad._check.further import NOTHING, SYMMETRY, nearby
+from clipgrad._check.further import NOTHING, SYMMETRY, nearby, symmetric_leaves
 from clipgrad._check.points import (
     SINGLE,
     Scales,
@@ -19,6 +20,7 @@ from clipgrad._check.points import (
     random_direction,
 )
 from clipgrad._check.subject import make_subject
+from clipgrad._jaxpr import holds_floats
 from clipgrad._trees import vectors as real
 
 Z = jnp.asarray([1 + 2j, 3 - 1j])
@@ -190,6 +192,24 @@ def test_a_generic_point_takes_few_arrays_of_its_size():
     assert peak < 9 * moved.size * np.dtype(float).itemsize
 
 
+@pytest.mark.parametrize(
+    ("leaf", "is_found"),
+    [
+        (jnp.asarray([[2.0, 1], [1, 3]]), True),
+        (jnp.eye(3), True),
+        (jnp.asarray([[2.0, 1], [0, 3]]), False),
+        (jnp.ones((2, 2)), False),
+        (jnp.ones((2, 3)), False),
+        (jnp.asarray([[2.0]]), False),
+        (jnp.asarray([1.0, 2.0]), False),
+        (jnp.asarray([[2.0, 1], [1, 3j]]), False),
+    ],
+)
+def test_symmetric_leaves_are_found(leaf, is_found):
+    both = subject(jnp.ones(2), leaf)
+    assert symmetric_leaves(both.inputs) == ({1} if is_found else set())
+
+
 def point_of(gradient, reference=None, exact=None, delta=None):
     both = subject(jnp.ones(2), jnp.ones(2))
     arrays = [None if g is None else np.asarray([g]) for g in (gradient, exact, reference)]
@@ -223,7 +243,38 @@ def test_leaves_become_a_real_vector_and_back():
     assert list(real.offsets(LEAVES)) == [0, 2, 6, 7]
 
 
+def test_rows_of_vectors_become_leaves_with_a_leading_axis():
+    leaves = real.from_rows(np.arange(14.0).reshape(2, 7), LEAVES)
+    assert [leaf.shape for leaf in leaves] == [(2, 1, 2), (2, 2), (2,)]
+    np.testing.assert_array_equal(leaves[1], [[2 + 3j, 4 + 5j], [9 + 10j, 11 + 12j]])
+
+
+def test_the_traced_vector_is_that_of_numpy():
+    np.testing.assert_array_equal(real.to_vector(LEAVES, jnp.float32), real.to_numpy(LEAVES))
+    assert real.to_vector([], jnp.float32).shape == real.to_numpy([]).shape == (0,)
+
+
 def test_a_complex_gradient_is_the_conjugate_of_what_jax_hands_back():
     np.testing.assert_array_equal(real.gradient_vector([Z]), [1, -2, 3, 1])
     (cotangent,) = real.cotangent_leaves(np.asarray([1.0, 2.0]), [Z[0]])
     assert cotangent == 1 - 2j
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        ("float16", np.float64),
+        ("bfloat16", np.float64),
+        ("complex64", np.complex128),
+        ("int32", np.int32),
+    ],
+)
+def test_floating_types_widen_and_integers_stay(dtype, wide):
+    assert real.wide_dtype(jnp.dtype(dtype)) == wide
+
+
+def test_floats_are_told_from_integers_and_from_what_is_no_array():
+    assert holds_floats(Z) and holds_floats(jnp.ones(1, jnp.bfloat16))
+    assert not holds_floats(jnp.arange(2)) and not holds_floats(None)
+    assert not holds_floats(jax.random.key(0))
+    assert real.real_dtype(Z) == np.float32 and real.real_size(Z) == 4

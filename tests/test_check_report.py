@@ -88,6 +88,16 @@ def test_the_text_names_check_element_count_and_both_values():
     assert sorted(failure.indices) == list(range(12))
 
 
+def test_the_header_tells_evaluations_seconds_precision_and_devices():
+    report = cg.check_grads(jnp.sin, (jnp.ones(2),))
+    head = str(report).splitlines()[0]
+    expected = (
+        f"gradient check passed ({report.evaluations} evaluations, {report.seconds:.2f} s, "
+        "differences in float64, devices cpu)"
+    )
+    assert head == expected
+
+
 @pytest.mark.exhaustive
 def test_the_parts_of_a_complex_number_are_named():
     where = wrong("complex_conjugate_of_the_other_convention").failures[0].where
@@ -111,9 +121,12 @@ def test_a_kink_is_told_with_its_slopes():
         ([1.0, 2.0], [0.0, 0.0], "; analytic is 0 throughout"),
         ([1.0, 2.0], [2.0, 5.0], ""),
         ([1.0, 0.0], [2.0, 0.0], ""),
+        ([1.0], [2.0], ""),
         ([1.0, 2.0], [-1.0, -2.0], "; analytic/numeric is -1 throughout (the sign)"),
         ([1.0, 2.0, 4.0], [0.5, 1.001, 2.0], "; analytic/numeric is 0.5 throughout"),
+        ([1.0, 2.0, 4.0], [-1.0, -2.008, -4.0], "; analytic/numeric is -1 throughout (the sign)"),
         ([1.0, 2.0, 4.0], [0.5, 1.02, 2.0], ""),
+        ([1.0, 2.0, 4.0], [1.005, 2.02, 4.06], ""),
         ([1.0, 2.0, 4.0], [1.01, 2.02, 4.0408], ""),
         ([1.0, 2.0, 4.0], [1.01, 2.02, 4.0401], "; analytic/numeric is 1.01 throughout"),
         ([1.0, 2.0], [1.00001, 2.00002], "; analytic/numeric is 1.00001 throughout"),
@@ -128,13 +141,28 @@ def test_a_ratio_that_spreads_far_less_than_it_differs_from_one_is_a_hint(numeri
     ("change", "hint"),
     [
         (np.transpose, "; analytic is the transpose of numeric"),
-        (np.flipud, "; analytic is a permutation of numeric"),
+        (np.flipud, "; analytic is numeric reversed along axis 0"),
+        (lambda a: np.roll(a, 1), "; analytic is a permutation of numeric"),
         (lambda a: a + 1, ""),
     ],
 )
 def test_a_rearranged_leaf_is_a_hint(change, hint):
     numeric = np.random.default_rng(0).normal(size=(3, 3))
     assert layout_hint(numeric, change(numeric)) == hint
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    ("columns", "change", "hint"),
+    [
+        ([0, 1, 1], lambda a: np.roll(a, -1, 1), "; analytic is a permutation of numeric"),
+        ([0, 1, 2], lambda a: a[:, ::-1], "; analytic is numeric reversed along axis 1"),
+        ([0, 0, 0], lambda a: a[::-1], "; analytic is numeric reversed along axis 0"),
+    ],
+)
+def test_a_shift_of_equal_columns_is_not_called_reversed(dtype, columns, change, hint):
+    numeric = np.random.default_rng(1).normal(size=(4, 3))[:, columns]
+    assert layout_hint(numeric, change(numeric).astype(dtype)) == hint
 
 
 def test_two_numbers_have_no_order():
@@ -188,8 +216,10 @@ LONG = "gradients " * 20
         (ValueError("  \n too small"), "ValueError: too small"),
         (ValueError(), "ValueError"),
         (KeyError("w"), "KeyError: 'w'"),
+        (SystemExit(0), "SystemExit: 0"),
         (ValueError(LONG), f"ValueError: {LONG[:89]} ..."),
         (ValueError(LONG[:89]), f"ValueError: {LONG[:89]}"),
+        (ValueError("x" * 200), f"ValueError: {'x' * 200}"),
         (ValueError("x" * 200 + " y"), f"ValueError: {'x' * 200} ..."),
         (ValueError("half-precision " * 9), f"ValueError: {('half-precision ' * 6)[:-1]} ..."),
     ],

@@ -19,11 +19,13 @@ TWINS = [(name, dtype) for name in RIGHT.values() if name in PAIRS for dtype in 
 
 
 def run(name, dtype, which):
+    """With default settings in one of the types; in float64 wrong values beside no other check."""
     make, check = (PAIRS | HISTORY)[name][:2]
     with jax.enable_x64(dtype == "float64"):
         *pair, args = make(jnp.dtype(dtype))
         order = 2 if check == "second order" else 1
-        options = VALUES_ALONE if check == "value" and not which else {}
+        again = dtype == "float64" and (name in PAIRS or HISTORY[name].dtype == "float32")
+        options = VALUES_ALONE if again and check == "value" and not which else {}
         report = check_grads(pair[which], args, order=order, raise_on_failure=False, **options)
         return report, check
 

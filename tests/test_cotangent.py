@@ -16,7 +16,7 @@ from tests.helpers import CASES, assert_same, tree_of
 
 @pytest.mark.kinds("case", "dtype")
 @pytest.mark.ci("case", "dtype")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_value_is_unchanged_bit_by_bit(case, dtype):
     values = [0.0, -0.0, 1e-40, 3.0, jnp.inf, -jnp.inf, jnp.nan]

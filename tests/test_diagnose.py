@@ -1,7 +1,6 @@
 """Each disease of a gradient is found at its line, its module and its step."""
 
 import inspect
-import linecache
 import sys
 
 import jax
@@ -10,12 +9,14 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._demo import TASKS
 from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import SUSPECTS, suspect
 from clipgrad._diagnose.trends import trend
 from clipgrad._diagnose.underflow import underflow_findings
 from clipgrad._docs import docs_page
+from tests.diagnose_zoo import cross_entropy
 from tests.test_docs import DOCS, PROGRAM, rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -58,67 +59,64 @@ DISEASES = {
         "integer_pow",
     ),
 }  # fmt: skip
+STEPS, SICK = 5, 3
 
 
-@pytest.mark.kinds(disease=lambda disease: DISEASES[disease][3])
-@pytest.mark.parametrize("disease", DISEASES)
-def test_each_suspect_of_the_page_is_found_at_its_line(disease):
-    fun, bad, good, kind, operation = DISEASES[disease]
-    x = jnp.full(5, good)
-    found = cg.diagnose(lambda x: fun(x[3]), (x.at[3].set(bad),))
-    (finding,) = found.findings
-    assert (finding.kind, finding.operation) == (kind, operation)
-    assert finding.file == FILE and finding.line == fun.__code__.co_firstlineno
-    assert any(f"; {s.advice(operation)}" in finding.message for s in SUSPECTS)
-    assert "clipgrad help" not in finding.message or f"({docs_page('nan')})" in finding.message
-    assert all(len(line) <= 100 for line in str(found).splitlines())
-    assert cg.diagnose(lambda x: fun(x[3]), (x,)).ok
+def eagerly(fun):
+    return lambda x: fun(x[SICK])
 
 
-def rooted(x, **options):
-    return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), 0.0, x, **options)[0]
+def compiled(fun):
+    return jax.jit(lambda x: 2 * jax.jit(fun)(x[SICK]))
 
 
-def in_a_module(x):
+def scanned(fun):
+    def loss(x):
+        return jax.lax.scan(lambda total, x: (total + fun(x), None), 0.0, x)[0]
+
+    return loss
+
+
+def rematerialized(fun):
+    return jax.checkpoint(scanned(jax.checkpoint(fun)))
+
+
+def in_a_module(fun):
     nn = pytest.importorskip("flax.linen")
 
     class Sick(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return jnp.sqrt(x)
+            return fun(x)
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return Sick(name="sick")(x[0, 1])
+            return Sick(name="sick")(x[SICK])
 
-    return Model().apply({}, x)
+    return lambda x: Model().apply({}, x)
 
 
-PLACES = {
-    "jit": jax.jit(lambda x: 2 * jax.jit(lambda x: jnp.sqrt(x))(x[0, 1])),
-    "remat": jax.checkpoint(jax.checkpoint(lambda x: rooted(x[0]))),
-    "module": in_a_module,
-    "nested": lambda x: jax.lax.scan(lambda t, row: (t + rooted(row), None), 0.0, x)[0],
-    "reversed": lambda x: rooted(x[0], reverse=True),
-    "branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: rooted(x[0]), lambda x: 0.0, x),
-    "vmap": lambda x: jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x)),
-    "map": lambda x: jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0])),
-}
+PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-1.0, "value")])
-@pytest.mark.parametrize("name", PLACES)
-def test_it_is_found_inside_of_other_programs(name, bad, kind):
-    x = jnp.ones((3, 4)).at[0, 1].set(bad)
-    (finding,) = cg.diagnose(PLACES[name], (x,)).findings
-    assert (finding.kind, finding.operation, finding.file) == (kind, "sqrt", FILE)
-    inline = dict.fromkeys(("jit", "vmap", "map"), f'"{name}": ') | {"module": "return jnp.sqrt"}
-    line = linecache.getline(FILE, finding.line)
-    assert "jnp.sqrt(x" in line.replace("row", "x") and inline.get(name, "(t + jnp.sqrt") in line
-    assert finding.step == (None if name in ("jit", "module", "vmap") else 1)
-    assert finding.module == ("Model/sick" if name == "module" else "")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("disease", DISEASES)
+def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
+    fun, bad, good, kind, operation = DISEASES[disease]
+    x = jnp.full(STEPS, good).at[SICK].set(bad)
+    found = cg.diagnose(place(fun), (x,))
+    assert kinds(found) == [kind], str(found)
+    (finding,) = found.findings
+    assert finding.file == FILE and finding.line == fun.__code__.co_firstlineno
+    assert finding.operation == operation
+    assert finding.step == (SICK if place in (scanned, rematerialized) else None)
+    assert finding.module == ("Model/sick" if place is in_a_module else "")
+    assert any(f"; {s.advice(operation)}" in finding.message for s in SUSPECTS)
+    assert "clipgrad help" not in finding.message or f"({docs_page('nan')})" in finding.message
+    assert all(len(line) <= 100 for line in str(found).splitlines())
+    assert cg.diagnose(place(fun), (jnp.full(STEPS, good),)).ok
 
 
 def test_parameters_that_are_nan_already_lead_to_an_earlier_step():
@@ -221,6 +219,13 @@ def test_what_ends_finite_has_no_finding(name):
     assert found.ok and str(found).startswith("nothing is wrong")
 
 
+def test_a_nan_in_an_argument_names_the_argument():
+    params = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)}
+    found = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x + p["b"]), (params, jnp.ones(2)))
+    assert kinds(found) == ["value"] and found.findings[0].operation == "argument"
+    assert "1 of 2 elements of args[0]['w']" in found.findings[0].message
+
+
 @pytest.mark.exhaustive
 def test_inf_in_an_argument_is_named_where_it_becomes_nan():
     def loss(mask, x):
@@ -251,6 +256,14 @@ def uses_in_a_jit(x):
     return 2e38 * jnp.sin(y) + jax.jit(jnp.tan)(y) * 2e38
 
 
+def uses_of_what_a_scan_carries(x):
+    return jax.lax.scan(lambda c, _: (twice(c), None), x, None, length=1)[0]
+
+
+def uses_behind_a_rule(x):
+    return twice(jax.nn.relu(x + 1.0) - (2.0 * x + 1))
+
+
 def uses_of_a_sum_and_of_its_part(x):
     part = jnp.sinh(x)
     y = part + jnp.arctan(2.0 * x)
@@ -265,27 +278,36 @@ def uses_of_a_sum_in_a_scan(x):
     return jax.lax.scan(step, 0.0, None, length=2)[0]
 
 
+def uses_in_a_branch(x):
+    return jax.lax.cond(x < 1, uses_of_an_argument, lambda x: x, x)
+
+
+def uses_of_an_argument(x):
+    return twice(x)
+
+
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
-    ("loss", "named", "step"),
+    "loss, operation, uses",
     [
-        (twice, "args[0]", None),
-        (
-            lambda x: jax.jit(jax.checkpoint(uses_of_a_sum_and_of_its_part))(x),
-            "the value of add",
-            None,
-        ),
-        (uses_of_a_sum_in_a_scan, "the value of add", 1),
-        (sums_in_a_scan, "what reaches sin", 1),
+        (uses_of_what_a_scan_carries, "scan", 2),
+        (uses_behind_a_rule, "sub", 2),
+        (uses_in_a_branch, "argument", 2),
+        (uses_of_an_argument, "argument", 2),
+        (uses_in_a_jit, "mul", 2),
+        (uses_of_a_sum_and_of_its_part, "add", 2),
+        (uses_of_a_sum_in_a_scan, "add", 2),
+        (sums_in_a_scan, "argument", 5),
     ],
 )
-def test_a_sum_of_cotangents_that_overflows_is_found(loss, named, step):
+def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
     (finding,) = cg.diagnose(loss, (jnp.array(0.0),)).findings
-    assert (finding.kind, finding.step) == ("vjp", step)
-    told = "is used more than once; the cotangents of its uses are finite, but their sum is not"
-    assert f"{named} {told}" in finding.message
-    places = {"the value of add": "2.0 * x", "args[0]": "def", "what reaches sin": "1e38 * jnp.sin"}
-    own = uses_of_a_sum_and_of_its_part if named == "the value of add" and step is None else loss
-    assert finding.line == line_of(own, places[named])
+    assert (finding.kind, finding.operation) == ("vjp", operation)
+    assert f"cotangents of its {uses} uses are finite, but their sum is not" in finding.message
+    assert operation != "argument" or "args[0] is used" in finding.message
+    assert operation in ("argument", "scan") or finding.line == line_of(loss, "2.0 * x")
+    step = {uses_of_what_a_scan_carries: 0, uses_of_a_sum_in_a_scan: 1}.get(loss)
+    assert finding.step == step
 
 
 def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
@@ -330,6 +352,31 @@ def test_an_operation_whose_nan_is_masked_is_not_the_finding():
 
     (finding,) = cg.diagnose(loss, (jnp.array([1.0, 0.0, 0.0, 1.0]),)).findings
     assert finding.kind == "vjp" and finding.line == line_of(loss, "norm(")
+
+
+def rooted(x, **options):
+    return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), 0.0, x, **options)[0]
+
+
+PROGRAMS = {
+    "nested": lambda x: jax.lax.scan(lambda t, row: (t + rooted(row), None), 0.0, x)[0],
+    "reversed": lambda x: rooted(x[0], reverse=True),
+    "branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: rooted(x[0]), lambda x: 0.0, x),
+    "vmap": lambda x: jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x)),
+    "map": lambda x: jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0])),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-1.0, "value")])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_found_inside_of_other_programs(name, bad, kind):
+    x = jnp.ones((3, 4)).at[0, 1].set(bad)
+    (finding,) = cg.diagnose(PROGRAMS[name], (x,)).findings
+    assert (finding.kind, finding.operation) == (kind, "sqrt")
+    own = PROGRAMS[name].__code__.co_firstlineno
+    assert finding.line == (own if "map" in name else line_of(rooted, "sqrt"))
+    assert finding.step == (None if name == "vmap" else 1)
 
 
 @jax.custom_vjp
@@ -490,6 +537,22 @@ def test_a_deep_model_grows_or_shrinks_by_module(scale, kind):
     assert str(found).count("layer_") >= 10 and cg.diagnose(*deep(1.0)).ok
 
 
+def small_steps(w, x):
+    h = (x @ w) * w.dtype.type(1e-3)
+    h = h * w.dtype.type(1e-3)
+    return 0.1 * jnp.mean(h.astype(jnp.float32))
+
+
+@pytest.mark.exhaustive
+def test_float16_underflows_where_bfloat16_does_not():
+    def arguments(dtype):
+        return jnp.ones((8, 8), dtype), jnp.ones((4, 8), dtype)
+
+    (finding,) = cg.diagnose(small_steps, arguments(jnp.float16)).findings
+    assert finding.kind == "underflow" and finding.line == line_of(small_steps, "x @ w")
+    assert cg.diagnose(small_steps, arguments(jnp.bfloat16)).ok
+
+
 LOW = jnp.float16
 HALF = {
     "relu": lambda x: jax.nn.relu(x * 2),
@@ -559,6 +622,25 @@ def test_huge_and_tiny_cotangents_have_a_norm():
         found = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (jnp.zeros(4),))
         sine = next(row for row in found.rows if row.operation == "sin")
         np.testing.assert_allclose(sine.norm, 2 * factor, rtol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_the_growth_of_the_character_rnn_is_found():
+    task = TASKS["char-rnn"]
+    data = task.load()
+    params = task.init(data, np.random.default_rng(0))
+    step = jax.jit(jax.grad(task.loss))
+    seen = []
+    for number in range(20):  # of the first twenty steps without clipping
+        batch = task.sample(data, jax.random.key(number))
+        if number >= 4:  # the first do not grow yet
+            found = cg.diagnose(task.loss, (params, batch)).findings
+            seen += [f for f in found if f.kind == "grows"]
+        if seen:
+            break
+        params = jax.tree.map(lambda w, g: w - g, params, step(params, batch))
+    assert seen and 1.05 < seen[0].factor < 1.5 and seen[0].operation == "scan"
+    assert seen[0].file.endswith("char_rnn.py")
 
 
 @pytest.mark.parametrize(
@@ -638,7 +720,7 @@ def test_an_nnx_model_is_diagnosed_and_not_changed():
 
 @pytest.mark.exhaustive
 def test_the_picture_marks_the_finding(tmp_path):
-    found = cg.diagnose(rooted, (jnp.ones(5).at[3].set(0.0),))
+    found = cg.diagnose(scanned(root), (jnp.ones(STEPS).at[SICK].set(0.0),))
     chart = found.plot()
     assert len(chart.axes) == 2
     texts = [[text.get_text() for text in axes.texts] for axes in chart.axes]
@@ -651,6 +733,27 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):
         found.plot()
+
+
+@pytest.mark.exhaustive
+def test_healthy_models_of_equinox_and_haiku_have_no_finding():
+    eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
+    x, y = jax.random.normal(jax.random.key(0), (8, 20, 6)), jnp.arange(8)
+
+    def lstm(x):
+        out, _ = hk.dynamic_unroll(hk.LSTM(16), x, hk.LSTM(16).initial_state(8), time_major=False)
+        return hk.Linear(10)(out[:, -1])
+
+    model = hk.transform(lstm)
+    params = jax.jit(model.init)(jax.random.key(1), x)
+    loss = lambda params: cross_entropy(model.apply(params, None, x), y)  # noqa: E731
+    assert cg.diagnose(loss, (params,)).ok
+    arrays, static = eqx.partition(eqx.nn.MLP(6, 10, 32, 8, key=jax.random.key(2)), eqx.is_array)
+    loss = lambda arrays: cross_entropy(  # noqa: E731
+        jax.vmap(eqx.combine(arrays, static))(x[:, 0]), y
+    )
+    found = cg.diagnose(loss, (arrays,))
+    assert found.ok and any("eqx.nn.MLP" in row.module for row in found.rows)
 
 
 @pytest.mark.exhaustive

@@ -54,9 +54,10 @@ def with_dummies(loss, module_paths, intercept, path_of):
     return run
 
 
-def test_statistics_are_those_of_what_is_added_to_the_output_of_a_linen_module():
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_statistics_are_those_of_what_is_added_to_the_output_of_a_linen_module(compile):
     params, loss = linen(Transformer())
-    stats = jax.jit(cg.value_and_grad_with_stats(loss))(params, X)[2]
+    stats = compile(cg.value_and_grad_with_stats(loss))(params, X)[2]
     shapes = {n.name: n.shape for n in cg.list_names(loss, (params, X))}
     paths = {f"Transformer/block_{i}/{p}": () for i in (0, 1) for p in ("up", "down", "attn")}
     paths |= {"Transformer/block_0": (), "Transformer/block_1": (), "Transformer/head": ()}
@@ -107,5 +108,27 @@ def test_statistics_are_those_of_what_is_added_to_the_output_of_an_equinox_modul
     stats = jax.jit(cg.value_and_grad_with_stats(loss))(arrays, X)[2]
     assert set(stats) == {"eqx.nn.MLP", "eqx.nn.MLP/eqx.nn.Linear"}
 
+    class Added(eqx.Module):
+        layer: eqx.nn.Linear
+        dummy: jax.Array
+
+        def __call__(self, x, *, key=None):
+            return self.layer(x, key=key) + self.dummy
+
     out = jax.grad(lambda y: jnp.mean(jnp.sin(y) ** 2))(jax.vmap(jax.vmap(model))(X))
     np.testing.assert_allclose(stats["eqx.nn.MLP"].norm, jnp.linalg.norm(out), rtol=1e-6)
+
+    def added(dummies, x):
+        layers = tuple(Added(*pair) for pair in zip(model.layers, dummies, strict=True))
+        return jnp.mean(jnp.sin(eqx.tree_at(lambda m: m.layers, model, layers)(x)) ** 2)
+
+    # One example, since a dummy is shared by all examples of a batch.
+    one = X[0, 0]
+    dummies = [jnp.zeros(layer.out_features) for layer in model.layers]
+    expected = sum(jnp.sum(d**2) for d in jax.grad(added)(dummies, one))
+
+    def of_one(arrays, x):
+        return jnp.mean(jnp.sin(eqx.combine(arrays, static)(x)) ** 2)
+
+    stats = cg.value_and_grad_with_stats(of_one)(arrays, one)[2]
+    np.testing.assert_allclose(stats["eqx.nn.MLP/eqx.nn.Linear"].norm ** 2, expected, rtol=1e-6)

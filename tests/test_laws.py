@@ -137,6 +137,15 @@ def test_the_result_is_within_the_limits(case, apply, key):
             assert np.max(ratio, initial=0) <= 1 + 4e-7 * (1 + 4 * ("ord" in case.name))
 
 
+@every_scaling
+@hypothesis.given(seed=st.integers(0, 999))
+def test_directions_are_kept(case, seed):
+    grads = {"a": jnp.asarray(np.random.default_rng(seed).normal(size=6) * 9, jnp.float32)}
+    clipped = clip(case, by_gradient_clip, grads, grads)
+    a, b = (np.asarray(t["a"], np.float64) for t in (grads, clipped))
+    np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=3e-7)
+
+
 @pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case

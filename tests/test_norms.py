@@ -17,7 +17,7 @@ from clipgrad._numerics.sums_in_range import _in_stack, _joint_together
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 
-ORDERS = [0.5, 1, 2, 7.5, jnp.inf]
+ORDERS = [0.5, 1, 2, 3, 7.5, jnp.inf]
 every_order = pytest.mark.parametrize("ord", ORDERS)
 
 
@@ -41,6 +41,7 @@ def test_any_tree_has_the_norm_of_the_reference(ord, tree):
         (jnp.full(4, 300.0, jnp.float16), 600.0),
         (jnp.full(2**20, 1e-4, jnp.float16), 1024 * float(np.float16(1e-4))),
         ([jnp.ones(1, jnp.bfloat16)] * 100, 10.0),
+        (jnp.array([1e20, 1e20]), 1.4142136e20),
         (jnp.array([3e-30, 4e-30]), 5e-30),
         ({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)}, 5.0),
         (jnp.array([3e38]), 3e38),
@@ -48,6 +49,7 @@ def test_any_tree_has_the_norm_of_the_reference(ord, tree):
         (jnp.array([2e-38]), 2e-38),
         ([jnp.array([1e25]), jnp.array([1e-25])], 1e25),
         (jnp.array([3 + 4j]), 5.0),
+        (jnp.array(-2.0), 2.0),
         (-3.0, 3.0),
     ],
     ids=str,
@@ -61,15 +63,19 @@ def test_known_norms(tree, expected):
 @pytest.mark.exhaustive
 @pytest.mark.kinds()
 @pytest.mark.ci("ord", "dtype")
-@pytest.mark.parametrize("ord", [1, 3, jnp.inf])
-@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+@pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
     """A dead layer, as the norms of each order see it: XLA may take such numbers for 0."""
     dead = jnp.asarray(np.full((3, 4), 1e-39), dtype)
-    run = jax.jit(cg.global_norm, static_argnums=1, compiler_options=RELEASED)
-    assert 0 <= run(dead, ord) < 2e-38
-    beside = run([dead, jnp.full(4, 2.0)], ord)
-    np.testing.assert_allclose(beside, reference(jnp.full(4, 2.0), ord), rtol=1e-6)
+    for run in (
+        cg.global_norm,
+        jax.jit(cg.global_norm, static_argnums=1, compiler_options=RELEASED),
+    ):
+        assert 0 <= run(dead, ord) < 2e-38
+        np.testing.assert_allclose(
+            run([dead, jnp.full(4, 2.0)], ord), reference(jnp.full(4, 2.0), ord), rtol=1e-6
+        )
 
 
 @pytest.mark.exhaustive
@@ -83,7 +89,7 @@ def test_a_float64_leaf_makes_the_norm_float64():
 
 @pytest.mark.kinds("ord", "empty")
 @every_order
-@pytest.mark.parametrize("empty", [{}, {"a": None}, jnp.zeros((0, 3))], ids=str)
+@pytest.mark.parametrize("empty", [{}, [], None, {"a": None}, jnp.zeros((0, 3))], ids=str)
 def test_an_empty_tree_has_norm_zero(ord, empty):
     assert cg.global_norm(empty, ord) == 0
 
@@ -146,6 +152,12 @@ def test_norms_under_vmap_are_per_lane_whatever_their_range():
     np.testing.assert_allclose(jax.vmap(cg.global_norm)(x), [2e-30, 2, 0, 2e30], rtol=1e-6)
 
 
+def test_each_slice_has_its_own_range():
+    x = jnp.array([[1e-30, 1e-30], [3, 4], [3e30, 4e30], [0, 0]])
+    (norm,) = slice_norms([x], [(1,)])
+    np.testing.assert_allclose(norm.value[:, 0], [1.4142136e-30, 5, 5e30, 0], rtol=1e-6)
+
+
 def test_a_norm_is_three_sums_per_leaf_without_loop_or_branch(key):
     tree = tree_of(key)
     del tree["empty"]
@@ -154,12 +166,20 @@ def test_a_norm_is_three_sums_per_leaf_without_loop_or_branch(key):
     assert not any(op in compiled.as_text() for op in (" while(", " conditional("))
 
 
-@pytest.mark.parametrize("bad", [0, float("nan"), "2", None, True])
+@pytest.mark.parametrize("bad", [0, -1, float("nan"), "2", None, True])
 def test_an_order_that_is_none_is_refused(bad):
     with pytest.raises(ValueError, match=r"ord: got .*expected a number in \(0, inf\]"):
         cg.global_norm(jnp.ones(2), bad)
-    with pytest.raises(ValueError, match="ord: got .*static_args"):
+
+
+def test_a_traced_order_is_refused():
+    with pytest.raises(ValueError, match="static_args"):
         jax.jit(lambda ord: cg.global_norm(jnp.ones(2), ord))(2)
+
+
+def test_an_axis_name_outside_of_a_mapped_context_is_refused():
+    with pytest.raises(ValueError, match="axis_name: got 'batch', which is not a mapped axis"):
+        cg.global_norm(jnp.ones(2), axis_name="batch")
 
 
 @pytest.mark.kinds()
@@ -182,9 +202,12 @@ def test_sums_in_one_reduction_are_right_in_every_range(dtype):
     ((total, scale),) = form(leaves)
     expected = np.linalg.norm(units, axis=0)
     np.testing.assert_allclose(jnp.sqrt(total) / scale, expected, rtol=1e-6)
-    for bad in (np.nan, np.inf):
-        ((total, _),) = _joint_together(Groups(None), [], [jnp.asarray([bad, 1.0], dtype)])
-        np.testing.assert_array_equal(total, bad)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_reduction_keeps_what_is_not_finite(bad):
+    ((total, _),) = _joint_together(Groups(None), [], [jnp.array([bad, 1.0])])
+    np.testing.assert_array_equal(total, bad)
 
 
 def test_the_range_of_each_leaf_is_chosen_from_a_stack_of_sums():
@@ -240,7 +263,7 @@ SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
 
 
 @pytest.mark.kinds("dtype", "by")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("by", ["leaf", "column", "row"])
 def test_on_one_device_each_of_many_norms_has_its_own_range(by, dtype):
     """There a branch adds leaves up again."""

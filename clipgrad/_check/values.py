@@ -4,7 +4,7 @@ import numpy as np
 
 from clipgrad._check.check import Check
 from clipgrad._check.further import EQUALITY, NOTHING, SYMMETRY, symmetric_leaves
-from clipgrad._check.points import Point
+from clipgrad._check.points import Point, dense_numbers
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, doubtful_leaves, search, wrong_leaves
 from clipgrad._check.structure import check_ties, excuse_structure
@@ -190,7 +190,7 @@ SAME_RATIO = 0.01
 # Elements of a permutation are this part of the usual distance to the next one apart, or less.
 OF_GAPS = 0.1
 EXACT = 1e-3
-SAME_NUMBERS = 1e-9  # numbers of float64 that are nearer are equal
+SAME_ROWS = 1e-9  # numbers of float64 that are nearer are equal
 
 
 def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
@@ -212,19 +212,32 @@ def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
 def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
     """A remark if a whole leaf's analytic gradient is the numeric one, rearranged.
 
-    Two numbers may be in such an order by accident.
+    Equal numbers, or rows, may be in such an order by accident: two numbers are no order, and what
+    has equal rows may as well be shifted as reversed.
     """
     if not np.all(np.isfinite(analytic)) or _near(numeric, analytic):
         return ""
-    both = np.sort(numeric, axis=None), np.sort(analytic, axis=None)
-    if np.sum(np.diff(both[0]) > SAME_NUMBERS * np.abs(numeric).max()) < 2:
+    if len(_distinct_rows(numeric.reshape(-1, 1))) < 3:
         return ""
     if numeric.ndim == 2 and numeric.shape[0] == numeric.shape[1] and _near(numeric.T, analytic):
         return "; analytic is the transpose of numeric"
+    for axis in range(numeric.ndim):
+        count, rows = numeric.shape[axis], np.moveaxis(numeric, axis, 0)
+        if not _near(np.flip(numeric, axis), analytic):
+            continue
+        if len(_distinct_rows(rows.reshape(count, -1))) == count:
+            return f"; analytic is numeric reversed along axis {axis}"
+    both = np.sort(numeric, axis=None), np.sort(analytic, axis=None)
     apart = OF_GAPS * np.median(np.diff(both[0]))  # else any two would be near, if there are many
     if _near(*both) and np.abs(both[0] - both[1]).max() <= apart:
         return "; analytic is a permutation of numeric"
     return ""
+
+
+def _distinct_rows(rows: np.ndarray) -> np.ndarray:
+    """A number for each row that equals no other, but for rounding."""
+    found = np.sort(rows @ dense_numbers(np.random.default_rng(0), rows.shape[1]))
+    return found[np.diff(found, prepend=-np.inf) > SAME_ROWS * np.abs(found).max()]
 
 
 def _near(a: np.ndarray, b: np.ndarray) -> bool:

@@ -246,8 +246,8 @@ def _nonfinite(
         gradient = GradientProgram.of(given.program, given.inputs, given.chosen)
         found = first_fault(gradient, given.inputs, bad, excused)
         growing = {(t.file, t.line) for t in trends if t.kind == "grows" and t.operation == SCAN}
-        scan = found.summed.scan if found and found.summed else None
-        if scan and scan.location[:2] in growing:
+        scans = found.summed.scans if found and found.summed else ()
+        if any(scan.location[:2] in growing for scan in scans):
             return findings
         if found:
             findings.append(_of_vjp(found, forward, gradient, given))

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
-
 from clipgrad._diagnose.origins import Origins, Source, origins
 from clipgrad._diagnose.recorded import OperandOfVjp, operands_of, operands_of_vjp
 from clipgrad._diagnose.suspects import MASKING
 from clipgrad._names import Place
-from clipgrad._program import GradientProgram
+from clipgrad._program import GradientProgram, SummedValue, summed_value
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
 _TRIED_VALUES = 4
@@ -64,21 +62,13 @@ def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | N
     return None
 
 
-class SummedValue(NamedTuple):
-    """A value that is used several times, whose cotangents are finite, but not their sum."""
-
-    argument: int | None  # the input that it is
-    place: Place | None  # the operation that computes it, if that is known, and it is no input
-    scan: Place | None  # at the steps of which its cotangents are summed
-
-
 class VjpFault(NamedTuple):
     """An operation whose VJP, or a value of whose cotangents the sum, is not finite first."""
 
     source: Source  # where the program of the gradient has it from
     place: Place  # the operation of the function
     operands: list[OperandOfVjp | None]  # what it reads there, as far as it is known
-    summed: SummedValue | None = None
+    summed: SummedValue | None = None  # the value whose cotangents are finite, but not their sum
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -92,7 +82,10 @@ class VjpFault(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step of the innermost scan around the operation."""
+        """The step of the innermost scan around the operation, or around the value."""
+        if self.summed:
+            steps = self.source.steps[: self.summed.loops]
+            return steps[-1] if steps else None
         return self.source.step if self.place.nest else None
 
 
@@ -131,10 +124,9 @@ def first_fault(
 
 def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> VjpFault:
     assert source.place is not None
+    if source.place.operation == "add_any" and (value := summed_value(gradient, source.place)):
+        return VjpFault(source, value.place or source.place, [], value)
     place = gradient.marks.place(source.place)
-    if source.place.operation == "add_any":
-        value = _summed_value(gradient, source.place)
-        return VjpFault(source, value.place or place or source.place, [], value)
     if place is None:
         return VjpFault(source, source.place, [])
     try:
@@ -142,27 +134,6 @@ def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> 
     except (TypeError, ValueError, NotImplementedError, NameError):
         operands = []  # an operation that has no derivative by itself
     return VjpFault(source, place, operands)
-
-
-def _summed_value(gradient: GradientProgram, place: Place) -> SummedValue:
-    """The value whose cotangents a sum adds up: the one operand that its uses have in common."""
-    terms, around = place.equation.invars, place.parent
-    jaxpr = place.program_in(gradient.program)
-    if around is not None and around.equation.primitive.name == "scan":
-        states = [v for v in terms if v in jaxpr.invars]
-        # A scan only adds to the cotangent of a constant; to that of a state it does more.
-        if any(sum(v in e.invars for e in jaxpr.eqns) == 1 for v in states):
-            return SummedValue(None, None, gradient.marks.place(around))
-    makers = (e for e in jaxpr.eqns if any(v in e.outvars for v in terms))
-    uses = [own for e in makers if (own := gradient.marks.place(Place(e, around)))]
-    sets = [{v for v in use.equation.invars if type(v) is not Literal} for use in uses]
-    common = set.intersection(*sets) if sets else set()
-    if len(uses) < len(terms) or len(common) != 1 or len({use.key[1:] for use in uses}) > 1:
-        return SummedValue(None, None, None)
-    known, parent, (v,) = uses[0].program_in(gradient.forward), uses[0].parent, common
-    maker = next((Place(e, parent) for e in known.eqns if v in e.outvars), None)
-    is_argument = parent is None and v in known.invars
-    return SummedValue(known.invars.index(v) if is_argument else None, maker, None)
 
 
 def is_value_at_fault(

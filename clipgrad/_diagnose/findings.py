@@ -13,6 +13,7 @@ from clipgrad._diagnose.raised import Raised
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, Suspect, next_step, suspect
+from clipgrad._diagnose.units import SCAN
 from clipgrad._docs import docs_page
 from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._names import Location, Place
@@ -116,11 +117,13 @@ def _sum_finding(fault: VjpFault, given: DiagnosisSubject, overflow: str) -> Gra
     """A finding on a value whose cotangents overflow when they are summed."""
     assert fault.summed is not None
     value, place = fault.summed, fault.place
-    finite = "is used more than once; the cotangents of its uses are finite, but their sum is not"
+    finite = f"the cotangents of its {value.uses} uses are finite, but their sum is not"
     if value.argument is not None:
-        what = f"{given.names[value.argument]} {finite}{overflow}"
+        name = given.names[value.argument]
+        what = f"{name} is used more than once; {finite}{overflow}"
         return function_finding("vjp", what, given)
-    what = f"{'the value of' if value.place else 'what reaches'} {place.operation} {finite}"
+    what = "the carry of the scan" if place.operation == SCAN else f"the value of {place.operation}"
+    what += f" is used more than once; {finite}"
     where = fault.step, what, (), fault.source.device
     return _operation_finding("vjp", place, *where, advice=overflow)
 
@@ -192,7 +195,8 @@ def _operation_finding(
     where = place.location
     around = inside_of(place, where)
     if step is not None:
-        around += f", at step {step} of {place.nest[-1]}"
+        own = [place.equation.params["length"]] if place.operation == SCAN else []
+        around += f", at step {step} of {[*place.nest, *own][-1]}"
     around += f", on device {device}" if device else ""
     message = f"{where}: {what}{around}{advice or _operation_advice((kind,), place, values)}"
     at = where.file, where.line, place.operation, place.module, step

@@ -19,10 +19,12 @@ from clipgrad._jaxpr import (
     REMAT,
     Hook,
     bind,
+    called_program,
     chooses_by_platform,
     evaluate,
     held_programs,
     holds_floats,
+    scan_counts,
 )
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram
@@ -79,15 +81,14 @@ class _Error(Exception):
 
 def _first_error(program: Any, inputs: Sequence) -> Raised | None:
     try:
-        with jax.disable_jit():  # then a scan is a loop in Python
-            evaluate(program, inputs, _OneByOne())
+        evaluate(program, inputs, _OneByOne())
     except _Error as error:
         return error.args[0]
     return None
 
 
 class _OneByOne(Hook):
-    """Runs each operation by itself, also inside of loops; where `jit` is off."""
+    """Runs each operation by itself, also inside of loops."""
 
     flatten = True
 
@@ -99,26 +100,21 @@ class _OneByOne(Hook):
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results; None for what is gone into in its place."""
         name = equation.primitive.name
-        if name in _IN_PLACE | PRINTS or (name == "scan" and equation.params["length"]):
+        if name in _IN_PLACE | PRINTS:
             return [] if name in PRINTS else None
-        choices: dict[str, Callable] = {"while": self._while, "cond": self._cond}
-        if name in choices and not chooses_by_platform(equation):
-            return choices[name](equation, inputs)
+        loops: dict[str, Callable] = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        is_empty = equation.params.get("length") == 0
+        if name in loops and not is_empty and not chooses_by_platform(equation):
+            return loops[name](equation, inputs)
         try:
             run = jax.jit(lambda *xs: bind(equation, xs)) if held_programs(equation) else None
-            with jax.disable_jit(False):
-                return jax.block_until_ready(run(*inputs) if run else bind(equation, inputs))
+            return jax.block_until_ready(run(*inputs) if run else bind(equation, inputs))
         except Exception as error:  # whatever it raises
             raise _Error(self._raised(equation, inputs, error)) from error
 
-    def steps(self, equation: JaxprEqn) -> Any:
-        """The number of each step of a scan."""
-        return np.arange(equation.params["length"])
-
     def inside(self, equation: JaxprEqn, step: Any) -> "_OneByOne":
         """The hook for a program inside, which has the operands of `operands`."""
-        own = (int(step),) if equation.primitive.name == "scan" else ()
-        return self._within(equation, self._operands, *own)
+        return self._within(equation, self._operands)
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
         """The operands, which the hook inside keeps."""
@@ -144,6 +140,19 @@ class _OneByOne(Hook):
         programs = equation.params["branches"]
         program = programs[min(max(int(inputs[0]), 0), len(programs) - 1)]
         return evaluate(program, inputs[1:], self._within(equation, inputs))
+
+    def _scan(self, equation: JaxprEqn, inputs: list) -> list:
+        constants, carried = scan_counts(equation)
+        fixed, carry = inputs[:constants], inputs[constants : constants + carried]
+        stacked: dict[int, list] = {}
+        length = equation.params["length"]
+        for t in range(length)[:: -1 if equation.params["reverse"] else 1]:
+            own = [x[t] for x in inputs[constants + carried :]]
+            hook = self._within(equation, inputs, t)
+            results = evaluate(called_program(equation), [*fixed, *carry, *own], hook)
+            carry, stacked[t] = results[:carried], results[carried:]
+        columns = zip(*(stacked[t] for t in range(length)), strict=True)
+        return [*carry, *map(jnp.stack, columns)]
 
     def _while(self, equation: JaxprEqn, inputs: list) -> list:
         params = equation.params

@@ -14,3 +14,5 @@ from clipgrad._program.rounded import moved_by_rounding as moved_by_rounding
 from clipgrad._program.rounded import one_promotion as one_promotion
 from clipgrad._program.rounded import rounded as rounded
 from clipgrad._program.rounded import rounded_in_float64 as rounded_in_float64
+from clipgrad._program.sums import SummedValue as SummedValue
+from clipgrad._program.sums import summed_value as summed_value

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import pathlib
+import platform
+import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +21,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from clipgrad._recorder.structure import MOST_LEVELS, from_data, plain_data, plain_from, to_data
 
-FORMAT = 3
+FORMAT = 2
 MANIFEST = "capture.json"
 _ARRAYS = "arrays"
 _NUMPY = "numpy"
-_DAY = 86400
+# In the names of what this machine is writing; another one may share the directory.
+_PROCESS = re.sub(r"\W", "-", platform.node())
 
 
 def orbax() -> Any:
@@ -47,7 +49,7 @@ class Written(NamedTuple):
     """The arrays of a capture, by their names in the manifest."""
 
     arrays: dict[str, Any]  # by orbax
-    files: dict[str, np.ndarray]  # those of NumPy
+    files: dict[str, np.ndarray]  # arrays of NumPy that orbax does not take, such as text
 
 
 def write(
@@ -59,8 +61,9 @@ def write(
     the recorders of several runs may share a directory. All processes of a run take part.
     """
     path, several = paths[0], jax.process_count() > 1
-    own = "" if several else f".{secrets.token_hex(8)}"
+    own = "" if several else f".{_PROCESS}.{os.getpid()}.{secrets.token_hex(4)}"
     partial = path.with_name(f".{path.name}{own}.partial")
+    _remove_left_over(path.parent)
     written = Written({}, {})
     leaf = functools.partial(_leaf_data, written=written)
     # What `record` has taken is a level deeper in a list of microbatches, and in a tree of extras.
@@ -69,7 +72,6 @@ def write(
     first = jax.process_index() == 0
     try:
         if first:
-            _remove_left_over(path.parent)
             shutil.rmtree(partial, ignore_errors=True)
             (partial / _NUMPY).mkdir(parents=True)
         _synchronize(f"{path.name} begins")
@@ -92,11 +94,21 @@ def write(
 
 
 def _remove_left_over(directory: pathlib.Path) -> None:
-    """Removes what processes left that died while they were writing: nobody writes for a day."""
-    for partial in directory.glob(".*.partial"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            if time.time() - partial.stat().st_mtime > _DAY:
-                shutil.rmtree(partial, ignore_errors=True)
+    """Removes what processes of this machine left that died while they were writing."""
+    for partial in directory.glob(f".*.{_PROCESS}.*.partial"):
+        process = partial.name.split(".")[-3]
+        if process.isdecimal() and not _is_running(int(process)):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _with_name(partial: pathlib.Path, paths: Sequence[pathlib.Path]) -> pathlib.Path:
@@ -130,14 +142,18 @@ def _leaf_data(leaf: Any, written: Written) -> dict[str, Any]:
 
 
 def _numpy_data(leaf: np.ndarray, written: Written) -> dict[str, Any]:
-    """The manifest's entry for an array of NumPy, which orbax would change: text, byte orders."""
+    """The manifest's entry for an array of NumPy."""
     if leaf.dtype.hasobject:
         return {"left_out": f"an array of dtype {leaf.dtype}"}
-    file = f"{len(written.files)}"
-    # NumPy's files don't know the types of `ml_dtypes`.
-    is_raw = leaf.dtype.type.__module__ == "ml_dtypes"
-    written.files[file] = leaf.view(f"V{leaf.itemsize}") if is_raw else leaf
-    return {"sharding": "numpy", "dtype": str(leaf.dtype), "shape": [*leaf.shape], "file": file}
+    data: dict[str, Any] = {"sharding": "numpy", "dtype": str(leaf.dtype)}
+    data["shape"] = list(leaf.shape)
+    if not _is_for_orbax(leaf.dtype):
+        data["file"] = f"{len(written.files)}"
+        written.files[data["file"]] = leaf
+    elif leaf.size:  # orbax does not save arrays without elements
+        data["array"] = f"{len(written.arrays)}"
+        written.arrays[data["array"]] = leaf.view(np.uint8) if _is_odd(leaf.dtype) else leaf
+    return data
 
 
 def _is_odd(dtype: Any) -> bool:
@@ -157,6 +173,13 @@ def _from_bytes(array: Any, dtype: np.dtype) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         return array.astype(dtype)
     return jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _is_for_orbax(dtype: np.dtype) -> bool:
+    """Whether orbax gives back the same bits: of numbers in this machine's order of bytes."""
+    is_extended = dtype.kind == "V" and dtype.type.__module__ == "ml_dtypes"
+    is_number = dtype.kind in "biufc" and dtype not in (np.longdouble, np.clongdouble)
+    return is_extended or is_number and dtype.isnative
 
 
 def _array_data(leaf: Any, written: Written) -> dict[str, Any]:
@@ -240,7 +263,7 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     for leaf in leaves:
         if "dtype" in leaf and "file" not in leaf:
             _check_width(leaf)
-            is_numpy = leaf["sharding"] == "numpy"  # in captures of earlier versions
+            is_numpy = leaf["sharding"] == "numpy"
             placement = placements[id(leaf)] = None if is_numpy else _placement(leaf, mesh)
             if "array" in leaf:
                 wanted[leaf["array"]] = placement
@@ -255,9 +278,7 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
         if "file" in leaf:
             file = f"{_NUMPY}/{int(leaf['file'])}.npy"
             with readable(path, file):
-                array = np.load(path / file, allow_pickle=False)
-                is_raw = array.dtype.kind == "V" and array.dtype.names is None
-                return array.view(jnp.dtype(leaf["dtype"])) if is_raw else array
+                return np.load(path / file, allow_pickle=False)
         dtype, place = jnp.dtype(leaf["dtype"]), placements[id(leaf)]
         if "array" in leaf:
             array: Any = arrays[leaf["array"]]
