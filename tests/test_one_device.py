@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 import clipgrad._numerics as _numerics
 from benchmarks.per_example_temporaries import EXAMPLES, PROGRAMS
+from clipgrad._per_example import convolutions
 from clipgrad._per_example.convolutions import CHEAPER
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_bits import data, first_parameters, one_step
@@ -108,6 +109,12 @@ def test_a_leaf_of_zeros_with_an_unlimited_threshold_stops_no_eager_loop():
     with jax.debug_infs(True), jax.debug_nans(True):
         clipped, _ = cg.clip_grads(leaves, cg.ClipByNorm(threshold))
     jax.tree.map(np.testing.assert_array_equal, clipped, leaves)
+
+
+def test_a_norm_in_a_scan_may_leave_the_range_at_some_steps():
+    scales = jnp.array([1.0, 1e30, 1e-30, 0.0])
+    norms = jax.lax.scan(lambda c, s: (c, cg.global_norm(s * jnp.array([3.0, 4.0]))), 0, scales)[1]
+    np.testing.assert_allclose(norms, 5 * scales, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [cg.AdaptiveClip(0.1), cg.ClipByNorm(0.1, axis=0)], ids=repr)
@@ -227,8 +234,16 @@ def of_kernel(rng, side):
     return loss, *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in given)
 
 
-def test_the_gradient_of_a_kernel_is_the_same_tap_by_tap():
-    """Any convolution: with patches that are smaller than what they meet, and larger."""
+def test_the_gradient_of_a_kernel_is_the_same_for_some_examples_at_a_time(monkeypatch):
+    """Any convolution, on both sides of the decision."""
+    found, part_size = [], convolutions._part_size
+
+    def noted(size, parts):
+        some = part_size(size, parts)
+        found.append("even" if size % some == 0 else "with a rest")
+        return some
+
+    monkeypatch.setattr(convolutions, "_part_size", noted)
     rng = np.random.default_rng(0)
     drawn = [of_kernel(rng, n) for n in (1, 2, 2, 3, 3, 3, 4, 4)]
 
@@ -242,9 +257,13 @@ def test_the_gradient_of_a_kernel_is_the_same_tap_by_tap():
                 results.setdefault(i, []).append((grads, stats.norm))
         return results
 
+    kinds = set()
     for loss, kernel, batch in drawn:
+        found.clear()
         (leaf,) = cg.clip_per_example(loss, None).plan(kernel, batch).leaves
         assert leaf.reason == CHEAPER  # what goes wrong would be direct
+        kinds.update(found or ["all"])
+    assert kinds == {"all", "even", "with a rest"}
     for ours, direct in run().values():
         for one, other in zip(ours, direct, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())

@@ -35,7 +35,17 @@ class Course:
     notes: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     stops: set[EquationPath] = dataclasses.field(default_factory=set)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
+    copied: int = 0  # the numbers of one example's images, once for each tap of a kernel
+    size: int = 0  # of the gradient of one example
     is_settled: bool = False
+
+    @property
+    def copies_a_part(self) -> bool:
+        """Whether images are copied for some of the examples at a time.
+
+        The gradients of all examples are there twice where each is made, and in one pass once.
+        """
+        return self.copied > 2 * self.size
 
     def stop(self, place: EquationPath, leaves: Iterable[int], reason: str) -> None:
         """Notes that products become arrays at an equation."""
@@ -92,4 +102,5 @@ def attempted(attempt: Callable[[Mapping[int, str]], Attempted]) -> Attempted:
 
 
 def want_leaves(wants: Iterable[WantedGradient | None]) -> frozenset[int]:
+    """All leaves that some variables make."""
     return frozenset[int]().union(*(want.leaves for want in wants if want is not None))

@@ -78,6 +78,7 @@ class ExampleGradient:
         found = jax.eval_shape(of_first, batch)
         arrays = {i: value for i, value in enumerate(found) if not isinstance(value, Products)}
         course.arrays = frozenset(arrays)
+        course.size = sum(math.prod(value.shape) for value in found)
         course.is_settled = True
         return gradient, found
 
@@ -113,6 +114,7 @@ class ExampleGradient:
 
     @property
     def kept_bytes(self) -> int:
+        """The bytes that a forward pass keeps of one example."""
         own: list[Any] = [v.aval for v in self._split.kept if v in self.varying]
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
 
