@@ -60,6 +60,10 @@ def masked(x, part):
     return jnp.where(mask.reshape((1,) * (4 - mask.ndim) + mask.shape), x, number(-1e9, x))
 
 
+def wide(x):
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
 def attention(x, layer, part):
     with jax.named_scope("qkv"):
         split = (x @ part["weight"](layer["qkv"])).reshape(BATCH, TOKENS, 3, HEADS, -1)
@@ -68,8 +72,7 @@ def attention(x, layer, part):
         found = jnp.einsum("bqhd,bkhd->bhqk", q, k) * number((WIDTH // HEADS) ** -0.5, q)
         found = checkpoint_name(found, "logits")
     with jax.named_scope("mix"):
-        wide = found.astype(jnp.promote_types(found.dtype, jnp.float32))
-        mixed = part["mix"](masked(wide, part), v, part)
+        mixed = part["mix"](masked(wide(found), part), v, part)
     with jax.named_scope("out"):
         return mixed.reshape(x.shape) @ layer["out"]
 
@@ -188,7 +191,7 @@ def model(**replaced):
                     x = chosen(x, *jax.tree.map(lambda w, i=i: w[i], layers))
         with jax.named_scope("head"):
             found = x @ part["tied"](params["words"]).T + row(params["bias"], x)
-            found = part["head"](found.astype(jnp.promote_types(found.dtype, jnp.float32)))
+            found = part["head"](wide(found))
         return part["loss"](found, targets)
 
     return loss
