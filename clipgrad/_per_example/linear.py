@@ -25,6 +25,7 @@ from clipgrad._per_example.wanted import (
     want_selected,
     want_split,
     want_unchanged,
+    want_unstacked,
 )
 
 
@@ -208,14 +209,24 @@ def _reciprocal(x: Any) -> Any:
     return 1 / with_real_dtype(jnp.asarray(x), accumulator(x))
 
 
-@follows("split", "unstack", wants=want_split)
+@follows("split", wants=want_split)
 def _follow_split(hook, equation, inputs, wants):
     value, axis = inputs[0], equation.params["axis"]
     if not isinstance(value, Products):
         return None
-    ends = np.cumsum([0, *equation.params.get("sizes", [1] * len(equation.outvars))]).tolist()
-    avals = [variable.aval for variable in equation.outvars]
-    return [_between(value, axis, *part) for part in zip(ends, ends[1:], avals, strict=False)]
+    parts, start = [], 0
+    for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
+        parts.append(_between(value, axis, start, start + size, variable.aval))
+        start += size
+    return parts
+
+
+@follows("unstack", wants=want_unstacked)
+def _follow_unstack(hook, equation, inputs, wants):
+    value, axis = inputs[0], equation.params["axis"]
+    if not isinstance(value, Products):
+        return None
+    return [_between(value, axis, i, i + 1, v.aval) for i, v in enumerate(equation.outvars)]
 
 
 def _between(value: Products, axis: int, start: int, stop: int, aval: Any) -> Products:

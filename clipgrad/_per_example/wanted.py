@@ -106,6 +106,7 @@ def own(want: WantedGradient | None) -> WantedGradient | None:
 
 
 def is_zero(atom: Any) -> bool:
+    """Whether this is the literal 0."""
     return isinstance(atom, Literal) and jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
 
 
@@ -202,12 +203,20 @@ def want_contracted(equation: Any, wants: Wants, variables: Variables) -> Wants:
 
 
 def want_split(equation: Any, wants: Wants, variables: Variables) -> Wants:
-    """A whole of which every part is wanted that is used: others are not trained."""
+    """A whole of which every part is wanted."""
+    return [None if None in wants else _want_of_parts(wants)]
+
+
+def want_unstacked(equation: Any, wants: Wants, variables: Variables) -> Wants:
+    """A stack of which every layer is wanted that is used: others are not trained."""
     pairs = zip(equation.outvars, wants, strict=True)
-    if any(want is None and variable in variables.used for variable, want in pairs):
-        return [None]
-    parts = [want for want in wants if want is not None]
-    return [_together(parts)._replace(is_whole=False, is_contracted=False)]
+    spoiled = any(want is None and variable in variables.used for variable, want in pairs)
+    return [None if spoiled else _want_of_parts([want for want in wants if want is not None])]
+
+
+def _want_of_parts(wants: Sequence[Any]) -> WantedGradient:
+    """The want of a whole, which is left as it is, whatever its parts are for."""
+    return _together(wants)._replace(is_whole=False, is_contracted=False)
 
 
 def is_matrix(array: Any) -> bool:
