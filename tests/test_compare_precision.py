@@ -16,27 +16,25 @@ def numbers(*shape, seed, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def cancelling(params, x):
-    """A variance as the difference of two moments, of values far from zero."""
-    with jax.named_scope("hidden"):
-        h = jnp.tanh(x @ params["w"])
-    with jax.named_scope("far"):
-        h = h + params["far"]
-    with jax.named_scope("variance"):
-        v = jnp.mean(h * h, axis=-1) - jnp.mean(h, axis=-1) ** 2
-    with jax.named_scope("out"):
-        return jnp.mean(v * params["scale"])
+def loss_of(variance):
+    """A loss of the variance of values far from zero."""
+
+    def loss(params, x):
+        with jax.named_scope("hidden"):
+            h = jnp.tanh(x @ params["w"])
+        with jax.named_scope("far"):
+            h = h + params["far"]
+        with jax.named_scope("variance"):
+            v = variance(h)
+        with jax.named_scope("out"):
+            return jnp.mean(v * params["scale"])
+
+    return loss
 
 
-def careful(params, x):
-    with jax.named_scope("hidden"):
-        h = jnp.tanh(x @ params["w"])
-    with jax.named_scope("far"):
-        h = h + params["far"]
-    with jax.named_scope("variance"):
-        v = jnp.mean((h - jnp.mean(h, axis=-1, keepdims=True)) ** 2, axis=-1)
-    with jax.named_scope("out"):
-        return jnp.mean(v * params["scale"])
+# As the difference of two moments, and of differences from the mean.
+cancelling = loss_of(lambda h: jnp.mean(h * h, axis=-1) - jnp.mean(h, axis=-1) ** 2)
+careful = loss_of(lambda h: jnp.mean((h - jnp.mean(h, axis=-1, keepdims=True)) ** 2, axis=-1))
 
 
 def arguments(far, dtype="bfloat16"):

@@ -28,7 +28,8 @@ def show_result(
     print(found)
     try:
         if folder:
-            write_result(folder / name, plain_fields(found, fields), found.plot)
+            content = {field: getattr(found, field) for field in fields}
+            write_result(folder / name, content, found.plot)
     except Exception as error:
         if found.ok:
             raise

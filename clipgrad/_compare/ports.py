@@ -111,13 +111,12 @@ def _not_cut_otherwise(pairs: Pairs) -> Pairs:
     If the loss agrees, what is far from all of the other framework's values is cut otherwise; but
     the rounding of a loss in half precision hides much.
     """
-    near = [place.value.difference < NEAR for place, _ in pairs]
-    differing = [p for (p, _), is_near in zip(pairs, near, strict=True) if is_near]
-    later = Ancestors([place.pair.own for place in differing if place.value.differs])
+    near = [place for place, _ in pairs if place.value.difference < NEAR]
+    later = Ancestors([place.pair.own for place in near if place.value.differs])
     return [
         (place, other)
-        for (place, other), is_near in zip(pairs, near, strict=True)
-        if is_near or later.has(place.pair.own)
+        for place, other in pairs
+        if place.value.difference < NEAR or later.has(place.pair.own)
     ]
 
 
