@@ -207,7 +207,7 @@ def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> d
     limits = _known_limits(rule, tree, norms)
     if limits is None:
         return _measured_by_leaf(rule, tree, clipped)
-    return (_tree_by_leaf if rule.acts_on == "tree" else _by_leaf)(tree, limits, rule)
+    return _tree_by_leaf(tree, limits, rule) if rule.acts_on == "tree" else _by_leaf(tree, limits)
 
 
 def _known_limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
@@ -280,7 +280,7 @@ def _of_leaves(leaves: list[jax.Array], limits: Limits) -> ClipStats:
     return total._replace(nonfinite=bad)
 
 
-def _by_leaf(tree: Any, limits: Limits, rule: Any) -> dict[str, ClipStats]:
+def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
     """The statistics of each leaf."""
     dtype, leaves = stats_dtype(tree), clippable_leaves(tree)
     stats = [_of_leaves([leaf], [own]) for leaf, own in zip(leaves, limits, strict=True)]
