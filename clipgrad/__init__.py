@@ -23,7 +23,6 @@ from clipgrad._gradient_clip import clip_by_norm as clip_by_norm
 from clipgrad._gradient_clip import clip_by_value as clip_by_value
 from clipgrad._gradient_clip import clip_grads as clip_grads
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
-from clipgrad._gradient_clip import qk_clip as qk_clip
 from clipgrad._gradient_clip import resume as resume
 from clipgrad._gradient_clip import skip_spikes as skip_spikes
 from clipgrad._gradient_clip import u_clip as u_clip

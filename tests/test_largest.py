@@ -113,7 +113,6 @@ HARMLESS = {
     ("_diagnose/flags.py", "badness"): "of integers",
     ("_diagnose/flags.py", "of"): "of integers",
     ("_diagnose/notes.py", "kept"): "of integers",
-    ("_gradient_clip/qk_clip.py", "of_heads"): "of finite factors",
     ("_per_example/grams.py", "_largest_exponent"): "of integers",
     ("_per_example/squares.py", "over_axis"): "of integers",
     ("_per_example/squares.py", "largest_size"): "of what is then squared and added up",

@@ -19,7 +19,6 @@ from clipgrad._gradient_clip.nonfinite import raise_for_counts as raise_for_coun
 from clipgrad._gradient_clip.presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._gradient_clip.presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._gradient_clip.presets import suggest_threshold as suggest_threshold
-from clipgrad._gradient_clip.qk_clip import qk_clip as qk_clip
 from clipgrad._gradient_clip.skip_spikes import SkipSpikesState as SkipSpikesState
 from clipgrad._gradient_clip.skip_spikes import as_optimizer as as_optimizer
 from clipgrad._gradient_clip.skip_spikes import resume as resume

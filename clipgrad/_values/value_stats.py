@@ -55,8 +55,7 @@ class ValueStats(NamedTuple):
         2 ** 24 in float32.
       zero_count: the number of elements that are 0.
       size: the number of elements.
-      highest: the largest element, with its sign; 0 if none is above 0. `qk_clip` takes it of
-        attention logits.
+      highest: the largest element, with its sign; 0 if none is above 0.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
