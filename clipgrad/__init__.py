@@ -25,7 +25,6 @@ from clipgrad._gradient_clip import clip_grads as clip_grads
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
 from clipgrad._gradient_clip import resume as resume
 from clipgrad._gradient_clip import skip_spikes as skip_spikes
-from clipgrad._gradient_clip import u_clip as u_clip
 from clipgrad._numerics import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._per_example import per_example_norms as per_example_norms
@@ -36,7 +35,6 @@ from clipgrad._rules import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._rules import ClipByNorm as ClipByNorm
 from clipgrad._rules import ClipByValue as ClipByValue
 from clipgrad._rules import ClipRule as ClipRule
-from clipgrad._rules import DropTokens as DropTokens
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
 from clipgrad._thresholds import AdaptiveThreshold as AdaptiveThreshold
 from clipgrad._thresholds import EMAThreshold as EMAThreshold

@@ -216,22 +216,8 @@ def _known_limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
 
 def measured_stats(rule: Any, before: Any, after: Any, dtype: Any = None) -> ClipStats:
     """The statistics of what a rule has clipped, from the trees before and after it."""
-    stats = ClipStats.of(before, after, dtype)
-    axes = rule.counted_over if is_own(rule) else ()
-    if axes == () or after is before:
-        return stats
-    dtype = stats.size.dtype.name
-    pairs = list(zip(clippable_leaves(before), clippable_leaves(after), strict=True))
-
-    def count(masks: list[jax.Array]) -> jax.Array:
-        return _count_true([jnp.any(mask, axes) for mask in masks], dtype)
-
-    # All are compared, so that vmap counts the elements of every lane.
-    return stats._replace(
-        changed=count([_differ(b, a) for b, a in pairs]),
-        nonfinite=count([~jnp.isfinite(b) for b, _ in pairs]),
-        size=count([(b == b) | (b != b) for b, _ in pairs]),
-    )
+    del rule
+    return ClipStats.of(before, after, dtype)
 
 
 def _measured_by_leaf(rule: Any, before: Any, after: Any) -> dict[str, ClipStats]:

@@ -11,7 +11,6 @@ if typing.TYPE_CHECKING:
     from clipgrad._error_clip import ErrorClipHistory as ErrorClipHistory
     from clipgrad._gradient_clip import GradientClipState as GradientClipState
     from clipgrad._gradient_clip import SkipSpikesState as SkipSpikesState
-    from clipgrad._gradient_clip import UClipState as UClipState
     from clipgrad._recorder import Capture as Capture
     from clipgrad._stats import ClipStats as ClipStats
     from clipgrad._training import TrainState as TrainState
@@ -29,7 +28,6 @@ _HOMES = {
     "SkipSpikesState": "_gradient_clip",
     "TrainState": "_training",
     "TrainStep": "_training",
-    "UClipState": "_gradient_clip",
     "ValueStats": "_values",
 }
 if not typing.TYPE_CHECKING:

@@ -152,8 +152,7 @@ CASES = [
     Case("AdaptiveClip(axis=-1)", lambda c: cg.AdaptiveClip(c, axis=-1), *_agc(lambda x: -1)),
     Case("AutoNorm", lambda c: cg.AutoNorm(c, gamma=1.0), *_auto_norm(1.0), limits=False),
 ]  # fmt: skip
-# The one rule without a threshold has laws of its own, in test_drop_tokens.py.
-assert {type(case.make(1.0)) for case in CASES} == set(RULES) - {cg.DropTokens}
+assert {type(case.make(1.0)) for case in CASES} == set(RULES)
 assert all(case.limits == type(case.make(1.0)).limits for case in CASES)
 LIMITING = [case for case in CASES if case.limits]
 SCALING = [case for case in CASES if case.name != "ClipByValue"]

@@ -74,5 +74,5 @@ def test_clips_that_are_off_are_proved_under_every_transformation(place, how):
     assert f"{place} under {how}, every rule infinite" in CASES
     infinite = {type(rule) for rule in selftest.INFINITE}
     # No threshold turns these off.
-    always = {cg.AdaptiveClip, cg.AutoNorm, cg.DropTokens}
+    always = {cg.AdaptiveClip, cg.AutoNorm}
     assert infinite == {type(rule) for rule in selftest.ACTIVE} - always

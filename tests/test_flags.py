@@ -29,7 +29,6 @@ RULES = {
     "global": cg.ClipByGlobalNorm(0.1),
     "block rms": cg.ClipByBlockRMS(0.1),
     "auto": cg.AutoNorm(0.1),
-    "tokens": cg.DropTokens(2),
 }
 THRESHOLDS = {
     "ema": cg.EMAThreshold(),
@@ -88,7 +87,6 @@ CALLS = {
     **{f"mapped, {n}": lambda r=r: jax.vmap(r)(jnp.stack(PARAMS)) for n, r in RULES.items()},
     **{f"adapted, {n}": lambda t=t: adapted(t) for n, t in THRESHOLDS.items()},
     "adaptive": lambda: updated(cg.adaptive_grad_clip(0.01)),
-    "u_clip": lambda: updated(cg.u_clip(cg.clip_by_global_norm(0.1))),
     "value stats": lambda: statistics(cg.with_value_stats(loss)),
     "cotangent stats": lambda: [
         s.norm for s in cg.value_and_grad_with_stats(loss)(PARAMS, X)[2].values()

@@ -156,17 +156,3 @@ def test_there_is_one_maximum_over_elements():
         for function in extremes_of(path)
     }
     assert found == HARMLESS.keys(), "write _numerics.largest, or say here why NaN is not lost"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_with_nan_on_any_device_are_the_largest(layout):
-    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
-    drop = jax.jit(cg.DropTokens(k=2))
-    for places in PLACES:
-        x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-        for index in places:
-            x[index] = np.nan
-        size = np.nan_to_num(np.linalg.norm(x, axis=1), nan=np.inf)
-        wanted = np.where((size >= np.sort(size)[-2])[:, None], 0, x)
-        found = drop(jax.device_put(x, NamedSharding(mesh, LAYOUTS[layout])))
-        np.testing.assert_array_equal(found, wanted)

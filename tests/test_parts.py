@@ -86,7 +86,6 @@ def test_nothing_warns_where_leaves_are_the_same_or_nothing_is_known():
 SLICES = {
     "rows": lambda name: cg.ClipByNorm(0.5, axis=-1, axis_name=name),
     "units": lambda name: lambda g: cg.AdaptiveClip(0.1, axis=-1, axis_name=name)(g, g + 1.0),
-    "tokens": lambda name: cg.DropTokens(3, axis_name=name),
 }
 
 

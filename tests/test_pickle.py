@@ -130,7 +130,6 @@ RULES = {
     "ClipByGlobalNorm": lambda c: cg.ClipByGlobalNorm(c),
     "ClipByBlockRMS": lambda c: cg.ClipByBlockRMS(c),
     "AutoNorm": lambda c: cg.AutoNorm(c),
-    "DropTokens": lambda c: cg.DropTokens(np.int32(c)),
     "AdaptiveClip(axis)": lambda c: cg.AdaptiveClip(c, axis={"w": 0}),
 }
 LIMITS = {
@@ -147,7 +146,6 @@ CLIPS = {
     "an adaptive clip by leaf": lambda: cg.clip_by_block_rms(
         cg.EMAThreshold(warmup=2), stats="per_leaf"),
     "a clip by a function": lambda: cg.gradient_clip(halve),
-    "u_clip": lambda: cg.u_clip(cg.ClipByGlobalNorm(0.5)),
 }  # fmt: skip
 CASES = [
     *(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +13,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, Case, assert_close, float64
+from tests.helpers import CASES, assert_close, float64
 
 LIMIT = 0.3
 
 
-def _without_largest(tree, params, k):
-    def drop(x):
-        norms = np.linalg.norm(x, axis=-1, keepdims=True)
-        return np.where(norms >= np.sort(norms, axis=None)[-k], 0, x)
-
-    return {name: drop(x) for name, x in tree.items()}
-
-
 RULES = {case.name: (case, LIMIT) for case in CASES}
-RULES["DropTokens"] = (Case("", lambda k: cg.DropTokens(k), _without_largest, Any), 2)  # type: ignore
 
 
 class Constant:
@@ -88,12 +78,6 @@ def before_the_optimizer(rule, w, batch, wrap):
     return tx.update(jax.grad(wrap(loss))(w, batch), tx.init(w), w)[0]
 
 
-def by_u_clip(rule, w, batch, wrap):
-    """Of the first step, where nothing has been cut off before."""
-    tx = cg.u_clip(rule)
-    return tx.update(jax.grad(wrap(loss))(w, batch), tx.init(w), w)[0]
-
-
 def of_each_example(rule, w, batch, wrap, method="auto"):
     """One example more, whose gradient is 0."""
     both = jax.tree.map(lambda x: jnp.stack([x, jnp.zeros_like(x)]), batch)
@@ -119,7 +103,6 @@ PLACES = {
     "adaptive_error_clip": with_learned_threshold,
     "clip_grads": once,
     "gradient_clip": before_the_optimizer,
-    "u_clip": by_u_clip,
     "per example, one pass": functools.partial(of_each_example, method="one pass"),
     "per example, two passes": functools.partial(of_each_example, method="two passes"),
     "train_step": trained,

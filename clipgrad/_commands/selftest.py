@@ -19,7 +19,7 @@ from clipgrad._commands.function import FAILED, PASSED, add_command
 from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
 from clipgrad._numerics import global_norm
-from clipgrad._rules import RULES, AutoNorm, ClipByNorm, DropTokens, ErrorClipByValue
+from clipgrad._rules import RULES, AutoNorm, ClipByNorm, ErrorClipByValue
 
 INFINITE = (
     *(rule(math.inf) for rule in RULES if rule.limits and not rule.needs_params),
@@ -29,7 +29,6 @@ ACTIVE = (
     *(rule(0.3) for rule in RULES if rule.limits),
     ClipByNorm(0.3, axis=-1),
     AutoNorm(0.3),
-    DropTokens(1),
 )
 
 

@@ -23,5 +23,3 @@ from clipgrad._gradient_clip.skip_spikes import SkipSpikesState as SkipSpikesSta
 from clipgrad._gradient_clip.skip_spikes import as_optimizer as as_optimizer
 from clipgrad._gradient_clip.skip_spikes import resume as resume
 from clipgrad._gradient_clip.skip_spikes import skip_spikes as skip_spikes
-from clipgrad._gradient_clip.u_clip import UClipState as UClipState
-from clipgrad._gradient_clip.u_clip import u_clip as u_clip

@@ -8,7 +8,6 @@ from clipgrad._rules.base import apply_rule as apply_rule
 from clipgrad._rules.base import as_rule as as_rule
 from clipgrad._rules.base import is_rule as is_rule
 from clipgrad._rules.block_rms import ClipByBlockRMS as ClipByBlockRMS
-from clipgrad._rules.drop_tokens import DropTokens as DropTokens
 from clipgrad._rules.global_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._rules.norm import ClipByNorm as ClipByNorm
 from clipgrad._rules.thresholds import RULES as RULES

@@ -66,13 +66,10 @@ class MeasuringRule(ClipRule, Protocol):
       acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
         whole ``"tree"``, which has one norm.
       limits: whether the threshold is a limit: what is within it stays as it is.
-      counted_over: the axes over which elements make up one of what statistics count; ``()``:
-        each element counts.
     """
 
     acts_on: ClassVar[str] = "leaf"
     limits: ClassVar[bool] = True
-    counted_over: Any = ()
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The clipped tree."""
