@@ -3,13 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax.typing import ArrayLike
-
 from clipgrad._gradient_clip.nonfinite import apply_policy, check_policy
-from clipgrad._numerics import Norm
 from clipgrad._rules import adaptive_threshold, apply_rule, as_rule, is_own
-from clipgrad._stats import ClipStats, count_nonfinite, stats_by_leaf, stats_dtype, stats_of_clip
+from clipgrad._stats import ClipStats, count_nonfinite, stats_by_leaf, stats_of_clip
 from clipgrad._trees import Where, check_leaves, clippable_leaves, combine, partition, selected
 
 
@@ -19,17 +15,14 @@ def clip_grads(
     params: Any = None,
     *,
     where: Where = None,
-    measure: Where = None,
     nonfinite: str = "propagate",
-    norm: ArrayLike | None = None,
 ) -> tuple[Any, ClipStats]:
     """Clips a tree of gradients without an optimizer, and returns statistics of the clip.
 
     Guarantees:
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
-      * Leaves that ``where`` leaves out are not scaled, and only measured if ``measure`` selects
-        them.
+      * Leaves that ``where`` leaves out are neither measured nor scaled.
       * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats,
         whose gradient is their next value) are neither measured nor scaled.
       * The statistics of a global L2 norm need no second pass over the gradients; under
@@ -44,12 +37,8 @@ def clip_grads(
         all. An expression that is whole segments of a path selects the leaves at or below it:
         ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a regular
         expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
-      measure: which leaves make up the norm of `ClipByGlobalNorm`, written like ``where``;
-        ``None``: those that ``where`` selects. The statistics then have this norm, before the
-        clip and as the clip would change it.
       nonfinite: ``"propagate"``; ``"zero"``: NaN and inf become 0 before anything is measured;
         ``"error"``: raise and name the leaves.
-      norm: the norm that `ClipByGlobalNorm` would measure, if it is known already.
 
     Returns:
       The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
@@ -57,8 +46,8 @@ def clip_grads(
     Raises:
       TypeError: if ``rule`` is not a rule, ``where`` has leaves other than booleans, or a leaf is
         an object or of a dtype that JAX lacks; strings and functions are ignored.
-      ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
-        ``norm`` or ``measure`` with another rule, and each error of the rule.
+      ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``,
+        and each error of the rule.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit`, and so in
         `train_step` and ``optax.MultiSteps``, the function must be transformed by
         `jax.experimental.checkify.checkify` for this.
@@ -73,11 +62,9 @@ def clip_grads(
       5.0 1.0 True
       >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w")[0]
       {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
-      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w", measure="w|b")[0]
-      {'b': Array([3.], dtype=float32), 'w': Array([0.8], dtype=float32)}
     """
     rule = as_rule(rule)
-    clipped = ClipScope.checked(rule, where, measure, nonfinite).clip(grads, rule, params, norm)
+    clipped = ClipScope.checked(where, nonfinite).clip(grads, rule, params)
     return clipped.tree, clipped.stats()
 
 
@@ -116,31 +103,23 @@ Adapt = Callable[[list[Any]], tuple[Any, Any]]
 
 
 class ClipScope(NamedTuple):
-    """The leaves to clip, the leaves to measure, and the policy for NaN and inf."""
+    """The leaves to clip, and the policy for NaN and inf."""
 
     where: Where
-    measure: Where
     nonfinite: str
 
     @classmethod
-    def checked(cls, rule: Any, where: Where, measure: Where, nonfinite: str) -> "ClipScope":
-        """The arguments of these names, if they go with the rule."""
+    def checked(cls, where: Where, nonfinite: str) -> "ClipScope":
+        """The arguments of these names, if they are right."""
         check_policy(nonfinite)
-        if measure is not None and not has_one_norm(rule):
-            raise ValueError(
-                f"measure: got leaves for a norm with {rule!r}, expected ClipByGlobalNorm, the "
-                "rule with one norm for all leaves"
-            )
-        return cls(where, measure, nonfinite)
+        return cls(where, nonfinite)
 
-    def clip(
-        self, grads: Any, rule: Any, params: Any, norm: Any = None, adapt: Adapt | None = None
-    ) -> Clipped:
-        """The whole tree with the selected leaves clipped; ``norm`` is one that is known."""
+    def clip(self, grads: Any, rule: Any, params: Any, adapt: Adapt | None = None) -> Clipped:
+        """The whole tree with the selected leaves clipped."""
         raw, rest = partition(grads, selected(self.where, grads))
         check_leaves("grads", raw)
         before = apply_policy(self.nonfinite, raw)
-        norms = self._norms(grads, rule, before, params, norm)
+        norms = self._norms(rule, before, params)
         rule, adapted = (rule, None) if adapt is None else adapt(norms)
         after = before
         if rule is not None:
@@ -148,24 +127,12 @@ class ClipScope(NamedTuple):
             after = rule.scale(before, norms) if own else apply_rule(rule, before, params)
         return Clipped(combine(after, rest), rule, norms, raw, before, after, adapted)
 
-    def _norms(self, grads: Any, rule: Any, before: Any, params: Any, known: Any) -> list[Any]:
+    def _norms(self, rule: Any, before: Any, params: Any) -> list[Any]:
         """The norms that a rule scales by, or that its adaptive threshold needs."""
-        if known is not None:
-            if not has_one_norm(rule):
-                raise ValueError(
-                    f"norm: got {known!r} with {rule!r}, expected ClipByGlobalNorm, the rule with "
-                    "one norm for all leaves"
-                )
-            root = jnp.asarray(known).astype(stats_dtype(before))
-            return [Norm.of(root, jnp.ones_like(root))]
         scales = is_own(rule) and rule.acts_on != "element"
         if not scales and adaptive_threshold(rule) is None:
             return []
-        measured = before
-        if self.measure is not None:
-            chosen, _ = partition(grads, selected(self.measure, grads, "measure"))
-            measured = apply_policy(self.nonfinite, chosen)
-        return rule.measure(measured, params)
+        return rule.measure(before, params)
 
 
 def has_one_norm(rule: Any) -> bool:

@@ -18,7 +18,6 @@ from clipgrad._rules import (
     resolve_schedules,
     schedules_of,
     threshold_array,
-    threshold_arrays,
 )
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
@@ -41,7 +40,7 @@ class GradientClipState(NamedTuple):
         ``stats=True``.
       threshold: the first threshold of the rule at the last update; ``None`` if it has none. An
         adaptive threshold of a rule that acts on leaves is an array, in the order of
-        ``jax.tree.leaves``; a tree of limits is a tree.
+        ``jax.tree.leaves``.
       history: the state of an adaptive threshold, or ``None``.
       leaf_stats: the `ClipStats` of the last update for each leaf by path, such as
         ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.
@@ -86,7 +85,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
         no_stats or (ClipStats.zero(dtype=dtype) if kept else None),
         zero() if kept else None,
         zero() if kept else None,
-        jax.tree.map(lambda x: x + 0, threshold_arrays(threshold, dtype)),
+        None if threshold is None else threshold_array(threshold, dtype) + 0,
         history,
         {path: ClipStats.zero(dtype=dtype) for path in paths} if kept == "per_leaf" else None,
     )
@@ -148,12 +147,9 @@ def next_state(state: Any, clipped: Clipped) -> Any:
         state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
-        threshold = jax.tree.map(
-            lambda new, old: jnp.broadcast_to(threshold_array(new, old.dtype), old.shape),
-            value.values if isinstance(value, PerLeaf) else value,
-            state.threshold,
-        )
-        state = state._replace(threshold=threshold)
+        value = value.values if isinstance(value, PerLeaf) else value
+        value = threshold_array(value, state.threshold.dtype)
+        state = state._replace(threshold=jnp.broadcast_to(value, state.threshold.shape))
     if state.leaf_stats is not None:
         leaves = _under_first_paths(clipped.leaf_stats(), state.leaf_stats)
         state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))

@@ -98,7 +98,6 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     *,
     where: Where = None,
-    measure: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -117,7 +116,6 @@ def clip_by_global_norm(
         number a hyperparameter.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
-      measure: which leaves make up the norm, if not the leaves of ``where``; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 
@@ -135,7 +133,7 @@ def clip_by_global_norm(
     """
     order = 2 if ord is None else ord
     rule = ClipByGlobalNorm(max_norm, ord=order, axis_name=axis_name)  # type: ignore[arg-type]
-    return gradient_clip(rule, where=where, measure=measure, nonfinite=nonfinite, stats=stats)
+    return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
 def clip_by_block_rms(

@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from clipgrad._gradient_clip.clip_grads import ClipScope, has_one_norm
+from clipgrad._gradient_clip.clip_grads import ClipScope
 from clipgrad._gradient_clip.clip_state import GradientClipState as GradientClipState
 from clipgrad._gradient_clip.clip_state import (
     check_state,
@@ -23,7 +23,6 @@ def gradient_clip(
     rule: Callable[..., Any] | None,
     *,
     where: Where = None,
-    measure: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -35,10 +34,6 @@ def gradient_clip(
       * Otherwise it is a `GradientClipState`, whose structure never changes.
       * A schedule is evaluated at the number of updates made so far: 0 at the first.
       * An adaptive threshold sees the norm of each step once, before the clip.
-      * ``update(..., grad_norm=n)`` gives `ClipByGlobalNorm` a norm that you know already, so it
-        is not computed again. Every such clip in a chain uses it. Pass it only if it is the norm
-        that each of them would measure: of the leaves that ``where`` selects, after
-        ``nonfinite="zero"`` has replaced NaN and inf.
       * ``update`` keeps the structure of the state: a `GradientClipState` without statistics gets
         none. `train_step` has the statistics of every clip without ``stats=True``.
 
@@ -47,7 +42,6 @@ def gradient_clip(
         as ``optax.linear_schedule(...)``) and whose first one may be an `AdaptiveThreshold`, or a
         function of the tree; ``None``: off.
       where: which leaves are clipped; see `clip_grads`.
-      measure: which leaves make up the norm of `ClipByGlobalNorm`; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True``: the state keeps statistics of the clip; ``"per_leaf"``: also for each leaf.
 
@@ -56,8 +50,8 @@ def gradient_clip(
 
     Raises:
       TypeError: if ``rule`` is not a rule.
-      ValueError: for an unknown ``nonfinite`` or ``stats``, for ``measure`` with another rule; by
-        ``init``, if ``where`` selects nothing.
+      ValueError: for an unknown ``nonfinite`` or ``stats``; by ``init``, if ``where``
+        selects nothing.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -71,19 +65,16 @@ def gradient_clip(
       5.0 1.0
     """
     rule = as_rule(rule, schedules=True)
-    scope = ClipScope.checked(rule, where, measure, nonfinite)
+    scope = ClipScope.checked(where, nonfinite)
     if stats not in (True, False, "per_leaf"):
         raise ValueError(f"stats: got {stats!r}, expected True, False or 'per_leaf'")
     needs_state, adaptive = has_lasting_state(rule, False), adaptive_threshold(rule)
 
     def init(params: Any) -> Any:
         tree, _ = partition(params, selected(where, params))
-        selected(measure, params, "measure")
         return first_state(rule, tree, stats)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _refuse_callback(extra_args)
         check_state(state, needs_state)
         active = resolve_schedules(rule, state.count) if needs_state else rule
@@ -93,9 +84,8 @@ def gradient_clip(
             threshold = threshold if is_joint(active) else PerLeaf(threshold)
             return with_threshold(active, threshold), history
 
-        known = grad_norm if has_one_norm(rule) else None
         adapting = None if adaptive is None else adapt
-        clipped = scope.clip(updates, active, params, known, adapting)
+        clipped = scope.clip(updates, active, params, adapting)
         if adaptive is not None:
             state = state._replace(history=clipped.adapted)
         return clipped.tree, next_state(state, clipped)

@@ -11,7 +11,7 @@ from clipgrad._compat import exportable
 from clipgrad._frameworks import is_model
 from clipgrad._numerics import AxisName, global_norm, increment_if
 from clipgrad._stats import stats_dtype
-from clipgrad._thresholds import HistoryThreshold, Window, check_between, check_steps, unlimited
+from clipgrad._thresholds import HistoryThreshold, Window, check_between, unlimited
 from clipgrad._trees import Where, instances, partition, selected
 
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
@@ -33,7 +33,7 @@ class SkipSpikesState(NamedTuple):
       spike_count: the number of those whose gradient was finite.
       consecutive: the number of skipped outliers since the last step that was not skipped.
       nonfinite_consecutive: the number of gradients in a row, up to the last one, that were not
-        finite; this includes those that ``max_nonfinite`` let through.
+        finite.
       halted: whether a step has halted the training; ``None`` without ``halt``.
       halted_at: the step that halted it, 0 for the first, or -1; ``None`` without ``halt``.
       count: the number of steps, those after the halt included; ``None`` without ``halt``.
@@ -66,8 +66,6 @@ def skip_spikes(
     window: int = _WINDOW,
     sigma: float | None = 6.0,
     min_history: int | None = None,
-    max_consecutive: int | None = None,
-    max_nonfinite: int | None = None,
     where: Where = None,
     axis_name: AxisName = None,
     halt: bool | Literal["spike"] = False,
@@ -81,8 +79,6 @@ def skip_spikes(
 
     Guarantees:
       * On a step that is not skipped, updates and state are the same as from ``inner``.
-      * Only NaN and inf count toward ``max_nonfinite``, only finite outliers toward
-        ``max_consecutive``.
       * On a skipped step the updates are exact zeros, and the state of ``inner`` is bit-identical:
         it is selected, not multiplied, since 0 times NaN is NaN. ``inner`` sees zero gradients.
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
@@ -104,15 +100,6 @@ def skip_spikes(
         outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
       min_history: the number of norms before a finite norm can be an outlier; by default half a
         window, and at least 2.
-      max_consecutive: the number of outliers in a row that are skipped. The next one is not, and
-        starts a new history, because a repeated norm is not a spike. ``None``: all are skipped, so
-        a sudden and permanent growth of the gradients stops the training. ``consecutive`` in the
-        state shows this.
-      max_nonfinite: the number of gradients in a row that are not finite and are skipped, as in
-        ``optax.apply_if_finite``. The next one reaches ``inner``, and the parameters become NaN, so
-        the loss shows that the training is over. ``None``: all are skipped, and a training whose
-        gradients stay NaN does not move. ``nonfinite_consecutive`` in the state shows that, and the
-        distance to the limit. With ``halt`` all are skipped.
       where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each skipped
@@ -122,12 +109,12 @@ def skip_spikes(
         halt.
 
     Returns:
-      A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)`` uses
-      the norm that you pass. All extra arguments are passed on to ``inner``.
+      A gradient transformation with the state `SkipSpikesState`. All extra
+      arguments of ``update`` are passed on to ``inner``.
 
     Raises:
-      ValueError: for a number out of range, and for ``window``, ``min_history`` or
-        ``max_consecutive`` with ``sigma=None``; for an unknown ``halt``; by ``init``, if
+      ValueError: for a number out of range, and for ``window`` or ``min_history``
+        with ``sigma=None``; for an unknown ``halt``; by ``init``, if
         ``where`` selects nothing.
       TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
@@ -147,13 +134,11 @@ def skip_spikes(
       skipped on outliers of the norm.
     """
     inner = as_optimizer("inner", inner)
-    history = _history(window, sigma, min_history, max_consecutive)
+    history = _history(window, sigma, min_history)
     _check_halt(halt)
     if max_norm is not None:
         check_between("max_norm", max_norm, 0)
     largest = jnp.inf if max_norm is None else float(max_norm)
-    most = _most("max_consecutive", max_consecutive)
-    most_nonfinite = _most("max_nonfinite", max_nonfinite)
 
     def init(params: Any) -> Any:
         norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
@@ -164,23 +149,18 @@ def skip_spikes(
         return state._replace(**flag) if halt else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        norm = extra_args.get("grad_norm")
-        if norm is None:
-            measured, _ = partition(updates, selected(where, updates))
-            norm = global_norm(measured, axis_name=axis_name)
-        norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
+        measured, _ = partition(updates, selected(where, updates))
+        norm = global_norm(measured, axis_name=axis_name).astype(state.raw_norm.dtype)
         nonfinite, unsound = ~jnp.isfinite(norm), _bad_loss(halt, extra_args)
-        patient = bool(halt) | (state.nonfinite_consecutive < most_nonfinite)
-        never = jnp.where(nonfinite, patient, unsound | (norm > largest))
-        spike = ~nonfinite & ~never & (norm > _limit(history, state))
-        again = spike & (state.consecutive >= most)
-        bad = never | (spike & ~again)
+        never = nonfinite | unsound | (norm > largest)
+        spike = ~never & (norm > _limit(history, state))
+        bad = never | spike
         skip = bad | _halted(halt, state)
         new, inner_state = inner.update(
             _zero_if(skip, updates), state.inner_state, params, **extra_args
         )
         kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
-        after = _after(state, norm, bad, spike, again)
+        after = _after(state, norm, bad, spike)
         if halt:
             after = _after_halt(state, after, bad if halt == "spike" else unsound | nonfinite)
         return _zero_if(skip, new), after._replace(inner_state=kept)
@@ -188,21 +168,12 @@ def skip_spikes(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _most(name: str, count: int | None) -> int:
-    """The number of steps in a row that are skipped; for ``None`` one that is not reached."""
-    if count is not None:
-        check_steps(name, count)
-    return jnp.iinfo(jnp.int32).max if count is None else int(count)
-
-
-def _history(
-    window: int, sigma: float | None, min_history: int | None, max_consecutive: int | None
-) -> HistoryThreshold | None:
+def _history(window: int, sigma: float | None, min_history: int | None) -> HistoryThreshold | None:
     """The rule of outliers; ``None`` with ``sigma=None``, where nothing else may be given."""
     if sigma is not None:
         return HistoryThreshold(window, sigma, min_history)
     kept = None if window == _WINDOW else window
-    given = {"window": kept, "min_history": min_history, "max_consecutive": max_consecutive}
+    given = {"window": kept, "min_history": min_history}
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -225,13 +196,12 @@ def _limit(history: HistoryThreshold | None, state: SkipSpikesState) -> jax.Arra
 
 
 def _after(
-    state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array, again: jax.Array
+    state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array
 ) -> SkipSpikesState:
     """The state with the counters and the history after a step."""
     finite, window = jnp.isfinite(norm), state.window
     if window is not None:
-        past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), window)
-        window = past.push(jnp.where(skip | ~finite, 0, norm))
+        window = window.push(jnp.where(skip, 0, norm))
     return state._replace(
         window=window,
         raw_norm=jnp.where(finite, norm, 0),

@@ -21,7 +21,6 @@ from clipgrad._rules.thresholds import main_threshold as main_threshold
 from clipgrad._rules.thresholds import resolve_schedules as resolve_schedules
 from clipgrad._rules.thresholds import schedules_of as schedules_of
 from clipgrad._rules.thresholds import threshold_array as threshold_array
-from clipgrad._rules.thresholds import threshold_arrays as threshold_arrays
 from clipgrad._rules.thresholds import with_threshold as with_threshold
 from clipgrad._rules.units import check_unit_axis as check_unit_axis
 from clipgrad._rules.value import ClipByValue as ClipByValue

@@ -58,18 +58,15 @@ class AdaptiveClip(MeasuringRule):
     Args:
       clipping: the maximal ratio of gradient norm to weight norm.
       eps: the smallest weight norm, so that zero weights can train.
-      axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; a
-        mapping from expressions on paths such as ``"layers/0/kernel"`` (see `clip_grads`) to
-        axes, of which the first that selects a leaf counts; ``None`` in it means the whole leaf,
-        and other leaves have the default; or a function ``(path, leaf) -> axes``. For weights that
+      axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; or
+        a function ``(path, leaf) -> axes``. For weights that
         are stacked over layers or experts leave the axes of these out.
       axis_name: the mapped axes over which units are spread; see `global_norm`. A unit is whole
         along the axes that are not named; ``()`` if it is whole on its device.
 
     Raises:
       ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
-        parameters of another structure or shape, for a leaf that lacks an axis and for an
-        expression that matches no path.
+        parameters of another structure or shape, for a leaf that lacks an axis.
       TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
 
     Example:
@@ -79,7 +76,6 @@ class AdaptiveClip(MeasuringRule):
       >>> cg.AdaptiveClip(0.5)(grads, params)    # a column is a unit, and its limit is 2.5
       Array([[1.5, 0.1],
              [2. , 0.1]], dtype=float32)
-      >>> stacked = cg.AdaptiveClip(0.01, axis={"layers/.*kernel": -2, "embedding": -1})
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
@@ -114,14 +110,14 @@ class AdaptiveClip(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times its weights' norm."""
-        limits = limits_by_leaf(self, grads, [units.norm for units in norms])
+        limits = limits_by_leaf(self, [units.norm for units in norms])
         return scale_each(_scale_units, grads, at_once(_without_extremes, norms, limits))
 
     def l2_limits(self, grads: Any, norms: Sequence["UnitNorms"]) -> list[Limit] | None:
         """The norms of the units of each leaf, and what their weights allow, if on one device."""
         if self.axis_name:
             return None
-        limits = limits_by_leaf(self, grads, [units.norm for units in norms])
+        limits = limits_by_leaf(self, [units.norm for units in norms])
         return [(n.norm, finite_product(c, n.least)) for c, n in zip(limits, norms, strict=True)]
 
 

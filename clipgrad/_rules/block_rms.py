@@ -83,7 +83,7 @@ class ClipByBlockRMS(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        limits = limits_by_leaf(self, grads, norms)
+        limits = limits_by_leaf(self, norms)
         distinct = {id(limit): limit for limit in limits}
         bounds = {key: _bounds(limit) for key, limit in distinct.items()}
         divisors = at_once(_divisor_of_rms, norms, [bounds[id(limit)] for limit in limits])
@@ -93,7 +93,7 @@ class ClipByBlockRMS(MeasuringRule):
         """The norm of each leaf, its rms times the root of its size, and that of its limit."""
         if self.axis_name:
             return None
-        rows = zip(norms, limits_by_leaf(self, grads, norms), clippable_leaves(grads), strict=True)
+        rows = zip(norms, limits_by_leaf(self, norms), clippable_leaves(grads), strict=True)
         return [_l2_limit(norm, limit, max(leaf.size, 1) ** 0.5) for norm, limit, leaf in rows]
 
 

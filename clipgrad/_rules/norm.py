@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from clipgrad._numerics import (
     AxisName,
@@ -17,7 +18,7 @@ from clipgrad._numerics import (
     with_real_dtype,
 )
 from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.thresholds import check_limits, limits_by_leaf
+from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
 from clipgrad._rules.units import check_axis, reduced_axes
 from clipgrad._trees import clippable_leaves, clippable_paths
 
@@ -46,8 +47,7 @@ class ClipByNorm(MeasuringRule):
 
     Args:
       max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
-        norms of the slices, which keep the reduced axes with size 1; or a tree of these that is a
-        prefix of the gradients' tree, with ``None`` for subtrees without a limit.
+        norms of the slices, which keep the reduced axes with size 1.
       ord: the order $p$ of the norm, in (0, inf].
       axis: the axis or axes that norms are over; ``None``: all.
       axis_name: the mapped axes that each leaf, or slice, is spread over; see `global_norm`. A
@@ -55,7 +55,7 @@ class ClipByNorm(MeasuringRule):
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
-        called, for a leaf that lacks an axis, and for a tree of limits that is not a prefix.
+        called, for a leaf that lacks an axis.
       TypeError: for a threshold that is not a number, array or schedule.
 
     Example:
@@ -65,22 +65,20 @@ class ClipByNorm(MeasuringRule):
       >>> cg.ClipByNorm(1.0, axis=-1)(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
       Array([[0.6, 0.8],
              [0.3, 0.4]], dtype=float32)
-      >>> cg.ClipByNorm({"b": None, "w": 0.1})({"b": jnp.ones(1), "w": jnp.ones(1)})
-      {'b': Array([1.], dtype=float32), 'w': Array([0.1], dtype=float32)}
 
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: Any  # a threshold, or a tree of thresholds
+    max_norm: ArrayLike
     _: dataclasses.KW_ONLY
     ord: float = static_field(default=2)
     axis: int | tuple[int, ...] | None = static_field(default=None)
     axis_name: AxisName = static_field(default=None)
 
     def __post_init__(self) -> None:
-        check_limits("max_norm", self.max_norm)
+        check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))
         if isinstance(self.axis_name, list):
@@ -96,14 +94,14 @@ class ClipByNorm(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        limits = limits_by_leaf(self, grads, norms)
+        limits = limits_by_leaf(self, norms)
         return scale_each(_scale_each, grads, norms, limits, written_out=False)
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
         if self.ord != 2 or self.axis_name:
             return None
-        return list(zip(norms, limits_by_leaf(self, grads, norms), strict=True))
+        return list(zip(norms, limits_by_leaf(self, norms), strict=True))
 
 
 def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:

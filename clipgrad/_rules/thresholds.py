@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ from jax.core import Tracer
 
 from clipgrad._compat import broadcast_like
 from clipgrad._numerics import Norm
-from clipgrad._thresholds import AdaptiveThreshold, is_adaptive
-from clipgrad._trees import clippable_leaves, is_none, parts_below
+from clipgrad._thresholds import is_adaptive
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
 # A module that is reloaded keeps the list, which other modules hold.
@@ -59,21 +57,6 @@ def check_threshold(
             raise ValueError(f"{name}: got {value!r}, expected a threshold that is {wanted}")
 
 
-def check_limits(name: str, value: Any) -> None:
-    """The check of a threshold that may be adaptive, or a tree of thresholds."""
-    if not is_tree_of_limits(value):
-        return check_threshold(name, value, adaptive=True)
-    for path, limit in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_schedule):
-        check_threshold(name + jax.tree_util.keystr(path), limit)
-
-
-def is_tree_of_limits(value: Any) -> bool:
-    """Whether this is a tree with thresholds as leaves, not one threshold."""
-    # Optax's transformations are tuples, and look like adaptive thresholds.
-    one = isinstance(value, AdaptiveThreshold | PerLeaf) or _is_schedule(value)
-    return not (one or jax.tree_util.all_leaves([value])) and bool(jax.tree.leaves(value))
-
-
 def _is_real(value: Any) -> bool:
     """Whether this is a real number or an array of these."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -109,11 +92,10 @@ def leaf_fields(rule: Any) -> list[str]:
 
 
 def schedules_of(rule: Any) -> dict[str, Any]:
-    """The thresholds of a rule that are, or have in them, functions of the step, by field."""
+    """The thresholds of a rule that are functions of the step, by field."""
     found = {}
     for name in leaf_fields(rule) if isinstance(rule, tuple(RULES)) else ():
-        value = getattr(rule, name)
-        if any(map(_is_schedule, jax.tree.leaves(value, is_leaf=_is_schedule))):
+        if _is_schedule(value := getattr(rule, name)):
             found[name] = value
     return found
 
@@ -122,18 +104,13 @@ def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     """``rule`` with its schedules evaluated at the step ``count``."""
 
     def evaluated(name: str, value: Any) -> Any:
-        if not _is_schedule(value):
-            return value
         if not _is_real(number := value(count)):
             raise TypeError(
                 f"{name}: got {number!r} from the schedule, expected a number or an array"
             )
         return number
 
-    values = {
-        name: jax.tree.map(functools.partial(evaluated, name), value, is_leaf=_is_schedule)
-        for name, value in schedules_of(rule).items()
-    }
+    values = {name: evaluated(name, value) for name, value in schedules_of(rule).items()}
     return _with(rule, values) if values else rule
 
 
@@ -153,15 +130,9 @@ def with_threshold(rule: Any, threshold: Any) -> Any:
     return _with(rule, {leaf_fields(rule)[0]: threshold})
 
 
-def thresholds_by_leaf(rule: Any, grads: Any, count: int) -> list[Any]:
+def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
     """The first threshold of a rule for each of ``count`` leaves."""
     threshold = main_threshold(rule)
-    if is_tree_of_limits(threshold):  # a prefix of the tree; nothing is limited below `None`
-        each, prefix = jax.tree.flatten(threshold, is_leaf=is_none)
-        parts = parts_below(leaf_fields(rule)[0], "limits", prefix, grads)
-        numbers = [np.inf if limit is None else limit for limit in each]
-        pairs = zip(numbers, parts, strict=True)
-        return [limit for limit, part in pairs for _ in clippable_leaves(part)]
     if not isinstance(threshold, PerLeaf):
         return [threshold] * count
     if threshold.values.shape != (count,):
@@ -221,9 +192,9 @@ def limits_of(thresholds: Sequence[Any], norms: Sequence[Norm]) -> list[jax.Arra
     return limits
 
 
-def limits_by_leaf(rule: Any, grads: Any, norms: Sequence[Norm]) -> list[jax.Array]:
+def limits_by_leaf(rule: Any, norms: Sequence[Norm]) -> list[jax.Array]:
     """The limit of each norm of a leaf by the first threshold of a rule."""
-    return limits_of(thresholds_by_leaf(rule, grads, len(norms)), norms)
+    return limits_of(thresholds_by_leaf(rule, len(norms)), norms)
 
 
 def threshold_array(value: Any, dtype: Any) -> jax.Array:
@@ -232,11 +203,6 @@ def threshold_array(value: Any, dtype: Any) -> jax.Array:
         return value.astype(dtype)
     with np.errstate(over="ignore"):
         return jnp.asarray(np.asarray(value, np.float64).astype(dtype))
-
-
-def threshold_arrays(value: Any, dtype: Any) -> Any:
-    """The thresholds of a tree as arrays of the given dtype."""
-    return jax.tree.map(lambda leaf: threshold_array(leaf, dtype), value)
 
 
 def _is_schedule(value: Any) -> bool:

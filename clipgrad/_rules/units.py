@@ -1,16 +1,15 @@
 """Units: the axes of a leaf that a norm is over."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax.numpy as jnp
 
 from clipgrad._numerics import Axes
-from clipgrad._trees import is_clippable, nearest, selects, with_paths
+from clipgrad._trees import is_clippable, with_paths
 
 ReducedAxes = int | tuple[int, ...] | None
-# A mapping is stored as its items, since a rule's static fields must be hashable.
-UnitAxis = ReducedAxes | Callable[[str, Any], ReducedAxes] | tuple[tuple[str, ReducedAxes], ...]
+UnitAxis = ReducedAxes | Callable[[str, Any], ReducedAxes]
 
 
 def check_axis(axis: Any) -> ReducedAxes:
@@ -26,51 +25,21 @@ def check_axis(axis: Any) -> ReducedAxes:
 
 
 def check_unit_axis(axis: Any) -> UnitAxis:
-    """``axis`` in a hashable form: axes, a function, or pairs of expressions and axes."""
-    if callable(axis):
-        return cast(UnitAxis, axis)
-    pairs = tuple(axis.items()) if isinstance(axis, Mapping) else axis
-    if not is_mapping(pairs):
-        return check_axis(None if isinstance(axis, Mapping) else axis)
-    for expression, _ in pairs:
-        if not isinstance(expression, str):
-            raise TypeError(f"axis: got {expression!r} as a key, expected an expression on paths")
-        selects(expression, (), "axis")
-    return tuple((expression, check_axis(axes)) for expression, axes in pairs)
-
-
-def is_mapping(axis: Any) -> bool:
-    """Whether ``axis`` is the items of a mapping from expressions on paths."""
-    return isinstance(axis, tuple) and bool(axis) and all(isinstance(a, tuple) for a in axis)
+    """``axis``, if it is axes or a function from a path and a leaf to these."""
+    return cast(UnitAxis, axis) if callable(axis) else check_axis(axis)
 
 
 def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
     """For each leaf that is clipped the axes that a unit of it spans; ``None``: the whole leaf."""
-    entries = with_paths(tree)
-    axis_of = axis if callable(axis) else _by_path(axis, [path for path, _ in entries])
-    arrays = [(path, jnp.asarray(leaf)) for path, leaf in entries if is_clippable(leaf)]
-    return [reduced_axes(axis_of(path, leaf), path, leaf) for path, leaf in arrays]
-
-
-def _by_path(axis: UnitAxis, paths: list[str]) -> Callable[[str, Any], ReducedAxes]:
-    """A function from a path and a leaf to the axes of its units."""
-    given: dict[str, Any] = dict.fromkeys(paths, axis) if isinstance(axis, (int, tuple)) else {}
-    if is_mapping(axis):
-        given = {}
-        for expression, axes in reversed(axis):  # type: ignore
-            flags = selects(expression, paths, "axis")
-            if not any(flags):
-                raise ValueError(
-                    f"axis: got {expression!r}, expected an expression that selects a leaf; "
-                    f"{nearest(expression, paths)}"
-                )
-            given |= {path: axes for path, flag in zip(paths, flags, strict=True) if flag}
+    leaves = [(path, jnp.asarray(leaf)) for path, leaf in with_paths(tree) if is_clippable(leaf)]
 
     def axes(path: str, leaf: Any) -> ReducedAxes:
         """All but the last, the outputs of a kernel as JAX libraries lay it out, if none given."""
-        return given.get(path, tuple(range(leaf.ndim - 1)) if leaf.ndim >= 2 else None)
+        if callable(axis):
+            return axis(path, leaf)
+        return axis if axis is not None else tuple(range(leaf.ndim - 1)) if leaf.ndim > 1 else None
 
-    return axes
+    return [reduced_axes(axes(path, leaf), path, leaf) for path, leaf in leaves]
 
 
 def reduced_axes(axis: ReducedAxes, path: str, leaf: Any) -> Axes:

@@ -104,7 +104,7 @@ class ClipByValue(MeasuringRule):
         """The tree with each element in [min, max]."""
         leaves, clipped = clippable_leaves(grads), []
         known: dict[Any, tuple[Any, Any]] = {}
-        for leaf, maximum in zip(leaves, thresholds_by_leaf(self, grads, len(leaves)), strict=True):
+        for leaf, maximum in zip(leaves, thresholds_by_leaf(self, len(leaves)), strict=True):
             key = id(maximum), leaf.dtype
             if key not in known:
                 known[key] = self._bounds(maximum, leaf.real.dtype)
