@@ -1,10 +1,7 @@
 """Clips of finished gradients, as optax transformations."""
 
 from clipgrad._gradient_clip.clip_grads import clip_grads as clip_grads
-from clipgrad._gradient_clip.clip_state import asking_for_stats as asking_for_stats
 from clipgrad._gradient_clip.clip_state import stats_in as stats_in
-from clipgrad._gradient_clip.clip_state import with_room as with_room
-from clipgrad._gradient_clip.clip_state import without_room as without_room
 from clipgrad._gradient_clip.clips import adaptive_grad_clip as adaptive_grad_clip
 from clipgrad._gradient_clip.clips import clip_by_block_rms as clip_by_block_rms
 from clipgrad._gradient_clip.clips import clip_by_global_norm as clip_by_global_norm

@@ -1,7 +1,6 @@
-"""The state of a gradient clip, and its room for statistics in a training step."""
+"""The state of a gradient clip."""
 
 import functools
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._compat import exportable, to_varying, varying_axes
-from clipgrad._gradient_clip.clip_grads import Clipped, has_one_norm
+from clipgrad._gradient_clip.clip_grads import Clipped
 from clipgrad._numerics import increment_if, largest
 from clipgrad._rules import (
     PerLeaf,
@@ -21,7 +20,7 @@ from clipgrad._rules import (
 )
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
-from clipgrad._trees import clippable_leaves, clippable_paths, instances, unboxed
+from clipgrad._trees import clippable_paths, instances, unboxed
 
 
 @exportable
@@ -46,20 +45,13 @@ class GradientClipState(NamedTuple):
         ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.
     """
 
-    # What a training step makes of an `optax.EmptyState` has statistics and no count.
-    count: jax.Array | None  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     stats: ClipStats | None
     clipped_count: jax.Array | None
     nonfinite_count: jax.Array | None
     threshold: Any
     history: Any = None
     leaf_stats: dict[str, ClipStats] | None = None
-
-
-# A context for calls of an optimizer by a training step: in "init" every clip makes a state with
-# statistics, in "update" one without warns; "" is for others inside of these. JAX keeps compiled
-# functions by it, so that none is used where it is not meant.
-asking_for_stats = jax.make_user_context("")
 
 
 def has_lasting_state(rule: Any, kept: bool | str) -> bool:
@@ -69,10 +61,8 @@ def has_lasting_state(rule: Any, kept: bool | str) -> bool:
 
 def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     """The state before the first update; ``kept`` as ``stats=`` of `gradient_clip`."""
-    no_stats = _no_stats(rule, tree) if asking_for_stats.value == "init" else None
     if not has_lasting_state(rule, kept):
-        empty = no_stats is None
-        return optax.EmptyState() if empty else GradientClipState(None, no_stats, None, None, None)
+        return optax.EmptyState()
     dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
     rule = resolve_schedules(rule, zero())
     threshold, history, paths = main_threshold(rule), None, clippable_paths(tree)
@@ -82,7 +72,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(
         zero(),
-        no_stats or (ClipStats.zero(dtype=dtype) if kept else None),
+        ClipStats.zero(dtype=dtype) if kept else None,
         zero() if kept else None,
         zero() if kept else None,
         None if threshold is None else threshold_array(threshold, dtype) + 0,
@@ -91,32 +81,12 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     )
 
 
-def _no_stats(rule: Any, tree: Any) -> ClipStats:
-    """Statistics of nothing that vary over the devices of a ``shard_map`` as a step's do.
-
-    A branch of `jax.lax.cond` that does not act returns them in place of these.
-    """
-    axes = frozenset().union(*map(varying_axes, clippable_leaves(tree)))
-    if has_one_norm(rule) and rule.ord == 2:
-        names = rule.axis_name or ()
-        axes -= {names} if isinstance(names, str) else set(names)
-    return jax.tree.map(lambda x: to_varying(x, axes), ClipStats.zero(dtype=stats_dtype(tree)))
-
-
 def check_state(state: Any, needed: bool) -> None:
-    """Refuses a state without what the clip needs; warns of statistics that find no place."""
-    kept = state if isinstance(state, GradientClipState) else None
-    if needed and (kept is None or kept.count is None):
+    """Refuses a state without what the clip needs."""
+    if needed and not isinstance(state, GradientClipState):
         raise ValueError(
             f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
             "expected the GradientClipState of init(params)"
-        )
-    if asking_for_stats.value == "update" and (kept is None or kept.stats is None):
-        warnings.warn(
-            "train_step: the metrics lack the statistics of a gradient clip, because its state, "
-            f"{type(state).__name__}, has no place for them; expected an optimizer whose init "
-            "calls the init of the clip and can be traced, and a state of this optimizer",
-            stacklevel=2,
         )
 
 
@@ -140,11 +110,10 @@ def next_threshold(adaptive: Any, state: GradientClipState, norms: list[Any]) ->
 
 
 def next_state(state: Any, clipped: Clipped) -> Any:
-    """The state after an update: what it has room for."""
+    """The state after an update."""
     if not isinstance(state, GradientClipState):
         return state
-    if state.count is not None:
-        state = state._replace(count=optax.safe_increment(state.count))
+    state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
         value = value.values if isinstance(value, PerLeaf) else value
@@ -156,8 +125,6 @@ def next_state(state: Any, clipped: Clipped) -> Any:
     if state.stats is None:
         return state
     stats = _as_before(clipped.stats(), state.stats)
-    if state.clipped_count is None:
-        return state._replace(stats=stats)
     return state._replace(
         stats=stats,
         clipped_count=increment_if(stats.clipped, state.clipped_count),
@@ -191,57 +158,3 @@ def stats_in(state: Any) -> tuple[ClipStats, ...]:
     """The statistics of all clips in the state of an optimizer, in the order of its leaves."""
     clips = instances(state, GradientClipState)
     return tuple(clip.stats for clip in clips if clip.stats is not None)
-
-
-def with_room(state: Any, template: Any) -> Any:
-    """The state of an optimizer with statistics of 0 in every clip.
-
-    ``template`` is what ``init`` makes where statistics are wanted, or its shapes. A state of
-    another structure is left as it is.
-    """
-    leaves, structure = jax.tree.flatten(template, is_leaf=_is_clip)
-    try:
-        parts = structure.flatten_up_to(state)
-    except ValueError:
-        return state
-    return structure.unflatten(map(_room, parts, leaves))
-
-
-def _room(state: Any, template: Any) -> Any:
-    if not _is_clip(template):
-        return state
-    zeros = jax.tree.map(
-        lambda x: to_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x)), template.stats
-    )
-    if isinstance(state, GradientClipState):
-        return state._replace(stats=zeros)
-    is_empty = isinstance(state, optax.EmptyState)
-    return GradientClipState(None, zeros, None, None, None) if is_empty else state
-
-
-def without_room(state: Any, before: Any) -> Any:
-    """The state of an optimizer after an update, with room only where that before had it.
-
-    The statistics of a clip that did not act are 0 for this step. Those that its state keeps stay.
-    """
-    leaves, structure = jax.tree.flatten(state, is_leaf=_is_clip)
-    kept = iter(instances(before, GradientClipState))
-    return structure.unflatten([_closed(x, kept) if _is_clip(x) else x for x in leaves])
-
-
-def _closed(state: GradientClipState, kept: Any) -> Any:
-    if state.count is None:
-        return optax.EmptyState()
-    before = next(kept)
-    if before.stats is None or state.stats is None:
-        return state._replace(stats=before.stats)
-    acted = state.stats.size > 0
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(jnp.expand_dims(acted, range(acted.ndim, new.ndim)), new, old)
-
-    return state._replace(stats=jax.tree.map(choose, state.stats, before.stats))
-
-
-def _is_clip(tree: Any) -> bool:
-    return isinstance(tree, GradientClipState)

@@ -34,8 +34,7 @@ def gradient_clip(
       * Otherwise it is a `GradientClipState`, whose structure never changes.
       * A schedule is evaluated at the number of updates made so far: 0 at the first.
       * An adaptive threshold sees the norm of each step once, before the clip.
-      * ``update`` keeps the structure of the state: a `GradientClipState` without statistics gets
-        none. `train_step` has the statistics of every clip without ``stats=True``.
+      * ``update`` keeps the structure of the state.
 
     Args:
       rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
@@ -75,7 +74,6 @@ def gradient_clip(
         return first_state(rule, tree, stats)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        _refuse_callback(extra_args)
         check_state(state, needs_state)
         active = resolve_schedules(rule, state.count) if needs_state else rule
 
@@ -91,13 +89,3 @@ def gradient_clip(
         return clipped.tree, next_state(state, clipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _refuse_callback(extra_args: dict[str, Any]) -> None:
-    """Raises `TypeError` for what earlier versions called with the statistics."""
-    if "clip_stats" in extra_args:
-        raise TypeError(
-            f"clip_stats: got {extra_args['clip_stats']!r}, expected it to be left out; the "
-            "statistics are in the state of a clip with stats=True: "
-            "optax.tree.get(state, 'stats'), or in the metrics of train_step"
-        )

@@ -1,6 +1,5 @@
 """A training step that is compiled once and says what was clipped."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -24,10 +23,7 @@ from clipgrad._gradient_clip import (
     GradientClipState,
     SkipSpikesState,
     as_optimizer,
-    asking_for_stats,
     stats_in,
-    with_room,
-    without_room,
 )
 from clipgrad._numerics import global_norm
 from clipgrad._stats import ClipStats, count_nonfinite
@@ -287,8 +283,7 @@ def _value_fn(
     """The loss as a function of what is trained, for an optimizer that searches along a line."""
 
     def value(trained: Any) -> Any:
-        with asking_for_stats(""):
-            result, _ = given.call(loss_fn, trained, given.state, batch)
+        result, _ = given.call(loss_fn, trained, given.state, batch)
         return result[0] if has_aux else result
 
     return value
@@ -301,17 +296,9 @@ def _updated(
     state: Any,
     extra: dict[str, Any],
 ) -> tuple[Any, Any, tuple[ClipStats, ...]]:
-    """The result of an optimizer, and the statistics of all clips in it.
-
-    Inside of this one update every clip has a state with statistics, whatever wraps it.
-    """
-    wide = state
-    # An init that has run on numbers may fail on shapes; then the clips say that there is no place.
-    with contextlib.suppress(Exception), asking_for_stats("init"):
-        wide = with_room(state, jax.eval_shape(optimizer.init, params))
-    with asking_for_stats("update"):
-        updates, after = optimizer.update(grads, wide, params, **extra)
-    return updates, without_room(after, state), stats_in(after)
+    """The result of an optimizer, and the statistics of the clips in it that keep them."""
+    updates, after = optimizer.update(grads, state, params, **extra)
+    return updates, after, stats_in(after)
 
 
 def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
