@@ -1,9 +1,9 @@
 """Published thresholds, and the clip of Composer."""
 
-from clipgrad._gradient_clip import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
-from clipgrad._gradient_clip import SuggestedThreshold as SuggestedThreshold
-from clipgrad._gradient_clip import apply_gradient_clipping as apply_gradient_clipping
-from clipgrad._gradient_clip import suggest_threshold as suggest_threshold
+from clipgrad._clip import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
+from clipgrad._clip import SuggestedThreshold as SuggestedThreshold
+from clipgrad._clip import apply_gradient_clipping as apply_gradient_clipping
+from clipgrad._clip import suggest_threshold as suggest_threshold
 
 __all__ = [
     "SUGGESTED_THRESHOLDS",

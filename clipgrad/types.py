@@ -6,26 +6,26 @@ from clipgrad._lazily import attributes
 
 if typing.TYPE_CHECKING:
     from clipgrad._check import GradCheckReport as GradCheckReport
+    from clipgrad._clip import ClipStats as ClipStats
+    from clipgrad._clip import GradientClipState as GradientClipState
+    from clipgrad._clip import SkipSpikesState as SkipSpikesState
     from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._error_clip import ErrorClipHistory as ErrorClipHistory
-    from clipgrad._gradient_clip import GradientClipState as GradientClipState
-    from clipgrad._gradient_clip import SkipSpikesState as SkipSpikesState
     from clipgrad._recorder import Capture as Capture
-    from clipgrad._stats import ClipStats as ClipStats
     from clipgrad._training import TrainState as TrainState
     from clipgrad._training import TrainStep as TrainStep
     from clipgrad._values import ValueStats as ValueStats
 
 _HOMES = {
     "Capture": "_recorder",
-    "ClipStats": "_stats",
+    "ClipStats": "_clip",
     "ErrorClipHistory": "_error_clip",
     "GradCheckReport": "_check",
-    "GradientClipState": "_gradient_clip",
+    "GradientClipState": "_clip",
     "GradientComparison": "_compare",
     "GradientDiagnosis": "_diagnose",
-    "SkipSpikesState": "_gradient_clip",
+    "SkipSpikesState": "_clip",
     "TrainState": "_training",
     "TrainStep": "_training",
     "ValueStats": "_values",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad as cg
-from clipgrad._rules import RULES
+from clipgrad._clip import RULES
 
 Tree = dict[str, np.ndarray]
 

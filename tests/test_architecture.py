@@ -20,7 +20,7 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 ROOMS = [
     "_compat", "_docs", "_lazily", "_elsewhere", "_errors", "_folders", "_chart", "_devices",
     "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules",
-    "_stats", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
+    "_clip", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
     "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
     "_commands", "__main__",
 ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
 
 DESIGN = (PACKAGE.parent / "docs" / "design.md").read_text()
 PICTURE = next(part for part in DESIGN.split("```text\n") if "to run it" in part).split("```")[0]
-NAMED = sorted([*FOLDERS, "_stats"])
+NAMED = sorted([*FOLDERS, "_clip"])
 LINES = [set(re.findall(r"(?<!\w)_\w+", line)) for line in PICTURE.splitlines()]
 
 

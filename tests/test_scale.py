@@ -12,7 +12,7 @@ from jax.experimental import checkify
 
 import clipgrad as cg
 from clipgrad import _stats
-from clipgrad._stats import _countable
+from clipgrad._clip import _countable
 
 
 def leaf(*shape, dtype=jnp.bfloat16):

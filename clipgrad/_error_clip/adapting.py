@@ -7,9 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._clip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipStats,
+    adaptive_threshold,
+    with_threshold,
+)
 from clipgrad._compat import exportable
-from clipgrad._rules import ClipByGlobalNorm, ClipByNorm, adaptive_threshold, with_threshold
-from clipgrad._stats import ClipStats
 
 
 @exportable

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from clipgrad._clip import adaptive_threshold
 from clipgrad._error_clip.adapting import ErrorClipHistory, Stepwise, check_adaptive
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._error_clip.watch import value_and_grad_with_stats
-from clipgrad._rules import adaptive_threshold
 from clipgrad._trees import described, matches
 
 Histories = dict[str, ErrorClipHistory]

@@ -10,13 +10,12 @@ import jax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
+from clipgrad._clip import ClipStats, is_own
 from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._frameworks import with_models
 from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
-from clipgrad._rules import is_own
-from clipgrad._stats import ClipStats
 
 ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 

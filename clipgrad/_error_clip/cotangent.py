@@ -9,9 +9,8 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
+from clipgrad._clip import ClipStats, apply_rule, as_rule, is_data
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._rules import apply_rule, as_rule, is_data
-from clipgrad._stats import ClipStats, measured_stats
 from clipgrad._trees import check_tree, combine, is_array, is_clippable, is_none, partition
 
 CotangentRule = Callable[..., Any]
@@ -135,7 +134,7 @@ class _BackwardOfLeaves(NamedTuple):
         tree = self.structure.unflatten(cotangents)
         primal = None if params is None else self.structure.unflatten(params)
         clipped = tree if rule is None else apply_rule(rule, tree, primal)
-        stats = None if self.dtype is None else measured_stats(rule, tree, clipped, self.dtype)
+        stats = None if self.dtype is None else ClipStats.of(tree, clipped, self.dtype)
         return jax.tree.leaves(clipped), stats
 
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from clipgrad._clip import as_rule
 from clipgrad._error_clip.cotangent import clip_cotangent
-from clipgrad._rules import as_rule
 from clipgrad._trees import parts_below
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -10,10 +10,10 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._clip import is_own
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import check_function, rule_of_variable
 from clipgrad._frameworks import with_models
-from clipgrad._rules import is_own
 
 Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 

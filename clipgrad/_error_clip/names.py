@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._clip import as_rule, is_rule
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._names import Names, names_of
-from clipgrad._rules import as_rule, is_rule
 
 Rules = Mapping[str, Callable[..., Any] | None]
 

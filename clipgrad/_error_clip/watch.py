@@ -11,6 +11,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
+from clipgrad._clip import ClipStats
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
 from clipgrad._error_clip.names import Rules, checked_rules, program_of
 from clipgrad._frameworks import (
@@ -30,7 +31,6 @@ from clipgrad._names import (
     watched_names,
 )
 from clipgrad._program import active_variables
-from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, described, loss_and_aux
 
 _CALLER = "value_and_grad_with_stats"

@@ -1,6 +1,5 @@
 """Sums, norms and dtypes, exact where float16 and float32 overflow."""
 
-from clipgrad._numerics.calls import at_once as at_once
 from clipgrad._numerics.calls import for_each as for_each
 from clipgrad._numerics.norms import AxisName as AxisName
 from clipgrad._numerics.norms import Norm as Norm

@@ -2,9 +2,7 @@ r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
 A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
 ``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves its range, the squares of elements
-times a power of two are summed. On one CPU device a branch does so only then. On accelerators, and
-where a branch would double the collectives in the program, they are summed always, of leaves scaled
-down and up, and one of the three sums is chosen: no wait for the host, and one all-reduce.
+times a power of two are summed; see `sums_in_range`.
 """
 
 import contextlib
@@ -18,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
-from clipgrad._compat import varying_axes
-from clipgrad._numerics.calls import at_once
+from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     if_else,
     nan_unless,
     over,
     real_product,
-    square,
     times,
     widest,
     with_real_dtype,
@@ -36,7 +34,8 @@ from clipgrad._numerics.reductions import Arrays, Axes, Groups
 from clipgrad._numerics.sums_in_range import sums_in_range
 from clipgrad._trees import clippable_leaves
 
-AxisName = str | Sequence[str] | None
+# A `PartitionSpec` says that every leaf is spread over the axes in it.
+AxisName = str | Sequence[str] | PartitionSpec | None
 
 
 class Norm(NamedTuple):
@@ -108,9 +107,10 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
         varies (its default), a leaf that is the same on all devices is counted once, if JAX knows
         it (a result of `jax.lax.all_gather` counts as one that varies); elsewhere
         (``check_vma=False``, `jax.pmap`, `jax.vmap`) every leaf counts as spread, a leaf that is
-        the same once for each device. Without it, each device has the norm of its own part,
-        with a warning where `jax.shard_map` tracks that a leaf varies; ``()`` says that this is
-        meant. Under `jax.jit` it is not needed.
+        the same once for each device, with a warning; ``jax.P("x")`` in place of ``"x"`` says that
+        every leaf is spread. Without it, each device has the norm of its own part, with a warning
+        where `jax.shard_map` tracks that a leaf varies; ``()`` says that this is meant. Under
+        `jax.jit` it is not needed.
 
     Returns:
       A scalar array, float32 or float64.
@@ -141,31 +141,47 @@ def whole_along(axes: Iterable[str]) -> contextlib.AbstractContextManager:
 def warn_of_parts(
     caller: str, leaves: Sequence[Any], axis_name: AxisName, slices: bool = False
 ) -> None:
-    """Warns of leaves that vary over a mapped axis which nobody has named.
+    """Warns of leaves that vary over a mapped axis which nobody has named, and the reverse.
 
-    Then each device has the norm of its own part. An empty ``axis_name`` says that this is meant.
-    With ``slices``, any does: JAX tracks that a leaf varies, and not along which of its axes, so
-    only the caller knows which mapped axes cut a slice.
+    In the first case each device has the norm of its own part; an empty ``axis_name`` says that
+    this is meant. With ``slices``, any does: JAX tracks that a leaf varies, and not along which of
+    its axes, so only the caller knows which mapped axes cut a slice. In the second case JAX does
+    not track what varies over an axis that is named; a `PartitionSpec` says that all leaves do.
     """
+    named = names_of(axis_name)
+    untracked = [name for name in named if not tracks_varying(name)]
+    if untracked and not isinstance(axis_name, PartitionSpec):
+        _warn(
+            f"{caller}: got axis_name={axis_name!r}, and JAX does not track which leaves are the "
+            f"same on all devices of {_listed(untracked)} (jax.pmap, jax.vmap, or jax.shard_map "
+            "with check_vma=False), so that such a leaf is counted once for each device; leave "
+            f"check_vma=True, or write axis_name=jax.P({_listed(named)}) if every leaf is spread"
+        )
     if axis_name is not None and (slices or not axis_name):
         return
-    named = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     unnamed = sorted(frozenset().union(*map(varying_axes, leaves)) - {*named, *_WHOLE_ALONG.value})
     if unnamed:
         every = (*named, *unnamed)
         axes = repr(every[0]) if len(every) == 1 else repr(every)
-        warnings.warn(
-            f"{caller}: got leaves that vary over {', '.join(map(repr, unnamed))}, a mapped axis "
+        _warn(
+            f"{caller}: got leaves that vary over {_listed(unnamed)}, a mapped axis "
             "that axis_name does not name, so that each device has the norm of its own part; "
             f"write axis_name={axes} for the norm of the whole, or axis_name=() if each device is "
-            "meant to have its own",
-            stacklevel=4,
+            "meant to have its own"
         )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
-    kind, names = _Kind(check_order(ord)), _names(axis_name)
+    kind, names = _Kind(check_order("ord", ord)), names_of(axis_name)
     leaves = clippable_leaves(tree)
     if not leaves:
         return Norm.of(jnp.float32(0), jnp.float32(1))
@@ -183,7 +199,7 @@ def slice_norms(
 
     ``mean=True`` divides the sum by the number of its terms first: the root mean square.
     """
-    kind, names = _Kind(check_order(ord), mean), _names(axis_name)
+    kind, names = _Kind(check_order("ord", ord), mean), names_of(axis_name)
     return _group_norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
@@ -200,23 +216,24 @@ def total_over_devices(
     local: Sequence[jax.Array], leaves: Sequence[jax.Array], axis_name: AxisName = None
 ) -> jax.Array:
     """The sum of one number for each leaf, and over the devices on which the leaf differs."""
-    groups = Groups(None, _names(axis_name))
+    groups = Groups(None, names_of(axis_name))
     return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
 
 
-def check_order(ord: float) -> float:
+def check_order(name: str, ord: float) -> float:
     """The order of a norm, if it is one: a number in (0, inf]."""
     if isinstance(ord, (jax.Array, np.ndarray, np.generic)) and not isinstance(ord, Tracer):
         ord = ord.item()
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(
-            f"ord: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or jnp.inf; "
-            "for optax.inject_hyperparams name it in static_args"
+            f"{name}: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or "
+            "jnp.inf; for optax.inject_hyperparams name it in static_args"
         )
     return int(ord) if ord < math.inf and ord == int(ord) else float(ord)
 
 
-def _names(axis_name: AxisName) -> tuple[str, ...]:
+def names_of(axis_name: AxisName) -> tuple[str, ...]:
+    """The names of mapped axes; `ValueError` for one that is not mapped here."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for name in names:
         try:
@@ -238,16 +255,9 @@ def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[N
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    # Eagerly one operation after the other, so that results round as optax's do.
-    plain = groups.totals(groups.sums_of(square, leaves, written_out=True), leaves)
-    counts = _counts(groups, kind.mean, leaves)
-    totals, scales = zip(*sums_in_range(groups, plain, leaves), strict=True)
-    norms: dict[int, Norm] = {}
-    for count in dict.fromkeys(counts):
-        places = [i for i, n in enumerate(counts) if n == count]
-        sums, of_sums = ([each[i] for i in places] for each in (totals, scales))
-        norms |= zip(places, at_once(_root, sums, of_sums, static=(count,)), strict=True)
-    return [norms[i] for i in range(len(counts))]
+    totals, scales = zip(*sums_in_range(groups, leaves), strict=True)
+    counts = [(count,) for count in _counts(groups, kind.mean, leaves)]
+    return for_each(_root, counts, totals, scales)
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:

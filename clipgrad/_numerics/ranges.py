@@ -59,19 +59,6 @@ def scaled_squares(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @_traced_once
-def stacked_squares(leaf: jax.Array) -> jax.Array:
-    """Squares of a leaf scaled down, as they are, and scaled up, along a first axis.
-
-    Those scaled up may be inf where they are not used. No bound is needed: XLA moves no factor
-    out of a square of several operands, and a bound would cost a buffer of the leaf's size.
-    """
-    size = real_or_absolute(leaf)
-    rule = _RANGES[size.dtype.name]
-    down, up = (jnp.array(2.0**n, size.dtype) for n in (rule.down, rule.up))
-    return jnp.square(jnp.stack([size * down, size, size * up]))
-
-
-@_traced_once
 def bounded_square(size: jax.Array) -> jax.Array:
     """The plain square, which stops at a large number where it is not used."""
     rule = _RANGES[size.dtype.name]

@@ -39,28 +39,23 @@ class Groups(NamedTuple):
         """Whether all leaves form one group."""
         return self.axes is None
 
-    def sums(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
-        """The sum of each group; ``parts`` has the shapes of ``leaves``, or more axes in front."""
-        return self.totals(self._reduce(jnp.sum, parts, leaves), leaves)
-
     def dtypes(self, leaves: Arrays) -> list[str]:
         """The dtypes of the sums of leaves, the widest of their group."""
         return [widest(leaves)] * len(leaves) if self.joint else list(map(accumulator, leaves))
 
-    def sums_of(
-        self,
-        parts_of: Callable[..., Any],
-        leaves: Arrays,
-        *given: Arrays,
-        written_out: bool = False,
-    ) -> list[Any]:
-        """For each leaf on this device the sums of what a function makes of it.
+    def sums(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The sum of each group; ``parts`` has the shapes of ``leaves``."""
+        return self.totals(self._reduce(jnp.sum, parts, leaves), leaves)
 
-        The function gets the leaf in the dtype of its sums, and its item of each of ``given``.
+    def sums_of(self, sums: Callable[..., Any], leaves: Arrays, *given: Arrays) -> list[Any]:
+        """For each leaf on this device what ``sums(axes, keep, leaf, *given)`` makes of it.
+
+        The function gets the axes that it sums over, whether it keeps them, the leaf in the dtype
+        of its sums, and its item of each of ``given``.
         """
         pairs = zip(self.dtypes(leaves), self._axes_from_end(leaves), strict=True)
-        static = [(parts_of, dtype, axes, not self.joint) for dtype, axes in pairs]
-        return for_each(_sums_of_parts, static, leaves, *given, written_out=written_out)
+        static = [(sums, dtype, axes, not self.joint) for dtype, axes in pairs]
+        return for_each(_sums_of_wide, static, leaves, *given)
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
@@ -82,11 +77,6 @@ class Groups(NamedTuple):
         here = [math.prod(leaf.shape[i] for i in axes) for leaf, axes in pairs]
         devices = [math.prod(map(jax.lax.axis_size, self._axes_of(leaf))) for leaf in leaves]
         return [size * count for size, count in zip(here, devices, strict=True)]
-
-    def by_rows(self, leaves: Arrays) -> bool:
-        """Whether each sum is of elements side by side in memory, and of a part of its leaf."""
-        pairs = zip(leaves, self._axes_from_end(leaves), strict=True)
-        return all(-1 in axes and len(axes) < leaf.ndim for leaf, axes in pairs)
 
     def _reduce(
         self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays
@@ -154,13 +144,12 @@ def reduced_together(
     return list(found[:number]), list(found[number:])
 
 
-def _sums_of_parts(
-    parts_of: Callable[..., Any],
+def _sums_of_wide(
+    sums: Callable[..., Any],
     dtype: str,
     axes: tuple[int, ...],
-    keepdims: bool,
+    keep: bool,
     leaf: jax.Array,
     *given: jax.Array,
 ) -> Any:
-    parts = parts_of(with_real_dtype(leaf, dtype), *given)
-    return jax.tree.map(lambda part: jnp.sum(part, axis=axes, keepdims=keepdims), parts)
+    return sums(axes, keep, with_real_dtype(leaf, dtype), *given)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._gradient_clip import check_policy, raise_for_counts
+from clipgrad._clip import as_rule, check_policy, raise_for_counts
 from clipgrad._per_example.batches import (
     check_microbatch,
     on_each_device,
@@ -19,7 +19,6 @@ from clipgrad._per_example.batches import (
 from clipgrad._per_example.methods import sums_of, sums_of_followed
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params, scalar_loss
-from clipgrad._rules import as_rule
 from clipgrad._trees import Where
 
 REDUCTIONS = ("mean", "sum")
@@ -156,7 +155,7 @@ def clip_per_example(
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
       Privacy, 2016, https://arxiv.org/abs/1607.00133.
     """
-    rule = as_rule(rule)
+    rule = as_rule(rule, of="gradients")
     check_policy(nonfinite)
     check_method(method)
     if reduce not in REDUCTIONS:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._gradient_clip import clip_grads, nonfinite_counts
+from clipgrad._clip import clip_grads, nonfinite_counts
 from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.batches import batch_size, shares_axes, with_auto_axes
 from clipgrad._per_example.course import following

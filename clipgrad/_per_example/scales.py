@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._clip import ClipByBlockRMS, ClipStats, scaled_stats, stats_dtype
 from clipgrad._numerics import Norm, accumulator, if_else
 from clipgrad._per_example.course import following
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products, apart, rejoined
-from clipgrad._rules import ClipByBlockRMS
-from clipgrad._stats import ClipStats, scaled_stats, stats_dtype
 from clipgrad._trees import partition
 
 

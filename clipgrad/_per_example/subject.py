@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._clip import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, is_rule
 from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
 from clipgrad._numerics import warn_of_parts
 from clipgrad._per_example.batches import batch_size
-from clipgrad._rules import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, is_rule
 from clipgrad._trees import (
     Where,
     check_scalar,

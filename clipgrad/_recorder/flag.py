@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
+from clipgrad._clip import GradientClipState, SkipSpikesState
 from clipgrad._numerics import largest
 from clipgrad._training import scalars
 

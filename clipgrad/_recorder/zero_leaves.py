@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._clip import GradientClipState
 from clipgrad._docs import docs_page
 from clipgrad._errors import first_few
 from clipgrad._frameworks import without_variables
-from clipgrad._gradient_clip import GradientClipState
 from clipgrad._trees import instances, is_array, with_paths
 
 _MOMENTS = ("mu", "trace")  # of Adam and its like, and of momentum: the mean, without squares

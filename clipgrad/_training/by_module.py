@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
-from clipgrad._stats import ClipStats, stats_dtype
+from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState, stats_dtype
 from clipgrad._trees import check_leaves, clippable_leaves, clippable_paths, instances, unboxed
 from clipgrad._values import ValueStats
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState
 from clipgrad._frameworks import without_variables
-from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
-from clipgrad._stats import ClipStats
 from clipgrad._training.by_module import by_module
 from clipgrad._training.train_step import TrainState
 from clipgrad._trees import check_tree, instances, is_array, with_paths

@@ -9,6 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._clip import (
+    ClipStats,
+    GradientClipState,
+    SkipSpikesState,
+    as_optimizer,
+    count_nonfinite,
+    stats_in,
+)
 from clipgrad._compat import exportable
 from clipgrad._error_clip import AdaptiveRules, Rules, with_stats
 from clipgrad._frameworks import (
@@ -19,14 +27,7 @@ from clipgrad._frameworks import (
     is_model,
     take_apart,
 )
-from clipgrad._gradient_clip import (
-    GradientClipState,
-    SkipSpikesState,
-    as_optimizer,
-    stats_in,
-)
 from clipgrad._numerics import global_norm
-from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._training.accumulate import Gradients, accumulated
 from clipgrad._trees import (
     check_leaves,

@@ -6,7 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PercentileThreshold:
       Separation Networks, 2020, https://arxiv.org/abs/2007.14469.
     """
 
-    percentile: float = number(10.0, 0, 100)
+    percentile: float = number(dataclasses.MISSING, 0, 100)
     window: int = steps(1024)
     feed: str = feeds("raw")
 

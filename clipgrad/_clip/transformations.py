@@ -5,11 +5,15 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from clipgrad._clip.adaptive import AdaptiveClip
+from clipgrad._clip.block_rms import ClipByBlockRMS
+from clipgrad._clip.global_norm import ClipByGlobalNorm
+from clipgrad._clip.gradient_clip import gradient_clip
+from clipgrad._clip.norm import ClipByNorm
+from clipgrad._clip.thresholds import AdaptiveThreshold
+from clipgrad._clip.value import ClipByValue
 from clipgrad._elsewhere import spelled
-from clipgrad._gradient_clip.gradient_clip import gradient_clip
 from clipgrad._numerics import AxisName
-from clipgrad._rules import AdaptiveClip, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, ClipByValue
-from clipgrad._thresholds import AdaptiveThreshold
 from clipgrad._trees import Where
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold

@@ -22,10 +22,8 @@ class AdaptiveThreshold(Protocol):
     """A threshold computed from the norms of past gradients, in place of a number.
 
     A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
-    wherever they accept a schedule. So do the error clips of `train_step` and
-    `adaptive_error_clip`, which take the limit that it sets for a norm of NaN. A custom threshold
-    is a class with these two methods, without side effects. The state is a pytree of arrays whose
-    structure, shapes and dtypes never change.
+    wherever they accept a schedule. A custom threshold is a class with these two methods, without
+    side effects. The state is a pytree of arrays whose structure, shapes and dtypes never change.
 
     The norms of a step are the smallest thresholds at which the rule would change nothing. For
     `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
@@ -59,8 +57,9 @@ class AdaptiveThreshold(Protocol):
 
 
 def is_adaptive(value: Any) -> bool:
-    """Whether ``value`` is an adaptive threshold, not a tuple such as optax's transformations."""
-    return isinstance(value, AdaptiveThreshold) and not isinstance(value, (tuple, type))
+    """Whether ``value`` is an adaptive threshold, no rule and none of optax's transformations."""
+    is_other = isinstance(value, (tuple, type)) or callable(value)
+    return isinstance(value, AdaptiveThreshold) and not is_other
 
 
 def unlimited(norms: jax.Array) -> jax.Array:
@@ -165,7 +164,7 @@ def check_between(name: str, value: Any, low: float, high: float = math.inf) -> 
         raise ValueError(f"{name}: got {value!r}, expected {expected}")
 
 
-def number(default: float | None, low: float, high: float = math.inf) -> Any:
+def number(default: Any, low: float, high: float = math.inf) -> Any:
     """A field for a number in [low, high], or ``None`` if that is its default."""
     check = functools.partial(check_between, low=low, high=high)
     return dataclasses.field(default=default, metadata={"check": check})

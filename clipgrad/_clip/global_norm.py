@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
+from clipgrad._clip.limits import limit_of
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
 from clipgrad._numerics import (
     AxisName,
     Norm,
@@ -18,8 +20,6 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.thresholds import check_threshold, limit_of
 from clipgrad._trees import clippable_leaves
 
 
@@ -68,41 +68,32 @@ class ClipByGlobalNorm(MeasuringRule):
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike
+    max_norm: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
-    ord: float = static_field(default=2)
-    axis_name: AxisName = static_field(default=None)
+    ord: float = dataclasses.field(default=2, metadata=static(check_order))
+    axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     acts_on: ClassVar[str] = "tree"
-
-    def __post_init__(self) -> None:
-        check_threshold("max_norm", self.max_norm, adaptive=True)
-        object.__setattr__(self, "ord", check_order(self.ord))
-        if isinstance(self.axis_name, list):
-            object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""
         warn_of_parts("ClipByGlobalNorm", clippable_leaves(grads), self.axis_name)
         return [tree_norm(grads, self.ord, self.axis_name)]
 
+    def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
+        """The norm of the tree, and ``max_norm``."""
+        return [(norm, limit_of(self.max_norm, norm)) for norm in norms]
+
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with a norm of at most ``max_norm``."""
-        (norm,) = norms
+        ((norm, limit),) = self.norms_and_limits(norms)
         count = len(clippable_leaves(grads))
-        limits = [limit_of(self.max_norm, norm)] * count
-        return scale_each(_scale_down, grads, [norm] * count, limits)
-
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
-        """The norm of the tree and its limit."""
-        return [(n, limit_of(self.max_norm, n)) for n in norms] if self.ord == 2 else None
+        return scale_each(_as_in_optax, grads, [norm] * count, [limit] * count)
 
 
-def _scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    """The leaf itself where the norm is within the limit, bit for bit; scaled to it elsewhere.
+def _as_in_optax(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    """The same as `scaled_down`, in the operations of optax: the scale is ordinarily 1.
 
-    A tree whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
-    divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
-    what optax computes, so that XLA makes the same program of it and the optimizer behind it.
+    So XLA makes the same program of it and the optimizer behind it, and rounds alike.
     """
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)

@@ -1,7 +1,6 @@
 """Adaptive gradient clipping: limits relative to the norms of the parameters."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,22 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._compat import broadcast_like
+from clipgrad._clip.limits import limits_by_leaf, limits_of
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._numerics import (
     AxisName,
     Norm,
     at_least,
-    at_once,
     finite_product,
     if_else,
     slice_norms,
-    times,
     warn_of_parts,
-    with_real_dtype,
 )
-from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.thresholds import check_threshold, limits_by_leaf, limits_of
-from clipgrad._rules.units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._trees import clippable_leaves, parameters_like
 
 
@@ -42,6 +37,8 @@ class AdaptiveClip(MeasuringRule):
       * A unit whose gradient norm is within its limit comes back bit-identical.
       * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
         is kept.
+      * Where the units are the same, the result is that of ``optax.adaptive_grad_clip`` up to a
+        relative 1e-6.
       * The gradient keeps its dtype, for every dtype of the parameters.
 
     ============================  ======================================================
@@ -82,22 +79,15 @@ class AdaptiveClip(MeasuringRule):
       Normalization, 2021, https://arxiv.org/abs/2102.06171.
     """
 
-    clipping: ArrayLike = 0.01
-    eps: ArrayLike = 1e-3
+    clipping: ArrayLike = dataclasses.field(default=0.01, metadata=threshold(adaptive=True))
+    eps: ArrayLike = dataclasses.field(default=1e-3, metadata=threshold())
     _: dataclasses.KW_ONLY
-    axis: Any = static_field(default=None)
-    axis_name: AxisName = static_field(default=None)
+    axis: Any = dataclasses.field(default=None, metadata=static(check_unit_axis))
+    axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     needs_params: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_threshold("clipping", self.clipping, adaptive=True)
-        check_threshold("eps", self.eps)
-        object.__setattr__(self, "axis", check_unit_axis(self.axis))
-        if isinstance(self.axis_name, list):
-            object.__setattr__(self, "axis_name", tuple(self.axis_name))
-
     def measure(self, grads: Any, params: Any = None) -> list["UnitNorms"]:
-        """The norms of the units of each leaf, and the least limit of each at ``clipping`` 1."""
+        """The norms of the units of each leaf, and the limit of each at ``clipping`` 1."""
         if params is None:
             raise ValueError(
                 "params: got None with AdaptiveClip, expected the parameters; write "
@@ -106,19 +96,16 @@ class AdaptiveClip(MeasuringRule):
         warn_of_parts("AdaptiveClip", clippable_leaves(grads), self.axis_name, slices=True)
         pairs = unit_norms(grads, params, self.axis, self.axis_name)
         least = limits_of([self.eps] * len(pairs), [norm for norm, _ in pairs])
-        return [UnitNorms(n, w.value, eps) for (n, w), eps in zip(pairs, least, strict=True)]
+        return [
+            UnitNorms(norm, at_least(weights.value.astype(norm.root.dtype), eps))
+            for (norm, weights), eps in zip(pairs, least, strict=True)
+        ]
 
-    def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
-        """The tree with the norm of each unit at most ``clipping`` times its weights' norm."""
+    def norms_and_limits(self, norms: Sequence["UnitNorms"]) -> list[Limit]:
+        """The norms of the units of each leaf, and ``clipping`` times those of their weights."""
         limits = limits_by_leaf(self, [units.norm for units in norms])
-        return scale_each(_scale_units, grads, at_once(_without_extremes, norms, limits))
-
-    def l2_limits(self, grads: Any, norms: Sequence["UnitNorms"]) -> list[Limit] | None:
-        """The norms of the units of each leaf, and what their weights allow, if on one device."""
-        if self.axis_name:
-            return None
-        limits = limits_by_leaf(self, [units.norm for units in norms])
-        return [(n.norm, finite_product(c, n.least)) for c, n in zip(limits, norms, strict=True)]
+        pairs = zip(norms, limits, strict=True)
+        return [(units.norm, finite_product(limit, units.weights)) for units, limit in pairs]
 
 
 def unit_norms(
@@ -136,40 +123,8 @@ class UnitNorms(NamedTuple):
 
     norm: Norm
     weights: jax.Array
-    eps: jax.Array
-
-    @property
-    def least(self) -> jax.Array:
-        """The norms of the weights, at least ``eps``: the limits at ``clipping`` 1."""
-        return at_least(self.weights.astype(self.norm.root.dtype), self.eps)
 
     @property
     def value(self) -> jax.Array:
         """The ratio of the norms, the least ``clipping`` that changes nothing."""
-        return if_else(self.norm.root == 0, 0, self.norm.value / self.least)
-
-
-def _scale_units(leaf: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
-    # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
-    # What is special about a unit was decided before: in that shape XLA's CPU loops may lose NaN.
-    root, scale, divisor, weights, least, clipping = (broadcast_like(x, leaf) for x in parts)
-    limit = clipping * jnp.maximum(weights, least)
-    shrunk = times(with_real_dtype(leaf, root.dtype.name), limit / divisor * scale).astype(
-        leaf.dtype
-    )
-    return if_else(root <= limit * scale, leaf, shrunk)
-
-
-@functools.partial(jax.jit, inline=True)
-def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array, ...]:
-    """Numbers with which the formula of a unit has no infinite part, also where it is not used."""
-    root, scale, divisor = norms.norm
-    weights = norms.weights.astype(root.dtype)
-    limit = clipping * norms.least
-    within = ~norms.norm.exceeds(limit) & (limit > 0)
-    most = 2.0**40  # times scale and any weight that trains this is finite
-    root = if_else(limit > 0, if_else(within & (clipping > most), 0, root), jnp.inf)
-    # The factor of a unit within its limit is about 1, should it round to just above in a leaf.
-    divisor = if_else(within, jnp.minimum(jnp.maximum(limit * scale, 2.0**-100), 2.0**100), divisor)
-    divisor = if_else(jnp.isnan(weights), jnp.nan, divisor)
-    return root, scale, divisor, weights, norms.eps, jnp.minimum(clipping, most)
+        return if_else(self.norm.root == 0, 0, self.norm.value / self.weights)

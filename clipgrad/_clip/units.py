@@ -12,21 +12,21 @@ ReducedAxes = int | tuple[int, ...] | None
 UnitAxis = ReducedAxes | Callable[[str, Any], ReducedAxes]
 
 
-def check_axis(axis: Any) -> ReducedAxes:
+def check_axis(name: str, axis: Any) -> ReducedAxes:
     """``axis`` with a list made a tuple; `TypeError` for what is not an axis."""
     if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
         return axis
     if isinstance(axis, (tuple, list)) and all(isinstance(a, int) for a in axis):
         return tuple(axis)
     raise TypeError(
-        f"axis: got {axis!r} of type {type(axis).__name__}, expected an int, a tuple of them or "
+        f"{name}: got {axis!r} of type {type(axis).__name__}, expected an int, a tuple of them or "
         "None; for optax.inject_hyperparams name it in static_args"
     )
 
 
-def check_unit_axis(axis: Any) -> UnitAxis:
+def check_unit_axis(name: str, axis: Any) -> UnitAxis:
     """``axis``, if it is axes or a function from a path and a leaf to these."""
-    return cast(UnitAxis, axis) if callable(axis) else check_axis(axis)
+    return cast(UnitAxis, axis) if callable(axis) else check_axis(name, axis)
 
 
 def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
@@ -44,7 +44,7 @@ def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
 
 def reduced_axes(axis: ReducedAxes, path: str, leaf: Any) -> Axes:
     """The axes, counted from the front, over which a norm of this leaf is computed."""
-    axis = check_axis(axis)
+    axis = check_axis("axis", axis)
     if axis is None:
         return None
     axes = (axis,) if isinstance(axis, int) else axis

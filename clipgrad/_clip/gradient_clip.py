@@ -5,9 +5,16 @@ from typing import Any
 
 import optax
 
-from clipgrad._gradient_clip.clip_grads import ClipScope
-from clipgrad._gradient_clip.clip_state import GradientClipState as GradientClipState
-from clipgrad._gradient_clip.clip_state import (
+from clipgrad._clip.applied import as_rule
+from clipgrad._clip.clipping import clip_tree
+from clipgrad._clip.limits import (
+    PerLeaf,
+    adaptive_threshold,
+    resolve_schedules,
+    with_threshold,
+)
+from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.state import (
     check_state,
     first_state,
     has_lasting_state,
@@ -15,7 +22,6 @@ from clipgrad._gradient_clip.clip_state import (
     next_state,
     next_threshold,
 )
-from clipgrad._rules import PerLeaf, adaptive_threshold, as_rule, resolve_schedules, with_threshold
 from clipgrad._trees import Where, partition, selected
 
 
@@ -63,8 +69,8 @@ def gradient_clip(
       >>> print(optax.tree.get(state, "stats").norm, optax.tree.get(state, "threshold"))
       5.0 1.0
     """
-    rule = as_rule(rule, schedules=True)
-    scope = ClipScope.checked(where, nonfinite)
+    rule = as_rule(rule, schedules=True, of="gradients")
+    check_policy(nonfinite)
     if stats not in (True, False, "per_leaf"):
         raise ValueError(f"stats: got {stats!r}, expected True, False or 'per_leaf'")
     needs_state, adaptive = has_lasting_state(rule, False), adaptive_threshold(rule)
@@ -74,6 +80,7 @@ def gradient_clip(
         return first_state(rule, tree, stats)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        del extra_args
         check_state(state, needs_state)
         active = resolve_schedules(rule, state.count) if needs_state else rule
 
@@ -83,7 +90,7 @@ def gradient_clip(
             return with_threshold(active, threshold), history
 
         adapting = None if adaptive is None else adapt
-        clipped = scope.clip(updates, active, params, adapting)
+        clipped = clip_tree(updates, active, params, where, nonfinite, adapting)
         if adaptive is not None:
             state = state._replace(history=clipped.adapted)
         return clipped.tree, next_state(state, clipped)

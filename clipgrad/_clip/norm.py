@@ -4,22 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.typing import ArrayLike
 
-from clipgrad._numerics import (
-    AxisName,
-    Norm,
-    check_order,
-    if_else,
-    slice_norms,
-    times,
-    warn_of_parts,
-    with_real_dtype,
-)
-from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
-from clipgrad._rules.units import check_axis, reduced_axes
+from clipgrad._clip.limits import limits_by_leaf
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.units import check_axis, reduced_axes
+from clipgrad._numerics import AxisName, Norm, check_order, slice_norms, warn_of_parts
 from clipgrad._trees import clippable_leaves, clippable_paths
 
 
@@ -71,18 +61,13 @@ class ClipByNorm(MeasuringRule):
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike
+    max_norm: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
-    ord: float = static_field(default=2)
-    axis: int | tuple[int, ...] | None = static_field(default=None)
-    axis_name: AxisName = static_field(default=None)
-
-    def __post_init__(self) -> None:
-        check_threshold("max_norm", self.max_norm, adaptive=True)
-        object.__setattr__(self, "ord", check_order(self.ord))
-        object.__setattr__(self, "axis", check_axis(self.axis))
-        if isinstance(self.axis_name, list):
-            object.__setattr__(self, "axis_name", tuple(self.axis_name))
+    ord: float = dataclasses.field(default=2, metadata=static(check_order))
+    axis: int | tuple[int, ...] | None = dataclasses.field(
+        default=None, metadata=static(check_axis)
+    )
+    axis_name: AxisName = dataclasses.field(default=None, metadata=static())
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norms of each leaf, or of its slices."""
@@ -92,24 +77,6 @@ class ClipByNorm(MeasuringRule):
         axes = [reduced_axes(self.axis, *pair) for pair in pairs]
         return slice_norms(leaves, axes, self.ord, self.axis_name)
 
-    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
-        """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        limits = limits_by_leaf(self, norms)
-        return scale_each(_scale_each, grads, norms, limits, written_out=False)
-
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
-        """The norm of each leaf, or the norms of its slices, and their limits."""
-        if self.ord != 2 or self.axis_name:
-            return None
+    def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
+        """The norm of each leaf, or the norms of its slices, and ``max_norm``."""
         return list(zip(norms, limits_by_leaf(self, norms), strict=True))
-
-
-def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    """The scaled leaf, by one number for each norm besides its scale: one more is a kernel more.
-
-    It is less than 0 within the limit.
-    """
-    inverse = 1 / if_else(norm.is_within(limit), -norm.divisor, norm.divisor)
-    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
-    shrunk = times(times(wide, inverse), limit).astype(leaf.dtype)
-    return if_else(inverse < 0, leaf, shrunk)

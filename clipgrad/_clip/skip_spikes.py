@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._clip.history import HistoryThreshold
+from clipgrad._clip.rule import ClipRule
+from clipgrad._clip.stats import stats_dtype
+from clipgrad._clip.thresholds import Window, check_between, unlimited
 from clipgrad._compat import exportable
 from clipgrad._frameworks import is_model
 from clipgrad._numerics import AxisName, global_norm, increment_if
-from clipgrad._stats import stats_dtype
-from clipgrad._thresholds import HistoryThreshold, Window, check_between, unlimited
 from clipgrad._trees import Where, instances, partition, selected
 
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
@@ -63,7 +65,7 @@ def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     max_norm: float | None = None,
-    window: int = _WINDOW,
+    window: int | None = None,
     sigma: float | None = 6.0,
     min_history: int | None = None,
     where: Where = None,
@@ -95,7 +97,7 @@ def skip_spikes(
         for the steps before the history is full:
         ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
       max_norm: an absolute limit; ``None``: no limit.
-      window: the number of norms in the history.
+      window: the number of norms in the history; by default 128.
       sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
         outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
       min_history: the number of norms before a finite norm can be an outlier; by default half a
@@ -168,13 +170,13 @@ def skip_spikes(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _history(window: int, sigma: float | None, min_history: int | None) -> HistoryThreshold | None:
+def _history(
+    window: int | None, sigma: float | None, min_history: int | None
+) -> HistoryThreshold | None:
     """The rule of outliers; ``None`` with ``sigma=None``, where nothing else may be given."""
     if sigma is not None:
-        return HistoryThreshold(window, sigma, min_history)
-    kept = None if window == _WINDOW else window
-    given = {"window": kept, "min_history": min_history}
-    for name, value in given.items():
+        return HistoryThreshold(_WINDOW if window is None else window, sigma, min_history)
+    for name, value in {"window": window, "min_history": min_history}.items():
         if value is not None:
             raise ValueError(
                 f"{name}: got {value!r} with sigma=None, expected a number as sigma, because "
@@ -316,6 +318,8 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
+    if isinstance(optimizer, ClipRule):
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "

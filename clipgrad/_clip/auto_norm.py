@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
+from clipgrad._clip.limits import limit_of
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
 from clipgrad._numerics import (
     AxisName,
     Norm,
@@ -16,8 +18,6 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.thresholds import check_threshold, limit_of
 from clipgrad._trees import clippable_leaves
 
 
@@ -65,36 +65,29 @@ class AutoNorm(MeasuringRule):
       Easier and Stronger, 2023, https://arxiv.org/abs/2206.07136: AUTO-S, with ``gamma`` 0.01.
     """
 
-    max_norm: ArrayLike = 1.0
-    gamma: ArrayLike = 0.01
+    max_norm: ArrayLike = dataclasses.field(default=1.0, metadata=threshold(infinite=False))
+    gamma: ArrayLike = dataclasses.field(default=0.01, metadata=threshold())
     _: dataclasses.KW_ONLY
-    axis_name: AxisName = static_field(default=None)
+    axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     acts_on: ClassVar[str] = "tree"
     limits: ClassVar[bool] = False
-    ord: ClassVar[float] = 2
-
-    def __post_init__(self) -> None:
-        check_threshold("max_norm", self.max_norm, infinite=False)
-        check_threshold("gamma", self.gamma)
-        if isinstance(self.axis_name, list):
-            object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""
         warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
         return [tree_norm(grads, axis_name=self.axis_name)]
 
+    def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
+        """The norm of the tree, and what it becomes."""
+        (norm,) = norms
+        limit, gamma = self._numbers(norm)
+        return [(norm, norm.root / _divisor(norm, gamma) * limit)]
+
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with a norm below ``max_norm``."""
         (norm,) = norms
         each = [[x] * len(clippable_leaves(grads)) for x in (norm, *self._numbers(norm))]
         return scale_each(_normalized, grads, *each)
-
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit]:
-        """The norm of the tree, and what it becomes."""
-        (norm,) = norms
-        limit, gamma = self._numbers(norm)
-        return [(norm, norm.root / _divisor(norm, gamma) * limit)]
 
     def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
         """Wherever there is something to scale."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
 from clipgrad._compat import exportable
-from clipgrad._thresholds.base import Window, check, counts, fed, feeds, number, steps, unlimited
 
 
 @exportable

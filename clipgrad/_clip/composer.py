@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from clipgrad._clip.adaptive import unit_norms
+from clipgrad._clip.applied import apply_rule
+from clipgrad._clip.global_norm import ClipByGlobalNorm
+from clipgrad._clip.limits import check_threshold, limit_of
+from clipgrad._clip.thresholds import is_adaptive
+from clipgrad._clip.units import check_unit_axis
+from clipgrad._clip.value import ClipByValue
 from clipgrad._numerics import times, with_real_dtype
-from clipgrad._rules import (
-    ClipByGlobalNorm,
-    ClipByValue,
-    apply_rule,
-    check_threshold,
-    check_unit_axis,
-    limit_of,
-    unit_norms,
-)
-from clipgrad._thresholds import is_adaptive
 from clipgrad._trees import map_clippable
 
 TYPES = ("norm", "value", "adaptive")
@@ -88,7 +85,7 @@ def apply_gradient_clipping(
         )
     check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":
-        return _adaptive(grads, params, clipping_threshold, check_unit_axis(axis))
+        return _adaptive(grads, params, clipping_threshold, check_unit_axis("axis", axis))
     if clipping_type not in TYPES:
         raise ValueError(
             f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}"

@@ -11,10 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from clipgrad._compat import broadcast_like
-from clipgrad._numerics import Norm, at_least_float32, over, slice_norms, times
-from clipgrad._rules.base import MeasuringRule, pytree_rule
-from clipgrad._rules.thresholds import (
+from clipgrad._clip.limits import (
     broadcasts_into,
     check_threshold,
     nonnegative,
@@ -22,7 +19,10 @@ from clipgrad._rules.thresholds import (
     threshold_array,
     thresholds_by_leaf,
 )
-from clipgrad._thresholds import is_adaptive
+from clipgrad._clip.rule import MeasuringRule, pytree_rule
+from clipgrad._clip.thresholds import is_adaptive
+from clipgrad._compat import broadcast_like
+from clipgrad._numerics import Norm, at_least_float32, over, slice_norms, times
 from clipgrad._trees import clippable_leaves, with_clippable
 
 
@@ -80,15 +80,17 @@ class ClipByValue(MeasuringRule):
     acts_on: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
+        for name in ("max", "min"):
+            object.__setattr__(self, name, _number_of_text(name, getattr(self, name)))
         check_threshold("max", self.max, negative=self.min is not None, adaptive=True)
+        for name in ("min", "nan"):
+            if getattr(self, name) is not None:
+                check_threshold(name, getattr(self, name), negative=True)
         if self.min is not None:
-            check_threshold("min", self.min, negative=True)
             if is_adaptive(self.max):
                 raise ValueError(f"min: got {self.min!r} with an adaptive max, expected None")
             if self._are_known() and np.any(np.asarray(self.min) > np.asarray(self.max)):
                 raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
-        if self.nan is not None:
-            check_threshold("nan", self.nan, negative=True)
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with each element in [min, max]; nothing need be measured."""
@@ -152,6 +154,19 @@ class ClipByValue(MeasuringRule):
 
 
 ErrorClipByValue = ClipByValue
+
+
+def _number_of_text(name: str, bound: Any) -> Any:
+    """The number that a text such as "5.0" is, as for PaddlePaddle; other bounds as they are."""
+    if not isinstance(bound, str):
+        return bound
+    try:
+        return float(bound)
+    except ValueError:
+        raise TypeError(
+            f"{name}: got {bound!r} of type str, expected a number, an array or a schedule (a "
+            "function of the step)"
+        ) from None
 
 
 def _sign(x: jax.Array) -> jax.Array:

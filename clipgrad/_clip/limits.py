@@ -1,4 +1,4 @@
-"""Thresholds: checked where they are written, numbers or not, never negative in use."""
+"""Limits: the thresholds of rules, checked where they are written, never negative in use."""
 
 import copy
 import dataclasses
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._clip.thresholds import is_adaptive
 from clipgrad._compat import broadcast_like
 from clipgrad._numerics import Norm
-from clipgrad._thresholds import is_adaptive
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
 # A module that is reloaded keeps the list, which other modules hold.
@@ -64,16 +64,15 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
-    """Whether an array of a shape broadcasts to another without enlarging it."""
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
+def _is_schedule(value: Any) -> bool:
+    """Whether this is a function of the step, and no class and no rule, which has states."""
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "update")
 
 
 def is_own(rule: Any) -> bool:
     """Whether a rule is of this library: all that it computes with is in its fields.
 
-    A subclass is not: it may keep anything beside them. See also `is_data`.
+    A subclass is not: it may keep anything else. See also `is_data`.
     """
     return type(rule) in RULES
 
@@ -93,24 +92,19 @@ def leaf_fields(rule: Any) -> list[str]:
 
 def schedules_of(rule: Any) -> dict[str, Any]:
     """The thresholds of a rule that are functions of the step, by field."""
-    found = {}
-    for name in leaf_fields(rule) if isinstance(rule, tuple(RULES)) else ():
-        if _is_schedule(value := getattr(rule, name)):
-            found[name] = value
-    return found
+    fields = leaf_fields(rule) if isinstance(rule, tuple(RULES)) else ()
+    return {name: value for name in fields if _is_schedule(value := getattr(rule, name))}
 
 
 def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     """``rule`` with its schedules evaluated at the step ``count``."""
-
-    def evaluated(name: str, value: Any) -> Any:
-        if not _is_real(number := value(count)):
+    values = {}
+    for name, schedule in schedules_of(rule).items():
+        values[name] = schedule(count)
+        if not _is_real(values[name]):
             raise TypeError(
-                f"{name}: got {number!r} from the schedule, expected a number or an array"
+                f"{name}: got {values[name]!r} from the schedule, expected a number or an array"
             )
-        return number
-
-    values = {name: evaluated(name, value) for name, value in schedules_of(rule).items()}
     return _with(rule, values) if values else rule
 
 
@@ -130,6 +124,29 @@ def with_threshold(rule: Any, threshold: Any) -> Any:
     return _with(rule, {leaf_fields(rule)[0]: threshold})
 
 
+def _with(rule: Any, values: dict[str, Any]) -> Any:
+    # Not dataclasses.replace: what a rule is made of may be checked only once, since a schedule
+    # may fall below 0, which then acts as 0; and a subclass may keep more than the fields.
+    changed = copy.copy(rule)
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def require_numbers(rule: Any) -> None:
+    """Raises `TypeError` for a schedule or an adaptive threshold, where there are no steps."""
+    for name in schedules_of(rule):
+        raise TypeError(
+            f"{name}: got a schedule, which only a gradient clip can evaluate since it counts the "
+            f"steps; expected a number or an array, {type(rule).__name__}({name}=schedule(step))"
+        )
+    if (adaptive := adaptive_threshold(rule)) is not None:
+        raise TypeError(
+            f"{leaf_fields(rule)[0]}: got {adaptive!r}, which only a gradient clip can use since "
+            "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule)"
+        )
+
+
 def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
     """The first threshold of a rule for each of ``count`` leaves."""
     threshold = main_threshold(rule)
@@ -143,26 +160,21 @@ def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
     return list(threshold.values)
 
 
-def require_numbers(rule: Any) -> None:
-    """Raises `TypeError` for a schedule or an adaptive threshold, where there are no steps."""
-    for name in schedules_of(rule):
-        raise TypeError(
-            f"{name}: got a schedule, which only a gradient clip can evaluate since it counts the "
-            f"steps; expected a number or an array, {type(rule).__name__}({name}=schedule(step))"
-        )
-    if (adaptive := adaptive_threshold(rule)) is not None:
-        raise TypeError(
-            f"{leaf_fields(rule)[0]}: got {adaptive!r}, which only a gradient clip can use since "
-            "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule); "
-            "in an error clip, train_step(error_clip=...) or adaptive_error_clip keep histories"
-        )
+def limits_by_leaf(rule: Any, norms: Sequence[Norm]) -> list[jax.Array]:
+    """The limit of each norm of a leaf by the first threshold of a rule."""
+    return limits_of(thresholds_by_leaf(rule, len(norms)), norms)
 
 
-def nonnegative(value: Any, dtype: Any) -> jax.Array:
-    """A threshold as an array; a negative one acts as 0."""
-    if isinstance(value, jax.Array):
-        return jnp.maximum(value.astype(dtype), 0)
-    return threshold_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
+def limits_of(thresholds: Sequence[Any], norms: Sequence[Norm]) -> list[jax.Array]:
+    """The limit of each norm, computed once for a threshold and all norms of one type."""
+    known: dict[Any, jax.Array] = {}
+    limits = []
+    for threshold, norm in zip(thresholds, norms, strict=True):
+        key = id(threshold), jax.typeof(norm.root)
+        if key not in known:
+            known[key] = limit_of(threshold, norm)
+        limits.append(known[key])
+    return limits
 
 
 def limit_of(threshold: Any, norm: Norm) -> jax.Array:
@@ -180,21 +192,17 @@ def limit_of(threshold: Any, norm: Norm) -> jax.Array:
     return broadcast_like(limit, norm.root)
 
 
-def limits_of(thresholds: Sequence[Any], norms: Sequence[Norm]) -> list[jax.Array]:
-    """The limit of each norm, computed once for a threshold and all norms of one type."""
-    known: dict[Any, jax.Array] = {}
-    limits = []
-    for threshold, norm in zip(thresholds, norms, strict=True):
-        key = id(threshold), jax.typeof(norm.root)
-        if key not in known:
-            known[key] = limit_of(threshold, norm)
-        limits.append(known[key])
-    return limits
+def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
+    """Whether an array of a shape broadcasts to another without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 
 
-def limits_by_leaf(rule: Any, norms: Sequence[Norm]) -> list[jax.Array]:
-    """The limit of each norm of a leaf by the first threshold of a rule."""
-    return limits_of(thresholds_by_leaf(rule, len(norms)), norms)
+def nonnegative(value: Any, dtype: Any) -> jax.Array:
+    """A threshold as an array; a negative one acts as 0."""
+    if isinstance(value, jax.Array):
+        return jnp.maximum(value.astype(dtype), 0)
+    return threshold_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
 
 
 def threshold_array(value: Any, dtype: Any) -> jax.Array:
@@ -203,16 +211,3 @@ def threshold_array(value: Any, dtype: Any) -> jax.Array:
         return value.astype(dtype)
     with np.errstate(over="ignore"):
         return jnp.asarray(np.asarray(value, np.float64).astype(dtype))
-
-
-def _is_schedule(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
-
-
-def _with(rule: Any, values: dict[str, Any]) -> Any:
-    # Not dataclasses.replace: what a rule is made of may be checked only once, since a schedule
-    # may fall below 0, which then acts as 0; and a subclass may keep more than the fields.
-    changed = copy.copy(rule)
-    for name, value in values.items():
-        object.__setattr__(changed, name, value)
-    return changed

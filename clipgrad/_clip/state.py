@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._compat import exportable, to_varying, varying_axes
-from clipgrad._gradient_clip.clip_grads import Clipped
-from clipgrad._numerics import increment_if, largest
-from clipgrad._rules import (
+from clipgrad._clip.clipping import Clipped
+from clipgrad._clip.limits import (
     PerLeaf,
     adaptive_threshold,
     main_threshold,
@@ -18,8 +16,10 @@ from clipgrad._rules import (
     schedules_of,
     threshold_array,
 )
-from clipgrad._stats import ClipStats, stats_dtype
-from clipgrad._thresholds import unlimited
+from clipgrad._clip.stats import ClipStats, stats_dtype
+from clipgrad._clip.thresholds import unlimited
+from clipgrad._compat import exportable, to_varying, varying_axes
+from clipgrad._numerics import increment_if, largest
 from clipgrad._trees import clippable_paths, instances, unboxed
 
 

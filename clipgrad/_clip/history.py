@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
 
 
 @dataclasses.dataclass(frozen=True)

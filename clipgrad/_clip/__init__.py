@@ -1,0 +1,53 @@
+"""Clips: rules, their thresholds, and what became of a gradient.
+
+A clip measures the norm of each group of elements, sets a limit for it, and scales the group down
+to the limit. Statistics, thresholds that adapt and each example's coefficient are functions of the
+list of norms and limits. A rule is a function of a tree of gradients and an optax transformation;
+`gradient_clip` adds a selection of leaves, a policy for NaN, and statistics.
+"""
+
+from clipgrad._clip.adaptive import AdaptiveClip as AdaptiveClip
+from clipgrad._clip.applied import apply_rule as apply_rule
+from clipgrad._clip.applied import as_rule as as_rule
+from clipgrad._clip.auto_norm import AutoNorm as AutoNorm
+from clipgrad._clip.block_rms import ClipByBlockRMS as ClipByBlockRMS
+from clipgrad._clip.clip_grads import clip_grads as clip_grads
+from clipgrad._clip.composer import apply_gradient_clipping as apply_gradient_clipping
+from clipgrad._clip.ema import EMAThreshold as EMAThreshold
+from clipgrad._clip.global_norm import ClipByGlobalNorm as ClipByGlobalNorm
+from clipgrad._clip.gradient_clip import gradient_clip as gradient_clip
+from clipgrad._clip.history import HistoryThreshold as HistoryThreshold
+from clipgrad._clip.limits import RULES as RULES
+from clipgrad._clip.limits import adaptive_threshold as adaptive_threshold
+from clipgrad._clip.limits import is_data as is_data
+from clipgrad._clip.limits import is_own as is_own
+from clipgrad._clip.limits import with_threshold as with_threshold
+from clipgrad._clip.nonfinite import check_policy as check_policy
+from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts
+from clipgrad._clip.nonfinite import raise_for_counts as raise_for_counts
+from clipgrad._clip.norm import ClipByNorm as ClipByNorm
+from clipgrad._clip.percentile import PercentileThreshold as PercentileThreshold
+from clipgrad._clip.presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
+from clipgrad._clip.presets import SuggestedThreshold as SuggestedThreshold
+from clipgrad._clip.presets import suggest_threshold as suggest_threshold
+from clipgrad._clip.rule import ClipRule as ClipRule
+from clipgrad._clip.rule import is_rule as is_rule
+from clipgrad._clip.skip_spikes import SkipSpikesState as SkipSpikesState
+from clipgrad._clip.skip_spikes import as_optimizer as as_optimizer
+from clipgrad._clip.skip_spikes import resume as resume
+from clipgrad._clip.skip_spikes import skip_spikes as skip_spikes
+from clipgrad._clip.state import GradientClipState as GradientClipState
+from clipgrad._clip.state import stats_in as stats_in
+from clipgrad._clip.stats import ClipStats as ClipStats
+from clipgrad._clip.stats import count_nonfinite as count_nonfinite
+from clipgrad._clip.stats import scaled_stats as scaled_stats
+from clipgrad._clip.stats import stats_dtype as stats_dtype
+from clipgrad._clip.thresholds import AdaptiveThreshold as AdaptiveThreshold
+from clipgrad._clip.transformations import adaptive_grad_clip as adaptive_grad_clip
+from clipgrad._clip.transformations import clip_by_block_rms as clip_by_block_rms
+from clipgrad._clip.transformations import clip_by_global_norm as clip_by_global_norm
+from clipgrad._clip.transformations import clip_by_norm as clip_by_norm
+from clipgrad._clip.transformations import clip_by_value as clip_by_value
+from clipgrad._clip.value import ClipByValue as ClipByValue
+from clipgrad._clip.value import ErrorClipByValue as ErrorClipByValue
+from clipgrad._clip.z_score import ZScoreThreshold as ZScoreThreshold

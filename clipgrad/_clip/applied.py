@@ -1,0 +1,61 @@
+"""Rules of any kind: checked where they are given, and applied to any tree."""
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from clipgrad._clip.limits import require_numbers
+from clipgrad._trees import combine, is_clippable, partition, path_string
+
+# What a number in place of a rule probably means, by what the rule would be applied to.
+_MEANT = {"cotangent": "ErrorClipByValue(max={})", "gradients": "ClipByGlobalNorm({})"}
+
+
+def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callable[..., Any] | None:
+    """``rule``, if it is a rule, a function or ``None``; with numbers unless ``schedules``.
+
+    ``of`` is what it is applied to, the ``"cotangent"`` or the ``"gradients"``, for errors.
+    """
+    if rule is None or (callable(rule) and not isinstance(rule, type)):
+        if not schedules:
+            require_numbers(rule)
+        return rule
+    got, meant = f"{rule!r:.60} of type {type(rule).__name__}", ""
+    if isinstance(rule, optax.GradientTransformation):
+        got = "an optax.GradientTransformation"
+        meant = (
+            "; write the rule, such as ClipByGlobalNorm(1.0), or call the update of the "
+            "transformation: updates, state = tx.update(grads, state, params)"
+        )
+    elif isinstance(rule, numbers.Number) or getattr(rule, "shape", None) == ():
+        meant = f"; did you mean {_MEANT[of].format(rule)}?"
+    elif isinstance(rule, type):
+        meant = f"; did you mean an instance, {rule.__name__}(...)?"
+    raise TypeError(f"rule: got {got}, expected a ClipRule, a function of the {of} or None{meant}")
+
+
+def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
+    """The clipped tree; for leaves that are not clipped the rule sees ``None``."""
+    chosen, rest = partition(grads, is_clippable)
+    needs_params = getattr(rule, "needs_params", False)
+    clipped = rule(chosen, params) if needs_params else rule(chosen)
+    if (returned := jax.tree.structure(clipped)) != jax.tree.structure(chosen):
+        raise ValueError(
+            f"rule: got the structure {returned} back, expected {jax.tree.structure(chosen)}"
+        )
+    return combine(jax.tree_util.tree_map_with_path(_like, clipped, chosen), rest)
+
+
+def _like(path: Any, result: Any, leaf: Any) -> jax.Array:
+    array, leaf = jnp.asarray(result), jnp.asarray(leaf)
+    if array.shape != leaf.shape:
+        place = path_string(path) or "the leaf"
+        raise ValueError(
+            f"rule: got the shape {array.shape} back for {place}, expected the leaf's shape "
+            f"{leaf.shape}"
+        )
+    return array.astype(leaf.dtype)

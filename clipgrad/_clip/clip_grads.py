@@ -1,0 +1,69 @@
+"""Clipping a tree of gradients in one call."""
+
+from collections.abc import Callable
+from typing import Any
+
+from clipgrad._clip.applied import as_rule
+from clipgrad._clip.clipping import clip_tree
+from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.stats import ClipStats
+from clipgrad._trees import Where
+
+
+def clip_grads(
+    grads: Any,
+    rule: Callable[..., Any] | None,
+    params: Any = None,
+    *,
+    where: Where = None,
+    nonfinite: str = "propagate",
+) -> tuple[Any, ClipStats]:
+    """Clips a tree of gradients without an optimizer, and returns statistics of the clip.
+
+    Guarantees:
+      * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
+        booleans, ``float0``, PRNG keys) come back as they are.
+      * Leaves that ``where`` leaves out are neither measured nor scaled.
+      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats,
+        whose gradient is their next value) are neither measured nor scaled.
+      * The statistics of a global L2 norm need no second pass over the gradients; under
+        `jax.jit` statistics that are not used are not computed.
+
+    Args:
+      grads: a pytree of gradients.
+      rule: a `ClipRule`, a function of the tree, or ``None``: off.
+      params: the parameters, for rules that need them (`AdaptiveClip`).
+      where: which leaves are clipped: a tree of booleans that is a prefix of ``grads``, a function
+        from the tree to one, or an expression on paths such as ``"layers/0/kernel"``; ``None``:
+        all. An expression that is whole segments of a path selects the leaves at or below it:
+        ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a regular
+        expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
+      nonfinite: ``"propagate"``; ``"zero"``: NaN and inf become 0 before anything is measured;
+        ``"error"``: raise and name the leaves.
+
+    Returns:
+      The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
+
+    Raises:
+      TypeError: if ``rule`` is not a rule, ``where`` has leaves other than booleans, or a leaf is
+        an object or of a dtype that JAX lacks; strings and functions are ignored.
+      ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``,
+        and each error of the rule.
+      FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit`, and so in
+        `train_step` and ``optax.MultiSteps``, the function must be transformed by
+        `jax.experimental.checkify.checkify` for this.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> grads = {"b": jnp.array([3.0]), "w": jnp.array([4.0])}
+      >>> clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
+      >>> clipped
+      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+      >>> print(stats.norm, stats.clipped_norm, stats.clipped)
+      5.0 1.0 True
+      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w")[0]
+      {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
+    """
+    check_policy(nonfinite)
+    clipped = clip_tree(grads, as_rule(rule, of="gradients"), params, where, nonfinite)
+    return clipped.tree, clipped.stats()

@@ -1,0 +1,190 @@
+"""Clip rules: functions of a tree of gradients that are optax transformations, too."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._clip.gradient_clip import gradient_clip
+from clipgrad._clip.limits import RULES, check_threshold, leaf_fields, require_numbers
+from clipgrad._numerics import Norm, for_each, if_else, over, with_real_dtype
+from clipgrad._trees import clippable_leaves, with_clippable
+
+C = TypeVar("C", bound=type)
+# The norm of a group of elements, and its limit.
+Limit = tuple[Norm, jax.Array]
+
+
+class ClipRule:
+    """A function from a tree of gradients, or cotangents, to a clipped tree like it.
+
+    The rules of this library are frozen dataclasses and pytrees whose leaves are their
+    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
+    not retrace. A custom rule is a plain function of the tree, or a subclass with ``__call__``. It
+    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
+    attributes that the rule has at that time.
+
+    A rule is an optax transformation, too: `gradient_clip` of it, with the same state.
+
+    Attributes:
+      needs_params: whether the rule wants the second argument: the parameters for a gradient
+        clip, the value itself for an error clip (which is then saved for the backward pass).
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp, optax
+      >>> tx = optax.chain(cg.ClipByGlobalNorm(1.0), optax.sgd(1.0))
+      >>> tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))[0]
+      Array([-0.6, -0.8], dtype=float32)
+      >>> sign = lambda grads: jax.tree.map(jnp.sign, grads)    # a rule of your own
+      >>> jax.grad(lambda x: 3 * cg.clip_cotangent(x, sign))(2.0)
+      Array(1., dtype=float32)
+    """
+
+    needs_params: ClassVar[bool] = False
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The clipped tree: structure, shapes and dtypes of ``grads``."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: got a rule without __call__, expected the method "
+            "__call__(self, grads, params=None), which returns the clipped tree"
+        )
+
+    def init(self, params: Any) -> Any:
+        """The state before the first update, as of `gradient_clip`."""
+        return gradient_clip(self).init(params)
+
+    def update(
+        self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        """The clipped updates and the next state, as of `gradient_clip`."""
+        return gradient_clip(self).update(updates, state, params, **extra_args)
+
+
+def is_rule(value: Any) -> bool:
+    """Whether this is of a class of rules, and not only a function."""
+    return isinstance(value, ClipRule)
+
+
+class MeasuringRule(ClipRule):
+    """A rule of this library: it measures groups of elements, and scales each from norm to limit.
+
+    Attributes:
+      acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
+        whole ``"tree"``, which has one norm.
+      limits: whether the threshold is a limit: what is within it stays as it is.
+    """
+
+    acts_on: ClassVar[str] = "leaf"
+    limits: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Checks each field as it says, and makes lists tuples, which can be hashed."""
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            check, value = field.metadata.get("check"), getattr(self, field.name)
+            value = value if check is None else check(field.name, value)
+            object.__setattr__(self, field.name, tuple(value) if type(value) is list else value)
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The clipped tree."""
+        require_numbers(self)
+        return self.scale(grads, self.measure(grads, params))
+
+    def measure(self, grads: Any, params: Any = None) -> list[Any]:
+        """For each group the least threshold that changes nothing, as ``value``, and its parts."""
+        raise NotImplementedError
+
+    def norms_and_limits(self, norms: Sequence[Any]) -> list[Limit]:
+        """For each group its norm and its limit, from what `measure` found."""
+        raise NotImplementedError
+
+    def scale(self, grads: Any, norms: Sequence[Any]) -> Any:
+        """The tree clipped, as one whose groups have these norms."""
+        norms, limits = zip(*self.norms_and_limits(norms), strict=True) if norms else ((), ())
+        return scale_each(scaled_down, grads, norms, limits)
+
+    def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[Limit] | None:
+        """For each group its L2 norm and the limit of that, if one device knows both."""
+        is_spread = self.acts_on != "tree" and bool(getattr(self, "axis_name", None))
+        return None if is_spread or getattr(self, "ord", 2) != 2 else self.norms_and_limits(norms)
+
+    def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
+        """Whether a group of this norm is scaled to the limit of `l2_limits`."""
+        return norm.exceeds(limit)
+
+
+def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    r"""The leaf divided by $\max(1, \mathrm{norm} / \mathrm{limit})$, group by group.
+
+    A group within its limit is divided by 1, and one whose norm is not finite by NaN. Derivatives
+    are finite, at zero too, since no divisor is 0. A loop over the elements reads one number for
+    each group: with one more a GPU would have a kernel of its own for these numbers.
+    """
+    is_zero = limit == 0
+    ratio = norm.divisor / if_else(is_zero, 1, limit) / norm.scale
+    divisor = if_else(norm.is_within(limit), 1, ratio + if_else(is_zero, jnp.inf, 0 * ratio))
+    return over(with_real_dtype(leaf, divisor.dtype.name), divisor).astype(leaf.dtype)
+
+
+def scale_each(function: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
+    """The tree with a function of each leaf that is clipped and of an item of each list."""
+    leaves = clippable_leaves(tree)
+    return with_clippable(tree, for_each(function, [()] * len(leaves), leaves, *lists))
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree_rule(cls: C) -> C:
+    """Makes a frozen dataclass whose fields are pytree children, unless marked as static.
+
+    Unlike with `jax.tree_util.register_dataclass`, instances that JAX rebuilds don't run
+    ``__post_init__``: it checks what a user writes, and a rule's gradient may be negative.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = leaf_fields(cls)
+    static = [f.name for f in dataclasses.fields(cls) if f.name not in names]
+
+    def flatten_with_keys(rule: Any) -> Any:
+        children = [(jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in names]
+        return children, tuple(getattr(rule, n) for n in static)
+
+    def unflatten(aux: Any, children: Any) -> Any:
+        rule = object.__new__(cls)
+        for name, value in [*zip(names, children, strict=True), *zip(static, aux, strict=True)]:
+            object.__setattr__(rule, name, value)
+        return rule
+
+    cls.__hash__ = _hash_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    RULES.append(cls)
+    return cls
+
+
+def threshold(**checks: bool) -> Any:
+    """The metadata of a field for a threshold, which is a leaf; ``checks``: `check_threshold`'s."""
+
+    def check(name: str, value: Any) -> Any:
+        check_threshold(name, value, **checks)
+        return value
+
+    return {"check": check}
+
+
+def static(check: Callable[[str, Any], Any] | None = None) -> Any:
+    """The metadata of a field that is part of a rule's tree structure, not a leaf."""
+    return {"static": True, "check": check}
+
+
+def _hash_of_numbers(rule: Any) -> int:
+    """The hash of a rule; `TypeError` for an array, which has none."""
+    values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    for name, value in values.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{name}: got an array in a rule that is to be hashed, as for jax.jit(rule), "
+                "expected a number; or write jax.jit(lambda rule, grads: rule(grads))(rule, "
+                "grads), which is not traced again for another value"
+            ) from None
+    return hash((type(rule), *values.values()))

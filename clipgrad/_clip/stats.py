@@ -1,0 +1,262 @@
+"""The effect of a clip, as sums that add up over steps, uses and devices."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._compat import (
+    broadcast_like,
+    exportable,
+    on_every_device,
+    to_varying,
+    varying_axes,
+)
+from clipgrad._numerics import (
+    AxisName,
+    Norm,
+    root_of_sums,
+    sums_and_nonfinite,
+    sums_of_norm,
+    total_over_devices,
+    tree_size,
+    widest,
+)
+from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_clippable
+
+
+@exportable
+class ClipStats(NamedTuple):
+    r"""Statistics of a clip of a tree of gradients or cotangents.
+
+    All fields are sums over elements, so that statistics of several places, scan steps, vmap
+    lanes or devices add up field by field; norms and scales are derived from the sums.
+    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
+    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
+    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
+    computed.
+
+    Attributes:
+      before: sums of squares before the clip, shape ``(..., 3)``.
+      after: sums of squares after the clip, shape ``(..., 3)``.
+      changed: the number of elements that the clip changed; if a rule scales a group (a tree,
+        a leaf, a unit) by its L2 norm, all of its elements count. Counts are floating, exact up to
+        2 ** 24 in float32.
+      nonfinite: the number of elements that were NaN or inf before the clip.
+      size: the number of elements.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> stats = cg.types.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
+      >>> print(stats.norm, stats.clipped, stats.fraction)
+      5.0 True 0.5
+    """
+
+    before: jax.Array
+    after: jax.Array
+    changed: jax.Array
+    nonfinite: jax.Array
+    size: jax.Array
+
+    @property
+    def norm(self) -> jax.Array:
+        """The L2 norm before the clip."""
+        return root_of_sums(self.before)
+
+    @property
+    def clipped_norm(self) -> jax.Array:
+        """The L2 norm after the clip."""
+        return root_of_sums(self.after)
+
+    @property
+    def scale(self) -> jax.Array:
+        """The ratio of the norm after the clip to the norm before; 1 if that was 0."""
+        norm = self.norm
+        return jnp.where(norm == 0, 1, self.clipped_norm / jnp.where(norm == 0, 1, norm))
+
+    @property
+    def clipped(self) -> jax.Array:
+        """Whether the clip changed anything."""
+        return self.changed > 0
+
+    @property
+    def fraction(self) -> jax.Array:
+        """The share of the elements that the clip changed; 0 if there are none."""
+        return self.changed / jnp.maximum(self.size, 1)
+
+    @property
+    def zeros(self) -> jax.Array:
+        """1 if all elements were exactly zero before the clip, as where a gradient is cut; else 0.
+
+        Of no elements it is 0.
+        """
+        is_zero = jnp.all(self.before == 0, axis=-1) & (self.nonfinite == 0) & (self.size > 0)
+        return is_zero.astype(self.size.dtype)
+
+    @classmethod
+    def zero(cls, shape: tuple[int, ...] = (), dtype: Any = jnp.float32) -> "ClipStats":
+        """Statistics of an empty tree, the ``probe`` of `clip_cotangent`.
+
+        Args:
+          shape: the leading axes, such as ``(steps,)`` for a probe that a scan runs over.
+          dtype: float32 or float64.
+
+        Raises:
+          ValueError: for another dtype.
+        """
+        if jnp.dtype(dtype).name not in ("float32", "float64"):
+            raise ValueError(f"dtype: got {jnp.dtype(dtype).name}, expected float32 or float64")
+        shapes = [(*shape, 3)] * 2 + [shape] * 3
+        return cls(*(jnp.zeros(s, dtype) for s in shapes))
+
+    @classmethod
+    def of(cls, before: Any, after: Any, dtype: Any = None) -> "ClipStats":
+        """The statistics of a clip, from the trees before and after it.
+
+        Leaves that clips do not measure (integers, ``None``, PRNG keys, ...) are not counted.
+
+        Args:
+          before: the tree that was clipped.
+          after: the clipped tree.
+          dtype: float32 or float64; by default float64 if a leaf is.
+
+        Raises:
+          ValueError: if the clipped tree has other leaves, or leaves of other shapes.
+        """
+        check_tree("before", before)
+        _check_same(before, after)
+        dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
+        off = after is before
+        return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)
+
+
+def _check_same(before: Any, after: Any) -> None:
+    """Raises `ValueError` for trees that differ in the leaves that are measured."""
+    if after is before:
+        return
+    check_tree("after", after)
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        paths, others = clippable_paths(before), clippable_paths(after)
+        if paths != others:
+            raise ValueError(f"after: got the leaves {others}, expected those of before, {paths}")
+    for b, a in zip(clippable_leaves(before), clippable_leaves(after), strict=True):
+        if a.shape != b.shape:
+            raise ValueError(
+                f"after: got a leaf of shape {a.shape}, expected that of before, {b.shape}"
+            )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> ClipStats:
+    """Traced once for leaves of the same shapes; ``None`` after a clip that is off."""
+    sums, nonfinite = sums_and_nonfinite(before, dtype)
+    one = _one(sums[1])
+    size = jnp.array(float(sum(leaf.size for leaf in before)), dtype) * one
+    if after is None:
+        # Three products with the same number are one kernel on a GPU.
+        return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
+    masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
+    clipped, _ = sums_and_nonfinite(after, dtype)
+    return ClipStats(sums, clipped, _count_true(masks, dtype), nonfinite, size)
+
+
+def stats_dtype(tree: Any) -> str:
+    """The dtype of the statistics of a tree."""
+    return widest([x for x in jax.tree.leaves(tree) if is_clippable(x) and hasattr(x, "dtype")])
+
+
+def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The number of elements of a tree that are NaN or inf."""
+    leaves = clippable_leaves(tree)
+    dtype, masks = widest(leaves), [~jnp.isfinite(leaf) for leaf in leaves]
+    if axis_name is None:
+        return _count_true(masks, dtype)
+    return total_over_devices([_count_true([mask], dtype) for mask in masks], leaves, axis_name)
+
+
+def stats_of_limits(rule: Any, tree: Any, limits: Sequence[tuple[Norm, jax.Array]]) -> ClipStats:
+    """The statistics of a tree whose groups a rule has scaled from these L2 norms to the limits.
+
+    Nothing is summed over the elements, except that NaN and inf are counted if there are any.
+    """
+    leaves, axis_name = clippable_leaves(tree), None
+    if rule.acts_on == "tree":
+        axis_name = rule.axis_name
+        sizes = [tree_size(tree, axis_name)]
+    else:
+        pairs = zip(leaves, limits, strict=True)
+        sizes = [np.full(n.root.shape, x.size / max(n.root.size, 1)) for x, (n, _) in pairs]
+    norm, limit, size = _joined(limits, sizes, widest(leaves))
+    finite = jnp.isfinite(norm.root)
+    bad = _count_unless(jnp.all(finite), leaves, axis_name)
+    return scaled_stats(norm.value, limit, rule.changes(norm, limit), finite, bad, size)
+
+
+def _joined(
+    limits: Sequence[tuple[Norm, jax.Array]], sizes: Sequence[Any], dtype: str
+) -> tuple[Norm, jax.Array, jax.Array]:
+    """Norms, limits and sizes of all groups, an array each.
+
+    XLA compiles a formula of a thousand norms slowly, and would have it in a thousand kernels.
+    """
+    columns = [(n.root, n.scale, broadcast_like(limit, n.root)) for n, limit in limits]
+
+    def row(arrays: Sequence[Any]) -> jax.Array:
+        flat = [jnp.ravel(on_every_device(x)).astype(dtype) for x in arrays]
+        return jnp.concatenate([*flat, jnp.zeros(0, dtype)])
+
+    root, scale, limit = map(row, zip(*columns, strict=True)) if columns else [row([])] * 3
+    size = row([jnp.asarray(size, dtype) for size in sizes])
+    root, scale, limit = jax.lax.optimization_barrier((root, scale, limit))
+    return Norm.of(root, scale), limit, size
+
+
+@functools.partial(jax.jit, inline=True)
+def scaled_stats(
+    value: jax.Array,
+    limit: jax.Array,
+    clips: jax.Array,
+    finite: jax.Array,
+    nonfinite: jax.Array,
+    size: jax.Array,
+) -> ClipStats:
+    """The statistics of groups of ``size`` elements, scaled from known norms to limits."""
+    before = sums_of_norm(value)
+    after = jnp.where(clips, sums_of_norm(limit), before)
+    after = jnp.where(finite, after, jnp.nan)
+    rows = (before, after, jnp.where(clips, size, 0), size * _one(before[1]))
+    before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
+    return ClipStats(before, after, changed, nonfinite, size)
+
+
+def _count_unless(finite: jax.Array, leaves: list[jax.Array], axis_name: AxisName) -> jax.Array:
+    """The number of NaN and inf, counted only if there are any."""
+    axes = varying_axes(finite)
+    # JAX cannot mark them inside of the branch, if `jax.vmap` makes a choice of it.
+    leaves = [to_varying(x, axes) for x in leaves]
+
+    def none() -> jax.Array:
+        return to_varying(jnp.zeros((), widest(leaves)), axes)
+
+    def count() -> jax.Array:
+        return to_varying(count_nonfinite(leaves, axis_name), axes)
+
+    return jax.lax.cond(finite, none, count)
+
+
+def _one(total: jax.Array) -> jax.Array:
+    """1, computed from a sum over the elements so that vmap counts the elements of every lane."""
+    return ((total == total) | (total != total)).astype(total.dtype)
+
+
+def _count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
+    """The number of true elements of masks."""
+    counts = [jnp.sum(mask.astype(dtype)) for mask in masks]
+    return functools.reduce(jnp.add, counts, jnp.zeros((), dtype))
+
+
+def _differ(before: jax.Array, after: jax.Array) -> jax.Array:
+    return (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))
