@@ -15,6 +15,12 @@ from tests.helpers import assert_close, assert_same, reductions, tree_of
 MOST = float(np.finfo(np.float32).max)
 
 
+def made(kind, **options):
+    """A threshold; the percentile of AutoClip's paper, where none is given."""
+    first = {"percentile": 10} if kind is cg.PercentileThreshold else {}
+    return kind(**first | options)
+
+
 # The formulas, in float64 and one norm after the other. ``far`` is the factor from the median
 # beyond which a norm is left out, which the papers don't do.
 
@@ -200,7 +206,7 @@ def eventful(**kwargs):
 def test_it_is_the_published_formula_but_for_what_says_nothing_and_what_is_far(kind, options):
     steps = 1200 if kind is cg.PercentileThreshold and not options else 600
     norms = ordinary(steps), eventful(steps=steps)
-    thresholds, _ = runs(kind(**options), np.stack(norms))
+    thresholds, _ = runs(made(kind, **options), np.stack(norms))
     for actual, run_of, far in zip(thresholds, norms, (np.inf, 10.0), strict=True):
         expected = REFERENCES[kind](np.float64(run_of), far, **options)
         assert_equal_up_to_rounding(actual, expected)
@@ -255,7 +261,7 @@ def test_thresholds_and_states_are_finite_whatever_the_norms_were(kind):
     places = rng.random(norms.shape) < rng.random(500)
     norms[places] = rng.choice(special, places.sum())
     short = {"warmup": 5} if kind in WARM else {"window": 8}
-    thresholds = run_apart(kind(**short), norms)
+    thresholds = run_apart(made(kind, **short), norms)
     assert (thresholds >= 0).all()
 
 
@@ -339,7 +345,7 @@ PAIRS = [
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind, name", PAIRS, ids=lambda x: getattr(x, "__name__", x))
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, compile):
-    tx = CLIPS[name](kind(**{"warmup" if kind in WARM else "window": 20}), stats=True)
+    tx = CLIPS[name](made(kind, **{"warmup" if kind in WARM else "window": 20}), stats=True)
     params = {"early": jnp.array([3.0, 4.0]), "late": jnp.array([0.3, 0.4])}
     with jax.debug_nans(True), jax.debug_infs(True):
         state, update = tx.init(params), jax.jit(tx.update) if compile else tx.update
@@ -360,7 +366,7 @@ def inputs(key):
 @every_clip
 @every_kind
 def test_the_state_has_one_structure(name, kind, key):
-    tx = CLIPS[name](kind(), where="bias|conv", stats="per_leaf")
+    tx = CLIPS[name](made(kind), where="bias|conv", stats="per_leaf")
     jax.eval_shape(functools.partial(scan, tx), *inputs(key))
 
 
@@ -391,11 +397,12 @@ def following(threshold, shape):
 
 
 @pytest.mark.parametrize("make, error, match", [
+    (lambda: cg.PercentileThreshold(), TypeError, "missing .* 'percentile'"),
     (lambda: cg.PercentileThreshold(101), ValueError, r"percentile: got 101, .* in \[0, 100\]"),
     (lambda: cg.PercentileThreshold("10"), TypeError, "percentile: got '10' of type str"),
-    (lambda: cg.PercentileThreshold(window=0), ValueError, "window: got 0, .* at least 1"),
-    (lambda: cg.PercentileThreshold(window=2.5), ValueError, "window: got 2.5, .*integer"),
-    (lambda: cg.PercentileThreshold(feed="both"), ValueError, "feed: got 'both', .*raw, clipped"),
+    (lambda: cg.PercentileThreshold(90, window=0), ValueError, "window: got 0, .* at least 1"),
+    (lambda: cg.PercentileThreshold(90, window=2.5), ValueError, "window: got 2.5, .*integer"),
+    (lambda: cg.PercentileThreshold(90, feed="both"), ValueError, "feed: got 'both', .*raw, clipped"),
     (lambda: cg.HistoryThreshold(sigma=-1), ValueError, "sigma: got -1, expected a number >= 0"),
     (lambda: cg.HistoryThreshold(8, min_history=9), ValueError, "got 9, .* at most window, 8"),
     (lambda: cg.ZScoreThreshold(decay=1.5), ValueError, r"decay: got 1.5, .* in \[0, 1\]"),
@@ -421,21 +428,21 @@ def test_what_is_out_of_range_is_refused(make, error, match):
 ], ids=range(7))  # fmt: skip
 def test_a_threshold_where_a_number_belongs_is_refused(call, match):
     with pytest.raises(TypeError, match=match):
-        call(cg.PercentileThreshold(), jnp.ones(2))
+        call(cg.PercentileThreshold(90), jnp.ones(2))
 
 
 def test_an_adaptive_bound_has_no_other_bound():
     with pytest.raises(ValueError, match="min: got -1.0 with an adaptive max, expected None"):
-        cg.clip_by_value(cg.PercentileThreshold(), -1.0)
+        cg.clip_by_value(cg.PercentileThreshold(90), -1.0)
 
 
 def test_other_leaves_than_those_of_init_are_refused():
-    tx = cg.clip_by_norm(cg.PercentileThreshold())
+    tx = cg.clip_by_norm(cg.PercentileThreshold(90))
     with pytest.raises(ValueError, match="got 2 leaves to clip, but the state has 0 thresholds"):
         tx.update([jnp.ones(2)] * 2, tx.init(None))
 
 
-@pytest.mark.parametrize("threshold", [cg.PercentileThreshold(), lambda step: 1.0], ids=[0, 1])
+@pytest.mark.parametrize("threshold", [cg.PercentileThreshold(90), lambda step: 1.0], ids=[0, 1])
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
 @pytest.mark.parametrize("state", [optax.EmptyState(), None], ids=str)
 def test_a_state_without_history_is_refused(state, name, threshold):

@@ -19,8 +19,8 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 # Each room (a folder, or a file beside them) may import the ones before it.
 ROOMS = [
     "_compat", "_docs", "_lazily", "_elsewhere", "_errors", "_folders", "_chart", "_devices",
-    "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules",
-    "_clip", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
+    "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_clip",
+    "_error_clip", "_values", "_training", "_per_example", "_check",
     "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
     "_commands", "__main__",
 ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
 
 DESIGN = (PACKAGE.parent / "docs" / "design.md").read_text()
 PICTURE = next(part for part in DESIGN.split("```text\n") if "to run it" in part).split("```")[0]
-NAMED = sorted([*FOLDERS, "_clip"])
+NAMED = sorted(FOLDERS)
 LINES = [set(re.findall(r"(?<!\w)_\w+", line)) for line in PICTURE.splitlines()]
 
 

@@ -18,6 +18,8 @@ CLIPS = {
     "clip_by_block_rms": (cg.clip_by_block_rms, optax.clip_by_block_rms),
     "adaptive_grad_clip": (cg.adaptive_grad_clip, optax.adaptive_grad_clip),
 }
+# The others agree up to 1e-6.
+WITH_ITS_BITS = ("clip_by_value", "clip_by_global_norm")
 every_clip = pytest.mark.parametrize("name", CLIPS)
 SHAPES = [
     {"w": (3, 4), "b": (4,)},
@@ -35,7 +37,7 @@ def update(tx, grads, params=None, state=None, **extra):
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.5])
-def test_it_equals_optax_bit_for_bit_under_jit(name, shapes, threshold):
+def test_it_equals_optax_under_jit(name, shapes, threshold):
     ours, theirs = CLIPS[name]
     run = [
         jax.jit(lambda g, p, f=f: update(f(threshold), g, p)[0], compiler_options=RELEASED)
@@ -47,7 +49,9 @@ def test_it_equals_optax_bit_for_bit_under_jit(name, shapes, threshold):
             {k: jnp.asarray(rng.normal(size=s) * c, jnp.float32) for k, s in shapes.items()}
             for c in (scale, 1.0)
         )
-        assert_same(run[0](grads, params), run[1](grads, params))
+        ours, theirs = (f(grads, params) for f in run)
+        compare = assert_same if name in WITH_ITS_BITS else assert_close
+        compare(ours, theirs)
 
 
 @every_clip
@@ -122,21 +126,6 @@ def test_every_threshold_can_be_a_schedule(rule, key):
         constant = rule(lambda _, step=step: 0.5 / (1.0 + step))
         fixed = cg.gradient_clip(constant)
         assert_close(updates, fixed.update(grads, fixed.init(params), params)[0])
-
-
-@pytest.mark.exhaustive
-def test_a_known_norm_is_used_instead_of_a_sum(key):
-    grads = tree_of(key, scale=3.0)
-    tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.identity())
-    norm = cg.global_norm(grads)
-    expected, _ = update(tx, grads)
-    given, state = update(tx, grads, grad_norm=norm)
-    assert_same(given, expected)
-    assert optax.tree.get(state, "stats").norm == norm
-    halved, _ = update(tx, grads, grad_norm=norm / 2)
-    assert_close(halved, jax.tree.map(lambda g: 2 * g, expected), rtol=1e-6)
-    compiled = jax.jit(lambda g, n: update(cg.clip_by_global_norm(1.0), g, grad_norm=n)[0])
-    assert " reduce(" not in compiled.lower(grads, norm).compile().as_text()
 
 
 # where
@@ -221,11 +210,25 @@ def test_an_unknown_policy_is_refused():
 # bad input
 
 
+@pytest.mark.parametrize(
+    "number", [0.5, np.float32(0.5), jnp.array(0.5)], ids=lambda x: type(x).__name__
+)
+def test_a_number_in_place_of_a_rule_is_a_limit_of_the_norm(number):
+    loss = lambda w, x: jnp.sum(w * x)  # noqa: E731
+    for call in (
+        lambda: cg.gradient_clip(number),
+        lambda: cg.clip_grads(TREE, number),
+        lambda: cg.clip_per_example(loss, number),
+    ):
+        with pytest.raises(TypeError, match=r"did you mean ClipByGlobalNorm\(0.5\)\?"):
+            call()
+
+
 @pytest.mark.parametrize("bad", [0.1, cg.ClipByValue, "norm"], ids=str)
 def test_what_is_no_rule_is_refused(bad):
     for call in (lambda: cg.gradient_clip(bad), lambda: cg.clip_grads(TREE, bad)):
         with pytest.raises(
-            TypeError, match="expected a ClipRule, a function of the cotangent or None"
+            TypeError, match="expected a ClipRule, a function of the gradients or None"
         ):
             call()
 
@@ -296,9 +299,3 @@ def test_the_slope_at_the_threshold_is_that_of_a_gradient_within(name):
 def test_the_argument_of_optax_is_an_error_that_says_ours():
     with pytest.raises(TypeError, match=r"clip_by_value: got max_delta=1.0, expected max=1.0"):
         cg.clip_by_value(max_delta=1.0)
-
-
-def test_the_callback_of_earlier_versions_is_refused():
-    tx = cg.clip_by_value(1.0)
-    with pytest.raises(TypeError, match="clip_stats: got .*expected it to be left out; .*stats=T"):
-        tx.update(jnp.ones(2), tx.init(None), clip_stats=print)

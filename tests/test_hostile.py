@@ -318,10 +318,6 @@ def test_what_where_leaves_out_may_be_anything():
 NUMPY = {"b": np.float64(2.0), "v": np.ones(3), "w": np.ones((3, 4))}
 THREE = np.float64(3.0)
 WITH_OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "grad_norm": lambda tree: cg.clip_by_global_norm(1.0).update(
-        tree, optax.EmptyState(), grad_norm=THREE
-    ),
-    "norm": lambda tree: cg.clip_grads(tree, cg.ClipByGlobalNorm(1.0), norm=THREE),
     **{
         f"apply_gradient_clipping, {kind}": (
             lambda tree, kind=kind: cg.published.apply_gradient_clipping(

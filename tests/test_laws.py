@@ -177,7 +177,7 @@ def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply,
 
 
 NO_NUMBERS = [
-    "1.0", None, True, [], 1j, np.bool_(True), np.array([True]), jnp.array(False),
+    "one", None, True, [], 1j, np.bool_(True), np.array([True]), jnp.array(False),
     np.array([1 + 0j]), jnp.array(1j), np.array([1.0], object), np.array("1.0"),
 ]  # fmt: skip
 
@@ -193,6 +193,13 @@ def test_a_threshold_that_is_negative_nan_or_no_number_is_refused(case, key):
     for traced in (True, 1j):
         with pytest.raises(TypeError, match="expected a number, an array or a schedule"):
             jax.jit(lambda c: case.make(c)(tree_of(key)))(traced)
+
+
+def test_a_bound_may_be_the_text_of_a_number_as_in_paddle():
+    assert cg.ErrorClipByValue("5.0") == cg.ErrorClipByValue(5.0)
+    assert cg.ClipByValue("2", "-1").min == -1.0
+    with pytest.raises(ValueError, match="max: got -5.0, expected a threshold that is not neg"):
+        cg.ErrorClipByValue("-5.0")
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,18 @@
 """`global_norm`: right in every dtype and range, on every kind of leaf."""
 
-import functools
-
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from clipgrad._numerics import sums_in_range as forms
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.norms import slice_norms
 from clipgrad._numerics.reductions import Groups
-from clipgrad._numerics.sums_in_range import _in_stack, _joint_together
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 
@@ -187,35 +186,64 @@ def test_an_axis_name_outside_of_a_mapped_context_is_refused():
 def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
     x = jax.random.normal(key, (8, 3))
     for mapping in (jax.vmap, jax.pmap):
-        norms = mapping(lambda x: cg.global_norm(x, ord, axis_name="i"), axis_name="i")(x)
+        norms = mapping(lambda x: cg.global_norm(x, ord, axis_name=P("i")), axis_name="i")(x)
         np.testing.assert_allclose(norms, [reference(x, ord)] * 8, rtol=2e-6)
 
 
-# The forms that GPUs have, which a CPU can run, too.
+# The forms of a sum, all of which a CPU can run.
+
+# Each with others of its kind, some of another size of numbers.
+UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
+SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
+FORMS = [forms._by_branch, forms._together, forms._apart]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_sums_in_one_reduction_are_right_in_every_range(dtype):
+def units_of_every_size(dtype):
+    rng = np.random.default_rng(3)
+    pairs = zip(UNITS, SCALES, strict=True)
+    leaves = [np.float32(rng.standard_normal(shape) * scale) for shape, scale in pairs]
+    leaves[2][:, ::3] *= np.float32(1e-30)
+    leaves[6][3, 4:6] = np.nan, np.inf
+    return [np.asarray(x, jnp.dtype(dtype)) for x in leaves]
+
+
+@pytest.mark.kinds("dtype", "by", "form")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("by", ["leaf", "column", "row"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_each_of_many_sums_has_its_own_range_in_every_form(form, by, dtype):
+    leaves = units_of_every_size(dtype)
+    axes = [None if by == "leaf" or x.ndim < 2 else (0 if by == "column" else -1,) for x in leaves]
+    axes = [a if a is None else (a[0] % x.ndim,) for a, x in zip(axes, leaves, strict=True)]
+    groups = Groups(tuple(axes))
+
+    @jax.jit
+    def roots(leaves):
+        plain = groups.totals(groups.sums_of(forms._plain, leaves), leaves)
+        return [jnp.sqrt(total) / scale for total, scale in form(groups, plain, leaves)]
+
+    for x, axis, root in zip(leaves, axes, roots(leaves), strict=True):
+        wide = np.abs(x.astype(np.complex128))
+        with np.errstate(invalid="ignore"):
+            expected = np.sqrt(np.sum(wide * wide, axis, keepdims=True)).astype(np.float32)
+        np.testing.assert_allclose(root, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_one_sum_of_all_leaves_is_right_in_every_range_and_form(form):
     units = np.array([[3, 4, 0]] * 7).T * np.array([1e-37, 1e-25, 1e-9, 1, 1e10, 1e20, 5e37])
-    leaves = [jnp.asarray(units[:2], dtype), jnp.asarray(units[2:], dtype)]
-    form = jax.vmap(functools.partial(_joint_together, Groups(None), []), in_axes=1)
-    ((total, scale),) = form(leaves)
-    expected = np.linalg.norm(units, axis=0)
-    np.testing.assert_allclose(jnp.sqrt(total) / scale, expected, rtol=1e-6)
+    groups = Groups(None)
 
+    def root(leaves):
+        plain = groups.totals(groups.sums_of(forms._plain, leaves), leaves)
+        ((total, scale),) = form(groups, plain, leaves)
+        return jnp.sqrt(total) / scale
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_one_reduction_keeps_what_is_not_finite(bad):
-    ((total, _),) = _joint_together(Groups(None), [], [jnp.array([bad, 1.0])])
-    np.testing.assert_array_equal(total, bad)
-
-
-def test_the_range_of_each_leaf_is_chosen_from_a_stack_of_sums():
-    leaves = [jnp.array([3.0, 4.0]) * scale for scale in (1e-30, 1.0, 1e30)] + [jnp.ones((2, 3))]
-    groups = Groups((None, None, None, (0,)))
-    roots = [(total**0.5 / scale).ravel() for total, scale in _in_stack(groups, [], leaves)]
-    np.testing.assert_allclose(jnp.concatenate(roots[:3]), [5e-30, 5, 5e30], rtol=1e-6)
-    np.testing.assert_allclose(roots[3], [2**0.5] * 3, rtol=1e-6)
+    for bad in (0.0, np.nan, np.inf):
+        units[2] = bad
+        leaves = [jnp.asarray(x, "float32") for x in (units[:2], units[2:])]
+        found = jax.jit(jax.vmap(root, in_axes=1))(leaves)
+        np.testing.assert_allclose(found, np.sqrt(np.sum(units**2, axis=0)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("largest", [65504.0, 6e-8], ids=["largest", "smallest"])
@@ -225,10 +253,7 @@ def test_a_float16_leaf_needs_one_sum(largest):
     assert reductions(jax.jit(cg.global_norm).lower(leaf).compile()) == 1
 
 
-# Calls
-
-
-def test_rows_of_one_kind_share_as_many_calls_as_the_root_of_their_number():
+def test_rows_of_one_kind_are_traced_in_as_many_calls_as_the_root_of_their_number():
     traced = []
 
     def scaled(factor, leaf):
@@ -236,56 +261,13 @@ def test_rows_of_one_kind_share_as_many_calls_as_the_root_of_their_number():
         return factor * leaf
 
     leaves = [jnp.full(2 + (i == 4), float(i)) for i in range(10)]
-    program = jax.make_jaxpr(lambda xs: for_each(scaled, [(3,)] * 10, xs))(leaves)
+    run = jax.jit(lambda xs: for_each(scaled, [(3,)] * 10, xs))
+    found = run(leaves)
     # Nine rows of one shape in three calls of one program of three rows.
-    assert [len(e.outvars) for e in program.eqns] == [3, 3, 3, 1]
     assert traced == [(2,)] * 3 + [(3,)]
-    found = jax.jit(lambda xs: for_each(scaled, [(3,)] * 10, xs))(leaves)
     assert [x.tolist() for x in found] == [(3 * x).tolist() for x in leaves]
-
-
-@pytest.mark.parametrize("written_out, calls", [(False, 3), (True, 0)])
-def test_rows_that_are_written_out_are_no_calls_for_the_compiler(written_out, calls):
-    def halved(leaf):
-        return leaf / 2
-
-    def program(xs):
-        return for_each(halved, [()] * 9, xs, written_out=written_out)
-
-    text = jax.jit(program).lower([jnp.ones(2)] * 9).as_text()
-    assert text.count("call @") == calls
-    assert text.count("stablehlo.divide") == (3 if calls else 9)
-
-
-# Each with others of its kind, some of another size of numbers.
-UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
-SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
-
-
-@pytest.mark.kinds("dtype", "by")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("by", ["leaf", "column", "row"])
-def test_on_one_device_each_of_many_norms_has_its_own_range(by, dtype):
-    """There a branch adds leaves up again."""
-    rng = np.random.default_rng(3)
-    leaves = [rng.standard_normal(shape).astype(np.float32) for shape in UNITS]
-    if dtype != "float16":
-        leaves = [x * np.float32(scale) for x, scale in zip(leaves, SCALES, strict=True)]
-        leaves[2][:, ::3] *= np.float32(1e-30)
-        leaves[6][3, 4:6] = np.nan, np.inf
-    leaves = [np.asarray(x.astype(jnp.dtype(dtype))) for x in leaves]
-    axes = [None if by == "leaf" or x.ndim < 2 else (0 if by == "column" else -1,) for x in leaves]
-    axes = [a if a is None else (a[0] % x.ndim,) for a, x in zip(axes, leaves, strict=True)]
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
-    placed = jax.device_put(leaves, jax.NamedSharding(mesh, jax.P()))
-    norms = jax.jit(lambda xs: [norm.value for norm in slice_norms(xs, axes)])
-    norms = norms.lower(placed).compile()
-    assert (" conditional(" in norms.as_text()) == (dtype != "float16")
-    for x, axis, norm in zip(leaves, axes, norms(placed), strict=True):
-        wide = x.astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            expected = np.sqrt(np.sum(wide * wide, axis, keepdims=True)).astype(np.float32)
-        np.testing.assert_allclose(norm, expected, rtol=2e-6)
+    text = run.lower(leaves).as_text()
+    assert text.count("call @") == 0 and text.count("stablehlo.multiply") == 10
 
 
 @pytest.mark.exhaustive

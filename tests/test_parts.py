@@ -97,9 +97,8 @@ def test_slices_warn_until_somebody_says_what_cuts_them(clip):
     rows = {"in_specs": P(("d", "m")), "out_specs": P(("d", "m"))}
     with pytest.warns(UserWarning, match=r"vary over 'd', 'm', .*or axis_name=\(\) if each device"):
         jax.jit(run(lambda g: clip(None)(g), **rows))(x[:, :4].repeat(4, 0))
-    if clip is not SLICES["tokens"]:  # of which each device drops three
-        whole = jax.jit(run(lambda g: clip(())(g), **rows))(x)
-        assert_close(whole, clip(None)(x), rtol=1e-6)
+    whole = jax.jit(run(lambda g: clip(())(g), **rows))(x)
+    assert_close(whole, clip(None)(x), rtol=1e-6)
     # Cut by one axis, and whole along the other one: nothing to warn of.
     cut = {"in_specs": P(None, "m"), "out_specs": P(None, "m")}
     assert_close(jax.jit(run(lambda g: clip("m")(g), **cut))(x), clip(None)(x), rtol=1e-6)
@@ -203,20 +202,36 @@ def test_followed_gradients_are_as_direct_whatever_axes_the_loss_varies_over():
         assert_close(run(method), expected, rtol=1e-5, atol=1e-6)  # of a sum of numbers near 1
 
 
-@pytest.mark.parametrize("tree", [{"sharded": GRADS, "same": jnp.array([5.0, 1.0])}])
-def test_without_tracking_the_norm_of_two_parts_is_passed(tree):
-    expected = cg.clip_grads(tree, cg.ClipByGlobalNorm(1.0))[0]
-    specs = {"sharded": P("d"), "same": P()}
+TREES = {"sharded": GRADS, "same": jnp.array([5.0, 1.0])}
+SPECS = {"sharded": P("d"), "same": P()}
+UNTRACKED = {
+    "global_norm": lambda name: lambda g: cg.global_norm(g, axis_name=name),
+    "ClipByGlobalNorm": lambda name: cg.ClipByGlobalNorm(1.0, axis_name=name),
+    "ClipByNorm": lambda name: cg.ClipByNorm(1.0, axis_name=name),
+    "ClipByBlockRMS": lambda name: cg.ClipByBlockRMS(1.0, axis_name=name),
+    "AdaptiveClip": lambda name: lambda g: cg.AdaptiveClip(1.0, axis_name=name)(g, g),
+    "AutoNorm": lambda name: cg.AutoNorm(axis_name=name),
+}
 
-    def clip(grads):
-        parts = cg.global_norm(grads["sharded"], axis_name="d"), cg.global_norm(grads["same"])
-        norm = cg.global_norm(parts, axis_name=())
-        return cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), norm=norm)[0]
 
-    run = on_devices(clip, in_specs=(specs,), out_specs=specs, check_vma=False)
-    assert_close(jax.jit(run)(tree), expected, rtol=1e-6)
-    # What the guarantee says of replicated leaves: one is counted once for each device.
-    every = lambda g: cg.global_norm(g, axis_name="d")  # noqa: E731
-    counted = on_devices(every, in_specs=(specs,), out_specs=P(), check_vma=False)
-    norm = np.sqrt(13.0**2 + 2 * 26.0)
-    assert_close(jax.jit(counted)(tree), norm, rtol=1e-6)
+@pytest.mark.parametrize("caller", UNTRACKED)
+def test_where_nothing_tracks_what_varies_a_name_warns_until_a_spec_says_that_all_does(caller):
+    """A leaf that is the same on all devices is counted once for each of them."""
+
+    def run(name, **options):
+        both = lambda g: (UNTRACKED[caller](name)(g), jnp.zeros(()))[1]  # noqa: E731
+        return jax.jit(on_devices(both, in_specs=(SPECS,), out_specs=P(), **options))(TREES)
+
+    message = f"{caller}: got axis_name='d', and JAX does not track .*jax.P\\('d'\\) if every leaf"
+    with pytest.warns(UserWarning, match=message):
+        run("d", check_vma=False)
+    run(P("d"), check_vma=False)
+    run("d")
+    with pytest.warns(UserWarning, match=message):
+        jax.vmap(lambda g: (UNTRACKED[caller]("d")(g), 0)[1], axis_name="d")(GRADS)
+
+
+def test_without_tracking_a_leaf_that_is_the_same_counts_once_for_each_device():
+    every = lambda g: cg.global_norm(g, axis_name=P("d"))  # noqa: E731
+    counted = on_devices(every, in_specs=(SPECS,), out_specs=P(), check_vma=False)
+    assert_close(jax.jit(counted)(TREES), np.sqrt(13.0**2 + 2 * 26.0), rtol=1e-6)

@@ -130,7 +130,7 @@ RULES = {
     "ClipByGlobalNorm": lambda c: cg.ClipByGlobalNorm(c),
     "ClipByBlockRMS": lambda c: cg.ClipByBlockRMS(c),
     "AutoNorm": lambda c: cg.AutoNorm(c),
-    "AdaptiveClip(axis)": lambda c: cg.AdaptiveClip(c, axis={"w": 0}),
+    "AdaptiveClip(axis)": lambda c: cg.AdaptiveClip(c, axis=0),
 }
 LIMITS = {
     "number": 0.5,
@@ -138,9 +138,8 @@ LIMITS = {
     "JAX array": jnp.array(0.5),
 }
 CLIPS = {
-    "adaptive_grad_clip": lambda: cg.adaptive_grad_clip(0.5, axis={"w": 0}),
-    "a clip with where and measure": lambda: cg.clip_by_global_norm(
-        0.5, where="w", measure="w|b", nonfinite="zero"),
+    "adaptive_grad_clip": lambda: cg.adaptive_grad_clip(0.5, axis=0),
+    "a clip with where": lambda: cg.clip_by_global_norm(0.5, where="w", nonfinite="zero"),
     "a clip with a schedule": lambda: cg.clip_by_norm(optax.linear_schedule(1.0, 0.1, 4)),
     "a clip with statistics by leaf": lambda: cg.clip_by_value(0.5, stats="per_leaf"),
     "an adaptive clip by leaf": lambda: cg.clip_by_block_rms(

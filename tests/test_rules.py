@@ -111,14 +111,6 @@ def test_a_unit_is_what_makes_one_output(shape, unit):
     np.testing.assert_allclose(jnp.max(clipped), 0.02 * unit**0.5, rtol=1e-6)
 
 
-def test_a_mapping_is_held_in_a_hashable_form():
-    rule = cg.AdaptiveClip(axis={"a": [0, 1], "b": None})
-    assert rule.axis == (("a", (0, 1)), ("b", None))
-    assert hash(jax.tree.structure(rule)) == hash(
-        jax.tree.structure(cg.AdaptiveClip(axis=rule.axis))
-    )
-
-
 def test_axis_names_may_be_a_list():
     for rule in (cg.ClipByGlobalNorm, cg.AdaptiveClip, cg.AutoNorm):
         assert rule(1.0, axis_name=["x", "y"]).axis_name == ("x", "y")
@@ -158,22 +150,18 @@ def test_numbers_of_an_auto_norm_may_be_traced_and_scheduled():
         assert state.threshold == 1
 
 
-def test_the_norm_of_an_auto_norm_may_be_known_and_of_other_leaves():
-    grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
-    tx = cg.gradient_clip(cg.AutoNorm(gamma=0.0), where="a", measure="a|b")
-    assert_close(tx.update(grads, tx.init(grads))[0], {"a": np.array([0.6]), "b": np.array([4.0])})
-    assert_close(cg.clip_grads(grads, cg.AutoNorm(gamma=0.0), norm=10.0)[0]["a"], np.array([0.3]))
-
-
 @pytest.mark.parametrize(
     "error, make, match",
     [
         (ValueError, lambda: cg.AutoNorm(gamma=-0.1), "gamma: got -0.1, expected .*not negative"),
         (ValueError, lambda: cg.AutoNorm(jnp.inf), "max_norm: got inf, expected .*finite"),
-        (TypeError, lambda: cg.AutoNorm(cg.PercentileThreshold()), "a clip by limits can be adapt"),
-        (ValueError, lambda: cg.clip_grads(1.0, cg.ClipByNorm(1.0), norm=1.0), "with one norm"),
+        (
+            TypeError,
+            lambda: cg.AutoNorm(cg.PercentileThreshold(90)),
+            "a clip by limits can be adapt",
+        ),
     ],
-    ids=range(4),
+    ids=range(3),
 )
 def test_an_auto_norm_that_makes_no_sense_is_refused(error, make, match):
     with pytest.raises(error, match=match):

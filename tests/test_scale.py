@@ -84,7 +84,7 @@ RULES = {
     "AdaptiveClip": cg.AdaptiveClip(0.1),
 }
 THRESHOLDS = (
-    cg.PercentileThreshold(), cg.HistoryThreshold(), cg.ZScoreThreshold(), cg.EMAThreshold(),
+    cg.PercentileThreshold(90), cg.HistoryThreshold(), cg.ZScoreThreshold(), cg.EMAThreshold(),
 )  # fmt: skip
 # Each of these makes a tree like the one that it is given.
 FUNCTIONS = {

@@ -48,7 +48,9 @@ LAYOUTS = {
     },
 }
 RULES = {case.name: case.make(0.3) for case in CASES} | {
-    "AdaptiveClip(layers apart)": cg.AdaptiveClip(0.3, axis={"layers/(in|out)": -2}),
+    "AdaptiveClip(layers apart)": cg.AdaptiveClip(
+        0.3, axis=lambda p, x: -2 if p.startswith("layers") else tuple(range(x.ndim - 1))
+    ),
 }
 every_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

@@ -127,46 +127,14 @@ def test_equal_norms_make_no_outlier_of_a_slightly_larger_one():
         assert states.skipped[-1] == skipped
 
 
-@pytest.mark.exhaustive
-def test_outliers_in_a_row_are_taken_in_the_end_and_the_history_starts_anew():
-    norms = np.concatenate([noise(20), 100 * noise(30, seed=1)])
-    tx = cg.skip_spikes(optax.sgd(1.0), max_consecutive=3, **SMALL)
-    _, states = scan(tx, norms)
-    np.testing.assert_array_equal(np.flatnonzero(states.skipped), [20, 21, 22])
-    np.testing.assert_array_equal(states.consecutive[19:25], [0, 1, 2, 3, 0, 0])
-    assert states.window.seen[23] == 1 and states.window.norms[23, -1] == norms[23]
-    _, stuck = scan(PLAIN, norms)
-    assert stuck.skipped[20:].all() and stuck.consecutive[-1] == 30
+def test_a_growth_for_good_is_skipped_and_shown():
+    norms = np.concatenate([noise(20), 100 * noise(10, seed=1), [np.nan] * 3])
+    _, states = scan(PLAIN, norms)
+    assert states.skipped[20:].all() and not states.skipped[:20].any()
+    assert states.consecutive[29] == 10 and states.nonfinite_consecutive[-1] == 3
 
 
-@pytest.mark.exhaustive
-def test_what_is_not_finite_or_above_max_norm_is_never_taken():
-    row = [1e3, np.nan, 1e3, 1e9, np.inf, 1e3]
-    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=1e6, max_consecutive=2, **SMALL)
-    _, states = scan(tx, [*noise(20), *row, *[np.nan] * 9])
-    np.testing.assert_array_equal(states.consecutive[20:26], [1, 1, 2, 2, 2, 0])
-    np.testing.assert_array_equal(states.skipped[20:], [True] * 5 + [False] + [True] * 9)
-    assert states.skipped_count[-1] == 14 and states.spike_count[-1] == 3
-
-
-@pytest.mark.kinds()
-@pytest.mark.parametrize("sigma", [6.0, None])
-def test_after_a_limit_of_gradients_that_are_not_finite_the_next_reaches_the_optimizer(sigma):
-    """So that the loss of a training that stands still shows it, whatever the finite limits."""
-    norms = [1.0, np.nan, np.inf, 1.0, 1e9, np.inf, np.nan, np.nan, np.inf, 1.0]
-    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=1e6, max_nonfinite=2, sigma=sigma)
-    updates, states = scan(tx, norms)
-    np.testing.assert_array_equal(states.nonfinite_consecutive, [0, 1, 2, 0, 0, 1, 2, 3, 4, 0])
-    np.testing.assert_array_equal(np.flatnonzero(states.skipped), [1, 2, 4, 5, 6])
-    np.testing.assert_array_equal(np.flatnonzero(~np.isfinite(updates[:, 0])), [7, 8])
-    np.testing.assert_array_equal(states.consecutive, 0)
-    if sigma is not None:
-        np.testing.assert_array_equal(states.window.seen, [1, 1, 1, 2, 2, 2, 2, 2, 2, 3])
-    _, patient = scan(cg.skip_spikes(optax.sgd(1.0), sigma=sigma), [1.0, *[np.nan] * 40])
-    assert patient.skipped[1:].all() and patient.nonfinite_consecutive[-1] == 40
-
-
-def test_extra_arguments_are_passed_on_and_a_known_norm_is_used():
+def test_extra_arguments_are_passed_on():
     seen = {}
 
     def update(updates, state, params=None, **extra):
@@ -175,10 +143,8 @@ def test_extra_arguments_are_passed_on_and_a_known_norm_is_used():
 
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     tx = cg.skip_spikes(inner, max_norm=10.0)
-    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=1.0, grad_norm=11.0)
-    assert state.skipped and state.raw_norm == 11 and seen == {"value": 1.0, "grad_norm": 11.0}
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), anything=2)
-    assert seen["anything"] == 2
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=1.0, anything=2)
+    assert seen == {"value": 1.0, "anything": 2}
 
 
 def test_states_with_keys_integers_and_nothing_are_kept():
@@ -237,7 +203,7 @@ def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped(
     assert (states.skipped_count[-1], states.spike_count[-1]) == (4, 2)
 
 
-@pytest.mark.parametrize("given", [{"window": 64}, {"min_history": 8}, {"max_consecutive": 3}])
+@pytest.mark.parametrize("given", [{"window": 64}, {"window": 128}, {"min_history": 8}])
 def test_a_number_for_a_history_that_is_not_kept_is_refused(given):
     ((name, value),) = given.items()
     with pytest.raises(ValueError, match=f"{name}: got {value} with sigma=None.* leave {name} out"):
@@ -258,8 +224,6 @@ def test_a_state_without_a_history_where_one_is_needed_is_refused():
     ({"sigma": -1.0}, "sigma: got -1.0, expected a number >= 0"),
     ({"min_history": 129}, "min_history: got 129, expected at most window, 128"),
     ({"max_norm": -1.0}, "max_norm: got -1.0"),
-    ({"max_consecutive": 0}, "max_consecutive: got 0"),
-    ({"max_nonfinite": 0}, "max_nonfinite: got 0, expected an integer of at least 1"),
     ({"window": jnp.array(8)}, "window: got .*; for optax.inject_hyperparams name it in static"),
     ({"min_history": cg.HistoryThreshold()}, "min_history: got HistoryThreshold.*an integer"),
 ], ids=str)  # fmt: skip
@@ -271,7 +235,7 @@ def test_what_is_out_of_range_is_refused(kwargs, match):
 @pytest.mark.parametrize("name", ["max_norm", "sigma"])
 def test_a_threshold_where_a_number_belongs_is_refused(name):
     with pytest.raises(TypeError, match=f"{name}: got PercentileThreshold.* expected a number"):
-        cg.skip_spikes(optax.sgd(1.0), **{name: cg.PercentileThreshold()})
+        cg.skip_spikes(optax.sgd(1.0), **{name: cg.PercentileThreshold(90)})
     injected = optax.inject_hyperparams(
         cg.skip_spikes, static_args={"window", "sigma", "max_norm"} - {name}
     )
@@ -289,7 +253,7 @@ def test_a_threshold_where_a_number_belongs_is_refused(name):
     (True, [np.inf], 0),
 ], ids=str)  # fmt: skip
 def test_after_the_halt_nothing_changes_but_the_count(halt, row, at):
-    tx = cg.skip_spikes(optax.adam(0.1), max_norm=9.0, halt=halt, max_nonfinite=1, **SMALL)
+    tx = cg.skip_spikes(optax.adam(0.1), max_norm=9.0, halt=halt, **SMALL)
     updates, states = scan(tx, [*row, 1.0, 1.0, np.nan])
     first, last = (jax.tree.map(lambda x, i=i: x[i], states) for i in (at, -1))
     np.testing.assert_array_equal(states.count, np.arange(len(row) + 3) + 1)

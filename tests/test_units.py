@@ -34,17 +34,6 @@ LAYOUTS = {
     "torch/linear/weight": ((6, 4), (1,)),
     "torch/conv/weight": ((5, 2, 3, 3), (1, 2, 3)),
 }
-# What has to be said of them, for all that is not in the layout of JAX libraries.
-AXES = {
-    "embedding": -1,
-    "query/kernel": 0,
-    "layers/dense/kernel": 1,
-    "layers/dense/bias": -1,
-    "layers/conv": (1, 2, 3),
-    "experts": -2,
-    "torch/linear": -1,
-    "torch/conv": (1, 2, 3),
-}
 
 
 def trees(seed=0):
@@ -69,13 +58,9 @@ def reference(grad, weight, axes, clipping, eps=1e-3):
     return np.where(norms[0] > limit, g * limit / norms[0], g)
 
 
-@pytest.mark.parametrize(
-    "axis",
-    [AXES, lambda path, leaf: LAYOUTS[path][1]],
-    ids=["by path", "by function"],
-)
-def test_units_of_every_layout_in_one_tree(axis):
+def test_units_of_every_layout_in_one_tree():
     grads, params = trees()
+    axis = lambda path, leaf: LAYOUTS[path][1]  # noqa: E731
     clip = jax.jit(lambda c: cg.clip_grads(grads, cg.AdaptiveClip(c, axis=axis), params)[0])
     for clipping in (0.01, 1.0, 30.0):
         clipped = clip(clipping)
@@ -87,12 +72,14 @@ def test_units_of_every_layout_in_one_tree(axis):
 @pytest.mark.parametrize(
     "axis, match",
     [
-        ({"kernel": 0, "kernal": 1}, "axis: got 'kernal', expected .*'dense/ker"),
-        ({"bias": 1}, r"axis: got 1 for dense/bias of shape \(6,\)"),
-        ({"dense/kernel": (0, -2)}, r"axis: got \(0, -2\) for dense/kernel of shape \(4, 6\)"),
+        (1, r"axis: got 1 for dense/bias of shape \(6,\)"),
+        (
+            lambda path, leaf: (0, -2)[: leaf.ndim],
+            r"got \(0, -2\) for dense/kernel of shape \(4, 6\)",
+        ),
         (lambda path, leaf: 9, "axis: got 9 for"),
     ],
-    ids=range(4),
+    ids=range(3),
 )
 def test_units_that_the_tree_has_not_are_refused(axis, match):
     grads, params = ({k: t[k] for k in ("dense/kernel", "dense/bias")} for t in trees())
@@ -100,19 +87,8 @@ def test_units_that_the_tree_has_not_are_refused(axis, match):
         cg.adaptive_grad_clip(0.1, axis=axis).update(grads, optax.EmptyState(), params)
 
 
-@pytest.mark.parametrize(
-    "axis", [{"kernel": "rows"}, {"kernel": 1.5}, lambda p, x: "last"], ids=stable_id
-)
+@pytest.mark.parametrize("axis", ["rows", 1.5, {"kernel": 0}, lambda p, x: "last"], ids=stable_id)
 def test_axes_that_are_none_are_refused(axis):
     x = {"kernel": jnp.ones((2, 2))}
     with pytest.raises(TypeError, match="axis: got .* expected an int, a tuple of them or None"):
         cg.AdaptiveClip(axis=axis)(x, x)
-
-
-def test_the_first_expression_that_matches_holds():
-    grads, params = trees()
-    axis = {"torch/conv": (1, 2, 3), "torch": -1, "weight$": None}
-    clipped = cg.AdaptiveClip(0.1, axis=axis)(grads, params)
-    for path in ("torch/conv/weight", "torch/linear/weight", "dense/kernel"):
-        expected = reference(grads[path], params[path], LAYOUTS[path][1], 0.1)
-        np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)
