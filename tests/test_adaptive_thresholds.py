@@ -402,7 +402,7 @@ def following(threshold, shape):
     (lambda: cg.PercentileThreshold("10"), TypeError, "percentile: got '10' of type str"),
     (lambda: cg.PercentileThreshold(90, window=0), ValueError, "window: got 0, .* at least 1"),
     (lambda: cg.PercentileThreshold(90, window=2.5), ValueError, "window: got 2.5, .*integer"),
-    (lambda: cg.PercentileThreshold(90, feed="both"), ValueError, "feed: got 'both', .*raw, clipped"),
+    (lambda: cg.PercentileThreshold(9, feed="b"), ValueError, "feed: got .b., .*raw, clipped"),
     (lambda: cg.HistoryThreshold(sigma=-1), ValueError, "sigma: got -1, expected a number >= 0"),
     (lambda: cg.HistoryThreshold(8, min_history=9), ValueError, "got 9, .* at most window, 8"),
     (lambda: cg.ZScoreThreshold(decay=1.5), ValueError, r"decay: got 1.5, .* in \[0, 1\]"),
@@ -411,7 +411,7 @@ def following(threshold, shape):
     (lambda: cg.ZScoreThreshold(eps=np.inf), ValueError, "eps: got inf"),
     (lambda: cg.EMAThreshold(relative=0.5), ValueError, "relative: got 0.5, .* >= 1"),
     (lambda: cg.EMAThreshold(absolute=0), ValueError, "absolute: got 0"),
-], ids=range(13))  # fmt: skip
+], ids=range(14))  # fmt: skip
 def test_what_is_out_of_range_is_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()
