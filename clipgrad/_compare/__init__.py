@@ -2,10 +2,8 @@
 
 from clipgrad._compare.compare import compare as compare
 from clipgrad._compare.comparison import GradientComparison as GradientComparison
-from clipgrad._compare.examples import compare_examples as compare_examples
 from clipgrad._compare.port_record import PortEntry as PortEntry
 from clipgrad._compare.port_record import PortRun as PortRun
-from clipgrad._compare.resumed import compare_resumed as compare_resumed
 from clipgrad._compare.rounding import WIDER_DTYPES as WIDER_DTYPES
 from clipgrad._compare.save_run import check_path as check_path
 from clipgrad._compare.save_run import save_run as save_run
