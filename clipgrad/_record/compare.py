@@ -1,0 +1,223 @@
+"""From two versions of a loss, or of a training step, to the first place where they differ."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from clipgrad._error_clip import check_call
+from clipgrad._record.compare_records import compare_records
+from clipgrad._record.file import load
+from clipgrad._record.names import same_leaves
+from clipgrad._record.ports import compare_by_numbers
+from clipgrad._record.record import TORCH, Record
+from clipgrad._record.recording import Recording, settings_of_runs
+from clipgrad._record.result import GradientComparison
+from clipgrad._record.save_run import recorded
+from clipgrad._record.wider import WIDER_DTYPES, compare_with_wider
+
+
+def compare(
+    fun: Callable[..., Any] | str | os.PathLike,
+    other: Callable[..., Any] | str | os.PathLike,
+    args: tuple | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    other_args: tuple | None = None,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    names: Mapping[str, str] | None = None,
+    rtol: float | None = None,
+) -> GradientComparison:
+    r"""Finds the first place where two versions of a loss, or of a training step, differ.
+
+    Each version is traced once and runs in one compiled program, unedited. Of each named value (a
+    tag, or what leaves a module or a step of a scan) and of its cotangent only 256 sums with random
+    signs leave the program: the norm of the difference of two such sketches is the norm of the
+    difference of the values, to about 10 %. So a comparison has the memory of a gradient.
+
+    A place differs if its relative difference is above four roundings of its dtype, and above what
+    rounding does there: the program of ``fun`` runs eight more times with each result, each term of
+    a sum and each constant moved by one rounding of its own type, in bfloat16 by bfloat16's.
+
+    Guarantees:
+      * Places are in the order of computation, steps of scans included.
+      * A "value" finding is the first named value that differs. It names the common module of the
+        operations between the named values before, which agree, and this one.
+      * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
+        it names the module of the operations that use the value, such as one with a wrong rule.
+      * If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
+      * If outputs and gradients agree, there are no findings: what differs inside is a note.
+      * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
+      * Places that rounding moves by more than 10 % are judged by differences of four times that
+        alone, and are notes else. What could not be matched is in ``unmatched``. If no gradient
+        (or output of a step) could be judged, that is a finding of kind "not judged", and ``ok``
+        is false.
+      * With ``argnums=None`` the functions are run as they are, on copies of the arguments, so they
+        may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
+        "output" finding comes before the findings of outputs that are computed from it, and has the
+        factor between the versions, if one explains the difference.
+      * The path of a run stands for its function, with the same findings. If the runs had other
+        arguments, a finding of kind "argument" is the first; a file without numbers is an error.
+      * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
+        the error of values grows most (of cotangents, if it grows at no value), and each leaf
+        whose gradient is more than ``rtol`` (0.05) rounding error; ``ok`` says that there is no
+        such leaf. Each leaf is judged by its own size; an overflow is a finding. The gradient is
+        traced before it is widened, so custom rules stay.
+
+    Args:
+      fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
+        ``argnums=None`` it may return any tree. Or the path of a file of `save_run`.
+      other: the second version, a function of the same arguments, or the path of a file; or
+        ``"float32"`` or ``"float64"``: ``fun`` and its gradient evaluated in this type.
+      args: the tuple of arguments of the functions; none beside two files.
+      kwargs: keyword arguments of both versions.
+      other_args: the arguments of ``other``, if they are of other types, trees or layouts.
+      argnums: the positions of the arguments to differentiate, or ``None`` for whole steps.
+      has_aux: whether the functions return ``(scalar, aux)``; aux is not compared.
+      names: names of values in ``other`` by their names in ``fun``, where they differ:
+        ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
+        ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
+      rtol: a relative tolerance, in place of the measured one.
+
+    Returns:
+      A `GradientComparison`; ``print`` it.
+
+    Raises:
+      TypeError: an argument is not of the type above, or is traced: it is called inside of
+        `jax.jit`.
+      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
+        ``names`` is of no value in its version, or two steps have no output in common.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(w, x, scale=1.0):
+      ...     with jax.named_scope("hidden"):
+      ...         h = jnp.tanh(x @ w) * scale
+      ...     return jnp.mean(h**2)
+      >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+      >>> found = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
+      >>> found.ok, found.findings[0].kind, found.findings[0].module
+      (False, 'value', 'hidden')
+    """
+    _check_comparison(fun, other, other_args, argnums, names, rtol)
+    check_call(len if _is_path(fun) else fun, () if args is None else args, kwargs)
+    named = dict(kwargs or {})
+    with settings_of_runs():
+        if isinstance(other, str) and not _is_path(other):
+            check_call(fun, args, kwargs)
+            recording = recorded(fun, args, named, argnums, has_aux)  # pyright: ignore
+            assert isinstance(recording, Recording)  # of a loss
+            return compare_with_wider(recording, other, rtol)
+        given = _arguments_of(fun, other, args, kwargs, other_args)
+        from_file = None in given
+        more = argnums, has_aux, from_file or other_args is not None
+        records: list[Record] = []
+        for run, own in zip((fun, other), given, strict=True):
+            is_measured = rtol is None and not any(map(_is_measured, records))
+            version: Any = run
+            records.append(
+                load(version)
+                if own is None
+                else recorded(version, own, named, *more).run(floor=is_measured)
+            )
+        return _compared(*records, names, rtol, from_file)
+
+
+def _is_measured(record: Record) -> bool:
+    return any(row.moved is not None for row in record.rows)
+
+
+def _compared(
+    a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | None, from_file: bool
+) -> GradientComparison:
+    """Compare by names, or by numbers where the two name nothing alike."""
+    paths = [[r.rows[i].name for i in r.of("gradient")] for r in (a, b)]
+    by_numbers = a.framework != b.framework or all(paths) and not same_leaves(*paths)
+    if not by_numbers:
+        return compare_records(a, b, names, rtol, from_file)
+    if not all(paths):
+        raise ValueError(
+            "run: got a run of torch and a whole step, expected a loss in JAX, or a file that "
+            "clipgrad.save_run wrote of one"
+        )
+    if names:
+        raise ValueError(
+            f"names: got {dict(names)!r} for versions whose parameters have no path in common, "
+            "expected None; their values are matched by their numbers"
+        )
+    return compare_by_numbers(*((b, a) if a.framework == TORCH else (a, b)), rtol)
+
+
+def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
+    """The arguments of each version; None for a run from a file."""
+    from_files = [_is_path(run) for run in (fun, other)]
+    if any(from_files) and other_args is not None:
+        raise ValueError(
+            "other_args: got arguments beside a run from a file, expected None; args are those of "
+            "the function"
+        )
+    if all(from_files) and args is not None:
+        raise ValueError(
+            "args: got arguments beside two runs from files, expected none; write compare(path, "
+            "other_path)"
+        )
+    given = []
+    for run, own in ((fun, args), (other, args if other_args is None else other_args)):
+        if not _is_path(run):
+            check_call(run, args, kwargs)
+        given.append(None if _is_path(run) else own)
+    return given
+
+
+def _is_path(run: Any) -> bool:
+    """Whether a version is the path of a file: text that is not the name of a dtype."""
+    return isinstance(run, os.PathLike) or (isinstance(run, str) and run not in WIDER_DTYPES)
+
+
+def _check_comparison(
+    fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
+) -> None:
+    if isinstance(other, str) and other in WIDER_DTYPES:
+        _check_dtype(fun, other, other_args, argnums, names)
+    elif isinstance(other, str) and os.path.basename(other) == os.path.splitext(other)[0]:
+        if not os.path.isfile(other):  # a word alone
+            raise ValueError(
+                f"other: got {other!r}, expected the name of a wider dtype, one of "
+                f"{', '.join(WIDER_DTYPES)}, a function, or the path of a run"
+            )
+    elif not callable(other) and not _is_path(other):
+        raise TypeError(
+            f"other: got {other!r}, expected a function of the same arguments, the path of a run, "
+            f"or the name of a dtype, one of {', '.join(WIDER_DTYPES)}"
+        )
+    if other_args is not None and not isinstance(other_args, tuple):
+        raise TypeError(
+            f"other_args: got {type(other_args).__name__}, expected a tuple; for one argument "
+            "write (x,)"
+        )
+    is_named = names is None or isinstance(names, Mapping)
+    if not is_named or not all(isinstance(x, str) for pair in (names or {}).items() for x in pair):
+        raise TypeError(
+            f"names: got {names!r}, expected a mapping from names in fun to names in other, such "
+            'as {"layers_*": "layers"}'
+        )
+    if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < float("inf")):
+        raise ValueError(f"rtol: got {rtol!r}, expected a tolerance of at least 0, such as 1e-3")
+
+
+def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:
+    if _is_path(fun):
+        raise ValueError(
+            f"other: got {other!r} beside a run from a file, expected a function or another run; "
+            "write compare(fun, dtype, args) with the function"
+        )
+    for name, given in (("other_args", other_args), ("names", names)):
+        if given is not None:
+            raise ValueError(
+                f"{name}: got {given!r} with other={other!r}, expected None; both runs are of fun"
+            )
+    if argnums is None:
+        raise ValueError(
+            f"argnums: got None with other={other!r}, expected positions of arguments to "
+            "differentiate; to compare whole steps, write a function with wider arguments"
+        )

@@ -1,0 +1,235 @@
+"""The first place where a record differs from one of another framework, or of other trees."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+
+from clipgrad._errors import first_few
+from clipgrad._record.by_numbers import (
+    Candidates,
+    Equal,
+    EqualValues,
+    numbers_at,
+    sketches_in_orders,
+)
+from clipgrad._record.compare_records import result
+from clipgrad._record.findings import Sides, first
+from clipgrad._record.judge import judge_rows
+from clipgrad._record.match import Alone, Matching, Pair
+from clipgrad._record.record import ENTERS, TORCH, Graph, Record, Row
+from clipgrad._record.result import ComparisonFinding, GradientComparison
+from clipgrad._record.slices import descends, made_from
+
+MOST_SHOWN = 12
+
+
+def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComparison:
+    """Compare a loss in JAX with one whose rows have other names."""
+    leaves = _Leaves(a, b, rtol)
+    values = EqualValues(a, b, rtol)
+    (loss,), (its,) = a.of("output"), b.of("output")
+    judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=2)
+    assert judgment is not None  # of two scalars
+    output = Pair("output", (loss, ()), (its, ()), judgment)
+    matched = _matched(values)
+    gradients = leaves.gradients()
+    differs = judgment.differs or any(p.judgment.differs for p in gradients)
+    found = _first_unequal(values, matched) if differs else None
+    bad = [found] if found else []
+    pairs = sorted([*matched, *bad], key=lambda p: a.rows[p.own[0]].time(p.own[1]))
+    pairs += [output, *_cotangents(values, matched, rtol), *gradients]
+    sides = Sides(a, b, Matching(pairs, leaves.alone(), _unmatched(values, leaves)))
+    findings = first(sides, with_arguments=False)
+    if found:
+        findings = _with_other(findings, found, values, leaves)
+    return result(sides, findings, with_arguments=False)
+
+
+class _Leaves:
+    """The arguments of a record, and for each those of another that are equal."""
+
+    def __init__(self, a: Record, b: Record, rtol: float | None) -> None:
+        self.a, self.b, self._rtol = a, b, rtol
+        self._others = b.of("argument")
+        rows = [b.rows[j] for j in self._others]
+        candidates = Candidates(rows, [sketches_in_orders(row) for row in rows])
+        self.equal: dict[int, list[Equal]] = {}
+        for i in a.of("argument"):
+            known = numbers_at(a.rows[i], ())
+            self.equal[i] = candidates.equal(a.rows[i], *known, None) if known else []
+        self.covered = {
+            name
+            for found in self.equal.values()
+            for each in found
+            for name in _covers(b.rows[self._others[each.at]].name, [row.name for row in rows])
+        }
+
+    def gradients(self) -> list[Pair]:
+        """Each gradient beside that of an equal parameter, in the same order of axes.
+
+        Of several equal parameters, such as biases of zeros, it is the one with the nearest.
+        """
+        grads = {self.b.rows[i].node: i for i in self.b.of("gradient")}
+        found = []
+        for i in self.a.of("gradient"):
+            row, known, pairs = self.a.rows[i], numbers_at(self.a.rows[i], ()), []
+            for each in self.equal[row.node]:
+                j = grads.get(self._others[each.at])
+                if j is None or known is None:
+                    continue
+                own = Candidates([self.b.rows[j]], [sketches_in_orders(self.b.rows[j])])
+                order = min(each.order, len(own.sketches[0]) - 1)
+                judgment = own.judged(row, *known, 0, order, self._rtol)
+                pairs.append(Pair("gradient", (i, ()), (j, ()), judgment, order))
+            key = lambda p: (p.judgment.differs, p.judgment.difference)  # noqa: E731
+            found += [min(pairs, key=key)] if pairs else []
+        return found
+
+    def alone(self) -> list[Alone]:
+        """The gradients that were not compared."""
+        compared = {p.own[0] for p in self.gradients()}
+        found = [
+            Alone("gradient", self.a.rows[i].name, f"gradient {self.a.rows[i].label}, only in JAX")
+            for i in self.a.of("gradient")
+            if i not in compared
+        ]
+        where = "torch" if self.b.framework == TORCH else "other"
+        for i in self.b.of("gradient"):
+            name = self.b.rows[i].name
+            if self._is_whole(name) and name not in self.covered:
+                found.append(Alone("gradient", name, f"gradient {name}, only in {where}"))
+        return found
+
+    def left(self) -> list[Row]:
+        """The whole arguments of the other record that none is equal to."""
+        rows = [self.b.rows[j] for j in self._others]
+        return [r for r in rows if self._is_whole(r.name) and r.name not in self.covered]
+
+    def _is_whole(self, name: str) -> bool:
+        return (
+            self.b.framework != TORCH or name.startswith("args[") or not re.search(r"[*\[+]", name)
+        )
+
+
+def _covers(name: str, every: Sequence[str]) -> list[str]:
+    """The names of the whole parameters that an array is, stacks, sums or is a part of."""
+    if name.startswith("args["):
+        return [name]
+    module = name.split("+")[0].rpartition(".")[0]
+    found = []
+    for i, own in enumerate(name.split("[")[0].split("+")):
+        whole = f"{module}.{own}" if i and module else own
+        pattern = re.compile(re.escape(whole).replace(r"\*", r"\d+"))
+        found += [other for other in every if pattern.fullmatch(other)]
+    return found
+
+
+def _matched(values: EqualValues) -> list[Pair]:
+    found = []
+    for i, own in enumerate(values.own):
+        if (equal := values.partner(i)) is not None:
+            other = values.instance(equal.at)
+            found.append(Pair("value", own, other, equal.judgment, equal.order))
+    return found
+
+
+def _cotangents(values: EqualValues, matched: Sequence[Pair], rtol: float | None) -> list[Pair]:
+    """The cotangents of values that agree; of what enters it depends on what else uses it."""
+    a, b = values.a, values.b
+    own, theirs = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
+    found = []
+    for p in matched:
+        i, j = own.get(p.own[0]), theirs.get(p.other[0])
+        views = a.rows[p.own[0]].view, b.rows[p.other[0]].view
+        if i is None or j is None or ENTERS in views:
+            continue
+        known = numbers_at(a.rows[i], p.own[1])
+        its = Candidates([b.rows[j]], [sketches_in_orders(b.rows[j], p.other[1])])
+        if known and p.order is not None and p.order < len(its.sketches[0]):
+            judgment = its.judged(a.rows[i], *known, 0, p.order, rtol)
+            found.append(Pair("cotangent", (i, p.own[1]), (j, p.other[1]), judgment, p.order))
+    return found
+
+
+def _first_unequal(values: EqualValues, matched: Sequence[Pair]) -> Pair | None:
+    """The first value without an equal that the loss, and no value that agrees, is computed from.
+
+    The other record must have a value as large that is left. What agrees is computed from another
+    value only if the other framework cuts its modules otherwise.
+    """
+    graph = Graph(values.a)
+    ends = {p.own for p in matched if p.judgment.difference <= p.judgment.tolerance / 2}
+    (loss,) = values.a.of("output")
+    partners, after = {p.own: p for p in matched}, -1
+    for i, own in enumerate(values.own):
+        if own in partners:
+            after = values.partner(i).at  # pyright: ignore[reportOptionalMemberAccess]
+        elif (known := values.known[i]) is not None:
+            j = values.left(i, after)
+            if j is None or descends(graph, own, ends) or not descends(graph, own, {(loss, ())}):
+                continue
+            near = values.candidates.nearest(values.a.rows[own[0]], *known, j)
+            if near.judgment.differs:
+                return Pair("value", own, values.instance(j), near.judgment, near.order)
+    return None
+
+
+def _with_other(
+    findings: list[ComparisonFinding], pair: Pair, values: EqualValues, leaves: _Leaves
+) -> list[ComparisonFinding]:
+    """The findings, of which the value has its place in the other record; arguments are first."""
+    at = next((i for i, f in enumerate(findings) if f.kind == "value"), None)
+    if at is None:
+        return findings
+    row, its = values.a.rows[pair.own[0]], values.b.rows[pair.other[0]]
+    finding, text = findings[at], findings[at].message
+    if values.b.framework == TORCH:
+        verb = "enters" if its.view == ENTERS else "leaves"
+        text += f"; in torch it {verb} {its.name or 'the model'} ({its.owner}"
+        text += f", {os.path.basename(its.line)})" if its.line else ")"
+    if row.shape != its.shape:
+        text += f", of shape {list(its.shape)} beside {list(row.shape)}"
+    module = finding.module
+    findings[at] = dataclasses.replace(finding, message=text, module=module)
+    return [*_other_arguments(pair, values, leaves), *findings]
+
+
+def _other_arguments(pair: Pair, values: EqualValues, leaves: _Leaves) -> list[ComparisonFinding]:
+    """The finding of arguments without an equal that the first value that differs is made from.
+
+    Where the other record has an array as large that is left.
+    """
+    a, agreeing = values.a, _matched(values)
+    sizes = {row.size: row.name for row in leaves.left()}
+    (own,) = made_from(pair, agreeing, [Graph(a)], with_all=True)
+    sources = dict.fromkeys(to[0] for _, _, to in own.steps)
+    bad = [i for i in sources if a.rows[i].kind == "argument" and not leaves.equal[i]]
+    texts = [
+        f"{a.rows[i].label} is not {sizes[a.rows[i].size]}" for i in bad if a.rows[i].size in sizes
+    ]
+    if not texts:
+        return []
+    text = f"{len(texts)} of the arguments differ: {first_few(texts, 5)}"
+    return [ComparisonFinding("argument", text, path=a.rows[bad[0]].name)]
+
+
+def _unmatched(values: EqualValues, leaves: _Leaves) -> list[str]:
+    """Texts of the values and arrays that only one of the records has."""
+    a, b = values.a, values.b
+    where = "torch" if b.framework == TORCH else "other"
+    equal = {
+        a.rows[i].name for (i, _), found in zip(values.own, values.equal, strict=True) if found
+    }
+    covered = {values.candidates.rows[j].name for j in values.covered}
+    names = "JAX", [a.rows[i].name for i, _ in values.own], equal
+    others = where, [row.name for row in values.candidates.rows], covered
+    found = []
+    for side, every, known in (names, others):
+        if alone := [name for name in dict.fromkeys(every) if name and name not in known]:
+            found.append(f"values only in {side}: {first_few(alone, MOST_SHOWN)}")
+    ours = [f"{a.rows[i].label} {list(a.rows[i].shape)}" for i, e in leaves.equal.items() if not e]
+    theirs = [f"{row.name} {list(row.shape)}" for row in leaves.left()]
+    for side, alone in (("JAX", ours), (where, theirs)):
+        found += [f"arrays only in {side}: {', '.join(alone)}"] if alone else []
+    return found

@@ -1,0 +1,197 @@
+"""The result of a comparison, for people and for programs: its findings and its rows."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clipgrad._chart import empty_chart
+from clipgrad._errors import folded
+
+_MOST_ROWS = 20
+_NAME_WIDTH = 56
+_MOST_LABELS = 24  # more names than this can't be read
+_CURVE_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}
+_COMPARISON_HEADS = {
+    "value": "the values differ from here on",
+    "vjp": "the values agree, and the cotangents differ from here on",
+    "grads": "values and cotangents agree, and a gradient differs",
+    "output": "an output differs",
+    "argument": "the runs had other arguments",
+    "rounding": "precision is lost here",
+    "neighbors": "an example depends on the others of its batch from here on",
+    "place": "an example depends on its place in the batch from here on",
+    "padding": "what is padded counts from here on",
+    "not judged": "neither agreement nor a difference was found",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonFinding:
+    """A place at which two versions differ.
+
+    Attributes:
+      kind: "value", "vjp", "grads", "output", "rounding", "argument": of runs in files,
+        "neighbors", "place", "padding": of examples, or "not judged": nothing could be.
+      message: what differs, and by how much.
+      module: the module path, "" outside of modules, None if there is none.
+      step: the index in the innermost scan, or None.
+      file: the file of the user's line, or None.
+      line: its number, or None.
+      factor: how much the difference grows there; None where it was 0 before.
+      path: the path of the output, of the leaf of the gradient or of the argument, or None.
+      ratio: the first version divided by the second, if one factor explains the difference, or
+        None; of "rounding" the error of the leaf's gradient divided by its size, inf for an
+        overflow.
+    """
+
+    kind: str
+    message: str
+    module: str | None = None
+    step: int | None = None
+    file: str | None = None
+    line: int | None = None
+    factor: float | None = None
+    path: str | None = None
+    ratio: float | None = None
+
+
+def unjudged(message: str) -> ComparisonFinding:
+    """The finding that nothing could be judged, which is no agreement."""
+    return ComparisonFinding("not judged", message)
+
+
+def undecided(name: str, what: str = "it") -> str:
+    return f"{name}: rounding decides here, so {what} is not judged"
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonRow:
+    """A place of both versions: a named value, at one step of the scans around it, or an output.
+
+    Attributes:
+      module: the name of the value, or the path of the output.
+      step: the index in the innermost scan, or None.
+      value: the relative difference of the values.
+      cotangent: the relative difference of their cotangents, or None.
+      value_tolerance: what rounding explains of the difference of the values.
+      cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
+      steps: the indices in all scans around it, outermost first.
+      kind: "tag", "module", "output", "enters" for what enters the module, or "gradient" of a leaf
+        beside examples.
+    """
+
+    module: str
+    step: int | None
+    value: float
+    cotangent: float | None
+    value_tolerance: float
+    cotangent_tolerance: float | None = None
+    steps: tuple[int, ...] = ()
+    kind: str = "module"
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientComparison:
+    """The result of `compare`; ``print`` shows it as a report.
+
+    Attributes:
+      ok: whether the outputs and the gradients agree; with a dtype's name, whether no leaf of the
+        gradient has lost its precision. False if nothing could be judged.
+      findings: the places where the versions differ, in the order of computation.
+      rows: every place that both versions have, with the relative differences there.
+      unmatched: the places that only one of the versions has.
+      notes: what else there is to know, such as places where rounding decides.
+    """
+
+    ok: bool
+    findings: tuple[ComparisonFinding, ...]
+    rows: tuple[ComparisonRow, ...]
+    unmatched: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = (
+            [] if self.findings else [f"no difference beyond rounding, at {len(self.rows)} places"]
+        )
+        parts += [_written(finding) for finding in self.findings]
+        parts += _row_table(self.rows) if self.findings and self.rows else []
+        parts += [folded(f"not matched: {place}") for place in self.unmatched]
+        return "\n".join(parts + [folded(f"note: {note}") for note in self.notes])
+
+    def plot(self) -> Any:
+        """Draws the relative differences by depth, of values and of cotangents, with the findings.
+
+        Returns:
+          A figure of matplotlib, which the extra ``demo`` installs.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        chart, rows = empty_chart(10, 5), self.rows
+        panel = chart.subplots()
+        shown = [_draw_differences(panel, rows, what) for what in _CURVE_COLORS]
+        if any(shown):
+            panel.set_yscale("log")
+            panel.legend()
+        panel.set_ylabel("relative difference")
+        panel.set_xlabel("depth, from the input to the output")
+        at = range(0, len(rows), max(1, -(-len(rows) // _MOST_LABELS)))
+        steps = ["" if row.step is None else f", {row.step}" for row in rows]
+        labels = [f"{rows[i].module[-32:]}{steps[i]}" for i in at]
+        panel.set_xticks(list(at), labels, rotation=60, ha="right", fontsize=7)
+        for finding in self.findings:
+            name = finding.path if finding.module is None else finding.module
+            is_at = [f"{x.module}/".startswith(f"{name}/") for x in rows]  # or inside of the module
+            places = [i for i, x in enumerate(rows) if is_at[i] and finding.step in (None, x.step)]
+            if places:
+                place = (places[0], 0.95)
+                panel.axvline(places[0], color="#D55E00", linestyle="--")
+                panel.annotate(
+                    finding.kind, place, xycoords=("data", "axes fraction"), color="#D55E00"
+                )
+        return chart
+
+
+def _written(finding: ComparisonFinding) -> str:
+    where = finding.path if finding.module is None else finding.module
+    at = "" if where is None else f": {where or 'outside of modules'}"
+    step = "" if finding.step is None else f", step {finding.step}"
+    head = f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}{at}{step}"
+    return f"{folded(head)}\n{folded(finding.message, '  ')}"
+
+
+def _row_table(rows: tuple[ComparisonRow, ...]) -> list[str]:
+    """The rows with the largest differences beyond rounding, in the order of computation."""
+    worst = sorted(rows, key=_excess, reverse=True)[:_MOST_ROWS]
+    lines = [f"{'relative difference':<{_NAME_WIDTH}}{'step':>6}{'value':>10}{'cotangent':>12}"]
+    return lines + [_line(row) for row in rows if any(row is bad for bad in worst)]
+
+
+def _excess(row: ComparisonRow) -> float:
+    value = row.value / (row.value_tolerance or 1e-300)
+    if row.cotangent is None:
+        return value
+    return max(value, row.cotangent / (row.cotangent_tolerance or 1e-300))
+
+
+def _line(row: ComparisonRow) -> str:
+    name = f"into {row.module}" if row.kind == "enters" else row.module
+    name = name if len(name) < _NAME_WIDTH else "..." + name[4 - _NAME_WIDTH :]
+    step = "" if row.step is None else row.step
+    cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"
+    return f"{name:<{_NAME_WIDTH}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
+
+
+def _draw_differences(panel: Any, rows: Sequence[ComparisonRow], what: str) -> bool:
+    """Draw differences above zero, and their tolerance; return whether there are any."""
+    curves = []
+    for name in (what, f"{what}_tolerance"):
+        array = np.asarray([getattr(row, name) for row in rows], np.float64)  # None is NaN
+        curves.append(np.where((array > 0) & np.isfinite(array), array, np.nan))
+    style = {"color": _CURVE_COLORS[what]}
+    if np.isfinite(curves[1]).any():
+        panel.plot(curves[0], marker=".", label=what, **style)
+        panel.plot(curves[1], linestyle=":", label=f"{what}: what rounding explains", **style)
+    return any(np.isfinite(curve).any() for curve in curves)

@@ -1,0 +1,92 @@
+"""A version of a comparison as a record: recorded now, or read from a file."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from clipgrad._error_clip import check_call
+from clipgrad._record.file import check_path, load, save
+from clipgrad._record.losses import recorded_loss
+from clipgrad._record.recording import Recording, settings_of_runs
+from clipgrad._record.steps import PythonStep, recorded_step
+
+
+def save_run(
+    fun: Callable[..., Any],
+    args: tuple,
+    path: str | os.PathLike,
+    *,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Runs a loss and its gradient, or a step, and writes what `compare` needs to a file.
+
+    The file stands for one of the two versions in `compare`: of another process, cluster, version
+    of JAX or commit. It is a NumPy archive (``.npz``) with a header in JSON, and without pickled
+    objects.
+
+    Guarantees:
+      * Numbers of arrays are not in the file, but sketches of them: 515 numbers of each named value
+        and its cotangent at each step of a scan, of each gradient, output and argument, among them
+        the norm and the largest magnitude; and how far rounding moves them. Of integers and keys
+        there is a hash of their values.
+      * `compare` finds the kind, the module and the step that it finds between the functions.
+      * The file is whole or not there: it is written beside its place, and moved there.
+      * Of several processes, which all call this, the first writes the file.
+
+    Args:
+      fun: a function that returns a scalar, or ``(scalar, aux)``. With ``argnums=None`` it may
+        return any tree.
+      args: the tuple of arguments.
+      path: where to write the file, such as ``"before.npz"``; one that is there is replaced.
+      argnums: the positions of the arguments to differentiate, or ``None`` for a whole step.
+      has_aux: whether the function returns ``(scalar, aux)``; aux is not kept.
+      kwargs: keyword arguments.
+
+    Returns:
+      None: the run is in the file.
+
+    Raises:
+      TypeError: an argument is not of the type above, or is traced.
+      ValueError: as of `compare`.
+      OSError: the file cannot be written.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp, os, tempfile
+      >>> def loss(w, x, scale=1.0):
+      ...     with jax.named_scope("hidden"):
+      ...         h = jnp.tanh(x @ w) * scale
+      ...     return jnp.mean(h**2)
+      >>> args, path = (jnp.ones((3, 2)), jnp.ones((4, 3))), os.path.join(tempfile.mkdtemp(), "run")
+      >>> cg.save_run(loss, args, path)
+      >>> cg.compare(path, loss, args).ok
+      True
+      >>> cg.compare(path, lambda w, x: loss(w, x, scale=1.1), args).findings[0].module
+      'hidden'
+    """
+    check_call(fun, args, kwargs)
+    check_path(path)
+    with settings_of_runs():
+        save(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
+
+
+def recorded(
+    fun: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int] | None,
+    has_aux: bool,
+    with_arguments: bool = True,
+) -> Recording | PythonStep:
+    """The recording of a loss, or of a step."""
+    if argnums is not None:
+        return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)
+    if has_aux:
+        raise ValueError(
+            "has_aux: got True with argnums=None, expected False; all outputs are compared"
+        )
+    return recorded_step(fun, args, kwargs, with_arguments)
+
+
+__all__ = ["check_path", "load", "recorded", "save", "save_run"]

@@ -1,0 +1,128 @@
+"""Sketches: a few numbers of each value and cotangent, whose differences are as large as theirs."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._compat import on_every_device, to_varying, varying_axes
+from clipgrad._program import measuring, mixed
+
+SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
+NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
+MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
+SCALE = 2.0**-64  # sums of the largest float32 would overflow
+NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
+LENGTH = 2 * NUMBERS + 3
+MOST_AXES = 4  # 24 orders
+
+
+def sketch_dtype(dtype: Any) -> Any:
+    """The type of a sketch: float64 for values in it, or else float32."""
+    return np.dtype(np.float64 if jnp.finfo(dtype).bits == 64 else np.float32)
+
+
+@measuring  # traced once for each shape
+def sketch(x: jax.Array) -> jax.Array:
+    r"""The sketch of an array, shape (515,): of ordinary, of large and of non-finite elements.
+
+    The first 256 numbers are sums of elements below 1e6 in magnitude, each with a sign and in a
+    bucket by a hash of its position, the next 256 sums of larger ones, times :math:`2^{-64}`. Then
+    come the norm and the largest magnitude of the finite elements, which only describe it. The last
+    number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum with
+    random signs is on average the squared norm of the summed vector (Charikar, Chen and
+    Farach-Colton, "Finding frequent items in data streams", 2002).
+    """
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    return _sketch_sums(on_every_device(x).ravel().astype(sketch_dtype(x.dtype)), jnp)
+
+
+def host_sketch(x: np.ndarray) -> np.ndarray:
+    """The `sketch` of an array in NumPy, in float64."""
+    if np.iscomplexobj(x):
+        x = np.stack([np.real(x), np.imag(x)], axis=-1)
+    return _sketch_sums(np.ravel(x).astype(np.float64), np)
+
+
+def _sketch_sums(flat: Any, xp: Any) -> Any:
+    """The numbers of a sketch, in NumPy or in JAX.
+
+    Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a
+    column of a matrix come into one bucket.
+    """
+    hashes = hashes_of(xp.arange(flat.size, dtype=np.uint32))
+    finite, large = xp.isfinite(flat), xp.abs(flat) >= MASKED
+    signed = flat * (1 - 2 * (hashes >> np.uint32(13) & np.uint32(1)).astype(flat.dtype))
+    parts = [xp.where(finite & ~large, signed, 0), xp.where(finite & large, signed * SCALE, 0)]
+    count = -(-flat.size // NUMBERS)
+    padded = xp.pad(xp.stack(parts), ((0, 0), (0, count * NUMBERS - flat.size)))
+    shifts = hashes_of(xp.arange(count, dtype=np.uint32), SHIFTS)[:, None]
+    columns = xp.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
+    rows = padded.reshape(2, count, NUMBERS)
+    turned = xp.take_along_axis(rows, columns.astype(np.int32)[None], axis=2)
+    kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
+    code = xp.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
+    sizes = _sizes(xp.where(finite, flat, 0), xp)
+    return xp.concatenate([xp.sum(turned, axis=1).ravel(), *sizes, code.astype(flat.dtype)[None]])
+
+
+def _sizes(x: Any, xp: Any) -> tuple[Any, Any]:
+    """The norm and the largest magnitude, each of shape (1,); squares do not overflow."""
+    largest = xp.max(xp.abs(x), initial=0, keepdims=True)
+    scale = xp.where(largest > 0, largest, 1)
+    return largest * xp.sqrt(xp.sum(xp.square(x / scale), keepdims=True)), largest
+
+
+def hashes_of(positions: Any, first: int = 0) -> Any:
+    """A number of 32 bits for each position, in NumPy or in JAX."""
+    return mixed(positions * np.uint32(2654435761) + np.uint32(first))
+
+
+def part_of(x: np.ndarray, start: int) -> np.ndarray:
+    """The sums of ordinary numbers of a sketch, or of large ones."""
+    return x[..., start : start + NUMBERS]
+
+
+def scalar_of(sketch: np.ndarray) -> float:
+    """The number of which this is the sketch."""
+    sign = 1.0 - 2.0 * float(hashes_of(np.zeros(1, np.uint32))[0] >> np.uint32(13) & np.uint32(1))
+    ordinary, large = (float(part_of(sketch, start).sum()) for start in (0, NUMBERS))
+    return sign * (ordinary + large / SCALE)
+
+
+def orders_of(shape: tuple[int, ...], turned: str) -> list[tuple[int, ...]]:
+    """The orders of the axes that are longer than 1, of up to four all; its own is the first."""
+    if turned == "stack":
+        return [(0, *(i + 1 for i in order)) for order in orders_of(shape[1:], "all")]
+    axes = [i for i, size in enumerate(shape) if size != 1]
+    if not turned:
+        return [tuple(axes)]
+    if len(axes) <= MOST_AXES:
+        return list(itertools.permutations(axes))
+    first, second, *rest = axes
+    known = [axes, [first, *rest, second], [*rest, second, first], axes[::-1]]
+    return list(dict.fromkeys(map(tuple, known)))
+
+
+def turned_sketches(x: np.ndarray, turned: str) -> np.ndarray:
+    """The sketch of an array in every order of its axes, shape (orders, 515)."""
+    every = {*range(x.ndim)}
+    orders = orders_of(x.shape, turned)
+    return np.stack([host_sketch(np.transpose(x, (*o, *sorted(every - {*o})))) for o in orders])
+
+
+@jax.custom_vjp
+def tapped(x: jax.Array, tap: jax.Array) -> jax.Array:
+    """A value; the sketch of its cotangent becomes the cotangent of the tap."""
+    del tap
+    return x
+
+
+def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple:
+    return cotangent, to_varying(sketch(cotangent).astype(tap.dtype), varying_axes(tap))
+
+
+tapped.defvjp(lambda x, tap: (x, tap), _tapped_backward)

@@ -1,0 +1,93 @@
+"""Slices of a record: the edges between a row and the rows around it that agree."""
+
+from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple
+
+from clipgrad._names import common_start
+from clipgrad._record.match import Pair
+from clipgrad._record.record import LAST, NEXT, Edge, Graph, Instance
+
+Step = tuple[Edge, Instance, Instance]  # an edge, from where and to where it was followed
+
+
+class Slice(NamedTuple):
+    """The edges between an instance and those that end the slice, in one record."""
+
+    graph: Graph
+    steps: list[Step]
+
+    @property
+    def scopes(self) -> list[str]:
+        names = self.graph.record.scopes
+        return [names[i] for edge, *_ in self.steps for i in edge.scopes]
+
+
+def module_of(slices: Sequence[Slice]) -> str | None:
+    """The common module of the operations; None if there are none."""
+    found = [scope for own in slices for scope in own.scopes]
+    if not found:
+        return None
+    return "/".join(common_start(name.split("/") if name else () for name in found))
+
+
+def made_from(
+    pair: Pair, agreeing: Sequence[Pair], graphs: Sequence[Graph], with_all: bool = False
+) -> list[Slice]:
+    """The operations behind a pair, up to the values that agree, in each record.
+
+    Those that compute something from arguments alone, such as a cast of a weight, are left out, if
+    there are others and not all are wanted. A row without a partner is passed.
+    """
+    found = []
+    for side, graph in enumerate(graphs):
+        ends = {graph.node(p[1 + side]) for p in agreeing}
+        every = _walked(graph.node(pair[1 + side]), ends, graph.before)
+        fed = {at for _, at, to in every if to in ends}
+        while more := {at for _, at, to in every if to in fed} - fed:
+            fed |= more
+        kept = [step for step in every if step[2] in ends or step[2] in fed]
+        found.append(Slice(graph, every if with_all else kept or every))
+    return found
+
+
+def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[Slice]:
+    """The operations that use a pair, up to the values that agree, in each record.
+
+    The uses at the same step if there are any, or else in the next one, or else behind the scan.
+    """
+    found = []
+    for side, graph in enumerate(graphs):
+        ends = {graph.node(p[1 + side]) for p in later}
+        found.append(Slice(graph, _walked(graph.node(pair[1 + side]), ends, graph.after, _nearest)))
+    return found
+
+
+def descends(graph: Graph, start: Instance, ends: Set[Instance]) -> bool:
+    """Whether one of some instances is computed from another."""
+    return any(to in ends for _, _, to in _walked(start, ends, graph.after))
+
+
+def _walked(
+    start: Instance,
+    ends: Set[Instance],
+    follow: Callable[[Instance], list[tuple[Edge, Instance]]],
+    chosen: Callable[[list], list] = lambda steps: steps,
+) -> list[Step]:
+    found, seen, todo = [], {start}, [start]
+    while todo:
+        at = todo.pop(0)
+        for edge, to in chosen(follow(at)) if at == start else follow(at):
+            found.append((edge, at, to))
+            if to not in ends and to not in seen:
+                seen.add(to)
+                todo.append(to)
+    return found
+
+
+def _nearest(steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
+    def far(edge: Edge) -> int:
+        return max([(NEXT, LAST).index(what) + 1 for what, _ in edge.when if what in (NEXT, LAST)],
+                   default=0)  # fmt: skip
+
+    least = min((far(edge) for edge, _ in steps), default=0)
+    return [step for step in steps if far(step[0]) == least]
