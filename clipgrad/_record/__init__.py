@@ -9,7 +9,7 @@ differs, with the module of the operations behind it.
 from clipgrad._record.compare import compare as compare
 from clipgrad._record.file import check_path as check_path
 from clipgrad._record.file import save as save
-from clipgrad._record.numbers import digest as digest
+from clipgrad._record.record import THE_LOSS as THE_LOSS
 from clipgrad._record.record import TORCH as TORCH
 from clipgrad._record.record import Record as Record
 from clipgrad._record.record import Row as Row

@@ -34,21 +34,27 @@ class Walk:
     ) -> None:
         self._places, self._rows = places, rows
         self._edges: collections.Counter[tuple[int, int, When]] = collections.Counter()
-        self._numbers: dict[ScopePath, int] = {}
+        # Of each scope in a program: the numbers of operations and programs around that.
+        self._numbers: dict[tuple[tuple, ScopePath], int] = {}
         given = [({(i, frozenset()): 0}, 0) for i in inputs]
         found = self._program(program, given, (), (), 0)
         self.results, self.ages = [x for x, _ in found], [age for _, age in found]
 
-    @property
-    def scopes(self) -> list[str]:
-        return ["/".join(scope) for scope in self._numbers]
+    def edges(self) -> tuple[list[Edge], list[str]]:
+        """The edges, and the names of the scopes that they count.
 
-    def edges(self) -> list[Edge]:
+        To a row inside of another operation, those of the operations outside of that do not count.
+        """
+        known = [(around, "/".join(scope)) for around, scope in self._numbers]
+        names: dict[str, int] = {}
         found = []
         for (source, target, when), bits in self._edges.items():
-            scopes = tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
+            inside = self._rows[target].position[:-3]
+            on_the_way = (known[i] for i in range(bits.bit_length()) if bits >> i & 1)
+            within = {name for around, name in on_the_way if around[: len(inside)] == inside}
+            scopes = tuple(names.setdefault(name, len(names)) for name in sorted(within))
             found.append(Edge(source, target, tuple(sorted(when)), scopes))
-        return found
+        return found, list(names)
 
     def lead(self, own: Origins, row: int) -> None:
         """Add the edges from origins to a row."""
@@ -69,7 +75,8 @@ class Walk:
                 found = self._inside(equation, inputs, here, scope, depth)
             else:
                 age = 1 + max((age for _, age in inputs), default=0)
-                found = [(self._joined([x for x, _ in inputs], scope), age)] * len(equation.outvars)
+                own = self._joined([x for x, _ in inputs], (around, scope))
+                found = [(own, age)] * len(equation.outvars)
             for i, (v, (own, age)) in enumerate(zip(equation.outvars, found, strict=True)):
                 known[v] = self._through((*here, i), own), age
         return [of(atom) for atom in jaxpr.outvars]
@@ -81,8 +88,8 @@ class Walk:
             own = {(row, frozenset()): 0}
         return own
 
-    def _joined(self, parts: Sequence[Origins], scope: ScopePath | None = None) -> Origins:
-        """What an operation of a scope computes from all of these."""
+    def _joined(self, parts: Sequence[Origins], scope: Any = None) -> Origins:
+        """What an operation of a scope, in a program, computes from all of these."""
         bit = 0 if scope is None else 1 << self._numbers.setdefault(scope, len(self._numbers))
         found: Origins = {}
         for own in parts:
@@ -99,7 +106,7 @@ class Walk:
                 self._program(p, inputs[1:], (*here, i), scope, depth)
                 for i, p in enumerate(programs)
             ]
-            chosen = self._joined([inputs[0][0]], scope)
+            chosen = self._joined([inputs[0][0]], (here[:-1], scope))
             return [self._both([(chosen, inputs[0][1] + 1), *own]) for own in zip(*branches)]  # noqa: B905
         if name == "scan":
             return self._scan(equation, inputs, (*here, 0), scope, depth)

@@ -118,8 +118,9 @@ def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, flo
         )
     if row.exact and its.exact or row.sketch is None or its.sketch is None:
         return f"{row.name}: its numbers differ, which are compared exactly", None
-    text = f"{row.name} {difference_text(pair.judgment)}"
     x, y = row.sketch, its.sketch
+    judgment = pair.judgment._replace(sizes=()) if row.size == 1 else pair.judgment
+    text = f"{row.name} {difference_text(judgment)}"
     if row.size == 1:
         text += f"; it is {scalar_of(x[0]):.6g} in fun, {scalar_of(y[0]):.6g} in other"
     factor = ratio(*(n[..., : 2 * NUMBERS] for n in (x, y)), pair.judgment.tolerance)
@@ -134,6 +135,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
     slices = used_by(pair, later, sides.graphs(pair))
     user, step = _user(slices[0], pair)
+    slices = _cut(sides, slices)
     module = module_of(slices)
     module = user if module is None else module
     to = f"what enters {row.name}" if row.view == ENTERS else row.name
@@ -141,6 +143,20 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     text += f"{difference_text(pair.judgment)}; all values agree"
     growth = growth_of(pair.judgment, [p.judgment for p in later])
     return dataclasses.replace(at_line("vjp", text, row, module, pair, growth), step=step)
+
+
+def _cut(sides: Sides, slices: list[Slice]) -> list[Slice]:
+    """The slices to values that have a cotangent in one version only, if there are any.
+
+    The other version cuts the gradient behind such a value, by a `stop_gradient` say.
+    """
+    rows = [{r.rows[i].node for i in r.of("cotangent")} for r in (sides.a, sides.b)]
+    one = [p for p in sides.of("value") if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
+    found = []
+    for side, own in enumerate(slices):
+        ends = {p[1 + side] for p in one}
+        found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
+    return found if any(own.steps for own in found) else slices
 
 
 def _user(own: Slice, pair: Pair) -> tuple[str, int | None]:

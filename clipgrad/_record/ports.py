@@ -165,7 +165,7 @@ def _first_unequal(values: EqualValues, matched: Sequence[Pair]) -> Pair | None:
     for i, own in enumerate(values.own):
         if own in partners:
             after = values.partner(i).at  # pyright: ignore[reportOptionalMemberAccess]
-        elif (known := values.known[i]) is not None:
+        elif (known := values.known[i]) and values.a.rows[own[0]].view != ENTERS:
             j = values.left(i, after)
             if j is None or descends(graph, own, ends) or not descends(graph, own, {(loss, ())}):
                 continue
@@ -190,8 +190,7 @@ def _with_other(
         text += f", {os.path.basename(its.line)})" if its.line else ")"
     if row.shape != its.shape:
         text += f", of shape {list(its.shape)} beside {list(row.shape)}"
-    module = finding.module
-    findings[at] = dataclasses.replace(finding, message=text, module=module)
+    findings[at] = dataclasses.replace(finding, message=text)
     return [*_other_arguments(pair, values, leaves), *findings]
 
 

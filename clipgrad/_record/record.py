@@ -38,8 +38,8 @@ class Row:
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
         first axis.
       exact: a hash of the values of integers, keys and text; "" for floating numbers.
-      sketch: shape (..., copies, 515), steps first; a copy is a device or an order of axes. None for keys
-        and text, and where no numbers are known.
+      sketch: shape (..., copies, 515), steps first; a copy is a device or an order of axes. None
+        for keys and text, and where no numbers are known.
       moved: how far rounding moves the sketch; None where this was not measured.
       whole: the numbers on the host, for other orders of axes; not in a file.
     """

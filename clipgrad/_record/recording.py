@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from clipgrad._jaxpr import (
     Hook,
@@ -21,7 +23,9 @@ from clipgrad._jaxpr import (
     evaluate,
     jit_by_size,
     on_host,
+    opened,
 )
+from clipgrad._names import Place
 from clipgrad._program import rounded
 from clipgrad._record.edges import Walk
 from clipgrad._record.hook import seen_values
@@ -67,10 +71,7 @@ class Recording:
         The gradient is traced before it is widened, so that custom rules stay. With a floor, also
         how far rounding moves the numbers: in eight runs of one compiled program.
         """
-        program, hook = self.traced.program, Widen(dtype) if dtype else Hook()
-        run = jax.jit(
-            lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
-        )
+        run = self._compiled if dtype is None else self._jitted(Widen(dtype))
         found, hashes, whole = self._numbers(run(self.leaves))
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in found.items():
@@ -83,6 +84,16 @@ class Recording:
         else:
             _on_one_device(record)
         return record
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[[list], list]:
+        return self._jitted(Hook())
+
+    def _jitted(self, hook: Hook) -> Callable[[list], list]:
+        program = self.traced.program
+        return jax.jit(
+            lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
+        )
 
     def measure(self, record: Record, own: Numbers | None = None) -> None:
         """Add how far rounding moves the numbers of a record to it."""
@@ -134,6 +145,11 @@ class Table:
     ) -> None:  # fmt: skip
         self.rows: list[Row] = []
         self.seen = seen_values(program)
+        jaxpr = opened(program)[0]
+        lines = {v: _line(Place(e)) for e in jaxpr.eqns for v in e.outvars}
+        self._makers = {
+            i: lines.get(v, "") for i, v in enumerate(jaxpr.outvars) if type(v) is not Literal
+        }
         self.arguments = [self.add(plain_row("argument", name, x)) for name, x in inputs]
         for i, (_, x) in zip(self.arguments, inputs, strict=True):
             if with_arguments:
@@ -157,7 +173,7 @@ class Table:
 
     def add_output(self, row: Row, result: int) -> int:
         """Add a row for a result of the program."""
-        row.position = (self.walk.ages[result], 0, 0)
+        row.position, row.line = (self.walk.ages[result], 0, 0), self._makers.get(result, "")
         number = self.add(row)
         self.walk.lead(self.walk.results[result], number)
         return number
@@ -171,7 +187,7 @@ class Table:
         }
 
     def record(self, program: Any, inputs: Sequence[Any], notes: Sequence[str] = ()) -> Record:
-        edges, scopes = self.walk.edges(), self.walk.scopes
+        edges, scopes = self.walk.edges()
         more = {"devices": device_counts(inputs, program), "circumstances": circumstances()}
         return Record(self.rows, edges, scopes, notes=list(notes), **more)
 
@@ -186,16 +202,18 @@ def _value_row(kind: str, v: Any) -> Row:
     for e in reversed(v.place.chain[1:]):
         length = e.params["length"] if e.primitive.name == "scan" else 0
         around.append(-length if length and e.params["reverse"] else length)
-    location = next((p for p in _outwards(v.place) if p.file is not None), None)
-    line = f"{location.file}:{location.line}" if location else ""
+    line = _line(v.place)
     more = {"view": v.kind, "position": v.position, "around": tuple(around), "line": line}
     return plain_row(kind, v.name, aval, **more)
 
 
-def _outwards(place: Any) -> Iterator[Any]:
+def _line(place: Place | None) -> str:
+    """The line of the user that computes something, or else that of what is around."""
     while place is not None:
-        yield place.location
+        if place.location.file is not None:
+            return f"{place.location.file}:{place.location.line}"
         place = place.parent
+    return ""
 
 
 def _axes(v: Any) -> list[tuple[bool, bool]]:
