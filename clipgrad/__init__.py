@@ -52,8 +52,8 @@ if typing.TYPE_CHECKING:
     from clipgrad._check import GradCheckError as GradCheckError
     from clipgrad._check import check_grads as check_grads
     from clipgrad._check import numerical_grad as numerical_grad
-    from clipgrad._record import compare as compare
-    from clipgrad._record import save_run as save_run
+    from clipgrad._compare import compare as compare
+    from clipgrad._compare import save_run as save_run
     from clipgrad._diagnose import diagnose as diagnose
     from clipgrad._recorder import FlightRecorder as FlightRecorder
     from clipgrad._recorder import HaltedError as HaltedError
@@ -66,8 +66,8 @@ _LATER = {
     "GradCheckError": "_check",
     "check_grads": "_check",
     "numerical_grad": "_check",
-    "compare": "_record",
-    "save_run": "_record",
+    "compare": "_compare",
+    "save_run": "_compare",
     "diagnose": "_diagnose",
     "FlightRecorder": "_recorder",
     "HaltedError": "_recorder",

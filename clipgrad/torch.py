@@ -19,7 +19,7 @@ except ImportError as error:
         "clipgrad.torch needs PyTorch, which is not installed; write pip install torch"
     ) from error
 
-from clipgrad._record import THE_LOSS, TORCH, Record, Row, check_path, save, turned_sketches
+from clipgrad._compare import THE_LOSS, TORCH, Record, Row, check_path, save, turned_sketches
 
 __all__ = ["save_run"]
 

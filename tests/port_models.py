@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._record.file import load
-from clipgrad._record.losses import recorded_loss
-from clipgrad._record.ports import compare_by_numbers
-from clipgrad._record.record import TORCH, Record, Row
-from clipgrad._record.sketches import turned_sketches
+from clipgrad._compare.file import load
+from clipgrad._compare.losses import recorded_loss
+from clipgrad._compare.ports import compare_by_numbers
+from clipgrad._compare.record import TORCH, Record, Row
+from clipgrad._compare.sketches import turned_sketches
 
 FOLDER = pathlib.Path(__file__).parent / "torch_runs"
 named = jax.named_scope

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from clipgrad._record.record import Edge, Record, Row
-from clipgrad._record.sketches import LENGTH, orders_of
+from clipgrad._compare.record import Edge, Record, Row
+from clipgrad._compare.sketches import LENGTH, orders_of
 
 FORMAT = 3
 _NUMBERS = ("sketch", "moved")

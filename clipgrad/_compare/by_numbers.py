@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._record.judge import Judgment, judge_sketches
-from clipgrad._record.match import instances
-from clipgrad._record.record import ENTERS, Instance, Record, Row
-from clipgrad._record.sketches import LENGTH, NUMBERS, part_of, turned_sketches
+from clipgrad._compare.judge import Judgment, judge_sketches
+from clipgrad._compare.match import instances
+from clipgrad._compare.record import ENTERS, Instance, Record, Row
+from clipgrad._compare.sketches import LENGTH, NUMBERS, part_of, turned_sketches
 from clipgrad._trees import widened_leaf
 
 NEAR = 0.3  # a relative distance of sketches above which two arrays are not compared further

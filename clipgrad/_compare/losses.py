@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from clipgrad._compare.hook import Sketches
+from clipgrad._compare.numbers import plain_row
+from clipgrad._compare.record import THE_LOSS
+from clipgrad._compare.recording import Recording, Table
 from clipgrad._diagnose import DiagnosisSubject, subject
 from clipgrad._jaxpr import evaluate, opened, trace
 from clipgrad._program import active_variables
-from clipgrad._record.hook import Sketches
-from clipgrad._record.numbers import plain_row
-from clipgrad._record.record import THE_LOSS
-from clipgrad._record.recording import Recording, Table
 
 
 def recorded_loss(

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._compare.compare_records import result
+from clipgrad._compare.findings import Sides, at_line
+from clipgrad._compare.judge import Judgment, judge
+from clipgrad._compare.match import Matching, Pair, match
+from clipgrad._compare.record import Row
+from clipgrad._compare.recording import Recording
+from clipgrad._compare.result import ComparisonFinding, GradientComparison
+from clipgrad._compare.sketches import LENGTH, NORM_AT
 from clipgrad._jaxpr import computed_types
-from clipgrad._record.compare_records import result
-from clipgrad._record.findings import Sides, at_line
-from clipgrad._record.judge import Judgment, judge
-from clipgrad._record.match import Matching, Pair, match
-from clipgrad._record.record import Row
-from clipgrad._record.recording import Recording
-from clipgrad._record.result import ComparisonFinding, GradientComparison
-from clipgrad._record.sketches import LENGTH, NORM_AT
 from clipgrad._trees import widened_leaf
 
 WIDER_DTYPES = ("float32", "float64")

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._record.record import Row
-from clipgrad._record.sketches import LARGEST_AT, LENGTH, NORM_AT, NUMBERS, part_of
+from clipgrad._compare.record import Row
+from clipgrad._compare.sketches import LARGEST_AT, LENGTH, NORM_AT, NUMBERS, part_of
 
 RUNS = 8  # with other roundings: their root mean square is right to about 1 / 4
 EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer

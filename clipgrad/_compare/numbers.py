@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._compare.record import Row
+from clipgrad._compare.sketches import LENGTH, host_sketch
 from clipgrad._jaxpr import holds_floats, on_host
-from clipgrad._record.record import Row
-from clipgrad._record.sketches import LENGTH, host_sketch
 from clipgrad._trees import widened_leaf
 
 

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from clipgrad._record.judge import Judgment, judge_rows
-from clipgrad._record.names import Renamed, same_leaves
-from clipgrad._record.record import Instance, Record
+from clipgrad._compare.judge import Judgment, judge_rows
+from clipgrad._compare.names import Renamed, same_leaves
+from clipgrad._compare.record import Instance, Record
 
 Group = tuple[str, str, tuple[int, ...]]
 NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from clipgrad._compare.findings import MOST_NAMES, Sides, first, is_nothing
+from clipgrad._compare.match import Pair, match
+from clipgrad._compare.record import Record
+from clipgrad._compare.result import ComparisonRow, GradientComparison
 from clipgrad._errors import first_few
-from clipgrad._record.findings import MOST_NAMES, Sides, first, is_nothing
-from clipgrad._record.match import Pair, match
-from clipgrad._record.record import Record
-from clipgrad._record.result import ComparisonRow, GradientComparison
 
 
 def compare_records(

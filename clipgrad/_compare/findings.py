@@ -4,15 +4,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from clipgrad._compare.judge import Judgment
+from clipgrad._compare.match import Alone, Matching, Pair, pairs_of
+from clipgrad._compare.ratios import factor_text, ratio
+from clipgrad._compare.record import ENTERS, LAST, Graph, Record, Row
+from clipgrad._compare.result import ComparisonFinding
+from clipgrad._compare.sketches import NUMBERS, scalar_of
+from clipgrad._compare.slices import Slice, made_from, module_of, used_by
 from clipgrad._errors import first_few
 from clipgrad._names import Location
-from clipgrad._record.judge import Judgment
-from clipgrad._record.match import Alone, Matching, Pair, pairs_of
-from clipgrad._record.ratios import factor_text, ratio
-from clipgrad._record.record import ENTERS, LAST, Graph, Record, Row
-from clipgrad._record.result import ComparisonFinding
-from clipgrad._record.sketches import NUMBERS, scalar_of
-from clipgrad._record.slices import Slice, made_from, module_of, used_by
 
 TELLING = 0.01  # sizes that are nearer say nothing of how two versions differ
 MOST_NAMES = 5

@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from clipgrad._compare.record import FIRST, LAST, NEXT, Edge
 from clipgrad._jaxpr import opened, scan_counts, value_programs
 from clipgrad._names import ScopePath, path
-from clipgrad._record.record import FIRST, LAST, NEXT, Edge
 
 When = frozenset[tuple[str, int]]
 # The rows that a variable is computed from, each with how scans are crossed on the way; and the

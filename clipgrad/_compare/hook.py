@@ -8,6 +8,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from clipgrad._compare.record import ENTERS
+from clipgrad._compare.sketches import sketch, tapped
 from clipgrad._jaxpr import (
     ProgramValues,
     called_program,
@@ -18,8 +20,6 @@ from clipgrad._jaxpr import (
     value_programs,
 )
 from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
-from clipgrad._record.record import ENTERS
-from clipgrad._record.sketches import sketch, tapped
 from clipgrad._values import NamedValue, Seen, ValueHook, named_values, value_hook
 
 

@@ -14,6 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from clipgrad._compare.edges import Walk
+from clipgrad._compare.hook import seen_values
+from clipgrad._compare.judge import RUNS, floor_of
+from clipgrad._compare.numbers import by_steps, on_one_device, plain_row, sketched, with_numbers
+from clipgrad._compare.record import Record, Row
+from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._jaxpr import (
     Hook,
     Traced,
@@ -27,12 +33,6 @@ from clipgrad._jaxpr import (
 )
 from clipgrad._names import Place
 from clipgrad._program import rounded
-from clipgrad._record.edges import Walk
-from clipgrad._record.hook import seen_values
-from clipgrad._record.judge import RUNS, floor_of
-from clipgrad._record.numbers import by_steps, on_one_device, plain_row, sketched, with_numbers
-from clipgrad._record.record import Record, Row
-from clipgrad._record.sketches import LENGTH, sketch_dtype
 
 Numbers = dict[int, np.ndarray]  # the sketches of rows
 
