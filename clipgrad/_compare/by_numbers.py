@@ -14,10 +14,18 @@ import numpy as np
 from clipgrad._compare.judge import Judgment, judge_sketches
 from clipgrad._compare.match import instances
 from clipgrad._compare.record import ENTERS, Instance, Record, Row
-from clipgrad._compare.sketches import LENGTH, NUMBERS, part_of, turned_sketches
+from clipgrad._compare.sketches import (
+    LARGEST_AT,
+    LENGTH,
+    NORM_AT,
+    NUMBERS,
+    part_of,
+    turned_sketches,
+)
 from clipgrad._trees import widened_leaf
 
 NEAR = 0.3  # a relative distance of sketches above which two arrays are not compared further
+SAME = 1e-5  # of two norms of the same numbers
 FLOORS = 2  # the rounding of the other framework is as large as that of the program, and is added
 
 
@@ -70,6 +78,19 @@ class Candidates:
                 order, judgment = min(agree, key=lambda each: each[1].difference)
                 found.append(Equal(i, order, judgment))
         return found
+
+    def permuted(self, row: Row, own: np.ndarray) -> list[int]:
+        """The arrays that have the same numbers in an order that is none of their axes.
+
+        Such as the kernel behind an image that is flattened: the norm and the largest are equal.
+        """
+        sizes = own[NORM_AT : LARGEST_AT + 1]
+        return [
+            i
+            for i in self.of_size(row.size)
+            if sizes.all()
+            and np.allclose(self.sketches[i][0][NORM_AT : LARGEST_AT + 1], sizes, SAME)
+        ]
 
     def nearest(self, row: Row, own: np.ndarray, moved: np.ndarray, at: int) -> Equal:
         """The judgment of one array in the order of axes that is nearest."""

@@ -5,7 +5,10 @@ import os
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from clipgrad._compare.by_numbers import (
+    FLOORS,
     Candidates,
     Equal,
     EqualValues,
@@ -14,10 +17,11 @@ from clipgrad._compare.by_numbers import (
 )
 from clipgrad._compare.compare_records import result
 from clipgrad._compare.findings import Sides, first
-from clipgrad._compare.judge import judge_rows
+from clipgrad._compare.judge import judge, judge_rows
 from clipgrad._compare.match import Alone, Matching, Pair
 from clipgrad._compare.record import ENTERS, TORCH, Graph, Record, Row
 from clipgrad._compare.result import ComparisonFinding, GradientComparison
+from clipgrad._compare.sketches import NORM_AT
 from clipgrad._compare.slices import descends, made_from
 from clipgrad._errors import first_few
 
@@ -29,7 +33,7 @@ def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComp
     leaves = _Leaves(a, b, rtol)
     values = EqualValues(a, b, rtol)
     (loss,), (its,) = a.of("output"), b.of("output")
-    judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=2)
+    judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=FLOORS)
     assert judgment is not None  # of two scalars
     output = Pair("output", (loss, ()), (its, ()), judgment)
     matched = _matched(values)
@@ -55,36 +59,47 @@ class _Leaves:
         rows = [b.rows[j] for j in self._others]
         candidates = Candidates(rows, [sketches_in_orders(row) for row in rows])
         self.equal: dict[int, list[Equal]] = {}
+        self.permuted: dict[int, list[int]] = {}
         for i in a.of("argument"):
             known = numbers_at(a.rows[i], ())
             self.equal[i] = candidates.equal(a.rows[i], *known, None) if known else []
-        self.covered = {
-            name
-            for found in self.equal.values()
-            for each in found
-            for name in _covers(b.rows[self._others[each.at]].name, [row.name for row in rows])
-        }
+            is_alone = known and not self.equal[i]
+            self.permuted[i] = candidates.permuted(a.rows[i], known[0]) if is_alone else []
+        found = {each.at for every in self.equal.values() for each in every}
+        found |= {at for every in self.permuted.values() for at in every}
+        names = [row.name for row in rows]
+        self.covered = {name for at in found for name in _covers(rows[at].name, names)}
 
     def gradients(self) -> list[Pair]:
         """Each gradient beside that of an equal parameter, in the same order of axes.
 
-        Of several equal parameters, such as biases of zeros, it is the one with the nearest.
+        Of several equal parameters, such as biases of zeros, it is the one with the nearest. Where
+        a parameter is permuted, the norms of the gradients are compared.
         """
         grads = {self.b.rows[i].node: i for i in self.b.of("gradient")}
         found = []
         for i in self.a.of("gradient"):
-            row, known, pairs = self.a.rows[i], numbers_at(self.a.rows[i], ()), []
-            for each in self.equal[row.node]:
-                j = grads.get(self._others[each.at])
-                if j is None or known is None:
-                    continue
-                own = Candidates([self.b.rows[j]], [sketches_in_orders(self.b.rows[j])])
-                order = min(each.order, len(own.sketches[0]) - 1)
-                judgment = own.judged(row, *known, 0, order, self._rtol)
-                pairs.append(Pair("gradient", (i, ()), (j, ()), judgment, order))
+            node = self.a.rows[i].node
+            places = [(each.at, each.order) for each in self.equal[node]]
+            places += [(at, None) for at in self.permuted[node]]
+            of = ((grads.get(self._others[at]), order) for at, order in places)
+            pairs = [self._gradient(i, j, order) for j, order in of if j is not None]
             key = lambda p: (p.judgment.differs, p.judgment.difference)  # noqa: E731
             found += [min(pairs, key=key)] if pairs else []
         return found
+
+    def _gradient(self, i: int, j: int, order: int | None) -> Pair:
+        row, its = self.a.rows[i], self.b.rows[j]
+        known = numbers_at(row, ())
+        assert known is not None  # a gradient is one array
+        candidates = Candidates([its], [sketches_in_orders(its)])
+        if order is None:
+            own, other = (np.ravel(x)[NORM_AT : NORM_AT + 1] for x in (known[0], its.sketch))
+            moved = np.linalg.norm(known[1][:NORM_AT], keepdims=True) * FLOORS
+            judgment = judge(own, other, moved, max(row.eps, its.eps), self._rtol)
+        else:
+            judgment = candidates.judged(row, *known, 0, order, self._rtol)
+        return Pair("gradient", (i, ()), (j, ()), judgment, order)
 
     def alone(self) -> list[Alone]:
         """The gradients that were not compared."""

@@ -45,7 +45,7 @@ def compare_with_wider(recording: Recording, dtype: str, rtol: float | None) -> 
     most_left = NOTHING_LEFT * _rounding_ratio(recording.traced.program, dtype)
     for p in (p for p in pairs if p.kind == "gradient"):
         row, its = sides.rows(p)
-        found = _lost(row, its, dtype, most, most_left, lambda: recording.measure(narrow))
+        found = lost_precision(row, its, dtype, most, most_left, lambda: recording.measure(narrow))
         if isinstance(found, str):
             notes.append(found)
         elif found is not None:
@@ -63,7 +63,7 @@ def compare_with_wider(recording: Recording, dtype: str, rtol: float | None) -> 
     return GradientComparison(not lost, found.findings, found.rows, (), tuple(notes))
 
 
-def _lost(
+def lost_precision(
     row: Row, its: Row, dtype: str, most: float, most_left: float, measure: Callable[[], None]
 ) -> ComparisonFinding | str | None:
     """The finding of a gradient of which more than a share is rounding; or a note; or None."""
