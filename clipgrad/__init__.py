@@ -50,8 +50,6 @@ if typing.TYPE_CHECKING:
     from clipgrad._check import check_grads as check_grads
     from clipgrad._check import numerical_grad as numerical_grad
     from clipgrad._compare import compare as compare
-    from clipgrad._compare import compare_examples as compare_examples
-    from clipgrad._compare import compare_resumed as compare_resumed
     from clipgrad._compare import save_run as save_run
     from clipgrad._diagnose import diagnose as diagnose
     from clipgrad._recorder import FlightRecorder as FlightRecorder
@@ -66,8 +64,6 @@ _LATER = {
     "check_grads": "_check",
     "numerical_grad": "_check",
     "compare": "_compare",
-    "compare_examples": "_compare",
-    "compare_resumed": "_compare",
     "save_run": "_compare",
     "diagnose": "_diagnose",
     "FlightRecorder": "_recorder",

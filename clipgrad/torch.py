@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 try:
     import torch
 except ImportError as error:
@@ -17,7 +19,7 @@ except ImportError as error:
         "clipgrad.torch needs PyTorch, which is not installed; write pip install torch"
     ) from error
 
-from clipgrad._compare import PortEntry, PortRun, check_path, layouts, write_port
+from clipgrad._compare import THE_LOSS, TORCH, Record, Row, check_path, save, turned_sketches
 
 __all__ = ["save_run"]
 
@@ -66,8 +68,10 @@ def save_run(
     _check_call(module, loss_fn, args, path)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     named = ((f"args[{i}]", x) for i, arg in enumerate(args) for x in _tensors_of(arg))
-    arguments = [_leaf_entry(name, "argument", x) for name, x in named]
-    watch = _Watch(module)
+    table = _Table()
+    for name, x in named:
+        table.add(_row("argument", name, x, view="argument"))
+    watch = _Watch(module, table)
     try:
         with torch.enable_grad(), torch.random.fork_rng():
             loss = loss_fn(module, *args)
@@ -77,12 +81,32 @@ def save_run(
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
-    leaves = [*_parameters(module, gradients), *arguments]
-    leaves += [
-        _leaf_entry(name, "buffer", x) for name, x in buffers.items() if x.is_floating_point()
-    ]
-    run = watch.values, leaves, _numpy_of(loss).reshape(()), _dtype(loss)
-    write_port(path, PortRun(*run, _torch_facts(module, loss)))
+    table.add(_row("output", THE_LOSS, loss.reshape(())))
+    for name, x, gradient, owner in _parameters(module, gradients):
+        turned = "stack" if "*" in name else "all"
+        kinds = {"view": "parameter", "owner": owner, "turned": turned}
+        node = table.add(_row("argument", name, x, **kinds))
+        if gradient is not None:
+            table.add(_row("gradient", name, gradient, **kinds), node)
+    for name, x in buffers.items():
+        if x.is_floating_point():
+            table.add(_row("argument", name, x, view="buffer"))
+    facts, notes = _torch_facts(module, loss)
+    save(Record(table.rows, framework=TORCH, circumstances=facts, notes=notes), path)
+
+
+class _Table:
+    """The rows of a run, in the order in which they are seen."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, row: Row, node: int | None = None) -> int:
+        """Add a row; a cotangent or a gradient has the number of its value or argument."""
+        number = len(self.rows)
+        row.node, row.position = number if node is None else node, (number, 0, 0)
+        self.rows.append(row)
+        return number
 
 
 def _check_call(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
@@ -112,7 +136,7 @@ def _torch_gradients(module: torch.nn.Module, loss: Any) -> dict[str, Any]:
     return dict(zip(moving, found, strict=True))
 
 
-def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, Any]:
+def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
     modes = {own.training for own in module.modules()}
     mode = "train and eval" if len(modes) > 1 else "train" if True in modes else "eval"
     dropped = [
@@ -120,19 +144,16 @@ def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, Any]:
         for name, own in module.named_modules()
         if isinstance(own, torch.nn.modules.dropout._DropoutNd) and own.training and own.p
     ]
-    known = {"torch": torch.__version__, "device": str(loss.device)}
-    return known | {"mode": mode, "dropout": dropped}
+    note = f"torch ran {', '.join(dropped)} in training mode, with random dropout; write "
+    notes = [note + "model.eval() before save_run, or set p=0"] if dropped else []
+    return {"torch": torch.__version__, "device": str(loss.device), "mode": mode}, notes
 
 
 class _Watch:
-    """Hooks on every module, which see values when they are computed.
+    """Hooks on every module, which see values when they are computed."""
 
-    Attributes:
-      values: what enters and leaves the modules, in order, with the cotangents that are known.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.values: list[PortEntry] = []
+    def __init__(self, module: torch.nn.Module, table: _Table) -> None:
+        self._table = table
         self._known: dict[int, tuple[Any, int, Any]] = {}
         self._handles: list[Any] = []
         for name, own in module.named_modules():
@@ -155,60 +176,87 @@ class _Watch:
             self._note(name, "module", module, x)
         if isinstance(module, torch.nn.RNNBase) and isinstance(outputs[0], torch.Tensor):
             axis, halves = 1 if module.batch_first else 0, outputs[0].chunk(2, -1)
-            for i, x in enumerate(outputs[0].unbind(axis)):
-                self._note(name, "module", module, x, (i,))
+            self._note_steps(name, module, outputs[0], axis)
             for way, half in zip("+-" * module.bidirectional, halves, strict=False):
                 self._note(f"{name}[{way}]", "module", module, half)
-                for i, x in enumerate(half.unbind(axis)):
-                    self._note(f"{name}[{way}]", "module", module, x, (i,))
+                self._note_steps(f"{name}[{way}]", module, half, axis)
         for part, x in _fused_parts(name, module, outputs, -1):
             self._note(part, "module", module, x)
 
-    def _note(self, name: str, kind: str, module: Any, x: Any, steps: tuple[int, ...] = ()) -> None:
+    def _note(self, name: str, view: str, module: Any, x: Any) -> None:
         if not x.is_floating_point() and not x.is_complex():
             return
-        number, owner, signed = len(self.values), type(module).__name__, self._signed(x)
-        self.values.append(PortEntry(name, kind, owner, steps, *_calling_line(), signed, None))
-        if x.requires_grad and not steps and kind == "module":
+        row = self._row(name, view, module, x, self._sketches(x))
+        number = self._table.add(row)
+        if x.requires_grad and view == "module":
             x.register_hook(functools.partial(self._keep, number))
 
-    def _signed(self, x: torch.Tensor) -> Any:
-        """The signatures of a tensor; what leaves a module mostly enters another as it is."""
-        known, version, signed = self._known.get(id(x), (lambda: None, 0, None))
+    def _note_steps(self, name: str, module: Any, x: Any, axis: int) -> None:
+        """Note the value at each step, as one row."""
+        steps = x.unbind(axis)
+        found = np.stack([turned_sketches(_numpy_of(step), "all") for step in steps])
+        self._table.add(self._row(name, "module", module, steps[0], found))
+        self._table.rows[-1].around = (len(steps),)
+        self._table.rows[-1].position = (len(self._table.rows) - 1, 0, 0, 0, 0)
+
+    def _row(self, name: str, view: str, module: Any, x: Any, sketches: Any) -> Row:
+        row = _row("value", name, x, view=view, sketch=sketches)
+        row.line, row.owner = _calling_line(), type(module).__name__
+        return row
+
+    def _sketches(self, x: torch.Tensor) -> Any:
+        """The sketches of a tensor; what leaves a module mostly enters another as it is."""
+        known, version, found = self._known.get(id(x), (lambda: None, 0, None))
         if known() is not x or version != x._version:
-            signed = _layouts_of(x)
-            self._known[id(x)] = weakref.ref(x), x._version, signed
-        return signed
+            found = turned_sketches(_numpy_of(x), "all")
+            self._known[id(x)] = weakref.ref(x), x._version, found
+        return found
 
     def _keep(self, number: int, cotangent: torch.Tensor) -> None:
-        self.values[number] = self.values[number]._replace(cotangent=_layouts_of(cotangent))
+        own = self._table.rows[number]
+        self._table.add(_row("cotangent", own.name, cotangent, view=own.view), number)
 
 
-def _calling_line() -> tuple[str | None, int | None]:
+def _calling_line() -> str:
     """The innermost line that is neither of torch nor of this file."""
     frame: Any = sys._getframe(1)
     while frame and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else (None, None)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
-def _parameters(module: torch.nn.Module, gradients: dict[str, Any]) -> Iterator[PortEntry]:
-    """The parameters; fused ones in parts, too, and those of layers in a list as a stack."""
+def _parameters(
+    module: torch.nn.Module, gradients: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor, Any, str]]:
+    """The parameters, each with its gradient and the class of its module.
+
+    Fused ones are there in parts, too, those of layers in a list as a stack, and of recurrent
+    modules the sums of two biases, of which others have one.
+    """
     known = dict(module.named_parameters())
     for name, x in known.items():
         own = module.get_submodule(name.rpartition(".")[0])
         gradient, owner = gradients.get(name), type(own).__name__
-        yield _leaf_entry(name, "parameter", x, gradient, owner)
-        for axis in {0, x.ndim - 1}:
-            parts, grads = (_fused_parts(name, own, t, axis) for t in (x, gradient))
-            for (part, own_part), (_, own_grad) in zip(parts, grads, strict=False):
-                yield _leaf_entry(part, "parameter", own_part, own_grad, owner)
+        yield name, x, gradient, owner
+        yield from _parts(name, own, x, gradient)
+        other = known.get(name.replace("bias_ih", "bias_hh"))
+        if "bias_ih" in name and other is not None:
+            both = f"{name}+{name.rpartition('.')[2].replace('bias_ih', 'bias_hh')}"
+            yield both, x + other, gradient, owner
+            yield from _parts(both, own, x + other, gradient)
     for stack, names in _stacks(known).items():
         owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
         grads = [g for n in names if (g := gradients.get(n)) is not None]
         gradient = torch.stack(grads) if len(grads) == len(names) else None
-        own = torch.stack([known[n].detach() for n in names])
-        yield _leaf_entry(stack, "parameter", own, gradient, owner)
+        yield stack, torch.stack([known[n].detach() for n in names]), gradient, owner
+
+
+def _parts(name: str, own: Any, x: Any, gradient: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    for axis in {0, x.ndim - 1}:
+        parts = _fused_parts(name, own, x, axis)
+        grads = dict(_fused_parts(name, own, gradient, axis))
+        for part, own_part in parts:
+            yield part, own_part, grads.get(part), type(own).__name__
 
 
 def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:
@@ -247,14 +295,12 @@ def _tensors_of(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(own)
 
 
-def _leaf_entry(name: str, kind: str, x: Any, gradient: Any = None, owner: str = "") -> PortEntry:
-    is_stack = "*" in name
-    cotangent = None if gradient is None else _layouts_of(gradient, is_stack)
-    return PortEntry(name, kind, owner, (), None, None, _layouts_of(x, is_stack), cotangent)
-
-
-def _layouts_of(x: torch.Tensor, is_stack: bool = False) -> Any:
-    return layouts(_numpy_of(x), _dtype(x), is_stack)
+def _row(kind: str, name: str, x: torch.Tensor, **more: Any) -> Row:
+    """The row of a tensor, with a sketch for each order of its axes."""
+    own = {"turned": "all"} | more
+    if "sketch" not in own:
+        own["sketch"] = turned_sketches(_numpy_of(x), own["turned"])
+    return Row(kind, name, tuple(x.shape), _dtype(x), **own)
 
 
 def _numpy_of(x: torch.Tensor) -> Any:

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._compare.port_record import PortEntry, PortRun
-from clipgrad._compare.ports import compare_port
-from clipgrad._compare.save_run import saved
-from clipgrad._compare.sides import Side, facts_of
-from clipgrad._compare.signatures import layouts
-from clipgrad._compare.versions import VersionProgram, version
+from clipgrad._compare.file import load
+from clipgrad._compare.losses import recorded_loss
+from clipgrad._compare.ports import compare_by_numbers
+from clipgrad._compare.record import TORCH, Record, Row
+from clipgrad._compare.sketches import turned_sketches
 
 FOLDER = pathlib.Path(__file__).parent / "torch_runs"
 named = jax.named_scope
@@ -334,20 +333,23 @@ def tagger_run():
     p, names = tagger_numbers(), []
     run = jax.value_and_grad(lambda p: other_tagger(p, names), has_aux=True)
     (loss, seen), grads = jax.jit(run)(p)
-    kinds = {name: "argument" if "args" in name else "parameter" for name in p}
+    rows = []
 
-    def signed(x):
-        return layouts(np.asarray(x), "float32")
+    def add(kind, name, x, node=None, **more):
+        node = len(rows) if node is None else node
+        more |= {"node": node, "position": (len(rows), 0, 0), "turned": "all"}
+        more["sketch"] = turned_sketches(np.asarray(x), "all")
+        rows.append(Row(kind, name, np.shape(x), "float32", **more))
+        return node
 
-    values = [
-        PortEntry(*own, "", (), None, None, signed(x), None)
-        for own, x in zip(names, seen, strict=True)
-    ]
-    leaves = [
-        PortEntry(name, kinds[name], "", (), None, None, signed(x), signed(grads[name]))
-        for name, x in p.items()
-    ]
-    return PortRun(values, leaves, np.asarray(loss), "float32", {})
+    for (name, view), x in zip(names, seen, strict=True):
+        add("value", name, x, view=view)
+    for name, x in p.items():
+        node = add("argument", name, x)
+        if "args" not in name:
+            add("gradient", name, grads[name], node)
+    add("output", "the loss", loss)
+    return Record(rows, framework=TORCH)
 
 
 def tagger_args(p):
@@ -393,16 +395,13 @@ def tagger(params, x, y, which):
 
 def compared(run, loss, args, bugs):
     """The comparison of each bug with a run of torch; the floor is that of the right loss."""
-    port = saved(FOLDER / f"{run}.npz") if isinstance(run, str) else run
-    own = version(loss, (*args, jnp.int32(-1)), {}, 0, False)
-    at = own.subject.names.index(f"args[{len(args)}]")
-    program = VersionProgram(own, signed=True)
-    floor = program.floor(program())
-    facts = facts_of(own)
+    port = load(FOLDER / f"{run}.npz") if isinstance(run, str) else run
+    recording = recorded_loss(loss, (*args, jnp.int32(-1)), {}, 0, False)
+    names = [row.name for row in recording.record.rows if row.kind == "argument"]
+    right = recording.run(floor=True)
     for number in bugs:
-        inputs = list(own.subject.inputs)
-        inputs[at] = jnp.int32(number)
-        program._given = own.subject._replace(inputs=inputs)
-        run = program()
-        side = Side(own, lambda run=run: run, lambda: floor, facts)
-        yield compare_port(side, port, None, None)
+        recording.leaves[names.index(f"args[{len(args)}]")] = jnp.int32(number)
+        found = recording.run()
+        for row, measured in zip(found.rows, right.rows, strict=True):
+            row.moved = measured.moved
+        yield compare_by_numbers(found, port, None)

@@ -1,4 +1,4 @@
-"""What counts as different: the judgment, the ratios and their meanings, copies."""
+"""What counts as different: the judgment, the ratios, the order of computation."""
 
 import math
 
@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad._compare.differences import floor_of, judge, judge_exactly, relative_floor
-from clipgrad._compare.ratios import Counts, meaning, ratio
-from clipgrad._compare.step_runs import ages
-from clipgrad._compare.versions import copied
-from tests.compare_trainers import AXIS, mesh
+from clipgrad._compare import judge as judging
+from clipgrad._compare.judge import judge
+from clipgrad._compare.ratios import factor_text, ratio
+from clipgrad._compare.save_run import recorded
 
 EPS = float(np.finfo(np.float32).eps)
 FINITE = st.floats(-1e30, 1e30, allow_subnormal=False)
 ARRAYS = hnp.arrays(np.float64, st.integers(0, 8), elements=FINITE)
+
+
+def floor_of(own, runs):
+    return judging.floor_of({0: own}, [{0: run} for run in runs])[0]
 
 
 def reference(a, b, moves):
@@ -60,7 +61,7 @@ USUAL = st.just(0.0) | st.floats(1e-3, 1e3) | st.floats(-1e3, -1e-3)
     hnp.arrays(np.float64, st.integers(0, 8), elements=USUAL), st.sampled_from([1e-30, 1e30])
 )
 def test_the_judgment_does_not_depend_on_the_scale(x, scale):
-    plain, scaled = (judge(s * x, s * x * 1.01, None, EPS, None) for s in (1.0, scale))
+    plain, scaled = (judge(s * x, s * x * 1.01, 0 * x, EPS, None) for s in (1.0, scale))
     assert plain.differs is scaled.differs is bool(np.any(x))
     assert math.isclose(plain.difference, scaled.difference, rel_tol=1e-9)
 
@@ -86,13 +87,11 @@ def test_the_judgment_does_not_depend_on_the_scale(x, scale):
         ([np.nan], [1.0], [[np.nan]], True),
         ([np.inf], [-np.inf], [[np.inf]], True),
         ([np.inf, 1.0], [np.inf, 1.0], [[np.inf, 1.0]], False),
-        ([1j], [-1j], [[1j]], True),
         ([], [], [[]], False),
     ],
 )
 def test_known_judgments(a, b, moves, differs):
-    dtype = complex if a and isinstance(a[0], complex) else float
-    arrays = [np.array(x, dtype) for x in (a, b, *moves)]
+    arrays = [np.array(x, float) for x in (a, b, *moves)]
     floor = floor_of(arrays[0], arrays[2:])
     assert judge(arrays[0], arrays[1], floor, EPS, None).differs is differs
 
@@ -111,20 +110,9 @@ def test_what_rounding_moves_by_a_tenth_is_judged_by_clear_differences_alone():
     assert found(2.0, np.nan) == (False, False)
 
 
-def test_integers_differ_by_the_share_of_those_that_are_not_equal():
-    a = np.array([1, 2, 3, 4])
-    found = judge_exactly(a, np.array([1, 2, 3, 5]), floor_of(a, [a]))
-    assert (found.difference, found.differs) == (0.25, True)
-    assert not judge_exactly(a, a + 1, floor_of(a, [a, a + 1])).is_judged
-
-
-def test_the_floor_is_the_root_mean_square_of_each_number_and_relative_to_the_value():
-    a = np.array([3.0, 4.0])
-    floor = floor_of({"a": a}, [{"a": np.array([3.0, 4.5])}, {"a": np.array([4.0, 4.5])}])["a"]
-    np.testing.assert_allclose(floor, [math.sqrt(0.5), 0.5])
-    assert math.isclose(relative_floor(a, np.array([0.0, 0.5])), 0.1)
-    assert relative_floor(np.zeros(2), np.zeros(2)) == 0
-    assert relative_floor(np.zeros(2), np.ones(2)) == math.inf
+def test_the_floor_is_the_root_mean_square_of_each_number():
+    found = floor_of(np.array([3.0, 4.0]), [np.array([3.0, 4.5]), np.array([4.0, 4.5])])
+    np.testing.assert_allclose(found, [math.sqrt(0.5), 0.5])
     odd = np.array([np.nan, np.inf, 1.0, 1e300])
     np.testing.assert_array_equal(floor_of(odd, [odd]), np.zeros(4))
     moved = np.array([np.nan, 0.0, np.nan, -1e300])
@@ -134,14 +122,11 @@ def test_the_floor_is_the_root_mean_square_of_each_number_and_relative_to_the_va
 
 # ---- ratios ----
 
-DEVICES = Counts((8,), ())
-
 
 @pytest.mark.parametrize("factor", [8.0, -1.0, 0.125, 1e30, 1e-30])
 def test_a_factor_is_found(factor):
     b = np.random.default_rng(0).normal(size=10)
     assert math.isclose(ratio(factor * b, b, 1e-6), factor, rel_tol=1e-12)
-    assert math.isclose(ratio(factor * b * 1j, b * 1j, 1e-6), factor, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +137,6 @@ def test_a_factor_is_found(factor):
         ([1.0], [0.0]),
         ([0.0], [1.0]),
         ([np.nan], [1.0]),
-        ([1j], [1.0]),
         ([1e300, 2e300], [1e-300, 2e-300]),  # no number is as large
     ],
 )
@@ -161,40 +145,30 @@ def test_no_factor_explains_this(a, b):
 
 
 @pytest.mark.parametrize(
-    "factor, known, words",
+    "factor, devices, text",
     [
-        (8.0, DEVICES, "a sum over the 8 devices in fun gives where other takes the mean"),
-        (0.125, DEVICES, "a sum over the 8 devices in other gives where fun takes the mean"),
-        (math.sqrt(8), DEVICES, "adding the norms of the parts on the 8 devices in fun"),
-        (1 / 2.75, DEVICES, "adding the norms of the parts on the 8 devices in other"),
-        (64.0, DEVICES, "two sums over the 8 devices in fun"),
-        (4.0, Counts((8,), (4,)), "a sum over the 4 microbatches"),
-        (2.0, Counts((8,), (4,)), "adding the norms of the 4 microbatches"),
-        (32.0, Counts((8,), (4,)), "a sum over the 8 devices and the 4 microbatches"),
-        (4.0, Counts((2, 4, 8), (4,)), "the 4 devices"),
-        (-1.0, DEVICES, "the sign is the opposite"),
-        (1.0, DEVICES, None),
-        (0.0, DEVICES, None),
-        (1.3, DEVICES, None),
-        (-8.0, DEVICES, None),
-        (1000.0, DEVICES, None),
+        (8.0, (2, 8), "; fun is 8 times other; 8 is the number of devices"),
+        (0.125, (8,), "; fun is 0.125 times other; 8 is the number of devices"),
+        (3.0, (8,), "; fun is 3 times other"),
+        (-1.0, (8,), "; fun is -1 times other"),
+        (0.0, (8,), "; fun is 0 times other"),
+        (1.0004, (8,), ""),  # says nothing
     ],
 )
-def test_the_meaning_of_a_ratio(factor, known, words):
-    found = meaning(factor, known)
-    assert found is None if words is None else words in found
+def test_a_factor_is_told_with_the_number_of_devices(factor, devices, text):
+    assert factor_text(factor, devices) == text
 
 
-# ---- copies ----
+# ---- the largest numbers ----
 
 
 @pytest.mark.parametrize("scale", [2.0**-1000, 1.0, 2.0**1023])
 @pytest.mark.filterwarnings("error")
 def test_differences_of_the_largest_numbers_are_judged(scale):
     a, b = (np.array(x) * scale for x in ([1.0, -1.5], [1.0, 1.5]))
-    found = judge(a, b, None, EPS, None)
+    found = judge(a, b, 0 * a, EPS, None)
     assert found.differs and math.isclose(found.difference, 2.0)
-    assert not judge(a, a * (1 - EPS), None, EPS, None).differs
+    assert not judge(a, a * (1 - EPS), 0 * a, EPS, None).differs
 
 
 @pytest.mark.filterwarnings("error")
@@ -206,31 +180,6 @@ def test_versions_at_the_largest_number_are_judged_without_a_warning():
     assert cg.compare(loss(1.0), loss(1.0), (w,)).ok
     assert cg.compare(loss(1.0), loss(1.1), (w,)).findings[0].kind == "value"
     assert cg.compare(lambda w: -w, lambda w: w * -1, (w,), argnums=None).ok
-
-
-def test_copies_keep_type_and_layout():
-    spread = NamedSharding(mesh(), P(AXIS))
-    tree = {
-        "weak": jnp.asarray(0.1),
-        "spread": jax.device_put(jnp.arange(16.0), spread),
-        "same": jax.device_put(jnp.arange(1.0, 5.0), NamedSharding(mesh(), P())),
-        "here": jnp.ones(3),
-        "there": jax.device_put(jnp.ones(3), jax.devices()[3]),
-        "numpy": np.ones(3, np.float32),
-        "count": jnp.arange(3),
-        "key": jax.random.key(0),
-        "text": "a",
-        "number": 1.0,
-        "empty": jnp.zeros((0, 2)),
-    }
-    new = copied(tree)
-    for name, x in tree.items():
-        assert type(new[name]) is type(x), name
-        if isinstance(x, jax.Array):
-            assert new[name].dtype == x.dtype and new[name].shape == x.shape
-            assert new[name].committed == x.committed, name
-            assert new[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
-            assert getattr(new[name], "weak_type", None) == getattr(x, "weak_type", None)
 
 
 # ---- the order of computation ----
@@ -247,6 +196,6 @@ def test_an_output_is_older_than_those_it_is_computed_from():
         c = jax.jit(jnp.sin)(b) + 1
         return {"out": jax.checkpoint(jnp.exp)(c), "c": c, "b": b, "s": stacked, "a": a, "x": x}
 
-    shapes = jax.make_jaxpr(step)(1.0)
-    found = dict(zip(["a", "b", "c", "out", "s", "x"], ages(shapes), strict=True))
+    rows = recorded(step, (jnp.float32(1.0),), {}, None, False).record.rows
+    found = {row.name: row.position[0] for row in rows if row.kind == "output"}
     assert found["x"] == 0 < found["a"] < found["b"] < found["c"] < found["out"]

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
@@ -123,80 +122,3 @@ def test_a_port_from_linen_to_nnx():
     changed = {**params, "out": {**params["out"], "kernel": params["out"]["kernel"] * 1.01}}
     found = against(other_args=(ported(changed), x))
     assert found.findings[0].kind == "value" and "LinenNet/out" in found.findings[0].message
-
-
-# ---- checkpoints ----
-
-
-def of_orbax(state, path):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(path / "state", state)
-
-
-def of_state(state, path):
-    """NNX objects by way of their state."""
-    graph, arrays = nnx.split(state)
-    return nnx.merge(graph, of_orbax(arrays, path))
-
-
-TRAINERS = {
-    "TrainState": (linen_state, linen_step, of_orbax),
-    "NNX objects": (nnx_objects, object_step, of_state),
-}
-
-
-@functools.cache
-def after_two(name):
-    begin, step, _ = TRAINERS[name]
-    state = begin()
-    for batch in BATCHES[:2]:
-        state, _ = step(state, jnp.asarray(batch))
-    return state
-
-
-def resumed(name, restored):
-    step, batches = TRAINERS[name][1], [jnp.asarray(x) for x in BATCHES[2:4]]
-    return cg.compare_resumed(step, (after_two(name), batches), (restored, batches), rtol=0.0)
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_right_restart_is_silent(name, tmp_path):
-    found = resumed(name, TRAINERS[name][2](after_two(name), tmp_path))
-    assert found.ok and not found.findings and not found.unmatched and not found.notes, str(found)
-    assert {"step 1/1/loss", "step 2/1/loss"} <= {row.module for row in found.rows}
-    assert not [row.module for row in found.rows if "states/0" in row.module]
-
-
-def replaced(tree, part, new):
-    """The tree with other leaves wherever their path has this part."""
-
-    def at(path, leaf):
-        return new if part in jax.tree_util.keystr(path, simple=True, separator="/") else leaf
-
-    news = jax.tree.leaves(jax.tree_util.tree_map_with_path(at, tree))
-    return jax.tree.unflatten(jax.tree.structure(tree), news)
-
-
-# The path of what is lost, and how.
-FAULTS = {
-    "TrainState": {
-        "opt_state/0/count": lambda s: s.replace(opt_state=ADAM.init(s.params)),
-        "mean/norm/mean": lambda s: s.replace(mean=linen_state().mean),
-        "key": lambda s: s.replace(key=jax.random.key(1)),
-        "step": lambda s: s.replace(step=0),
-    },
-    "NNX objects": {
-        "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
-        "1/opt_state/0/count": lambda s: (s[0], nnx.Optimizer(s[0], ADAM, wrt=nnx.Param)),
-    },
-}
-
-
-@pytest.mark.parametrize(("name", "path"), [(name, p) for name in FAULTS for p in FAULTS[name]])
-def test_what_a_restart_loses_is_named_by_its_path(name, path):
-    found = resumed(name, FAULTS[name][path](after_two(name)))
-    assert not found.ok
-    first = min(finding.path for finding in found.findings)
-    assert first.removeprefix("state/").removesuffix("/value") == path, str(found)

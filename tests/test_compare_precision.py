@@ -1,14 +1,13 @@
 """Where low precision loses; and that a comparison without any judgment is not ok."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._compare.rounding import lost_precision
+from clipgrad._compare.numbers import plain_row, with_numbers
+from clipgrad._compare.wider import NOTHING_LEFT, lost_precision
 from tests.compare_models import with_vjp
 
 
@@ -163,85 +162,60 @@ UNIT = np.random.default_rng(0).normal(size=12)
 UNIT /= np.linalg.norm(UNIT)
 ERROR = np.roll(UNIT, 1) - UNIT * (np.roll(UNIT, 1) @ UNIT)
 ERROR /= np.linalg.norm(ERROR)
-BESIDE = {
-    "nothing": None,
-    "ordinary": np.ones(3),
-    "large": np.full(3, 1e30),
-    "infinite": np.array([np.inf, 1.0, np.inf]),
-    "nan": np.full(3, np.nan),
-}
 
 
 def coarser(narrow, dtype):
     return float(jnp.finfo(narrow).eps / jnp.finfo(dtype).eps)
 
 
-def verdict(error, *, size=1.0, beside=None, most=0.05, types=("bfloat16", "float32")):
-    """The findings of the leaf "w", whose error is so many times its gradient."""
-    paths, grads, exact = ["w"], [size * (UNIT + error * ERROR)], [size * UNIT]
-    if beside is not None:
-        paths, grads, exact = [*paths, "z"], [*grads, beside], [*exact, beside]
-    still = lambda: [np.zeros(x.shape) for x in grads]  # noqa: E731
-    found, notes = lost_precision(paths, grads, still, exact, types[1], coarser(*types), most)
-    return [f for f in found if f.path == "w"], [n for n in notes if n.startswith("w")], found
+def verdict(own, wide, *, most=0.05, types=("bfloat16", "float32"), moved=0.0):
+    """What is said of a gradient: a finding, a note, or None."""
+    rows = [
+        with_numbers(plain_row("gradient", "w", x, whole=x), x)
+        for x in (np.asarray(own), np.asarray(wide))
+    ]
+    rows[0].moved = np.full((1, 515), moved)
+    most_left = NOTHING_LEFT * coarser(*types)
+    return lost_precision(*rows, types[1], most, most_left, lambda: None)
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-def test_a_leaf_is_judged_by_its_own_size(beside):
-    """Neither a large nor an infinite gradient beside it excuses its rounding."""
-    for size, types in itertools.product((1e-30, 1.0, 1e30), TYPES):
-        options = {"size": size, "beside": BESIDE[beside], "types": types}
+@pytest.mark.parametrize("types", TYPES)
+def test_a_leaf_is_judged_by_its_own_size(types):
+    for size in (1e-30, 1.0, 1e30):
         for error in (0.06, 0.43, 1.0, 30.0, 300.0):
-            (finding,), notes, _ = verdict(error, **options)
-            assert np.isclose(finding.ratio, error) and "is rounding" in finding.message
-            assert not notes
+            found = verdict(size * (UNIT + error * ERROR), size * UNIT, types=types)
+            assert np.isclose(found.ratio, error) and "is rounding" in found.message
         for error in (0.0, 1e-3, 0.04):
-            assert verdict(error, **options) == ([], [], []), (error, options)
+            assert verdict(size * (UNIT + error * ERROR), size * UNIT, types=types) is None
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-4, 0.03, 0.43, 5.0, 100.0])
 def test_rtol_is_what_decides_at_every_error(error):
     for most in (1e-6, 1e-3, 0.1, 1.0, 1e9):
-        assert bool(verdict(error, most=most, beside=np.full(3, 1e9))[0]) is (error > most)
+        assert (verdict(UNIT + error * ERROR, UNIT, most=most) is not None) is (error > most)
 
 
-def test_a_sum_that_is_zero_is_a_note_by_its_error_beside_the_wider_type():
+@pytest.mark.parametrize("types", TYPES)
+def test_a_sum_that_is_zero_is_a_note_by_its_error_beside_the_wider_type(types):
     """Its gradient in the wider type is rounding of that type, as many times smaller."""
-    for types in TYPES:
-        for error in coarser(*types) * np.array([0.25, 1.0, 8.0]):
-            found, notes, every = verdict(error, types=types)
-            assert not found and notes == ["w: zero but for rounding"]
-            assert [f.kind for f in every] == ["not judged"]  # there is no other leaf
-            assert not verdict(error, types=types, beside=np.ones(3))[2]
-
-
-def test_a_gradient_that_is_exactly_zero_is_a_note_only_if_rounding_moves_it_by_that_much():
-    """By chance a sum of terms is zero: all of a gradient is lost, or nothing but rounding is."""
-    for types in TYPES:
-        for size, finds in ((1.0, True), (1 / coarser(*types), False)):
-            arguments = [np.zeros(3)], lambda: [np.full(3, 0.7)], [np.full(3, size)]
-            found, notes = lost_precision(
-                ["w"], *arguments, types[1], coarser(*types), 0.05
-            )  # the rounding of terms of size 1 / eps
-            assert [f.path for f in found if f.path] == ["w"] * finds
-            assert notes == ["w: zero but for rounding"] * (not finds)
+    for error in coarser(*types) * np.array([0.25, 1.0, 8.0]):
+        assert verdict(UNIT + error * ERROR, UNIT, types=types) == "w: zero but for rounding"
+    # By chance it may be exactly zero: then its floor decides.
+    assert verdict(0 * UNIT, UNIT, types=types).ratio == 1
+    far = coarser(*types)
+    assert verdict(0 * UNIT, UNIT, types=types, moved=far) == "w: zero but for rounding"
 
 
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
-def test_an_overflow_is_counted_and_is_no_share(odd):
+def test_an_overflow_is_a_finding_and_is_no_share(odd):
     exact = np.arange(1.0, 9.0)
     for count in (1, 7, 8):
         near = np.where(np.arange(8) < count, odd, exact)
-        for grads, text in (((near, exact), "and finite in"), ((exact, near), "in float32 only")):
-            (finding,), notes = lost_precision(
-                ["w"], [grads[0]], lambda: [ERROR], [grads[1]], "float32", 1, 0.05
-            )
-            assert f"{count} of 8 numbers are NaN or inf" in finding.message and not notes
-            assert text in finding.message and finding.ratio == np.inf
-        found, notes = lost_precision(["w"], [near], list, [near], "float32", 1, 0.05)
-        assert [f.kind for f in found] == ["not judged"] * (count == 8)
-        assert notes == [f"w: {count} of 8 numbers of its gradient are NaN or inf in both types, "
-                         "so not judged"]  # fmt: skip
+        for pair, text in (((near, exact), "is finite in float32"), ((exact, near), "32 only")):
+            found = verdict(*pair)
+            assert text in found.message and found.kind == "rounding" and found.ratio == np.inf
+        found = verdict(near, near)
+        assert found.kind == "not judged" and "NaN or inf in both types" in found.message
 
 
 def test_a_leaf_that_is_mostly_rounding_is_found_beside_an_infinite_one():
@@ -314,7 +288,7 @@ def test_an_overflow_names_the_first_module_and_the_leaves():
     found = cg.compare(loss, "float32", args)
     assert not found.ok and "nan%" not in str(found)
     assert (found.findings[0].module, found.findings[0].kind) == ("powers", "rounding")
-    assert "of 18 numbers are NaN or inf, and finite in float32" in found.findings[-1].message
+    assert "it has NaN or inf, and is finite in float32" in found.findings[-1].message
     assert any(note.startswith("the loss is inf") for note in found.notes)
 
 
@@ -354,23 +328,39 @@ def test_no_gradient_that_is_judged_is_not_ok(dtype):
     assert cg.compare(undecided, undecided, (w,)).ok  # bit for bit the same
 
 
-def test_one_leaf_that_is_judged_is_enough_and_the_other_is_a_note():
+def test_a_leaf_that_is_not_judged_is_never_ok():
     def loss(wave):
-        return lambda p: undecided(p["w"], wave) + decided(p["b"], 1.0)
+        return lambda p: 1e-3 * undecided(p["w"], wave) + decided(p["b"], 1.0)
 
     params = {"w": numbers(7, seed=3), "b": numbers(3, seed=4)}
     found = cg.compare(loss(jnp.sin), loss(jnp.cos), (params,))
-    assert found.ok and "w: rounding decides here, so its gradient is not judged" in found.notes
+    assert not found.ok and {f.kind for f in found.findings} <= {"not judged", "value"}, str(found)
+    assert "w: rounding decides here, so its gradient is not judged" in found.notes
 
 
-def test_gradients_of_which_none_is_in_both_are_not_ok():
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference():
+    """The bias of keys: a softmax ignores it, in each version."""
+
+    def loss(p, x, by):
+        keys = x @ p["w"] + p["keys"] * by
+        return jnp.mean((jax.nn.softmax(x @ keys.T / by) @ x) ** 2)
+
+    params = {"w": numbers(6, 6, seed=4) / 3, "keys": numbers(1, 6, seed=5)}
+    x = numbers(12, 6, seed=6)
+    by_hand = lambda p, x: loss(p, x[::-1], 1.0)  # noqa: E731
+    found = cg.compare(lambda p, x: loss(p, x, 1.0), by_hand, (params, x))
+    assert found.ok and "keys: zero but for rounding" in found.notes, str(found)
+
+
+def test_trees_without_a_path_in_common_are_compared_by_their_numbers():
     w = numbers(3, seed=1)
-    found = cg.compare(
-        lambda p: decided(p["a"], 1.0), lambda p: decided(p["b"], 1.0), ({"a": w},),
-        other_args=({"b": w},),
-    )  # fmt: skip
-    assert not found.ok and found.findings[0].kind == "not judged"
-    assert found.unmatched == ("gradient a, only in fun", "gradient b, only in other")
+    pair = lambda by: (lambda p: decided(p["a"], 1.0), lambda p: decided(p["b"], by))  # noqa: E731
+    found = cg.compare(*pair(1.0), ({"a": w},), other_args=({"b": w},))
+    assert found.ok and not found.unmatched, str(found)
+    found = cg.compare(*pair(1.1), ({"a": w},), other_args=({"b": w},))
+    assert not found.ok and found.findings[0].kind == "value"
+    found = cg.compare(*pair(1.0), ({"a": w},), other_args=({"b": w + 1},))
+    assert not found.ok and "gradient a, only in JAX" in found.unmatched
 
 
 @pytest.mark.parametrize("outputs", [lambda x: {"y": x}, lambda x: {"y": x, "n": jnp.asarray(3)}])

@@ -4,17 +4,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.gradients import compare_gradients
-from clipgrad._compare.port_record import PortRun
-from clipgrad._compare.ports import compare_port
-from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
-from clipgrad._compare.save_run import live, saved
-from clipgrad._compare.sides import Side
-from clipgrad._compare.step_runs import StepRun
-from clipgrad._compare.steps import compare_steps
+from clipgrad._compare.compare_records import compare_records
+from clipgrad._compare.file import load
+from clipgrad._compare.names import same_leaves
+from clipgrad._compare.ports import compare_by_numbers
+from clipgrad._compare.record import TORCH, Record
+from clipgrad._compare.recording import Recording, settings_of_runs
+from clipgrad._compare.result import GradientComparison
+from clipgrad._compare.save_run import recorded
+from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
 from clipgrad._error_clip import check_call
-from clipgrad._jaxpr import settings_of_runs
 
 
 def compare(
@@ -101,48 +100,52 @@ def compare(
       (False, 'value', 'hidden')
     """
     _check_comparison(fun, other, other_args, argnums, names, rtol)
+    check_call(len if _is_path(fun) else fun, () if args is None else args, kwargs)
     named = dict(kwargs or {})
     with settings_of_runs():
         if isinstance(other, str) and not _is_path(other):
             check_call(fun, args, kwargs)
-            checked: Any = fun, other, args, named, argnums, has_aux, rtol
-            return compare_dtypes(*checked)
+            recording = recorded(fun, args, named, argnums, has_aux)  # pyright: ignore
+            assert isinstance(recording, Recording)  # of a loss
+            return compare_with_wider(recording, other, rtol)
         given = _arguments_of(fun, other, args, kwargs, other_args)
-        versions: tuple[Any, Any] = fun, other
-        first, second = (
-            saved(run)
-            if _is_path(run)
-            else live(name, run, own, named, argnums, has_aux, signed=None in given)
-            for name, run, own in zip(("fun", "other"), versions, given, strict=True)
-        )
-        return _compared(first, second, names, rtol)
+        from_file = None in given
+        more = argnums, has_aux, from_file or other_args is not None
+        records: list[Record] = []
+        for run, own in zip((fun, other), given, strict=True):
+            is_measured = rtol is None and not any(map(_is_measured, records))
+            version: Any = run
+            records.append(
+                load(version)
+                if own is None
+                else recorded(version, own, named, *more).run(floor=is_measured)
+            )
+        return _compared(*records, names, rtol, from_file)
+
+
+def _is_measured(record: Record) -> bool:
+    return any(row.moved is not None for row in record.rows)
 
 
 def _compared(
-    first: Any, second: Any, names: Mapping[str, str] | None, rtol: float | None
+    a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | None, from_file: bool
 ) -> GradientComparison:
-    """Compare two runs of one kind, or a loss in JAX with a run of another framework."""
-    kinds = type(first), type(second)
-    if kinds == (Side, Side):
-        return compare_gradients(first, second, names, rtol)
-    if kinds == (StepRun, StepRun):
-        return compare_steps(first, second, rtol)
-    if kinds == (Side, PortRun):
-        return compare_port(first, second, names, rtol)
-    if kinds == (PortRun, Side):
-        names = {other: own for own, other in (names or {}).items()}
-        return compare_port(second, first, names, rtol)
-    if PortRun in kinds:
-        what = "a whole step" if StepRun in kinds else "another run of torch"
+    """Compare by names, or by numbers where the two name nothing alike."""
+    paths = [[r.rows[i].name for i in r.of("gradient")] for r in (a, b)]
+    by_numbers = a.framework != b.framework or all(paths) and not same_leaves(*paths)
+    if not by_numbers:
+        return compare_records(a, b, names, rtol, from_file)
+    if not all(paths):
         raise ValueError(
-            f"run: got a run of torch and {what}, expected a loss in JAX, or a file that "
+            "run: got a run of torch and a whole step, expected a loss in JAX, or a file that "
             "clipgrad.save_run wrote of one"
         )
-    words = ("a step", "a loss") if kinds[0] is StepRun else ("a loss", "a step")
-    raise ValueError(
-        f"run: got {words[0]} in fun, {words[1]} in other, expected two of a kind; write "
-        "argnums=None for both if they are steps, in save_run too"
-    )
+    if names:
+        raise ValueError(
+            f"names: got {dict(names)!r} for versions whose parameters have no path in common, "
+            "expected None; their values are matched by their numbers"
+        )
+    return compare_by_numbers(*((b, a) if a.framework == TORCH else (a, b)), rtol)
 
 
 def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
@@ -200,10 +203,6 @@ def _check_comparison(
         )
     if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < float("inf")):
         raise ValueError(f"rtol: got {rtol!r}, expected a tolerance of at least 0, such as 1e-3")
-    if names and argnums is None:
-        raise ValueError(
-            "names: got names of values, expected None with argnums=None, which compares outputs"
-        )
 
 
 def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:

@@ -1,19 +1,14 @@
-"""A run of a loss or of a training step, saved to be compared elsewhere or later."""
+"""A version of a comparison as a record: recorded now, or read from a file."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.experimental import multihost_utils
-
-from clipgrad._compare.port_record import PORT, PortRun, port_file, saved_port
-from clipgrad._compare.run_file import RunFile, damaged, read_run, write_run
-from clipgrad._compare.sides import GRADIENT, Side, gradient_file, live_side, saved_gradient
-from clipgrad._compare.step_runs import STEP, StepRun, run_step, saved_step, step_file
-from clipgrad._compare.versions import version
+from clipgrad._compare.file import check_path, load, save
+from clipgrad._compare.losses import recorded_loss
+from clipgrad._compare.recording import Recording, settings_of_runs
+from clipgrad._compare.steps import PythonStep, recorded_step
 from clipgrad._error_clip import check_call
-from clipgrad._jaxpr import settings_of_runs
 
 
 def save_run(
@@ -33,9 +28,9 @@ def save_run(
 
     Guarantees:
       * Numbers of arrays are not in the file, but sketches of them: 515 numbers of each named value
-        and its cotangent at each step of a scan, of each gradient and each argument, among them the
-        norm and the largest magnitude; and how far rounding moves them. The loss, and outputs of a
-        step that are one number, are kept.
+        and its cotangent at each step of a scan, of each gradient, output and argument, among them
+        the norm and the largest magnitude; and how far rounding moves them. Of integers and keys
+        there is a hash of their values.
       * `compare` finds the kind, the module and the step that it finds between the functions.
       * The file is whole or not there: it is written beside its place, and moved there.
       * Of several processes, which all call this, the first writes the file.
@@ -73,61 +68,25 @@ def save_run(
     check_call(fun, args, kwargs)
     check_path(path)
     with settings_of_runs():
-        side = live("fun", fun, args, dict(kwargs or {}), argnums, has_aux, signed=True)
-        file = step_file(side) if isinstance(side, StepRun) else gradient_file(side)
-    _write_once(path, file)
+        save(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
 
 
-def check_path(path: Any) -> None:
-    """Raise an error for what is no path, or one in a folder that is not there."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: got {path!r}, expected the path of a file, such as 'before.npz'")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ValueError(f"path: got {os.fspath(path)!r}, expected one in a folder that exists")
-
-
-def write_port(path: str | os.PathLike, run: PortRun) -> None:
-    _write_once(path, port_file(run))
-
-
-def _write_once(path: str | os.PathLike, file: RunFile) -> None:
-    try:
-        if jax.process_index() == 0:
-            write_run(path, file.header, file.arrays)
-    finally:
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("clipgrad run")
-
-
-def live(
-    name: str,
+def recorded(
     fun: Callable[..., Any],
     args: tuple,
     kwargs: Mapping[str, Any],
     argnums: int | Sequence[int] | None,
     has_aux: bool,
-    *,
-    signed: bool,
-) -> Side | StepRun:
-    """A version that runs now; signed beside one from a file."""
-    if argnums is None:
-        if has_aux:
-            raise ValueError(
-                "has_aux: got True with argnums=None, expected False; all outputs are compared"
-            )
-        return run_step(name, fun, args, kwargs, signed)
-    return live_side(version(fun, args, kwargs, argnums, has_aux), signed)
+    with_arguments: bool = True,
+) -> Recording | PythonStep:
+    """The recording of a loss, or of a step."""
+    if argnums is not None:
+        return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)
+    if has_aux:
+        raise ValueError(
+            "has_aux: got True with argnums=None, expected False; all outputs are compared"
+        )
+    return recorded_step(fun, args, kwargs, with_arguments)
 
 
-def saved(path: str | os.PathLike) -> Side | StepRun | PortRun:
-    """A version from a file.
-
-    Raises:
-      ValueError: it holds no run that can be read.
-    """
-    file = read_run(path)
-    kinds = {GRADIENT: saved_gradient, STEP: saved_step, PORT: saved_port}
-    try:
-        return kinds[file.header["kind"]](file)
-    except Exception as error:  # of plain data that is not what it should be
-        raise damaged(path, error) from error
+__all__ = ["check_path", "load", "recorded", "save", "save_run"]

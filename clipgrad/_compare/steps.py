@@ -1,114 +1,142 @@
-"""Two versions of a whole training step: their outputs, by path."""
+"""Recording a whole step, or any function: its outputs by path, and its named values."""
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
-from clipgrad._compare.comparison import (
-    ComparisonFinding,
-    ComparisonRow,
-    GradientComparison,
-    undecided,
-    unjudged,
-)
-from clipgrad._compare.differences import Exact, Judgment, judge, judge_exactly, rounding
-from clipgrad._compare.ratios import Counts, meaning, ratio
-from clipgrad._compare.run_facts import with_facts
-from clipgrad._compare.sketches import NUMBERS, judge_sketches
-from clipgrad._compare.step_runs import Output, StepRun
-from clipgrad._trees import nearest
+from clipgrad._compare.hook import Sketches
+from clipgrad._compare.judge import RUNS, floor_of
+from clipgrad._compare.numbers import plain_row, sketched, with_numbers
+from clipgrad._compare.record import Record
+from clipgrad._compare.recording import Recording, Table, circumstances, device_counts
+from clipgrad._errors import first_line
+from clipgrad._frameworks import with_models
+from clipgrad._jaxpr import Traced, evaluate, opened, trace
+from clipgrad._program import moved_by_rounding
+from clipgrad._trees import check_concrete, donated_leaf, is_array, path_string
+
+WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 
 
-def compare_steps(first: StepRun, second: StepRun, rtol: float | None) -> GradientComparison:
-    own, theirs = first.outputs, second.outputs
-    order, floor = first.ages or second.ages, first.floor() if rtol is None else {}
-    both = sorted((path for path in own if path in theirs), key=lambda path: order.get(path, 0))
-    if not both:
+class PythonStep:
+    """A step that cannot be traced, such as a loop of Python that reads numbers.
+
+    It has no values and no edges, and its outputs are in the order of their paths. What rounding
+    does is measured by moving the arguments.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple, kwargs: Mapping, error: Any) -> None:
+        self._call = fun, args, kwargs
+        why = f"a function can't be traced as one program ({first_line(error)}), so its outputs "
+        self._note = why + "are in the order of their paths, and its values are not compared"
+
+    def run(self, dtype: Any = None, floor: bool = False) -> Record:
+        del dtype
+        fun, args, kwargs = self._call
+        found = _outputs_of(fun, args, kwargs)
+        rows = [with_numbers(plain_row("argument", p, x), x) for p, x in _given(args, kwargs)]
+        rows += [with_numbers(plain_row("output", p, x), x) for p, x in found.items()]
+        for i, row in enumerate(rows):
+            row.node = i
+        if floor:
+            own = {r.name: r.sketch for r in rows if r.kind == "output" and r.sketch is not None}
+            moved = floor_of(own, self._moved())  # pyright: ignore[reportArgumentType]
+            for row in rows:
+                row.moved = moved.get(row.name) if row.kind == "output" else None  # pyright: ignore
+        inputs = jax.tree.leaves((args, kwargs))
+        more = {"devices": device_counts(inputs), "circumstances": circumstances()}
+        return Record(rows, notes=[self._note], **more)
+
+    def _moved(self) -> Iterator[dict]:
+        fun, args, kwargs = self._call
+        for i in range(1, 1 + RUNS):
+            given = jax.tree.map(lambda x, i=i: moved_by_rounding(x, i), (args, kwargs))
+            yield {p: sketched(x)[0] for p, x in _outputs_of(fun, *given).items()}
+
+
+def recorded_step(
+    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], with_arguments: bool = True
+) -> Recording | PythonStep:
+    """Trace a function with sketches of its values; of NNX models what changes in them, too."""
+    check_concrete("args", (args, kwargs))
+    if (at := donated_leaf((args, kwargs))) is not None:
         raise ValueError(
-            f"other: got outputs {list(theirs)[:5]}, expected the outputs of fun; "
-            f"{nearest('', own)}; return trees with the same paths"
+            f"args: got an array that a function has overwritten, at {at}, expected arrays that "
+            "were not donated; pass a copy to the step that donates them"
         )
-    judged = {p: _output_judgment(own[p], theirs[p], floor.get(p), rtol) for p in both}
-    known = first.counts.beside(second.counts)
-    findings = [
-        _output_finding(path, own[path], theirs[path], found, known)
-        for path, found in judged.items()
-        if found.differs
+    found: list[Any] = []
+
+    def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        found.append(_recording(function, args, kwargs, with_arguments))
+
+    try:
+        with_models(run, fun, args, dict(kwargs))
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        return PythonStep(fun, args, kwargs, error)
+    return found[0]
+
+
+def _recording(
+    function: Callable[..., Any], args: tuple, kwargs: dict, with_arguments: bool
+) -> Recording:
+    fixed: dict[str, Any] = {}
+    paths: list[str] = []
+
+    def arrays(*args: Any, **kwargs: Any) -> list:
+        leaves = output_paths(function(*args, **kwargs))
+        fixed.update({p: x for p, x in leaves.items() if not isinstance(x, jax.Array)})
+        paths[:] = [p for p in leaves if p not in fixed]
+        return [leaves[p] for p in paths]
+
+    program = trace(arrays, args, kwargs).program
+    check_concrete("fun", opened(program)[1])
+    inputs = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+    given = [(p, x) for p, x in _given(args, kwargs) if is_array(x)]
+    table = Table(program, given, with_arguments)
+    avals = [v.aval for v in opened(program)[0].outvars]
+    returned = [
+        table.add_output(plain_row("output", p, aval), i)
+        for i, (p, aval) in enumerate(zip(paths, avals, strict=True))
     ]
-    findings += [] if findings else _no_output_judged(own, judged)
-    unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
-    unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
-    rows = [
-        ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
-        for path, found in judged.items()
-    ]
-    notes = _notes_of_runs(first, second, judged, known)
-    parts = tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
-    return with_facts(GradientComparison(not findings, *parts), first.facts, second.facts)
+    for p, x in fixed.items():
+        table.add(with_numbers(plain_row("output", p, x), x))
+    for p, x in _given(args, kwargs) if with_arguments else ():
+        if not is_array(x):
+            table.add(with_numbers(plain_row("argument", p, x), x))
+
+    def run(inputs: list) -> tuple:
+        hook = Sketches()
+        return evaluate(program, inputs, hook), hook.noted(), {}
+
+    traced: Traced = trace(run, (inputs,), {})
+    return table.recording(table.record(program, inputs), traced, inputs, returned)
 
 
-def _notes_of_runs(
-    first: StepRun, second: StepRun, judged: Mapping[str, Judgment], known: Counts
-) -> list[str]:
-    notes = [*first.notes, *second.notes]
-    if not first.ages and not second.ages:
-        notes.append("so outputs are in the order of their paths, not of their computation")
-    notes += first.repeats(known)
-    notes += [undecided(path) for path, found in judged.items() if not found.is_judged]
-    types = {p: (first.outputs[p].dtype, second.outputs[p].dtype) for p in judged}
-    return notes + [
-        f"{path}: {own} in fun, {other} in other"
-        for path, (own, other) in types.items()
-        if str(own) != str(other)
-    ]
+def output_paths(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path, but for None; those whose paths look alike by their keys."""
+    entries = [(path, leaf) for path, leaf in tree_flatten_with_path(tree)[0] if leaf is not None]
+    counts = collections.Counter(path_string(path) for path, _ in entries)
+    found = {}
+    for path, leaf in entries:
+        text = path_string(path)
+        found[(text if counts[text] == 1 else keystr(path)) or WHOLE_OUTPUT] = leaf
+    return found
 
 
-def _no_output_judged(
-    own: Mapping[str, Output], judged: Mapping[str, Judgment]
-) -> list[ComparisonFinding]:
-    """The finding that no output could be judged; where some are floating, none of these."""
-    floating = [found for path, found in judged.items() if isinstance(own[path].value, np.ndarray)]
-    outputs = floating or list(judged.values())
-    if any(found.is_judged for found in outputs):
-        return []
-    kind = "floating outputs" if floating else "outputs"
-    text = f"rounding decides each of {len(outputs)} {kind}, so none is judged; compare "
-    text += "with wider arguments and types, or give rtol=, a tolerance of your own"
-    return [unjudged(text)]
+def _given(args: tuple, kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The arrays and numbers among the arguments, in the order of the leaves."""
+    leaves = output_paths({"args": args, "kwargs": dict(kwargs)})
+    kinds = jax.Array, np.ndarray, np.generic, int, float, complex
+    return [(path, x) for path, x in leaves.items() if isinstance(x, kinds)]
 
 
-def _output_judgment(own: Output, other: Output, floor: Any, rtol: float | None) -> Judgment:
-    if own.shape != other.shape:
-        return Judgment(float("inf"), 0.0)
-    values = own.value, other.value
-    if all(isinstance(x, np.ndarray) for x in values):
-        floor = np.zeros(np.shape(own.value)) if floor is None else floor
-        judging = judge_sketches if own.signed else judge
-        return judging(*values, floor, rounding(own.dtype, other.dtype), rtol)
-    if all(isinstance(x, Exact) for x in values):
-        return judge_exactly(values[0].values, values[1].values, floor and floor.values)
-    return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0)
-
-
-def _output_finding(
-    path: str, own: Output, other: Output, found: Judgment, known: Counts
-) -> ComparisonFinding:
-    if own.shape != other.shape:
-        text = f"the shape is {list(own.shape)} in fun, {list(other.shape)} in other"
-        return ComparisonFinding("output", f"{path}: {text}", path=path)
-    factor, text = None, f"{path}: the relative difference is {found.difference:.2g}"
-    if isinstance(own.value, np.ndarray) and isinstance(other.value, np.ndarray):
-        text += f", of which rounding explains {found.tolerance:.1g}"
-        mine, its = (x.value[: 2 * NUMBERS] if x.signed else x.value for x in (own, other))
-        factor = ratio(mine, its, found.tolerance)
-        if own.shape == ():
-            text += f"; it is {own.value:.6g} in fun, {other.value:.6g} in other"
-    else:
-        share = "some" if own.signed else f"{found.difference:.2g}"
-        text = f"{path}: {share} of its numbers differ, which are compared exactly"
-    if factor is not None:
-        means = meaning(factor, known)
-        shown = f"{factor:.2f}" if abs(factor) >= 1 else f"{factor:.3g}"
-        text += f"; fun is {shown} times other" + (f": {means}" if means else "")
-    return ComparisonFinding("output", text, path=path, ratio=factor)
+def _outputs_of(fun: Callable[..., Any], args: tuple, kwargs: Mapping) -> dict[str, Any]:
+    found: list[Any] = []
+    own = jax.tree.map(lambda x: x.copy() if is_array(x) else x, (args, dict(kwargs)))
+    with_models(lambda f, args, kwargs: found.append(f(*args, **kwargs)), fun, *own)
+    check_concrete("fun", found[0])
+    return output_paths(found[0])

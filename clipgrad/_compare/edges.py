@@ -1,0 +1,177 @@
+"""The edges of a record: one walk over a program finds what each row is computed from."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from clipgrad._compare.record import FIRST, LAST, NEXT, Edge
+from clipgrad._jaxpr import opened, scan_counts, value_programs
+from clipgrad._names import ScopePath, path
+
+When = frozenset[tuple[str, int]]
+# The rows that a variable is computed from, each with how scans are crossed on the way; and the
+# scopes of the operations on the way, as the bits of a number.
+Origins = dict[tuple[int, When], int]
+
+
+class Walk:
+    """Follows rows through a program.
+
+    Args:
+      places: the rows at each place: the numbers of the operations and programs around, of the
+        operation, and of its result. Those of one array are in order.
+
+    Attributes:
+      results: what each result of the program is computed from.
+      ages: of each result the length of the longest chain of operations from an input to it. A
+        scan is as old as one step of it. A result that is computed from another one is older.
+    """
+
+    def __init__(
+        self, program: Any, inputs: Sequence[int], places: dict[tuple, list[int]], rows: Any
+    ) -> None:
+        self._places, self._rows = places, rows
+        self._edges: collections.Counter[tuple[int, int, When]] = collections.Counter()
+        # Of each scope in a program: the numbers of operations and programs around that.
+        self._numbers: dict[tuple[tuple, ScopePath], int] = {}
+        given = [({(i, frozenset()): 0}, 0) for i in inputs]
+        found = self._program(program, given, (), (), 0)
+        self.results, self.ages = [x for x, _ in found], [age for _, age in found]
+
+    def edges(self) -> tuple[list[Edge], list[str]]:
+        """The edges, and the names of the scopes that they count.
+
+        To a row inside of another operation, those of the operations outside of that do not count.
+        """
+        known = [(around, "/".join(scope)) for around, scope in self._numbers]
+        names: dict[str, int] = {}
+        found = []
+        for (source, target, when), bits in self._edges.items():
+            inside = self._rows[target].position[:-3]
+            on_the_way = (known[i] for i in range(bits.bit_length()) if bits >> i & 1)
+            within = {name for around, name in on_the_way if around[: len(inside)] == inside}
+            scopes = tuple(names.setdefault(name, len(names)) for name in sorted(within))
+            found.append(Edge(source, target, tuple(sorted(when)), scopes))
+        return found, list(names)
+
+    def lead(self, own: Origins, row: int) -> None:
+        """Add the edges from origins to a row."""
+        for (source, when), scopes in own.items():
+            self._edges[source, row, when] |= scopes
+
+    def _program(
+        self, program: Any, given: list, around: tuple, scopes: ScopePath, depth: int
+    ) -> list[tuple[Origins, int]]:
+        """The origins and the age of each result of a program, of those of its inputs."""
+        jaxpr = opened(program)[0]
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        of = lambda atom: ({}, 0) if type(atom) is Literal else known.get(atom, ({}, 0))  # noqa: E731
+        for number, equation in enumerate(jaxpr.eqns):
+            here, scope = (*around, number), (*scopes, *path(equation))
+            inputs = [of(atom) for atom in equation.invars]
+            if value_programs(equation):
+                found = self._inside(equation, inputs, here, scope, depth)
+            else:
+                age = 1 + max((age for _, age in inputs), default=0)
+                own = self._joined([x for x, _ in inputs], (around, scope))
+                found = [(own, age)] * len(equation.outvars)
+            for i, (v, (own, age)) in enumerate(zip(equation.outvars, found, strict=True)):
+                known[v] = self._through((*here, i), own), age
+        return [of(atom) for atom in jaxpr.outvars]
+
+    def _through(self, place: tuple, own: Origins) -> Origins:
+        """The origins of what goes on from a place: the last of the rows there, if any."""
+        for row in self._places.get(place, ()):
+            self.lead(own, row)
+            own = {(row, frozenset()): 0}
+        return own
+
+    def _joined(self, parts: Sequence[Origins], scope: Any = None) -> Origins:
+        """What an operation of a scope, in a program, computes from all of these."""
+        bit = 0 if scope is None else 1 << self._numbers.setdefault(scope, len(self._numbers))
+        found: Origins = {}
+        for own in parts:
+            for key, scopes in own.items():
+                found[key] = found.get(key, 0) | scopes | bit
+        return found
+
+    def _inside(
+        self, equation: Any, inputs: list, here: tuple, scope: ScopePath, depth: int
+    ) -> list[tuple[Origins, int]]:
+        name, programs = equation.primitive.name, value_programs(equation)
+        if name == "cond":
+            branches = [
+                self._program(p, inputs[1:], (*here, i), scope, depth)
+                for i, p in enumerate(programs)
+            ]
+            chosen = self._joined([inputs[0][0]], (here[:-1], scope))
+            return [self._both([(chosen, inputs[0][1] + 1), *own]) for own in zip(*branches)]  # noqa: B905
+        if name == "scan":
+            return self._scan(equation, inputs, (*here, 0), scope, depth)
+        if name == "while":
+            constants = equation.params["body_nconsts"]
+            start = inputs[equation.params["cond_nconsts"] :]
+            ends = self._twice(programs[0], start, constants, (*here, 0), scope, depth, None)
+            return [self._both(pair) for pair in zip(start[constants:], ends, strict=True)]
+        given = inputs[len(inputs) - len(opened(programs[0])[0].invars) :]
+        return self._program(programs[0], given, (*here, 0), scope, depth)
+
+    def _both(self, pairs: Any) -> tuple[Origins, int]:
+        return self._joined([own for own, _ in pairs]), max(age for _, age in pairs)
+
+    def _scan(
+        self, equation: Any, inputs: list, inside: tuple, scope: ScopePath, depth: int
+    ) -> list[tuple[Origins, int]]:
+        """The results of a scan: what its last step carries on, and what all steps return."""
+        constants, carried = scan_counts(equation)
+        first = slice(constants, constants + carried)
+        given = list(inputs)
+        given[first] = [(_crossing(own, FIRST, depth), age) for own, age in inputs[first]]
+        (body,) = value_programs(equation)
+        found = self._twice(body, given, constants, inside, scope, depth + 1, depth, carried)
+        left = []
+        for i, (own, age) in enumerate(found):
+            ends: Origins = {}
+            for (source, when), scopes in own.items():
+                kept = {(what, d) for what, d in when if d != depth}
+                is_inside = self._rows[source].position[: len(inside)] == inside
+                kept |= {(LAST, depth)} if is_inside and i < carried else set()
+                key = source, frozenset(kept)
+                ends[key] = ends.get(key, 0) | scopes
+            left.append((ends, age))
+        return left
+
+    def _twice(
+        self, body: Any, given: list, constants: int, inside: tuple, scope: ScopePath, depth: int,
+        crossed: int | None, carried: int | None = None,
+    ) -> list[tuple[Origins, int]]:  # fmt: skip
+        """The results of the body of a loop: what a step carries on is known in the next one."""
+        carried = len(given) - constants if carried is None else carried
+        first, count = given[constants : constants + carried], len(opened(body)[0].eqns)
+        carry, found = first, []
+        for _ in range(2):
+            every = [*given[:constants], *carry, *given[constants + carried :]]
+            found = self._program(body, every, inside, scope, depth)
+            for i, (own, age) in enumerate(found[:carried]):
+                found[i] = self._through((*inside, count, i), own), age
+            later = [
+                (own if crossed is None else _crossing(own, NEXT, crossed), first[i][1])
+                for i, (own, _) in enumerate(found[:carried])
+            ]
+            carry = [self._both(pair) for pair in zip(first, later, strict=True)]
+        return found
+
+
+def _crossing(own: Origins, what: str, depth: int) -> Origins:
+    """The origins, across the start of a scan or from a step to the next.
+
+    What comes from before the scan and goes on unchanged is there at any step.
+    """
+    found: Origins = {}
+    for (source, when), scopes in own.items():
+        is_older = (FIRST, depth) in when
+        key = source, when - {(FIRST, depth)} if is_older else when | {(what, depth)}
+        found[key] = found.get(key, 0) | scopes
+    return found

@@ -1,0 +1,241 @@
+"""The first place where two records differ, as findings."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from clipgrad._compare.judge import Judgment
+from clipgrad._compare.match import Alone, Matching, Pair, pairs_of
+from clipgrad._compare.ratios import factor_text, ratio
+from clipgrad._compare.record import ENTERS, LAST, Graph, Record, Row
+from clipgrad._compare.result import ComparisonFinding
+from clipgrad._compare.sketches import NUMBERS, scalar_of
+from clipgrad._compare.slices import Slice, made_from, module_of, used_by
+from clipgrad._errors import first_few
+from clipgrad._names import Location
+
+TELLING = 0.01  # sizes that are nearer say nothing of how two versions differ
+MOST_NAMES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Two records, and how they were matched."""
+
+    a: Record
+    b: Record
+    matching: Matching
+
+    def of(self, kind: str) -> list[Pair]:
+        return pairs_of(self.matching.pairs, kind)
+
+    def rows(self, pair: Pair) -> tuple[Row, Row]:
+        return self.a.rows[pair.own[0]], self.b.rows[pair.other[0]]
+
+    def graphs(self, pair: Pair) -> list[Graph]:
+        """The graphs that say what is behind a pair: if its names differ, that of the first."""
+        row, its = self.rows(pair)
+        records = [self.a, self.b] if row.name == its.name else [self.a]
+        return [Graph(record) for record in records]
+
+
+def first(sides: Sides, with_arguments: bool) -> list[ComparisonFinding]:
+    """Arguments, the first value, outputs, or else the cotangent, or else gradients; then others.
+
+    If all outputs and gradients were compared, are judged and agree, there are none.
+    """
+    bad = {k: [p for p in sides.of(k) if p.judgment.differs] for k in
+           ("argument", "value", "output", "cotangent", "gradient")}  # fmt: skip
+    rest = [_lacking(own) for own in sides.matching.alone]
+    if not bad["output"] and not bad["gradient"]:
+        return rest or not_judged(sides)
+    found = argument_findings(sides, bad["argument"]) if with_arguments else []
+    is_loss = sides.a.is_loss and sides.b.is_loss
+    if bad["value"]:
+        found.append(value_finding(sides, bad["value"][0]))
+    if not is_loss:
+        found += [_output_finding(sides, p) for p in bad["output"]]
+    elif not bad["value"] and bad["output"]:
+        found.append(loss_finding(sides, bad["output"][0]))
+    elif not bad["value"] and bad["cotangent"]:
+        found.append(_cotangent_finding(sides, bad["cotangent"][-1]))
+    elif not bad["value"]:
+        found += [_gradient_finding(sides, p) for p in bad["gradient"]]
+    return [*found, *rest]
+
+
+def _lacking(own: Alone) -> ComparisonFinding:
+    kind = "grads" if own.kind == "gradient" else "output"
+    return ComparisonFinding(kind, own.text, path=own.path)
+
+
+def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFinding]:
+    """The finding of arguments whose numbers differ, at most one."""
+    if not bad:
+        return []
+    texts = [f"{sides.rows(p)[0].label} ({p.judgment.difference:.2g})" for p in bad]
+    count = f"{len(bad)} of {len(sides.of('argument'))} arguments"
+    text = f"{count} differ: {first_few(texts, MOST_NAMES)}"
+    return [ComparisonFinding("argument", text, path=sides.rows(bad[0])[0].name)]
+
+
+def value_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+    """The first value that differs; its module is that of the operations behind it."""
+    row, _ = sides.rows(pair)
+    values = sides.of("value")
+    before = [p for p in values[: values.index(pair)] if p.judgment.agrees]
+    module = module_of(made_from(pair, before, sides.graphs(pair)))
+    to = f"that enters {row.name}" if row.view == ENTERS else f"of {row.label}"
+    text = f"the value {to} {difference_text(pair.judgment)}"
+    growth = growth_of(pair.judgment, [p.judgment for p in before])
+    return at_line("value", text, row, row.name if module is None else module, pair, growth)
+
+
+def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+    row, _ = sides.rows(pair)
+    values = [p for p in sides.of("value") if p.judgment.agrees]
+    module = module_of(made_from(pair, values, sides.graphs(pair)))
+    text = f"the loss {difference_text(pair.judgment)}; "
+    text += f"all {len(values)} named values agree" if values else "no named value was matched"
+    growth = growth_of(pair.judgment, [p.judgment for p in values])
+    return at_line("value", text, row, module or "", pair, growth)
+
+
+def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+    row, its = sides.rows(pair)
+    values = [p for p in sides.of("value") if p.judgment.agrees]
+    module = module_of(made_from(pair, values, sides.graphs(pair))) or None
+    text, factor = _output_text(sides, pair, row, its)
+    found = at_line("output", text, row, module, pair, None)
+    return dataclasses.replace(found, path=row.name, ratio=factor)
+
+
+def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, float | None]:
+    if row.shape != its.shape:
+        return (
+            f"{row.name}: the shape is {list(row.shape)} in fun, {list(its.shape)} in other",
+            None,
+        )
+    if row.exact and its.exact or row.sketch is None or its.sketch is None:
+        return f"{row.name}: its numbers differ, which are compared exactly", None
+    x, y = row.sketch, its.sketch
+    judgment = pair.judgment._replace(sizes=()) if row.size == 1 else pair.judgment
+    text = f"{row.name} {difference_text(judgment)}"
+    if row.size == 1:
+        text += f"; it is {scalar_of(x[0]):.6g} in fun, {scalar_of(y[0]):.6g} in other"
+    factor = ratio(*(n[..., : 2 * NUMBERS] for n in (x, y)), pair.judgment.tolerance)
+    devices = tuple(sorted({*sides.a.devices, *sides.b.devices}))
+    return text + (factor_text(factor, devices) if factor is not None else ""), factor
+
+
+def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+    """The last cotangent, the first in backward order, that differs: its module uses the value."""
+    row, _ = sides.rows(pair)
+    cotangents = sides.of("cotangent")
+    later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
+    slices = used_by(pair, later, sides.graphs(pair))
+    user, step = _user(slices[0], pair)
+    slices = _cut(sides, slices)
+    module = module_of(slices)
+    module = user if module is None else module
+    to = f"what enters {row.name}" if row.view == ENTERS else row.name
+    text = f"the cotangent that {module or 'what follows'} passes back to {to} "
+    text += f"{difference_text(pair.judgment)}; all values agree"
+    growth = growth_of(pair.judgment, [p.judgment for p in later])
+    return dataclasses.replace(at_line("vjp", text, row, module, pair, growth), step=step)
+
+
+def _cut(sides: Sides, slices: list[Slice]) -> list[Slice]:
+    """The slices to values that have a cotangent in one version only, if there are any.
+
+    The other version cuts the gradient behind such a value, by a `stop_gradient` say.
+    """
+    rows = [{r.rows[i].node for i in r.of("cotangent")} for r in (sides.a, sides.b)]
+    one = [p for p in sides.of("value") if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
+    found = []
+    for side, own in enumerate(slices):
+        ends = {p[1 + side] for p in one}
+        found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
+    return found if any(own.steps for own in found) else slices
+
+
+def _user(own: Slice, pair: Pair) -> tuple[str, int | None]:
+    """The name of the first user of a value, and its step in the scans around both."""
+    if not own.steps:
+        return "", None
+    rows = own.graph.record.rows
+    edge, at, to = own.steps[0]
+    depth = min(len(pair.own[1]) - sum(what == LAST for what, _ in edge.when), len(to[1]))
+    name = rows[to[0]].name if rows[to[0]].kind == "value" else ""
+    return name, rows[at[0]].step(to[1][:depth])
+
+
+def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+    row, _ = sides.rows(pair)
+    later = [p for p in sides.of("cotangent") if p.judgment.is_judged]
+    module = module_of(used_by(pair, later, sides.graphs(pair)))
+    text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
+    found = at_line("grads", f"{text}; values and cotangents agree", row, module or "", pair, None)
+    return dataclasses.replace(found, path=row.name)
+
+
+def growth_of(found: Judgment, before: Sequence[Judgment]) -> float | None:
+    """The ratio of a difference to the largest one before; None if there are none."""
+    largest = max((j.difference for j in before if j.is_judged), default=0.0)
+    known = largest and math.isfinite(largest) and math.isfinite(found.difference)
+    return found.difference / largest if known else None
+
+
+def difference_text(own: Judgment) -> str:
+    if math.isinf(own.difference):
+        return "is NaN, inf, nothing or of another shape in one of the versions only"
+    text = f"differs by {own.difference:.2g}, of which rounding explains {own.tolerance:.1g}"
+    sizes = zip(("norm", "largest"), zip(*own.sizes, strict=True), strict=False)
+    told = [
+        f"{name} {x:.3g} beside {y:.3g}"
+        for name, (x, y) in sizes
+        if min(x, y) > 0 and abs(x - y) > TELLING * max(x, y)
+    ]
+    return f"{text} ({', '.join(told)})" if told else text
+
+
+def at_line(
+    kind: str, text: str, row: Row, module: str | None, pair: Pair, growth: float | None
+) -> ComparisonFinding:
+    """A finding at the line of a row."""
+    file, _, line = row.line.rpartition(":")
+    where = (file, int(line)) if line.isdigit() else (None, None)
+    step = row.step(pair.own[1])
+    text = f"{Location(*where, None)}: {text}" if file else text
+    return ComparisonFinding(kind, text, module, step, *where, growth)
+
+
+def not_judged(sides: Sides) -> list[ComparisonFinding]:
+    """The finding of outputs and gradients that rounding decides, at most one."""
+    every = [*sides.of("output"), *sides.of("gradient")]
+    bad = [p for p in every if not p.judgment.is_judged and not is_nothing(sides, p)]
+    if not bad:
+        return []
+    names = first_few([f"the {p.kind} {sides.rows(p)[0].label}" for p in bad], MOST_NAMES)
+    farthest = max(p.judgment.difference for p in bad)
+    text = f"rounding decides {names}, up to {farthest:.2g} apart in the versions, so that is not "
+    text += "judged; "
+    eps = [row.eps for p in bad for row in sides.rows(p) if row.eps]
+    if eps and max(eps) > 2.0**-52:
+        wider = "float32" if max(eps) > 2.0**-23 else "float64"
+        text += f"compare in {wider}, with wider arguments and types; "
+        text += f'compare(fun, "{wider}", args), of each version, says where precision is lost; '
+    return [ComparisonFinding("not judged", f"{text}or give rtol=, a tolerance of your own")]
+
+
+def is_nothing(sides: Sides, pair: Pair) -> bool:
+    """Whether a gradient that rounding decides is zero but for rounding, in both versions.
+
+    The bias of keys, or one before a normalization, has such a gradient: half of the digits of its
+    type below the largest gradient, and so no part of the whole gradient.
+    """
+    if pair.kind != "gradient" or not pair.judgment.sizes:
+        return False
+    own = max(norm for norm, _ in pair.judgment.sizes)
+    whole = [norm for p in sides.of("gradient") for norm, _ in p.judgment.sizes]
+    return own <= math.sqrt(max(row.eps for row in sides.rows(pair))) * max(whole)

@@ -1,0 +1,148 @@
+"""The hook that sketches each named value of a program, and its cotangent."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import jax
+from jax import lax
+from jax.extend.core import Literal
+
+from clipgrad._compare.record import ENTERS
+from clipgrad._compare.sketches import sketch, tapped
+from clipgrad._jaxpr import (
+    ProgramValues,
+    called_program,
+    equations,
+    holds_floats,
+    opened,
+    scan_counts,
+    value_programs,
+)
+from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
+from clipgrad._values import NamedValue, Seen, ValueHook, named_values, value_hook
+
+
+@value_hook(data=(), choices=("carried",))
+class Sketches(ValueHook):
+    """Notes the sketch of each value, and of its cotangent where it has a tap.
+
+    What a scan carries from step to step has the name of the scan; see `carried_values`.
+
+    Attributes:
+      carried: how many results of the program a scan carries.
+    """
+
+    carried: int = 0
+
+    def starts(self, inputs: Sequence) -> None:
+        """Begin a new evaluation."""
+        super().starts(inputs)
+        self._sketched: dict[tuple, jax.Array] = {}
+
+    def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
+        """The sketch; a value that leaves several modules has one."""
+        at = seen.position[:2]
+        if at not in self._sketched:
+            self._sketched[at] = sketch(lax.stop_gradient(x))
+        return self._sketched[at]
+
+    def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
+        """The value, with its tap."""
+        del seen
+        return x if tap is None else tapped(x, tap)
+
+    def values(self, jaxpr: Any) -> ProgramValues:
+        """The values of the program; a scan's are replaced when its step is over, too."""
+        values = super().values(jaxpr)
+        return _CarriedValues(self, jaxpr, self._leave) if self.carried else values
+
+    def results(self, equation: Any, outputs: Sequence) -> Sequence:
+        """See what nothing uses, and what enters a module; that is replaced."""
+        found = list(super().results(equation, outputs))
+        for i, variable in enumerate(equation.outvars):
+            if scopes := module_entries(self._jaxpr).get(variable):
+                found[i] = self._see(self._name(scopes), ENTERS, i, -1, found[i])
+        return found
+
+    def inside(self, equation: Any, step: Any) -> Self:
+        """The hook for a program inside of an equation."""
+        count = scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
+        return dataclasses.replace(super().inside(equation, step), carried=count)
+
+    def end_of_step(self, jaxpr: Any, results: list) -> list:
+        """The carries of a scan and its other results, after one step."""
+        self._number += 1
+        name, given = self._name(()), set(jaxpr.invars)
+        made = [type(v) is not Literal and v not in given for v in jaxpr.outvars[: self.carried]]
+        for i in (i for i, is_made in enumerate(made) if is_made):
+            results[i] = self._see(name, "module", i, 0, results[i])
+        return results
+
+    def _has_names_inside(self, equation: Any) -> bool:
+        inner = [e for program in value_programs(equation) for e in equations(program)]
+        scans = any(e.primitive.name == "scan" for e in (equation, *inner))
+        entered = any(map(_has_entries, value_programs(equation)))
+        return scans or entered or super()._has_names_inside(equation)
+
+
+class _CarriedValues(ModuleValues):
+    """The values of a step of a scan."""
+
+    def __init__(self, hook: Sketches, *args: Any) -> None:
+        super().__init__(hook, *args)
+        self._hook = hook
+
+    def outputs(self, jaxpr: Any) -> list:
+        """The results of the step."""
+        return self._hook.end_of_step(jaxpr, super().outputs(jaxpr))
+
+
+def _has_entries(program: Any) -> bool:
+    """Whether a value enters a module in a program, or in one inside of it."""
+    jaxpr = opened(program)[0]
+    inner = (p for equation in jaxpr.eqns for p in value_programs(equation))
+    return bool(module_entries(jaxpr)) or any(map(_has_entries, inner))
+
+
+def entering_values(program: Any) -> Iterator[NamedValue]:
+    """The floating values that enter modules, and leave none; they have the names of these."""
+    for own, place, jaxpr, scopes in placed_equations(program, value_programs):
+        for i, v in enumerate(place.equation.outvars):
+            entered = module_entries(jaxpr).get(v)
+            if entered and holds_floats(v):
+                name = "/".join((*scopes, *entered))
+                yield NamedValue((*own, i, -1), name, ENTERS, place, v)
+
+
+def carried_values(program: Any) -> Iterator[NamedValue]:
+    """The floating values that scans carry from step to step, as `Sketches` sees them.
+
+    Each has the name of its scan, "" outside of modules, and is last in its step.
+    """
+    for own, place, _, scopes in placed_equations(program, value_programs):
+        equation = place.equation
+        if equation.primitive.name != "scan":
+            continue
+        inside = (*scopes, *path(equation))
+        body = opened(called_program(equation))[0]
+        makers = {v: e for e in body.eqns for v in e.outvars}
+        for i, v in enumerate(body.outvars[: scan_counts(equation)[1]]):
+            if type(v) is not Literal and v in makers and holds_floats(v):
+                position = (*own, 0, len(body.eqns), i, 0)
+                at = Place(makers[v], place)
+                yield NamedValue(position, "/".join(inside), "module", at, v)
+
+
+def seen_values(program: Any) -> list[NamedValue]:
+    """The values that `Sketches` sees; those of one array are in the order of `Row.time`.
+
+    What a scan returns is what its last step carries on, and is left out.
+    """
+    carried = list(carried_values(program))
+    ends = {(v.position[:-4], v.position[-2], v.name) for v in carried}
+    named = [
+        v for v in named_values(program) if (v.position[:-2], v.position[-2], v.name) not in ends
+    ]
+    depth = lambda v: (v.kind != "tag", -v.position[-1])  # noqa: E731
+    return sorted((*named, *carried, *entering_values(program)), key=depth)

@@ -1,0 +1,161 @@
+"""The same rows in two records: by kind, name, shape, and order in time."""
+
+import collections
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from clipgrad._compare.judge import Judgment, judge_rows
+from clipgrad._compare.names import Renamed, same_leaves
+from clipgrad._compare.record import Instance, Record
+
+Group = tuple[str, str, tuple[int, ...]]
+NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)
+
+
+class Pair(NamedTuple):
+    """The same row in both records, at one step, and how they differ.
+
+    Attributes:
+      kind: the kind of the rows.
+      own: the row and the steps in the first record.
+      other: those in the second one.
+      judgment: how they differ.
+      order: the number of the order of axes in the second one, where it has several.
+    """
+
+    kind: str
+    own: Instance
+    other: Instance
+    judgment: Judgment = NO_JUDGMENT
+    order: int | None = None
+
+
+class Alone(NamedTuple):
+    """An output or a gradient that was not compared: its path, and why."""
+
+    kind: str
+    path: str
+    text: str
+
+
+class Matching(NamedTuple):
+    """The pairs, judged; what was not compared, and texts of other rows without a partner."""
+
+    pairs: list[Pair]
+    alone: list[Alone]
+    unmatched: list[str]
+
+
+def match(a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | None) -> Matching:
+    """Match and judge the rows of two records.
+
+    As many values of the second record as of the first are matched one by one, in the order of
+    time: n calls of a module with n steps of a scan.
+
+    Raises:
+      ValueError: an expression of ``names`` fits no value of the first record, or leads to none of
+        the second.
+    """
+    values, unmatched = _values(a, b, names)
+    pairs, alone = [*values, *_cotangents(a, b, values)], []
+    for kind in ("argument", "output", "gradient"):
+        rows = a.of(kind), b.of(kind)
+        paths = [[r.rows[i].name for i in of] for r, of in zip((a, b), rows, strict=True)]
+        same = same_leaves(*paths)
+        found = [Pair(kind, (rows[0][i], ()), (rows[1][j], ())) for i, j in same.items()]
+        pairs += sorted(found, key=lambda p: a.rows[p.own[0]].time())
+        only = [(rows[0][i], a, "fun") for i in range(len(paths[0])) if i not in same]
+        only += [(rows[1][j], b, "other") for j in range(len(paths[1])) if j not in same.values()]
+        if kind != "argument":
+            for i, record, where in only:
+                name, path = record.rows[i].label, record.rows[i].name
+                alone.append(Alone(kind, path, f"{kind} {name}, only in {where}"))
+    judged, others, texts = _judged(a, b, pairs, rtol)
+    return Matching(judged, [*alone, *others], [*unmatched, *texts])
+
+
+def _judged(
+    a: Record, b: Record, pairs: list[Pair], rtol: float | None
+) -> tuple[list[Pair], list[Alone], list[str]]:
+    """The pairs with judgments; gradients of another shape; what is on other devices."""
+    found, alone, texts = [], [], {}
+    for p in pairs:
+        row, its = a.rows[p.own[0]], b.rows[p.other[0]]
+        if p.kind == "gradient" and row.shape != its.shape:
+            shapes = f"{list(row.shape)} in fun, {list(its.shape)} in other"
+            text = f"gradient {row.label}, of another shape: {shapes}"
+            alone.append(Alone(p.kind, row.name, text))
+            continue
+        judgment = judge_rows(row, its, p.own[1], p.other[1], rtol)
+        if judgment is not None:
+            found.append(p._replace(judgment=judgment))
+        elif p.kind == "value":
+            texts[f"{row.view} {row.name}: not the same on each device, in one version"] = None
+    return found, alone, list(texts)
+
+
+def _values(a: Record, b: Record, names: Mapping[str, str] | None) -> tuple[list[Pair], list[str]]:
+    ours, theirs = Renamed(dict(names or {})), Renamed({})
+    theirs.patterns = [y for x, y in ours.rules if "*" in y and "*" not in x]
+    groups = _groups(a, ours), _groups(b, theirs)
+    ours.check([a.rows[i].name for i in a.of("value")], [name for name, *_ in groups[1]])
+    pairs, unmatched = [], []
+    for group, found in groups[0].items():
+        same = groups[1].get(group, [])
+        if len(same) == len(found):
+            both = zip(found, same, strict=True)
+            pairs += [Pair("value", own, other) for own, other in both]
+        elif not _has_a_name_too(a, found):
+            unmatched.append(_unmatched(a, group, found, same, "fun", "other"))
+    for group, found in groups[1].items():
+        if group not in groups[0] and not _has_a_name_too(b, found):
+            unmatched.append(_unmatched(b, group, found, [], "other", "fun"))
+    return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1])), unmatched
+
+
+def instances(record: Record) -> list[Instance]:
+    """The values of a record at each step, in the order of time."""
+    found = [
+        (i, steps)
+        for i in record.of("value")
+        for steps in itertools.product(*map(range, record.rows[i].steps))
+    ]
+    return sorted(found, key=lambda at: record.rows[at[0]].time(at[1]))
+
+
+def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
+    groups: dict[Group, list[Instance]] = collections.defaultdict(list)
+    keys: dict[int, Group] = {}
+    for i in record.of("value"):
+        row = record.rows[i]
+        keys[i] = renamed(row.name), row.view, row.shape
+    for at in instances(record):
+        groups[keys[at[0]]].append(at)
+    return groups
+
+
+def _has_a_name_too(record: Record, found: list[Instance]) -> bool:
+    """Whether all are carried by scans outside of modules, and are values with names, too."""
+    named = {e.target for e in record.edges if not e.scopes and not e.when}
+    return all(not record.rows[i].name and i in named for i, _ in found)
+
+
+def _unmatched(record: Record, group: Group, found: list, same: list, here: str, there: str) -> str:
+    (name, view, shape), own = group, record.rows[found[0][0]].name
+    what = f"{view} {own}" if name else "value outside of all modules"
+    what += f" (as {name})" if name != own else ""
+    return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
+
+
+def _cotangents(a: Record, b: Record, values: list[Pair]) -> list[Pair]:
+    rows: list[dict[int, int]] = [{r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b)]
+    return [
+        Pair("cotangent", (rows[0][p.own[0]], p.own[1]), (rows[1][p.other[0]], p.other[1]))
+        for p in values
+        if p.own[0] in rows[0] and p.other[0] in rows[1]
+    ]
+
+
+def pairs_of(pairs: list[Pair], kind: str) -> list[Pair]:
+    return [p for p in pairs if p.kind == kind]
