@@ -1,0 +1,96 @@
+"""The contract of differentiation: values, dtypes and shapes, and that all is finite."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from clipgrad._checker import vectors
+from clipgrad._checker.report import Failure
+from clipgrad._checker.subject import CheckSubject
+from clipgrad._checker.theirs import theirs
+from clipgrad._checker.verdict import RELATIVE
+from clipgrad._jaxpr import holds_floats
+
+
+def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
+    """The function called and the function differentiated have the same outputs."""
+    failures = []
+    for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
+        failures += [
+            Failure("primal", name, f"{what} {a} when called, {b} when {how}")
+            for what in ("dtype", "shape")
+            if (a := getattr(called, what)) != (b := getattr(other, what))
+        ]
+        if called.shape == other.shape:
+            failures += _same_value(name, called, other, how)
+    return failures
+
+
+def _same_value(name, called, other, how) -> list[Failure]:
+    precision = vectors.real_name(called)
+    called, other = vectors.widened_leaf(called), vectors.widened_leaf(other)
+    size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
+    # A tenth of what gradients may be off by, and a hundredth of the typical value.
+    own = RELATIVE[precision] / 10
+    bad = ~np.isclose(other, called, own, own / 10 * size, equal_nan=True)
+    if not bad.any():
+        return []
+    off = np.where(bad, np.nan_to_num(np.abs(called - other), nan=np.inf), -1)
+    worst = np.unravel_index(np.argmax(off), bad.shape)
+    index = str([int(i) for i in worst]) if worst else ""
+    detail = (
+        f"value {called[worst]:.7g} when called, {other[worst]:.7g} when {how}; "
+        f"{int(bad.sum())} of {bad.size} elements differ"
+    )
+    return [Failure("primal", name + index, detail)]
+
+
+def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
+    """Each input's cotangent has the input's dtype and shape."""
+    return [
+        Failure("cotangent", name, f"the input has {what} {a}, its cotangent {b}")
+        for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True)
+        for what in ("dtype", "shape")
+        if (a := getattr(x, what)) != (b := getattr(ct, what, None))
+    ]
+
+
+def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
+    """Inputs that are not floats get a cotangent of type float0."""
+    if all(map(holds_floats, subject.arrays)):
+        return []
+    _, pull = theirs(jax.vjp, subject.whole, subject.arrays)
+    cotangents = theirs(pull, vectors.cotangent_leaves(covector, subject.outputs))[0]
+    return [
+        Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
+        for x, ct in zip(subject.arrays, cotangents, strict=True)
+        if not holds_floats(x) and ct.dtype != jax.dtypes.float0
+    ]
+
+
+def finite_values(subject: CheckSubject) -> list[Failure]:
+    """The outputs are finite."""
+    failures = []
+    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+        bad = ~np.isfinite(vectors.widened_leaf(leaf))
+        if bad.any():
+            index = [int(i) for i in np.argwhere(bad)[0]] or ""
+            detail = (
+                f"the value is not finite at {int(bad.sum())} of {bad.size} elements; choose "
+                "another point, or leave this output out with output="
+            )
+            failures.append(Failure("finite", f"{name}{index}", detail))
+    return failures
+
+
+def finite_gradient(subject: CheckSubject, finite: np.ndarray) -> list[Failure]:
+    """The gradient is finite."""
+    failures = []
+    for start, stop in subject.ranges:
+        bad = np.flatnonzero(~finite[start:stop])
+        if bad.size:
+            detail = f"{bad.size} of {stop - start} elements of the gradient are not finite"
+            where = subject.element(start + int(bad[0]))
+            failures.append(Failure("finite", where, detail, indices=bad))
+    return failures

@@ -1,0 +1,122 @@
+"""The options of a check, listed once; what is refused, and what to write instead."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+MODES = ("auto", "full")
+CHECKS = (
+    "primal", "cotangent", "finite", "value", "points", "devices", "determinism", "linearity",
+    "jit", "vmap", "outputs",
+)  # fmt: skip
+
+
+# For each option which values make sense, and how an error says so.
+MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "order": (lambda x: x in (1, 2), "1, or 2 to check the second derivative as well"),
+    "mode": (lambda x: x in MODES, f"one of {', '.join(MODES)}"),
+    "max_relative_error": (lambda x: x is None or x > 0, "a number above 0, or None"),
+    "tolerance": (
+        lambda x: x is None or 0 < x < 1,
+        "a number between 0 and 1, such as 1e-2, or None",
+    ),
+    "min_verified": (lambda x: x is None or 0 <= x <= 1, "a share from 0 to 1, or None for a half"),
+    "time_budget": (lambda x: x is None or x > 0, "a number of seconds above 0, or None"),
+    "points": (lambda x: _is_count(x, 1), "a whole number, 1 or more"),
+    "seed": (lambda x: _is_count(x, 0), "a whole number, 0 or more"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of `check_grads` that select no leaves; it documents them."""
+
+    order: int = 1
+    mode: str = "auto"
+    max_relative_error: float | None = None
+    tolerance: float | None = None
+    min_verified: float | None = None
+    time_budget: float | None = None
+    points: int = 2
+    seed: int = 0
+    skip: Collection[str] = frozenset()
+
+    def __post_init__(self):
+        """Refuse values that make no sense."""
+        skip = [self.skip] if isinstance(self.skip, str) else list(self.skip)
+        object.__setattr__(self, "skip", frozenset(skip))
+        for name, (is_meaningful, expected) in MEANINGFUL.items():
+            if not is_meaningful(getattr(self, name)):
+                _refuse(name, getattr(self, name), expected)
+        if unknown := [name for name in skip if name not in CHECKS]:
+            _refuse("skip", unknown, f"some of {', '.join(CHECKS)}")
+
+
+def require_delta(delta: float | None) -> None:
+    """Refuse a step that is not a positive number."""
+    if delta is not None and not (np.isfinite(delta) and delta > 0):
+        _refuse("delta", delta, "a positive number, such as 0.005, or None")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and int(value) >= least
+
+
+def _refuse(name: str, got: Any, expected: str) -> None:
+    raise ValueError(f"{name}: got {got!r}, expected {expected}")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# The arguments of torch, JAX and Paddle that most ask for, and what to write here.
+HABITS = {
+    "eps": "the step follows the scale of each element; numerical_grad(delta=...) takes one",
+    "atol": "the tolerance follows the dtype; for another write tolerance=...",
+    "rtol": "the tolerance follows the dtype; for another write tolerance=...",
+    "nondet_tol": 'to allow results that are not bit-identical write skip="determinism"',
+    "no_grad_set": "write no_grad=..., a name or a list of names",
+}
+
+
+def with_hints(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose errors about its arguments say what to write instead."""
+    parameters = inspect.signature(function).parameters
+    by_name = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    most = len(parameters) - len(by_name)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        wrong = next((name for name in kwargs if name not in parameters), None)
+        if wrong is not None:
+            hint = f"; {HABITS[wrong]}" if wrong in HABITS else _nearest(wrong, parameters)
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {wrong!r}{hint}"
+            )
+        if len(args) > most:
+            raise TypeError(
+                f"{function.__name__}() takes {most} positional arguments but {len(args)} were "
+                f"given; write the others by name, of {', '.join(f'{name}=' for name in by_name)}"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+def require_mapping(kwargs: Any) -> None:
+    """Refuse an order, a step or the like in the place of the keyword arguments."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        hint = f"; write order={kwargs!r}" if isinstance(kwargs, int) else ""
+        raise TypeError(
+            f"kwargs: got {kwargs!r}, expected a mapping of fun's keyword arguments, or None{hint}"
+        )
+
+
+def _nearest(wrong: str, parameters: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(wrong, parameters, 1)
+    return f". Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,134 @@
+"""The report of a check, for people and for programs."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# The header, and for failures and for notes these and a line that counts the rest: 25 lines.
+SHOWN = 11
+SAID = 0.1  # the share of elements not verified that the first line says
+
+
+class Failure(NamedTuple):
+    """One thing that is wrong.
+
+    ``check`` names the check, ``where`` the worst element, ``detail`` says it in words. Where the
+    failure is one of values, ``numeric``, ``error`` and ``analytic`` are the numbers of the worst
+    element, ``indices`` the elements of the leaf that were found wrong and ``ratio``
+    analytic/numeric.
+    """
+
+    check: str
+    where: str
+    detail: str
+    numeric: float = np.nan
+    error: float = np.nan
+    analytic: float = np.nan
+    indices: np.ndarray = np.zeros(0, np.int64)
+    ratio: np.ndarray = np.zeros(0)
+
+    def __str__(self) -> str:
+        return f"[{self.check}] {self.where}: {self.detail}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GradCheckReport:
+    """The outcome of `check_grads`; ``str(report)`` fits one terminal screen.
+
+    Guarantees:
+      * ``ok`` is true only if something was verified, or lies at a kink, and nothing failed.
+      * The first line says what share was not verified, if it is more than a tenth.
+      * ``not_run`` has each check that could not run, with its reason.
+      * The text has at most 25 lines; the fields have everything.
+
+    Attributes:
+      failures: tuple of failures, each with ``check``, ``where``, ``detail`` and, for values,
+        ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
+      notes: tuple of remarks that are not failures, on kinks, noise and fallbacks.
+      not_run: mapping from the name of a check to the reason why it did not run.
+      evaluations: the number of evaluations of the function, compiled or not.
+      seconds: wall-clock time.
+      precision: the precision of the differences, such as "float64".
+      devices: the kinds of device that computed the gradient.
+      verified: the number of verified input elements.
+      at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
+      elements: how many input elements there are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> report = cg.check_grads(jnp.sin, (jnp.ones(3),))
+      >>> report.ok, report.failures
+      (True, ())
+    """
+
+    failures: tuple[Failure, ...]
+    notes: tuple[str, ...]
+    not_run: dict[str, str]
+    evaluations: int
+    seconds: float
+    precision: str
+    devices: tuple[str, ...]
+    verified: int
+    at_kinks: int = 0
+    elements: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was verified and nothing failed."""
+        return not self.failures and self.verified + self.at_kinks > 0
+
+    def __str__(self) -> str:
+        missing = 1 - verified_share(self)
+        word = "FAILED" if not self.ok else "passed"
+        word += f", {missing:.0%} not verified" if self.ok and missing > SAID else ""
+        word += f", {self.at_kinks} at kinks" if self.ok and self.at_kinks else ""
+        alone = "" if self.precision in ("float64", "no precision") else " alone"
+        head = (
+            f"gradient check {word} ({self.evaluations} evaluations, {self.seconds:.2f} s, "
+            f"differences in {self.precision}{alone}, devices {', '.join(self.devices) or 'none'})"
+        )
+        lines = [str(failure) for failure in self.failures]
+        notes = [f"note: {note}" for note in self.notes]
+        reasons = dict.fromkeys(self.not_run.values())
+        notes += [
+            f"not run: {', '.join(c for c, r in self.not_run.items() if r == reason)} ({reason})"
+            for reason in reasons
+        ]
+        return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
+
+
+def verified_share(report: Any) -> float:
+    """The share of the elements that were verified, of those that do not lie at kinks."""
+    count = report.elements - report.at_kinks
+    return report.verified / count if count > 0 else 1.0
+
+
+class GradCheckError(AssertionError):
+    """Raised by `check_grads` when the gradient is wrong; the text is the report.
+
+    Attributes:
+      report: the `GradCheckReport`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> double = jax.custom_vjp(lambda x: 2 * x)
+      >>> double.defvjp(lambda x: (2 * x, None), lambda _, g: (g,))
+      >>> try:
+      ...     cg.check_grads(double, (jnp.ones(3),))
+      ... except cg.GradCheckError as error:
+      ...     print(error.report.failures[0].check)
+      value
+    """
+
+    def __init__(self, report: GradCheckReport):
+        super().__init__(str(report))
+        self.report = report
+
+
+def _shortened(lines: list[str], word: str) -> list[str]:
+    shown = [" ".join(line.split("\n")) for line in lines[:SHOWN]]
+    left = len(lines) - len(shown)
+    return [*shown, f"... and {left} more {word} (see report.{word})"] if left else shown
