@@ -51,9 +51,9 @@ def check_grads(
 ) -> GradCheckReport:
     """Check the VJP of a function by three witnesses, and how it behaves.
 
-    For random dense cotangents u, there are at each element of the gradient of <u, f(x)> the rule
+    For random dense cotangents u there are, at each element of the gradient of <u, f(x)>, the rule
     as it is written, plain AD with all rules stripped, and slopes of f, all in float64 for every
-    dtype of f. Where rule and slopes agree the element is right. Where plain AD and slopes agree
+    dtype of f. Where rule and slopes agree, the element is right. Where plain AD and slopes agree
     and the rule does not, it is wrong. Where rule and plain AD agree and slopes do not, it is
     disputed: a failure that says so, and without a rule of the user's a note. Without plain AD
     slopes decide. The gradient as `jax.vjp` computes it must then be the rule's. Two numbers agree
@@ -61,25 +61,22 @@ def check_grads(
 
         rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
 
-    with 8 eps in float16 and 4 eps in bfloat16 instead of 50. In float64 rtol is 1e-6; for the
-    gradient as it is computed it is that of the narrowest type that f computes in: 1e-6 for
-    float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16. Where f cannot run in float64,
-    slopes in its own type judge the gradient to ten times this, and the report says so first. The
-    number of evaluations of a right function does not depend on the number of its elements.
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6; for the gradient as it is
+    computed it is that of the narrowest type that f computes in: 1e-6 for float64, 5e-4 for
+    float32, 1e-2 for float16, 5e-2 for bfloat16. Where f cannot run in float64, slopes in its own
+    type judge the gradient to ten times this, and the report says so first.
 
     Guarantees:
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
-        run; a report in which nothing was verified is not ok. What rounding explains is what moving
-        each number of the gradient by one rounding of its type moves an element by, three times; an
-        element that is off by more than a quarter of itself and its leaf is not verified then.
+        run; a report in which nothing was verified is not ok. An element that is off by more than a
+        quarter of itself and its leaf is not verified, though rounding explains it.
       * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
         equal maxima, are also moved together.
       * A further point is generic: no elements are equal or zero and no matrices symmetric. Only
-        where plain AD does not have the function's slopes there, what is equal, zero or symmetric
-        stays so, and a note says so.
+        where plain AD does not have the function's slopes there, these stay so, and a note says so.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them.
-      * The same seed gives the same report. An error of the checker itself is raised, and never
-        makes a check weaker.
+      * The same seed gives the same report. The number of evaluations of a right function does not
+        depend on the number of its elements. A fault of the checker itself is raised as an error.
 
     ===========  ===================================================================================
     check        requirement
@@ -92,8 +89,7 @@ def check_grads(
     determinism  a second run is bit-identical, on CPUs
     jit, vmap    compiled and batched gradients equal the eager ones
     points       the gradient is right at a second point, and then again at the first
-    outputs      single outputs have their parts of the gradient; so have single inputs, where a
-                 rule is told which of them are differentiated
+    outputs      single outputs, and single inputs where a rule is told, have their parts of it
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
@@ -113,15 +109,13 @@ def check_grads(
         together; "full" moves every element by itself.
       max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
         denominator where ``|numeric| < 1e-3``, may not exceed it at any element.
-      tolerance: the relative error that the backward may have, of the element or its leaf's root
-        mean square: for rules that compute in low precision, round at random or run a loop that
-        stops by its numbers. It stands in for rtol wherever gradients are compared.
+      tolerance: a relative error, of the element or its leaf, that stands in for rtol everywhere:
+        for rules in low precision, random rounding, loops that stop by their numbers.
       min_verified: the least share of the elements to be verified, those at kinks left out; a half
         if it is None. Fewer is a failure.
       time_budget: seconds after which what is left is reported as not verified or not run.
       devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
-        devices here. The report lists as not run a missing device, and one that a mesh, a sharding
-        or an array of the function is not on.
+        devices here. What is missing, or holds the function elsewhere, is reported as not run.
       points: the number of points to check.
       seed: the seed of the cotangents, directions and further points.
       raise_on_failure: False to return the report also if the check fails.
@@ -221,9 +215,7 @@ def _check_there(subject: CheckSubject, log: Log) -> Point | None:
     if vjp is None:
         return None
     covectors = cotangents(subject, log.options.seed)
-    gradient = vjp.rows(
-        covectors
-    )  # before the function is traced again, which may change its state
+    gradient = vjp.rows(covectors)  # before a trace, which may change the function's state
     of = _witnesses(subject, log) if log.has_time("value") else None
     if of is None:
         return None
@@ -261,9 +253,9 @@ def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, u)
     except Raised as error:
-        failures = _not_differentiated(subject, error)
-        log.fail(failures)
-        log.notes += [str(f) for f in failures if f.check in log.options.skip]
+        failure = _not_differentiated(subject, error)
+        log.fail([failure])
+        log.note(str(failure))
         return None
     log.fail(failures)
     is_random = any(f.check == "determinism" for f in log.failures)
@@ -289,7 +281,7 @@ def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
             return None
         raise ValueError(f"the function cannot be evaluated: {error}") from error.original
     log.precision = of.evaluation.label
-    if of.narrow not in subject.dtypes:
+    if of.narrow not in map(vectors.real_name, subject.inputs):
         text = "the function computes in {0} inside, so the tolerances are those of {0}"
         log.notes.append(text.format(of.narrow))
     return of
@@ -326,28 +318,17 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
         log.fail([failure] if failure else [])
 
 
-def _not_differentiated(subject: CheckSubject, error: Raised) -> list[Failure]:
-    """The failures where `jax.vjp` raises an error, for the leaves that it raises it for."""
+def _not_differentiated(subject: CheckSubject, error: Raised) -> Failure:
+    """The failure where `jax.vjp` raises an error."""
     closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
-    if not closing:
-        return [Failure("cotangent", subject.names[0], f"differentiation raises {error}")]
-    detail = (
-        f"jax.vjp raises {type(error.original).__name__}: the derivative rules of "
-        f"{', '.join(closing)} close over a traced value; pass it to the function as an argument, "
-        "or leave this leaf out with wrt or no_grad"
-    )
-    names = [name for i, name in enumerate(subject.names) if not _is_differentiable(subject, i)]
-    return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
-
-
-def _is_differentiable(subject: CheckSubject, i: int) -> bool:
-    """Whether JAX differentiates the function with respect to one leaf, the others held."""
-    try:
-        outputs, pull = theirs(jax.vjp, subject.alone(i), subject.inputs[i])
-        theirs(pull, outputs)
-    except Raised:
-        return False
-    return True
+    detail = f"differentiation raises {error}"
+    if closing:
+        detail = (
+            f"jax.vjp raises {type(error.original).__name__}: the derivative rules of "
+            f"{', '.join(closing)} close over a traced value; pass it to the function as an "
+            "argument, or leave what it depends on out with wrt or no_grad"
+        )
+    return Failure("cotangent", subject.names[0], detail)
 
 
 def _are_near(first, second, relative: float) -> bool:

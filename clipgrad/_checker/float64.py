@@ -27,7 +27,6 @@ class Wide:
 
     Attributes:
       program: the traced function.
-      narrow: the names of the floating types that it computes in.
       stops: whether it holds a `stop_gradient`.
 
     Raises:
@@ -46,7 +45,6 @@ class Wide:
         if any(_jaxpr.holds_floats(v) for e in bits for v in e.invars):
             raise Unsupported("it looks at the bits of its numbers, or carries them as integers")
         self.program = program
-        self.narrow = _jaxpr.computed_types(program)
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
 
     def __call__(self, leaves: Sequence, hook: _jaxpr.Hook | None = None) -> list:

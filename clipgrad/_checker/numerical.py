@@ -12,7 +12,7 @@ from clipgrad._checker.points import scale_of
 from clipgrad._checker.selection import Selector, leaf_names, parameter_names
 from clipgrad._checker.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._checker.verdict import settled
-from clipgrad._checker.witnesses import find_witnesses
+from clipgrad._checker.witnesses import find_evaluation
 
 
 @with_hints
@@ -31,9 +31,8 @@ def numerical_grad(
 
         grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
 
-    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``,
-    the formula above with h = delta. The function is evaluated in float64 if
-    possible, for every dtype of its inputs. Its own VJP is never used.
+    extrapolated from the two steps h at which it is known best; with ``delta``, for h = delta. The
+    function is evaluated in float64 if possible, for every dtype. Its own VJP is never used.
 
     Guarantees:
       * The result has the structure and shapes of the differentiated inputs, in NumPy's float64
@@ -81,8 +80,7 @@ def numerical_grad(
     require_arrays(args, {})
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
-    evaluation = find_witnesses(subject, []).evaluation
-    evaluation.set_point(subject.inputs)
+    evaluation, _ = find_evaluation(subject, [])
     with np.errstate(all="ignore"):
         gradient = _slopes(evaluation, subject, covector, delta)
     return _tree(fun, args, wrt, subject, gradient)
@@ -91,9 +89,11 @@ def numerical_grad(
 def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) -> np.ndarray:
     """Each element's slope: by Paddle's formula, or as the ladder settles."""
     scale = np.concatenate([scale_of(x) for x in subject.inputs])
-    if delta is not None:
-        return evaluation.central(np.full(scale.shape, delta), covector) / delta
     elements = [np.array([j]) for j in range(len(scale))]
+    if delta is not None:
+        scale = np.full(scale.shape, delta)
+        sides = evaluation.ladder(scale, elements, covector[None], steps=np.ones(1))
+        return (sides.ahead + sides.behind)[:, 0, 0] / (2 * delta)
     numeric, _ = settled(evaluation.ladder(scale, elements, covector[None]))
     return numeric[:, 0] / scale
 

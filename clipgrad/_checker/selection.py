@@ -19,6 +19,11 @@ def leaf_names(tree: Any, root: str) -> list[str]:
     return [root + jax.tree_util.keystr(path) for path, _ in paths]
 
 
+def simple_paths(tree: Any) -> list[str]:
+    """Leaf paths with their parts separated by slashes."""
+    return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def parameter_names(fun: Callable, count: int) -> list[str]:
     """The names of the first `count` positional parameters, as far as they have names."""
     try:
@@ -36,13 +41,13 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
       selector: positions, names, or paths such as `params/w`; several in a sequence. A path
         from the root means every leaf at or below it; failing that, an expression means what it
         does for the clips: whole segments of a path, or a regular expression that is searched.
-      paths: simple leaf paths, separated by `/`, whose first part is a position; a leaf with
-        several spellings separates them by `|`.
-      word: the name of the selector's parameter, for the error that lists the paths that there are
-        where an expression selects nothing.
+      paths: simple leaf paths; a leaf with several spellings separates them by `|`.
+      word: the name of the selector's parameter, for errors.
     """
+    one = isinstance(selector, str) or getattr(selector, "ndim", None) == 0
+    several: Any = selector if isinstance(selector, Iterable) and not one else [selector]
     chosen: set[int] = set()
-    for expression in _several(selector):
+    for expression in several:
         found = _matches(expression, paths, word)
         if not found:
             there = nearest(str(expression), [path.replace("|", " or ") for path in paths], 20)
@@ -54,29 +59,16 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     return chosen
 
 
-def _several(selector: Any) -> list[Any]:
-    """The expressions of a selector; integers of NumPy and JAX count as Python's."""
-    one = isinstance(selector, str) or getattr(selector, "ndim", None) == 0
-    is_several = isinstance(selector, Iterable) and not one
-    return [_position(item) for item in (selector if is_several else [selector])]
-
-
-def _position(item: Any) -> Any:
-    try:
-        return item if isinstance(item, bool) else operator.index(item)
-    except TypeError:
-        return item
-
-
-def _matches(expression: int | str, paths: Sequence[str], word: str) -> set[int]:
-    if not isinstance(expression, (int, str)) or isinstance(expression, bool):
+def _matches(expression: Any, paths: Sequence[str], word: str) -> set[int]:
+    is_position: Any = hasattr(expression, "__index__") and not isinstance(expression, bool)
+    if not is_position and not isinstance(expression, str):
         raise TypeError(
             f"{word}: got {expression!r}, expected a position (int), a name or a path (str)"
         )
-    text = _simple(str(expression))
+    text = str(operator.index(expression)) if is_position else _simple(str(expression))
     spellings = [(k, name) for k, path in enumerate(paths) for name in path.split("|")]
     found = {k for k, name in spellings if f"{name}/".startswith(f"{text}/")}
-    if found or isinstance(expression, int):
+    if found or is_position:
         return found
     flags = selects(text, [name for _, name in spellings], word)
     return {k for (k, _), flag in zip(spellings, flags, strict=True) if flag}
@@ -88,9 +80,3 @@ def _simple(path: str) -> str:
         return path
     parts = re.findall(r"\[['\"]?([^\]'\"]+)['\"]?\]|\.(\w+)", path)
     return "/".join(key or name for key, name in parts)
-
-
-def simple_paths(tree: Any) -> list[str]:
-    """Leaf paths with their parts separated by slashes."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [path_string(path) for path, _ in paths]

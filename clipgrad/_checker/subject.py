@@ -42,11 +42,9 @@ class CheckSubject(NamedTuple):
 
     def element(self, index: int) -> str:
         """The name of one real number of the inputs: `args[0]['w'][0, 3]`."""
-        return _element(self.inputs, self.names, index)
-
-    def output_element(self, index: int) -> str:
-        """The name of one real number of the outputs."""
-        return _element(self.outputs, self.output_names, index)
+        places = vectors.offsets(self.inputs)
+        k = int(np.searchsorted(places, index, "right") - 1)
+        return self.names[k] + _subscript(self.inputs[k], index - int(places[k]))
 
     def alone(self, k: int, xs: Leaves | None = None) -> Callable[[jax.Array], Leaves]:
         """The function of one leaf, the others held."""
@@ -64,12 +62,16 @@ class CheckSubject(NamedTuple):
 
     @property
     def dtypes(self) -> list[str]:
-        """The real dtype of each input leaf, by name."""
-        return [vectors.real_name(leaf) for leaf in self.inputs]
+        """The real types of inputs and outputs, by name."""
+        return [vectors.real_name(leaf) for leaf in (*self.inputs, *self.outputs)]
 
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, tracers, and numbers that JAX cannot take."""
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
+        )
     _trees.check_tree("args", (args, kwargs))
     _trees.check_concrete("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
@@ -86,10 +88,6 @@ def make_subject(
     output: Selector | None = None,
 ) -> CheckSubject:
     """Call the function once and set up the subject, or say what is wrong with the request."""
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
-        )
     kwargs = dict(kwargs or {})
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
@@ -99,7 +97,7 @@ def make_subject(
     call = _caller(fun, structure, leaves)
     names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
-    call, result = _first_call(call, leaves)
+    result = call(arrays, [leaves[k] for k in arrays])
     _trees.check_concrete("fun", result)
     pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
@@ -147,20 +145,6 @@ def _caller(fun, structure, leaves):
         return fun(*args, **kwargs)
 
     return call
-
-
-def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
-    """The call and its result; one that donates its arrays, and so deletes them, is traced.
-
-    Inside of `jax.jit` nothing is donated.
-    """
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    copies = [leaves[k].copy() for k in places]
-    result = call(places, copies)
-    if not any(leaf.is_deleted() for leaf in copies):
-        return call, result
-    traced_call = jax.jit(call, static_argnums=0)
-    return lambda positions, values: traced_call(tuple(positions), values), result
 
 
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
@@ -230,12 +214,6 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
                 f"{name}{_subscript(leaf, index)}: got {values[bad[0]]}, expected a "
                 "finite number; change it, or leave the argument out with no_grad"
             )
-
-
-def _element(leaves, names, index: int) -> str:
-    places = vectors.offsets(leaves)
-    k = int(np.searchsorted(places, index, "right") - 1)
-    return names[k] + _subscript(leaves[k], index - int(places[k]))
 
 
 def _subscript(leaf, index: int) -> str:

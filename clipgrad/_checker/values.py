@@ -130,20 +130,20 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
         search = Search(point, point.gradient, slack, log).every()
         return Found(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
     own = slack_of(narrow, options.tolerance)
-    is_known = point.rule is not None
-    judged = point.rule if is_known else point.gradient
-    if not is_known and not point.of.evaluation.is_wide:
+    rule = point.rule
+    if rule is None and not point.of.evaluation.is_wide:
         name = narrowest([narrow, point.of.evaluation.label])
         own = slack_of(name, options.tolerance, times=LOOSER)
-    slack = slack_of("float64", options.tolerance) if is_known else own
+    slack = own if rule is None else slack_of("float64", options.tolerance)
+    judged = point.gradient if rule is None else rule
     search = Search(point, judged, slack, log, point.plain)
     search = search.every() if options.mode == "full" else search.run()
     disputed = search.kinds == DISPUTED
     if disputes_fail and point.of.is_ruled:
         search.kinds[disputed] = WRONG
     found = Found(point, search.kinds, search.numbers, disputed)
-    if is_known:
-        _check_arithmetic(found, log)
+    if rule is not None:
+        _check_arithmetic(found, rule, log)
     elif point.plain is not None and (search.kinds == WRONG).any():
         room = point.rounding(OWN, plain_alone=True)
         is_near_plain = (np.abs(point.gradient - point.plain) <= room).all(axis=0)
@@ -151,10 +151,14 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
     return found
 
 
-def _check_arithmetic(found: Found, log: Log) -> None:
+def _check_arithmetic(found: Found, r: np.ndarray, log: Log) -> None:
     """The gradient as it was computed is the rule's in float64, to its type or to rounding."""
-    point, kinds = found.point, found.kinds
-    g, r, typical = point.gradient, point.rule, point.typical(point.rule)
+    point, kinds, g, typical = (
+        found.point,
+        found.kinds,
+        found.point.gradient,
+        found.point.typical(r),
+    )
     slack, bad = slack_of(point.of.narrow, log.options.tolerance), np.zeros(len(kinds), bool)
     for leaf, (start, stop) in enumerate(point.ranges):
         a, b = g[:, start:stop], r[:, start:stop]
@@ -167,7 +171,7 @@ def _check_arithmetic(found: Found, log: Log) -> None:
     if not len(some):
         return
     off = np.abs(g[:, some] - r[:, some])
-    is_explained = (off <= _room(point)[some]).all(axis=0)
+    is_explained = (off <= _room(point, r)[some]).all(axis=0)
     size = np.abs(r[:, some]) + typical[:, point.leaf_of(some)]
     is_sure = (off <= EXCUSED * size).all(axis=0) | point.is_zero((r,), 1.0)[some]
     kinds[some] = np.where(is_explained, np.where(is_sure, ROUNDING, NOISE), WRONG)
@@ -176,14 +180,14 @@ def _check_arithmetic(found: Found, log: Log) -> None:
         found.numbers[j] = (r[c, j], 0.0, g[c, j], r[c, j], r[c, j], False)
 
 
-def _room(point: Point) -> np.ndarray:
+def _room(point: Point, rule: np.ndarray) -> np.ndarray:
     """What rounding explains: what plain AD loses, or a rule whose terms cancel.
 
     A rule may lose some roundings of the largest effect of any element, and where all are as small,
     of the value itself.
     """
     unit = ROUNDINGS["float32"] * float(jnp.finfo(point.of.narrow).eps)
-    largest = np.abs(point.rule * point.scale).max()
+    largest = np.abs(rule * point.scale).max()
     value = np.abs(vectors.to_numpy(point.of.subject.outputs))
     value = (np.abs(point.covectors) @ np.nan_to_num(value, posinf=0.0)).max()
     largest = value if largest <= unit * value else largest

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._checker.ladder import Ladder
-
 PRECISIONS = ("bfloat16", "float16", "float32", "float64")
 
 # The stated part: by the narrowest type that computes. The rule in float64 has float64's, the error
@@ -92,6 +90,22 @@ def slack_of(name: str, tolerance: float | None = None, times: float = 1.0) -> S
     if tolerance is None:
         return Slack(times * RELATIVE[name], times * floor, least)
     return Slack(tolerance, tolerance + floor, least)
+
+
+class Ladder(NamedTuple):
+    """One-sided slopes, shape (directions, steps, cotangents), from the largest step down.
+
+    `width` is half the difference of both, summed without sign over the outputs; `noise` is what
+    the measured rounding of the function may do to a slope. `moves` are the directions as the
+    inputs could hold them, one for each step or one for all, and where they are not zero.
+    """
+
+    ahead: np.ndarray
+    behind: np.ndarray
+    width: np.ndarray
+    noise: np.ndarray
+    steps: np.ndarray
+    moves: list[tuple[np.ndarray, np.ndarray]]
 
 
 class Slopes(NamedTuple):

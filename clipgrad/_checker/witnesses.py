@@ -50,7 +50,6 @@ class Witness:
     Args:
       call: from inputs and cotangents in one list, and a hook, to the gradient's leaves.
       subject: the function.
-      platform: that of the device on which the gradient itself is computed.
     """
 
     def __init__(self, call: Call, subject: CheckSubject):
@@ -118,6 +117,23 @@ class Witnesses(NamedTuple):
     loops: bool = False
 
 
+def find_evaluation(
+    subject: CheckSubject, notes: list[str], hold: bool = True
+) -> tuple[Evaluation, Wide | None]:
+    """How slopes are measured: in float64 if it can be, or else in the function's own type."""
+    try:
+        wide = Wide(subject.program)
+        evaluation = Evaluation(subject, wide, hold)
+        evaluation.set_point(subject.inputs)
+        evaluation.require_same_values()
+        return evaluation, wide
+    except (Unsupported, Raised) as error:
+        notes.append(f"evaluation in float64 is not possible ({error})")
+        evaluation = Evaluation(subject, None)
+        evaluation.set_point(subject.inputs)
+        return evaluation, None
+
+
 def find_witnesses(
     subject: CheckSubject, notes: list[str], of: Witnesses | None = None
 ) -> Witnesses:
@@ -126,32 +142,21 @@ def find_witnesses(
     Plain AD of a VJP is that of the plain VJP. In slopes of a VJP `stop_gradient` is not held: that
     would hide exactly the derivative that a rule forgets.
     """
-    own = [*subject.dtypes, *map(vectors.real_name, subject.outputs)]
+    evaluation, wide = find_evaluation(subject, notes, hold=of is None)
+    program, rule, plain = subject.program, None, None
+    types = _jaxpr.computed_types(program) if program is not None else set()
     is_ruled = has_rules(subject) if of is None else of.is_ruled
-    evaluation, wide, loops = None, None, _stops_by_numbers(subject.program)
-    try:
-        wide = Wide(subject.program)
-        evaluation = Evaluation(subject, wide, hold=of is None)
-        evaluation.set_point(subject.inputs)
-        evaluation.require_same_values()
-    except (Unsupported, Raised) as error:
-        notes.append(f"evaluation in float64 is not possible ({error})")
-        own += sorted(wide.narrow) if wide else []
-        native = Evaluation(subject, None)
-        native.set_point(subject.inputs)
-        return Witnesses(subject, None, None, native, narrowest(own), is_ruled, loops)
-    plain = _plain(subject, wide, of)
-    rule = plain if of is None and not is_ruled else _rule(subject, notes)
-    narrow = narrowest([*own, *wide.narrow])
+    if wide is not None:
+        plain = _plain(subject, wide if of is None else of.plain and of.plain.call)
+        rule = plain if of is None and not is_ruled else _rule(subject, notes)
+    narrow, loops = narrowest([*subject.dtypes, *types]), _stops_by_numbers(program)
     return Witnesses(subject, rule, plain, evaluation, narrow, is_ruled, loops)
 
 
-def _plain(subject: CheckSubject, wide: Wide, of: Witnesses | None) -> Witness | None:
-    count, function = len(subject.inputs), wide
-    if of is not None:
-        if of.plain is None:
-            return None
-        function = of.plain.call
+def _plain(subject: CheckSubject, function: Call | None) -> Witness | None:
+    count = len(subject.inputs)
+    if function is None:
+        return None
 
     def call(leaves, hook):
         _, pull = jax.vjp(lambda xs: function(xs, hook), leaves[:count])
