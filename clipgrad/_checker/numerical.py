@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-import clipgrad._trees as _trees
-from clipgrad._check.evaluation import choose
-from clipgrad._check.options import require_delta, with_hints
-from clipgrad._check.points import make_point
-from clipgrad._check.search import Judge
-from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
-from clipgrad._check.tolerances import make_tolerance
-from clipgrad._jaxpr import kept_lightly
+from clipgrad._checker import vectors
+from clipgrad._checker.options import require_delta, with_hints
+from clipgrad._checker.points import scale_of
+from clipgrad._checker.selection import Selector, leaf_names, parameter_names
+from clipgrad._checker.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._checker.verdict import settled
+from clipgrad._checker.witnesses import find_evaluation
 
 
 @with_hints
@@ -21,8 +20,8 @@ def numerical_grad(
     fun: Callable,
     args: tuple,
     *,
-    wrt: _trees.Selector | None = None,
-    output: _trees.Selector | None = None,
+    wrt: Selector | None = None,
+    output: Selector | None = None,
     cotangent: Any = None,
     delta: float | None = None,
 ) -> Any:
@@ -32,9 +31,8 @@ def numerical_grad(
 
         grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
 
-    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``,
-    the formula above with h = delta. The function is evaluated in float64 if
-    possible, for every dtype of its inputs. Its own VJP is never used.
+    extrapolated from the two steps h at which it is known best; with ``delta``, for h = delta. The
+    function is evaluated in float64 if possible, for every dtype. Its own VJP is never used.
 
     Guarantees:
       * The result has the structure and shapes of the differentiated inputs, in NumPy's float64
@@ -82,15 +80,22 @@ def numerical_grad(
     require_arrays(args, {})
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
-    with kept_lightly():
-        differences, _ = choose(subject, covector[None], [])
-    tolerance = make_tolerance(subject.ranges, ["float64"] * len(subject.inputs))
-    nothing = np.zeros((1, int(_trees.offsets(subject.inputs)[-1])))
-    point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)
-    judge = Judge(differences, point, nothing, None, tolerance, delta)
-    return _tree(
-        fun, args, wrt, subject, judge.elements(np.arange(nothing.size), judged=False).numeric
-    )
+    evaluation, _ = find_evaluation(subject, [])
+    with np.errstate(all="ignore"):
+        gradient = _slopes(evaluation, subject, covector, delta)
+    return _tree(fun, args, wrt, subject, gradient)
+
+
+def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) -> np.ndarray:
+    """Each element's slope: by Paddle's formula, or as the ladder settles."""
+    scale = np.concatenate([scale_of(x) for x in subject.inputs])
+    elements = [np.array([j]) for j in range(len(scale))]
+    if delta is not None:
+        scale = np.full(scale.shape, delta)
+        sides = evaluation.ladder(scale, elements, covector[None], steps=np.ones(1))
+        return (sides.ahead + sides.behind)[:, 0, 0] / (2 * delta)
+    numeric, _ = settled(evaluation.ladder(scale, elements, covector[None]))
+    return numeric[:, 0] / scale
 
 
 def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
@@ -104,18 +109,18 @@ def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
             f"{[y.shape for y in subject.outputs]}"
         )
     pairs = zip(map(np.asarray, leaves), subject.outputs, strict=True)
-    return _trees.to_numpy([np.conj(u).astype(_trees.wide_dtype(y.dtype)) for u, y in pairs])
+    return vectors.to_numpy([np.conj(u).astype(vectors.wide_dtype(y.dtype)) for u, y in pairs])
 
 
 def _tree(fun, args: tuple, wrt, subject: CheckSubject, gradient: np.ndarray) -> Any:
-    like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
-    leaves = [np.conj(leaf) for leaf in _trees.from_rows(gradient, like)]
+    like = [jax.ShapeDtypeStruct(x.shape, vectors.wide_dtype(x.dtype)) for x in subject.inputs]
+    leaves = [np.conj(leaf) for leaf in vectors.leaves_of(gradient, like)]
     found = dict(zip(subject.names, leaves, strict=True))
-    leaves = [found.get(name) for name in _trees.leaf_names(args, "args")]
+    leaves = [found.get(name) for name in leaf_names(args, "args")]
     tree = jax.tree.unflatten(jax.tree.structure(args), leaves)
     if wrt is None:
         return tree
-    names = _trees.parameter_names(fun, len(args))
+    names = parameter_names(fun, len(args))
     if wrt in names or str(wrt).isdigit():
         return tree[names.index(wrt) if wrt in names else int(wrt)]
     return next(iter(found.values())) if len(found) == 1 else tree

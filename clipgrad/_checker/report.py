@@ -1,7 +1,7 @@
 """The report of a check, for people and for programs."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,12 +11,10 @@ SAID = 0.1  # the share of elements not verified that the first line says
 
 
 class Failure(NamedTuple):
-    """One thing that is wrong.
+    """One thing that is wrong: the check, the worst element, and what is wrong in words.
 
-    ``check`` names the check, ``where`` the worst element, ``detail`` says it in words. Where the
-    failure is one of values, ``numeric``, ``error`` and ``analytic`` are the numbers of the worst
-    element, ``indices`` the elements of the leaf that were found wrong and ``ratio``
-    analytic/numeric.
+    Of values also the numbers of the worst element, and of the elements of its leaf that were found
+    wrong the indices and analytic/numeric.
     """
 
     check: str
@@ -43,7 +41,7 @@ class GradCheckReport:
       * The text has at most 25 lines; the fields have everything.
 
     Attributes:
-      failures: tuple of failures, each with ``check``, ``where``, ``detail`` and, for values,
+      failures: what is wrong, each with ``check``, ``where``, ``detail`` and, for values,
         ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
       notes: tuple of remarks that are not failures, on kinks, noise and fallbacks.
       not_run: mapping from the name of a check to the reason why it did not run.
@@ -80,11 +78,12 @@ class GradCheckReport:
         return not self.failures and self.verified + self.at_kinks > 0
 
     def __str__(self) -> str:
-        missing = 1 - verified_share(self)
+        asked = self.elements - self.at_kinks
+        missing = 1 - self.verified / asked if asked else 0.0
         word = "FAILED" if not self.ok else "passed"
         word += f", {missing:.0%} not verified" if self.ok and missing > SAID else ""
         word += f", {self.at_kinks} at kinks" if self.ok and self.at_kinks else ""
-        alone = "" if "float64" in self.precision or not self.devices else " alone"
+        alone = "" if self.precision in ("float64", "no precision") else " alone"
         head = (
             f"gradient check {word} ({self.evaluations} evaluations, {self.seconds:.2f} s, "
             f"differences in {self.precision}{alone}, devices {', '.join(self.devices) or 'none'})"
@@ -97,12 +96,6 @@ class GradCheckReport:
             for reason in reasons
         ]
         return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
-
-
-def verified_share(report: Any) -> float:
-    """The share of the elements that were verified, of those that do not lie at kinks."""
-    count = report.elements - report.at_kinks
-    return report.verified / count if count > 0 else 1.0
 
 
 class GradCheckError(AssertionError):

@@ -8,6 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._trees as _trees
+from clipgrad._checker import vectors
+from clipgrad._checker.selection import (
+    Selector,
+    leaf_names,
+    parameter_names,
+    select,
+    simple_paths,
+)
+from clipgrad._checker.theirs import Raised, theirs
 from clipgrad._jaxpr import holds_floats
 
 Leaves = list[jax.Array]
@@ -33,15 +42,14 @@ class CheckSubject(NamedTuple):
 
     def element(self, index: int) -> str:
         """The name of one real number of the inputs: `args[0]['w'][0, 3]`."""
-        return _element(self.inputs, self.names, index)
+        places = vectors.offsets(self.inputs)
+        k = int(np.searchsorted(places, index, "right") - 1)
+        return self.names[k] + _subscript(self.inputs[k], index - int(places[k]))
 
-    def output_element(self, index: int) -> str:
-        """The name of one real number of the outputs."""
-        return _element(self.outputs, self.output_names, index)
-
-    def alone(self, k: int) -> Callable[[jax.Array], Leaves]:
+    def alone(self, k: int, xs: Leaves | None = None) -> Callable[[jax.Array], Leaves]:
         """The function of one leaf, the others held."""
-        return lambda x: self.fun([*self.inputs[:k], x, *self.inputs[k + 1 :]])
+        xs = self.inputs if xs is None else xs
+        return lambda x: self.fun([*xs[:k], x, *xs[k + 1 :]])
 
     def pull_back(self, xs: Leaves, cotangents: Leaves) -> Leaves:
         """The gradient as a function of the inputs and a cotangent."""
@@ -50,16 +58,20 @@ class CheckSubject(NamedTuple):
     @property
     def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""
-        return _trees.areas(self.inputs)
+        return vectors.areas(self.inputs)
 
     @property
     def dtypes(self) -> list[str]:
-        """The real dtype of each input leaf, by name."""
-        return [_trees.real_dtype(leaf).name for leaf in self.inputs]
+        """The real types of inputs and outputs, by name."""
+        return [vectors.real_name(leaf) for leaf in (*self.inputs, *self.outputs)]
 
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, tracers, and numbers that JAX cannot take."""
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
+        )
     _trees.check_tree("args", (args, kwargs))
     _trees.check_concrete("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
@@ -71,15 +83,11 @@ def make_subject(
     fun: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
-    wrt: _trees.Selector | None = None,
-    no_grad: _trees.Selector | None = None,
-    output: _trees.Selector | None = None,
+    wrt: Selector | None = None,
+    no_grad: Selector | None = None,
+    output: Selector | None = None,
 ) -> CheckSubject:
     """Call the function once and set up the subject, or say what is wrong with the request."""
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
-        )
     kwargs = dict(kwargs or {})
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
@@ -87,9 +95,9 @@ def make_subject(
     arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
-    names = _trees.leaf_names(args, "args") + _trees.leaf_names(kwargs, "kwargs")
+    names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
-    call, result = _first_call(call, leaves)
+    result = call(arrays, [leaves[k] for k in arrays])
     _trees.check_concrete("fun", result)
     pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
@@ -117,8 +125,8 @@ def _has_numbers(leaf):
 def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
     """The function as a program, or None if it cannot be traced."""
     try:
-        return jax.make_jaxpr(fun)(inputs)
-    except Exception:
+        return theirs(jax.make_jaxpr(fun), inputs)
+    except Raised:
         return None
 
 
@@ -139,20 +147,6 @@ def _caller(fun, structure, leaves):
     return call
 
 
-def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
-    """The call and its result; one that donates its arrays, and so deletes them, is traced.
-
-    Inside of `jax.jit` nothing is donated.
-    """
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    copies = [leaves[k].copy() for k in places]
-    result = call(places, copies)
-    if not any(leaf.is_deleted() for leaf in copies):
-        return call, result
-    traced_call = jax.jit(call, static_argnums=0)
-    return lambda positions, values: traced_call(tuple(positions), values), result
-
-
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     paths = _input_paths(fun, args, kwargs)
     floats = [k for k, leaf in enumerate(leaves) if holds_floats(leaf)]
@@ -162,9 +156,9 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
             "floating-point array to differentiate"
         )
     names = [paths[k] for k in floats]
-    chosen = set(range(len(floats))) if wrt is None else _trees.select(wrt, names, "wrt")
+    chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")
     if no_grad is not None:
-        chosen -= _trees.select(no_grad, names, "no_grad")
+        chosen -= select(no_grad, names, "no_grad")
     chosen = {k for k in chosen if leaves[floats[k]].size}
     if not chosen:
         raise ValueError(
@@ -175,14 +169,14 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 
 
 def _input_paths(fun, args, kwargs):
-    parameters = _trees.parameter_names(fun, len(args))
+    parameters = parameter_names(fun, len(args))
     paths = []
-    for path in _trees.simple_paths(args):
+    for path in simple_paths(args):
         first, _, rest = path.partition("/")
         named = parameters[int(first)] if int(first) < len(parameters) else None
         spelled = [first] if named is None else [named, first]
         paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
-    return paths + _trees.simple_paths(kwargs)
+    return paths + simple_paths(kwargs)
 
 
 def _leaf_kind(leaf):
@@ -197,10 +191,10 @@ def _chosen_outputs(out, output):
             f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
             "floating-point array among its results"
         )
-    names = _trees.leaf_names(out, "out")
+    names = leaf_names(out, "out")
     if output is not None:
-        paths = _trees.simple_paths(out)
-        kept = _trees.select(output, [paths[k] or "0" for k in floats], "output")
+        paths = simple_paths(out)
+        kept = select(output, [paths[k] or "0" for k in floats], "output")
         floats = [floats[k] for k in sorted(kept)]
 
     def pick(result):
@@ -212,7 +206,7 @@ def _chosen_outputs(out, output):
 
 def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
-        values = _trees.widened_leaf(leaf).ravel()
+        values = vectors.widened_leaf(leaf).ravel()
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
             index = int(bad[0]) * (2 if np.iscomplexobj(values) else 1)
@@ -220,12 +214,6 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
                 f"{name}{_subscript(leaf, index)}: got {values[bad[0]]}, expected a "
                 "finite number; change it, or leave the argument out with no_grad"
             )
-
-
-def _element(leaves, names, index: int) -> str:
-    places = _trees.offsets(leaves)
-    k = int(np.searchsorted(places, index, "right") - 1)
-    return names[k] + _subscript(leaves[k], index - int(places[k]))
 
 
 def _subscript(leaf, index: int) -> str:

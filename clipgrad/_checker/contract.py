@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-import clipgrad._trees as _trees
-from clipgrad._check.report import Failure
-from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
+from clipgrad._checker import vectors
+from clipgrad._checker.report import Failure
+from clipgrad._checker.subject import CheckSubject
+from clipgrad._checker.theirs import theirs
+from clipgrad._checker.verdict import RELATIVE
 from clipgrad._jaxpr import holds_floats
 
 
@@ -27,11 +28,12 @@ def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> lis
 
 
 def _same_value(name, called, other, how) -> list[Failure]:
-    precision = narrowest([_trees.real_dtype(called).name])
-    called, other = _trees.widened_leaf(called), _trees.widened_leaf(other)
+    precision = vectors.real_name(called)
+    called, other = vectors.widened_leaf(called), vectors.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
-    own, typical = (RELATIVE[precision] * part for part in CALLED_ALIKE)
-    bad = ~np.isclose(other, called, own, typical * size, equal_nan=True)
+    # A tenth of what gradients may be off by, and a hundredth of the typical value.
+    own = RELATIVE[precision] / 10
+    bad = ~np.isclose(other, called, own, own / 10 * size, equal_nan=True)
     if not bad.any():
         return []
     off = np.where(bad, np.nan_to_num(np.abs(called - other), nan=np.inf), -1)
@@ -58,8 +60,8 @@ def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
     if all(map(holds_floats, subject.arrays)):
         return []
-    _, pull = jax.vjp(subject.whole, subject.arrays)
-    cotangents = pull(_trees.cotangent_leaves(covector, subject.outputs))[0]
+    _, pull = theirs(jax.vjp, subject.whole, subject.arrays)
+    cotangents = theirs(pull, vectors.cotangent_leaves(covector, subject.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
         for x, ct in zip(subject.arrays, cotangents, strict=True)
@@ -71,7 +73,7 @@ def finite_values(subject: CheckSubject) -> list[Failure]:
     """The outputs are finite."""
     failures = []
     for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
-        bad = ~np.isfinite(_trees.widened_leaf(leaf))
+        bad = ~np.isfinite(vectors.widened_leaf(leaf))
         if bad.any():
             index = [int(i) for i in np.argwhere(bad)[0]] or ""
             detail = (
@@ -82,11 +84,11 @@ def finite_values(subject: CheckSubject) -> list[Failure]:
     return failures
 
 
-def finite_gradient(subject: CheckSubject, gradient: np.ndarray) -> list[Failure]:
+def finite_gradient(subject: CheckSubject, finite: np.ndarray) -> list[Failure]:
     """The gradient is finite."""
     failures = []
     for start, stop in subject.ranges:
-        bad = np.flatnonzero(~np.isfinite(gradient[:, start:stop]).all(axis=0))
+        bad = np.flatnonzero(~finite[start:stop])
         if bad.size:
             detail = f"{bad.size} of {stop - start} elements of the gradient are not finite"
             where = subject.element(start + int(bad[0]))

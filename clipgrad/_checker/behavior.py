@@ -1,0 +1,221 @@
+"""Checks of how a gradient behaves: repeated, scaled, compiled, batched, in parts."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._checker import vectors
+from clipgrad._checker.log import Log
+from clipgrad._checker.points import OWN, Point, masked_rows
+from clipgrad._checker.report import Failure
+from clipgrad._checker.theirs import Raised, theirs
+from clipgrad._checker.verdict import slack_of
+from clipgrad._checker.witnesses import differentiated
+
+# Powers of two by which a cotangent is multiplied; half precision has no room for more.
+# Nor has what the user states a tolerance for, such as a loop that stops when it is near enough.
+LARGE, LARGE_HALF, LARGE_LOOSE = 2.0**20, 2.0**4, 2.0
+NOT_LINEAR = (
+    "the rule is not linear, the pull-back of {} (a clip that acts there? a loop that stops by its "
+    'numbers? write skip="linearity")'
+)
+
+
+class NotRun(Exception):
+    """A check that cannot be run, and why."""
+
+
+class Claim(NamedTuple):
+    """Two computations of one gradient that must be equal; to the last bit if `exactly`."""
+
+    got: np.ndarray
+    expected: np.ndarray
+    text: str
+    exactly: bool = False
+
+
+Claims = Iterator[Claim]
+
+
+def check_behavior(point: Point, log: Log) -> None:
+    """All checks of behavior that are not switched off."""
+    without = ""
+    if not point.of.is_ruled:
+        without = "it has only JAX's own operations, without a custom rule"
+    elif any(failure.check == "value" for failure in log.failures):
+        without = "values are wrong"
+    for name, claims in BEHAVIORS.items():
+        if name in log.options.skip or not log.has_time(name):
+            continue
+        if without and name in OF_RULES:
+            log.not_run[name] = without
+            continue
+        log.evaluations += 2
+        try:
+            compared = [compare(point, name, claim, log) for claim in claims(point, log)]
+            log.failures += [failure for failure in compared if failure][:2]
+        except NotRun as reason:
+            log.not_run[name] = str(reason)
+        except Raised as error:
+            if error.is_lacking:
+                log.not_run[name] = str(error)
+            else:
+                where = point.of.subject.names[0]
+                log.failures.append(Failure(name, where, f"the gradient raises {error}"))
+
+
+def compare(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
+    """Compare two computations of one gradient; a failure names the worst element."""
+    got, expected = claim.got, claim.expected
+    if np.array_equal(got, expected, equal_nan=True):
+        return None
+    known, other = (np.where(np.isfinite(x), x, 0.0) for x in (expected, got))
+    typical = point.typical(known[None])[0][point.leaf_of(np.arange(len(got)))]
+    slack = slack_of(point.of.narrow, log.options.tolerance)
+    allowed = 0.0 if claim.exactly else slack(np.fmax(np.abs(known), np.abs(other)), typical)
+    off = np.where(got == expected, 0.0, np.abs(got - expected))
+    off = np.where(np.isnan(got) & np.isnan(expected), 0.0, np.where(np.isnan(off), np.inf, off))
+    bad = off > allowed
+    if bad.any() and np.isfinite(off[bad]).all() and not claim.exactly:
+        bad &= off > allowed + 2 * point.rounding(OWN).max()  # each of both is off
+    if not bad.any():
+        return None
+    worst = int(np.argmax(np.where(bad, off, -1)))
+    same = "are not bit-identical" if claim.exactly else "differ"
+    numbers = f"worst: {got[worst]:.7g}, expected {expected[worst]:.7g}"
+    detail = f"{claim.text}: {int(bad.sum())} of {got.size} elements {same}; {numbers}"
+    return Failure(check, point.of.subject.element(worst), detail)
+
+
+def are_on_cpu(leaves) -> bool:
+    """Whether these are JAX's arrays on CPUs, whose programs give the same bits each time."""
+    placed = [isinstance(leaf, jax.Array) for leaf in leaves]
+    return all(placed) and all(d.platform == "cpu" for leaf in leaves for d in leaf.devices())
+
+
+def determinism(point: Point, log: Log) -> Claims:
+    """Two calls of the pull-back agree, and so do two derivatives of the function."""
+    first, expected, exactly = point.covectors[0], _first(point), are_on_cpu(point.xs)
+    yield Claim(point.vjp(first), expected, "the pull-back called twice", exactly)
+    anew = differentiated(point.of.subject, point.xs)(first)
+    text = "the function differentiated twice (randomness or side effects?)"
+    yield Claim(anew, expected, text, exactly)
+
+
+def _first(point: Point) -> np.ndarray:
+    """The gradient for the first cotangent, NaN where it is not finite."""
+    return np.where(point.finite, point.gradient[0], np.nan)
+
+
+def linearity(point: Point, log: Log) -> Claims:
+    """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums.
+
+    An element that is not finite is no multiple and no sum, and another check has said so.
+    """
+    u, gradient, finite = point.covectors[0], point.gradient[0], point.finite
+
+    def claim(got: np.ndarray, expected: np.ndarray, what: str) -> Claim:
+        return Claim(np.where(finite, got, 0.0), expected, NOT_LINEAR.format(what))
+
+    is_half = point.of.narrow in ("float16", "bfloat16")
+    large = LARGE_HALF if is_half else LARGE
+    large = large if log.options.tolerance is None else LARGE_LOOSE
+    yield claim(point.vjp(0 * u), 0 * gradient, "a zero cotangent")
+    for factor in (-large, 1 / large):
+        scaled = point.vjp(factor * u) / factor
+        # What overflows or underflows because of the factor is no fault.
+        limits, size = jnp.finfo("float16" if is_half else "float32"), np.abs(gradient * factor)
+        low = (size > 0) & (size < float(limits.tiny) * 1e3)
+        typical = vectors.root_mean_square(gradient) * abs(factor)
+        outside = low | ~(size + typical <= float(limits.max) / 16)
+        sign = "-" if factor < 0 else ""
+        text = f"the cotangent times {sign}2 ** {np.log2(abs(factor)):g}"
+        yield claim(np.where(outside, gradient, scaled), gradient, text)
+    rows = masked_rows(point.of.subject, log.options.seed)
+    parts = point.vjp(u * rows) + point.vjp(u * (1 - rows))
+    yield claim(parts, gradient, "masked rows of a cotangent and of the others")
+    ones = np.ones_like(u)
+    parts = np.where(finite, point.vjp(ones), 0.0) + gradient
+    yield claim(point.vjp(u + ones), parts, "the sum of a cotangent and a constant one")
+
+
+def jit(point: Point, log: Log) -> Claims:
+    """The gradient under `jax.jit` is the eager one."""
+    subject = point.of.subject
+    u = vectors.cotangent_leaves(point.covectors[0], subject.outputs)
+    forward = lambda: jax.eval_shape(subject.fun, list(point.xs))  # noqa: E731
+    got = _compiled(point, subject.pull_back, (point.xs, u), forward)
+    yield Claim(vectors.gradient_vector(got), _first(point), "under jax.jit, compared with eager")
+
+
+def vmap(point: Point, log: Log) -> Claims:
+    """Under `jax.vmap`, over cotangents and over points, rows are those found one by one."""
+    subject, both = point.of.subject, vectors.stacked([point.xs, point.xs])
+    pairs = [vectors.cotangent_leaves(u, subject.outputs) for u in point.covectors]
+    pairs, expected = vectors.stacked(pairs), np.where(point.finite, point.gradient, np.nan)
+    forward = lambda: jax.eval_shape(jax.vmap(subject.fun), both)  # noqa: E731
+    over_points = _compiled(point, jax.vmap(subject.pull_back), (both, pairs), forward)
+    over_cotangents = _compiled(
+        point, jax.vmap(subject.pull_back, (None, 0)), (point.xs, pairs), forward
+    )
+    for found in (over_points, over_cotangents):
+        for k in (0, 1):
+            row = vectors.gradient_vector([np.asarray(leaf)[k] for leaf in found])
+            yield Claim(row, expected[k], f"under jax.vmap, row {k} compared with the row alone")
+
+
+def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: Callable) -> list:
+    """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
+    try:
+        return theirs(lambda: jax.block_until_ready(_jaxpr.low_jit(gradient)(*inputs)))
+    except Raised as error:
+        if error.is_lacking:
+            raise
+        if not point.of.is_ruled:
+            raise NotRun(f"JAX's own derivative raises {error}") from error
+        try:
+            theirs(forward)
+        except Raised as other:
+            raise NotRun(f"the function itself raises {other}") from other
+        raise
+
+
+def outputs(point: Point, log: Log) -> Claims:
+    """Single outputs have their parts of the gradient, and single inputs the gradient of all.
+
+    A rule may be told which cotangents are zero, and which inputs are differentiated.
+    """
+    subject, u, expected = point.of.subject, point.covectors[0], _first(point)
+    program = subject.program
+    found = [] if program is None else _jaxpr.equations(program)
+    is_told = program is None or any(e.params.get("symbolic_zeros") for e in found)
+    total = np.zeros_like(expected)
+    for k, (start, stop) in enumerate(vectors.areas(subject.outputs)):
+        single = np.zeros_like(u)
+        single[start:stop] = u[start:stop]
+        with_zeros = point.vjp(single) if len(subject.outputs) > 1 else expected
+        total += with_zeros
+        if is_told:
+            alone = subject._replace(
+                fun=lambda xs, k=k: [subject.fun(xs)[k]], outputs=[subject.outputs[k]]
+            )
+            got = differentiated(alone, point.xs)(u[start:stop])
+            text = f"{subject.output_names[k]} alone, compared with zeros for the others"
+            yield Claim(got, with_zeros, text)
+    yield Claim(total, expected, "the sum of the pull-backs of single outputs, and all at once")
+    for k, (start, stop) in enumerate(subject.ranges if is_told else []):
+        alone = subject._replace(fun=lambda x, k=k: subject.alone(k, point.xs)(x[0]))
+        got = expected.copy()
+        got[start:stop] = differentiated(alone, point.xs[k : k + 1])(u)
+        yield Claim(got, expected, f"{subject.names[k]} alone, compared with all inputs at once")
+
+
+BEHAVIORS: dict[str, Callable[[Point, Log], Claims]] = {
+    claims.__name__: claims for claims in (determinism, linearity, jit, vmap, outputs)
+}
+# Without a custom rule they would test JAX, and of wrong values they say nothing new.
+OF_RULES = {"vmap", "outputs"}

@@ -1,0 +1,341 @@
+"""`check_grads`: check a gradient, and name the element that is wrong."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._checker import contract, vectors
+from clipgrad._checker.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._checker.further import check_further_points
+from clipgrad._checker.log import Log
+from clipgrad._checker.options import Options, require_mapping, with_hints
+from clipgrad._checker.points import Point, cotangents
+from clipgrad._checker.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._checker.second_order import check_second_order
+from clipgrad._checker.selection import Selector
+from clipgrad._checker.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._checker.theirs import Raised, theirs
+from clipgrad._checker.values import check_point
+from clipgrad._checker.verdict import MASK, UNSEEN
+from clipgrad._checker.witnesses import VJP, Witnesses, differentiated, find_witnesses
+from clipgrad._devices import find_devices, moved
+
+# In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
+OTHER_DEVICES = ("incompatible devices", "DeviceAssignmentMismatch", "does not match the sharding")
+BOUND = "a mesh, a sharding or an array that the function holds is on other devices"
+
+
+@with_hints
+def check_grads(
+    fun: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    wrt: Selector | None = None,
+    no_grad: Selector | None = None,
+    output: Selector | None = None,
+    order: int = 1,
+    mode: str = "auto",
+    max_relative_error: float | None = None,
+    tolerance: float | None = None,
+    min_verified: float | None = None,
+    time_budget: float | None = None,
+    devices: Sequence[str] | None = None,
+    points: int = 2,
+    seed: int = 0,
+    raise_on_failure: bool = True,
+    skip: Sequence[str] = (),
+) -> GradCheckReport:
+    """Check the VJP of a function by three witnesses, and how it behaves.
+
+    For random dense cotangents u there are, at each element of the gradient of <u, f(x)>, the rule
+    as it is written, plain AD with all rules stripped, and slopes of f, all in float64 for every
+    dtype of f. Where rule and slopes agree, the element is right. Where plain AD and slopes agree
+    and the rule does not, it is wrong. Where rule and plain AD agree and slopes do not, it is
+    disputed: a failure that says so, and without a rule of the user's a note. Without plain AD
+    slopes decide. The gradient as `jax.vjp` computes it must then be the rule's. Two numbers agree
+    if they are apart by no more than::
+
+        rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
+
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6; for the gradient as it is
+    computed it is that of the narrowest type that f computes in: 1e-6 for float64, 5e-4 for
+    float32, 1e-2 for float16, 5e-2 for bfloat16. Where f cannot run in float64, slopes in its own
+    type judge the gradient to ten times this, and the report says so first.
+
+    Guarantees:
+      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
+        run; a report in which nothing was verified is not ok. An element that is off by more than a
+        quarter of itself and its leaf is not verified, though rounding explains it.
+      * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
+        equal maxima, are also moved together.
+      * A further point is generic: no elements are equal or zero and no matrices symmetric. Only
+        where plain AD does not have the function's slopes there, these stay so, and a note says so.
+      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them.
+      * The same seed gives the same report. The number of evaluations of a right function does not
+        depend on the number of its elements. A fault of the checker itself is raised as an error.
+
+    ===========  ===================================================================================
+    check        requirement
+    ===========  ===================================================================================
+    value        every element of the gradient, by three witnesses
+    primal       value, dtype and shape of the function called and differentiated are the same
+    cotangent    dtype, shape and structure are as of the input; float0 for integers
+    finite       the value and the gradient are finite
+    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
+    determinism  a second run is bit-identical, on CPUs
+    jit, vmap    compiled and batched gradients equal the eager ones
+    points       the gradient is right at a second point, and then again at the first
+    outputs      single outputs, and single inputs where a rule is told, have their parts of it
+    devices      each kind of device gives the same gradient
+    ===========  ===================================================================================
+
+    Without a custom rule ``vmap`` and ``outputs`` would test JAX, and they are not run where values
+    are wrong.
+
+    Args:
+      fun: the function, of any trees of arrays, to any tree of arrays.
+      args: the tuple of its positional arguments: the point.
+      kwargs: its keyword arguments; their arrays are checked too.
+      wrt: which inputs to check: an argument's position or name, a path such as ``params/w`` or a
+        regular expression on such paths, or several of these; None for all.
+      no_grad: which inputs to leave out, written the same way.
+      output: which outputs to check: a position, key or path, or several; None for all.
+      order: 2 to check the second derivative as well, the VJP of the VJP.
+      mode: "auto" looks at single elements where rule and plain AD are apart, and at the rest
+        together; "full" moves every element by itself.
+      max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
+        denominator where ``|numeric| < 1e-3``, may not exceed it at any element.
+      tolerance: a relative error, of the element or its leaf, that stands in for rtol everywhere:
+        for rules in low precision, random rounding, loops that stop by their numbers.
+      min_verified: the least share of the elements to be verified, those at kinks left out; a half
+        if it is None. Fewer is a failure.
+      time_budget: seconds after which what is left is reported as not verified or not run.
+      devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
+        devices here. What is missing, or holds the function elsewhere, is reported as not run.
+      points: the number of points to check.
+      seed: the seed of the cotangents, directions and further points.
+      raise_on_failure: False to return the report also if the check fails.
+      skip: checks of the table to switch off, such as "linearity" for a function that clips on
+        purpose.
+
+    Returns:
+      The report.
+
+    Raises:
+      GradCheckError: the gradient is wrong, or nothing was verified; it has the report.
+      TypeError: ``args`` is not a tuple, an argument is unknown, or the call is inside of
+        ``jax.jit`` or another transformation.
+      ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
+        function cannot be evaluated near the point.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> cg.check_grads(jnp.tanh, (jnp.linspace(-1, 1, 5),)).ok
+      True
+      >>> square = jax.custom_vjp(lambda x: x * x)
+      >>> square.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))
+      >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
+      >>> print(report.failures[0].detail.split("; ")[-1])
+      analytic/numeric is 0.5 throughout
+
+    References:
+      PaddlePaddle, Auto Gradient Checker Design, 2017,
+      https://github.com/PaddlePaddle/Paddle/blob/3f5dfc67752d885d2a4bb777fa27cf04d7927e06/doc/design/auto_gradient_check.md;
+      Richardson, The Approximate Arithmetical Solution by Finite Differences of Physical Problems,
+      1911, https://doi.org/10.1098/rsta.1911.0009.
+    """
+    __tracebackhide__ = True
+    require_mapping(kwargs)
+    require_arrays(args, kwargs or {})
+    own = max_relative_error, tolerance, min_verified, time_budget
+    log = Log(Options(order, mode, *own, points, seed, skip))
+    found = find_devices(devices)
+    log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
+
+    def subject_on(device: Any):
+        own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
+        return make_subject(fun, own_args, own_kwargs, wrt, no_grad, output)
+
+    with jax.default_matmul_precision("highest"), np.errstate(all="ignore"):
+        _check(subject_on, found.there, log)
+    report = log.report()
+    if raise_on_failure and not report.ok:
+        raise GradCheckError(report)
+    return report
+
+
+def _check(subject_on: Callable, there: Mapping[str, Any], log: Log) -> None:
+    """All checks on the first device that can run the function; the others' gradients."""
+    others = dict(there)
+    for kind, device in there.items():
+        del others[kind]
+        with jax.default_device(device):
+            if others and _is_bound(subject_on, device):  # else no other can run it
+                log.not_run[f"device {kind}"] = BOUND
+                continue
+            log.devices.append(kind)
+            point = _checked(subject_on(device), log)
+        for other, where in others.items():
+            if point and "devices" not in log.options.skip and log.has_time("devices"):
+                _check_device(point, subject_on, other, where, log)
+        return
+
+
+def _is_bound(subject_on: Callable, device: Any) -> bool:
+    """Whether a function does not run here since it is bound to other devices than its inputs'."""
+    try:
+        subject = theirs(subject_on, device)
+        vjp = differentiated(subject, subject.inputs)
+        theirs(vjp.pull, vjp.outputs)
+    except Raised as error:
+        text = f"{type(error.original).__name__} {error.original}"
+        return any(word in text for word in OTHER_DEVICES)
+    return False
+
+
+def _checked(subject: CheckSubject, log: Log) -> Point | None:
+    """All checks on one device; what the function raises where it did not before is a failure."""
+    try:
+        return _check_there(subject, log)
+    except Raised as error:
+        detail = f"it raises {error} when it is called again"
+        log.failures.append(Failure("determinism", subject.names[0], detail))
+        return None
+
+
+def _check_there(subject: CheckSubject, log: Log) -> Point | None:
+    """All checks on one device, in order; each writes to the log."""
+    log.kinds = np.full(int(vectors.offsets(subject.inputs)[-1]), np.int8(UNSEEN))
+    vjp = _differentiated(subject, log)
+    if vjp is None:
+        return None
+    covectors = cotangents(subject, log.options.seed)
+    gradient = vjp.rows(covectors)  # before a trace, which may change the function's state
+    of = _witnesses(subject, log) if log.has_time("value") else None
+    if of is None:
+        return None
+    is_still = _masks(of, vjp, covectors)
+    if is_still.any():
+        covectors = np.where(is_still, 0.0, covectors)
+        gradient = vjp.rows(covectors)
+    point = Point(of, vjp, subject.inputs, covectors, log, gradient)
+    log.fail(contract.finite_gradient(subject, point.finite))
+    found = check_point(point, log, disputes_fail=True)
+    log.kinds = found.kinds
+    log.fail(found.failures())
+    log.notes += found.notes()
+    if "points" not in log.options.skip:
+        check_further_points(point, log)
+    check_behavior(point, log)
+    check_second_order(point, log)
+    log.evaluations += of.evaluation.count
+    return point
+
+
+def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
+    """The VJP, if what must hold does before numbers mean anything."""
+    again, u = theirs(subject.fun, subject.inputs), cotangents(subject, log.options.seed)[0]
+    log.evaluations += 3
+    relative = 0.0 if are_on_cpu(subject.outputs) else 1e-3
+    if not _are_near(subject.outputs, again, relative):
+        text = "two calls of the function give different values (randomness or side effects?)"
+        log.fail([Failure("determinism", subject.output_names[0], text)])
+    failures = contract.finite_values(subject)
+    try:
+        vjp = differentiated(subject, subject.inputs)
+        first = theirs(vjp.pull, vectors.cotangent_leaves(u, subject.outputs))[0]
+        failures += contract.primal(subject, vjp.outputs, "differentiated")
+        failures += contract.same_types(subject, first)
+        failures += contract.integers(subject, u)
+    except Raised as error:
+        failure = _not_differentiated(subject, error)
+        log.fail([failure])
+        log.note(str(failure))
+        return None
+    log.fail(failures)
+    is_random = any(f.check == "determinism" for f in log.failures)
+    pairs = [*zip(subject.outputs, vjp.outputs, strict=True)]
+    pairs += zip(subject.inputs, first, strict=True)
+    kinds = [(x.shape, vectors.is_complex(x)) == (y.shape, vectors.is_complex(y)) for x, y in pairs]
+    stops = is_random or any(f.check == "finite" for f in failures) or not all(kinds)
+    if not all(kinds) and not log.failures:
+        log.notes += [str(f) for f in failures]
+    different = any(x.dtype != y.dtype for x, y in pairs[: len(subject.outputs)])
+    return None if stops or different else vjp
+
+
+def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
+    """The witnesses; None where the function fails another way as it is compiled."""
+    try:
+        of = find_witnesses(subject, log.notes)
+    except Raised as error:
+        compiled = theirs(_jaxpr.low_jit(subject.fun), subject.inputs)
+        failures = contract.primal(subject, compiled, "compiled")
+        log.fail([failure._replace(check="jit") for failure in failures])
+        if log.failures:
+            return None
+        raise ValueError(f"the function cannot be evaluated: {error}") from error.original
+    log.precision = of.evaluation.label
+    if of.narrow not in map(vectors.real_name, subject.inputs):
+        text = "the function computes in {0} inside, so the tolerances are those of {0}"
+        log.notes.append(text.format(of.narrow))
+    return of
+
+
+def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
+    """The outputs that no step moves, such as a mask of -1e30 in scores: they get no cotangent.
+
+    The rounding of so large a number would hide the slopes of all others. What depends on nothing
+    has no gradient; one that has keeps its cotangent.
+    """
+    size, x = np.abs(of.evaluation.base), vectors.to_numpy(of.subject.inputs)
+    is_still = np.zeros(size.shape, bool)
+    if size.max(initial=0.0) > MASK * np.median(size):
+        change = of.evaluation.change(np.where(x == 0, 1.0, x) / 16)
+        is_still = (change == 0) & (size > MASK * size.max(initial=0.0, where=change > 0))
+    return is_still & ~(is_still.any() and vjp(covectors[0] * is_still).any())
+
+
+def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, log: Log) -> None:
+    """The gradient computed on another device is the one found on the first."""
+    with jax.default_device(device):
+        if _is_bound(subject_on, device):
+            log.not_run[f"device {kind}"] = BOUND
+            return
+        subject = subject_on(device)
+        gradient = differentiated(subject, subject.inputs).rows(point.covectors)
+    log.devices.append(kind)
+    log.evaluations += 2
+    text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
+    for row, expected in zip(gradient, point.gradient, strict=True):
+        claim = Claim(row, np.where(point.finite, expected, np.nan), text)
+        failure = compare(point, "devices", claim, log)
+        log.fail([failure] if failure else [])
+
+
+def _not_differentiated(subject: CheckSubject, error: Raised) -> Failure:
+    """The failure where `jax.vjp` raises an error."""
+    closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
+    detail = f"differentiation raises {error}"
+    if closing:
+        detail = (
+            f"jax.vjp raises {type(error.original).__name__}: the derivative rules of "
+            f"{', '.join(closing)} close over a traced value; pass it to the function as an "
+            "argument, or leave what it depends on out with wrt or no_grad"
+        )
+    return Failure("cotangent", subject.names[0], detail)
+
+
+def _are_near(first, second, relative: float) -> bool:
+    """Whether two calls have the same outputs."""
+    pairs = list(zip(first, second, strict=True))
+    same = (
+        np.allclose(*map(vectors.widened_leaf, pair), rtol=relative, atol=0.0, equal_nan=True)
+        for pair in pairs
+    )
+    return all(a.shape == b.shape for a, b in pairs) and all(same)

@@ -1,0 +1,113 @@
+"""A traced function evaluated with every floating type widened to 64 bits."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._program import one_promotion
+
+AXIS = "clipgrad_perturbation"
+
+
+class Unsupported(Exception):
+    """The program holds something that cannot be widened."""
+
+
+class Wide:
+    """A program, to be evaluated in float64 with its custom rules stripped.
+
+    Differentiated, it is plain AD.
+
+    Attributes:
+      program: the traced function.
+      stops: whether it holds a `stop_gradient`.
+
+    Raises:
+      Unsupported: a primitive that cannot be widened, such as a callback or a foreign call; one
+        that looks at the bits of numbers, which widening changes; or there is no program.
+    """
+
+    def __init__(self, program: Any):
+        if program is None:
+            raise Unsupported("it cannot be traced")
+        found = list(_jaxpr.equations(program))
+        names = {equation.primitive.name for equation in found}
+        if foreign := names & _jaxpr.FOREIGN_PROGRAMS:
+            raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
+        bits = (e for e in found if e.primitive.name in _jaxpr.OWN_TYPES)
+        if any(_jaxpr.holds_floats(v) for e in bits for v in e.invars):
+            raise Unsupported("it looks at the bits of its numbers, or carries them as integers")
+        self.program = program
+        self.stops = bool(names & {"stop_gradient", "random_gamma"})
+
+    def __call__(self, leaves: Sequence, hook: _jaxpr.Hook | None = None) -> list:
+        """The outputs, in float64 if there is no other hook."""
+        with one_promotion():
+            return _jaxpr.evaluate(self.program, leaves, hook or _jaxpr.Widen(jnp.float64))
+
+    def held(self) -> _jaxpr.Hook:
+        """The hook of slopes: `stop_gradient` is held at row 0 of `jax.vmap(axis_name=AXIS)`.
+
+        So slopes see what JAX differentiates, and a straight-through estimator is right.
+        """
+        return _Held(self.program)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """A context that computes with 64 bits, on the CPU where there is one."""
+    try:
+        device = jax.devices("cpu")[0]
+    except RuntimeError:
+        device = None
+    with jax.enable_x64(True), jax.default_device(device):
+        yield
+
+
+class _Held(_jaxpr.Widen):
+    """Widens to float64, and holds what `stop_gradient` hides at row 0 of a batch along `AXIS`.
+
+    But for the factors that a linear solve is given: `jnp.linalg.solve` stops the gradient of its
+    LU factors because the solve's own rule differentiates the matrix; held factors would solve with
+    the unperturbed matrix.
+    """
+
+    def __init__(self, program: Any):
+        super().__init__(jnp.float64, lambda x: lax.all_gather(x, AXIS)[0])
+        self._factors = _stopped_factors(program)
+
+    def inside(self, equation: JaxprEqn, step: Any) -> _jaxpr.Widen:
+        """The hook for a program inside, which knows the factors there too."""
+        hook: Any = copy.copy(super().inside(equation, step))
+        programs = jaxprs_in_params(equation.params)
+        hook._factors = self._factors.union(*map(_stopped_factors, programs))
+        return hook
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results; those of a stop before a linear solve are its operands."""
+        if equation.outvars and equation.outvars[0] in self._factors:
+            return inputs
+        return super().__call__(equation, inputs)
+
+
+def _stopped_factors(program: Any) -> frozenset:
+    """The results of `stop_gradient` that reach nothing but the factors of linear solves."""
+    jaxpr = _jaxpr.opened(program)[0]
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.isdisjoint(equation.outvars):
+            continue
+        atoms = list(equation.invars)
+        if equation.primitive.name == "custom_linear_solve":
+            matvec, vecmat, *factors = equation.params["const_lengths"]
+            del atoms[matvec + vecmat : matvec + vecmat + sum(factors)]
+        needed |= {atom for atom in atoms if not isinstance(atom, Literal)}
+    stops = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "stop_gradient")
+    return frozenset(variable for variable in stops if variable not in needed)

@@ -1,0 +1,79 @@
+"""The values once more at further points, and then the first pull-back again."""
+
+import numpy as np
+
+from clipgrad._checker import vectors
+from clipgrad._checker.behavior import Claim, compare
+from clipgrad._checker.log import Log
+from clipgrad._checker.points import Point, further
+from clipgrad._checker.theirs import Raised
+from clipgrad._checker.values import Found, check_point, is_near
+from clipgrad._checker.verdict import DISPUTED, NOISE, VERIFIED, WRONG
+from clipgrad._checker.witnesses import differentiated
+
+KEPT = "what is equal, zero or symmetric is kept; what is wrong there alone was not seen"
+
+
+def check_further_points(point: Point, log: Log) -> None:
+    """Check further points, generic ones where the function is meant for them."""
+    if any(failure.check == "value" for failure in log.failures):
+        log.not_run["points"] = "the values at the first point are wrong"
+        return
+    for k in range(1, log.options.points):
+        where = "at a second point " if k == 1 else "at a further point "
+        if not log.has_time("points"):
+            return
+        if not any(_check_there(point, log, k, where, keeps) for keeps in (False, True)):
+            log.not_run["points"] = "the function is not finite at points nearby"
+            return
+    again = point.vjp(point.covectors[0])
+    expected = np.where(point.finite, point.gradient[0], np.nan)
+    text = "the first pull-back, called again after another point was differentiated"
+    failure = compare(point, "points", Claim(again, expected, text), log)
+    log.fail([failure] if failure else [])
+
+
+def _check_there(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
+    """Check a further point; False where the function is not meant for it."""
+    of, seed = point.of, log.options.seed + k
+    xs = further(of.subject, seed, keeps)
+    try:
+        vjp = differentiated(of.subject, xs)
+        there = Point(of, vjp, xs, point.covectors, log)
+        of.evaluation.set_point(xs)
+    except Raised as error:  # a callback may refuse what has no structure
+        if keeps:
+            log.note(f"{where}the function raises {error}")
+        return False
+    if not all(np.isfinite(vectors.widened_leaf(y)).all() for y in vjp.outputs):
+        return False
+    found = check_point(there, log, disputes_fail=False)
+    failures = found.failures(where)
+    if not keeps and (_reads_one_triangle(found) if failures else (found.kinds == DISPUTED).any()):
+        return False
+    right = "right at the point that you passed; "
+    log.fail([f._replace(detail=right + f.detail) for f in failures])
+    for note in [*found.notes(where), *([f"{where}{KEPT}"] if keeps else [])]:
+        log.notes += [] if note.replace(where, "", 1) in log.notes else [note]
+    is_seen = (log.kinds == NOISE) & np.isin(found.kinds, VERIFIED)
+    log.kinds = np.where(is_seen, found.kinds, log.kinds)
+    return True
+
+
+def _reads_one_triangle(found: Found) -> bool:
+    """Whether a wrong leaf was a symmetric matrix, both triangles of which plain AD takes as one.
+
+    Then the function is meant for symmetric matrices.
+    """
+    subject, plain = found.point.of.subject, found.point.plain
+    for (start, stop), leaf in zip(subject.ranges, subject.inputs, strict=True):
+        x = np.asarray(leaf)
+        is_square = x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
+        if not is_square or not (found.kinds[start:stop] == WRONG).any():
+            continue
+        parts = np.zeros((*x.shape, 1)) if plain is None else plain[0, start:stop]
+        parts = parts.reshape(*x.shape, -1)
+        is_symmetric = np.array_equal(x, np.conj(np.swapaxes(x, -1, -2)))
+        if is_symmetric and is_near(parts, np.swapaxes(parts, -2, -3)):
+            return True
+    return False

@@ -1,0 +1,75 @@
+"""The findings of a check while it runs."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from clipgrad._checker.options import Options
+from clipgrad._checker.report import Failure, GradCheckReport
+from clipgrad._checker.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
+
+
+@dataclasses.dataclass
+class Log:
+    """The findings so far; `kinds` are the verdicts on the elements at the given point."""
+
+    options: Options
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    not_run: dict[str, str] = dataclasses.field(default_factory=dict)
+    evaluations: int = 0
+    kinds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int8))
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    precision: str = "no precision"
+    devices: list[str] = dataclasses.field(default_factory=list)
+
+    def fail(self, failures: Sequence[Failure]) -> None:
+        """Record failures, but not of checks that are switched off."""
+        self.failures += [f for f in failures if f.check not in self.options.skip]
+
+    def note(self, text: str) -> None:
+        """Record a note once."""
+        self.notes += [] if text in self.notes else [text]
+
+    def is_late(self) -> bool:
+        """Whether the time budget is spent."""
+        budget = self.options.time_budget
+        return budget is not None and time.monotonic() - self.started > budget
+
+    def has_time(self, name: str) -> bool:
+        """Whether there is time left for a check; notes that it was not run if there is none."""
+        if self.is_late():
+            self.not_run[name] = f"the time budget of {self.options.time_budget:g} s is spent"
+        return not self.is_late()
+
+    def report(self) -> GradCheckReport:
+        """The report; too few verified elements are a failure."""
+        verified = int(np.isin(self.kinds, VERIFIED).sum())
+        at_kinks, elements = int((self.kinds == KINK).sum()), self.kinds.size
+        # Disputed elements that are no failure are JAX's own affair.
+        asked = elements - at_kinks - int((self.kinds == DISPUTED).sum())
+        share = verified / asked if asked else 1.0
+        options = self.options
+        reasons = "; ".join(dict.fromkeys([*self.notes, *self.not_run.values()]))
+        least = LEAST_VERIFIED if options.min_verified is None else options.min_verified
+        if not self.failures and not verified + at_kinks:
+            detail = f"nothing was verified ({reasons})"
+            self.failures.append(Failure("value", "all inputs", detail))
+        elif not self.failures and share < least:
+            detail = f"{share:.0%} of the elements were verified, of {least:.0%} at least"
+            self.failures.append(Failure("value", "all inputs", f"{detail} ({reasons})"))
+        return GradCheckReport(
+            # Those first that explain others: what is random is wrong in many ways.
+            failures=tuple(sorted(self.failures, key=lambda f: f.check != "determinism")),
+            notes=tuple(self.notes),
+            not_run=self.not_run,
+            evaluations=self.evaluations,
+            seconds=time.monotonic() - self.started,
+            precision=self.precision,
+            devices=tuple(self.devices),
+            verified=verified,
+            at_kinks=at_kinks,
+            elements=elements,
+        )

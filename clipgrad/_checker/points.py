@@ -1,0 +1,169 @@
+"""Points: the given one and further ones, and the random vectors of a check."""
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._checker import vectors
+from clipgrad._checker.subject import CheckSubject
+from clipgrad._checker.theirs import Raised
+from clipgrad._checker.verdict import TIMES
+from clipgrad._checker.witnesses import VJP, Witness, Witnesses
+from clipgrad._program import Parts
+
+EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
+# The roundings of a gradient as it is computed; of a rule, which may not write off what it reduces;
+# of one in float64 with the constants of its own types; and of one in float64.
+OWN, OF_RULE = Parts(1.0, 1.0, 1.0), Parts(1.0, 1.0, 0.0)
+CONSTANTS, IN_FLOAT64 = Parts(0.0, 1.0), Parts(0.0, 0.0)
+# Of more than so many elements one is moved little by chance in all runs, and is off by much.
+FEW, TAIL = 64, 1 / 8
+# Numbers so much larger than the median of their leaf are the garbage of a padding: a step of a
+# part of them would be larger than the others.
+GARBAGE = 2.0**24
+# By which part of themselves elements move nearer to zero, at least and at most.
+LEAST, MOST = 0.02, 0.08
+
+
+class Point:
+    """A point and the gradients there, arrays of shape (cotangents, inputs).
+
+    Attributes:
+      xs: the input leaves.
+      covectors: the cotangents.
+      vjp: the VJP there.
+      gradient: the gradient as it was computed; 0 where it is not finite.
+      finite: which of its elements are finite.
+      rule: the rule's in float64, or None.
+      plain: plain AD's, or None; the same array where they are one witness.
+      scale: of each element, a power of two, about |x|.
+    """
+
+    def __init__(
+        self,
+        of: Witnesses,
+        vjp: VJP,
+        xs: Sequence[Any],
+        covectors: np.ndarray,
+        log: Any,
+        found: np.ndarray | None = None,
+    ):
+        self.of, self.vjp, self.xs, self.covectors, self._log = of, vjp, list(xs), covectors, log
+        self.ranges = of.subject.ranges
+        found = vjp.rows(covectors) if found is None else found
+        self.finite = np.isfinite(found).all(axis=0)
+        self.gradient = np.where(self.finite, found, 0.0)
+        self.scale = np.concatenate([scale_of(x) for x in xs])
+        self.plain = self._exact(of.plain, "plain AD")
+        self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
+        log.evaluations += 1 + sum(w is not None for w in {of.plain, of.rule})
+
+    def _exact(self, witness: Witness | None, name: str) -> np.ndarray | None:
+        if witness is None or self._log.is_late():
+            return None
+        try:
+            rows = witness.at(self.xs, self.covectors)
+        except Raised as error:
+            self._log.note(f"no {name} in float64 ({error})")
+            return None
+        return rows if np.isfinite(rows[:, self.finite]).all() else None
+
+    def typical(self, gradient: np.ndarray) -> np.ndarray:
+        """The root mean square of each leaf, shape (cotangents, leaves)."""
+        sizes = [np.sqrt(np.mean(gradient[:, a:b] ** 2, axis=1)) for a, b in self.ranges]
+        return np.stack(sizes, axis=1)
+
+    def leaf_of(self, elements: np.ndarray) -> np.ndarray:
+        """The number of the leaf of each element."""
+        return np.searchsorted([stop for _, stop in self.ranges], elements, "right")
+
+    @functools.cache  # noqa: B019
+    def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:
+        """What roundings explain at each element, of plain AD or of the rule."""
+        most = np.zeros(self.gradient.shape[1])
+        pairs = [(self.of.plain, self.plain)]
+        pairs += [] if plain_alone or self.rule is self.plain else [(self.of.rule, self.rule)]
+        for witness, exact in pairs:
+            if witness is not None and exact is not None:
+                most = np.fmax(most, witness.moved(self.xs, self.covectors, parts, exact))
+        for start, stop in self.ranges:
+            most[start:stop] += np.median(most[start:stop])
+        return TIMES * max(1.0, most.size / FEW) ** TAIL * most
+
+    def is_zero(self, gradients: Sequence[np.ndarray], times: float) -> np.ndarray:
+        """Whether gradients are less than some of their own roundings in float64."""
+        larger = functools.reduce(np.maximum, map(np.abs, gradients))
+        return (larger <= times * self.rounding(IN_FLOAT64)).all(axis=0)
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """A generator of the name's own, so that adding a leaf changes no other leaf's numbers."""
+    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+
+def dense_numbers(seed: int, name: str, size: int) -> np.ndarray:
+    """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
+    return EIGHTHS[generator(seed, name).integers(0, len(EIGHTHS), size)]
+
+
+def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
+    """Two random dense cotangents as real vectors, of both signs at each output."""
+    pairs = list(zip(subject.output_names, subject.outputs, strict=True))
+    sizes = [(name, vectors.real_size(y)) for name, y in pairs]
+    rows = [[dense_numbers(seed, f"{row} {name}", n) for name, n in sizes] for row in (0, 1)]
+    found = np.stack([np.concatenate(row) for row in rows])
+    if found.shape[1] > 1 and (found[0] == found[0, 0]).all():
+        found[0, 0] *= -1  # alike they see no more than the sum of the outputs
+    firsts = [start for start, stop in vectors.areas(subject.outputs) if stop > start]
+    found[1, firsts] = -np.sign(found[0, firsts]) * np.abs(found[1, firsts])
+    return found
+
+
+def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
+    """A vector over the outputs, 1 on about half of the rows of each and 0 on the others."""
+    masks = []
+    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+        rows = leaf.shape[0] if leaf.ndim else 1
+        kept = generator(seed, f"mask {name}").permutation(rows) < (rows + 1) // 2
+        masks.append(np.repeat(kept.astype(float), vectors.real_size(leaf) // max(rows, 1)))
+    return np.concatenate(masks)
+
+
+def scale_of(leaf: Any) -> np.ndarray:
+    """The scale of each real number of a leaf: about |x|, at least the leaf's typical one, or 1."""
+    size = np.abs(vectors.widened_leaf(leaf)).ravel()
+    typical, positive = vectors.root_mean_square(size), size[size > 0]
+    if positive.size and typical > GARBAGE * np.median(positive):
+        typical = np.median(positive)
+    scale = np.maximum(size, typical if typical > 0 else 1.0)
+    scale = 2.0 ** np.floor(np.log2(scale) + 0.5)
+    return np.repeat(scale, 2) if vectors.is_complex(leaf) else scale
+
+
+def further(subject: CheckSubject, seed: int, keeps: bool) -> list[jax.Array]:
+    """Another point: every element nearer to zero by 2 to 8 percent of itself.
+
+    By how much is each element's own, so that nothing is equal and no matrix symmetric, zeros are
+    moved away from zero and no complex number is real. With `keeps` it is a function of the
+    element's value, so that what is equal, zero or symmetric stays so; but for leaves of one value
+    throughout, which are more often a test's `ones` than a structure.
+    """
+    shared, found = generator(seed, "nearby").uniform(0, 2 * np.pi), []
+    for name, leaf in zip(subject.names, subject.inputs, strict=True):
+        values, rng = vectors.widened_leaf(leaf), generator(seed, f"nearby {name}")
+        if keeps and not np.all(values == values.ravel()[0]):
+            size = np.where(values == 0, 1.0, np.abs(values))
+            middle, swing = (LEAST + MOST) / 2, (MOST - LEAST) / 2
+            values = values * (1 - middle - swing * np.sin(shared + np.log(size)))
+        else:
+            part = rng.uniform(LEAST, MOST, values.shape)
+            typical = vectors.root_mean_square(values) or 1.0
+            values = np.where(values == 0, part * typical, (1 - part) * values)
+            if np.iscomplexobj(values):
+                values = values * np.exp(1j * rng.uniform(LEAST, MOST, values.shape))
+        found.append(jax.device_put(values.astype(leaf.dtype)))
+    return found

@@ -1,0 +1,203 @@
+"""Slopes of a function along directions: how they are measured."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._checker import vectors
+from clipgrad._checker.float64 import AXIS, Unsupported, Wide, in_float64
+from clipgrad._checker.subject import CheckSubject
+from clipgrad._checker.theirs import ran, theirs
+from clipgrad._checker.verdict import SAME_VALUES, TIMES, Ladder, narrowest
+from clipgrad._program import Parts, rounded, rounded_in_float64
+
+# Binary exponents of the steps, in units of the scale of each element: from steps that no rounding
+# spoils to steps within which no kink lies; and the two of a first look.
+EXPONENTS = {"float64": range(4, 33, 4), "float32": range(2, 11), "float16": range(1, 5)}
+QUICK = {"float64": slice(3, 5), "float32": slice(2, 4), "float16": slice(1, 3)}
+# Every other step is this multiple of a power of two, so that no period divides them all; it has 17
+# binary digits, which leave room for those of a float32 beside a step of 2 ** -32.
+ODD = round(1.37 * 2**16) / 2**16
+# At most so many moves are measured by one call, and so many numbers come back.
+MOVES, NUMBERS = 128, 2**23
+RUNS = 4  # of the function with other roundings
+LONG = 5000  # moves that get a progress bar, where tqdm is installed
+EXACT, OWN = Parts(0.0, 0.0), Parts(1.0, 1.0)
+
+
+class Evaluation:
+    """A function evaluated in one precision, at a point and beside it.
+
+    Attributes:
+      label: the precision, "float64" or the function's own.
+      is_wide: whether it computes in float64.
+      steps, quick: the steps of a ladder, and the two of them that may be enough.
+      count: how often the function was evaluated.
+      x, base: the present point as a real vector, and the outputs there.
+    """
+
+    def __init__(self, subject: CheckSubject, wide: Wide | None, hold: bool = True):
+        self.label = "float64" if wide is not None else narrowest(subject.dtypes)
+        self.is_wide, self.count = self.label == "float64", 0
+        name = self.label if self.label in EXPONENTS else "float16"
+        self.steps = 2.0 ** -np.asarray(EXPONENTS[name], float)
+        self.steps[1::2] *= ODD
+        self.quick = self.steps[QUICK[name]]
+        self._subject, self._wide = subject, wide
+        self._hook = wide.held() if hold and wide is not None and wide.stops else None
+        self._dtype: Any = np.float64 if self.is_wide else np.float32
+        wider = vectors.wide_dtype if self.is_wide else lambda dtype: dtype
+        self._like = [jax.ShapeDtypeStruct(x.shape, wider(x.dtype)) for x in subject.inputs]
+        self._size = int(vectors.offsets(subject.outputs)[-1])
+        self._batch = 2 * int(np.clip(NUMBERS // max(2 * self._size, 1), 1, MOVES // 2))
+        is_traced = subject.program is not None
+        self._run = _jaxpr.low_jit(self._looped) if is_traced else self._looped_in_python
+        self._rounded = _jaxpr.low_jit(self._rounded_outputs)
+        self._point: Sequence[Any] = ()
+        self._noise: np.ndarray | None = None
+
+    def set_point(self, xs: Sequence[Any]) -> None:
+        """Evaluate the function at a point, and beside it from now on."""
+        if xs is not self._point:
+            self._point, self.x, self._noise = xs, vectors.to_numpy(xs), None
+            nowhere = np.full(len(self.x), -1, np.int32)
+            self.base = self._values(0 * self.x, nowhere, np.zeros(1, np.int32), np.zeros(1))[0]
+
+    def change(self, shift: np.ndarray) -> np.ndarray:
+        """How far each output moves at most, ahead and behind along a shift."""
+        everywhere, signs = np.zeros(len(shift), np.int32), np.asarray([1.0, -1.0])
+        values = self._values(shift, everywhere, np.zeros(2, np.int32), signs)
+        return np.abs(values - self.base).max(axis=0)
+
+    def ladder(
+        self,
+        along: np.ndarray,
+        groups: Sequence[np.ndarray],
+        covectors: np.ndarray,
+        steps: np.ndarray | None = None,
+    ) -> Ladder:
+        """The slopes along `along` of each group of elements, the others still.
+
+        Without `steps`, by all steps, and what the function's rounding does to them.
+        """
+        place, h = np.full(len(along), -1, np.int32), self.steps if steps is None else steps
+        for k, group in enumerate(groups):
+            place[group] = k
+        size, sides, signs = np.abs(covectors).T, [], np.asarray([1.0, -1.0])
+        pairs = [(k, step) for k in range(len(groups)) for step in h]
+        with progress_bar(len(pairs)) as progress:
+            for start in range(0, len(pairs), self._batch // 2):
+                moves, each = map(np.asarray, zip(*pairs[start : start + self._batch // 2]))
+                values = self._values(
+                    along, place, np.repeat(moves, 2), np.outer(each, signs).ravel()
+                )
+                up, down = values[::2] - self.base, self.base - values[1::2]
+                three = up @ covectors.T, down @ covectors.T, np.abs(up - down) @ size / 2
+                sides.append(np.stack(three) / each[:, None])
+                progress(len(each))
+        shape = (3, len(groups), len(h), len(covectors))
+        ahead, behind, width = np.concatenate(sides, axis=1).reshape(shape)
+        spread = 0.0 if steps is not None else np.square(covectors) @ np.square(self.noise())
+        noise = TIMES * np.sqrt(spread) / h[:, None] + np.zeros_like(ahead)
+        made = [(self._made(along, group, h), group) for group in groups]
+        return Ladder(ahead, behind, width, noise, h, made)
+
+    def noise(self) -> np.ndarray:
+        """What one rounding of each number moves each output by, in the type it runs in."""
+        if self._noise is None:
+            eps = float(jnp.finfo(self.label).eps)
+            self._noise = 0.5 * eps * np.abs(self.base) + self._moved(EXACT)
+        return self._noise
+
+    def _moved(self, parts: Parts) -> np.ndarray:
+        """What roundings move each output by; in the function's own type all of its own."""
+        total, base = np.zeros(self._size), self.base
+        if self._subject.program is None:
+            return np.finfo(self._dtype).eps * np.abs(self.base)
+        leaves = [np.asarray(x) for x in self._point]
+        if not self.is_wide:
+            base, leaves = vectors.to_numpy(self._subject.fun(list(self._point))), self._point
+        with in_float64() if self.is_wide else contextlib.nullcontext():
+            for seed in range(1, RUNS + 1):
+                off = vectors.to_numpy(self._rounded(leaves, np.uint32(seed), parts)) - base
+                total += np.where(np.isfinite(off), off, 0.0) ** 2
+        return np.sqrt(total / RUNS)
+
+    def _rounded_outputs(self, leaves, seed, parts):
+        if self.is_wide:
+            return rounded_in_float64(self._subject.program, leaves, seed, parts)
+        return rounded(self._subject.program, leaves, seed)
+
+    def require_same_values(self) -> None:
+        """Raises `Unsupported` unless the values are the function's own but for rounding."""
+        own = vectors.to_numpy(self._subject.outputs)
+        size, off = map(vectors.root_mean_square, (own, self.base - own))
+        if off > SAME_VALUES * size + np.finfo(np.float32).tiny:
+            if off > 10 * vectors.root_mean_square(self._moved(OWN)):
+                raise Unsupported("its values differ from those of the function")
+
+    def _made(self, along: np.ndarray, group: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The move of a group divided by its step, as the inputs can hold it: (steps, group)."""
+        if self.is_wide:
+            return along[group][None]
+        found = np.zeros((len(steps), len(group)))
+        for k, h in enumerate(steps):
+            shift = np.zeros(len(along))
+            shift[group] = h * along[group]
+            sides = (vectors.leaves_of(self.x + s * shift, self._like) for s in (1, -1))
+            plus, minus = map(vectors.to_numpy, sides)
+            found[k] = (plus - minus)[group] / (2 * h)
+        return found
+
+    def _values(self, along, place, moves: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The outputs after each move: of the elements in that place, by a step along `along`."""
+        self.count += len(moves)
+        padded = [
+            np.resize(a, self._batch).astype(t)
+            for a, t in ((moves, np.int32), (steps, self._dtype))
+        ]
+        x, along = (a.astype(self._dtype) for a in (self.x, along))
+        with in_float64() if self.is_wide else contextlib.nullcontext():
+            found = ran(self._run, x, along, place, *padded, np.int32(len(moves)))
+            return np.asarray(found, np.float64)[: len(moves)]
+
+    def _looped(self, x, along, place, moves, steps, count):
+        def measure(k, found):
+            values = self._outputs(x, along, place == moves[k], steps[k])
+            return lax.dynamic_update_slice(found, values[None], (k, 0 * k))
+
+        return lax.fori_loop(0, count, measure, jnp.zeros((self._batch, self._size), self._dtype))
+
+    def _looped_in_python(self, x, along, place, moves, steps, count):
+        each = zip(moves[:count], steps[:count], strict=True)
+        return np.stack([self._outputs(x, along, place == k, h) for k, h in each])
+
+    def _outputs(self, x, along, is_moved, step):
+        leaves = vectors.from_vector(x + step * jnp.where(is_moved, along, 0 * along), self._like)
+        if self._wide is None:
+            return vectors.to_vector(theirs(self._subject.fun, leaves), self._dtype)
+        call = lambda xs: vectors.to_vector(theirs(self._wide, xs, self._hook), self._dtype)  # noqa: E731
+        if self._hook is None:
+            return call(leaves)
+        pairs = zip(vectors.from_vector(x, self._like), leaves, strict=True)
+        return jax.vmap(call, axis_name=AXIS)([jnp.stack(pair) for pair in pairs])[1]
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function to call with the number of moves just measured; silent for short work."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or total < LONG:
+        yield lambda done: None
+        return
+    with tqdm(total=total, desc="slopes", leave=False, disable=None) as bar:
+        yield bar.update

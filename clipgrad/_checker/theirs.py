@@ -1,0 +1,54 @@
+"""Code of others, which may raise anything: the one place that catches it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from clipgrad._errors import first_line
+
+
+class Raised(Exception):
+    """Code of others raised an error, which is the cause of this one.
+
+    Nothing else is caught in the checker: a fault of its own ends it, and weakens no check.
+    """
+
+    @property
+    def original(self) -> BaseException:
+        """The error that they raised."""
+        return self.__cause__ or self
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether XLA lacks an operation on this device, as products of some types."""
+        return "UNIMPLEMENTED" in str(self.original)
+
+
+def theirs(call: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call of a function that is under test, or of JAX about it.
+
+    Raises:
+      Raised: it raises any error.
+    """
+    try:
+        return call(*args)
+    except Raised:
+        raise
+    except Exception as error:
+        raise Raised(first_line(error)) from error
+
+
+def ran(program: Any, *args: Any) -> Any:
+    """The results of a compiled program of ours, which calls `theirs`, once they are there.
+
+    Raises:
+      Raised: their part of it raises an error, or what is compiled fails. Where it cannot be
+        traced the fault is ours, and its error is raised as it is.
+    """
+    try:
+        return theirs(lambda: jax.block_until_ready(program(*args)))
+    except Raised:
+        if hasattr(program, "trace"):
+            program.trace(*args)
+        raise

@@ -1,0 +1,216 @@
+"""The check of values at one point: is the formula right, and then is its arithmetic?"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._checker import vectors
+from clipgrad._checker.log import Log
+from clipgrad._checker.points import OF_RULE, OWN, Point
+from clipgrad._checker.report import Failure
+from clipgrad._checker.search import Search
+from clipgrad._checker.verdict import (
+    DISPUTED,
+    EXCUSED,
+    LOOSER,
+    NOISE,
+    NOTES,
+    ROUNDING,
+    ROUNDINGS,
+    UNSEEN,
+    WRONG,
+    ZERO,
+    narrowest,
+    slack_of,
+)
+
+# Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:
+# results rounded to bfloat16 spread by 0.4 %, so a missing factor of 2 is still seen there.
+SAME_RATIO = 0.01
+EXACT = 1e-3
+LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
+SHOWN = 64  # wrong elements of the arithmetic of which the numbers are kept
+DISPUTES = (
+    "; plain AD has the gradient of the rule there, and the function has other slopes: where it is "
+    "not meant to be differentiated, choose another point"
+)
+
+
+@dataclasses.dataclass
+class Found:
+    """The verdict at a point, and what to show of it."""
+
+    point: Point
+    kinds: np.ndarray
+    numbers: dict[int, tuple]
+    disputed: np.ndarray
+
+    def notes(self, where: str = "") -> list[str]:
+        """One note for each leaf and kind that has one."""
+        names, notes = self.point.of.subject.names, []
+        for name, (start, stop) in zip(names, self.point.ranges, strict=True):
+            for kind, text in NOTES.items():
+                if count := int((self.kinds[start:stop] == kind).sum()):
+                    notes.append(f"{name}: {where}{count} of {stop - start} elements {text}")
+        return notes
+
+    def failures(self, where: str = "", check: str = "value") -> list[Failure]:
+        """One failure for each leaf with wrong elements."""
+        found = []
+        for start, stop in self.point.ranges:
+            wrong = np.flatnonzero(self.kinds[start:stop] == WRONG) + start
+            if len(wrong):
+                found.append(self._failure(start, stop, wrong, where, check))
+        return found
+
+    def _failure(self, start: int, stop: int, wrong: np.ndarray, where: str, check: str) -> Failure:
+        known = [j for j in wrong if int(j) in self.numbers]
+        numeric, analytic = self._both(wrong)
+        off = np.abs(numeric - analytic)
+        if known:
+            off = np.where(np.isin(wrong, known), off, -1)
+        k = int(np.argmax(np.where(np.isfinite(off), off, 0)))
+        error, text = np.nan, f"numeric {numeric[k]:.7g}"
+        if known:
+            numeric[k], error, analytic[k], behind, ahead, is_kink = self.numbers[int(wrong[k])]
+            text = f"numeric {numeric[k]:.7g} +- {error:.0e}"
+            text = f"kink: slopes {behind:.7g} and {ahead:.7g}" if is_kink else text
+        is_exact = not (self.kinds[start:stop] == UNSEEN).any()
+        disputes = DISPUTES if self.disputed[wrong].all() else ""
+        hint = ratio_hint(numeric, analytic) or self._layout_hint(start, stop)
+        return Failure(
+            check=check,
+            where=self.point.of.subject.element(int(wrong[k])),
+            detail=(
+                f"{where}{'' if is_exact else 'at least '}{len(wrong)} of {stop - start} elements "
+                f"wrong; worst: {text}, analytic {analytic[k]:.7g}{hint}{disputes}"
+                f"{LOOPS if self.point.of.loops else ''}"
+            ),
+            numeric=float(numeric[k]),
+            error=float(error),
+            analytic=float(analytic[k]),
+            indices=wrong - start,
+            ratio=analytic / np.where(numeric == 0, np.nan, numeric),
+        )
+
+    def _both(self, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What elements should be, by slopes or else plain AD, and what they are."""
+        point = self.point
+        judged = point.gradient if point.rule is None else point.rule
+        other = judged if point.plain is None else point.plain
+        row = np.argmax(np.abs(judged[:, wrong] - other[:, wrong]), axis=0)
+        numeric, analytic = other[row, wrong].copy(), judged[row, wrong].copy()
+        for k, j in enumerate(wrong):
+            if int(j) in self.numbers:
+                numeric[k], _, analytic[k] = self.numbers[int(j)][:3]
+        return numeric, analytic
+
+    def _layout_hint(self, start: int, stop: int) -> str:
+        """A remark if a square leaf's gradient is the transpose of plain AD's."""
+        point = self.point
+        leaf = point.xs[int(point.leaf_of(np.array([start]))[0])]
+        is_square = leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1] > 1
+        if point.plain is None or not is_square or leaf.size != stop - start:
+            return ""
+        own, other = (g[0, start:stop].reshape(leaf.shape) for g in (point.gradient, point.plain))
+        is_same = is_near(own, other) or not is_near(own.T, other)
+        return "" if is_same else "; analytic is the transpose of numeric"
+
+
+def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
+    """The verdict at a point.
+
+    The rule in float64 must agree with plain AD and slopes; the gradient as it was computed must
+    then be that rule. Where the rule cannot run in float64, slopes judge the gradient as computed.
+    """
+    options, narrow = log.options, point.of.narrow
+    if options.max_relative_error is not None:
+        slack = slack_of("float64")._replace(paddle=options.max_relative_error)
+        search = Search(point, point.gradient, slack, log).every()
+        return Found(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
+    own = slack_of(narrow, options.tolerance)
+    rule = point.rule
+    if rule is None and not point.of.evaluation.is_wide:
+        name = narrowest([narrow, point.of.evaluation.label])
+        own = slack_of(name, options.tolerance, times=LOOSER)
+    slack = own if rule is None else slack_of("float64", options.tolerance)
+    judged = point.gradient if rule is None else rule
+    search = Search(point, judged, slack, log, point.plain)
+    search = search.every() if options.mode == "full" else search.run()
+    disputed = search.kinds == DISPUTED
+    if disputes_fail and point.of.is_ruled:
+        search.kinds[disputed] = WRONG
+    found = Found(point, search.kinds, search.numbers, disputed)
+    if rule is not None:
+        _check_arithmetic(found, rule, log)
+    elif point.plain is not None and (search.kinds == WRONG).any():
+        room = point.rounding(OWN, plain_alone=True)
+        is_near_plain = (np.abs(point.gradient - point.plain) <= room).all(axis=0)
+        search.kinds[(search.kinds == WRONG) & is_near_plain] = ROUNDING
+    return found
+
+
+def _check_arithmetic(found: Found, r: np.ndarray, log: Log) -> None:
+    """The gradient as it was computed is the rule's in float64, to its type or to rounding."""
+    point, kinds, g, typical = (
+        found.point,
+        found.kinds,
+        found.point.gradient,
+        found.point.typical(r),
+    )
+    slack, bad = slack_of(point.of.narrow, log.options.tolerance), np.zeros(len(kinds), bool)
+    for leaf, (start, stop) in enumerate(point.ranges):
+        a, b = g[:, start:stop], r[:, start:stop]
+        allowed = slack(np.fmax(np.abs(a), np.abs(b)), typical[:, leaf, None])
+        bad[start:stop] = (np.abs(a - b) > allowed).any(axis=0)
+    bad &= point.finite & (kinds != WRONG)
+    if bad.any():
+        bad &= ~point.is_zero((g, r), ZERO)
+    some = np.flatnonzero(bad)
+    if not len(some):
+        return
+    off = np.abs(g[:, some] - r[:, some])
+    is_explained = (off <= _room(point, r)[some]).all(axis=0)
+    size = np.abs(r[:, some]) + typical[:, point.leaf_of(some)]
+    is_sure = (off <= EXCUSED * size).all(axis=0) | point.is_zero((r,), 1.0)[some]
+    kinds[some] = np.where(is_explained, np.where(is_sure, ROUNDING, NOISE), WRONG)
+    for k in np.flatnonzero(~is_explained)[:SHOWN]:
+        c, j = int(np.argmax(off[:, k])), int(some[k])
+        found.numbers[j] = (r[c, j], 0.0, g[c, j], r[c, j], r[c, j], False)
+
+
+def _room(point: Point, rule: np.ndarray) -> np.ndarray:
+    """What rounding explains: what plain AD loses, or a rule whose terms cancel.
+
+    A rule may lose some roundings of the largest effect of any element, and where all are as small,
+    of the value itself.
+    """
+    unit = ROUNDINGS["float32"] * float(jnp.finfo(point.of.narrow).eps)
+    largest = np.abs(rule * point.scale).max()
+    value = np.abs(vectors.to_numpy(point.of.subject.outputs))
+    value = (np.abs(point.covectors) @ np.nan_to_num(value, posinf=0.0)).max()
+    largest = value if largest <= unit * value else largest
+    own = np.fmin(point.rounding(OF_RULE), unit * largest / point.scale)
+    return np.fmax(point.rounding(OWN, plain_alone=True), own)
+
+
+def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
+    """A remark if analytic/numeric is one number throughout."""
+    known = np.isfinite(analytic) & np.isfinite(numeric) & (numeric != 0)
+    if len(numeric) < 2 or not known.all():
+        return ""
+    ratio = analytic / numeric
+    middle = float(np.median(ratio))
+    if middle == 0 and not ratio.any():
+        return "; analytic is 0 throughout"
+    if np.ptp(ratio) > SAME_RATIO * min(abs(middle), abs(middle - 1)):
+        return ""
+    meaning = " (the sign)" if abs(middle + 1) < EXACT else ""
+    digits = 4 if abs(middle - 1) > EXACT else 8
+    return f"; analytic/numeric is {middle:.{digits}g} throughout{meaning}"
+
+
+def is_near(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two matrices are the same but for a thousandth."""
+    return bool(np.allclose(a, b, rtol=EXACT, atol=EXACT * vectors.root_mean_square(a)))

@@ -1,0 +1,112 @@
+"""Lists of float arrays as one real vector: complex numbers are two reals, side by side."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = Any
+
+
+def is_complex(leaf: Array) -> bool:
+    """Whether the numbers of a leaf are complex."""
+    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+
+
+def real_name(leaf: Array) -> str:
+    """The name of the type of a leaf's real numbers."""
+    return np.dtype(jnp.finfo(leaf.dtype).dtype).name
+
+
+def wide_dtype(dtype: Any) -> np.dtype:
+    """The 64-bit dtype of the same kind; integers and the rest stay as they are."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def widened_leaf(leaf: Array) -> np.ndarray:
+    """A leaf in NumPy, in float64 or complex128."""
+    return np.asarray(leaf).astype(wide_dtype(leaf.dtype), copy=False)
+
+
+def real_size(leaf: Array) -> int:
+    """The number of a leaf's real numbers."""
+    return leaf.size * (2 if is_complex(leaf) else 1)
+
+
+def offsets(leaves: Sequence[Array]) -> np.ndarray:
+    """The place of each leaf in the vector; the last entry is the vector's length."""
+    return np.cumsum([0] + [real_size(leaf) for leaf in leaves])
+
+
+def areas(leaves: Sequence[Array]) -> list[tuple[int, int]]:
+    """The range of each leaf in the vector."""
+    places = offsets(leaves)
+    return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
+
+
+def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
+    """Flatten traced leaves into one real vector."""
+    parts = [_real_parts(leaf, jnp).astype(dtype) for leaf in leaves]
+    return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
+
+
+def from_vector(vector: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
+    """Cut a traced real vector into leaves."""
+    leaves = []
+    for leaf, (start, stop) in zip(like, areas(like), strict=True):
+        part = lax.slice_in_dim(vector, start, stop)
+        if is_complex(leaf):
+            part = lax.complex(part[::2], part[1::2])
+        leaves.append(part.astype(leaf.dtype).reshape(leaf.shape))
+    return leaves
+
+
+def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
+    """Flatten concrete leaves into one vector of float64."""
+    found = np.empty(int(offsets(leaves)[-1]))
+    for leaf, (start, stop) in zip(leaves, areas(leaves), strict=True):
+        found[start:stop] = _real_parts(widened_leaf(leaf), np)
+    return found
+
+
+def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
+    """Cut a real vector into NumPy arrays like `like`."""
+    leaves = []
+    for leaf, (start, stop) in zip(like, areas(like), strict=True):
+        part = vector[start:stop]
+        if is_complex(leaf):
+            part = part[::2] + 1j * part[1::2]
+        leaves.append(part.astype(leaf.dtype).reshape(leaf.shape))
+    return leaves
+
+
+def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
+    """The real gradient: JAX hands back the conjugate of d/d(re) + i d/d(im)."""
+    return to_numpy([np.conj(leaf) if is_complex(leaf) else leaf for leaf in cotangents])
+
+
+def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
+    """The cotangent whose real part of `ct * dy` is the inner product of `vector` and dy."""
+    return [jax.device_put(np.conj(leaf)) for leaf in leaves_of(vector, like)]
+
+
+def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
+    """Lists of leaves, stacked leaf by leaf along a new leading axis."""
+    return [np.stack([np.asarray(x) for x in leaves]) for leaves in zip(*rows, strict=True)]
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    """The typical size of some numbers, of those that are finite; 0 of none."""
+    finite = values[np.isfinite(values)]
+    return float(np.sqrt(np.mean(np.abs(finite) ** 2))) if finite.size else 0.0
+
+
+def _real_parts(leaf: Array, xp: Any) -> Any:
+    if is_complex(leaf):
+        leaf = xp.stack([leaf.real, leaf.imag], -1)
+    return xp.ravel(leaf)

@@ -1,0 +1,205 @@
+"""The verdict: which of three witnesses agree.  All thresholds of the checker are here.
+
+At each element there are the rule r, plain AD p and slopes s, all in float64. Where r and s agree,
+the element is right; where p and s do and r does not, it is wrong; where r and p agree and s does
+not, it is disputed. Two numbers agree where they are apart by no more than a stated part, or than
+three times what one measured rounding moves them by.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+PRECISIONS = ("bfloat16", "float16", "float32", "float64")
+
+# The stated part: by the narrowest type that computes. The rule in float64 has float64's, the error
+# of two extrapolated steps. A right rule loses about the square root of its operations in
+# roundings: 5e-4 is 4,000 of float32, 5e-2 is six of bfloat16.
+RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Roundings of the leaf's typical gradient that any element may be off by: sums of products of both
+# signs cancel.
+ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
+# The measured part: so many times what moving each number by one rounding moves a result by, since
+# the root mean square of some runs is neither the largest nor known to better than a quarter.
+TIMES = 3.0
+# A gradient below so many of its own roundings in float64 is zero: outputs are rounded too, and
+# their rounding is divided by a step.
+ZERO = 200.0
+# What rounding explains is verified if it is this part of the element and its leaf, or less.
+EXCUSED = 0.25
+# Slopes of what can only be evaluated in its own narrow type, and of tied elements moved together,
+# may be so many times further apart.
+LOOSER = 10.0
+# One-sided slopes that are further apart than this part of them are a kink's.
+KINK_GAP = 0.02
+# An error above this part of the slope, and of the leaf's typical one, tells nothing.
+NOISY = 0.1
+# Slopes that grow so much at each of the last steps have no limit: a jump's.
+GROWTH = 1.5
+# A function's values in float64 are its own up to this part, or ten measured roundings.
+SAME_VALUES = 0.1
+# An output that nothing moves, and that is so many times as large as what moves, is a mask.
+MASK = 2.0**10
+# Of the elements that are not at kinks, if `min_verified` is not given.
+LEAST_VERIFIED = 0.5
+
+# In order of severity: of several cotangents, and of several looks, the most severe one counts.
+OK, KINK, ROUNDING, NOISE, DISPUTED, UNSEEN, WRONG = range(7)
+VERIFIED = (OK, ROUNDING)
+NOTES = {
+    KINK: "at a kink: the gradient lies between the one-sided slopes",
+    ROUNDING: "off by rounding: plain AD or the rule's operations lose as much in this precision",
+    NOISE: "not verified: the slopes are too noisy, or rounding explains the difference",
+    DISPUTED: "not verified: JAX's own derivative does not have the function's slopes either",
+    UNSEEN: "not verified: not looked at one by one",
+}
+
+
+def narrowest(names: Iterable[str]) -> str:
+    """The narrowest of some floating types; of one that is unknown, bfloat16."""
+    return min((n if n in PRECISIONS else "bfloat16" for n in names), key=PRECISIONS.index)
+
+
+class Slack(NamedTuple):
+    """How far an element may be off, in parts of itself and of its leaf's typical gradient.
+
+    And by the least number that the type's arithmetic keeps. With `paddle` it is Paddle's published
+    rule: that part of the slope, and for slopes below a thousandth that number.
+    """
+
+    relative: float
+    floor: float
+    least: float = 0.0
+    paddle: float | None = None
+
+    def __call__(self, larger: Any, typical: Any, numeric: Any = None) -> Any:
+        """The slack of an element, of the larger of two numbers for it."""
+        if self.paddle is not None:
+            size = np.abs(larger if numeric is None else numeric)
+            return self.paddle * np.where(size < 1e-3, 1.0, size)
+        return self.relative * larger + self.floor * typical + self.least
+
+
+def slack_of(name: str, tolerance: float | None = None, times: float = 1.0) -> Slack:
+    """The slack of a type, or the one that the user states."""
+    limits = jnp.finfo(name)  # XLA's float32 and bfloat16 have no subnormal numbers, float16 has
+    least = float(limits.smallest_subnormal if name == "float16" else limits.tiny)
+    floor = ROUNDINGS[name] * float(limits.eps)
+    if tolerance is None:
+        return Slack(times * RELATIVE[name], times * floor, least)
+    return Slack(tolerance, tolerance + floor, least)
+
+
+class Ladder(NamedTuple):
+    """One-sided slopes, shape (directions, steps, cotangents), from the largest step down.
+
+    `width` is half the difference of both, summed without sign over the outputs; `noise` is what
+    the measured rounding of the function may do to a slope. `moves` are the directions as the
+    inputs could hold them, one for each step or one for all, and where they are not zero.
+    """
+
+    ahead: np.ndarray
+    behind: np.ndarray
+    width: np.ndarray
+    noise: np.ndarray
+    steps: np.ndarray
+    moves: list[tuple[np.ndarray, np.ndarray]]
+
+
+class Slopes(NamedTuple):
+    """The verdict on some directions: arrays of one entry for each, of the worst cotangent."""
+
+    kind: np.ndarray
+    numeric: np.ndarray
+    error: np.ndarray
+    analytic: np.ndarray
+    ahead: np.ndarray
+    behind: np.ndarray
+    is_kink: np.ndarray
+
+
+def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any) -> np.ndarray:
+    """Whether two steps alone have the slopes of a gradient already."""
+    numeric, _ = _extrapolated(ladder)
+    numeric, (analytic, norm) = numeric[:, -1], _along(ladder, gradient)
+    allowed = slack(np.fmax(np.abs(numeric), norm), typical, numeric)
+    return (np.abs(numeric - analytic) <= allowed).all(axis=1)
+
+
+def judge(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alone: bool) -> Slopes:
+    """Judge a gradient by slopes: right, wrong, at a kink, or too noisy to tell.
+
+    The slopes of a smooth function settle on one value, those at a kink on two, noise does not
+    settle, and at a singular point they grow.
+
+    Args:
+      ladder: the slopes.
+      gradient: shape (cotangents, elements).
+      slack: how far they may be apart.
+      typical: of each direction, the typical effect of an element of its leaf.
+      alone: whether each direction moves one element.
+    """
+    numeric, error = settled(ladder)
+    analytic, norm = _along(ladder, gradient)
+    allowed = slack(np.fmax(np.abs(numeric), norm), typical, numeric)
+    off = np.abs(numeric - analytic)
+    size = np.fmax(np.fmax(np.abs(numeric), norm), typical if alone else 0.0)
+    is_noisy = ~(error <= NOISY * size + 100 * slack(0.0, typical, numeric))
+    kind = np.where(off <= allowed + error, np.where(is_noisy, NOISE, OK), WRONG)
+    is_kink, middle, width, at = _kink(ladder)
+    inside = np.abs(analytic - middle) <= width + allowed
+    kind = np.where(is_kink, np.where(inside, KINK, WRONG), kind)
+    kind = np.where(_grows(ladder) | ~np.isfinite(numeric), NOISE, kind)
+    worst = np.argmax(kind * 10.0 + off / (1 + off), axis=1)
+    sides = (_taken(side, at) for side in (ladder.ahead, ladder.behind))
+    columns = (kind, numeric, error, analytic, *sides, is_kink)
+    return Slopes(*(np.take_along_axis(c, worst[:, None], 1)[:, 0] for c in columns))
+
+
+def _along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient along each direction as it was moved last, and the length of its terms."""
+    terms = [gradient[:, group] * made[-1] for made, group in ladder.moves]
+    return np.stack([t.sum(axis=1) for t in terms]), np.stack(
+        [np.sqrt(np.square(t).sum(axis=1)) for t in terms]
+    )
+
+
+def _taken(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(values, steps[:, None], 1)[:, 0]
+
+
+def _extrapolated(ladder: Ladder) -> tuple[np.ndarray, np.ndarray]:
+    """Richardson's extrapolation of each two central slopes, and these."""
+    central = (ladder.ahead + ladder.behind) / 2
+    power = np.square(ladder.steps[:-1] / ladder.steps[1:])[None, :, None]
+    return (power * central[:, 1:] - central[:, :-1]) / (power - 1), central
+
+
+def settled(ladder: Ladder) -> tuple[np.ndarray, np.ndarray]:
+    """The slope at the step where it is known best, and its error: what it moved by, and noise."""
+    better, central = _extrapolated(ladder)
+    moved = np.abs(np.diff(central, axis=1))
+    moved[:, 1:] = 0.1 * (moved[:, 1:] + np.abs(np.diff(better, axis=1)))
+    error = np.where(np.isfinite(moved), moved, np.inf) + ladder.noise[:, 1:]
+    best = np.argmin(error, axis=1)
+    return _taken(better, best), _taken(error, best)
+
+
+def _kink(ladder: Ladder) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Whether both sides settle on two values, their middle, how far each is from it, the step."""
+    gap = np.abs(ladder.ahead - ladder.behind)
+    at = np.argmin(np.where(np.isfinite(gap), gap + ladder.noise, np.inf), axis=1)
+    ahead, behind, noise = (_taken(x, at) for x in (ladder.ahead, ladder.behind, ladder.noise))
+    ratio = (ladder.steps[:-1] / ladder.steps[1:])[None, :, None]
+    shrinks = _taken(gap[:, 1:] < gap[:, :-1] / np.sqrt(ratio), np.maximum(at - 1, 0))
+    apart = _taken(gap, at) - TIMES * noise > KINK_GAP * np.fmax(np.abs(ahead), np.abs(behind))
+    width = _taken(ladder.width, at) + TIMES * noise
+    return apart & ~shrinks, (ahead + behind) / 2, width, at
+
+
+def _grows(ladder: Ladder) -> np.ndarray:
+    side = np.fmax(np.abs(ladder.ahead), np.abs(ladder.behind))[:, -3:]
+    grows = (side[:, 1:] > GROWTH * side[:, :-1]).all(axis=1)
+    return grows & (side[:, -1] > 10 * ladder.noise[:, -1])

@@ -1,0 +1,192 @@
+"""The witnesses: the gradient as a program computes it, the rule and plain AD in float64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._checker import vectors
+from clipgrad._checker.float64 import Unsupported, Wide, in_float64
+from clipgrad._checker.slopes import Evaluation
+from clipgrad._checker.subject import CheckSubject
+from clipgrad._checker.theirs import Raised, ran, theirs
+from clipgrad._checker.verdict import narrowest
+from clipgrad._program import Parts, rounded_in_float64
+
+Call = Callable[[list, _jaxpr.Hook | None], Any]
+RUNS = 6  # of a gradient with other roundings
+
+
+class VJP(NamedTuple):
+    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents."""
+
+    outputs: list[jax.Array]
+    pull: Callable[[Sequence], tuple]
+    like: Sequence[jax.Array]
+
+    def __call__(self, covector: np.ndarray) -> np.ndarray:
+        """The real gradient for a real cotangent vector, as it is computed."""
+        cotangents = vectors.cotangent_leaves(covector, self.like)
+        found = theirs(lambda: jax.block_until_ready(self.pull(cotangents)[0]))
+        return vectors.gradient_vector(found)
+
+    def rows(self, covectors: np.ndarray) -> np.ndarray:
+        """The gradients for several cotangents, shape (cotangents, inputs)."""
+        return np.stack([self(u) for u in covectors])
+
+
+def differentiated(subject: CheckSubject, xs: Sequence[Any]) -> VJP:
+    """`jax.vjp` at a point, outside of `jax.jit` as in a user's program."""
+    outputs, pull = theirs(jax.vjp, subject.fun, list(xs))
+    return VJP(outputs, pull, subject.outputs)
+
+
+class Witness:
+    """A gradient as a function of inputs and a cotangent, in float64.
+
+    Args:
+      call: from inputs and cotangents in one list, and a hook, to the gradient's leaves.
+      subject: the function.
+    """
+
+    def __init__(self, call: Call, subject: CheckSubject):
+        self.call, self._outputs = call, subject.outputs
+        self._run = _jaxpr.low_jit(lambda leaves: theirs(call, leaves, None))
+        self._platform = next(iter(subject.inputs[0].devices())).platform
+        self._moved: Callable | None = None
+
+    def at(self, xs: Sequence[Any], covectors: np.ndarray) -> np.ndarray:
+        """The gradients for each cotangent, shape (cotangents, inputs)."""
+        with in_float64():
+            given = [self._given(xs, u) for u in covectors]
+            wide = [[vectors.widened_leaf(x) for x in leaves] for leaves in given]
+            found = [ran(self._run, leaves) for leaves in wide]
+            return np.stack([vectors.gradient_vector(leaves) for leaves in found])
+
+    def moved(self, xs, covectors: np.ndarray, parts: Parts, exact: np.ndarray) -> np.ndarray:
+        """What roundings move each element by: of several cotangents, for the one with the most.
+
+        The root mean square of some runs, in which each number moves by `parts` of a rounding.
+        """
+        most = np.zeros(exact.shape[1])
+        for u, own in zip(covectors, exact, strict=True):
+            given = self._given(xs, u)
+            run, total = self._moved or self._traced(given), np.zeros(len(own))
+            self._moved = run
+            with in_float64():
+                leaves = [np.asarray(x) for x in given]
+                for seed in range(1, RUNS + 1):
+                    off = vectors.gradient_vector(run(leaves, np.uint32(seed), parts)) - own
+                    total += np.where(np.isfinite(off), off, 0.0) ** 2
+            most = np.fmax(most, np.sqrt(total / RUNS))
+        return most
+
+    def _given(self, xs, u: np.ndarray) -> list:
+        return [*xs, *vectors.cotangent_leaves(u, self._outputs)]
+
+    def _traced(self, given: list) -> Callable:
+        hook, platform = _jaxpr.NoRules(jnp.float64), self._platform
+        program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(given)
+        return _jaxpr.low_jit(
+            lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)
+        )
+
+
+class Witnesses(NamedTuple):
+    """A function, its gradients, and how its slopes are measured.
+
+    Attributes:
+      subject: the function of its float leaves, and the point.
+      rule: the VJP as it is written, in float64; None if it cannot be had.
+      plain: plain AD in float64; None if it cannot be had. It is the rule where there is none.
+      evaluation: measures slopes.
+      narrow: the narrowest type that the function computes in.
+      is_ruled: whether it has a rule that is not of JAX's own operations.
+      loops: whether it holds a loop that stops by its numbers.
+    """
+
+    subject: CheckSubject
+    rule: Witness | None
+    plain: Witness | None
+    evaluation: Evaluation
+    narrow: str
+    is_ruled: bool
+    loops: bool = False
+
+
+def find_evaluation(
+    subject: CheckSubject, notes: list[str], hold: bool = True
+) -> tuple[Evaluation, Wide | None]:
+    """How slopes are measured: in float64 if it can be, or else in the function's own type."""
+    try:
+        wide = Wide(subject.program)
+        evaluation = Evaluation(subject, wide, hold)
+        evaluation.set_point(subject.inputs)
+        evaluation.require_same_values()
+        return evaluation, wide
+    except (Unsupported, Raised) as error:
+        notes.append(f"evaluation in float64 is not possible ({error})")
+        evaluation = Evaluation(subject, None)
+        evaluation.set_point(subject.inputs)
+        return evaluation, None
+
+
+def find_witnesses(
+    subject: CheckSubject, notes: list[str], of: Witnesses | None = None
+) -> Witnesses:
+    """The witnesses of a function; `of` has those of the function whose VJP it is.
+
+    Plain AD of a VJP is that of the plain VJP. In slopes of a VJP `stop_gradient` is not held: that
+    would hide exactly the derivative that a rule forgets.
+    """
+    evaluation, wide = find_evaluation(subject, notes, hold=of is None)
+    program, rule, plain = subject.program, None, None
+    types = _jaxpr.computed_types(program) if program is not None else set()
+    is_ruled = has_rules(subject) if of is None else of.is_ruled
+    if wide is not None:
+        plain = _plain(subject, wide if of is None else of.plain and of.plain.call)
+        rule = plain if of is None and not is_ruled else _rule(subject, notes)
+    narrow, loops = narrowest([*subject.dtypes, *types]), _stops_by_numbers(program)
+    return Witnesses(subject, rule, plain, evaluation, narrow, is_ruled, loops)
+
+
+def _plain(subject: CheckSubject, function: Call | None) -> Witness | None:
+    count = len(subject.inputs)
+    if function is None:
+        return None
+
+    def call(leaves, hook):
+        _, pull = jax.vjp(lambda xs: function(xs, hook), leaves[:count])
+        return pull(leaves[count:])[0]
+
+    return Witness(call, subject)
+
+
+def _rule(subject: CheckSubject, notes: list[str]) -> Witness | None:
+    count = len(subject.inputs)
+    pull_back = lambda leaves: subject.pull_back(leaves[:count], leaves[count:])  # noqa: E731
+    seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+    try:
+        return Witness(Wide(theirs(jax.make_jaxpr(pull_back), [*subject.inputs, *seeds])), subject)
+    except (Unsupported, Raised) as error:
+        notes.append(f"no rule in float64 ({error})")
+        return None
+
+
+def has_rules(subject: CheckSubject) -> bool:
+    """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
+    if subject.program is None:
+        return True
+    names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
+    return bool(names & _jaxpr.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
+
+
+def _stops_by_numbers(program: Any) -> bool:
+    """Whether the condition of a `while` looks at floating numbers."""
+    found = [] if program is None else _jaxpr.equations(program)
+    conditions = (e.params["cond_jaxpr"] for e in found if e.primitive.name == "while")
+    inner = (e for condition in conditions for e in _jaxpr.equations(condition))
+    return any(_jaxpr.holds_floats(v) for e in inner for v in e.invars)
