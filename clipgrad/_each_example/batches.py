@@ -1,0 +1,115 @@
+"""Batches of examples: their size, on which devices they are, and sums over parts of them."""
+
+import contextlib
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._compat import explicit_sharding, to_varying, varying_axes
+from clipgrad._numerics import AxisName, whole_along
+from clipgrad._training import microbatches, scan_sums, wide_zeros
+from clipgrad._trees import check_tree, is_array, path_string
+
+
+def check_microbatch(microbatch: Any) -> None:
+    whole = isinstance(microbatch, numbers.Integral) and not isinstance(microbatch, bool)
+    if microbatch is not None and not (whole and int(microbatch) >= 1):
+        raise ValueError(f"microbatch: got {microbatch!r}, expected a positive integer or None")
+
+
+def part_count(batch: Any, microbatch: int | None) -> tuple[int, int]:
+    """The number of examples, and of parts of them."""
+    size = batch_size(batch)
+    if size % (microbatch or size):
+        raise ValueError(f"microbatch: got {microbatch}, expected a divisor of the {size} examples")
+    return size, size // (microbatch or size)
+
+
+def sums(
+    of_some: Callable[[Any, Any], tuple[Any, Any]], params: Any, batch: Any, parts: int
+) -> tuple[Any, Any]:
+    """The sum of the first results over parts of a batch, and the second ones in its order."""
+    if parts == 1:
+        return of_some(params, batch)
+    part = microbatches(batch, parts)
+    zeros = jax.tree.map(wide_zeros, params, params)
+    total, rest = scan_sums(lambda i: of_some(params, part(i)), zeros, parts)
+    return total, _in_order(rest)
+
+
+def each(of_some: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> Any:
+    """The results for each example, in the order of the batch."""
+    if parts == 1:
+        return of_some(params, batch)
+    part = microbatches(batch, parts)
+    return _in_order(jax.lax.map(lambda i: of_some(params, part(i)), jnp.arange(parts)))
+
+
+def _in_order(rest: Any) -> Any:
+    """From (parts, examples, ...) to one axis of examples."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), rest)
+
+
+def on_each_device(params: Any, batch: Any) -> Any:
+    """The parameters as varying where the batch does.
+
+    Otherwise `jax.grad` inside `jax.shard_map` adds up the gradients of one example from each
+    device before they can be clipped.
+    """
+    axes = axes_of(batch)
+    return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
+
+
+def whole_examples(batch: Any, axis_name: AxisName) -> contextlib.AbstractContextManager:
+    """Inside, nothing warns along the mapped axes that the examples are spread over.
+
+    `ValueError` if a norm is over one of these: it would be of an example from each device.
+    """
+    axes = axes_of(batch)
+    named = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
+    if axes & named:
+        raise ValueError(
+            f"axis_name: got {axis_name!r} for a batch whose examples are spread over "
+            f"{', '.join(map(repr, sorted(axes & named)))}, expected mapped axes that only the "
+            "parameters are spread over: an example is whole on its device, so leave this out"
+        )
+    return whole_along(axes)
+
+
+def axes_of(batch: Any) -> frozenset[str]:
+    """The mapped axes that a batch varies over."""
+    return frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
+
+
+def batch_size(batch: Any) -> int:
+    """The size of the leading axis that all leaves of a batch share."""
+    check_tree("batch", batch)
+    entries, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shapes = {path_string(path) or "the batch": jnp.shape(leaf) for path, leaf in entries}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) != 1 or sizes <= {(), (0,)}:
+        raise ValueError(
+            f"batch: got leaves of the shapes {shapes}, expected the same leading axis of 1 or "
+            "more in all of them, with one example for each index"
+        )
+    return sizes.pop()[0]
+
+
+def check_axes(tree: Any) -> None:
+    """Refuses arrays whose types name the mesh axes that they are sharded over."""
+    found = [explicit_sharding(x) for x in jax.tree.leaves(tree) if is_array(x)]
+    axes = {name for s in found if s is not None for name in _names(s)}
+    if axes:
+        raise ValueError(
+            f"batch: got arrays on the Explicit mesh axes {', '.join(map(repr, sorted(axes)))}, "
+            "expected Auto axes; write jax.make_mesh(shape, names, axis_types="
+            "(jax.sharding.AxisType.Auto,) * len(names)), and put parameters and batch on it"
+        )
+
+
+def _names(sharding: Any) -> list[str]:
+    parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
+    return [name for part in parts for name in part if name is not None]

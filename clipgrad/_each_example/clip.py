@@ -1,0 +1,203 @@
+"""Gradients of each example of a batch, clipped one by one and then reduced."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._each_example import rules
+from clipgrad._each_example.batches import (
+    check_axes,
+    check_microbatch,
+    on_each_device,
+    part_count,
+    sums,
+    whole_examples,
+)
+from clipgrad._each_example.gradients import ExampleProgram
+from clipgrad._each_example.methods import direct_sums, sums_of_rows
+from clipgrad._each_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._each_example.subject import (
+    PerExampleSubject,
+    check_method,
+    check_params,
+    scalar_loss,
+)
+from clipgrad._trees import Where
+
+REDUCTIONS = ("mean", "sum")
+
+
+def clip_per_example(
+    loss_fn: Callable[..., Any],
+    rule: Callable[..., Any] | None,
+    *,
+    reduce: str = "mean",
+    microbatch: int | None = None,
+    has_aux: bool = False,
+    where: Where = None,
+    nonfinite: str = "propagate",
+    method: str = "auto",
+    wrt: Any = None,
+) -> "ClipPerExample":
+    r"""Makes a ``value_and_grad`` that clips the gradient of each example.
+
+    $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
+
+    or the sum alone, over the leading axis of the batch, of size $B$. The rule bounds the share of
+    each example in the sum. This makes training robust against outliers, and bounds the sensitivity
+    for differential privacy (this function does not add noise).
+
+    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
+    layer and the cotangent of its output. So norm and clipped sum do not need this gradient:
+
+    $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
+    \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
+
+    The second formula is one product over all examples. clipgrad follows each weight through the
+    program of the loss: through scans, `jax.jit` and `jax.checkpoint`, transposed, reshaped, cast
+    or cut. Where the weight meets data, in a dense layer, a convolution or a lookup, a tap hands
+    out the rows of $X$ and $Y$, in the one backward pass there is. A leaf that is used in another
+    way (a bias, a mask times a weight, a branch) is direct: JAX makes its gradient for each
+    example, as `jax.vmap` of `jax.grad` does. ``plan`` shows what is done with each leaf, and why.
+
+    Guarantees:
+      * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
+      * Gradients are clipped and summed in float32, or float64 if the parameter is, and rounded to
+        the dtype of the parameter once, at the end. So one example adds
+        a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well,
+        and whatever the default precision of products is where it runs.
+      * That last rounding moves each element of the result by at most 1/256 of it in bfloat16,
+        1/2048 in float16, which may be more than the share of one example. If the bound must hold
+        for the result, keep the parameters in float32 and cast them inside the loss, as in the
+        second example. Then only the float32 sum is rounded: with 1,100 examples one of them
+        moves the result by at most ``max_norm * (1 + 1e-3)``.
+      * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
+        float32, up to rounding.
+      * The microbatch bounds the memory: besides one sum it holds the gradients of ``microbatch``
+        examples at a time (or their factors), for any size of the batch.
+      * Where products cancel, a norm from Gram matrices is too large rather than too small: the
+        rounding of a sum of $n$ terms, each wrong by at most $u = 2^{-24}$, is estimated as
+        $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
+      * Under `jax.jit` the batch may be sharded over Auto mesh axes. If the number of devices
+        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` and
+        `jax.pmap` the result is of the examples of one device: average or sum it over the axis. An
+        example must be whole on its device. Parameters that are in parts on several devices need
+        the ``axis_name`` of the rule.
+
+    Args:
+      loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
+        batch without its leading axis. For a model of batches write ``x[None]``. To leave
+        out a padded example, multiply its loss by a weight of 0.
+      rule: a `ClipRule`, a function of the tree, or ``None``: off.
+      reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
+      microbatch: the number of examples to differentiate at once, which must divide the batch;
+        ``None``: all of them.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
+      where: which leaves are clipped; see `clip_grads`. The others are summed without a clip.
+      nonfinite: ``"propagate"``, ``"zero"``: an example whose gradient is NaN or inf somewhere in
+        a leaf that is clipped is left out of these leaves, or ``"error"``, which is direct: the
+        error says in how many examples a leaf is bad, and the index of the first of them.
+      method: ``"auto"``: as above; where the rows of all examples need much memory (more than 1 GiB
+        for each device, or twice the bytes of the parameters, if that is more) and ``microbatch``
+        is ``None``, of a part of the examples at a time. ``"direct"``: all leaves are direct. So it
+        is also for rules that do not scale by L2 norms (value clips, other orders, units,
+        functions).
+      wrt: which variables of a model of flax NNX are differentiated, a filter such as
+        ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
+
+    Returns:
+      A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
+      grads, stats)``. ``grads`` has the structure and dtypes of ``params``, with ``None`` for
+      integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``; ``aux`` and the
+      `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
+      ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
+      were clipped. ``stats.nonfinite`` counts all elements of a leaf whose norm is not finite,
+      unless all is direct and ``nonfinite`` is not ``"zero"``. Such statistics are not private. Its
+      method ``plan(params, batch)`` shows what is done with each leaf, and the reason.
+
+    Raises:
+      TypeError: if ``loss_fn`` is not a function, or ``rule`` is neither a rule nor a function nor
+        ``None``.
+      ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
+        unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
+        axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
+        without arrays, for arrays on Explicit mesh axes, for an ``axis_name`` that the examples are
+        spread over, and for a loss of one example that is not a floating scalar.
+      FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
+        must be transformed by `jax.experimental.checkify.checkify` for this.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> loss = lambda w, example: jnp.dot(w, example)
+      >>> per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), microbatch=1)
+      >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[0.0, 8.0], [0.5, 0.0]]))
+      >>> print(grads, stats.norm, stats.clipped)
+      [0.25 0.5 ] [8.  0.5] [ True False]
+      >>> half = lambda w, example: loss(w.astype(jnp.bfloat16), example)    # w is float32
+      >>> _, grads, _ = cg.clip_per_example(half, cg.ClipByGlobalNorm(1.0), reduce="sum")(
+      ...     jnp.zeros(2), jnp.full((1001, 2), 30.0, jnp.bfloat16))
+      >>> print(grads.dtype, jnp.round(grads[0] * 2**0.5))    # bfloat16 has 1000 and 1004
+      float32 1001.0
+
+    References:
+      Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
+      Privacy, 2016, https://arxiv.org/abs/1607.00133.
+    """
+    rule = rules.as_rule(rule)
+    rules.check_policy(nonfinite)
+    check_method(method)
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
+    check_microbatch(microbatch)
+    loss_fn = scalar_loss(loss_fn, has_aux)
+    options = (microbatch, has_aux, where, nonfinite, method, wrt)
+    subject = PerExampleSubject(loss_fn, rule, *options)
+    return ClipPerExample(subject, reduce)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClipPerExample:
+    """A function of parameters and a batch; see `clip_per_example`."""
+
+    subject: PerExampleSubject
+    reduce: str
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
+        check_params(params)
+        apart = self.subject.apart(params, batch)
+        size, _ = part_count(apart.batch, self.subject.microbatch)
+        with whole_examples(apart.batch, rules.axis_name_of(self.subject.rule)):
+            apart.subject.warn_of_parts(apart.trained)
+            params = on_each_device(apart.trained, apart.batch)
+            total, (value, stats, *counts) = _summed(apart.subject, params, apart.batch)
+        for of_leaves in counts:  # the direct method has them
+            rules.raise_for_counts(of_leaves)
+        mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
+        grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
+        loss, aux = value if self.subject.has_aux else (value, None)
+        loss = jnp.mean(loss) if self.reduce == "mean" else jnp.sum(loss)
+        value = (loss, aux) if self.subject.has_aux else loss
+        return value, apart.gradients(grads), stats
+
+    def plan(self, params: Any, batch: Any) -> Plan:
+        """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
+        check_params(params, shapes=True)
+        apart = self.subject.apart(params, batch)
+        return plan_of(apart.subject, apart.trained, apart.batch)
+
+
+def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The sum of the clipped gradients; what the loss returned, statistics, and what is bad."""
+    check_axes((params, batch))
+    size, parts = part_count(batch, subject.microbatch)
+    if subject.why_direct(params) is not None:
+        return sums(functools.partial(direct_sums, subject), params, batch, parts)
+    program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
+    if subject.microbatch is None:
+        parts = parts_in_memory(program, size)
+    return sums(functools.partial(sums_of_rows, subject, program), params, batch, parts)

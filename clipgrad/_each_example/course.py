@@ -1,0 +1,60 @@
+"""What is done with the gradient of each leaf, decided from shapes alone."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from clipgrad._each_example.norms_of_rows import gram_entries, group_and_row_count, have_grams
+from clipgrad._each_example.uses import Use
+from clipgrad._each_example.walk import Found, Where
+
+# JAX makes the gradient of each example where it is smaller than its rows: they would be stored,
+# and it is stored in any case. A gradient that is about as large is left to its Gram matrices,
+# which are smaller than both.
+_FEW = 1.5
+
+
+class LeafCourse(NamedTuple):
+    """What is done with a leaf.
+
+    Attributes:
+      norm: ``"Gram"``: from Gram matrices of rows; ``"product"``: from the gradient of each
+        example, made of rows; ``"direct"``: from the gradient of each example, as JAX makes it;
+        ``"none"``: the leaf is not used.
+      reason: why.
+      uses: where it meets data, if rows are kept.
+      sums_each: whether the clipped sum is made of the gradients that the norms are from.
+      rows: how many rows one example has.
+    """
+
+    norm: str
+    reason: str
+    uses: tuple[tuple[Where, Use], ...] = ()
+    sums_each: bool = False
+    rows: int = 0
+
+
+def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
+    """What is done with a leaf, by what a walk has found."""
+    entries = [(where, use) for where, use in found.uses.items() if use.place.leaf == leaf]
+    uses, size = [use for _, use in entries], math.prod(shape)
+    if leaf in found.others:
+        return LeafCourse("direct", found.others[leaf])
+    if not uses:
+        return LeafCourse("none", "not used")
+    numbers = sum(map(_stored, uses))
+    if numbers > _FEW * size and not any(use.repeats for use in uses):
+        return LeafCourse("direct", "its gradient is smaller than its rows")
+    rows = sum(math.prod(group_and_row_count(use)) for use in uses)
+    if not have_grams(uses):
+        reason, is_gram = "its uses lie in different ways", False
+    else:
+        is_gram = gram_entries(uses) <= max(size, 2)
+        reason = "Gram matrices are " + ("smaller" if is_gram else "larger") + " than it"
+    norm = "Gram" if is_gram else "product"
+    return LeafCourse(norm, reason, tuple(entries), not is_gram and size <= numbers, rows)
+
+
+def _stored(use: Use) -> int:
+    """The numbers of one example's rows."""
+    return math.prod(use.lengths) * (use.x.size + use.y.size)

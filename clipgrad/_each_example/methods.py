@@ -1,0 +1,88 @@
+"""The ways to norms and to the clipped sum: from rows, or from the gradient of each example."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._each_example import rules
+from clipgrad._each_example.batches import batch_size
+from clipgrad._each_example.gradients import ExampleProgram
+from clipgrad._each_example.squares import Squares
+from clipgrad._each_example.subject import PerExampleSubject
+from clipgrad._numerics import accumulator, with_real_dtype
+from clipgrad._trees import combine, map_clippable, partition, selected
+
+
+def sums_of_rows(
+    subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
+    """The sum of the clipped gradients; what the loss function returned, and the statistics."""
+    leaves, structure = jax.tree.flatten(params)
+    value, found = program.gradients(params, examples)
+    chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
+    size = batch_size(examples)
+    measured = {i: program.squares(i, found, size) for i in range(len(leaves))}
+    squares = [measured[i][0] for i in chosen]
+    scaling = rules.scaling_of(
+        subject.rule,
+        subject.nonfinite == "zero",
+        [leaves[i] for i in chosen],
+        Squares.stacked(squares, size),
+    )
+    weights = dict(zip(chosen, scaling.weights, strict=True))
+    ok = {i: scaling.ok for i in chosen}
+    sums = [
+        program.total(i, found, measured[i][1], weights.get(i), ok.get(i))
+        for i in range(len(leaves))
+    ]
+    return structure.unflatten(sums), (value, scaling.stats)
+
+
+def squares_of_rows(
+    subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
+) -> dict[int, Squares]:
+    """The squares of the leaves that are measured, for each example."""
+    size = batch_size(examples)
+    _, found = program.gradients(params, examples)
+    chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
+    return {i: program.squares(i, found, size)[0] for i in chosen}
+
+
+def direct_gradients(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
+    """What the loss function returned, and the gradient of each example, in float32 or wider."""
+    loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
+    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
+    grads = jax.lax.optimization_barrier(grads)  # measured and summed as they were stored
+    return value, map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
+
+
+def direct_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any, Any]]:
+    """The sum of the clipped gradients; what the loss function returned, and the statistics.
+
+    The last result counts for ``nonfinite="error"`` what is NaN or inf, in each leaf and example.
+    """
+    value, grads = direct_gradients(subject, params, examples)
+    clip = functools.partial(_clipped, subject)
+    clipped, *rest = jax.vmap(clip, in_axes=(0, None))(grads, params)
+    return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), (value, *rest)
+
+
+def _clipped(subject: PerExampleSubject, grads: Any, params: Any) -> tuple[Any, Any, Any]:
+    """The clipped gradient of one example, the statistics, and what is bad."""
+    chosen, rest = partition(grads, selected(subject.where, grads))
+    if subject.nonfinite == "propagate":
+        return *rules.clipped(subject.rule, subject.where, grads, params), {}
+    if subject.nonfinite == "error":
+        found = rules.clipped(subject.rule, subject.where, grads, params)
+        return *found, rules.bad_counts(chosen)
+    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(chosen)]
+    ok = functools.reduce(jnp.logical_and, finite, jnp.ones((), bool))
+    kept = combine(jax.tree.map(lambda g: jnp.where(ok, g, jnp.zeros_like(g)), chosen), rest)
+    clipped, stats = rules.clipped(subject.rule, subject.where, kept, params)
+    kind, pairs = stats.nonfinite.dtype, zip(jax.tree.leaves(chosen), finite, strict=True)
+    bad = sum((jnp.where(f, 0.0, float(g.size)).astype(kind) for g, f in pairs), stats.nonfinite)
+    return clipped, stats._replace(nonfinite=bad), {}

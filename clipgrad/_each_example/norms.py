@@ -1,0 +1,162 @@
+"""The norms of the gradients of the examples of a batch, alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._each_example.batches import (
+    batch_size,
+    check_axes,
+    check_microbatch,
+    each,
+    on_each_device,
+    part_count,
+    whole_examples,
+)
+from clipgrad._each_example.gradients import ExampleProgram
+from clipgrad._each_example.methods import direct_gradients, squares_of_rows
+from clipgrad._each_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._each_example.squares import Squares
+from clipgrad._each_example.subject import (
+    PerExampleSubject,
+    check_method,
+    check_params,
+    scalar_loss,
+)
+from clipgrad._numerics import AxisName, accumulator, tree_norm, warn_of_parts
+from clipgrad._trees import Where, is_none, with_paths
+
+
+def per_example_norms(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    where: Where = None,
+    per_leaf: bool = False,
+    microbatch: int | None = None,
+    method: str = "auto",
+    wrt: Any = None,
+    axis_name: AxisName = None,
+) -> "PerExampleNorms":
+    r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
+
+    $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i$$
+
+    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
+    layer and the cotangent of its output, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
+    \rangle$. So the norm does not need this gradient.
+
+    Guarantees:
+      * A norm is the `global_norm` of the example's gradient to about 1e-5, and where products
+        cancel it is not too small; see `clip_per_example`.
+      * It neither overflows nor underflows while the norm itself is in the range of its dtype.
+
+    Args:
+      loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
+        batch without its leading axis.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
+      where: which leaves are measured; see `clip_grads`.
+      per_leaf: whether to return the norms of each leaf.
+      microbatch: the number of examples at once, which must divide the batch; ``None``: all.
+      method: see `clip_per_example`.
+      wrt: which variables of a model of flax NNX are differentiated; see `clip_per_example`.
+      axis_name: the mapped axes that the parameters are spread over; see `global_norm`.
+
+    Returns:
+      A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
+      dictionary from paths such as ``"layers/0/kernel"`` to these. Its method ``plan(params,
+      batch)`` shows the method for each leaf, and the reason.
+
+    Raises:
+      ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
+        called, for parameters, a batch, a loss, mesh axes or an ``axis_name`` as `clip_per_example`
+        refuses them.
+      TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> loss = lambda w, example: jnp.dot(w, example)
+      >>> cg.per_example_norms(loss)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.6, 0.8]]))
+      Array([5., 1.], dtype=float32)
+
+    References:
+      Goodfellow, Efficient Per-Example Gradient Computations, 2015,
+      https://arxiv.org/abs/1510.01799.
+    """
+    check_method(method)
+    check_microbatch(microbatch)
+    loss_fn = scalar_loss(loss_fn, has_aux)
+    subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method, wrt)
+    return PerExampleNorms(subject, per_leaf, axis_name)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerExampleNorms:
+    """A function of parameters and a batch; see `per_example_norms`."""
+
+    subject: PerExampleSubject
+    per_leaf: bool
+    axis_name: AxisName
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The norms of the gradients of the examples."""
+        check_params(params)
+        apart = self.subject.apart(params, batch)
+        own = dataclasses.replace(self, subject=apart.subject)
+        norms = own._of_arrays(apart.trained, apart.batch)
+        apart.note()
+        return norms
+
+    def _of_arrays(self, params: Any, batch: Any) -> Any:
+        subject = self.subject
+        size, parts = part_count(batch, subject.microbatch)
+        check_axes((params, batch))
+        with whole_examples(batch, self.axis_name):
+            warn_of_parts("per_example_norms", subject.clipped(params), self.axis_name)
+        params = on_each_device(params, batch)
+        if subject.why_direct(params) is not None:
+            return each(self._of_gradients, params, batch, parts)
+        program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
+        if subject.microbatch is None:
+            parts = parts_in_memory(program, size)
+        of_rows = functools.partial(squares_of_rows, subject, program)
+        return each(lambda p, x: self._norms(p, of_rows(p, x), batch_size(x)), params, batch, parts)
+
+    def plan(self, params: Any, batch: Any) -> Plan:
+        """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
+        check_params(params, shapes=True)
+        apart = self.subject.apart(params, batch)
+        return plan_of(apart.subject, apart.trained, apart.batch)
+
+    def _of_gradients(self, params: Any, examples: Any) -> Any:
+        _, grads = direct_gradients(self.subject, params, examples)
+        flags = self.subject.flags(params)
+        pairs = enumerate(zip(jax.tree.leaves(grads), flags, strict=True))
+        squares = {i: Squares.of(g) for i, (g, flag) in pairs if flag}
+        return self._norms(params, squares, batch_size(examples))
+
+    def _norms(self, params: Any, squares: dict[int, Squares], size: int) -> Any:
+        if self.axis_name:
+            return self._over_devices(params, squares)
+        if not self.per_leaf:
+            return Squares.stacked(list(squares.values()), size).over_axis().norm().value
+        kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
+        norms = {i: x.norm().value.astype(kinds[i]) for i, x in squares.items()}
+        return _by_path(params, norms)
+
+    def _over_devices(self, params: Any, squares: dict[int, Squares]) -> Any:
+        """The norms of leaves that are in parts on several devices; each leaf varies on its own."""
+        own = {i: x.norm().value for i, x in squares.items()}
+        whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
+        if not self.per_leaf:
+            return whole(list(own.values()))
+        return _by_path(params, {i: whole([norm]) for i, norm in own.items()})
+
+
+def _by_path(params: Any, norms: dict[int, jax.Array]) -> dict[str, jax.Array]:
+    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
+    return {paths[i]: norm for i, norm in norms.items()}

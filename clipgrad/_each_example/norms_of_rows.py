@@ -1,0 +1,133 @@
+r"""Norms of the gradients of a leaf, from rows of all its uses.
+
+$\|\sum_t x_t y_t^\top\|^2 = \sum_{ts} \langle x_t, x_s\rangle \langle y_t, y_s\rangle$, from two
+Gram matrices. The rounding of such a sum is added to it, so that a norm is not too small where
+products cancel.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._each_example.products import product
+from clipgrad._each_example.squares import Squares, exponent_of, largest, times_power
+from clipgrad._each_example.uses import Rows, Use
+from clipgrad._numerics import accumulator
+
+
+def have_grams(uses: Sequence[Use]) -> bool:
+    """Whether rows of each two uses can be compared: on the same parts of a leaf, or apart."""
+    pairs = itertools.combinations(uses, 2)
+    return all(a.key == b.key or _are_apart(a, b) for a, b in pairs)
+
+
+def _are_apart(a: Use, b: Use) -> bool:
+    return a.place.frame == b.place.frame == () and not a.place.meets(b.place)
+
+
+def gram_entries(uses: Sequence[Use]) -> int:
+    """How many inner products the Gram matrices of one example have."""
+    return sum(2 * groups * rows**2 for groups, rows in map(_extent, _by_key(uses)))
+
+
+def _by_key(uses: Sequence[Use]) -> list[list[Use]]:
+    found: dict[Any, list[Use]] = {}
+    for use in uses:
+        found.setdefault(use.key, []).append(use)
+    return list(found.values())
+
+
+def _extent(uses: Sequence[Use]) -> tuple[int, int]:
+    """The number of groups, and the rows of uses of one key."""
+    groups, rows = zip(*map(group_and_row_count, uses), strict=True)
+    return groups[0], sum(rows)
+
+
+def group_and_row_count(use: Use) -> tuple[int, int]:
+    """The number of groups, and of rows."""
+    shape = (*use.lengths, *use.y.shape)
+    sizes = dict(zip([*use.outer, *use.labels[1][len(use.outer) + 1 :]], shape, strict=True))
+    groups, rows, *_ = use.sides
+    return math.prod(sizes[k] for k in groups), math.prod(sizes[k] for k in rows)
+
+
+def gram_squares(uses: Sequence[Use], xs: Sequence[Any], cts: Sequence[Any]) -> Squares:
+    """The squares of the norms of a leaf that uses with comparable rows have."""
+    arrays = {use: pair for use, *pair in zip(uses, xs, cts, strict=True)}
+    each = [_of_one_key([u.rows(*arrays[u]) for u in own]) for own in _by_key(uses)]
+    size = each[0].total.shape[0]
+    return each[0] if len(each) == 1 else Squares.stacked(each, size).over_axis()
+
+
+def _of_one_key(parts: Sequence[Rows]) -> Squares:
+    """The squares, in which all left sides have one power of two, and all right sides."""
+    parts, exponents = _in_range(parts)
+    total: Any = 0.0
+    for i, j in itertools.combinations_with_replacement(range(len(parts)), 2):
+        inner, error = _inner_products(parts[i], parts[j])
+        both = jnp.sum(inner, (0, 2, 3)) + error * jnp.sum(jnp.abs(inner), (0, 2, 3))
+        total += both if i == j else 2 * both
+    return Squares(total, exponents)
+
+
+def _in_range(parts: Sequence[Rows]) -> tuple[list[Rows], jax.Array]:
+    """The rows times powers of two, one for each side, and the exponents of their products.
+
+    Where a side is indices, of ones, the other side has its power as well.
+    """
+    left, right = (_exponent(side) for side in zip(*parts, strict=True))
+    found = []
+    for rows in parts:
+        powers = [left, right]
+        if rows.left.ndim == 3:
+            powers = [0, left + right]
+        elif rows.right.ndim == 3:
+            powers = [left + right, 0]
+        sides = zip(rows, powers, strict=True)
+        found.append(Rows(*(x if x.ndim == 3 else _scaled(x, power) for x, power in sides)))
+    return found, left + right
+
+
+def _exponent(side: Sequence[jax.Array]) -> Any:
+    """The largest exponent of each example in the arrays of a side; 0 of indices alone."""
+    sizes = [largest(x, (0, 2, 3)) for x in side if x.ndim == 4]
+    exponents = [exponent_of(size.astype(accumulator(size))) for size in sizes]
+    return functools.reduce(jnp.maximum, exponents) if exponents else 0
+
+
+def _scaled(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    x = x.astype("float32") if x.dtype == jnp.float16 else x  # whose range is too small
+    return times_power(x, -exponent[None, :, None, None])
+
+
+def _inner_products(a: Rows, b: Rows) -> tuple[jax.Array, float]:
+    """The inner products of the rows of two gradients, and the relative error of a sum of them.
+
+    A sum of n terms, each wrong by at most u, is taken to be wrong by sqrt(n) u.
+    """
+    left, right = _inner(a.left, b.left), _inner(a.right, b.right)
+    dense = [x for x in (*a, *b) if x.ndim == 4]
+    sides = zip(a, b, strict=True)
+    lengths = [max(x.shape[3] if x.ndim == 4 else 1 for x in side) for side in sides]
+    error = 4 + sum(map(math.sqrt, lengths))
+    unit = float(jnp.finfo(max(map(accumulator, dense))).eps) / 2
+    return left * right, error * unit
+
+
+def _inner(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The inner products of the rows of one side: (groups, examples, rows, rows)."""
+    if a.ndim == b.ndim == 3:
+        return (a[..., :, None] == b[..., None, :]).astype("float32")
+    if a.ndim == 3:
+        return jnp.swapaxes(_inner(b, a), 2, 3)
+    if b.ndim == 3:
+        return jnp.take_along_axis(a, b[:, :, None, :], axis=3).astype(accumulator(a))
+    if a.shape[2] == b.shape[2] == 1:
+        wide = [x.astype(max(accumulator(a), accumulator(b))) for x in (a, b)]
+        return jnp.sum(wide[0] * wide[1], axis=3, keepdims=True)
+    return product([a, b], ["gbtn", "gbsn"], "gbts")

@@ -1,0 +1,190 @@
+"""The question about the examples of a batch: the loss of one, the rule, the leaves, and how."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._each_example import rules
+from clipgrad._each_example.batches import batch_size
+from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
+from clipgrad._numerics import warn_of_parts
+from clipgrad._trees import (
+    Where,
+    check_scalar,
+    check_tree,
+    combine,
+    is_array,
+    is_none,
+    loss_and_aux,
+    partition,
+    path_string,
+    selected,
+)
+
+METHODS = ("auto", "direct")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerExampleSubject:
+    """A loss function, the leaves that are clipped, and how."""
+
+    loss_fn: Callable[..., Any]
+    rule: Any
+    microbatch: int | None
+    has_aux: bool
+    where: Where
+    nonfinite: str
+    method: str
+    wrt: Any = None
+
+    def apart(self, params: Any, batch: Any) -> "ApartSubject":
+        """The subject with arrays that are all differentiated, for a model of any framework.
+
+        Each example has keys of its own where a model of flax NNX draws random numbers.
+        """
+        given = take_apart(params, self.wrt)
+        if jax.tree.structure(given.trained) == jax.tree.structure(params):
+            return ApartSubject(self, params, batch, given, False)
+        size = batch_size(batch)
+        first = jax.eval_shape(
+            lambda batch: jax.tree.map(lambda x: jnp.asarray(x)[0], batch), batch
+        )
+        random = given.random_states(self.loss_fn, first, size)
+
+        def loss(trained: Any, example: Any) -> Any:
+            example, keys = example if random else (example, {})
+            state = given.state and [keys.get(i, x) for i, x in enumerate(given.state)]
+            return given.call(self.loss_fn, trained, state, example)[0]
+
+        subject = dataclasses.replace(self, loss_fn=loss)
+        examples = (batch, random) if random else batch
+        return ApartSubject(subject, given.trained, examples, given, bool(random))
+
+    def why_direct(self, params: Any) -> str | None:
+        """Why the gradient of each example is made; None if it need not be."""
+        if self.method == "direct":
+            return "method='direct'"
+        if self.nonfinite == "error":
+            return "nonfinite='error' looks at each element"
+        return rules.why_direct(self.rule)
+
+    def warn_of_parts(self, params: Any) -> None:
+        """Warns of parameters in parts on several devices, where no gradient meets the rule."""
+        if self.rule is not None and self.why_direct(params) is None:
+            axes = rules.axis_name_of(self.rule)
+            warn_of_parts(type(self.rule).__name__, self.clipped(params), axes)
+
+    def clipped(self, params: Any) -> list[Any]:
+        pairs = zip(jax.tree.leaves(params), self.flags(params), strict=True)
+        return [leaf for leaf, flag in pairs if flag]
+
+    def flags(self, params: Any) -> list[bool]:
+        leaves = jax.tree.leaves(params, is_leaf=is_none)
+        flags = selected(self.where, params)
+        return [flag for flag, leaf in zip(flags, leaves, strict=True) if leaf is not None]
+
+
+class ApartSubject(NamedTuple):
+    """A loss of arrays alone, with these and the batch.
+
+    Attributes:
+      subject: the loss, of ``trained`` and an example of ``batch``.
+      trained: the arrays to differentiate with respect to.
+      batch: the examples.
+      given: the parameters that they are from.
+      is_random: whether the loss draws random numbers by the state of a model.
+    """
+
+    subject: PerExampleSubject
+    trained: Any
+    batch: Any
+    given: Parameters
+    is_random: bool
+
+    def gradients(self, grads: Any) -> Any:
+        """The gradients as the framework of the parameters has them."""
+        self.note()
+        return self.given.as_given(grads)
+
+    def note(self) -> None:
+        """Advances the counts of random numbers in the models that were given."""
+        if self.is_random:
+            self.given.count_random_state()
+
+
+def check_method(method: str) -> None:
+    if method in METHODS:
+        return
+    old = method in ("one pass", "two passes")
+    hint = "; write method='auto', with microbatch= where memory is short" if old else ""
+    raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}{hint}")
+
+
+def check_params(params: Any, shapes: bool = False) -> None:
+    """Refuses parameters that JAX would refuse with less help; ``shapes``: arrays may be shapes."""
+    check_tree("params", params)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"params: got {params!r:.60}, expected a tree with an array to differentiate with "
+            "respect to; write (params, batch), in this order"
+        )
+    if has_modules(params):
+        return
+    kinds = (bool, int, float, complex, np.generic, *([jax.ShapeDtypeStruct] if shapes else []))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)[0]:
+        if not (is_model(leaf) or is_array(leaf) or isinstance(leaf, kinds)):
+            raise TypeError(
+                f"params: got a leaf of type {type(leaf).__name__} at {path_string(path)!r}, "
+                "expected arrays; for a model with other leaves write\n"
+                "  arrays, rest = eqx.partition(model, eqx.is_inexact_array)\n"
+                "  loss = lambda arrays, example: loss_fn(eqx.combine(arrays, rest), example)\n"
+                "and pass arrays as the parameters"
+            )
+
+
+_OF_ONE = ", as in\n  lambda params, x: jnp.mean(loss_fn(params, x[None]))"
+
+
+def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:
+    """The loss function, which raises `ValueError` if it returns no loss of one example.
+
+    It is not traced once more for that.
+    """
+    if rules.is_rule(loss_fn) or not callable(loss_fn):
+        hint = "; write the loss before the rule" if rules.is_rule(loss_fn) else ""
+        raise TypeError(
+            f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
+            f"of (params, example){hint}"
+        )
+
+    def loss(params: Any, example: Any) -> Any:
+        try:
+            result = loss_fn(params, example)
+        except (IndexError, TypeError, ValueError) as error:
+            _check_is_of_one(loss_fn, params, example, error)
+            raise
+        value = loss_and_aux("loss_fn", result, has_aux)[0]
+        check_scalar("loss_fn", value, " for one example", _OF_ONE)
+        return result
+
+    return loss
+
+
+def _check_is_of_one(loss_fn: Any, params: Any, example: Any, error: Exception) -> None:
+    """Raises `ValueError` if a loss that failed for one example can be traced for a batch of it."""
+    arrays, rest = partition(example, is_array)
+    try:
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arrays)
+        jax.eval_shape(lambda batch: jax.tree.leaves(loss_fn(params, combine(batch, rest))), batch)
+    except Exception:
+        return  # it fails for another reason, which the caller raises
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(arrays)]
+    raise ValueError(
+        f"loss_fn: got {type(error).__name__} from it for one example, of shapes {shapes}, "
+        "expected the loss of one example, without an axis for the batch; write "
+        "lambda params, example: loss_fn(params, jax.tree.map(lambda x: x[None], example))"
+    ) from error

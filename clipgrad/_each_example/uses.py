@@ -1,0 +1,349 @@
+"""What a weight does to data in one place: a dense product, a convolution or a lookup of rows.
+
+The gradient of a weight for one example is a sum, over the places, of products of rows of ``x``,
+what went in, and of the cotangent ``ct`` of what came out. Both have the axes of the scans around
+in front, then one of examples, then their own.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.lax import Precision
+
+from clipgrad._each_example.places import Label, Place, is_followed
+from clipgrad._each_example.products import product
+from clipgrad._jaxpr import bind
+from clipgrad._numerics import accumulator
+
+EXAMPLES = ("examples",)
+
+
+class Sides(NamedTuple):
+    """The axes of rows: what both sides have, the rows, and the numbers of x and of ct."""
+
+    groups: list[Label]
+    rows: list[Label]
+    x: list[Label]
+    ct: list[Label]
+
+
+class Rows(NamedTuple):
+    """The rows of both sides, of the shape (groups, examples, rows, numbers).
+
+    A side may be indices, of the shape (groups, examples, rows): each row has a single 1.
+    """
+
+    left: jax.Array
+    right: jax.Array
+
+    @classmethod
+    def of(cls, sides: Sides, x: jax.Array, ct: jax.Array) -> "Rows":
+        """The rows, with the side of the first labels on the left."""
+        return cls(x, ct) if sides.x <= sides.ct else cls(ct, x)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Use:
+    """An equation in which a view of a weight meets data."""
+
+    equation: JaxprEqn
+    operand: int  # which of the inputs is the view
+    place: Place
+    source: Hashable  # uses of one source have the same x
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape of the view."""
+        return self._aval(self.operand).shape
+
+    @property
+    def x(self) -> Any:
+        """The shape and dtype of what meets the view, in one step of the scans around."""
+        return self._aval(1 - self.operand)
+
+    @property
+    def y(self) -> Any:
+        """The shape and dtype of the result, in one step of the scans around."""
+        return self.equation.outvars[0].aval
+
+    def _aval(self, place: int) -> Any:
+        return self.equation.invars[place].aval
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of the scans around."""
+        return tuple(scan.length for scan in self.place.scans)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a scan uses the same weight in all its steps."""
+        return any(not scan.is_along for scan in self.place.scans)
+
+    @property
+    def key(self) -> Hashable:
+        """Where the gradient lies, and what of it is on which side: rows of one key add up."""
+        sides = self.sides
+        own = [tuple(k for k in side if k[0] == "leaf") for side in (*sides[:1], *sides[2:])]
+        groups, *numbers = own
+        return self.place.frame, self.place.box, groups, frozenset(numbers)
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """The axes of the rows."""
+        x, ct = (set(own) for own in self.labels)
+        weights = [{k for k in own if k[0] in ("leaf", "view", "along")} for own in (x, ct)]
+        groups = weights[0] & weights[1]
+        rows = (x & ct) - groups - {EXAMPLES}
+        return Sides(*map(sorted, (groups, rows, weights[0] - groups, weights[1] - groups)))
+
+    @functools.cached_property
+    def labels(self) -> tuple[list[Label], list[Label]]:
+        """The labels of all axes of x, as `expanded` gives it, and of ct."""
+        x, ct = self._own_labels()
+        return [*self.outer, EXAMPLES, *x], [*self.outer, EXAMPLES, *ct]
+
+    @property
+    def outer(self) -> list[Label]:
+        """The labels of the scans around: an axis of the leaf, or of rows."""
+        found: list[Label] = []
+        for i, scan in enumerate(self.place.scans):
+            own = ("leaf", scan.axis) if scan.axis is not None else ("along", i)
+            found.append(own if scan.is_along else ("step", i))
+        return found
+
+    @property
+    def along(self) -> list[Label]:
+        """The labels of the scans that go along an axis of the leaf."""
+        return [k for k in self.outer if k[0] != "step"]
+
+    def axis(self, i: int) -> Label:
+        """The label of an axis of the view."""
+        own = self.place.labels[i]
+        return ("view", i) if own is None else ("leaf", own)
+
+    @property
+    def axes(self) -> list[Label]:
+        """The labels of the view."""
+        return [self.axis(i) for i in range(len(self.view))]
+
+    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+        raise NotImplementedError
+
+    def expanded(self, x: jax.Array) -> jax.Array:
+        """What meets the view, with an axis for each of its labels."""
+        return x
+
+    def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
+        """The rows of the gradients of all examples."""
+        sides = self.sides
+        left, right = (
+            _in_rows(values, own, sides, numbers)
+            for values, own, numbers in zip(
+                (self.expanded(x), ct), self.labels, (sides.x, sides.ct), strict=True
+            )
+        )
+        return Rows.of(sides, left, right)
+
+    def each(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """The gradient of each example: (examples, scans along the leaf, view)."""
+        out = [EXAMPLES, *self.along, *self.axes]
+        return product([self.expanded(x), ct], self.labels, out)
+
+    def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """The sum of the gradients of all examples: (scans along the leaf, view)."""
+        return product([x, ct], self.labels, [*self.along, *self.axes])
+
+    def scales_x(self, x: Any, ct: Any) -> bool:
+        """Whether a coefficient multiplies x: what it multiplies is copied."""
+        return x.size < ct.size
+
+    def _transposed(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """`total` by JAX's own transpose of the operation."""
+        kind = accumulator(ct)
+        shape = jnp.zeros(self.view, kind)
+
+        def of_one(x: jax.Array, ct: jax.Array) -> jax.Array:
+            run = jax.vmap(self._again, (0, None))
+            return jax.linear_transpose(lambda w: run(x, w), shape)(ct)[0]
+
+        x, ct = (self._folded(values) for values in (x, ct))
+        found = jax.vmap(of_one)(x, ct.astype(kind))
+        along = [scan.length for scan in self.place.scans if scan.is_along]
+        return found.reshape(*along, *self.view)
+
+    def _again(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _folded(self, values: jax.Array) -> jax.Array:
+        """(steps along the leaf, all other steps and examples, own axes)."""
+        outer = len(self.outer)
+        along = [i for i, k in enumerate(self.outer) if k[0] != "step"]
+        rest = [i for i in range(outer + 1) if i not in along]
+        count = math.prod(values.shape[i] for i in along)
+        values = jnp.transpose(values, [*along, *rest, *range(outer + 1, values.ndim)])
+        return values.reshape(count, -1, *values.shape[outer + 1 :])
+
+
+class Dense(Use):
+    """A `jax.lax.dot_general`."""
+
+    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+        contracted, batch = self.equation.params["dimension_numbers"]
+        own, data = self.operand, 1 - self.operand
+        x: list[Any] = [None] * len(self.x.shape)
+        for pair in (*zip(*contracted, strict=True), *zip(*batch, strict=True)):
+            x[pair[data]] = self.axis(pair[own])
+        used = {*contracted[own], *batch[own]}
+        free = [self.axis(i) for i in range(len(self.view)) if i not in used]
+        rows = [("row", i) for i, label in enumerate(x) if label is None]
+        x = [("row", i) if label is None else label for i, label in enumerate(x)]
+        both = [self.axis(i) for i in batch[own]]
+        return x, [*both, *(free + rows if own == 0 else rows + free)]
+
+
+class Convolution(Use):
+    """A `jax.lax.conv_general_dilated` without groups; rows are what each tap of a kernel sees."""
+
+    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+        numbers = self.equation.params["dimension_numbers"]
+        rows = [("row", i) for i in range(len(self.view) - 2)]
+        outputs, inputs, *taps = map(self.axis, numbers.rhs_spec)
+        ct: list[Any] = [None] * len(self.y.shape)
+        for i, label in zip(numbers.out_spec, [("row", -1), outputs, *rows], strict=True):
+            ct[i] = label
+        return [("row", -1), inputs, *taps, *rows], ct
+
+    def expanded(self, x: jax.Array) -> jax.Array:
+        """The patches of x: (images, inputs, taps, positions)."""
+        outer = x.shape[: len(self.outer) + 1]
+        folded = x.reshape(-1, *x.shape[len(outer) :])
+        found = jax.vmap(self._patches)(folded)
+        return found.reshape(*outer, *found.shape[1:])
+
+    def _patches(self, x: jax.Array) -> jax.Array:
+        params = self.equation.params
+        numbers, strides = params["dimension_numbers"], params["window_strides"]
+        x = jnp.transpose(x, numbers.lhs_spec)
+        pairs = zip(params["padding"], params["lhs_dilation"], strict=True)
+        edges = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), d - 1) for (a, b), d in pairs)]
+        padded = lax.pad(x, jnp.zeros((), x.dtype), edges)
+        window = [self.y.shape[i] for i in numbers.out_spec[2:]]
+        taps = [self.view[i] for i in numbers.rhs_spec[2:]]
+        found = []
+        for tap in itertools.product(*map(range, taps)):
+            start = [t * d for t, d in zip(tap, params["rhs_dilation"], strict=True)]
+            ends = zip(start, window, strides, strict=True)
+            stop = [s + (k - 1) * n + 1 for s, k, n in ends]
+            limits = [0, 0, *start], [*x.shape[:2], *stop]
+            found.append(lax.slice(padded, *limits, [1, 1, *strides]))
+        return jnp.stack(found, 2).reshape(*x.shape[:2], *taps, *window)
+
+    def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """The sum of the gradients of all examples, without patches."""
+        return self._transposed(x, ct)
+
+    def _again(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        precise = {"precision": (Precision.HIGHEST,) * 2, "preferred_element_type": None}
+        return bind(self.equation, [x.astype(w.dtype), w], **precise)[0]
+
+
+class Lookup(Use):
+    """A `jax.lax.gather` of whole rows along one axis of the view; x has their indices."""
+
+    @property
+    def along_axis(self) -> int:
+        """The axis of the view that the indices are along."""
+        return self.equation.params["dimension_numbers"].start_index_map[0]
+
+    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+        offsets = self.equation.params["dimension_numbers"].offset_dims
+        rows = [i for i in range(len(self.y.shape)) if i not in offsets]
+        others = iter([self.axis(i) for i in range(len(self.view)) if i != self.along_axis])
+        ct = [next(others) if i in offsets else ("row", i) for i in range(len(self.y.shape))]
+        return [("row", i) for i in rows], ct
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """The axes of the rows, in which an index stands for a row of numbers."""
+        groups, rows, x, ct = Use.sides.func(self)  # type: ignore[attr-defined]
+        return Sides(groups, rows, [*x, self.axis(self.along_axis)], ct)
+
+    def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
+        """The indices of the rows, and the cotangents; 0 where an index is out of range."""
+        x, labels, size = x[..., 0], self.labels, self.view[self.along_axis]
+        if "CLIP" not in str(self.equation.params["mode"]):
+            added = [i for i, k in enumerate(labels[1]) if k not in labels[0]]
+            valid = jnp.expand_dims((x >= 0) & (x < size), added)
+            ct = jnp.where(valid, ct, jnp.zeros_like(ct))
+        sides = self.sides
+        indices = _in_rows(jnp.clip(x, 0, size - 1), labels[0], sides, [])
+        return Rows.of(sides, indices[..., 0], _in_rows(ct, labels[1], sides, sides.ct))
+
+    def each(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """The gradient of each example, added up row by row."""
+        axis = len(self.outer)
+        x, ct = (jnp.expand_dims(jnp.moveaxis(v, axis, 0), axis + 1) for v in (x, ct))
+        return jax.vmap(self.total)(x, ct)
+
+    def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """The sum of the gradients of all examples, added up row by row."""
+        return self._transposed(x, ct)
+
+    def scales_x(self, x: Any, ct: Any) -> bool:
+        """A coefficient can't multiply an index."""
+        return False
+
+    def _again(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return bind(self.equation, [w, x])[0]
+
+
+def _in_rows(
+    values: jax.Array, labels: Sequence[Label], sides: Sides, numbers: Sequence[Label]
+) -> jax.Array:
+    """(groups, examples, rows, numbers)."""
+    order = [*sides.groups, EXAMPLES, *sides.rows, *numbers]
+    values = jnp.transpose(values, [list(labels).index(k) for k in order])
+    first = len(sides.groups)
+    groups, examples = math.prod(values.shape[:first]), values.shape[first]
+    rows = math.prod(values.shape[first + 1 :][: len(sides.rows)])
+    return values.reshape(groups, examples, rows, -1)
+
+
+def use_of(
+    equation: JaxprEqn, operand: int, place: Place, source: Hashable, is_data: bool
+) -> Use | None:
+    """The use of a view by an equation, if its gradient is a sum of products of rows.
+
+    What meets the view may be the same for all examples, if that is hardly larger than the view.
+    """
+    name, params = equation.primitive.name, equation.params
+    kind = {"dot_general": Dense, "conv_general_dilated": Convolution, "gather": Lookup}.get(name)
+    if kind is None:
+        return None
+    use = kind(equation, operand, place, source)
+    if kind is Lookup:
+        return use if operand == 0 and _has_rows(params, use) else None
+    if not (is_data or use.y.size < math.prod(use.view)) or not is_followed(use.x):
+        return None
+    if kind is Dense:
+        return use
+    grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
+    return use if operand == 1 and not grouped else None
+
+
+def _has_rows(params: Any, use: Use) -> bool:
+    """Whether a lookup takes whole rows by one index each."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    axes = numbers.start_index_map
+    if len(axes) != 1 or numbers.collapsed_slice_dims != axes or numbers.operand_batching_dims:
+        return False
+    others = [n for i, n in enumerate(use.view) if i != axes[0]]
+    return [n for i, n in enumerate(sizes) if i != axes[0]] == others
