@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import compiled, machine, plot, report
+from benchmarks import machine, plot, report
 from benchmarks.rows import Row, Scale, left_out, measure
 from benchmarks.subjects import SUBJECTS
 
@@ -99,8 +99,7 @@ def write(folder: pathlib.Path) -> str | None:
     own = folder.resolve() == RESULTS.resolve()
     picture = None if why else f"{'results/' if own else ''}leaves.png"
     target = HERE / "RESULTS.md" if own else folder / "RESULTS.md"
-    programs = compiled.section(compiled.load()) if own else ""
-    report.write_section(target, report.section(results, picture, programs))
+    report.write_section(target, report.section(results, picture))
     return why
 
 

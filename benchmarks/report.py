@@ -1,10 +1,9 @@
-"""Results as Markdown: one table, and above it what is slower than a peer and what was not run."""
+"""Results as Markdown: one table of all rows, and above it a short one and what was not run."""
 
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import multiples
 from benchmarks.rows import FLOOR, PEER
 
 START, END = "<!-- benchmarks: start -->", "<!-- benchmarks: end -->"
@@ -130,17 +129,6 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def losses(results: dict[str, Any]) -> str:
-    """Where a peer is faster, the largest ratio first."""
-    found = sorted(filter(is_loss, comparisons(results)), key=lambda f: -f["ratio"]["median"])
-    if not found:
-        return "None."
-    lines = [line("subject", "work", *HEAD), line("---", "---", *RULE)]
-    return "\n".join(
-        lines + [line(results[f["subject"]]["title"], f["work"], *_cells(f)) for f in found]
-    )
-
-
 def short(results: dict[str, Any]) -> str:
     """The few rows that the page begins with."""
     every = {
@@ -226,27 +214,8 @@ def _describe(machine: dict[str, Any], command: str) -> str:
     )
 
 
-def beside_plain(results: dict[str, Any]) -> str:
-    """What clipping each example costs in multiples of the plain gradient, if that was measured."""
-    if "per_example" not in results:
-        return ""
-    return f"""### Each example, in multiples of the plain gradient
-
-Medians of the times, divided by the time of the plain gradient, and the temporaries that XLA
-reports. Opacus and fastDP are compared with PyTorch's own plain gradient; their memory was not
-measured.
-
-{multiples.by_method(results["per_example"])}
-
-In the table above a cell has the time and the temporaries. All sides:
-
-{multiples.table(results["per_example"])}
-
-"""
-
-
-def section(results: dict[str, Any], picture: str | None, programs: str = "") -> str:
-    """The whole section of RESULTS.md, with what is known of ``programs`` for accelerators."""
+def section(results: dict[str, Any], picture: str | None) -> str:
+    """The whole section of RESULTS.md."""
     shown = (
         f"![The global norm clip by number and size of leaves]({picture})\n\n" if picture else ""
     )
@@ -257,15 +226,11 @@ def section(results: dict[str, Any], picture: str | None, programs: str = "") ->
 
 {short(results)}
 
-{shown}### Where another library is faster
-
-{losses(results)}
-
-### Not run
+{shown}### Not run
 
 {not_run(results)}
 
-{beside_plain(results)}{programs}### All rows
+### All rows
 
 {table(results)}
 

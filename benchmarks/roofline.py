@@ -1,6 +1,5 @@
 """Estimates how long a program compiled for an H200 takes there, without one.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.roofline          # each example's gradient, a table
     python -m benchmarks.roofline PROGRAM.txt ...            # texts of `compiled.as_text()`
 
 A kernel takes the longer of its bytes divided by the bandwidth and its operations divided by the
@@ -241,10 +240,6 @@ class Estimate:
 
 
 def main(paths):
-    if not paths:
-        from benchmarks import roofline_examples
-
-        return roofline_examples.main()
     for path in paths:
         found = Estimate(pathlib.Path(path).read_text())
         print(f"{path}: {found.seconds * 1e3:.3f} ms")

@@ -13,16 +13,13 @@ import numpy as np
 from benchmarks import timing
 
 OURS, PEER, FLOOR = "clipgrad", "peer", "floor"
-SETTING = "setting"
-BESIDE = {OURS: (PEER, FLOOR), SETTING: (FLOOR,)}
 
 
 class Side(NamedTuple):
     """One of the programs of a row."""
 
     name: str
-    # OURS, PEER, FLOOR: what does less, such as a copy of the same bytes, or SETTING: ours with
-    # another argument, compared with the floors only.
+    # OURS, PEER, or FLOOR: what does less, such as a copy of the same bytes.
     kind: str
     sample: timing.Sample
     numbers: Callable[[], Any] | None  # what all sides must agree in; None: it does less
@@ -166,7 +163,7 @@ def measure(row: Row) -> dict[str, Any]:
     compared = [
         _compare(a, b, times)
         for a, b in itertools.product(sides, sides)
-        if b.kind in BESIDE.get(a.kind, ())
+        if a.kind == OURS and b.kind in (PEER, FLOOR)
     ]
     del built, sides
     gc.collect()

@@ -45,12 +45,12 @@ def transformer(width: int, layers: int = 12) -> dict[str, Shape]:
     return {f"layer{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}
 
 
-def normal(shapes: Any, deviation: float = 1.0, seed: int = 0) -> Any:
-    """Float32 arrays of these shapes."""
+def normal(shapes: Any, deviation: float = 1.0, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+    """Arrays of these shapes."""
     rng = np.random.default_rng(seed)
 
     def array(shape: Shape) -> jax.Array:
-        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32), dtype)
 
     return jax.tree.map(array, shapes, is_leaf=lambda shape: isinstance(shape, tuple))
 

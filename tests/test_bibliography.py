@@ -43,11 +43,6 @@ def test_a_source_of_a_docstring_is_in_the_bibliography(name):
     assert links(references(name)) <= links(PAGE)
 
 
-def test_the_source_of_every_preset_is_in_the_bibliography():
-    sources = " ".join(threshold.source for threshold in cg.published.SUGGESTED_THRESHOLDS)
-    assert links(sources) <= links(PAGE)
-
-
 @pytest.mark.parametrize("name", ["3_gradient_clipping", "4_checking_gradients", "7_per_example"])
 def test_the_papers_of_a_notebook_are_in_the_bibliography(name):
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)

@@ -3,7 +3,6 @@
     python -m benchmarks.ports [twins, types ...] # the table and the score
     python -m benchmarks.ports --runs=FOLDER ...  # the same of runs that are kept in a folder
     python -m benchmarks.ports --check            # the right twins, without clipgrad
-    python -m benchmarks.ports --fresh ...        # any of these, of the pairs in `fresh_ports`
 
 Both sides of each comparison are files, of `clipgrad.torch.save_run` and of `clipgrad.save_run`:
 those that are in the folder are not run again, so that a change of the comparison alone is scored
@@ -15,7 +14,6 @@ the loss and the gradients.
 """
 
 import fnmatch
-import importlib
 import itertools
 import math
 import os
@@ -25,19 +23,13 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from benchmarks.ports import TWINS
 
 MARK = 7 / 8
 # What flax calls whole models, and a tool may leave away.
-ROOTS = "Tagger", "ResNet", "Decoder", "T5"
+ROOTS = ("Decoder",)
 # Attributes of the Equinox twin that are no scopes of it.
 ATTRIBUTES = r"/(blocks/\d+|position|token)(?=/|$)"
-
-
-def listed():
-    """The pairs that are scored."""
-    name = "benchmarks.fresh_ports" if "--fresh" in sys.argv else "benchmarks.ports"
-    return importlib.import_module(name).TWINS
 
 
 def arrays_of(tensors):
@@ -102,7 +94,7 @@ def check(chosen):
     if jax.config.jax_enable_x64:
         limits = {"float64": 1e-12}
     wrong = 0
-    for twin, dtype in itertools.product(listed(), limits):
+    for twin, dtype in itertools.product(TWINS, limits):
         if chosen and twin.name not in chosen:
             continue
         module, torch_loss, args = torch_side(twin, dtype)
@@ -213,7 +205,7 @@ def scored(twin, dtype, paths):
 def main(chosen, folder):
     """The table and the score in each type."""
     types = ("float32", "bfloat16")
-    twins = [twin for twin in listed() if twin.name in chosen or not {*chosen} - {*types}]
+    twins = [twin for twin in TWINS if twin.name in chosen or not {*chosen} - {*types}]
     print(f"{'twin':11} {'mistake':22} {'type':8} verdict  expected | found")
     scores = []
     for dtype in [dtype for dtype in types if dtype in chosen or not {*types} & {*chosen}]:

@@ -1,4 +1,4 @@
-"""What the six pairs of models have in common: the form of a twin and of a bug, and helpers."""
+"""What the pairs of models have in common: the form of a twin and of a bug, and helpers."""
 
 import dataclasses
 from collections.abc import Callable

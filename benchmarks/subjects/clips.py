@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 import clipgrad as cg
 from benchmarks import torch_peers, trees
 from benchmarks.peers import by_leaf, update_of
 from benchmarks.rows import OURS, PEER, Absent, Row, Scale, Side, jitted
+from benchmarks.subjects.names import NARROW
 
 TITLE = "Clips by value, leaf, block and unit"
 CLIPS = {
@@ -18,16 +20,17 @@ CLIPS = {
 }
 
 
-def sides(name: str, shapes: Any) -> list[Side | Absent]:
-    """Ours, optax's, and torch's where it has one."""
+def sides(name: str, shapes: Any, dtype: Any = jnp.float32) -> list[Side | Absent]:
+    """Ours, optax's, and in float32 torch's where it has one."""
     ours, theirs, of_torch, limit = CLIPS[name]
-    grads, params = trees.normal(shapes), trees.normal(shapes, 0.05, seed=1)
+    grads = trees.normal(shapes, dtype=dtype)
+    params = trees.normal(shapes, 0.05, seed=1, dtype=dtype)
     args = (grads, params) if name == "adaptive" else (grads,)
     found: list[Side | Absent] = [
         jitted("clipgrad", OURS, update_of(ours(limit)), *args),
         jitted("optax", PEER, update_of(theirs(limit)), *args),
     ]
-    if of_torch is not None:
+    if of_torch is not None and dtype == jnp.float32:
         label = "torch, timm's formula" if name == "adaptive" else "torch"
         found.append(torch_peers.torch_clip(label, of_torch(limit), grads, params))
     return found
@@ -39,8 +42,13 @@ def rows(scale: Scale) -> list[Row]:
         "ResNet-50": trees.resnet(scale(64, 4), tuple(map(scale, (3, 4, 6, 3)))),
         f"{scale(12)}-layer transformer": trees.transformer(scale(512, 16), scale(12)),
     }
-    return [
+    found = [
         Row(f"{clip}, {model}", lambda c=clip, s=shapes: sides(c, s))
         for clip in CLIPS
         for model, shapes in models.items()
+    ]
+    return found + [
+        Row(f"{clip}, {model}, bfloat16", lambda c=clip, s=s: sides(c, s, jnp.bfloat16), NARROW)
+        for clip in CLIPS
+        for model, s in list(models.items())[1:]
     ]

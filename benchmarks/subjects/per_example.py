@@ -11,29 +11,16 @@ import optax
 import clipgrad as cg
 from benchmarks import models, per_example_models
 from benchmarks.per_example_models import Model
-from benchmarks.rows import (
-    FLOOR,
-    OURS,
-    PEER,
-    SETTING,
-    Absent,
-    Row,
-    Scale,
-    Side,
-    jitted,
-    optional,
-)
+from benchmarks.rows import FLOOR, OURS, PEER, Absent, Row, Scale, Side, jitted, optional
 from benchmarks.subjects.names import NARROW
 
 TITLE = "Clip of each example's gradient"
 
 
-def clipped(model: Model, method: str, microbatch: int | None = None) -> Callable:
+def clipped(model: Model, microbatch: int | None = None) -> Callable:
     """The sum of the clipped gradients by this library."""
     rule = cg.ClipByGlobalNorm(model.limit)
-    per_example = cg.clip_per_example(
-        model.loss, rule, reduce="sum", microbatch=microbatch, method=method
-    )
+    per_example = cg.clip_per_example(model.loss, rule, reduce="sum", microbatch=microbatch)
     return lambda params, batch: per_example(params, batch)[1]
 
 
@@ -95,9 +82,7 @@ def sides(
         return jitted(name, kind, fun, model.params, batch, numbers=numbers)
 
     return [
-        side("clipgrad", OURS, clipped(model, "auto", microbatch)),
-        side("one pass", SETTING, clipped(model, "one pass", microbatch)),
-        side("two passes", SETTING, clipped(model, "two passes", microbatch)),
+        side("clipgrad", OURS, clipped(model, microbatch)),
         side("optax, all at once", PEER, optax_sum(model)),
         side("no clip", FLOOR, unclipped(model), None),
         privacy(model, batch, microbatch),

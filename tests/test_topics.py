@@ -1,0 +1,153 @@
+"""Every topic of the documents that this library grew from is taught at one of these places.
+
+The documents are Paddle's on error clip, gradient clip and gradient check, Composer's method card,
+and PyTorch's notes on autograd. A place is a page or a notebook, with a heading.
+"""
+
+import pytest
+
+from tests.test_docs import DOCS, ROOT, anchors
+
+# A document, a place, and the topics that are taught there.
+TABLE = """
+# Paddle: error clip
+exploding.md
+    the reason: gradients that explode
+2_error_clip#1-what-is-an-error-clip
+    the idea: a gradient is clipped before the next gradient operator takes it
+2_error_clip#7-which-rules-are-there-and-how-do-i-write-one
+    `ErrorClipByValue(max, min)`; without `min` the lower bound is `-max`
+2_error_clip#3-how-do-i-clip-one-value
+    `None`: no error clip
+2_error_clip#6-what-if-every-value-is-to-be-clipped
+    an argument of `minimize`, for all gradients
+2_error_clip#3-how-do-i-clip-one-value
+    an attribute of one variable
+coming_from/paddle.md#how-paddle-builds-it-and-what-takes-its-place
+    how it is built: the callback for each gradient operator
+2_error_clip#2-is-it-not-eight-lines-of-my-own
+    how it is built in JAX: a `custom_vjp` of eight lines, and where it fails
+2_error_clip#7-which-rules-are-there-and-how-do-i-write-one
+    a base class for own clips
+# Paddle: gradient clip
+3_gradient_clipping#what-does-each-rule-do-to-a-gradient
+    by value, by norm, by global norm
+coming_from/paddle.md#gradient-clip
+    excluded parameters, `need_clip=False`
+coming_from/optax.md#some-of-the-parameters
+    groups of parameters with a norm of their own
+# Paddle: auto gradient check
+4_checking_gradients#why-check-by-numbers
+    why a backward pass needs a numeric check: three reasons
+    the two advantages of a numeric gradient
+4_checking_gradients#how-good-is-a-finite-difference
+    the theory: Taylor's argument, Stanford's note
+4_checking_gradients#how-is-the-whole-gradient-computed
+    `get_numerical_gradient` with `delta`
+    why an output and an input are named
+    the loop over the elements
+4_checking_gradients#how-do-i-check-my-own-rule
+    three gradients: numeric, of the CPU, of the GPU
+    `check_grad`: `no_grad_set` is `no_grad`, `only_cpu` is `devices`
+coming_from/paddle.md#gradient-check
+    `max_relative_error`, and absolute errors near zero
+4_checking_gradients#when-are-two-numbers-the-same
+    the published rule of closeness, which is 2 for two equal negative gradients
+4_checking_gradients#what-happens-at-a-kink
+    inputs that avoid numeric trouble: kinks, saturation
+# Composer: gradient clipping
+exploding.md#the-discovery-and-the-remedies
+    vanishing and exploding gradients, and where the idea comes from
+which_clip.md#where-in-the-chain
+    the clip comes after the backward pass and before the step
+3_gradient_clipping#what-does-each-rule-do-to-a-gradient
+    the formula by value, with a picture
+3_gradient_clipping#one-norm-or-one-for-each-leaf
+    the formula by norm, in five steps, with a picture
+3_gradient_clipping#what-is-large-for-these-weights
+    the adaptive formula, with a picture; its units: rows, filters, whole biases
+coming_from/composer.md#as-a-function
+    the function, `apply_gradient_clipping`
+coming_from/composer.md#with-the-trainer
+    the trainer with the algorithm `GradientClipping`
+coming_from/composer.md#the-events-of-the-trainer
+    at which event it runs, `Event.AFTER_TRAIN_BATCH`
+coming_from/composer.md#suggested-thresholds
+    suggested thresholds, and their context
+    adaptive clipping belongs to NF-ResNets and did not help a plain ResNet
+which_clip.md#which-threshold
+    watch the norms of many updates to choose a threshold
+# PyTorch: autograd mechanics
+1_autograd#1-how-is-a-computation-recorded
+    how the history is recorded
+1_autograd#what-happens-to-pythons-control-flow
+    Python's control flow in the graph
+1_autograd#2-what-are-leaves-and-how-do-i-get-the-gradient-of-an-intermediate-value
+    leaves, `requires_grad`
+1_autograd#5-how-do-i-turn-gradients-off
+    excluded parts of a model, fine-tuning
+1_autograd#4-what-is-saved-for-the-backward-pass-and-who-decides-that
+    saved tensors: saving, packing, moving to the host
+1_autograd#no_grad-inference_mode-no-call-of-grad
+    `no_grad`, inference mode
+1_autograd#detach-stop_gradient
+    `detach`
+1_autograd#train-and-eval-an-argument
+    `train()` and `eval()`, which are not modes of autograd
+1_autograd#all-of-them-in-one-loop-training-with-evaluation
+    a training loop with evaluation
+1_autograd#3-can-i-run-the-backward-pass-twice
+    `retain_graph`, a second backward pass
+1_autograd#2-what-are-leaves-and-how-do-i-get-the-gradient-of-an-intermediate-value
+    hooks on tensors and modules
+1_autograd#8-what-differs-in-the-details
+    operations in place and their checks; kinks; complex numbers
+# PyTorch: extending autograd
+1_autograd#6-how-do-i-write-my-own-derivative-rule
+    a function with `forward` and `backward`, in four steps
+    `save_for_backward`
+1_autograd#what-else-ctx-can-do-setup_context-mark_dirty-mark_non_differentiable
+    `setup_context`, `mark_dirty`, `mark_non_differentiable`
+1_autograd#arguments-that-are-not-arrays-nondiff_argnums
+    arguments that are not tensors
+1_autograd#integer-inputs-none-and-float0
+    `None` as a gradient
+1_autograd#only-what-is-needed-symbolic_zeros
+    `needs_input_grad`, `set_materialize_grads`
+1_autograd#forward-mode-custom_jvp
+    forward mode
+1_autograd#do-second-derivatives-work
+    double backward, `once_differentiable`
+1_autograd#a-linear-layer-with-its-own-vjp-and-an-optional-bias
+    the example: a linear layer with an optional bias
+1_autograd#7-how-do-i-find-out-that-a-rule-is-wrong
+    `gradcheck`, `gradgradcheck`
+"""
+
+
+def rows():
+    """Document, topic and place."""
+    document = place = None
+    for line in TABLE.strip().splitlines():
+        if line.startswith("# "):
+            document = line[2:]
+        elif line.startswith(" "):
+            yield document, line.strip(), place
+        else:
+            place = line
+
+
+ROWS = list(rows())
+
+
+@pytest.mark.parametrize("document, topic, place", ROWS)
+def test_a_topic_is_taught_at_a_place_that_exists(document, topic, place):
+    name, _, anchor = place.partition("#")
+    path = ROOT / "notebooks" / f"{name}.ipynb" if name[0].isdigit() else DOCS / name
+    assert path.is_file()
+    assert not anchor or anchor in anchors(path)
+
+
+def test_no_topic_is_left_out():
+    documents = [document for document, _, _ in ROWS]
+    assert [documents.count(name) for name in dict.fromkeys(documents)] == [9, 3, 11, 11, 12, 10]
