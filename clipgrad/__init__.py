@@ -9,7 +9,6 @@ import warnings
 from clipgrad import _lazily
 from clipgrad import published as published
 from clipgrad import types as types
-from clipgrad._error_clip import adaptive_error_clip as adaptive_error_clip
 from clipgrad._error_clip import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._error_clip import error_clip_by_name as error_clip_by_name

@@ -8,7 +8,6 @@ if typing.TYPE_CHECKING:
     from clipgrad._check import GradCheckReport as GradCheckReport
     from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
-    from clipgrad._error_clip import ErrorClipHistory as ErrorClipHistory
     from clipgrad._gradient_clip import GradientClipState as GradientClipState
     from clipgrad._gradient_clip import SkipSpikesState as SkipSpikesState
     from clipgrad._gradient_clip import UClipState as UClipState
@@ -21,7 +20,6 @@ if typing.TYPE_CHECKING:
 _HOMES = {
     "Capture": "_recorder",
     "ClipStats": "_stats",
-    "ErrorClipHistory": "_error_clip",
     "GradCheckReport": "_check",
     "GradientClipState": "_gradient_clip",
     "GradientComparison": "_compare",

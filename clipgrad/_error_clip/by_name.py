@@ -10,7 +10,6 @@ import jax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
-from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._frameworks import with_models
@@ -148,7 +147,7 @@ class ByName(_jaxpr.Hook):
 
     @property
     def is_reusable(self) -> bool:
-        return all(map(is_own, map(_now, self.rules.values())))
+        return all(map(is_own, self.rules.values()))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped result of a tag; None for an equation with names inside."""
@@ -171,27 +170,21 @@ class ByName(_jaxpr.Hook):
 
         return _names.ModuleValues(self, jaxpr, leave, self.active)
 
-    def steps(self, equation: Any) -> Any:
-        """The probes, and the limits, with an entry for each step of this scan."""
+    def steps(self, equation: Any) -> dict[str, ClipStats]:
+        """The probes with an entry for each step of this scan."""
         inner = self._part_inside(equation)
-        probes = {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
-        rules = {n: rule for n, rule in inner.rules.items() if isinstance(rule, Stepwise)}
-        limits = {name: rule.limits for name, rule in rules.items() if rule.limits.ndim}
-        for name in limits:
-            rules[name].check_length(name, equation.params["length"])
-        return probes, limits
+        return {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
-        """The clips inside of an equation, with the probes and the limits of this step."""
-        inner, (probes, limits) = self._part_inside(equation), step or ({}, {})
-        rules = {n: dataclasses.replace(inner.rules[n], limits=limits[n]) for n in limits}
-        return dataclasses.replace(inner, probes=inner.probes | probes, rules=inner.rules | rules)
+        """The clips inside of an equation, with the probes of this step."""
+        inner = self._part_inside(equation)
+        return dataclasses.replace(inner, probes=inner.probes | (step or {}))
 
     def _has(self, name: Any) -> bool:
         return name in self.rules or name in self.probes
 
     def _clip(self, name: str, x: Any) -> Any:
-        return clip_cotangent(x, _now(self.rules.get(name)), probe=self.probes.get(name))
+        return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
 
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
@@ -207,14 +200,10 @@ class ByName(_jaxpr.Hook):
         return ByName(rules, probes, self.modules & names, active, scopes)
 
 
-def _now(rule: Any) -> Any:
-    return rule.now if isinstance(rule, Stepwise) else rule
-
-
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
     mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
-    rules = [(name, _now(c.rule)) for name, c in names.items() if (name, c.kind) in mapped]
+    rules = [(name, c.rule) for name, c in names.items() if (name, c.kind) in mapped]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
     batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
     if batches:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._compat import exportable
-from clipgrad._error_clip import AdaptiveRules, Rules, with_stats
+from clipgrad._error_clip import Rules, checked_rules, with_stats
 from clipgrad._frameworks import (
     Parameters,
     as_static,
@@ -57,13 +57,10 @@ class TrainState(NamedTuple):
     Attributes:
       params: the parameters.
       opt_state: the state of the optimizer.
-      error_clip: an `ErrorClipHistory` for each name whose error clip has an adaptive threshold;
-        ``None`` if there are none, and before the first step without a batch in ``step.init``.
     """
 
     params: Any
     opt_state: Any
-    error_clip: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +75,10 @@ class TrainStep:
 
     update: Any
     optimizer: optax.GradientTransformation
-    histories: Callable[[Any, Any], Any] | None = None
     wrt: Any = None
 
-    def init(self, params: Any, batch: Any = None) -> TrainState:
-        """The first state; it has copies, because a step may overwrite the buffers of its state.
-
-        Error clips with an adaptive threshold have a history for each name and scan step, which
-        only a batch tells: pass one (its values don't matter) where the structure of the state must
-        not change, as in `jax.lax.scan`; else the first step makes the histories.
-        """
+    def init(self, params: Any) -> TrainState:
+        """The first state; it has copies, because a step may overwrite the buffers of its state."""
         check_tree("params", params)
         if not has_modules(params):  # leaves of a module that are not floating arrays stay
             check_leaves("params", params)
@@ -95,19 +86,12 @@ class TrainStep:
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
-        state = TrainState(params, opt_state)
-        return state if batch is None else self._with_histories(state, batch)
-
-    def _with_histories(self, state: TrainState, batch: Any) -> TrainState:
-        if self.histories is None or state.error_clip is not None:
-            return state
-        return state._replace(error_clip=self.histories(state.params, batch))
+        return TrainState(params, opt_state)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         _check_state(state, batch)
         check_tree("batch", batch)
-        state = self._with_histories(state, batch)
         try:
             state, metrics = self.update(as_static(state), batch)
             return from_static(state), metrics
@@ -169,9 +153,6 @@ def train_step(
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
         batch, they are k times as large, so make a limit by value k times as large, too.
-        ``ClipByNorm(threshold)`` and ``ClipByGlobalNorm(threshold)`` may have an adaptive threshold
-        such as ``PercentileThreshold(90)``: the state then has a history of the cotangent's norm
-        for each name and scan step, see `adaptive_error_clip`.
       watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
         them to an axis that is kept, see `with_value_stats`.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
@@ -215,24 +196,18 @@ def train_step(
       [-0.6 -0.8] 5.0 1.0
     """
     _check_arguments(loss_fn, accumulate)
+    checked_rules(error_clip or {})
     optimizer = as_optimizer("optimizer", optimizer)
-    adaptive, watches = AdaptiveRules.of(error_clip or {}), watch_values is not None
+    watches = watch_values is not None
     seen_loss = (
         with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux) if watches else loss_fn
     )
-
-    def gradients_of(rules: Rules | None) -> Gradients:
-        gradients = _gradients(seen_loss, has_aux or watches, rules)
-        return accumulated(gradients, accumulate) if accumulate > 1 else gradients
-
-    def histories(params: Any, batch: Any) -> Any:
-        watched, given = gradients_of(dict.fromkeys(adaptive.rules)), take_apart(params, wrt)
-        return adaptive.first(jax.eval_shape(lambda batch: watched(given, batch)[2], batch))
+    gradients = _gradients(seen_loss, has_aux or watches, error_clip)
+    if accumulate > 1:
+        gradients = accumulated(gradients, accumulate)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         state = from_static(state)
-        kept = state.error_clip
-        gradients = gradients_of(error_clip if kept is None else adaptive.bound(kept))
         given = take_apart(state.params, wrt)
         (loss, aux), grads, stats, after = gradients(given, batch)
         aux, values = _apart(aux, has_aux, accumulate) if watches else (aux, {})
@@ -249,11 +224,10 @@ def train_step(
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
-        kept = None if kept is None else adaptive.after(kept, stats, accumulate)
-        return as_static(TrainState(params, opt_state, kept)), metrics
+        return as_static(TrainState(params, opt_state)), metrics
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
-    return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None, wrt)
+    return TrainStep(compiled, optimizer, wrt)
 
 
 def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
