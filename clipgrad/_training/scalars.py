@@ -10,7 +10,6 @@ import numpy as np
 from clipgrad._frameworks import without_variables
 from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
 from clipgrad._stats import ClipStats
-from clipgrad._training.by_module import by_module
 from clipgrad._training.train_step import TrainState
 from clipgrad._trees import check_tree, instances, is_array, with_paths
 from clipgrad._values import ValueStats
@@ -25,19 +24,13 @@ _OF_SKIPS += ("nonfinite_consecutive",)
 _SCALAR_STATES = ClipStats | ValueStats | GradientClipState | SkipSpikesState
 
 
-def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
+def scalars(tree: Any) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
     Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction``, ``nonfinite``
     and ``zeros`` below their name, statistics of values ``norm``, ``rms``, ``max``, ``zeros`` and
     ``nonfinite``. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
-
-    With ``by="module"`` the names tell two kinds of norms apart. ``cotangent/blocks/3/norm`` is the
-    norm of the cotangents of a module's outputs, from the statistics of
-    `value_and_grad_with_stats` and of an error clip. ``grad/blocks/3/norm`` is the norm of the
-    gradients of a module's *parameters*, submodules included; below the name of a clip with
-    ``stats="per_leaf"`` it is the norm that this clip measured.
 
     Guarantees:
       * Works under `jax.jit`. Values have at most one axis: one entry for each step of a scan, or
@@ -48,16 +41,13 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     Args:
       tree: the statistics of `value_and_grad_with_stats` or `with_value_stats`, the metrics or the
         state of `train_step`, the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a
-        `ClipStats` or `ValueStats`, or a dictionary or tuple of such. With ``by="module"`` also a
-        tree of gradients, alone or in a dictionary as ``"grads"``.
-      by: ``"module"``, or ``None``.
+        `ClipStats` or `ValueStats`, or a dictionary or tuple of such.
 
     Returns:
       A dictionary from names, joined by ``/``, to arrays.
 
     Raises:
-      ValueError: if there is nothing to log in ``tree``, two values have the same name, or ``by``
-        is another word.
+      ValueError: if there is nothing to log in ``tree``, or two values have the same name.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -66,18 +56,12 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
       ...         h = 2 * x
       ...     return (h ** 2).sum()
       >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
-      >>> print(float(cg.scalars(stats)["attn/norm"]))
+      >>> found = cg.scalars(stats)    # wandb.log(found)
+      >>> print(float(found["attn/norm"]))
       8.0
-      >>> grads = {"attn": {"q": jnp.array([3.0]), "k": jnp.array([4.0])}}
-      >>> found = cg.scalars({"grads": grads, **stats}, by="module")    # wandb.log(found)
-      >>> print(float(found["grad/attn/norm"]), float(found["cotangent/attn/norm"]))
-      5.0 8.0
     """
     check_tree("tree", tree)
-    if by not in (None, "module"):
-        raise ValueError(f'by: got {by!r}, expected "module" or None')
     tree = without_variables(tree)
-    tree = tree if by is None else by_module(tree)
     found: dict[str, jax.Array] = {}
     for name, value in _items("", tree, _clip_names(tree)):
         if name in found:

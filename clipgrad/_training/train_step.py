@@ -1,6 +1,5 @@
 """A training step that is compiled once and says what was clipped."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -20,17 +19,9 @@ from clipgrad._frameworks import (
     is_model,
     take_apart,
 )
-from clipgrad._gradient_clip import (
-    GradientClipState,
-    SkipSpikesState,
-    as_optimizer,
-    asking_for_stats,
-    stats_in,
-    with_room,
-    without_room,
-)
+from clipgrad._gradient_clip import GradientClipState, SkipSpikesState, as_optimizer
 from clipgrad._numerics import global_norm
-from clipgrad._stats import ClipStats, count_nonfinite
+from clipgrad._stats import count_nonfinite
 from clipgrad._training.accumulate import Gradients, accumulated
 from clipgrad._trees import (
     check_leaves,
@@ -123,12 +114,10 @@ def train_step(
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
         and then clipped once. A microbatch has every k-th example, so the devices that share the
         batch share each microbatch.
-      * The state is the optimizer's state. The metrics have the statistics of every gradient clip
-        in it, with ``stats=True`` or without, in any wrapper: ``optax.MultiSteps``,
-        ``optax.masked``, your own. If a wrapper does not keep the state of the clip, there are no
-        statistics, and a warning says so.
-      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
-        in a skipped step, has statistics of size 0 there: norm 0, scale 1.
+      * The metrics have the statistics of every gradient clip with ``stats=True`` in the state of
+        the optimizer, in any wrapper: ``optax.MultiSteps``, ``optax.masked``, your own. A clip that
+        does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or in a
+        skipped step, has those of the step in which it last did.
       * A model of flax NNX among the parameters is trained as by ``nnx.grad`` and
         ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are differentiated and updated, and its
         other state, such as statistics of batches and counts of random numbers, is in the next
@@ -147,8 +136,7 @@ def train_step(
         may be a model of flax NNX, or a tree with such models.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
-        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``, and
-        with ``watch_values`` ``max_logits``, see `qk_clip`.
+        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
       error_clip: a rule for each name of a variable inside ``loss_fn``, a tag, the path of a
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
@@ -165,17 +153,20 @@ def train_step(
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
       The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
-      clip), ``nonfinite`` (the number of gradient elements that are NaN or inf) and ``clips`` (the
-      `ClipStats` of each gradient clip in the optimizer, in the order of its state). With exactly
-      one clip they have ``measured_norm`` (the L2 norm that the clip measured, which is not
-      ``grad_norm`` with ``where=``, a mask or an earlier transformation), ``clipped_norm`` (the
-      norm after the clip) and ``clip_scale`` (their ratio); with one clip of ``stats="per_leaf"``
-      ``leaves`` (the `ClipStats` of each leaf by path: ``zeros`` is 1 where the gradient is exactly
-      zero); with `skip_spikes` ``skipped`` and
-      ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
-      of each name (added up over microbatches); with ``watch_values`` a dictionary ``values`` of
-      the `ValueStats` of each name (joined over microbatches), of the parameters before the step;
-      with ``has_aux`` ``aux`` (stacked over microbatches).
+      clip) and ``nonfinite`` (the number of gradient elements that are NaN or inf), and
+
+      * with ``stats=True`` on a clip: ``clips`` (the `ClipStats` of each such clip, in the order of
+        the optimizer's state), and of the last one ``measured_norm`` (the L2 norm that the clip
+        measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
+        transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale`` (their
+        ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``zeros`` is
+        1 where the gradient is exactly zero);
+      * with `skip_spikes`: ``skipped`` and ``nonfinite_consecutive``;
+      * with ``error_clip``: a dictionary ``error_clip`` of the `ClipStats` of each name (added up
+        over microbatches);
+      * with ``watch_values``: a dictionary ``values`` of the `ValueStats` of each name (joined over
+        microbatches), of the parameters before the step;
+      * with ``has_aux``: ``aux`` (stacked over microbatches).
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
@@ -188,8 +179,8 @@ def train_step(
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
       >>> loss = lambda params, batch: jnp.sum(params["w"] * batch)
-      >>> optimizer = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0))
-      >>> step = cg.train_step(loss, optimizer)
+      >>> clip = cg.clip_by_global_norm(1.0, stats=True)
+      >>> step = cg.train_step(loss, optax.chain(clip, optax.sgd(1.0)))
       >>> state = step.init({"w": jnp.zeros(2)})
       >>> state, metrics = step(state, jnp.array([3.0, 4.0]))
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
@@ -216,10 +207,9 @@ def train_step(
 
         seen = combine(grads, zeros_for(overwriting))
         extra = {"value": loss, "grad": seen, "value_fn": _value_fn(loss_fn, has_aux, given, batch)}
-        extra |= {"max_logits": {n: s.highest for n, s in values.items()}} if watches else {}
-        updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
+        updates, opt_state = optimizer.update(seen, state.opt_state, after.trained, **extra)
         params = optax.apply_updates(after.trained, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
+        metrics = {"loss": loss, **_metrics(grads, opt_state)}
         skipped = metrics.get("skipped", False)
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
@@ -263,31 +253,10 @@ def _value_fn(
     """The loss as a function of what is trained, for an optimizer that searches along a line."""
 
     def value(trained: Any) -> Any:
-        with asking_for_stats(""):
-            result, _ = given.call(loss_fn, trained, given.state, batch)
+        result, _ = given.call(loss_fn, trained, given.state, batch)
         return result[0] if has_aux else result
 
     return value
-
-
-def _updated(
-    optimizer: optax.GradientTransformation,
-    grads: Any,
-    params: Any,
-    state: Any,
-    extra: dict[str, Any],
-) -> tuple[Any, Any, tuple[ClipStats, ...]]:
-    """The result of an optimizer, and the statistics of all clips in it.
-
-    Inside of this one update every clip has a state with statistics, whatever wraps it.
-    """
-    wide = state
-    # An init that has run on numbers may fail on shapes; then the clips say that there is no place.
-    with contextlib.suppress(Exception), asking_for_stats("init"):
-        wide = with_room(state, jax.eval_shape(optimizer.init, params))
-    with asking_for_stats("update"):
-        updates, after = optimizer.update(grads, wide, params, **extra)
-    return updates, without_room(after, state), stats_in(after)
 
 
 def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
@@ -310,25 +279,23 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     return gradients
 
 
-def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMetrics:
-    skips = instances(opt_state, SkipSpikesState)
-    metrics = {
+def _metrics(grads: Any, opt_state: Any) -> StepMetrics:
+    found: StepMetrics = {
         "grad_norm": global_norm(grads, axis_name=()),
         "nonfinite": count_nonfinite(grads),
-        "clips": clips,
     }
-    if len(clips) == 1:
-        (clip,) = clips
-        metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
-        metrics["clip_scale"] = clip.scale
-    by_leaf = [s.leaf_stats for s in instances(opt_state, GradientClipState) if s.leaf_stats]
-    if len(by_leaf) == 1:
-        metrics["leaves"] = by_leaf[0]
-    if skips:
-        metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
+    clips = [s for s in instances(opt_state, GradientClipState) if s.stats is not None]
+    if clips:
+        last = clips[-1].stats
+        found |= {"measured_norm": last.norm, "clipped_norm": last.clipped_norm}
+        found |= {"clip_scale": last.scale, "clips": tuple(clip.stats for clip in clips)}
+    for leaves in (clip.leaf_stats for clip in clips if clip.leaf_stats):
+        found["leaves"] = leaves
+    if skips := instances(opt_state, SkipSpikesState):
+        found["skipped"] = jnp.stack([s.skipped for s in skips]).any()
         in_a_row = jnp.stack([s.nonfinite_consecutive for s in skips])
-        metrics["nonfinite_consecutive"] = in_a_row.max()
-    return metrics
+        found["nonfinite_consecutive"] = in_a_row.max()
+    return found
 
 
 def _check_numbers(params: Any) -> None:
