@@ -12,14 +12,17 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
+from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
 from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
+from clipgrad._trees import explain_call
 
 ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 
+@explain_call('write {"name": rule}')
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
     r"""Clips the cotangents of variables inside a function by name, without editing it.
 
@@ -67,7 +70,9 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         `jax.lax.map`, per batch of ``batch_size``. A `jax.vmap` of the result clips each example.
       * Mutated state, in flax NNX models among the arguments and in references (`jax.new_ref`), is
         updated exactly as without clips. Other containers are values, as in `jax.jit`.
-      * A gradient that ``fun`` computes inside is part of its value, and is not clipped.
+      * A gradient that ``fun`` computes inside is part of its value, and is not clipped. If it is
+        what ``fun`` returns, as in ``error_clip_by_name(jax.grad(loss), rules)``, a warning says to
+        write ``jax.grad(error_clip_by_name(loss, rules))``.
       * The rules of a `jax.custom_vjp` or `jax.custom_jvp` may close over values of ``fun`` that do
         not depend on the differentiated arguments, except values of a `jax.vmap` inside ``fun``.
       * The result can be transformed again, with this or another clip, `jax.jit`, `jax.grad` or
@@ -115,6 +120,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         traced = _jaxpr.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
         warn_of_batches(traced.program, names, caller, stacklevel=8)
+        warn_of_own_gradients(traced.program, names, caller, stacklevel=8)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]

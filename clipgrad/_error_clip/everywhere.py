@@ -12,12 +12,15 @@ from jax.extend.core import DropVar, Literal, Var
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import check_function, rule_of_variable
+from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
 from clipgrad._rules import is_own
+from clipgrad._trees import explain_call
 
 Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 
 
+@explain_call()
 def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
     r"""Clips the cotangent of every value that a function computes.
 
@@ -70,6 +73,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
+        warn_of_own_gradients(traced.program, None, "error_clip_everywhere", stacklevel=8)
         results = range(len(_jaxpr.opened(traced.program)[0].outvars))
         return traced.evaluate(args, kwargs, _Everywhere(rule, _ends(traced.program, results)))
 

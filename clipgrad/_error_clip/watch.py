@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +31,12 @@ from clipgrad._names import (
 )
 from clipgrad._program import active_variables
 from clipgrad._stats import ClipStats
-from clipgrad._trees import check_tree, described, loss_and_aux
+from clipgrad._trees import check_tree, described, explain_call, loss_and_aux
 
 _CALLER = "value_and_grad_with_stats"
 
 
+@explain_call()
 def value_and_grad_with_stats(
     fun: Callable[..., Any],
     argnums: Any = 0,
@@ -108,36 +109,39 @@ def value_and_grad_with_stats(
       >>> print(value, grads, stats["h"].norm)
       15.0 17.0 [8. 4. 2. 1.]
     """
-    return with_stats(fun, argnums, has_aux, rules, watch, model_value_and_grad)
+    named = checked_rules({} if rules is None else rules)
+    return with_stats(fun, argnums, has_aux, named, watch, model_value_and_grad, _CALLER)
 
 
 def with_stats(
     fun: Callable[..., Any],
     argnums: Any,
     has_aux: bool,
-    rules: Rules | None,
+    rules: dict[str, Any],
     watch: Iterable[str] | None,
     value_and_grad: Callable[..., Any],
+    caller: str,
 ) -> Callable[..., Any]:
-    """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
-    named = checked_rules({} if rules is None else rules)
+    """`value_and_grad_with_stats` for a caller, with rules that are checked.
+
+    ``value_and_grad(args)`` is what is called in place of JAX's function.
+    """
     watched = checked_watch(watch)
-    wanted, is_one = _checked_argnums(argnums), not isinstance(argnums, Iterable)
-    first, *_ = chosen = [each.position for each in wanted]
+    chosen, is_one = _checked_argnums(argnums), not isinstance(argnums, Iterable)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not all(-len(args) <= i < len(args) for i in chosen):
-            _raise_as_jax(fun, chosen[0] if is_one else tuple(chosen), has_aux, args, kwargs)
-        arrays = _as_arrays(args, chosen)
-        filters = {each.position % len(args): each.filter for each in wanted}
+        positions = [each.position for each in chosen]
+        if not all(-len(args) <= i < len(args) for i in positions):
+            _raise_as_jax(fun, positions[0] if is_one else tuple(positions), has_aux, args, kwargs)
+        filters = {each.position % len(args): each.filter for each in chosen}
+        arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
-        names, probes = _named(traced.program, named, watched)
-        warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
+        names, probes = _named(traced.program, rules, watched, caller)
+        warn_of_batches(traced.program, names, caller, stacklevel=3)
 
         def with_probes(*packed: Any) -> Any:
-            *args, kwargs = packed
-            args[first], probes = args[first]
+            *args, kwargs, probes = packed
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 apart = isinstance(function, Pure)
@@ -149,15 +153,13 @@ def with_stats(
             loss_and_aux("fun", result, has_aux)
             return result
 
-        numbers = tuple(each.within(len(args)) for each in wanted)
+        # The keyword arguments and the probes, whose gradient is the statistics, come last, since
+        # NNX resolves keywords by the signature of `fun`.
+        numbers = (*(each.within(len(args)) for each in chosen), len(args) + 1)
         seen = (args, kwargs) if has_changes else [args[i] for i in filters]
-        argument = numbers[0] if is_one else numbers
-        differentiated = value_and_grad(seen)(with_probes, argnums=argument, has_aux=has_aux)
-        # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
-        packed = [(arg, probes) if i == first % len(args) else arg for i, arg in enumerate(args)]
-        value, grads = differentiated(*packed, kwargs)
-        (grad, stats), *others = (grads,) if is_one else grads
-        return value, (grad if is_one else (grad, *others)), stats
+        differentiated = value_and_grad(seen)(with_probes, argnums=numbers, has_aux=has_aux)
+        value, (*grads, stats) = differentiated(*args, kwargs, probes)
+        return value, (grads[0] if is_one else tuple(grads)), stats
 
     return run
 
@@ -181,15 +183,11 @@ class _Argument(NamedTuple):
 
 def _checked_argnums(argnums: Any) -> list[_Argument]:
     chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
-    if not chosen:
-        raise ValueError(
-            f"argnums: got {argnums!r}, expected the position of at least one argument to "
-            "differentiate"
-        )
-    if not all(hasattr(item, "__index__") or is_diff_state(item) for item in chosen):
-        raise TypeError(
+    if not chosen or not all(hasattr(x, "__index__") or is_diff_state(x) for x in chosen):
+        hint = f"; write rules={{{str(chosen)[1:-1]}: ...}}" if isinstance(argnums, Mapping) else ""
+        raise (TypeError if chosen else ValueError)(
             f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
-            "0 or (0, 1)"
+            f"0 or (0, 1){hint}"
         )
     return [
         _Argument(x.argnum, x.filter, x) if is_diff_state(x) else _Argument(operator.index(x))
@@ -225,14 +223,14 @@ def _check_is_floating(position: int, arg: Any) -> None:
 
 
 def _named(
-    program: Any, rules: Rules, watch: dict[str, Any] | None
+    program: Any, rules: Rules, watch: dict[str, Any] | None, caller: str
 ) -> tuple[Resolved, dict[str, ClipStats]]:
     """The rules of what is clipped or watched, and statistics of nothing for each name.
 
     These have an axis for each scan around all sites of the name.
     """
-    clipped = resolved(program, rules, _CALLER, CLIPPED)
-    names = watched_names(program, watch, _CALLER, CLIPPED) | clipped
+    clipped = resolved(program, rules, caller, CLIPPED)
+    names = watched_names(program, watch, caller, CLIPPED) | clipped
     probes, found = {}, [site for site in _names.sites(program) if site.has_cotangent]
     for name, chosen in names.items():
         own = [site for site in found if (site.name, site.kind) == (name, chosen.kind)]

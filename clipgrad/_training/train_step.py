@@ -187,13 +187,13 @@ def train_step(
       [-0.6 -0.8] 5.0 1.0
     """
     _check_arguments(loss_fn, accumulate)
-    checked_rules(error_clip or {})
+    rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
     optimizer = as_optimizer("optimizer", optimizer)
     watches = watch_values is not None
     seen_loss = (
         with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux) if watches else loss_fn
     )
-    gradients = _gradients(seen_loss, has_aux or watches, error_clip)
+    gradients = _gradients(seen_loss, has_aux or watches, rules)
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate)
 
@@ -259,7 +259,9 @@ def _value_fn(
     return value
 
 
-def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
+def _gradients(
+    loss_fn: Callable[..., Any], has_aux: bool, rules: dict[str, Any] | None
+) -> Gradients:
     """The gradients of a loss, with the statistics of its error clips."""
 
     def gradients(params: Parameters, batch: Any) -> Any:
@@ -270,9 +272,9 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
             return value, (aux, changes)
 
         plain = functools.partial(jax.value_and_grad, has_aux=True)
-        run = (
-            plain(loss) if rules is None else with_stats(loss, 0, True, rules, (), lambda _: plain)
-        )
+        run = plain(loss)
+        if rules is not None:
+            run = with_stats(loss, 0, True, rules, (), lambda _: plain, "train_step")
         (value, (aux, changes)), grads, *stats = run(params.trained, params.state, batch)
         return (value, aux), grads, stats[0] if stats else {}, params.after(changes)
 

@@ -1,5 +1,8 @@
 """Leaves of pytrees: paths, patterns, and which of them a clip acts on."""
 
+from clipgrad._trees.calls import check_arguments as check_arguments
+from clipgrad._trees.calls import explain_call as explain_call
+from clipgrad._trees.calls import parameter_names as parameter_names
 from clipgrad._trees.losses import check_scalar as check_scalar
 from clipgrad._trees.losses import loss_and_aux as loss_and_aux
 from clipgrad._trees.overwritten import overwrite as overwrite
@@ -8,7 +11,6 @@ from clipgrad._trees.overwritten import zeros_for as zeros_for
 from clipgrad._trees.selection import Selector as Selector
 from clipgrad._trees.selection import argument_name as argument_name
 from clipgrad._trees.selection import leaf_names as leaf_names
-from clipgrad._trees.selection import parameter_names as parameter_names
 from clipgrad._trees.selection import select as select
 from clipgrad._trees.selection import simple_paths as simple_paths
 from clipgrad._trees.selectors import Where as Where
