@@ -27,18 +27,17 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     r"""Clips the cotangents of variables inside a function by name, without editing it.
 
     A name is a tag or the path of a module. A *tag* names a value where it is computed:
-    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. Many models already have tags, for
-    `jax.checkpoint`. The *path of a module* consists of the `jax.named_scope`\ s around an
-    operation, such as ``"Transformer/block_3/attn"`` or ``"mlp/linear_0"``; flax Linen, Haiku and
-    Keras set one for each module. In flax NNX and Equinox it is the path of attributes, such as
-    ``"decoder/blocks/3/attn"``, in a model among the arguments, or in a model inside a list or
-    dictionary argument. `list_names` lists the names.
+    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
+    `jax.named_scope`\ s around an operation, such as ``"Transformer/block_3/attn"``; flax Linen,
+    Haiku and Keras set one for each module. In flax NNX and Equinox it is the path of attributes,
+    such as ``"decoder/blocks/3/attn"``, in a model among the arguments. `list_names` lists the
+    names.
 
     The variables of a module are its outputs: the values that are computed inside, and used or
     returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
     all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$; uses
-    inside the module are not clipped. ``fun`` itself does not change. Each call traces it once, as
-    `jax.jit` does; put the training step into `jax.jit`, so that this happens only once.
+    inside the module are not clipped. Each call traces ``fun`` once, as `jax.jit` does; put the
+    training step into `jax.jit`, so that this happens only once.
 
     A name may be a pattern: ``*`` stands for any text within a segment, ``**`` for any number of
     segments, as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. It selects among the names
@@ -50,17 +49,15 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         shardings. (A compiled gradient with a clip that acts is another program, which XLA may
         round differently. In eager code so is a function such as `jax.numpy.mean`, which JAX
         compiles as a whole.)
-      * The caller's models keep their classes and structure; inside ``fun`` each submodule of an
-        NNX or Equinox model has a subclass of its class. A model has no attribute paths if ``fun``
-        closes over it, or joins it with a tree from outside.
+      * The caller's models keep their classes and structure. A model has no attribute paths if
+        ``fun`` closes over it, or joins it with a tree from outside.
       * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
         `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
         `jax.checkpoint`.
-      * A `jax.lax.while_loop`, or a `jax.lax.fori_loop` whose bounds are not known, has no
-        cotangents inside, so nothing is clipped there. It runs, and differentiates forwards, as it
-        is: a name that is only there is accepted here, and an error where the gradient is computed
-        too, as by `train_step` and `value_and_grad_with_stats`.
+      * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. It runs, and
+        differentiates forwards, as it is: a name that is only there is accepted here, and an error
+        where the gradient is computed too, as by `train_step` and `value_and_grad_with_stats`.
       * Each array is a separate variable, at each step of a scan.
       * An operation with a program inside, such as a scan, uses a value where that program uses it;
         the results of the program leave the modules inside it. A module that is applied twice with

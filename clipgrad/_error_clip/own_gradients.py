@@ -2,10 +2,9 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
@@ -13,18 +12,6 @@ import clipgrad._names as _names
 # JAX has no public name for the entries that transformations leave in a name stack.
 with source_info_util.transform_name_stack("jvp"):
     _TRANSFORM = type(source_info_util.current_name_stack().stack[-1])
-
-
-class _Placed(NamedTuple):
-    """An equation with the transformations and the scopes around it, outside of its own program."""
-
-    equation: JaxprEqn
-    transforms: frozenset[str]
-    scopes: tuple[str, ...]
-
-    def has_name(self, name: str) -> bool:
-        is_tag = self.equation.primitive.name == "name" and self.equation.params["name"] == name
-        return is_tag or f"{'/'.join(self.scopes)}/".startswith(f"{name}/")
 
 
 def warn_of_own_gradients(
@@ -44,8 +31,8 @@ def warn_of_own_gradients(
     """
     if not _has_transposes(program) or _is_loss(program):
         return
-    placed = list(_placed(program, frozenset(), ()))
-    inside = [n for n in names or () if all("jvp" in p.transforms for p in placed if p.has_name(n))]
+    placed = list(_placed(program, frozenset(), ""))
+    inside = [n for n in names or () if all("jvp" in around for around in _around(n, placed))]
     if names is None or inside:
         what, rules = ("", "rule") if names is None else (f" for {inside}", "rules")
         warnings.warn(
@@ -56,41 +43,46 @@ def warn_of_own_gradients(
         )
 
 
+def _transforms(equation: Any) -> frozenset[str]:
+    stack = equation.source_info.name_stack.stack
+    return frozenset(entry.name for entry in stack if type(entry) is _TRANSFORM)
+
+
 @_jaxpr.read_once
 def _has_transposes(jaxpr: Any) -> bool:
     """Whether there is a step of a backward pass in a program, at any depth."""
     return any(
-        "transpose" in _transforms(equation)
-        or any(map(_has_transposes, _jaxpr.held_programs(equation)))
-        for equation in jaxpr.eqns
+        "transpose" in _transforms(e) or any(map(_has_transposes, _jaxpr.held_programs(e)))
+        for e in jaxpr.eqns
     )
-
-
-def _transforms(equation: JaxprEqn) -> frozenset[str]:
-    stack = equation.source_info.name_stack.stack
-    return frozenset(entry.name for entry in stack if type(entry) is _TRANSFORM)
 
 
 def _is_loss(program: Any, result: int = 0) -> bool:
     """Whether a result is one number, which no gradient inside has computed."""
     jaxpr, _ = _jaxpr.opened(program)
-    variable = jaxpr.outvars[result] if jaxpr.outvars else None
-    if variable is None or variable.aval.shape:
+    if not jaxpr.outvars or jaxpr.outvars[result].aval.shape:
         return False
-    for equation in jaxpr.eqns:
-        if any(variable is made for made in equation.outvars):
-            if _transforms(equation) or equation.primitive.name not in _jaxpr.JIT:
-                return not _transforms(equation)
-            place = [made is variable for made in equation.outvars].index(True)
-            return _is_loss(_jaxpr.called_program(equation), place)
+    for e in jaxpr.eqns:
+        places = [i for i, made in enumerate(e.outvars) if made is jaxpr.outvars[result]]
+        if places and e.primitive.name in _jaxpr.JIT and not _transforms(e):
+            return _is_loss(_jaxpr.called_program(e), places[0])
+        if places:
+            return not _transforms(e)
     return True
 
 
-def _placed(program: Any, transforms: frozenset[str], scopes: tuple[str, ...]) -> Iterator[_Placed]:
-    """The equations of a program and of those inside it."""
-    for equation in _jaxpr.opened(program)[0].eqns:
-        own = transforms | _transforms(equation)
-        path = (*scopes, *_names.path(equation))
-        yield _Placed(equation, own, path)
-        for inner in _jaxpr.held_programs(equation):
-            yield from _placed(inner, own, path)
+def _placed(program: Any, around: frozenset[str], path: str) -> Iterator[tuple[Any, Any, str]]:
+    """The equations in a program, with the transformations and the scopes around each of them."""
+    for e in _jaxpr.opened(program)[0].eqns:
+        own, scopes = around | _transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
+        yield e, own, scopes
+        for inner in _jaxpr.held_programs(e):
+            yield from _placed(inner, own, scopes)
+
+
+def _around(name: str, placed: list[tuple[Any, Any, str]]) -> Iterator[frozenset[str]]:
+    """The transformations around each variable with a name."""
+    for e, around, scopes in placed:
+        is_tag = e.primitive.name == "name" and e.params["name"] == name
+        if is_tag or scopes.startswith(f"{name}/"):
+            yield around

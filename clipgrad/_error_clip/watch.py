@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +54,15 @@ def value_and_grad_with_stats(
       * Value and gradient are the same as of
         ``jax.value_and_grad(error_clip_by_name(fun, rules))``; flax NNX models are differentiated
         as in ``nnx.value_and_grad``, with respect to their ``nnx.Param`` (or what an
-        ``nnx.DiffState`` in ``argnums`` selects), and mutated as ``fun`` does. Arguments with
-        Equinox modules are differentiated as in ``eqx.filter_value_and_grad``, with respect to
-        their floating arrays; the gradient has ``None`` for all other leaves.
+        ``nnx.DiffState`` in ``argnums`` selects), and arguments with Equinox modules as in
+        ``eqx.filter_value_and_grad``.
       * The statistics leave the compiled backward pass as the gradients do, without a callback;
         under `jax.jit` unused statistics are not computed.
-      * Value and gradient are bit-identical if a compiled program does not use the statistics, and
-        in eager code outside of a scan and of functions that JAX compiles as a whole there, such as
-        `jax.numpy.mean`. If a compiled program uses them, its rounding may change, because XLA then
-        stores a cotangent that it had fused.
+      * Value and gradient are bit-identical if a compiled program does not use the statistics. If
+        it uses them, its rounding may change, because XLA then stores a cotangent that it had
+        fused.
       * A name that is only in a `jax.lax.while_loop`, where values have no cotangents, is an error;
         if it is elsewhere too, it is clipped and counted there.
-      * Values in a module that do not depend on the differentiated arguments have no cotangent, and
-        are not counted.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
@@ -126,15 +122,12 @@ def with_stats(
 
     ``value_and_grad(args)`` is what is called in place of JAX's function.
     """
-    watched = checked_watch(watch)
-    chosen, is_one = _checked_argnums(argnums), not isinstance(argnums, Iterable)
+    watched, chosen = checked_watch(watch), _checked_argnums(argnums)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        positions = [each.position for each in chosen]
-        if not all(-len(args) <= i < len(args) for i in positions):
-            _raise_as_jax(fun, positions[0] if is_one else tuple(positions), has_aux, args, kwargs)
-        filters = {each.position % len(args): each.filter for each in chosen}
+        positions = _positions(chosen, len(args))
+        filters = dict(zip(positions, (getattr(x, "filter", None) for x in chosen), strict=True))
         arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
         names, probes = _named(traced.program, rules, watched, caller)
@@ -155,33 +148,20 @@ def with_stats(
 
         # The keyword arguments and the probes, whose gradient is the statistics, come last, since
         # NNX resolves keywords by the signature of `fun`.
-        numbers = (*(each.within(len(args)) for each in chosen), len(args) + 1)
-        seen = (args, kwargs) if has_changes else [args[i] for i in filters]
-        differentiated = value_and_grad(seen)(with_probes, argnums=numbers, has_aux=has_aux)
+        pairs = zip(chosen, positions, strict=True)
+        numbers = [type(x)(i, x.filter) if is_diff_state(x) else i for x, i in pairs]
+        seen = (args, kwargs) if has_changes else [args[i] for i in positions]
+        differentiated = value_and_grad(seen)(
+            with_probes, argnums=(*numbers, len(args) + 1), has_aux=has_aux
+        )
         value, (*grads, stats) = differentiated(*args, kwargs, probes)
-        return value, (grads[0] if is_one else tuple(grads)), stats
+        return value, (tuple(grads) if isinstance(argnums, Iterable) else grads[0]), stats
 
     return run
 
 
-def _raise_as_jax(fun: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> None:
-    jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
-
-
-class _Argument(NamedTuple):
-    """An argument to differentiate: its position, and which variables of a model."""
-
-    position: int
-    filter: Any = None
-    given: Any = None  # the `nnx.DiffState`
-
-    def within(self, count: int) -> Any:
-        """The argument as JAX or NNX takes it, of so many arguments."""
-        position = self.position % count
-        return position if self.given is None else type(self.given)(position, self.filter)
-
-
-def _checked_argnums(argnums: Any) -> list[_Argument]:
+def _checked_argnums(argnums: Any) -> list[Any]:
+    """The positions to differentiate, of which each may be an `nnx.DiffState`."""
     chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
     if not chosen or not all(hasattr(x, "__index__") or is_diff_state(x) for x in chosen):
         hint = f"; write rules={{{str(chosen)[1:-1]}: ...}}" if isinstance(argnums, Mapping) else ""
@@ -189,10 +169,18 @@ def _checked_argnums(argnums: Any) -> list[_Argument]:
             f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
             f"0 or (0, 1){hint}"
         )
-    return [
-        _Argument(x.argnum, x.filter, x) if is_diff_state(x) else _Argument(operator.index(x))
-        for x in chosen
-    ]
+    return chosen
+
+
+def _positions(chosen: list[Any], count: int) -> list[int]:
+    """The positions among so many arguments, from the first on."""
+    found = [x.argnum if is_diff_state(x) else operator.index(x) for x in chosen]
+    if wrong := [i for i in found if not -count <= i < count]:
+        raise ValueError(
+            f"argnums: got {wrong[0]}, expected the position of one of the {count} positional "
+            "arguments"
+        )
+    return [i % count for i in found]
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
