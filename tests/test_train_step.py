@@ -305,10 +305,10 @@ def test_a_limit_by_value_grows_with_the_number_of_microbatches():
 
 
 def test_wrong_error_clips_are_refused():
-    with pytest.raises(TypeError, match="error_clip: got ClipByValue.*expected a mapping from names"):
+    with pytest.raises(TypeError, match="error_clip: got ClipByValue.*expected a mapping from"):
         cg.train_step(tagged_loss, optax.sgd(0.1), error_clip=cg.ErrorClipByValue(1.0))
     step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
-    with pytest.raises(ValueError, match=r"^train_step: got 'q', expected a name that is .*\['h'\]"):
+    with pytest.raises(ValueError, match=r"^train_step: got 'q', expected a name .*\['h'\]"):
         step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
 
 

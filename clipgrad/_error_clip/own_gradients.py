@@ -31,7 +31,7 @@ def warn_of_own_gradients(
     """
     if not _has_transposes(program) or _is_loss(program):
         return
-    placed = list(_placed(program, frozenset(), ""))
+    placed = list(_with_transforms(program, frozenset(), ""))
     inside = [n for n in names or () if all("jvp" in around for around in _around(n, placed))]
     if names is None or inside:
         what, rules = ("", "rule") if names is None else (f" for {inside}", "rules")
@@ -71,13 +71,15 @@ def _is_loss(program: Any, result: int = 0) -> bool:
     return True
 
 
-def _placed(program: Any, around: frozenset[str], path: str) -> Iterator[tuple[Any, Any, str]]:
+def _with_transforms(
+    program: Any, around: frozenset[str], path: str
+) -> Iterator[tuple[Any, Any, str]]:
     """The equations in a program, with the transformations and the scopes around each of them."""
     for e in _jaxpr.opened(program)[0].eqns:
         own, scopes = around | _transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
         yield e, own, scopes
         for inner in _jaxpr.held_programs(e):
-            yield from _placed(inner, own, scopes)
+            yield from _with_transforms(inner, own, scopes)
 
 
 def _around(name: str, placed: list[tuple[Any, Any, str]]) -> Iterator[frozenset[str]]:

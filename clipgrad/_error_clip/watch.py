@@ -126,7 +126,7 @@ def with_stats(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        positions = _positions(chosen, len(args))
+        positions = _argnums_of_call(chosen, len(args))
         filters = dict(zip(positions, (getattr(x, "filter", None) for x in chosen), strict=True))
         arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
@@ -172,7 +172,7 @@ def _checked_argnums(argnums: Any) -> list[Any]:
     return chosen
 
 
-def _positions(chosen: list[Any], count: int) -> list[int]:
+def _argnums_of_call(chosen: list[Any], count: int) -> list[int]:
     """The positions among so many arguments, from the first on."""
     found = [x.argnum if is_diff_state(x) else operator.index(x) for x in chosen]
     if wrong := [i for i in found if not -count <= i < count]:

@@ -78,7 +78,7 @@ def explain_call(instead: str = "") -> Callable[[Explained], Explained]:
 def _misfit(
     function: Any, signature: inspect.Signature, args: Any, kwargs: Any, instead: str
 ) -> str:
-    """What to write in place of a call that does not fit; empty for one that does."""
+    """The error of a call that does not fit; empty for one that does."""
     known = signature.parameters
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in known.values()):
         return ""
@@ -86,7 +86,7 @@ def _misfit(
         own = next((name for name in ALIASES.get(wrong, []) if name in known), None)
         near = [own] if own else difflib.get_close_matches(wrong, known, 1)
         expected = near[0] if near else f"some of {', '.join(known)}"
-        value = f"={_shown(kwargs[wrong])}"
+        value = f"={_as_written(kwargs[wrong])}"
         return f"got {wrong}{value}, expected {expected}{value if near else ''}"
     positional = [name for name, p in known.items() if p.kind is not p.KEYWORD_ONLY]
     if len(args) <= len(positional):
@@ -104,7 +104,7 @@ def _misfit(
     return f"got {most}, ({', '.join(positional)}){'; ' * bool(hint)}{hint}"
 
 
-def _shown(value: Any) -> str:
+def _as_written(value: Any) -> str:
     """A number or a text as it is written; arrays and trees are never printed."""
     return repr(value) if isinstance(value, bool | int | float | str | None) else "..."
 
