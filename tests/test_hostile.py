@@ -297,7 +297,7 @@ def test_a_state_that_was_used_is_answered_by_what_to_write():
     step = cg.train_step(loss, optax.sgd(0.1))
     state = step.init({"w": jnp.ones(3)})
     after, _ = step(state, 1.0)
-    with pytest.raises(ValueError, match="state: got buffers that another step has overwritten"):
+    with pytest.raises(ValueError, match="state: got a buffer that another step has overwritten"):
         step(state, 1.0)
     assert np.isfinite(step(after, 1.0)[1]["loss"])
 

@@ -5,17 +5,16 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from clipgrad._elsewhere import spelled
 from clipgrad._gradient_clip.gradient_clip import gradient_clip
 from clipgrad._numerics import AxisName
 from clipgrad._rules import AdaptiveClip, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from clipgrad._thresholds import AdaptiveThreshold
-from clipgrad._trees import Where
+from clipgrad._trees import Where, explain_call
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
 
 
-@spelled(max_delta="max")  # optax.clip(max_delta)
+@explain_call()
 def clip_by_value(
     max: Threshold,
     min: Threshold | None = None,
@@ -52,6 +51,7 @@ def clip_by_value(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def clip_by_norm(
     max_norm: Threshold,
     ord: float | None = None,
@@ -92,6 +92,7 @@ def clip_by_norm(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def clip_by_global_norm(
     max_norm: Threshold,
     ord: float | None = None,
@@ -138,6 +139,7 @@ def clip_by_global_norm(
     return gradient_clip(rule, where=where, measure=measure, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def clip_by_block_rms(
     threshold: Threshold,
     *,
@@ -171,6 +173,7 @@ def clip_by_block_rms(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def adaptive_grad_clip(
     clipping: Threshold = 0.01,
     eps: Threshold = 1e-3,

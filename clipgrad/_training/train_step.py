@@ -29,6 +29,7 @@ from clipgrad._trees import (
     check_tree,
     combine,
     donated_leaf,
+    explain_call,
     instances,
     loss_and_aux,
     overwrite,
@@ -79,23 +80,16 @@ class TrainStep:
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
         return TrainState(params, opt_state)
 
+    @explain_call("write step(state, (x, y))")
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         _check_state(state, batch)
         check_tree("batch", batch)
-        try:
-            state, metrics = self.update(as_static(state), batch)
-            return from_static(state), metrics
-        except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error) or donated_leaf(state) is None:
-                raise
-            raise ValueError(
-                "state: got buffers that another step has overwritten, expected the state that the "
-                "last step returned; write state, metrics = step(state, batch), or "
-                "train_step(..., donate=False)"
-            ) from error
+        state, metrics = self.update(as_static(state), batch)
+        return from_static(state), metrics
 
 
+@explain_call()
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -238,6 +232,12 @@ def _check_state(state: Any, batch: Any) -> None:
         raise TypeError(
             f"state: got {type(state).__name__}, expected the state of a training step; {advice}: "
             "write step(state, batch)"
+        )
+    if (path := donated_leaf(state)) is not None:
+        raise ValueError(
+            f"state: got a buffer that another step has overwritten, at state{path}, expected the "
+            "state that the last step returned; write state, metrics = step(state, batch), or "
+            "train_step(..., donate=False)"
         )
 
 

@@ -152,3 +152,8 @@ def parameter_names(fun: Callable, count: int) -> list[str]:
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+
+
+def argument_name(which: int | str) -> str:
+    """An argument as messages name it: `args[0]`, `kwargs['x']`."""
+    return f"args[{which}]" if isinstance(which, int) else f"kwargs[{which!r}]"

@@ -19,11 +19,6 @@ def leaf_names(tree: Any, root: str) -> list[str]:
     return [root + jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def argument_name(which: int | str) -> str:
-    """An argument as `leaf_names` begin: `args[0]`, `kwargs['x']`."""
-    return f"args[{which}]" if isinstance(which, int) else f"kwargs[{which!r}]"
-
-
 def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     """Return the positions in `paths` that a selector means.
 
