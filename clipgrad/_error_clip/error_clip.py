@@ -75,7 +75,10 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 function(*args, **kwargs)  # says what is wrong in its own words
-                raise
+                raise TypeError(
+                    f"error_clip: got a call that does not fit the signature {signature} of the "
+                    "function, expected one that does; decorate the function that it wraps"
+                ) from None
             _clip_inputs(bound, chosen)
             result = function(*bound.args, **bound.kwargs)
             each, structure = jax.tree.flatten(outputs, is_leaf=_is_rule)
