@@ -176,7 +176,7 @@ def _argnums_of_call(chosen: list[Any], count: int) -> list[int]:
     """The positions among so many arguments, from the first on."""
     found = [x.argnum if is_diff_state(x) else operator.index(x) for x in chosen]
     if wrong := [i for i in found if not -count <= i < count]:
-        raise ValueError(
+        raise TypeError(
             f"argnums: got {wrong[0]}, expected the position of one of the {count} positional "
             "arguments"
         )
