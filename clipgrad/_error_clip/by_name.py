@@ -47,34 +47,25 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     Guarantees:
       * The result is bit-identical to the result of ``fun``, with its structure, weak types and
         shardings. (A compiled gradient with a clip that acts is another program, which XLA may
-        round differently. In eager code so is a function such as `jax.numpy.mean`, which JAX
-        compiles as a whole.)
-      * The caller's models keep their classes and structure. A model has no attribute paths if
-        ``fun`` closes over it, or joins it with a tree from outside.
+        round differently, and so is eager code that JAX compiles as a whole, as `jax.numpy.mean`.)
       * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
-        `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
-        `jax.checkpoint`.
-      * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. It runs, and
-        differentiates forwards, as it is: a name that is only there is accepted here, and an error
-        where the gradient is computed too, as by `train_step` and `value_and_grad_with_stats`.
-      * Each array is a separate variable, at each step of a scan.
-      * An operation with a program inside, such as a scan, uses a value where that program uses it;
-        the results of the program leave the modules inside it. A module that is applied twice with
-        nothing between is one module.
-      * Inside a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures all
-        examples together, with a warning, and not each as `clip_cotangent` does. The same holds for
-        `jax.lax.map`, per batch of ``batch_size``. A `jax.vmap` of the result clips each example.
-      * Mutated state, in flax NNX models among the arguments and in references (`jax.new_ref`), is
-        updated exactly as without clips. Other containers are values, as in `jax.jit`.
+        `jax.lax.custom_linear_solve`. Tags keep their meaning for `jax.checkpoint`.
+      * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. A name that is
+        only there is accepted here, and an error where the gradient is computed too, as by
+        `train_step` and `value_and_grad_with_stats`.
+      * Each array is a separate variable, at each step of a scan. A module that is applied twice
+        with nothing between is one module.
+      * Inside a `jax.vmap` or a `jax.lax.map` in batches in ``fun`` a variable is the whole batch:
+        a norm rule measures all examples together, with a warning, and not each as
+        `clip_cotangent` does. A `jax.vmap` of the result clips each example.
+      * The caller's models keep their classes and structure; what ``fun`` changes in flax NNX
+        models among the arguments and in references (`jax.new_ref`) changes as without clips.
       * A gradient that ``fun`` computes inside is part of its value, and is not clipped. If it is
         what ``fun`` returns, as in ``error_clip_by_name(jax.grad(loss), rules)``, a warning says to
         write ``jax.grad(error_clip_by_name(loss, rules))``.
-      * The rules of a `jax.custom_vjp` or `jax.custom_jvp` may close over values of ``fun`` that do
-        not depend on the differentiated arguments, except values of a `jax.vmap` inside ``fun``.
       * The result can be transformed again, with this or another clip, `jax.jit`, `jax.grad` or
         `jax.vmap`; in forward mode if no clipped variable depends on the differentiated arguments.
-        Without rules it computes the same as ``fun``.
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
@@ -88,10 +79,9 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
         needs parameters; when called, if the variables of a name are integers.
       ValueError: when called, if a name or a pattern matches no variable, only unused ones, or one
-        inside a primitive that can't be entered, such as a `jax.custom_vjp`, whose custom rule
-        replaces the cotangents in it; if two patterns with different rules match one name; if
-        ``fun`` changes an NNX model that it closes over; when differentiated, if a rule of a
-        `jax.custom_vjp` closes over a differentiated value.
+        inside a primitive that can't be entered, such as a `jax.custom_vjp`; if two patterns with
+        different rules match one name; if ``fun`` changes an NNX model that it closes over; when
+        differentiated, if a rule of a `jax.custom_vjp` closes over a differentiated value.
 
     Example:
       >>> import clipgrad as cg, jax

@@ -59,8 +59,7 @@ def value_and_grad_with_stats(
       * The statistics leave the compiled backward pass as the gradients do, without a callback;
         under `jax.jit` unused statistics are not computed.
       * Value and gradient are bit-identical if a compiled program does not use the statistics. If
-        it uses them, its rounding may change, because XLA then stores a cotangent that it had
-        fused.
+        it uses them, its rounding may change.
       * A name that is only in a `jax.lax.while_loop`, where values have no cotangents, is an error;
         if it is elsewhere too, it is clipped and counted there.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
@@ -68,9 +67,8 @@ def value_and_grad_with_stats(
         layer. Variables that share a name are added up: step by step as far as the lengths of the
         scans around them are the same from the outermost on, over all steps of the rest.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
-        statistics of the whole batch.
-      * Inside `jax.shard_map` they are statistics of all devices together, like the gradients of
-        values that the devices share; with ``check_vma=False`` each device has its own.
+        those of the whole batch. Inside `jax.shard_map` they are those of all devices together,
+        with ``check_vma=False`` of each.
 
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.
@@ -82,15 +80,13 @@ def value_and_grad_with_stats(
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
-      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`, one
-      for each name that a pattern matches.
+      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
 
     Raises:
-      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
-        position in ``argnums`` not an integer.
+      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or
+        ``argnums`` are not positions of arguments.
       ValueError: when called, as `error_clip_by_name`, if a name is only in a
-        `jax.lax.while_loop`, or if there are neither tags nor modules with cotangents with
-        ``watch=None``.
+        `jax.lax.while_loop`, or if there is nothing to watch with ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp

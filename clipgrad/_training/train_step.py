@@ -113,16 +113,13 @@ def train_step(
         does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or in a
         skipped step, has those of the step in which it last did.
       * A model of flax NNX among the parameters is trained as by ``nnx.grad`` and
-        ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are differentiated and updated, and its
-        other state, such as statistics of batches and counts of random numbers, is in the next
-        state as ``loss_fn`` has left it. The model that you pass to ``step.init`` does not change;
-        ``state.params`` is the trained one. A step that `skip_spikes` skips leaves both.
-      * Integers and booleans among the parameters stay as they are; the optimizer sees ``None`` in
-        their places.
+        ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are updated, and its other state, such as
+        statistics of batches, is in the next state as ``loss_fn`` has left it. The model that you
+        pass to ``step.init`` does not change. A step that `skip_spikes` skips leaves both.
+      * Integers and booleans among the parameters stay as they are.
       * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are
-        overwritten by their gradient, as in ``flax.training.TrainState``, except in a step that
-        `skip_spikes` skips. The optimizer sees zeros in place of these gradients, and with
-        ``accumulate`` the largest value of the microbatches counts.
+        overwritten by their gradient, as in ``flax.training.TrainState``, and not by the optimizer.
+        With ``accumulate`` the largest value of the microbatches counts.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
