@@ -31,7 +31,6 @@ from clipgrad._clip import clip_grads as clip_grads
 from clipgrad._clip import gradient_clip as gradient_clip
 from clipgrad._clip import resume as resume
 from clipgrad._clip import skip_spikes as skip_spikes
-from clipgrad._error_clip import adaptive_error_clip as adaptive_error_clip
 from clipgrad._error_clip import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._error_clip import error_clip_by_name as error_clip_by_name

@@ -1,36 +1,16 @@
-"""Names in other libraries for the things that are here, so that an error can say our name."""
+"""Names that somebody may look for here, so that an error can say the name that there is."""
 
 import difflib
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
-Spelled = TypeVar("Spelled", bound=Callable[..., Any])
-
-# Names of optax, of torch.nn.utils and torch.autograd, and of PaddlePaddle and TensorFlow, that
-# somebody may look for here.
+# The names of torch and optax that are used most, and a name that is near to a wrong one.
 NAMES = {
-    "ClipGradByGlobalNorm": "clip_by_global_norm(max_norm)",
-    "ClipGradByNorm": "clip_by_norm(max_norm)",
-    "ClipGradByValue": "clip_by_value(max)",
+    "apply_if_finite": "skip_spikes(optimizer)",
     "clip": "clip_by_value(max)",
-    "clip_grad_norm": "clip_grads(grads, ClipByGlobalNorm(max_norm)), or clip_by_global_norm",
-    "clip_grad_value": "clip_grads(grads, ClipByValue(max)), or clip_by_value",
-    "clip_grads_with_norm_": "clip_grads(grads, ClipByGlobalNorm(max_norm))",
-    "detect_anomaly": "diagnose(loss, args)",
-    "get_numerical_gradient": "numerical_grad(fun, args)",
-    "get_total_norm": "global_norm(grads)",
-    "gradcheck": "check_grads(fun, args)",
-    "gradgradcheck": "check_grads(fun, args, order=2)",
     "clip_grad_norm_": "clip_grads(grads, ClipByGlobalNorm(max_norm)), or clip_by_global_norm",
     "clip_grad_value_": "clip_grads(grads, ClipByValue(max)), or clip_by_value",
-    "differentially_private_aggregate": "clip_per_example(loss, ClipByGlobalNorm(max_norm))",
-    "apply_if_finite": "skip_spikes(optimizer)",
-    "per_example_global_norm_clip": "clip_per_example(loss, ClipByGlobalNorm(max_norm))",
-    "per_example_layer_norm_clip": "clip_per_example(loss, ClipByNorm(max_norm))",
-    "unitwise_clip": "AdaptiveClip(clipping)",
-    "unitwise_norm": "AdaptiveClip(clipping)",
-    "zero_nans": 'gradient_clip(rule, nonfinite="zero")',
+    "grad_norm": "global_norm(grads)",
+    "gradcheck": "check_grads(fun, args)",
 }
 
 
@@ -56,22 +36,3 @@ def hint(name: str, public: Mapping[str, str]) -> str:
 
 def _letters(name: str) -> str:
     return name.lower().replace("_", "")
-
-
-def spelled(**names: str) -> Callable[[Spelled], Spelled]:
-    """A decorator: an argument that is called so elsewhere is an error that says its name here."""
-
-    def decorate(function: Spelled) -> Spelled:
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            for theirs, ours in names.items():
-                if theirs in kwargs:
-                    raise TypeError(
-                        f"{function.__name__}: got {theirs}={kwargs[theirs]!r}, expected "
-                        f"{ours}={kwargs[theirs]!r}"
-                    )
-            return function(*args, **kwargs)
-
-        return checked  # type: ignore[return-value]
-
-    return decorate

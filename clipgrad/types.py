@@ -11,7 +11,6 @@ if typing.TYPE_CHECKING:
     from clipgrad._clip import SkipSpikesState as SkipSpikesState
     from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
-    from clipgrad._error_clip import ErrorClipHistory as ErrorClipHistory
     from clipgrad._recorder import Capture as Capture
     from clipgrad._training import TrainState as TrainState
     from clipgrad._training import TrainStep as TrainStep
@@ -20,7 +19,6 @@ if typing.TYPE_CHECKING:
 _HOMES = {
     "Capture": "_recorder",
     "ClipStats": "_clip",
-    "ErrorClipHistory": "_error_clip",
     "GradCheckReport": "_check",
     "GradientClipState": "_clip",
     "GradientComparison": "_compare",

@@ -28,8 +28,7 @@ FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py
 
 
 # Names that several modules of a folder define on purpose, and no other module.
-# Each task of the demo has one TASK, which `__init__.py` collects.
-SHARED = {("TASK", "_demo"), ("save_run", "_compare"), ("save_run", "torch")}
+SHARED = {("save_run", "_compare"), ("save_run", "torch")}
 
 
 def room(path):
@@ -73,7 +72,7 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
 
 DESIGN = (PACKAGE.parent / "docs" / "design.md").read_text()
 PICTURE = next(part for part in DESIGN.split("```text\n") if "to run it" in part).split("```")[0]
-NAMED = sorted(FOLDERS)
+NAMED = sorted([*FOLDERS, "_demo", "_stats"])
 LINES = [set(re.findall(r"(?<!\w)_\w+", line)) for line in PICTURE.splitlines()]
 
 

@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from clipgrad._check import check as check_module
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check import check as check_module
 from tests.check_zoo import PAIRS, custom
 
 X = jnp.asarray([0.3, -0.7, 1.1])

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
-
 from clipgrad._check import check_grads
 from clipgrad._check.carriers import grain
+from jax import lax
+
 from tests.check_carriers import CARRIERS, RIGHT
 from tests.check_zoo import VALUES_ALONE
 

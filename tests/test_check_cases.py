@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-
 from clipgrad._check import check_grads
+
 from tests.check_cases import RIGHT, UNKNOWN, WRONG
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]

@@ -3,12 +3,11 @@
 import json
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-
 from clipgrad._check.options import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
-from clipgrad._commands.arguments import inferred_arguments, parameters_of, random_arguments
+
+from clipgrad._commands.arguments import random_arguments
 from clipgrad._commands.check import report_as_json
 from clipgrad._commands.cli import main
 from clipgrad._commands.function import UsageError, load
@@ -33,14 +32,19 @@ def make_list():
 def dense(x, w):
     return x @ w
 
-def shift(p, x: "f32[3]"):
-    return p.w + x
-
-def scalars(x: float, y: jax.Array):
-    return x * y
-
-def misleading(x: float):
+def misleading():
     raise ValueError("a matrix is needed")
+
+def broken(x):
+    raise KeyError("mine")
+
+calls = []
+
+def late(x):
+    calls.append(x)
+    if len(calls) % 2 == 0:
+        raise KeyError("traced")
+    return x
 
 def leaves():
     raise SystemExit(0)
@@ -65,7 +69,7 @@ def test_a_wrong_one_exits_with_one_and_the_report(folder, capsys):
 
 @pytest.mark.exhaustive
 def test_all_options_reach_the_check(folder, capsys):
-    options = "--wrt 0/w --no-grad 1 --output y --mode full --delta 0.005 --points 1 --seed 3"
+    options = "--wrt 0/w --no-grad 1 --output y --mode full --points 1 --seed 3"
     rest = "--max-relative-error 0.01 --order 1 --device cpu --skip vmap --x64"
     words = [*options.split(), *rest.split()]
     assert command("check", "here:model", "--args", "here:make", *words) == 0
@@ -83,12 +87,13 @@ SHAPES_EXPECTED = (
         ("nothing", "f32[3]", "function: got 'nothing', expected module:function"),
         ("here:haff", "f32[3]", "module 'here' has no 'haff'; the nearest are ['half', "),
         ("here:number", "f32[3]", "here:number: got a int, expected a function"),
-        ("here:half", "f32[3", f"args: got 'f32[3', {SHAPES_EXPECTED}"),
-        ("here:half", "f31[3]", "args: got 'f31', expected a dtype, one of f32, c64"),
+        ("here:half", "f32[3", f"--args: got 'f32[3', {SHAPES_EXPECTED}"),
+        ("here:half", "2,3", f"--args: got '2,3', {SHAPES_EXPECTED}; write \"f32[2,3]\""),
+        ("here:half", "f31[3]", "--args: got 'f31', expected a dtype, one of f32, c64"),
         (
             "here:half",
             "f64[3]",
-            "args: got 'f64', expected a type of 32 bits or less; for 64 bits add --x64",
+            "--args: got 'f64', expected a type of 32 bits or less; for 64 bits add --x64",
         ),
         ("here:half", "here:make_list", "here:make_list: got a list from it, expected the tuple"),
         ("here:half", "here:leaves", "here:leaves raises SystemExit: 0"),
@@ -113,11 +118,9 @@ def test_what_cannot_be_run_exits_with_two_and_one_line(folder, capsys, function
         ("pkg/layer.py:Dense.apply", "pkg.layer:Dense.apply"),
         ("pkg.layer.dense", "pkg.layer:dense"),
         ("layer.py", "layer:function"),
-        ("{}/pkg/layer.py:dense", "pkg.layer:dense"),
     ],
 )
 def test_a_file_is_answered_by_the_module(folder, capsys, written, meant):
-    written = written.format(folder)
     assert command("check", written) == 2
     line = f"function: got {written!r}, expected module:function; write {meant}"
     assert capsys.readouterr().err == f"clipgrad check: {line}\n"
@@ -130,112 +133,44 @@ def test_a_report_that_cannot_be_written_exits_with_two(folder, capsys):
     assert capsys.readouterr().err.startswith(line)
 
 
+def test_arguments_that_are_missing_are_asked_for_with_the_line_to_write(folder, capsys):
+    assert command("check", "here:dense") == 2
+    assert capsys.readouterr().err == (
+        "clipgrad check: --args: got nothing, expected the arguments of here:dense; write --args "
+        '"f32[8,16]", the shape of each, or --args module:make_args\n'
+    )
+
+
 @pytest.mark.parametrize(
-    ("function", "line"),
+    ("function", "arguments", "where"),
     [
-        (
-            "shift",
-            "--args: got nothing, expected the shapes that annotations, docstring and defaults "
-            'of here:shift do not give; write clipgrad check here:shift --args "f32[8,16], '
-            'f32[3]"  (shapes for p, x), or --args module:make_args',
-        ),
-        (
-            "misleading",
-            "here:misleading raises ValueError: a matrix is needed, for f32[] from its signature; "
-            'write clipgrad check here:misleading --args "f32[8,16]"  (shapes for x), or '
-            "--args module:make_args",
-        ),
+        ("here:broken", "f32[3]", 'raise KeyError("mine")'),
+        ("here:half", "here:misleading", 'raise ValueError("a matrix is needed")'),
+        ("exits:f", "f32[3]", "raise SystemExit(0)"),
+        ("here:late", "f32[3]", 'raise KeyError("traced")'),
     ],
 )
-def test_arguments_without_shapes_are_asked_for_with_the_line_to_write(
-    folder, capsys, function, line
+def test_a_fault_of_a_function_shows_its_traceback_where_the_line_says_so(
+    folder, capsys, function, arguments, where
 ):
-    assert command("check", f"here:{function}") == 2
-    assert capsys.readouterr().err == f"clipgrad check: {line}\n"
+    (folder / "exits.py").write_text("raise SystemExit(0)")
+    what = ["check", function, "--args", arguments]
+    assert command(*what) == 2
+    short = capsys.readouterr().err
+    assert short.endswith(" (--traceback shows where)\n") and short.count("\n") == 1
+    assert command(*what, "--traceback") == 2
+    long = capsys.readouterr().err
+    assert where in long and long.splitlines()[-1] == short.removesuffix(
+        " (--traceback shows where)\n"
+    )
 
 
-def test_arguments_whose_shapes_are_known_may_be_left_out(folder, capsys):
-    assert command("check", "here:scalars", "--seed", "1") == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == "arguments: f32[], f32[]"
-    assert second.startswith("gradient check passed (")
-
-
-ARRAY, COUNTS = jnp.ones((2, 3)), np.ones(2, np.int32)
-
-
-def inferred(function):
-    return str(inferred_arguments(parameters_of(function), 0))
-
-
-@pytest.mark.parametrize(
-    ("body", "shapes"),
-    [
-        ('def f(x: Float32[Array, "b d"], w: Float[Array, "d e=2"]): 0', "f32[3,4], f32[4,2]"),
-        (
-            'def f(x: Float[Array, "... #n _ _"], w: BFloat16[Array, "*b n"]): 0',
-            "f32[3,4,5], bf16[3]",
-        ),
-        (
-            'def f(x: Float[Array, "3"], i: Int[Array, "2"], m: Bool[Array, ""]): 0',
-            "f32[3], i32[2], bool[]",
-        ),
-        ('def f(x: Complex[Array, "3"] | None): 0', "c64[3]"),
-        ('def f(x: Float[Array, "3"], eps=1e-6, *, w: Float[Array, "2"]): 0', "f32[3], w=f32[2]"),
-        ('@jax.jit\n@jax.custom_vjp\ndef f(x: Shaped[Array, "3"], *r, **s): 0', "f32[3]"),
-    ],
-)
-@pytest.mark.parametrize("head", ["", "from __future__ import annotations"])
-def test_annotations_of_jaxtyping_give_shapes(body, shapes, head):
-    text = f"{head}\nimport jax\nfrom jax import Array\nfrom jaxtyping import *\n{body}"
-    names = {}
-    exec(text, names)
-    assert inferred(names["f"]) == shapes
-
-
-@pytest.mark.parametrize("dims", ["n+1", "{n}"])
-def test_a_size_that_is_computed_is_not_inferred(dims):
-    names = {}
-    exec(f"from jaxtyping import *\nimport jax\ndef f(x: Float[jax.Array, '{dims}']): 0", names)
-    assert inferred(names["f"]) == "None"
-
-
-@pytest.mark.parametrize(
-    ("document", "shapes"),
-    [
-        ("Args:\n      x: f32[8,16]\n      w: the weights, bf16[16].", "f32[8,16], bf16[16]"),
-        ("Args:\n      x (8, 16): inputs\n      w (Array): of shape (16,)", "f32[8,16], f32[16]"),
-        (
-            "Parameters\n    x : array of shape (8, 16)\n    w : array, shape (16)",
-            "f32[8,16], f32[16]",
-        ),
-        ("Args:\n      x: in the interval (1, 10)\n      w: f32[16]", "None"),
-        ("Args:\n      ax: f32[3]\n      w: f32[16]", "None"),
-        ("Args:\n      x (float, optional): a list[int]\n      w: f32[16]", "None"),
-        ("The weights w: f32[16], and x: f32[8].", "None"),
-    ],
-)
-def test_a_docstring_gives_shapes(document, shapes):
-    def function(x, w):
-        pass
-
-    function.__doc__ = f"A layer.\n\n    {document}\n    "
-    assert inferred(function) == shapes
-
-
-@pytest.mark.parametrize(
-    ("function", "shapes"),
-    [
-        (lambda x=ARRAY, n=3: x, "f32[2,3]"),
-        (lambda x=COUNTS, scale=2.0: x, "i32[2]"),
-        (lambda n=3, x=0.5: x, "x=0.5"),
-        (lambda n=3: n, "None"),
-        (lambda x, w=ARRAY: x, "None"),
-        (dict, "None"),
-    ],
-)
-def test_defaults_that_are_arrays_give_shapes_and_floats_where_nothing_else_does(function, shapes):
-    assert inferred(function) == shapes
+def test_a_misspelt_option_is_answered_with_the_nearest(folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command("check", "here:half", "--args", "f32[3]", "--modes", "full")
+    assert "got '--modes', which is no argument; the nearest are ['--mode'" in (
+        capsys.readouterr().err
+    )
 
 
 def test_shapes_give_random_arguments_of_these_dtypes_and_a_seed_fixes_them():
@@ -252,7 +187,7 @@ def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeyp
     assert command("selftest", "--device", "cpu,tpu") == 0
     text = capsys.readouterr().out
     assert "ok     clip_cotangent, off" in text
-    assert "0 failed; devices: cpu; missing here, so not run: tpu" in text
+    assert "0 failed; devices: cpu; not here, so not run: tpu" in text
 
 
 def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
@@ -265,6 +200,9 @@ def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
     assert "FAILED outputs clipped by" in capsys.readouterr().out
     assert command("selftest", "--device", "abacus") == 2
     assert capsys.readouterr().err.startswith("clipgrad selftest: devices: got ('abacus',), exp")
+    assert command("selftest", "--device", "tpu") == 2
+    line = "clipgrad selftest: --device: got tpu, expected a device that is here\n"
+    assert capsys.readouterr().err == line
 
 
 ALL_CHECKS = ", ".join(CHECKS)
@@ -273,7 +211,7 @@ ALL_CHECKS = ", ".join(CHECKS)
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--delta 0", "delta: got 0.0, expected a positive number, such as 0.005, or None"),
+        ("--tolerance 2", "tolerance: got 2.0, expected a number between 0 and 1"),
         (
             "--skip vmap,speed --skip size",
             f"skip: got ['speed', 'size'], expected some of {ALL_CHECKS}",
@@ -292,8 +230,7 @@ def test_the_help_shows_choices_and_defaults(capsys):
         command("check", "--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "--order {1,2} 2 also checks the second derivative (default: 1)" in text
-    assert "--mode {auto,fast,full} auto: every element" in text
-    assert "(default: auto) --delta STEP an absolute step" in text
+    assert "--mode {auto,full} auto: every element" in text and "(default: auto) --max" in text
     assert f"such as vmap,jit; some of {ALL_CHECKS} --device" in text
 
 

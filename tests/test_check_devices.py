@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clipgrad._check.differences import LONG, progress_bar
+from clipgrad._check.report import GradCheckReport
+from clipgrad._check.subject import make_subject
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _devices as devices
-from clipgrad._check.differences import LONG, progress_bar
-from clipgrad._check.report import GradCheckReport
-from clipgrad._check.subject import make_subject
 
 X = jnp.asarray([0.5, 1.5])
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from clipgrad._check.differences import BATCH, BATCH_BYTES, Differences, Evaluation, Moves
 
 X = [np.asarray([0.5, 1.0, 2.0]), np.asarray(3.0)]

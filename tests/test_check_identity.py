@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clipgrad._check.subject import make_subject
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.extend.core import Literal
 
 import clipgrad as cg
-from clipgrad._check.subject import make_subject
 from clipgrad._jaxpr import quick_jit
 from clipgrad._jaxpr.identity import Itself, program_key
 from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clipgrad._check.options import CHECKS, Options
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.options import CHECKS, Options
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.5, 1.5])

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-
 from clipgrad._check import check_grads
+
 from tests.check_lazy import LAZY
 from tests.check_zoo import VALUES_ALONE
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import clipgrad as cg
 from clipgrad._check.beside import MANY, Beside, kept_beside
 from clipgrad._check.rounding import OWN, gradient_movement
+
+import clipgrad as cg
 from tests.check_zoo import custom
 from tests.test_check_programs import plain_ad
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from clipgrad._check import check_grads
 from clipgrad._check.gradients import differentiated, drawn
 from clipgrad._check.subject import make_subject
+
 from tests.check_zoo import custom
 
 NUMBER = jnp.asarray(0.7, jnp.float32)

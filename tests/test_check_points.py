@@ -6,10 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
-
 from clipgrad._check.further import NOTHING, SYMMETRY, nearby, symmetric_leaves
 from clipgrad._check.points import (
     SINGLE,
@@ -20,6 +16,10 @@ from clipgrad._check.points import (
     random_direction,
 )
 from clipgrad._check.subject import make_subject
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
 from clipgrad._jaxpr import holds_floats
 from clipgrad._trees import vectors as real
 

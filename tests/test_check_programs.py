@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-
-import clipgrad as cg
 from clipgrad._check.gradients import Gradient, PlainAD
 from clipgrad._check.rounding import CONSTANTS, IN_FLOAT64, OWN, gradient_movement
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import widened_program
+from jax import lax
+
+import clipgrad as cg
 from clipgrad._jaxpr import kept as programs
 from clipgrad._jaxpr import kept_by_key, quick_jit
 from tests.check_zoo import custom

@@ -8,10 +8,10 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import clipgrad as cg
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.values import layout_hint, ratio_hint
+
+import clipgrad as cg
 from clipgrad._errors import first_line
 from tests.check_zoo import PAIRS, custom
 

@@ -1,16 +1,16 @@
 """Tolerances by precision, and what rounding alone may do."""
 
+import clipgrad._check.check as check_module
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-
-import clipgrad as cg
-import clipgrad._check.check as check_module
 from clipgrad._check.options import Options
 from clipgrad._check.subject import make_subject
 from clipgrad._check.tolerances import RELATIVE, make_tolerance, narrowest
+from jax import lax
+
+import clipgrad as cg
 from tests.check_zoo import custom, normal
 from tests.test_check_search import halved
 

@@ -5,7 +5,6 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from clipgrad._check import contract
 from clipgrad._check.behavior import _exactly
 from clipgrad._check.check import Check, Log, prepare
@@ -29,6 +28,7 @@ from clipgrad._check.verdicts import (
     WRONG,
     Verdict,
 )
+
 from tests.check_zoo import custom
 
 X = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])

@@ -5,8 +5,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-
 from clipgrad._check import check_grads
+
 from tests.check_vanishing import POINTS, VANISHING, function, point
 from tests.check_zoo import VALUES_ALONE, custom
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from clipgrad._check.differences import Slopes
 from clipgrad._check.tolerances import Allowed
 from clipgrad._check.verdicts import (

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-
-import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.gradients import differentiated, has_rules
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import AXIS, Widened
+from jax import lax
+
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._jaxpr import compiled as programs
 from clipgrad._jaxpr import quick_jit
 from clipgrad._jaxpr.compiled import low_optimization

@@ -27,9 +27,7 @@ ELSEWHERE = {
     "gradcheck": r"check_grads\(fun, args\)",
     "clip_grad_norm": r"clip_grads\(grads, ClipByGlobalNorm\(max_norm\)\), or clip_by_global_norm",
     "clip_gradnorm": r"clip_grads\(grads, ClipByGlobalNorm\(max_norm\)\), or clip_by_global_norm",
-    "get_total_norm": r"global_norm\(grads\)",
-    "ClipGradByGlobalNorm": r"clip_by_global_norm\(max_norm\)",
-    "detect_anomaly": r"diagnose\(loss, args\)",
+    "grad_norm": r"global_norm\(grads\)",
     "clip": r"clip_by_value\(max\)",
 }
 MISSPELT = {
@@ -79,26 +77,167 @@ def test_other_percentiles_are_taken_as_they_are(given):
     assert cg.PercentileThreshold(given).percentile == given
 
 
+# ---- gradients where a loss is meant ------------------------------------------------------------
+
+SMALL = cg.ErrorClipByValue(1e-9)
+TRANSFORMS = {
+    "error_clip_by_name": lambda f: cg.error_clip_by_name(f, {"h": SMALL}),
+    "error_clip_everywhere": lambda f: cg.error_clip_everywhere(f, SMALL),
+}
+
+
+def step_by_hand(w, x):
+    value, grads = jax.value_and_grad(loss)(w, x)
+    return w - 0.1 * grads, value
+
+
+OF_GRADIENTS = {
+    "grad": jax.grad(loss),
+    "value_and_grad": jax.value_and_grad(loss),
+    "of one number": lambda w, x: jax.grad(lambda scale: loss(scale * w, x))(1.0),
+    "jit inside and outside": jax.jit(jax.value_and_grad(jax.jit(loss))),
+    "scan": jax.grad(lambda w, x: jax.lax.scan(lambda c, _: (loss(w + c, x), 0), 0.0, None, 2)[0]),
+    "a step": step_by_hand,
+}
+# Gradients inside of a loss, which are differentiated once more: the clips act.
+OF_LOSSES = {
+    "meta-learning": lambda w, x: loss(w - 0.1 * jax.grad(loss)(w, x) ** 2, x),
+    "a gradient penalty": lambda w, x: jnp.sum(jax.grad(loss, argnums=1)(w, x) ** 2),
+    "the same compiled": jax.jit(lambda w, x: jnp.sum(jax.grad(loss, argnums=1)(w, x) ** 2)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("fun", OF_GRADIENTS.values(), ids=OF_GRADIENTS)
+def test_a_clip_that_no_cotangent_passes_is_said(name, fun):
+    match = rf"^{name}: got a rule.* computes gradients itself.*; write jax.grad\({name}\(loss, r"
+    with pytest.warns(UserWarning, match=match):
+        TRANSFORMS[name](fun)(W, X)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("fun", OF_LOSSES.values(), ids=OF_LOSSES)
+def test_a_loss_with_gradients_inside_is_clipped_without_a_warning(name, fun):
+    clipped = jax.grad(TRANSFORMS[name](fun))(W, X)
+    assert jnp.max(jnp.abs(clipped)) < 1e-6 < jnp.max(jnp.abs(jax.grad(fun)(W, X)))
+
+
+@pytest.mark.parametrize("watched", [{}, {"watch_values": ["h"]}, {"error_clip": {"h": None}}])
+def test_the_gradient_of_a_loss_in_its_place_is_answered_by_the_loss(watched):
+    with pytest.raises(ValueError, match="got a tuple from it, .*or give the loss itself in place"):
+        step_of(jax.value_and_grad(loss), **watched)(W, X)
+    with pytest.raises(ValueError, match=r"got dict from it, .*; give the loss, not its jax.grad"):
+        step_of(lambda w, x: {"w": jax.grad(loss)(w, x)})(W, X)
+
+
+# ---- calls as they are written elsewhere --------------------------------------------------------
+
+BATCH = jnp.ones((4, 3))
+CALLS = {
+    "clip_by_global_norm: got clip_norm=1.0, expected max_norm=1.0": lambda: cg.clip_by_global_norm(
+        clip_norm=1.0
+    ),
+    "clip_by_value: got max_delta=1.0, expected max=1.0": lambda: cg.clip_by_value(max_delta=1.0),
+    "clip_by_norm: got max_nrom=1.0, expected max_norm=1.0": lambda: cg.clip_by_norm(max_nrom=1.0),
+    "train_step: got grad_accum=4, expected accumulate=4": lambda: cg.train_step(
+        loss, optax.sgd(0.1), grad_accum=4
+    ),
+    "train_step: got rules=..., expected error_clip=...": lambda: cg.train_step(
+        loss, optax.sgd(0.1), rules={"h": SMALL}
+    ),
+    "value_and_grad_with_stats: got error_clip=..., expected rules=...": lambda: (
+        cg.value_and_grad_with_stats(loss, error_clip={"h": SMALL})
+    ),
+    "train_step: got quick=True, expected some of loss_fn, optimizer, error_clip, watch_": lambda: (
+        cg.train_step(loss, optax.sgd(0.1), quick=True)
+    ),
+    'positional arguments, expected at most 2, (fun, rules); write {"name": rule}': lambda: (
+        cg.error_clip_by_name(loss, "h", SMALL)
+    ),
+    "got 4 positional arguments, expected at most 3, (self, state, batch); write step(": lambda: (
+        cg.train_step(loss, optax.sgd(0.1))(W, X, X)
+    ),
+    "write the others by name, of error_clip=, watch_values=": lambda: cg.train_step(
+        loss, optax.sgd(0.1), {"h": SMALL}
+    ),
+    "rules={'h': ...}": lambda: cg.value_and_grad_with_stats(loss, {"h": SMALL}),
+    "list_names: got 4 positional arguments, expected those of fun in one tuple; write "
+    "list_names(fun, (w, x, x2))": lambda: cg.list_names(loss, W, X, X),
+}
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_a_call_as_it_is_written_elsewhere_says_what_to_write_here(message):
+    with pytest.raises(TypeError) as raised:
+        CALLS[message]()
+    assert message in str(raised.value)
+
+
+def test_an_error_of_the_function_itself_stays_as_it_is():
+    def broken(w, x):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="^mine"):
+        cg.list_names(broken, (W, X))
+
+
+# What takes the arguments of a function as one tuple.
+READERS = {
+    "list_names": cg.list_names,
+    "diagnose": cg.diagnose,
+}
+ARGUMENTS = {
+    "one by one": ((W, X), r"^args: got the arguments of fun one by one.*; write \(w, x\)"),
+    "in a list": (([W, X],), r"^args: got list, expected a tuple; write \(w, x\)"),
+    "alone": ((W,), r"^args: got float32\[3\], expected a tuple; for one argument write \(w,\)"),
+    "a path": (("run.npz",), "^args: got 'run.npz', expected the tuple of arguments, before a"),
+    "an option": (((W, X), 2), "^kwargs: got 2, expected a mapping.*; write an option by its name"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("given", ARGUMENTS)
+def test_arguments_that_are_no_tuple_are_answered_by_the_tuple(reader, given):
+    args, match = ARGUMENTS[given]
+    with pytest.raises(TypeError, match=match):
+        READERS[reader](loss, *args)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_result_in_place_of_a_function_is_refused(reader):
+    with pytest.raises(TypeError, match=r"^fun: got float32\[\], expected a function; write the f"):
+        READERS[reader](loss(W, X), (W, X))
+
+
+MANY = {f"layer_{i}": jnp.ones((8, 8)) for i in range(61)}
+PRINTED = {
+    "list_names": lambda: cg.list_names(MANY, (W,)),
+    "list_names, arguments": lambda: cg.list_names(loss, MANY),
+    "error_clip_by_name": lambda: cg.error_clip_by_name(MANY, {"h": SMALL}),
+    "error_clip_by_name, rules": lambda: cg.error_clip_by_name(loss, list(MANY.values())),
+    "error_clip": lambda: cg.error_clip(SMALL)(MANY),
+    "train_step": lambda: cg.train_step(loss, optax.sgd(0.1), error_clip=BATCH),
+    "train_step, state": lambda: cg.train_step(loss, optax.sgd(0.1))(MANY, X),
+    "value_and_grad_with_stats": lambda: cg.value_and_grad_with_stats(loss, watchh=MANY),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_no_message_prints_arrays(name):
+    with pytest.raises(TypeError) as raised:
+        PRINTED[name]()
+    assert len(str(raised.value)) < 400 and "1., 1." not in str(raised.value)
+
+
 # ---- states, arguments and losses ---------------------------------------------------------------
-
-CLIP = cg.adaptive_error_clip(loss, {"h": cg.ClipByNorm(cg.PercentileThreshold(90))})
-
-
-@pytest.mark.parametrize(
-    "args",
-    [(W, X), (None, W, X), ({"w": W}, X), (1.0, 2.0), ((), W, X)],
-    ids=lambda args: str(args),
-)
-def test_a_state_that_is_forgotten_says_how_to_get_one(args):
-    with pytest.raises(TypeError, match=r"^state: got .*; write state = clip.init\(\*args\), then"):
-        CLIP(*args)
 
 
 @pytest.mark.parametrize("given", [2, True, np.arange(3), jnp.arange(3)], ids=str)
 def test_an_integer_to_differentiate_by_is_refused_with_what_to_write(given):
-    for run in (cg.value_and_grad_with_stats(loss), CLIP.init):
-        with pytest.raises(TypeError, match=r"^args: got \w+.* at position 0, .*; write 1.0 for 1"):
-            run(given, 2.0)
+    run = cg.value_and_grad_with_stats(loss)
+    with pytest.raises(TypeError, match=r"^args: got \w+.* at position 0, .*; write 1.0 for 1"):
+        run(given, 2.0)
 
 
 THRESHOLDS = [jnp.array(1.0), jnp.ones(2), np.ones(2), {"a": 1.0}]
@@ -127,7 +266,6 @@ def step_of(loss_fn, **options):
 
 OF_AUX = {
     "value_and_grad_with_stats": lambda f, **o: cg.value_and_grad_with_stats(f, **o),
-    "adaptive_error_clip": lambda f, **o: cg.adaptive_error_clip(f, CLIP.rules.rules, **o).init,
     "train_step": step_of,
     "train_step, watched": lambda f, **o: step_of(f, watch_values=["h"], **o),
     "train_step, clipped": lambda f, **o: step_of(f, error_clip={"h": None}, **o),

@@ -15,8 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
 import clipgrad as cg
-from clipgrad._trees.trees import check_tree
-from tests.helpers import PLACES, assert_close, assert_same
+from tests.helpers import assert_close, assert_same
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -140,18 +139,6 @@ def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(nam
     assert room() == before  # what is refused leaves all of the stack
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", ["error_clip_by_name", "error_clip_everywhere", "diagnose", "list_names"]
-)
-def test_a_tree_that_contains_itself_is_not_shown_to_nnx(name):
-    import flax.nnx  # noqa: F401  # from then on models are looked for among the arguments
-
-    for tree in (own(), own_dictionary()):
-        with pytest.raises(ValueError, match="got a tree that contains itself, or has more than"):
-            ANYTHING[name](tree)
-
-
 @pytest.mark.parametrize("name", ["clip_grads, norm", "clip_cotangent", "list_names"])
 def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
     tree = levels(300, jnp.array([3.0, 4.0]))
@@ -162,14 +149,6 @@ def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
         assert jax.tree.structure(result) == jax.tree.structure(tree)
     with pytest.raises(ValueError, match="or has more than 500 levels, expected fewer"):
         EVERY[name](levels(1000, 1.0))
-
-
-def test_what_a_tree_has_in_many_places_is_not_what_contains_itself():
-    tree = jnp.ones(2)
-    for _ in range(12):
-        tree = [tree, tree]
-    check_tree("tree", tree)
-    check_tree("tree", {"a": (shared := {"b": 1.0}), "c": [shared, shared]})
 
 
 class Model:
@@ -184,19 +163,10 @@ NO_LEAVES = {
     "set": (lambda: {1.0, 2.0}, "type set at 'a'.* or replace it with None"),
     "reference": (lambda: jax.new_ref(jnp.ones(2)), r"type Ref at 'a'.*or ref\[\.\.\.\] for a ref"),
     "shape": (lambda: jax.ShapeDtypeStruct((2,), jnp.float32), "at 'a'.*write jax.eval_shape"),
-    "objects of NumPy": (
-        lambda: np.array([1.0, None]),
-        "ndarray at 'a'.*object is not a dtype of JAX",
-    ),
-    "text of NumPy": (
-        lambda: np.array(["x"]),
-        r"<U1 is not a dtype of JAX; write x.astype\(\.\.\.\)",
-    ),
-    "wide": (lambda: np.ones(2, np.longdouble), "float.* is not a dtype of JAX"),
+    "objects": (lambda: np.array([1.0, None]), "ndarray at 'a'.*object is not a dtype of JAX"),
+    "text": (lambda: np.array(["x"]), r"<U1 is not a dtype of JAX; write x.astype\("),
     "wide number": (lambda: np.longdouble(1), "longdouble at 'a'.* is not a dtype of JAX"),
     "other byte order": (lambda: np.ones(2, ">f4"), ">f4 is not a dtype of JAX"),
-    "date": (lambda: np.array("2020", "datetime64[D]"), "is not a dtype of JAX"),
-    "record": (lambda: np.zeros(2, [("x", "f4")]), "is not a dtype of JAX"),
 }
 
 
@@ -232,45 +202,6 @@ def test_a_function_that_is_clipped_may_be_given_anything(name):
         assert_same(result, loss(tree))
 
 
-# Arrays of NumPy, as they come from files and slices
-
-
-class Own(np.ndarray):
-    """As those of units and labels."""
-
-
-def arrays() -> dict[str, np.ndarray]:
-    """The same numbers, stored in all ways."""
-    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-    read_only = x.copy()
-    read_only.flags.writeable = False
-    wide = np.zeros((8, 18), np.float32)
-    wide[::2, ::3] = x
-    return {
-        "read-only": read_only,
-        "non-contiguous": wide[::2, ::3],
-        "backwards": np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
-        "by columns": np.asfortranarray(x),
-        "transposed": np.ascontiguousarray(x.T).T,
-        "a class of its own": x.view(Own),
-        "unaligned": np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:]
-        .view(np.float32)
-        .reshape(4, 6),
-    }
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("rule", OWN)
-def test_arrays_of_numpy_count_by_their_numbers(rule):
-    x = jnp.asarray(arrays()["by columns"])
-    expected = cg.clip_grads(x, RULES[rule], x)
-    for array in arrays().values():
-        before = array.copy()
-        assert_same(cg.clip_grads(array, RULES[rule], array), expected)
-        assert_same(updated(cg.gradient_clip(RULES[rule]), array), expected[0])
-        np.testing.assert_array_equal(array, before)
-
-
 # Sparse arrays: pytrees of numbers and of indices
 
 
@@ -297,12 +228,9 @@ def test_a_state_that_was_used_is_answered_by_what_to_write():
     step = cg.train_step(loss, optax.sgd(0.1))
     state = step.init({"w": jnp.ones(3)})
     after, _ = step(state, 1.0)
-    with pytest.raises(ValueError, match="state: got buffers that another step has overwritten"):
+    with pytest.raises(ValueError, match="state: got a buffer that another step has overwritten"):
         step(state, 1.0)
     assert np.isfinite(step(after, 1.0)[1]["loss"])
-
-
-# Many leaves
 
 
 def test_what_where_leaves_out_may_be_anything():
@@ -380,19 +308,9 @@ def test_a_dtype_without_zero_and_sign_is_refused(name):
 # Schedules and arrays that are no thresholds.
 
 
-@pytest.mark.parametrize("value", [None, "0.5", 1j, True, jnp.array(1j)], ids=repr)
+@pytest.mark.parametrize("value", [None, "0.5", 1j], ids=repr)
 @pytest.mark.parametrize(
-    "make, field",
-    [
-        (cg.ClipByValue, "max"),
-        (lambda t: cg.ClipByValue(1.0, min=t), "min"),
-        (cg.ClipByNorm, "max_norm"),
-        (cg.ClipByGlobalNorm, "max_norm"),
-        (cg.ClipByBlockRMS, "threshold"),
-        (cg.AdaptiveClip, "clipping"),
-        (lambda t: cg.AdaptiveClip(0.1, eps=t), "eps"),
-    ],
-    ids=range(7),
+    "make, field", [(cg.ClipByNorm, "max_norm"), (lambda t: cg.ClipByValue(1.0, min=t), "min")]
 )
 def test_a_schedule_that_returns_no_number_is_refused_under_its_name(make, field, value):
     early = cg.gradient_clip(make(lambda step: value))
@@ -404,59 +322,6 @@ def test_a_schedule_that_returns_no_number_is_refused_under_its_name(make, field
     later["value"] = value
     with pytest.raises(TypeError, match=f"^{field}: got .* from the schedule, expected a number"):
         late.update(jnp.ones(2), state, jnp.ones(2))
-
-
-@pytest.mark.parametrize("wrong", [jnp.ones(3), jnp.ones((2, 2)), np.ones((1, 1, 1))], ids=str)
-def test_a_limit_of_units_of_another_shape_is_refused(wrong):
-    x = {"w": jnp.ones((2, 2))}
-    match = r"got an array of shape \(.*\), expected one that broadcasts to the norms, of shape"
-    for rule in (cg.AdaptiveClip(wrong), cg.AdaptiveClip(0.1, eps=wrong)):
-        for clip in PLACES.values():
-            with pytest.raises(ValueError, match=match):
-                clip(rule, x, x)
-    with pytest.raises(ValueError, match=match):
-        cg.published.apply_gradient_clipping(
-            x, x, clipping_type="adaptive", clipping_threshold=wrong
-        )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("limit", [np.int64(2**31), np.int64(2**32 - 1), 2**31, 10**10])
-def test_large_integer_thresholds_do_not_wrap(limit):
-    for make in (cg.ClipByNorm, cg.ClipByValue, cg.ClipByGlobalNorm, cg.ClipByBlockRMS):
-        assert_same(make(limit)(jnp.array([-1.0, 0.5, 3.0])), jnp.array([-1.0, 0.5, 3.0]))
-    tx = cg.clip_by_global_norm(limit, stats=True)
-    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-    assert (updates == 1).all() and state.threshold == np.float32(limit)
-
-
-# Edges at which clips have gone wrong: each of these inputs once gave another result.
-
-
-@pytest.mark.kinds("ord", "size")
-@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, jnp.inf])
-@pytest.mark.parametrize("size", [8e37, 9e37, 3e38])
-def test_the_largest_numbers_are_clipped_in_every_norm(ord, size):
-    clipped = cg.ClipByNorm(1.0, ord=ord)(jnp.full(2, size))
-    np.testing.assert_allclose(clipped, 1.0 if ord == jnp.inf else 2 ** (-1 / ord), rtol=1e-5)
-
-
-def test_a_state_that_was_made_eagerly_can_be_donated():
-    tx = cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.5, 10), stats=True)
-    params = {"w": jnp.ones(3)}
-    step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
-    assert step(tx.init(params), params).count == 1
-
-
-@pytest.mark.exhaustive
-def test_masks_of_trees_with_none():
-    grads = {"a": None, "b": jnp.full((2, 2), 9.0), "c": jnp.full(2, 9.0)}
-    where = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
-    for mask in (where, where(grads)):
-        clipped, _ = cg.clip_grads(grads, cg.ClipByNorm(1.0), where=mask)
-        assert clipped["c"] is grads["c"] and clipped["b"][0, 0] == 0.5
-    with pytest.raises(ValueError, match="where: got None in the mask where the tree has leaves"):
-        cg.clip_grads(grads, cg.ClipByNorm(1.0), where={"a": None, "b": True, "c": None})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -507,13 +372,6 @@ def test_generators_are_refused():
         cg.error_clip(outputs=cg.ClipByValue(1.0))(generate)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_a_bound_above_the_range_of_a_narrow_dtype(dtype):
-    x = jnp.array([1.0, -2.0]).astype(dtype)
-    for rule in (cg.ClipByValue(1e6), cg.ClipByValue(1e6, -1e6), cg.ClipByValue(jnp.inf)):
-        assert_same(rule(x), x)
-
-
 def test_parameters_that_are_python_or_numpy_numbers_train_without_a_retrace():
     traces = []
 
@@ -536,21 +394,3 @@ def test_a_schedule_that_falls_below_zero_acts_as_zero():
         np.testing.assert_allclose(jnp.linalg.norm(updates), limit, atol=1e-7)
     negative = jax.tree.map(lambda c: -c, cg.ClipByNorm(1.0))
     np.testing.assert_array_equal(negative(jnp.ones(3)), 0)
-
-
-@pytest.mark.exhaustive
-def test_smaller_edges():
-    assert (
-        cg.clip_by_norm(1.0, stats=True)
-        .init({"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)})
-        .stats.norm.dtype
-        == jnp.float32
-    )
-    assert np.isfinite(jax.grad(lambda g: cg.global_norm(g, 0.5))(jnp.array([1.0, 1e-30]))).all()
-    np.testing.assert_allclose(abs(cg.ClipByValue(1.0)(jnp.array([3e38 + 3e38j]))), 1, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"threshold: got an array of shape \(1,\), expected one"):
-        cg.ClipByGlobalNorm(jnp.array([1.0]))(jnp.ones(2))
-    with pytest.raises(ValueError, match="dtype: got bfloat16, expected float32 or float64"):
-        cg.types.ClipStats.zero(dtype=jnp.bfloat16)
-    with pytest.raises(TypeError, match="name it in static_args"):
-        jax.jit(lambda axis: cg.ClipByNorm(1.0, axis=axis)(jnp.ones(2)))(0)

@@ -18,7 +18,6 @@ from tests.helpers import assert_close
 
 X = jnp.array([0.5, 1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.01)
-ADAPTIVE = cg.ClipByNorm(cg.PercentileThreshold(50))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,12 +99,6 @@ def stepped(loss, rule, name):
     return X - state.params, metrics["error_clip"]
 
 
-def adapted(loss, name):
-    clip = cg.adaptive_error_clip(loss, {name: ADAPTIVE})
-    _, grads, _, stats = clip(clip.init(X), X)
-    return grads, stats
-
-
 def with_stats(loss, **options):
     return cg.value_and_grad_with_stats(loss, **options)(X)[1:]
 
@@ -114,8 +107,6 @@ CALLERS = {
     "by name": lambda loss, n: (jax.grad(cg.error_clip_by_name(loss, {n: RULE}))(X), None),
     "rules": lambda loss, n: with_stats(loss, rules={n: RULE}, watch=()),
     "train_step": lambda loss, n: stepped(loss, RULE, n),
-    "train_step, adaptive": lambda loss, n: stepped(loss, ADAPTIVE, n),
-    "adaptive_error_clip": adapted,
     "watch": lambda loss, n: with_stats(loss, watch=[n]),
 }
 CLIPS = ["by name", "rules", "train_step"]

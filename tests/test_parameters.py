@@ -12,7 +12,6 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._diagnose.subject import subject
 from tests.helpers import assert_close
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
@@ -159,8 +158,7 @@ def each_by_nnx(kind, model):
     return nnx.as_pure(each(model, X))
 
 
-@pytest.mark.ci("method", "kind")
-@pytest.mark.parametrize("method", ["direct", "one pass", "two passes"])
+@pytest.mark.parametrize("method", ["direct", "auto"])
 @pytest.mark.parametrize("kind", [Plain, Adapted, Dropped], ids=lambda kind: kind.__name__)
 def test_each_example_has_the_gradient_of_nnx(kind, method):
     expected, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
@@ -196,19 +194,6 @@ def test_a_model_that_an_example_would_change_is_refused_with_the_line_to_write(
     whole = lambda p: nnx.merge(graph, nnx.merge_state(p, nnx.State(ids)), rest, copy=True)  # noqa: E731
     _, grads, _ = cg.clip_per_example(lambda p, x: of_one(whole(p), x), None)(params, X)
     assert dict(nnx.to_flat_state(grads)).keys() == names.keys()
-
-
-@every_kind
-def test_a_diagnosis_looks_at_the_trained_variables(kind):
-    model = kind(nnx.Rngs(0))
-    before = state_of(model)
-    assert cg.diagnose(loss, (model, X)).ok
-    given = subject(loss, (model, X), None, 0, False)
-    own = nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.PathContains("ids")))))
-    names = {"args[0]" + "".join(f"[{key!r}]" for key in path) for path, _ in own}
-    found = {given.names[i].removesuffix(".value") for i in given.chosen}
-    assert {name.replace(".states[0]", "") for name in found} == names
-    assert_close(state_of(model), before, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [Normed, Dropped], ids=lambda kind: kind.__name__)
@@ -338,16 +323,6 @@ def test_an_equinox_model_with_all_kinds_of_leaves_is_trained_as_filter_grad_doe
     assert_close(numbers(found), numbers(wanted), rtol=1e-5, atol=1e-6)
 
 
-def test_numbers_of_python_and_numpy_among_the_parameters_are_differentiated():
-    given = {"w": jnp.ones(3), "number": 2.0, "table": np.ones(3, np.float32), "ids": 3}
-    single = lambda p, x: jnp.sum(p["w"] * p["table"] * x) ** 2 * p["number"]  # noqa: E731
-    _, grads, stats = cg.clip_per_example(single, None, reduce="sum")(given, X)
-    floating = {name: given[name] for name in ("w", "number", "table")}
-    each = jax.vmap(jax.grad(single), in_axes=(None, 0))(jax.tree.map(jnp.asarray, floating), X)
-    assert_close({n: grads[n] for n in floating}, jax.tree.map(lambda g: g.sum(0), each), rtol=1e-5)
-    assert_close(stats.norm, jax.vmap(cg.global_norm)(each), rtol=1e-5)
-
-
 def test_a_loss_that_makes_variables_is_refused_with_microbatches():
     def sow(model, x):
         model.seen = Counter(jnp.sum(x))
@@ -361,7 +336,7 @@ def test_a_loss_that_makes_variables_is_refused_with_microbatches():
     assert_close(state.params.seen[...], jnp.sum(X), rtol=1e-6)
 
 
-def test_a_position_of_variables_without_an_argument_is_jaxs_error():
+def test_a_position_of_variables_without_an_argument_is_an_error():
     grads = cg.value_and_grad_with_stats(lambda x: x, argnums=nnx.DiffState(3, nnx.Param))
-    with pytest.raises(TypeError, match="argnums=3 requires at least 4 positional arguments"):
+    with pytest.raises(TypeError, match="argnums: got 3, expected the position of one of the 1"):
         grads(1.0)

@@ -21,16 +21,6 @@ LIMIT = 0.3
 RULES = {case.name: (case, LIMIT) for case in CASES}
 
 
-class Constant:
-    """A threshold of the run that is always the same."""
-
-    def init(self, norms):
-        return jnp.zeros_like(norms)
-
-    def update(self, state, norms):
-        return jnp.full_like(norms, LIMIT), state
-
-
 # The gradient of the loss by w is x^T y, and so is the cotangent of what is tagged. ``wrap`` is on
 # the function that is differentiated.
 
@@ -61,12 +51,6 @@ def everywhere(rule, w, batch, wrap):
     """One value is between: twice the weights, whose cotangent is the gradient."""
     fun = cg.error_clip_everywhere(wrap(lambda w: 2 * (2 * w)), rule)
     return jax.vjp(fun, w)[1](jax.grad(loss)(w, batch) / 2)[0] / 2
-
-
-def with_learned_threshold(rule, w, batch, wrap):
-    rule = dataclasses.replace(rule, max_norm=Constant())
-    clip = cg.adaptive_error_clip(wrap(loss), {"h": rule})
-    return clip(clip.init(w, batch), w, batch)[1]
 
 
 def once(rule, w, batch, wrap):
@@ -100,7 +84,6 @@ PLACES = {
     "error_clip_by_name": by_name,
     "value_and_grad_with_stats": with_stats,
     "error_clip_everywhere": everywhere,
-    "adaptive_error_clip": with_learned_threshold,
     "clip_grads": once,
     "gradient_clip": before_the_optimizer,
     "per example, one pass": functools.partial(of_each_example, method="one pass"),
@@ -108,7 +91,7 @@ PLACES = {
     "train_step": trained,
     "train_step(error_clip)": trained_with_error_clip,
 }
-# Where the clipped value is not known, and where only a maximal norm can come from a history.
+# Where the clipped value is not known.
 WITHOUT_VALUE = {
     "error_clip_by_name",
     "value_and_grad_with_stats",
@@ -156,8 +139,6 @@ WRAPS = {"jit": jax.jit, "remat": jax.checkpoint}
 def fits(rule, place):
     case, number = RULES[rule]
     made = case.make(number)
-    if place == "adaptive_error_clip":
-        return rule in ("ClipByNorm", "ClipByGlobalNorm")
     return not (made.needs_params and place in WITHOUT_VALUE)
 
 

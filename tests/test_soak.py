@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from benchmarks.which_clip_deep_mlp import TASK
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 
 import clipgrad as cg
-from benchmarks.which_clip_deep_mlp import TASK
 from tests.helpers import assert_same, environment_of_users
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]

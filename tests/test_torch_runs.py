@@ -44,8 +44,9 @@ def test_the_files_of_this_repository_are_what_torch_writes(name, table, tmp_pat
 
 
 def test_a_run_has_what_torch_computes(table, tmp_path):
-    import clipgrad.torch
     from clipgrad._compare.signatures import layouts
+
+    import clipgrad.torch
 
     module, loss, args = table["mlp"]
     clipgrad.torch.save_run(module, loss, args, tmp_path / "run.npz")

@@ -143,7 +143,7 @@ def test_all_names_leave_out_what_has_no_cotangent_but_not_what_cannot_be_reache
 
 
 def test_no_argument_to_differentiate_is_an_error():
-    with pytest.raises(ValueError, match=r"argnums: got \(\), expected the position of at least"):
+    with pytest.raises(ValueError, match=r"argnums: got \(\), expected the position of"):
         cg.value_and_grad_with_stats(lambda x: x, argnums=())
     for wrong in (1.0, "0", (0, 1.0), None):
         with pytest.raises(TypeError, match="argnums: got .*, expected the position of"):

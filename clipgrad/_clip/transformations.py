@@ -12,14 +12,13 @@ from clipgrad._clip.gradient_clip import gradient_clip
 from clipgrad._clip.norm import ClipByNorm
 from clipgrad._clip.thresholds import AdaptiveThreshold
 from clipgrad._clip.value import ClipByValue
-from clipgrad._elsewhere import spelled
 from clipgrad._numerics import AxisName
-from clipgrad._trees import Where
+from clipgrad._trees import Where, explain_call
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
 
 
-@spelled(max_delta="max")  # optax.clip(max_delta)
+@explain_call()
 def clip_by_value(
     max: Threshold,
     min: Threshold | None = None,
@@ -56,6 +55,7 @@ def clip_by_value(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def clip_by_norm(
     max_norm: Threshold,
     ord: float | None = None,
@@ -96,6 +96,7 @@ def clip_by_norm(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def clip_by_global_norm(
     max_norm: Threshold,
     ord: float | None = None,
@@ -140,6 +141,7 @@ def clip_by_global_norm(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def clip_by_block_rms(
     threshold: Threshold,
     *,
@@ -173,6 +175,7 @@ def clip_by_block_rms(
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
+@explain_call()
 def adaptive_grad_clip(
     clipping: Threshold = 0.01,
     eps: Threshold = 1e-3,

@@ -2,13 +2,13 @@
 
 import argparse
 import contextlib
-import dataclasses
+import inspect
 import json
 from typing import Any
 
 import jax
 
-from clipgrad._check import CHECKS, GradCheckReport, Options, check_grads
+from clipgrad._check import CHECKS, GradCheckReport, check_grads
 from clipgrad._commands.function import (
     FAILED,
     PASSED,
@@ -31,48 +31,22 @@ exit code:
   2  the check could not run; one line says why
 """
 
-# The words of each of `Options` on the command line.
-WORDS: dict[str, dict[str, Any]] = {
-    "order": {"metavar": "{1,2}", "type": int, "help": "2 also checks the second derivative"},
-    "mode": {
-        "metavar": "{auto,fast,full}",
-        "help": "auto: every element, with help from plain AD in float64; fast: random directions; "
-        "full: every element with finite differences",
-    },
-    "delta": {
-        "metavar": "STEP",
-        "type": float,
-        "help": "an absolute step, such as Paddle's 0.005",
-    },
-    "max_relative_error": {
-        "metavar": "ERROR",
-        "type": float,
-        "help": "Paddle's tolerance, such as 0.005",
-    },
-    "tolerance": {
-        "metavar": "ERROR",
-        "type": float,
-        "help": "the relative error that the backward may have",
-    },
-    "min_verified": {
-        "metavar": "SHARE",
-        "type": float,
-        "help": "the least share of elements to verify, such as 0.9",
-    },
-    "time_budget": {
-        "metavar": "SECONDS",
-        "type": float,
-        "help": "after which what is left is not verified",
-    },
-    "points": {"metavar": "N", "type": int, "help": "number of points to check"},
-    "seed": {"metavar": "N", "type": int, "help": "seed of everything random"},
-    "skip": {
-        "metavar": "CHECKS",
-        "action": "extend",
-        "type": lambda text: text.split(","),
-        "help": f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}",
-    },
+# Arguments of `check_grads` by these names: what is shown for a value, its type, and the help.
+OPTIONS: dict[str, tuple[str, type, str]] = {
+    "order": ("{1,2}", int, "2 also checks the second derivative"),
+    "mode": (
+        "{auto,full}",
+        str,
+        "auto: every element, with help from plain AD in float64; full: with finite differences",
+    ),
+    "max_relative_error": ("ERROR", float, "Paddle's tolerance, such as 0.005"),
+    "tolerance": ("ERROR", float, "the relative error that the backward may have"),
+    "min_verified": ("SHARE", float, "the least share of elements to verify, such as 0.9"),
+    "time_budget": ("SECONDS", float, "after which what is left is not verified"),
+    "points": ("N", int, "number of points to check"),
+    "seed": ("N", int, "seed of everything random"),
 }
+FIELDS = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
 
 
 def add_check_parser(subparsers: Any) -> None:
@@ -85,18 +59,38 @@ def add_check_parser(subparsers: Any) -> None:
     add("--no-grad", metavar="PATH", action="append", help=f"an input to leave out, {paths}")
     add("--output", metavar="PATH", help="the output to check, by position, key or path")
     how = parser.add_argument_group("how to check").add_argument
-    for option in dataclasses.fields(Options):
-        words = dict(WORDS[option.name])
-        if option.default:
-            words["help"] += f" (default: {option.default})"
-        how(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
+    for name, (shown, kind, words) in OPTIONS.items():
+        default = inspect.signature(check_grads).parameters[name].default
+        words += f" (default: {default})" if default else ""
+        flag = f"--{name.replace('_', '-')}"
+        how(flag, default=default, metavar=shown, type=kind, help=words)
+    how(
+        "--skip",
+        metavar="CHECKS",
+        action="extend",
+        default=[],
+        type=lambda text: text.split(","),
+        help=f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}",
+    )
     how("--device", metavar="KINDS", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (all)")
     how("--x64", action="store_true", help="enable 64-bit types first")
     parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
 
 
 def run_check(options: argparse.Namespace) -> int:
-    report = _command_report(options)
+    with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
+        function = load(options.function)
+        report = check_grads(
+            function,
+            arguments(options.function, function, options.args, options.seed),
+            wrt=_selectors(options.wrt),
+            no_grad=_selectors(options.no_grad),
+            output=_selector(options.output),
+            devices=options.device.split(",") if options.device else None,
+            raise_on_failure=False,
+            skip=options.skip,
+            **{name: getattr(options, name) for name in OPTIONS},
+        )
     print(report)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
@@ -104,31 +98,9 @@ def run_check(options: argparse.Namespace) -> int:
     return PASSED if report.ok else FAILED
 
 
-def _command_report(options: argparse.Namespace) -> GradCheckReport:
-    given = {
-        f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name in options
-    }
-    seed = Options(**given).seed
-    with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
-        function = load(options.function)
-        args, kwargs = arguments("check", options.function, function, options.args, seed)
-        return check_grads(
-            function,
-            args,
-            kwargs,
-            wrt=_selectors(options.wrt),
-            no_grad=_selectors(options.no_grad),
-            output=_selector(options.output),
-            devices=options.device.split(",") if options.device else None,
-            raise_on_failure=False,
-            **given,
-        )
-
-
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
     failures = [plain_fields(f, [n for n in f._fields if n != "ratio"]) for f in report.failures]
-    names = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
-    return {"failures": failures} | plain_fields(report, names)
+    return {"failures": failures} | plain_fields(report, FIELDS)
 
 
 def _selectors(texts: list[str] | None) -> list[int | str] | None:

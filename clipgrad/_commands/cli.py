@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -10,50 +11,40 @@ from clipgrad._commands.check import add_check_parser
 from clipgrad._commands.compare import add_compare_parser
 from clipgrad._commands.demo import add_demo_parser
 from clipgrad._commands.diagnose import add_diagnose_parser
-from clipgrad._commands.function import WRONG_USAGE, UsageError, complain
+from clipgrad._commands.function import WRONG_USAGE, complain
 from clipgrad._commands.help import add_help_parser
-from clipgrad._commands.names import add_names_parser
 from clipgrad._commands.selftest import add_selftest_parser
+from clipgrad._trees import nearest
 
-# Each adds its own parser, which sets ``run``: a function from the arguments to the exit code. An
-# error of it is shown in one line.
+# Each adds its own parser, which sets ``run``: a function from the arguments to the exit code.
 _COMMANDS = (
     add_demo_parser,
     add_check_parser,
-    add_names_parser,
     add_diagnose_parser,
     add_compare_parser,
     add_selftest_parser,
     add_help_parser,
 )
 
-_RUN_OTHERS = ("check", "names", "diagnose", "compare")  # of which any error may be the user's
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
+
+    An error is one line. If a function of the user or this library has raised it, the line says
+    that ``--traceback`` shows where.
 
     Args:
       argv: the arguments; ``None``: the arguments of the process.
 
     Returns:
-      The exit code: 0 for success, 2 for wrong usage, 130 if interrupted, 141 if nobody reads the
+      The exit code: 0 for success, 2 for an error, 130 if interrupted, 141 if nobody reads the
       output any more, others by command.
 
     Raises:
       SystemExit: after ``--help`` and ``--version``, and with 2 for arguments that are wrong.
     """
-    parser = argparse.ArgumentParser(
-        prog="clipgrad", description="Clip, diagnose and check gradients in JAX."
-    )
-    parser.add_argument("--version", action="version", version=f"clipgrad {clipgrad.__version__}")
-    parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add_to in _COMMANDS:
-        add_to(commands)
-    arguments = parser.parse_args(argv)
-    if arguments.run is None:
-        parser.print_help(sys.stderr)
+    arguments = _parsed(argv)
+    if arguments is None:
         return WRONG_USAGE
     try:
         code = arguments.run(arguments)
@@ -65,8 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        is_wrong_usage = isinstance(error, UsageError | ValueError | ImportError)
-        if not is_wrong_usage and arguments.command not in _RUN_OTHERS:
-            raise
-        complain(arguments.command, error)
+        complain(arguments, error)
         return WRONG_USAGE
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace | None:
+    """The arguments; None if there is no command, after the help is printed."""
+    parser = argparse.ArgumentParser(
+        prog="clipgrad", description="Clip, diagnose and check gradients in JAX."
+    )
+    parser.add_argument("--version", action="version", version=f"clipgrad {clipgrad.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add_to in _COMMANDS:
+        add_to(commands)
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return None
+    if unknown:
+        own = commands.choices[arguments.command]
+        there = dict.fromkeys(re.findall(r"--[a-z][\w-]*", own.format_help()))
+        own.error(f"got {unknown[0]!r}, which is no argument; {nearest(unknown[0], there, 3)}")
+    return arguments

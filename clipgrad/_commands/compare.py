@@ -61,8 +61,7 @@ def add_compare_parser(subparsers: Any) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     find = functools.partial(_command_comparison, options)
-    fields = ("ok", "findings", "rows", "unmatched", "notes")
-    return show_result("compare", "comparison", find, fields, options.out)
+    return show_result(options, "comparison", find, ("ok", "findings", "rows", "notes"))
 
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
@@ -74,14 +73,13 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
         )
     versions = [text if _is_run(text) or text in WIDER_DTYPES else load(text) for text in texts]
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
-    args, kwargs = _command_arguments(options, functions)
+    args = _command_arguments(options, functions)
     other_args = made_arguments(options.other_args) if options.other_args else None
     argnums = options.argnums or [0]
     return compare(
         versions[0],
         versions[1],
         args,
-        kwargs,
         other_args=other_args,
         argnums=None if options.steps else tuple(argnums) if argnums[1:] else argnums[0],
         has_aux=options.has_aux,
@@ -95,16 +93,16 @@ def _is_run(text: str) -> bool:
     return text.endswith(".npz") or os.path.isfile(text)
 
 
-def _command_arguments(options: argparse.Namespace, functions: list[str]) -> Any:
+def _command_arguments(options: argparse.Namespace, functions: list[str]) -> tuple | None:
     if not functions:
         if options.args:
             raise UsageError(
-                f"--args: got {options.args!r} beside two runs from files, expected none"
+                f"--args: got {options.args!r} with two runs from files, expected none"
             )
-        return None, None
+        return None
     if options.steps and ":" in (options.args or ""):
-        return made_arguments(options.args), {}  # to call a step may delete its arguments
-    return arguments("compare", functions[0], load(functions[0]), options.args, 0)
+        return made_arguments(options.args)  # to call a step may delete its arguments
+    return arguments(functions[0], load(functions[0]), options.args, 0)
 
 
 def _renamed_pairs(texts: list[str] | None) -> dict[str, str] | None:

@@ -4,7 +4,6 @@ import argparse
 import functools
 from typing import Any
 
-from clipgrad._commands.arguments import Arguments
 from clipgrad._commands.function import (
     UsageError,
     add_command,
@@ -54,42 +53,30 @@ def add_diagnose_parser(subparsers: Any) -> None:
         nargs="+",
         help="list the bad examples in these arguments, which have the axis of the batch",
     )
-    add(
-        "--data",
-        metavar="ARG",
-        nargs="+",
-        help="find what only a penalty trains: parameters of whose gradient nothing is from these "
-        "arguments",
-    )
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
     find = functools.partial(_command_diagnosis, options)
-    fields = ("ok", "findings", "rows", "notes", "examples")
-    return show_result("diagnose", "diagnosis", find, fields, options.out)
+    return show_result(options, "diagnosis", find, ("ok", "findings", "rows", "notes", "examples"))
 
 
 def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
-    function = load(options.function)
+    function, examples = load(options.function), options.examples
     if options.capture:
-        args, kwargs = _captured(options.capture, options.args)
+        args = _captured(options.capture, options.args)
     else:
-        args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
-    examples, data = _named_arguments(options.examples), _named_arguments(options.data)
-    if options.capture and options.args is None and examples is None:
+        args = arguments(options.function, function, options.args, 0)
+    if examples:
+        examples = [int(name) if name.isdigit() else name for name in examples]
+    elif options.capture and options.args is None:
         examples = (1,)  # the whole batch of the capture
-    chosen = {"argnums": tuple(options.argnums), "has_aux": options.has_aux}
-    return diagnose(function, args, kwargs, **chosen, examples=examples, data=data)
+    argnums = tuple(options.argnums)
+    return diagnose(function, args, argnums=argnums, has_aux=options.has_aux, examples=examples)
 
 
-def _named_arguments(arguments: list[str] | None) -> Any:
-    """The arguments of a function, by position or name; None if there are none."""
-    return arguments and [int(name) if name.isdigit() else name for name in arguments]
-
-
-def _captured(path: str, make_args: str | None) -> Arguments:
+def _captured(path: str, make_args: str | None) -> tuple:
     """The arguments of a capture.
 
     Raises:
@@ -98,9 +85,7 @@ def _captured(path: str, make_args: str | None) -> Arguments:
     try:
         capture = load_capture(path)
     except FileNotFoundError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error)) from None
     without = "; it has no batch" if "no_batch" in capture.meta else ""
     print(f"capture of step {capture.step}: {capture.path}{without}")
-    if make_args is None:
-        return Arguments(capture.args, {})
-    return Arguments(made_arguments(make_args, capture), {})
+    return capture.args if make_args is None else made_arguments(make_args, capture)

@@ -4,16 +4,11 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from clipgrad._commands.arguments import (
-    Arguments,
-    example,
-    inferred_arguments,
-    parameters_of,
-    random_arguments,
-)
+from clipgrad._commands.arguments import random_arguments
 from clipgrad._errors import first_line
 from clipgrad._trees import nearest
 
@@ -21,7 +16,10 @@ PASSED, FAILED, WRONG_USAGE = 0, 1, 2
 
 
 class UsageError(Exception):
-    """The command line asks for something that is not there, or that raises."""
+    """The command line asks for something that is not there; its cause is a function that raises.
+
+    One line says all there is to say, unless there is a cause.
+    """
 
 
 def add_command(
@@ -35,6 +33,7 @@ def add_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.set_defaults(run=run, command=name)
     return parser
 
@@ -50,40 +49,37 @@ def add_function(add: Callable[..., Any], kind: str = "function") -> None:
         "--args",
         metavar="ARGS",
         help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
-        "the tuple of arguments; not needed if annotations, docstring or defaults give the shapes",
+        "the tuple of arguments",
     )
 
 
-def complain(command: str, error: Exception) -> None:
-    """Say in one line why a command could not be run."""
+def complain(arguments: argparse.Namespace, error: Exception) -> None:
+    """Say in one line why a command could not be run, or with ``--traceback`` where as well."""
     own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
     text = str(error).strip().partition("\n")[0] if own else first_line(error)
-    print(f"clipgrad {command}: {text}", file=sys.stderr)
+    fault = error.__cause__ if isinstance(error, UsageError) else error
+    if fault is not None and arguments.traceback:
+        traceback.print_exception(fault)
+    elif fault is not None:
+        text += " (--traceback shows where)"
+    print(f"clipgrad {arguments.command}: {text}", file=sys.stderr)
 
 
-def arguments(
-    command: str, path: str, function: Callable, text: str | None, seed: int
-) -> Arguments:
-    """The arguments of `--args`, or of the shapes that the function has; it is called with them.
+def arguments(path: str, function: Callable, text: str | None, seed: int) -> tuple:
+    """The arguments of `--args`, with which the function is called once.
 
     Raises:
       UsageError: there are none, or the function raises.
     """
-    if text:
-        given = random_arguments(text, seed) if "[" in text else made_arguments(text)
-        _called(path, function, Arguments(given, {}))
-        return Arguments(given, {})
-    parameters = parameters_of(function)
-    instead = f"; write clipgrad {command} {path} {example(parameters)}, or --args module:make_args"
-    found = inferred_arguments(parameters, seed)
-    if found is None:
+    if not text:
         raise UsageError(
-            f"--args: got nothing, expected the shapes that annotations, docstring and defaults "
-            f"of {path} do not give{instead}"
+            f'--args: got nothing, expected the arguments of {path}; write --args "f32[8,16]", the '
+            "shape of each, or --args module:make_args"
         )
-    _called(path, function, found, f", for {found} from its signature{instead}")
-    print(f"arguments: {found}")
-    return found
+    is_path = ":" in text and "[" not in text
+    given = made_arguments(text) if is_path else random_arguments(text, seed)
+    _called(path, function, *given)
+    return given
 
 
 def made_arguments(path: str, *given: Any) -> tuple:
@@ -92,7 +88,7 @@ def made_arguments(path: str, *given: Any) -> tuple:
     Raises:
       UsageError: it raises, or makes no tuple.
     """
-    made = _called(path, load(path), Arguments(given, {}))
+    made = _called(path, load(path), *given)
     if not isinstance(made, tuple):
         raise UsageError(
             f"{path}: got a {type(made).__name__} from it, expected the tuple of arguments"
@@ -100,11 +96,11 @@ def made_arguments(path: str, *given: Any) -> tuple:
     return made
 
 
-def _called(path: str, function: Callable, given: Arguments, why: str = "") -> Any:
+def _called(path: str, function: Callable, *given: Any) -> Any:
     try:
-        return function(*given.args, **given.kwargs)
+        return function(*given)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} raises {first_line(error)}{why}") from error
+        raise UsageError(f"{path} raises {first_line(error)}") from error
 
 
 def load(path: str) -> Callable:
@@ -135,8 +131,5 @@ def _as_module(path: str) -> str:
     file, colon, name = path.replace("::", ":").rpartition(":")
     if not colon:
         file, name = (path, "function") if path.endswith(".py") else path.rpartition(".")[::2]
-    file = os.path.relpath(file) if os.path.isabs(file) else file and os.path.normpath(file)
-    if not file or file.startswith(os.pardir):
-        return path
-    module = file.removesuffix(".py").replace("\\", ".").replace("/", ".")
-    return f"{module}:{name}"
+    module = file.removeprefix("./").removesuffix(".py").replace("/", ".")
+    return f"{module}:{name}" if module else path

@@ -1,5 +1,6 @@
 """The result of a command that looks for faults: printed, written, and as an exit code."""
 
+import argparse
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -12,18 +13,17 @@ from clipgrad._folders import mounted_folder
 
 
 def show_result(
-    command: str, name: str, find: Callable[[], Any], fields: Sequence[str], out: str | None
+    options: argparse.Namespace, name: str, find: Callable[[], Any], fields: Sequence[str]
 ) -> int:
-    """Print a result, and write it into the folder ``out``, if given; return the exit code.
+    """Print a result, and write it into the folder `--out`, if given; return the exit code.
 
     Args:
-      command: the command, for the line that says why a result with findings is not written.
+      options: those of the command.
       name: the files without their suffixes.
       find: makes the result, which has ``ok`` and ``plot``.
       fields: its fields that are written.
-      out: the folder.
     """
-    folder = mounted_folder("--out", out) if out else None
+    folder = mounted_folder("--out", options.out) if options.out else None
     found = find()
     print(found)
     try:
@@ -33,7 +33,7 @@ def show_result(
     except Exception as error:
         if found.ok:
             raise
-        complain(command, error)
+        complain(options, error)  # it does not hide the findings
     return PASSED if found.ok else FAILED
 
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from clipgrad._check import check_grads
 from clipgrad._clip import RULES, AutoNorm, ClipByNorm, ErrorClipByValue
-from clipgrad._commands.function import FAILED, PASSED, add_command
+from clipgrad._commands.function import FAILED, PASSED, UsageError, add_command
 from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
 from clipgrad._numerics import global_norm
@@ -135,6 +135,8 @@ def add_selftest_parser(subparsers: Any) -> None:
 def run_selftest(options: argparse.Namespace) -> int:
     kinds = options.device.split(",") if options.device else None
     devices = find_devices(kinds)
+    if not devices.there:
+        raise UsageError(f"--device: got {options.device}, expected a device that is here")
     check = functools.partial(check_grads, devices=kinds, raise_on_failure=False)
     found, failed = list(cases()), 0
     # Compiling is most of the work, and may be done at once.
@@ -149,8 +151,8 @@ def run_selftest(options: argparse.Namespace) -> int:
         same = _law_holds(law)
         failed += not same
         _say(same, law.name)
-    there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
-    print(f"{failed} failed; devices: {there}; missing here, so not run: {absent}")
+    absent = ", ".join(devices.absent) or "none"
+    print(f"{failed} failed; devices: {', '.join(devices.there)}; not here, so not run: {absent}")
     return FAILED if failed else PASSED
 
 

@@ -11,31 +11,32 @@ import jax
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
 from clipgrad._clip import ClipStats, is_own
-from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
+from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
 from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
+from clipgrad._trees import explain_call
 
 ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 
+@explain_call('write {"name": rule}')
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
     r"""Clips the cotangents of variables inside a function by name, without editing it.
 
     A name is a tag or the path of a module. A *tag* names a value where it is computed:
-    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. Many models already have tags, for
-    `jax.checkpoint`. The *path of a module* consists of the `jax.named_scope`\ s around an
-    operation, such as ``"Transformer/block_3/attn"`` or ``"mlp/linear_0"``; flax Linen, Haiku and
-    Keras set one for each module. In flax NNX and Equinox it is the path of attributes, such as
-    ``"decoder/blocks/3/attn"``, in a model among the arguments, or in a model inside a list or
-    dictionary argument. `list_names` lists the names.
+    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
+    `jax.named_scope`\ s around an operation, such as ``"Transformer/block_3/attn"``; flax Linen,
+    Haiku and Keras set one for each module. In flax NNX and Equinox it is the path of attributes,
+    such as ``"decoder/blocks/3/attn"``, in a model among the arguments. `list_names` lists the
+    names.
 
     The variables of a module are its outputs: the values that are computed inside, and used or
     returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
     all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$; uses
-    inside the module are not clipped. ``fun`` itself does not change. Each call traces it once, as
-    `jax.jit` does; put the training step into `jax.jit`, so that this happens only once.
+    inside the module are not clipped. Each call traces ``fun`` once, as `jax.jit` does; put the
+    training step into `jax.jit`, so that this happens only once.
 
     A name may be a pattern: ``*`` stands for any text within a segment, ``**`` for any number of
     segments, as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. It selects among the names
@@ -45,34 +46,25 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     Guarantees:
       * The result is bit-identical to the result of ``fun``, with its structure, weak types and
         shardings. (A compiled gradient with a clip that acts is another program, which XLA may
-        round differently. In eager code so is a function such as `jax.numpy.mean`, which JAX
-        compiles as a whole.)
-      * The caller's models keep their classes and structure; inside ``fun`` each submodule of an
-        NNX or Equinox model has a subclass of its class. A model has no attribute paths if ``fun``
-        closes over it, or joins it with a tree from outside.
+        round differently, and so is eager code that JAX compiles as a whole, as `jax.numpy.mean`.)
       * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
-        `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
-        `jax.checkpoint`.
-      * A `jax.lax.while_loop`, or a `jax.lax.fori_loop` whose bounds are not known, has no
-        cotangents inside, so nothing is clipped there. It runs, and differentiates forwards, as it
-        is: a name that is only there is accepted here, and an error where the gradient is computed
-        too, as by `train_step` and `value_and_grad_with_stats`.
-      * Each array is a separate variable, at each step of a scan.
-      * An operation with a program inside, such as a scan, uses a value where that program uses it;
-        the results of the program leave the modules inside it. A module that is applied twice with
-        nothing between is one module.
-      * Inside a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures all
-        examples together, with a warning, and not each as `clip_cotangent` does. The same holds for
-        `jax.lax.map`, per batch of ``batch_size``. A `jax.vmap` of the result clips each example.
-      * Mutated state, in flax NNX models among the arguments and in references (`jax.new_ref`), is
-        updated exactly as without clips. Other containers are values, as in `jax.jit`.
-      * A gradient that ``fun`` computes inside is part of its value, and is not clipped.
-      * The rules of a `jax.custom_vjp` or `jax.custom_jvp` may close over values of ``fun`` that do
-        not depend on the differentiated arguments, except values of a `jax.vmap` inside ``fun``.
+        `jax.lax.custom_linear_solve`. Tags keep their meaning for `jax.checkpoint`.
+      * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. A name that is
+        only there is accepted here, and an error where the gradient is computed too, as by
+        `train_step` and `value_and_grad_with_stats`.
+      * Each array is a separate variable, at each step of a scan. A module that is applied twice
+        with nothing between is one module.
+      * Inside a `jax.vmap` or a `jax.lax.map` in batches in ``fun`` a variable is the whole batch:
+        a norm rule measures all examples together, with a warning, and not each as
+        `clip_cotangent` does. A `jax.vmap` of the result clips each example.
+      * The caller's models keep their classes and structure; what ``fun`` changes in flax NNX
+        models among the arguments and in references (`jax.new_ref`) changes as without clips.
+      * A gradient that ``fun`` computes inside is part of its value, and is not clipped. If it is
+        what ``fun`` returns, as in ``error_clip_by_name(jax.grad(loss), rules)``, a warning says to
+        write ``jax.grad(error_clip_by_name(loss, rules))``.
       * The result can be transformed again, with this or another clip, `jax.jit`, `jax.grad` or
         `jax.vmap`; in forward mode if no clipped variable depends on the differentiated arguments.
-        Without rules it computes the same as ``fun``.
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
@@ -86,10 +78,9 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
         needs parameters; when called, if the variables of a name are integers.
       ValueError: when called, if a name or a pattern matches no variable, only unused ones, or one
-        inside a primitive that can't be entered, such as a `jax.custom_vjp`, whose custom rule
-        replaces the cotangents in it; if two patterns with different rules match one name; if
-        ``fun`` changes an NNX model that it closes over; when differentiated, if a rule of a
-        `jax.custom_vjp` closes over a differentiated value.
+        inside a primitive that can't be entered, such as a `jax.custom_vjp`; if two patterns with
+        different rules match one name; if ``fun`` changes an NNX model that it closes over; when
+        differentiated, if a rule of a `jax.custom_vjp` closes over a differentiated value.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -115,6 +106,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         traced = _jaxpr.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
         warn_of_batches(traced.program, names, caller, stacklevel=8)
+        warn_of_own_gradients(traced.program, names, caller, stacklevel=8)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]
@@ -147,7 +139,7 @@ class ByName(_jaxpr.Hook):
 
     @property
     def is_reusable(self) -> bool:
-        return all(map(is_own, map(_now, self.rules.values())))
+        return all(map(is_own, self.rules.values()))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped result of a tag; None for an equation with names inside."""
@@ -170,27 +162,21 @@ class ByName(_jaxpr.Hook):
 
         return _names.ModuleValues(self, jaxpr, leave, self.active)
 
-    def steps(self, equation: Any) -> Any:
-        """The probes, and the limits, with an entry for each step of this scan."""
+    def steps(self, equation: Any) -> dict[str, ClipStats]:
+        """The probes with an entry for each step of this scan."""
         inner = self._part_inside(equation)
-        probes = {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
-        rules = {n: rule for n, rule in inner.rules.items() if isinstance(rule, Stepwise)}
-        limits = {name: rule.limits for name, rule in rules.items() if rule.limits.ndim}
-        for name in limits:
-            rules[name].check_length(name, equation.params["length"])
-        return probes, limits
+        return {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
-        """The clips inside of an equation, with the probes and the limits of this step."""
-        inner, (probes, limits) = self._part_inside(equation), step or ({}, {})
-        rules = {n: dataclasses.replace(inner.rules[n], limits=limits[n]) for n in limits}
-        return dataclasses.replace(inner, probes=inner.probes | probes, rules=inner.rules | rules)
+        """The clips inside of an equation, with the probes of this step."""
+        inner = self._part_inside(equation)
+        return dataclasses.replace(inner, probes=inner.probes | (step or {}))
 
     def _has(self, name: Any) -> bool:
         return name in self.rules or name in self.probes
 
     def _clip(self, name: str, x: Any) -> Any:
-        return clip_cotangent(x, _now(self.rules.get(name)), probe=self.probes.get(name))
+        return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
 
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
@@ -206,14 +192,10 @@ class ByName(_jaxpr.Hook):
         return ByName(rules, probes, self.modules & names, active, scopes)
 
 
-def _now(rule: Any) -> Any:
-    return rule.now if isinstance(rule, Stepwise) else rule
-
-
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
     mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
-    rules = [(name, _now(c.rule)) for name, c in names.items() if (name, c.kind) in mapped]
+    rules = [(name, c.rule) for name, c in names.items() if (name, c.kind) in mapped]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
     batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
     if batches:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend as jex
@@ -30,10 +30,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
         it (`AdaptiveClip`).
       * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay
         as they are; a custom rule sees ``None`` in their places.
-      * It works inside and outside of `jax.jit`, `jax.grad`, `jax.vjp`, `jax.vmap`,
-        `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`, `jax.shard_map` and `jax.custom_vjp`, and
-        can be differentiated again. Inside `jax.vmap` a norm rule measures each example; outside,
-        the batch.
+      * It works inside and outside of all transformations of JAX, and can be differentiated again.
+        Inside `jax.vmap` a norm rule measures each example; outside, the batch.
       * JAX refuses forward mode (`jax.jvp`) through it, because forward mode has no cotangents;
         pass ``rule=None`` where you need forward mode.
 
@@ -109,36 +107,40 @@ def _trace_backward(
     needs_params = getattr(rule, "needs_params", False)
     leaves, fields = jax.tree.flatten(rule)
     given, fixed = partition(leaves, is_array)
-    run = _BackwardOfLeaves(structure, dtype, fields, tuple(fixed))
-    arguments = (given, arrays, arrays if needs_params else None)
+    static = structure, dtype, fields, tuple(fixed)
+    arguments = given, arrays, arrays if needs_params else None
     if rule is None or is_data(rule):
-        traced = _cached.trace(run, *arguments)
+        traced = _cached.trace(*static, *arguments)
         program, shapes = traced.jaxpr, traced.out_info
     else:
+        run = functools.partial(_clipped_and_stats, *static)
         program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
     backward = _Backward(program.jaxpr, jax.tree.structure(shapes), needs_params)
     return backward, (list(program.consts), given)
 
 
-class _BackwardOfLeaves(NamedTuple):
-    """A backward pass but for its arrays: the tree that is clipped, and the rule."""
+def _clipped_and_stats(
+    structure: Any,
+    dtype: str | None,
+    fields: Any,
+    fixed: tuple[Any, ...],
+    given: list[Any],
+    cotangents: list[Any],
+    params: list[Any] | None,
+) -> tuple[list[Any], ClipStats | None]:
+    """The clipped cotangents of a tree, and the statistics if they have a dtype.
 
-    structure: Any
-    dtype: str | None
-    fields: Any
-    fixed: tuple[Any, ...]
-
-    def __call__(self, given: list[Any], cotangents: list[Any], params: list[Any] | None) -> Any:
-        """The clipped cotangents, and the statistics if they have a dtype."""
-        rule = self.fields.unflatten(combine(given, self.fixed))
-        tree = self.structure.unflatten(cotangents)
-        primal = None if params is None else self.structure.unflatten(params)
-        clipped = tree if rule is None else apply_rule(rule, tree, primal)
-        stats = None if self.dtype is None else ClipStats.of(tree, clipped, self.dtype)
-        return jax.tree.leaves(clipped), stats
+    The rule has ``fields``, of which some are ``fixed`` and the arrays are ``given``.
+    """
+    rule = fields.unflatten(combine(given, fixed))
+    tree = structure.unflatten(cotangents)
+    primal = None if params is None else structure.unflatten(params)
+    clipped = tree if rule is None else apply_rule(rule, tree, primal)
+    stats = None if dtype is None else ClipStats.of(tree, clipped, dtype)
+    return jax.tree.leaves(clipped), stats
 
 
-_cached = jax.jit(lambda run, *arguments: run(*arguments), static_argnums=0)
+_cached = jax.jit(_clipped_and_stats, static_argnums=(0, 1, 2, 3))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

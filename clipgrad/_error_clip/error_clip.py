@@ -9,11 +9,10 @@ import jax
 
 from clipgrad._clip import as_rule
 from clipgrad._error_clip.cotangent import clip_cotangent
-from clipgrad._trees import parts_below
+from clipgrad._trees import described, parts_below
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ALL = object()  # in place of a parameter's name: each of them
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
@@ -72,8 +71,16 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _clip_inputs(function, signature, chosen, args, kwargs)
-            result = function(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                function(*args, **kwargs)  # says what is wrong in its own words
+                raise TypeError(
+                    f"error_clip: got a call that does not fit the signature {signature} of the "
+                    "function, expected one that does; decorate the function that it wraps"
+                ) from None
+            _clip_inputs(bound, chosen)
+            result = function(*bound.args, **bound.kwargs)
             each, structure = jax.tree.flatten(outputs, is_leaf=_is_rule)
             parts = parts_below("outputs", "rules", structure, result)
             return structure.unflatten(map(clip_cotangent, parts, each))
@@ -86,62 +93,48 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
 def _signature_of_inputs(function: Any) -> inspect.Signature:
     if not callable(function) or isinstance(function, type):
         raise TypeError(
-            f"error_clip: got {function!r} of type {type(function).__name__} to decorate, expected "
-            "a function or a method; write @error_clip(rule), with a rule in the parentheses"
+            f"error_clip: got {described(function)} to decorate, expected a function or a method; "
+            "write @error_clip(rule), with a rule in the parentheses"
         )
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         raise TypeError(f"error_clip: got {function!r}, expected a function that returns a result")
-    try:
-        return inspect.signature(function)
-    except ValueError:  # some functions that are written in C
-        parameters = zip(("args", "kwargs"), _VARIADIC, strict=True)
-        return inspect.Signature([inspect.Parameter(n, kind) for n, kind in parameters])
+    return inspect.signature(function)
 
 
 def _rules_by_parameter(
     function: Any, signature: inspect.Signature, rules: Mapping[Any, Any]
-) -> dict[str, Any]:
+) -> dict[Any, Any]:
     names = list(signature.parameters)
     if _ALL in rules:
         inputs = names[1:] if names[:1] in (["self"], ["cls"]) else names
         return dict.fromkeys(inputs, rules[_ALL])
-    takes_any = any(p.kind is _VARIADIC[1] for p in signature.parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in rules:
         if name not in names and not (takes_any and isinstance(name, str)):
             raise ValueError(
                 f"inputs: got {name!r}, expected a parameter of "
                 f"{getattr(function, '__name__', function)}; there are {names}"
             )
-    return {str(name): rule for name, rule in rules.items()}
+    return dict(rules)
 
 
-def _clip_inputs(
-    function: Any, signature: inspect.Signature, rules: dict[str, Any], args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:
-        function(*args, **kwargs)  # says what is wrong in its own words
-        raise TypeError(
-            f"error_clip: got a call that does not fit the signature {signature} of the decorated "
-            "function, expected one that fits; decorate the function that it wraps"
-        ) from None
-    for name in rules:
-        if name not in signature.parameters and name not in kwargs:
-            raise ValueError(
-                f"error_clip: got the keywords {list(kwargs)}, expected {name!r} among them, "
-                "since it has a rule"
-            )
+def _clip_inputs(bound: inspect.BoundArguments, rules: dict[Any, Any]) -> None:
+    """Clips the arguments of a call that have rules, those in ``**kwargs`` by their own names."""
+    parameters, left = bound.signature.parameters, dict(rules)
     for name, value in bound.arguments.items():
-        kind, rule = signature.parameters[name].kind, rules.get(name)
-        if kind is _VARIADIC[0]:
-            clipped = tuple(clip_cotangent(v, rule) for v in value)
-        elif kind is _VARIADIC[1]:
-            clipped = {k: clip_cotangent(v, rules.get(k, rule)) for k, v in value.items()}
+        kind, rule = parameters[name].kind, left.pop(name, None)
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(clip_cotangent(x, rule) for x in value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            own = {key: left.pop(key, rule) for key in value}
+            bound.arguments[name] = {k: clip_cotangent(x, own[k]) for k, x in value.items()}
         else:
-            clipped = clip_cotangent(value, rule)
-        bound.arguments[name] = clipped
-    return bound.args, bound.kwargs
+            bound.arguments[name] = clip_cotangent(value, rule)
+    if missed := [name for name in left if name not in parameters]:
+        raise ValueError(
+            f"error_clip: got a call without {missed}, expected an argument of that name, since it "
+            "has a rule"
+        )
 
 
 def _is_rule(rules: Any) -> bool:

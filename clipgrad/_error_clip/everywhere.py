@@ -13,11 +13,14 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._clip import is_own
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import check_function, rule_of_variable
+from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
+from clipgrad._trees import explain_call
 
 Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 
 
+@explain_call()
 def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
     r"""Clips the cotangent of every value that a function computes.
 
@@ -25,18 +28,15 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
     cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
 
     Guarantees:
-      * The result is bit-identical to the result of ``fun``, with its structure, weak types and
-        shardings. In eager code functions such as `jax.numpy.mean`, which JAX compiles as a whole
-        there, may round differently.
+      * The result is bit-identical to the result of ``fun``, see `error_clip_by_name`.
       * All operations are clipped inside `jax.jit`, `jax.lax.scan` (at each step),
-        `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
+        `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`.
       * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
         does not use itself. The next step of a scan uses the carry.
       * A function with a custom rule, such as `jax.custom_vjp`, is one operation.
 
     A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
-    inside a `jax.vmap` in ``fun`` the cotangent of the whole batch. Each call traces ``fun`` once,
-    and mutates flax NNX models and references as ``fun`` does; see `error_clip_by_name`.
+    inside a `jax.vmap` in ``fun`` the cotangent of the whole batch.
 
     Args:
       fun: a function of pytrees.
@@ -70,6 +70,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
+        warn_of_own_gradients(traced.program, None, "error_clip_everywhere", stacklevel=8)
         results = range(len(_jaxpr.opened(traced.program)[0].outvars))
         return traced.evaluate(args, kwargs, _Everywhere(rule, _ends(traced.program, results)))
 
@@ -96,29 +97,32 @@ class _Everywhere(_jaxpr.Hook):
         outputs = _jaxpr.bind(equation, inputs)
         if equation.primitive.name == "name":
             return outputs
-        arrays = {v for v in equation.outvars if type(v.aval) is ShapedArray}
-        clipped = {v for v in arrays - self.ends if not isinstance(v, DropVar)}
-        pairs = zip(equation.outvars, outputs, strict=True)
-        return [clip_cotangent(x, self.rule) if v in clipped else x for v, x in pairs]
+        flags = [self._is_clipped(variable) for variable in equation.outvars]
+        pairs = zip(flags, outputs, strict=True)
+        return [clip_cotangent(x, self.rule) if flag else x for flag, x in pairs]
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
         inner, _ = _jaxpr.entered_programs(equation)
+        # The next step of a scan uses what it carries.
         first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]
         return _Everywhere(self.rule, frozenset().union(*(_ends(p, ends) for p in inner)))
 
+    def _is_clipped(self, variable: Any) -> bool:
+        is_plain = type(variable.aval) is ShapedArray and not isinstance(variable, DropVar)
+        return is_plain and variable not in self.ends
+
 
 def _ends(program: Any, positions: Iterable[int]) -> frozenset[Var]:
-    """The results at these positions that the program does not use itself, and its numbers."""
+    """The results at these positions alone, that nothing in the program uses, and its numbers."""
     jaxpr, _ = _jaxpr.opened(program)
     chosen = set(positions)
     used = {atom for e in jaxpr.eqns for atom in e.invars if not isinstance(atom, Literal)}
-    results = [(i in chosen, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal)]
-    ends = {v for is_chosen, v in results if is_chosen}
-    ends -= used | {v for is_chosen, v in results if not is_chosen}
+    results = [(i, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal)]
+    ends = {v for i, v in results if i in chosen} - {v for i, v in results if i not in chosen}
     # What depends on numbers alone has no cotangent, as copies of them that `jax.shard_map` makes.
     numbers: set[Var] = set()
     for e in jaxpr.eqns:
         if all(isinstance(atom, Literal) or atom in numbers for atom in e.invars):
             numbers.update(e.outvars)
-    return frozenset(ends | numbers)
+    return frozenset((ends - used) | numbers)

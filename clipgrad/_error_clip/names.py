@@ -7,10 +7,12 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._clip import as_rule, is_rule
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._names import Names, names_of
+from clipgrad._trees import check_arguments, described, explain_call
 
 Rules = Mapping[str, Callable[..., Any] | None]
 
 
+@explain_call()
 def list_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Names:
@@ -85,27 +87,23 @@ def program_of(
 
 def check_function(fun: Any) -> None:
     """Raises `TypeError` if what is transformed is not a function, or is a rule."""
-    if is_rule(fun) or not callable(fun):
-        order = "; the rules come second" if is_rule(fun) or isinstance(fun, Mapping) else ""
-        raise TypeError(f"fun: got {fun!r}, expected a function{order}")
+    if is_rule(fun) or isinstance(fun, Mapping):
+        raise TypeError(f"fun: got {described(fun)}, expected a function; the rules come second")
+    check_arguments(fun, ())
 
 
 def check_call(fun: Any, args: Any, kwargs: Any) -> None:
     """Raises `TypeError` for what is not a function, a tuple of arguments, a mapping of others."""
     check_function(fun)
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a mapping, such as a dict")
+    check_arguments(fun, args, kwargs)
 
 
-def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
+def checked_rules(rules: Any, prefix: Any = "", argument: str = "rules") -> dict[str, Any]:
     """The rules with the prefix before their names; `TypeError` for what is not a mapping."""
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+        shown = repr(rules) if isinstance(rules, str) or is_rule(rules) else described(rules)
         raise TypeError(
-            f"rules: got {rules!r}, expected a mapping from names to rules, such as "
+            f"{argument}: got {shown}, expected a mapping from names to rules, such as "
             '{"h": ErrorClipByValue(max=5.0)}; for every intermediate value write '
             "error_clip_everywhere(fun, rule)"
         )

@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,12 @@ from clipgrad._names import (
     watched_names,
 )
 from clipgrad._program import active_variables
-from clipgrad._trees import check_tree, described, loss_and_aux
+from clipgrad._trees import check_tree, described, explain_call, loss_and_aux
 
 _CALLER = "value_and_grad_with_stats"
 
 
+@explain_call()
 def value_and_grad_with_stats(
     fun: Callable[..., Any],
     argnums: Any = 0,
@@ -53,27 +54,21 @@ def value_and_grad_with_stats(
       * Value and gradient are the same as of
         ``jax.value_and_grad(error_clip_by_name(fun, rules))``; flax NNX models are differentiated
         as in ``nnx.value_and_grad``, with respect to their ``nnx.Param`` (or what an
-        ``nnx.DiffState`` in ``argnums`` selects), and mutated as ``fun`` does. Arguments with
-        Equinox modules are differentiated as in ``eqx.filter_value_and_grad``, with respect to
-        their floating arrays; the gradient has ``None`` for all other leaves.
+        ``nnx.DiffState`` in ``argnums`` selects), and arguments with Equinox modules as in
+        ``eqx.filter_value_and_grad``.
       * The statistics leave the compiled backward pass as the gradients do, without a callback;
         under `jax.jit` unused statistics are not computed.
-      * Value and gradient are bit-identical if a compiled program does not use the statistics, and
-        in eager code outside of a scan and of functions that JAX compiles as a whole there, such as
-        `jax.numpy.mean`. If a compiled program uses them, its rounding may change, because XLA then
-        stores a cotangent that it had fused.
+      * Value and gradient are bit-identical if a compiled program does not use the statistics. If
+        it uses them, its rounding may change.
       * A name that is only in a `jax.lax.while_loop`, where values have no cotangents, is an error;
         if it is elsewhere too, it is clipped and counted there.
-      * Values in a module that do not depend on the differentiated arguments have no cotangent, and
-        are not counted.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
         scans around them are the same from the outermost on, over all steps of the rest.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
-        statistics of the whole batch.
-      * Inside `jax.shard_map` they are statistics of all devices together, like the gradients of
-        values that the devices share; with ``check_vma=False`` each device has its own.
+        those of the whole batch. Inside `jax.shard_map` they are those of all devices together,
+        with ``check_vma=False`` of each.
 
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.
@@ -85,15 +80,13 @@ def value_and_grad_with_stats(
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
-      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`, one
-      for each name that a pattern matches.
+      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
 
     Raises:
-      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
-        position in ``argnums`` not an integer.
+      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or
+        ``argnums`` are not positions of arguments.
       ValueError: when called, as `error_clip_by_name`, if a name is only in a
-        `jax.lax.while_loop`, or if there are neither tags nor modules with cotangents with
-        ``watch=None``.
+        `jax.lax.while_loop`, or if there is nothing to watch with ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -108,36 +101,36 @@ def value_and_grad_with_stats(
       >>> print(value, grads, stats["h"].norm)
       15.0 17.0 [8. 4. 2. 1.]
     """
-    return with_stats(fun, argnums, has_aux, rules, watch, model_value_and_grad)
+    named = checked_rules({} if rules is None else rules)
+    return with_stats(fun, argnums, has_aux, named, watch, model_value_and_grad, _CALLER)
 
 
 def with_stats(
     fun: Callable[..., Any],
     argnums: Any,
     has_aux: bool,
-    rules: Rules | None,
+    rules: dict[str, Any],
     watch: Iterable[str] | None,
     value_and_grad: Callable[..., Any],
+    caller: str,
 ) -> Callable[..., Any]:
-    """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
-    named = checked_rules({} if rules is None else rules)
-    watched = checked_watch(watch)
-    wanted, is_one = _checked_argnums(argnums), not isinstance(argnums, Iterable)
-    first, *_ = chosen = [each.position for each in wanted]
+    """`value_and_grad_with_stats` for a caller, with rules that are checked.
+
+    ``value_and_grad(args)`` is what is called in place of JAX's function.
+    """
+    watched, chosen = checked_watch(watch), _checked_argnums(argnums)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not all(-len(args) <= i < len(args) for i in chosen):
-            _raise_as_jax(fun, chosen[0] if is_one else tuple(chosen), has_aux, args, kwargs)
-        arrays = _as_arrays(args, chosen)
-        filters = {each.position % len(args): each.filter for each in wanted}
+        positions = _argnums_of_call(chosen, len(args))
+        filters = dict(zip(positions, (getattr(x, "filter", None) for x in chosen), strict=True))
+        arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
-        names, probes = _named(traced.program, named, watched)
-        warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
+        names, probes = _named(traced.program, rules, watched, caller)
+        warn_of_batches(traced.program, names, caller, stacklevel=3)
 
         def with_probes(*packed: Any) -> Any:
-            *args, kwargs = packed
-            args[first], probes = args[first]
+            *args, kwargs, probes = packed
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 apart = isinstance(function, Pure)
@@ -149,52 +142,41 @@ def with_stats(
             loss_and_aux("fun", result, has_aux)
             return result
 
-        numbers = tuple(each.within(len(args)) for each in wanted)
-        seen = (args, kwargs) if has_changes else [args[i] for i in filters]
-        argument = numbers[0] if is_one else numbers
-        differentiated = value_and_grad(seen)(with_probes, argnums=argument, has_aux=has_aux)
-        # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
-        packed = [(arg, probes) if i == first % len(args) else arg for i, arg in enumerate(args)]
-        value, grads = differentiated(*packed, kwargs)
-        (grad, stats), *others = (grads,) if is_one else grads
-        return value, (grad if is_one else (grad, *others)), stats
+        # The keyword arguments and the probes, whose gradient is the statistics, come last, since
+        # NNX resolves keywords by the signature of `fun`.
+        pairs = zip(chosen, positions, strict=True)
+        numbers = [type(x)(i, x.filter) if is_diff_state(x) else i for x, i in pairs]
+        seen = (args, kwargs) if has_changes else [args[i] for i in positions]
+        differentiated = value_and_grad(seen)(
+            with_probes, argnums=(*numbers, len(args) + 1), has_aux=has_aux
+        )
+        value, (*grads, stats) = differentiated(*args, kwargs, probes)
+        return value, (tuple(grads) if isinstance(argnums, Iterable) else grads[0]), stats
 
     return run
 
 
-def _raise_as_jax(fun: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> None:
-    jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
-
-
-class _Argument(NamedTuple):
-    """An argument to differentiate: its position, and which variables of a model."""
-
-    position: int
-    filter: Any = None
-    given: Any = None  # the `nnx.DiffState`
-
-    def within(self, count: int) -> Any:
-        """The argument as JAX or NNX takes it, of so many arguments."""
-        position = self.position % count
-        return position if self.given is None else type(self.given)(position, self.filter)
-
-
-def _checked_argnums(argnums: Any) -> list[_Argument]:
+def _checked_argnums(argnums: Any) -> list[Any]:
+    """The positions to differentiate, of which each may be an `nnx.DiffState`."""
     chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
-    if not chosen:
-        raise ValueError(
-            f"argnums: got {argnums!r}, expected the position of at least one argument to "
-            "differentiate"
-        )
-    if not all(hasattr(item, "__index__") or is_diff_state(item) for item in chosen):
-        raise TypeError(
+    if not chosen or not all(hasattr(x, "__index__") or is_diff_state(x) for x in chosen):
+        hint = f"; write rules={{{str(chosen)[1:-1]}: ...}}" if isinstance(argnums, Mapping) else ""
+        raise (TypeError if chosen else ValueError)(
             f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
-            "0 or (0, 1)"
+            f"0 or (0, 1){hint}"
         )
-    return [
-        _Argument(x.argnum, x.filter, x) if is_diff_state(x) else _Argument(operator.index(x))
-        for x in chosen
-    ]
+    return chosen
+
+
+def _argnums_of_call(chosen: list[Any], count: int) -> list[int]:
+    """The positions among so many arguments, from the first on."""
+    found = [x.argnum if is_diff_state(x) else operator.index(x) for x in chosen]
+    if wrong := [i for i in found if not -count <= i < count]:
+        raise TypeError(
+            f"argnums: got {wrong[0]}, expected the position of one of the {count} positional "
+            "arguments"
+        )
+    return [i % count for i in found]
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
@@ -225,14 +207,14 @@ def _check_is_floating(position: int, arg: Any) -> None:
 
 
 def _named(
-    program: Any, rules: Rules, watch: dict[str, Any] | None
+    program: Any, rules: Rules, watch: dict[str, Any] | None, caller: str
 ) -> tuple[Resolved, dict[str, ClipStats]]:
     """The rules of what is clipped or watched, and statistics of nothing for each name.
 
     These have an axis for each scan around all sites of the name.
     """
-    clipped = resolved(program, rules, _CALLER, CLIPPED)
-    names = watched_names(program, watch, _CALLER, CLIPPED) | clipped
+    clipped = resolved(program, rules, caller, CLIPPED)
+    names = watched_names(program, watch, caller, CLIPPED) | clipped
     probes, found = {}, [site for site in _names.sites(program) if site.has_cotangent]
     for name, chosen in names.items():
         own = [site for site in found if (site.name, site.kind) == (name, chosen.kind)]

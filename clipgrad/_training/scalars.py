@@ -9,34 +9,31 @@ import numpy as np
 
 from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState
 from clipgrad._frameworks import without_variables
-from clipgrad._training.by_module import by_module
 from clipgrad._training.train_step import TrainState
-from clipgrad._trees import check_tree, instances, is_array, with_paths
+from clipgrad._trees import check_tree, instances, is_array
 from clipgrad._values import ValueStats
 
 Items = Iterator[tuple[str, Any]]
 
-_OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "zeros")
-_OF_MEASURED = ("norm", "rms", "max", "zeros", "nonfinite")
-_OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
-_OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
-_OF_SKIPS += ("nonfinite_consecutive",)
-_SCALAR_STATES = ClipStats | ValueStats | GradientClipState | SkipSpikesState
+_FIELDS = {
+    ClipStats: ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "zeros"),
+    ValueStats: ("norm", "rms", "max", "zeros", "nonfinite"),
+    GradientClipState: ("count", "clipped_count", "nonfinite_count", "threshold"),
+    SkipSpikesState: (
+        *("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive"),
+        "nonfinite_consecutive",
+    ),
+}
+_OWN = tuple(_FIELDS)
 
 
-def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
+def scalars(tree: Any) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
     Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction``, ``nonfinite``
     and ``zeros`` below their name, statistics of values ``norm``, ``rms``, ``max``, ``zeros`` and
     ``nonfinite``. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
-
-    With ``by="module"`` the names tell two kinds of norms apart. ``cotangent/blocks/3/norm`` is the
-    norm of the cotangents of a module's outputs, from the statistics of
-    `value_and_grad_with_stats` and of an error clip. ``grad/blocks/3/norm`` is the norm of the
-    gradients of a module's *parameters*, submodules included; below the name of a clip with
-    ``stats="per_leaf"`` it is the norm that this clip measured.
 
     Guarantees:
       * Works under `jax.jit`. Values have at most one axis: one entry for each step of a scan, or
@@ -47,16 +44,13 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     Args:
       tree: the statistics of `value_and_grad_with_stats` or `with_value_stats`, the metrics or the
         state of `train_step`, the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a
-        `ClipStats` or `ValueStats`, or a dictionary or tuple of such. With ``by="module"`` also a
-        tree of gradients, alone or in a dictionary as ``"grads"``.
-      by: ``"module"``, or ``None``.
+        `ClipStats` or `ValueStats`, or a dictionary or tuple of such.
 
     Returns:
       A dictionary from names, joined by ``/``, to arrays.
 
     Raises:
-      ValueError: if there is nothing to log in ``tree``, two values have the same name, or ``by``
-        is another word.
+      ValueError: if there is nothing to log in ``tree``, or two values have the same name.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -65,18 +59,12 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
       ...         h = 2 * x
       ...     return (h ** 2).sum()
       >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
-      >>> print(float(cg.scalars(stats)["attn/norm"]))
+      >>> found = cg.scalars(stats)    # wandb.log(found)
+      >>> print(float(found["attn/norm"]))
       8.0
-      >>> grads = {"attn": {"q": jnp.array([3.0]), "k": jnp.array([4.0])}}
-      >>> found = cg.scalars({"grads": grads, **stats}, by="module")    # wandb.log(found)
-      >>> print(float(found["grad/attn/norm"]), float(found["cotangent/attn/norm"]))
-      5.0 8.0
     """
     check_tree("tree", tree)
-    if by not in (None, "module"):
-        raise ValueError(f'by: got {by!r}, expected "module" or None')
     tree = without_variables(tree)
-    tree = tree if by is None else by_module(tree)
     found: dict[str, jax.Array] = {}
     for name, value in _items("", tree, _clip_names(tree)):
         if name in found:
@@ -90,51 +78,49 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     if not found:
         raise ValueError(
             f"tree: got {type(tree).__name__} without statistics or numbers, expected statistics, "
-            "metrics, or the state of a clip; only stats=True keeps them in the optimizer's state"
+            "metrics, or the state of a clip with stats=True; of gradients write "
+            '{"grad_norm": clipgrad.global_norm(grads)}'
         )
     return found
 
 
 def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
+    """The names and numbers below a path; ``clips`` has the names of the clips of a state."""
     if isinstance(tree, TrainState):
         yield from _items(path, tree.opt_state, clips)
-    elif isinstance(tree, ClipStats):
-        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_STATS)
-    elif isinstance(tree, ValueStats):
-        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_MEASURED)
+    elif isinstance(tree, ClipStats | ValueStats):
+        yield from _fields(path, tree)
     elif isinstance(tree, GradientClipState):
-        yield from _clip_items(_join(path, next(clips)), tree, clips)
+        path = _join(path, next(clips))
+        yield from _fields(path, tree)
+        # Of a tree that is one array the statistics of its leaf are those of the tree.
+        leaves = {name: stats for name, stats in (tree.leaf_stats or {}).items() if name}
+        for part in (tree.stats, leaves):
+            yield from _items(path, part, clips)
     elif isinstance(tree, SkipSpikesState):
-        yield from ((_join(path, f"skip_spikes/{name}"), getattr(tree, name)) for name in _OF_SKIPS)
+        yield from _fields(_join(path, "skip_spikes"), tree)
         yield from _items(path, tree.inner_state, clips)
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             if key == "clips" and _is_stats(value):
-                for name, stats in zip(_numbered(len(value)), value, strict=True):
-                    yield from _items(_join(path, name), stats, clips)
+                value = dict(zip(_numbered(len(value)), value, strict=True))
+                yield from _items(path, value, clips)
             else:
                 yield from _items(_join(path, str(key)), value, _clip_names(value))
     elif isinstance(tree, tuple | list):
         # Of a state of another library only what is this library's.
-        inner = instances(tree, _SCALAR_STATES) if hasattr(tree, "_fields") else tree
+        inner = instances(tree, _OWN) if hasattr(tree, "_fields") else tree
         for i, value in enumerate(inner):
-            own = isinstance(value, _SCALAR_STATES) or isinstance(value, tuple | Mapping)
+            own = isinstance(value, (*_OWN, tuple, Mapping))
             yield from _items(path if own else _join(path, str(i)), value, clips)
     elif path and _is_loggable(tree):
         yield path, tree
 
 
-def _clip_items(path: str, state: GradientClipState, clips: Iterator[str]) -> Items:
-    for name in _OF_CLIP:
-        # A threshold may be a tree of limits.
-        for place, value in with_paths(getattr(state, name)):
-            if value is not None:
-                yield _join(path, _join(name, place)), value
-    if state.stats is not None:
-        yield from _items(path, state.stats, clips)
-    # Of a tree that is one array the statistics are those above.
-    leaves = {name: stats for name, stats in (state.leaf_stats or {}).items() if name}
-    yield from _items(path, leaves, clips)
+def _fields(path: str, record: Any) -> Items:
+    for name in next(names for kind, names in _FIELDS.items() if isinstance(record, kind)):
+        if (value := getattr(record, name)) is not None:
+            yield _join(path, name), value
 
 
 def _clip_names(tree: Any) -> Iterator[str]:

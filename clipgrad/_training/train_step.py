@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._clip import (
-    ClipStats,
     GradientClipState,
     SkipSpikesState,
     as_optimizer,
     count_nonfinite,
-    stats_in,
 )
 from clipgrad._compat import exportable
-from clipgrad._error_clip import AdaptiveRules, Rules, with_stats
+from clipgrad._error_clip import Rules, checked_rules, with_stats
 from clipgrad._frameworks import (
     Parameters,
     as_static,
@@ -35,6 +33,7 @@ from clipgrad._trees import (
     check_tree,
     combine,
     donated_leaf,
+    explain_call,
     instances,
     loss_and_aux,
     overwrite,
@@ -54,13 +53,10 @@ class TrainState(NamedTuple):
     Attributes:
       params: the parameters.
       opt_state: the state of the optimizer.
-      error_clip: an `ErrorClipHistory` for each name whose error clip has an adaptive threshold;
-        ``None`` if there are none, and before the first step without a batch in ``step.init``.
     """
 
     params: Any
     opt_state: Any
-    error_clip: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +71,10 @@ class TrainStep:
 
     update: Any
     optimizer: optax.GradientTransformation
-    histories: Callable[[Any, Any], Any] | None = None
     wrt: Any = None
 
-    def init(self, params: Any, batch: Any = None) -> TrainState:
-        """The first state; it has copies, because a step may overwrite the buffers of its state.
-
-        Error clips with an adaptive threshold have a history for each name and scan step, which
-        only a batch tells: pass one (its values don't matter) where the structure of the state must
-        not change, as in `jax.lax.scan`; else the first step makes the histories.
-        """
+    def init(self, params: Any) -> TrainState:
+        """The first state; it has copies, because a step may overwrite the buffers of its state."""
         check_tree("params", params)
         if not has_modules(params):  # leaves of a module that are not floating arrays stay
             check_leaves("params", params)
@@ -92,32 +82,18 @@ class TrainStep:
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
-        state = TrainState(params, opt_state)
-        return state if batch is None else self._with_histories(state, batch)
+        return TrainState(params, opt_state)
 
-    def _with_histories(self, state: TrainState, batch: Any) -> TrainState:
-        if self.histories is None or state.error_clip is not None:
-            return state
-        return state._replace(error_clip=self.histories(state.params, batch))
-
+    @explain_call("write step(state, (x, y))")
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         _check_state(state, batch)
         check_tree("batch", batch)
-        state = self._with_histories(state, batch)
-        try:
-            state, metrics = self.update(as_static(state), batch)
-            return from_static(state), metrics
-        except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error) or donated_leaf(state) is None:
-                raise
-            raise ValueError(
-                "state: got buffers that another step has overwritten, expected the state that the "
-                "last step returned; write state, metrics = step(state, batch), or "
-                "train_step(..., donate=False)"
-            ) from error
+        state, metrics = self.update(as_static(state), batch)
+        return from_static(state), metrics
 
 
+@explain_call()
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -136,23 +112,18 @@ def train_step(
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
         and then clipped once. A microbatch has every k-th example, so the devices that share the
         batch share each microbatch.
-      * The state is the optimizer's state. The metrics have the statistics of every gradient clip
-        in it, with ``stats=True`` or without, in any wrapper: ``optax.MultiSteps``,
-        ``optax.masked``, your own. If a wrapper does not keep the state of the clip, there are no
-        statistics, and a warning says so.
-      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
-        in a skipped step, has statistics of size 0 there: norm 0, scale 1.
+      * The metrics have the statistics of every gradient clip with ``stats=True`` in the state of
+        the optimizer, in any wrapper: ``optax.MultiSteps``, ``optax.masked``, your own. A clip that
+        does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or in a
+        skipped step, has those of the step in which it last did.
       * A model of flax NNX among the parameters is trained as by ``nnx.grad`` and
-        ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are differentiated and updated, and its
-        other state, such as statistics of batches and counts of random numbers, is in the next
-        state as ``loss_fn`` has left it. The model that you pass to ``step.init`` does not change;
-        ``state.params`` is the trained one. A step that `skip_spikes` skips leaves both.
-      * Integers and booleans among the parameters stay as they are; the optimizer sees ``None`` in
-        their places.
+        ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are updated, and its other state, such as
+        statistics of batches, is in the next state as ``loss_fn`` has left it. The model that you
+        pass to ``step.init`` does not change. A step that `skip_spikes` skips leaves both.
+      * Integers and booleans among the parameters stay as they are.
       * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are
-        overwritten by their gradient, as in ``flax.training.TrainState``, except in a step that
-        `skip_spikes` skips. The optimizer sees zeros in place of these gradients, and with
-        ``accumulate`` the largest value of the microbatches counts.
+        overwritten by their gradient, as in ``flax.training.TrainState``, and not by the optimizer.
+        With ``accumulate`` the largest value of the microbatches counts.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
@@ -165,9 +136,6 @@ def train_step(
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
         batch, they are k times as large, so make a limit by value k times as large, too.
-        ``ClipByNorm(threshold)`` and ``ClipByGlobalNorm(threshold)`` may have an adaptive threshold
-        such as ``PercentileThreshold(90)``: the state then has a history of the cotangent's norm
-        for each name and scan step, see `adaptive_error_clip`.
       watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
         them to an axis that is kept, see `with_value_stats`.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
@@ -180,17 +148,20 @@ def train_step(
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
       The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
-      clip), ``nonfinite`` (the number of gradient elements that are NaN or inf) and ``clips`` (the
-      `ClipStats` of each gradient clip in the optimizer, in the order of its state). With exactly
-      one clip they have ``measured_norm`` (the L2 norm that the clip measured, which is not
-      ``grad_norm`` with ``where=``, a mask or an earlier transformation), ``clipped_norm`` (the
-      norm after the clip) and ``clip_scale`` (their ratio); with one clip of ``stats="per_leaf"``
-      ``leaves`` (the `ClipStats` of each leaf by path: ``zeros`` is 1 where the gradient is exactly
-      zero); with `skip_spikes` ``skipped`` and
-      ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
-      of each name (added up over microbatches); with ``watch_values`` a dictionary ``values`` of
-      the `ValueStats` of each name (joined over microbatches), of the parameters before the step;
-      with ``has_aux`` ``aux`` (stacked over microbatches).
+      clip) and ``nonfinite`` (the number of gradient elements that are NaN or inf), and
+
+      * with ``stats=True`` on a clip: ``clips`` (the `ClipStats` of each such clip, in the order of
+        the optimizer's state), and of the last one ``measured_norm`` (the L2 norm that the clip
+        measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
+        transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale`` (their
+        ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``zeros`` is
+        1 where the gradient is exactly zero);
+      * with `skip_spikes`: ``skipped`` and ``nonfinite_consecutive``;
+      * with ``error_clip``: a dictionary ``error_clip`` of the `ClipStats` of each name (added up
+        over microbatches);
+      * with ``watch_values``: a dictionary ``values`` of the `ValueStats` of each name (joined over
+        microbatches), of the parameters before the step;
+      * with ``has_aux``: ``aux`` (stacked over microbatches).
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
@@ -203,32 +174,26 @@ def train_step(
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
       >>> loss = lambda params, batch: jnp.sum(params["w"] * batch)
-      >>> optimizer = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0))
-      >>> step = cg.train_step(loss, optimizer)
+      >>> clip = cg.clip_by_global_norm(1.0, stats=True)
+      >>> step = cg.train_step(loss, optax.chain(clip, optax.sgd(1.0)))
       >>> state = step.init({"w": jnp.zeros(2)})
       >>> state, metrics = step(state, jnp.array([3.0, 4.0]))
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
     _check_arguments(loss_fn, accumulate)
+    rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
     optimizer = as_optimizer("optimizer", optimizer)
-    adaptive, watches = AdaptiveRules.of(error_clip or {}), watch_values is not None
+    watches = watch_values is not None
     seen_loss = (
         with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux) if watches else loss_fn
     )
-
-    def gradients_of(rules: Rules | None) -> Gradients:
-        gradients = _gradients(seen_loss, has_aux or watches, rules)
-        return accumulated(gradients, accumulate) if accumulate > 1 else gradients
-
-    def histories(params: Any, batch: Any) -> Any:
-        watched, given = gradients_of(dict.fromkeys(adaptive.rules)), take_apart(params, wrt)
-        return adaptive.first(jax.eval_shape(lambda batch: watched(given, batch)[2], batch))
+    gradients = _gradients(seen_loss, has_aux or watches, rules)
+    if accumulate > 1:
+        gradients = accumulated(gradients, accumulate)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         state = from_static(state)
-        kept = state.error_clip
-        gradients = gradients_of(error_clip if kept is None else adaptive.bound(kept))
         given = take_apart(state.params, wrt)
         (loss, aux), grads, stats, after = gradients(given, batch)
         aux, values = _apart(aux, has_aux, accumulate) if watches else (aux, {})
@@ -237,18 +202,17 @@ def train_step(
 
         seen = combine(grads, zeros_for(overwriting))
         extra = {"value": loss, "grad": seen, "value_fn": _value_fn(loss_fn, has_aux, given, batch)}
-        updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
+        updates, opt_state = optimizer.update(seen, state.opt_state, after.trained, **extra)
         params = optax.apply_updates(after.trained, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
+        metrics = {"loss": loss, **_metrics(grads, opt_state)}
         skipped = metrics.get("skipped", False)
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
-        kept = None if kept is None else adaptive.after(kept, stats, accumulate)
-        return as_static(TrainState(params, opt_state, kept)), metrics
+        return as_static(TrainState(params, opt_state)), metrics
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
-    return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None, wrt)
+    return TrainStep(compiled, optimizer, wrt)
 
 
 def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
@@ -270,6 +234,12 @@ def _check_state(state: Any, batch: Any) -> None:
             f"state: got {type(state).__name__}, expected the state of a training step; {advice}: "
             "write step(state, batch)"
         )
+    if (path := donated_leaf(state)) is not None:
+        raise ValueError(
+            f"state: got a buffer that another step has overwritten, at state{path}, expected the "
+            "state that the last step returned; write state, metrics = step(state, batch), or "
+            "train_step(..., donate=False)"
+        )
 
 
 def _apart(aux: Any, has_aux: bool, parts: int) -> tuple[Any, dict[str, ValueStats]]:
@@ -290,19 +260,9 @@ def _value_fn(
     return value
 
 
-def _updated(
-    optimizer: optax.GradientTransformation,
-    grads: Any,
-    params: Any,
-    state: Any,
-    extra: dict[str, Any],
-) -> tuple[Any, Any, tuple[ClipStats, ...]]:
-    """The result of an optimizer, and the statistics of the clips in it that keep them."""
-    updates, after = optimizer.update(grads, state, params, **extra)
-    return updates, after, stats_in(after)
-
-
-def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
+def _gradients(
+    loss_fn: Callable[..., Any], has_aux: bool, rules: dict[str, Any] | None
+) -> Gradients:
     """The gradients of a loss, with the statistics of its error clips."""
 
     def gradients(params: Parameters, batch: Any) -> Any:
@@ -313,34 +273,32 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
             return value, (aux, changes)
 
         plain = functools.partial(jax.value_and_grad, has_aux=True)
-        run = (
-            plain(loss) if rules is None else with_stats(loss, 0, True, rules, (), lambda _: plain)
-        )
+        run = plain(loss)
+        if rules is not None:
+            run = with_stats(loss, 0, True, rules, (), lambda _: plain, "train_step")
         (value, (aux, changes)), grads, *stats = run(params.trained, params.state, batch)
         return (value, aux), grads, stats[0] if stats else {}, params.after(changes)
 
     return gradients
 
 
-def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMetrics:
-    skips = instances(opt_state, SkipSpikesState)
-    metrics = {
+def _metrics(grads: Any, opt_state: Any) -> StepMetrics:
+    found: StepMetrics = {
         "grad_norm": global_norm(grads, axis_name=()),
         "nonfinite": count_nonfinite(grads),
-        "clips": clips,
     }
-    if len(clips) == 1:
-        (clip,) = clips
-        metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
-        metrics["clip_scale"] = clip.scale
-    by_leaf = [s.leaf_stats for s in instances(opt_state, GradientClipState) if s.leaf_stats]
-    if len(by_leaf) == 1:
-        metrics["leaves"] = by_leaf[0]
-    if skips:
-        metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
+    clips = [s for s in instances(opt_state, GradientClipState) if s.stats is not None]
+    if clips:
+        last = clips[-1].stats
+        found |= {"measured_norm": last.norm, "clipped_norm": last.clipped_norm}
+        found |= {"clip_scale": last.scale, "clips": tuple(clip.stats for clip in clips)}
+    for leaves in (clip.leaf_stats for clip in clips if clip.leaf_stats):
+        found["leaves"] = leaves
+    if skips := instances(opt_state, SkipSpikesState):
+        found["skipped"] = jnp.stack([s.skipped for s in skips]).any()
         in_a_row = jnp.stack([s.nonfinite_consecutive for s in skips])
-        metrics["nonfinite_consecutive"] = in_a_row.max()
-    return metrics
+        found["nonfinite_consecutive"] = in_a_row.max()
+    return found
 
 
 def _check_numbers(params: Any) -> None:

@@ -1,14 +1,16 @@
 """Leaves of pytrees: paths, patterns, and which of them a clip acts on."""
 
+from clipgrad._trees.calls import argument_name as argument_name
+from clipgrad._trees.calls import check_arguments as check_arguments
+from clipgrad._trees.calls import explain_call as explain_call
+from clipgrad._trees.calls import parameter_names as parameter_names
 from clipgrad._trees.losses import check_scalar as check_scalar
 from clipgrad._trees.losses import loss_and_aux as loss_and_aux
 from clipgrad._trees.overwritten import overwrite as overwrite
 from clipgrad._trees.overwritten import split_overwritten as split_overwritten
 from clipgrad._trees.overwritten import zeros_for as zeros_for
 from clipgrad._trees.selection import Selector as Selector
-from clipgrad._trees.selection import argument_name as argument_name
 from clipgrad._trees.selection import leaf_names as leaf_names
-from clipgrad._trees.selection import parameter_names as parameter_names
 from clipgrad._trees.selection import select as select
 from clipgrad._trees.selection import simple_paths as simple_paths
 from clipgrad._trees.selectors import Where as Where
@@ -28,6 +30,7 @@ from clipgrad._trees.trees import donated_leaf as donated_leaf
 from clipgrad._trees.trees import instances as instances
 from clipgrad._trees.trees import is_array as is_array
 from clipgrad._trees.trees import is_clippable as is_clippable
+from clipgrad._trees.trees import is_complex as is_complex
 from clipgrad._trees.trees import is_float_array as is_float_array
 from clipgrad._trees.trees import is_none as is_none
 from clipgrad._trees.trees import map_clippable as map_clippable
@@ -35,6 +38,8 @@ from clipgrad._trees.trees import parameters_like as parameters_like
 from clipgrad._trees.trees import partition as partition
 from clipgrad._trees.trees import parts_below as parts_below
 from clipgrad._trees.trees import path_string as path_string
+from clipgrad._trees.trees import wide_dtype as wide_dtype
+from clipgrad._trees.trees import widened_leaf as widened_leaf
 from clipgrad._trees.trees import with_clippable as with_clippable
 from clipgrad._trees.trees import with_paths as with_paths
 from clipgrad._trees.vectors import areas as areas
@@ -43,7 +48,6 @@ from clipgrad._trees.vectors import from_rows as from_rows
 from clipgrad._trees.vectors import give_back as give_back
 from clipgrad._trees.vectors import gradient_rows as gradient_rows
 from clipgrad._trees.vectors import gradient_vector as gradient_vector
-from clipgrad._trees.vectors import is_complex as is_complex
 from clipgrad._trees.vectors import leaves_of as leaves_of
 from clipgrad._trees.vectors import offsets as offsets
 from clipgrad._trees.vectors import real_dtype as real_dtype
@@ -53,6 +57,4 @@ from clipgrad._trees.vectors import split as split
 from clipgrad._trees.vectors import stacked as stacked
 from clipgrad._trees.vectors import to_numpy as to_numpy
 from clipgrad._trees.vectors import to_vector as to_vector
-from clipgrad._trees.vectors import wide_dtype as wide_dtype
-from clipgrad._trees.vectors import widened_leaf as widened_leaf
 from clipgrad._trees.vectors import zeros_in_place as zeros_in_place

@@ -18,7 +18,8 @@ def loss_and_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
     value, aux = result if has_aux else (result, None)
     if isinstance(value, tuple):
         raise ValueError(
-            f"{name}: got a tuple from it, expected a scalar; write has_aux=True for (loss, aux)"
+            f"{name}: got a tuple from it, expected a scalar; write has_aux=True for (loss, aux), "
+            "or give the loss itself in place of its jax.value_and_grad"
         )
     return value, aux
 
@@ -27,7 +28,7 @@ def check_scalar(name: str, value: Any, where: str = "", instead: str = "") -> N
     """Raises `ValueError` for a loss that is not one floating number; ``instead`` says more."""
     numeric = is_array(value) or isinstance(value, (int, float, complex, np.generic))
     if not numeric or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        advice = f"write its mean or sum{instead}" if numeric else "give the loss, not its jax.grad"
         raise ValueError(
-            f"{name}: got {described(value)} from it{where}, expected a floating scalar; "
-            f"write its mean or sum{instead}"
+            f"{name}: got {described(value)} from it{where}, expected a floating scalar; {advice}"
         )

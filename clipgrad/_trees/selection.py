@@ -1,9 +1,8 @@
 """The leaves of a tree that an expression means: a position, a name, a path, or several."""
 
-import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,21 +17,6 @@ def leaf_names(tree: Any, root: str) -> list[str]:
     """The leaves' names as one writes them in Python: `args[0]['w']`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [root + jax.tree_util.keystr(path) for path, _ in paths]
-
-
-def argument_name(which: int | str) -> str:
-    """An argument as `leaf_names` begin: `args[0]`, `kwargs['x']`."""
-    return f"args[{which}]" if isinstance(which, int) else f"kwargs[{which!r}]"
-
-
-def parameter_names(fun: Callable, count: int) -> list[str]:
-    """The names of the first `count` positional parameters, as far as they have names."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
 
 
 def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:

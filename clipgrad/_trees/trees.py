@@ -57,6 +57,22 @@ def is_float_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_complex(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+
+
+def wide_dtype(dtype: Any) -> np.dtype:
+    """The 64-bit dtype of the same kind; integers and the rest stay as they are."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def widened_leaf(leaf: Any) -> np.ndarray:
+    """A leaf in NumPy, in float64 or complex128."""
+    return np.asarray(leaf).astype(wide_dtype(leaf.dtype), copy=False)
+
+
 def described(x: Any) -> str:
     """The dtype and the shape of an array as text, such as "float32[3, 2]", or a type's name."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
@@ -230,11 +246,14 @@ def path_string(path: Any) -> str:
 
 def donated_leaf(tree: Any) -> str | None:
     """The place of the first array that a function has overwritten, as ``[0]['w']``, or None."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        if is_concrete and leaf.is_deleted():
-            return jax.tree_util.keystr(path)
-    return None
+    if not any(map(_is_deleted, jax.tree.leaves(tree))):  # paths would be dear in each step
+        return None
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return next(jax.tree_util.keystr(path) for path, leaf in entries if _is_deleted(leaf))
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return not isinstance(leaf, Tracer) and hasattr(leaf, "is_deleted") and leaf.is_deleted()
 
 
 def with_paths(tree: Any) -> list[tuple[str, Any]]:

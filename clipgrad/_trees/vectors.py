@@ -12,30 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipgrad._trees.trees import is_complex, widened_leaf
+
 Array = Any
 # Freed pieces of up to 32 MB, which most leaves are, stay with the process, and what is larger does
 # not fit into them: a check would take half as much again.
 TRIMMED = 2**20  # elements
 
 
-def is_complex(leaf: Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-
-
 def real_dtype(leaf: Array) -> np.dtype:
     return np.dtype(jnp.finfo(leaf.dtype).dtype)
-
-
-def wide_dtype(dtype: Any) -> np.dtype:
-    """The 64-bit dtype of the same kind; integers and the rest stay as they are."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return np.dtype(np.complex128)
-    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def widened_leaf(leaf: Array) -> np.ndarray:
-    """A leaf in NumPy, in float64 or complex128."""
-    return np.asarray(leaf).astype(wide_dtype(leaf.dtype), copy=False)
 
 
 def real_size(leaf: Array) -> int:

@@ -7,9 +7,9 @@ import pathlib
 
 import numpy as np
 import torch
+from clipgrad._compare.run_file import read_run, write_run
 
 import clipgrad.torch
-from clipgrad._compare.run_file import read_run, write_run
 from tests.torch_runs.models import table
 
 FOLDER = pathlib.Path(__file__).parent
