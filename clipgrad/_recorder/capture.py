@@ -6,9 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 
-from clipgrad._chart import empty_chart
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
 from clipgrad._recorder.restored import restored
@@ -117,31 +115,6 @@ class Capture:
             f"arguments; expected a capture as it was loaded; write {again} again, and pass "
             "jax.tree.map(jnp.copy, ...) of its arrays to such a step"
         )
-
-    def plot(self) -> Any:
-        """Draws the statistics of the steps up to the bad one.
-
-        Returns:
-          A figure of matplotlib, which the extra ``demo`` installs.
-
-        Raises:
-          ImportError: matplotlib is not installed.
-        """
-        statistics = self.meta["statistics"]
-        numbers = {name: values for name, values in statistics.items() if name != "step"}
-        chart = empty_chart(8, 2 * len(numbers) + 1)
-        panels = chart.subplots(len(numbers), 1, squeeze=False, sharex=True)[:, 0]
-        for panel, (name, values) in zip(panels, numbers.items(), strict=True):
-            array = np.array(values, float)
-            panel.plot(statistics["step"], array, marker=".", color="#0072B2")
-            panel.axvline(self.step, color="#D55E00", linestyle="--")
-            panel.set_ylabel(name)
-            finite = array[np.isfinite(array)]
-            if finite.size and (finite > 0).all():
-                panel.set_yscale("log")
-        panels[-1].set_xlabel("step")
-        panels[0].set_title(f"the steps before the bad step, {self.step}")
-        return chart
 
 
 def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:

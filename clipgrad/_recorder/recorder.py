@@ -22,7 +22,7 @@ from clipgrad._recorder.structure import to_data
 from clipgrad._recorder.zero_leaves import warning_of_zeros
 from clipgrad._trees import check_tree, is_array
 
-# Some numbers of each step: enough for a picture, and less than one small array in all.
+# Some numbers of each step: enough to see a trend, and less than one small array in all.
 _STATISTICS = 256
 _CAPTURE_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -284,12 +284,12 @@ class FlightRecorder:
         content = self._newest.alive()
         content |= {"key": record.key, "extra": record.extra} if record.has_bad_step else {}
         try:
-            content["batch"] = batch = self._batch(record)
+            content["batch"] = self._batch(record)
         except _NoBatchError as error:
             meta["no_batch"] = str(error)
         else:
-            if batch is not record.batch:
-                meta["microbatches"] = len(batch)
+            if self._place is not None and self._place.accumulates:
+                meta["microbatch"] = "the last of those that optax.MultiSteps has averaged"
             if record.steps > 1:
                 place = flag.halted_at - (flag.count - record.steps)
                 meta |= {"steps": record.steps, "step_in_batch": place}
@@ -301,15 +301,14 @@ class FlightRecorder:
         return _plain_number(record.step)
 
     def _batch(self, record: StepRecord) -> Any:
-        """The batch of the bad step, or a list of its microbatches."""
+        """The batch of the bad step."""
         flag = record.flag
         if not record.has_bad_step:
             raise _NoBatchError(
                 f"the first record after step {flag.halted_at} was of step {flag.count - 1}; "
                 "call record after every step, or clipgrad.resume if the state was halted before"
             )
-        is_accumulated = self._place is not None and self._place.accumulates
-        return _microbatches(list(self._records), record) if is_accumulated else record.batch
+        return record.batch
 
     def _statistics(self, flag: Flag) -> dict[str, list]:
         """The numbers of the steps up to the bad one, by name."""
@@ -340,20 +339,6 @@ def _circumstances() -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
     }
-
-
-def _microbatches(records: list[StepRecord], bad: StepRecord) -> list[Any]:
-    """The batches of all gradients of a step, where ``optax.MultiSteps`` is around the flag."""
-    last = first = next(i for i, record in enumerate(records) if record is bad)
-    while first and records[first - 1].flag.microbatch:
-        first -= 1
-    whole = records[first].flag.microbatch == 1 if first < last else first > 0
-    if not whole:
-        raise _NoBatchError(
-            "optax.MultiSteps wraps skip_spikes, and accumulates more batches than the recorder "
-            "keeps; write keep= as many, or skip_spikes(optax.MultiSteps(...))"
-        )
-    return [record.batch for record in records[first : last + 1]]
 
 
 def _check_writable(directory: pathlib.Path) -> None:
