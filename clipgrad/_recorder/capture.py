@@ -5,27 +5,30 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.restored import restored
-from clipgrad._recorder.storage import MANIFEST, orbax, read, read_manifest, readable
+from clipgrad._recorder.files import Manifest, orbax, read, read_manifest
+from clipgrad._recorder.paths import (
+    Path,
+    is_stored,
+    is_value,
+    listed,
+    path_text,
+    restored,
+    values,
+)
 from clipgrad._trees import donated_leaf
 
-_CAPTURED = ("params", "state", "batch", "extra")
-_NO_PARAMS = (
-    "params: got none, expected a state with params, or record(..., params=params); the state has "
-)
+_PARTS = ("params", "state", "batch", "extra")
 
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """The inputs of a bad step, as `FlightRecorder` saved them.
 
-    Its trees are dictionaries, lists, tuples, and the states of optax and of this library. Objects
-    of other classes become dictionaries of their fields, because loading does not run code from the
-    capture; `restore` puts them into your model.
+    Its trees are dictionaries, and lists for sequences; objects are dictionaries of their fields,
+    because loading does not run code from the capture. A tree that you give to `load_capture` or
+    `restore` has its own classes and shardings.
 
     Attributes:
       path: the folder of the capture, in a file system that this machine has mounted.
@@ -35,8 +38,8 @@ class Capture:
       step: the number of the step.
       extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
-        ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatches`` is
-        their number if ``optax.MultiSteps`` wraps `skip_spikes`. If the batch was recorded with
+        ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatch`` says
+        which one it is if ``optax.MultiSteps`` wraps `skip_spikes`. If the batch was recorded with
         several steps, ``steps`` is their number, and ``step_in_batch`` the position of the bad one
         along the leading axis of the batch.
     """
@@ -53,17 +56,16 @@ class Capture:
     @property
     def params(self) -> Any:
         """The parameters given to ``record(params=...)``, or else those in the state."""
-        if self._params is not None:
-            return self._alive("params", self._params)
-        state = self.state
-        params = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+        params = _params_in(self.state) if self._params is None else self._params
         if params is None:
-            raise ValueError(_NO_PARAMS + _fields(state))
+            raise ValueError(
+                "params: got none, expected a state with params, or record(..., params=params)"
+            )
         return self._alive("params", params)
 
     @property
     def batch(self) -> Any:
-        """The batch of the bad step; a list of them, if ``meta`` has ``microbatches``."""
+        """The batch of the bad step; the last microbatch, if ``meta`` has ``microbatch``."""
         if "no_batch" in self.meta:
             raise ValueError(f"batch: got none: {self.meta['no_batch']}")
         return self._alive("batch", self._batch)
@@ -75,11 +77,12 @@ class Capture:
         norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [0]
         if not norms[-1]:
             kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
+            which = self.meta.get("microbatch")
             args.expected = (
                 f"not reproduced: step {self.step} was not finite on {self.meta['devices']} "
                 f"devices ({kind}, jax {jax_version}), but is finite here; does the loss depend on "
                 "a key, or on something else besides its arguments?"
-            )
+            ) + (f" The batch is {which}." if which else "")
         return args
 
     def restore(self, like: Any, name: str = "params") -> Any:
@@ -87,9 +90,10 @@ class Capture:
 
         Guarantees:
           * Leaves are paired by their paths, never by position.
-          * The arrays are those of the capture: a step that donates them overwrites both.
-          * The result has the classes of your tree; a variable that a model of flax NNX has in
-            several places stays one.
+          * The arrays are those of the capture, unless your tree is sharded in another way: a step
+            that donates them overwrites both.
+          * The result has the classes and shardings of your tree; a variable that a model of flax
+            NNX has in several places stays one.
 
         Args:
           like: a tree with the same paths, such as a model or a flax ``TrainState``. What is not an
@@ -100,8 +104,8 @@ class Capture:
           ValueError: paths, shapes or dtypes differ, there is no part of this name, or a step has
             overwritten the arrays.
         """
-        if name not in _CAPTURED:
-            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _CAPTURED))}")
+        if name not in _PARTS:
+            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _PARTS))}")
         return restored(like, self._alive(name, getattr(self, name)), name)
 
     def _alive(self, name: str, tree: Any) -> Any:
@@ -117,28 +121,28 @@ class Capture:
         )
 
 
-def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:
+def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
     """Loads a capture of `FlightRecorder`.
 
     Guarantees:
       * Values and dtypes are bit-identical to the values and dtypes of the run.
-      * Arrays are sharded as in the run, over ``mesh`` or over a mesh like the mesh of the run. If
-        there are fewer devices than that, each array is on the first device.
+      * What ``like`` has gets its classes and its shardings; all else becomes dictionaries and
+        lists of arrays on the default device.
       * Loading does not run code from the capture, which holds only numbers and JSON.
 
     Args:
       path: the folder of the capture.
-      mesh: the devices to load it onto, with the same axes as the mesh of the run.
+      like: a tree with the paths of the recorded state, or of the parameters, or the pair
+        ``(params, batch)``. Its arrays may be `jax.ShapeDtypeStruct`.
 
     Returns:
       A `Capture`.
 
     Raises:
       FileNotFoundError: there is no capture, or only an incomplete one.
-      ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
-        does not have the axes of the run, or does not divide an array; or ``path`` is an address
-        (``gs://``).
-      TypeError: ``mesh`` is not a mesh, or ``path`` is not a path.
+      ValueError: it is damaged, of another version, or has dtypes that need ``jax_enable_x64``; or
+        the paths, shapes or dtypes of ``like`` differ; or ``path`` is an address (``gs://``).
+      TypeError: ``path`` is not a path.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Example:
@@ -152,25 +156,74 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
       >>> cg.load_capture(recorder.captures[0]).args
       (Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
-    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(f"mesh: got {type(mesh).__name__}, expected a jax.sharding.Mesh or None")
     if path is None:
         raise TypeError(
             "path: got None, expected the folder of a capture; the path of a HaltedError is None "
             "if its capture could not be written, and its message says why"
         )
-    folder = mounted_folder("path", path).absolute()
-    manifest = read_manifest(folder)
+    manifest = read_manifest(mounted_folder("path", path).absolute())
     orbax()
-    with readable(folder, MANIFEST):
-        content = read(folder, manifest["content"], mesh)
-    meta = manifest["meta"]
-    kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
-    own = {"_params": content.get("params"), "_batch": content.get("batch")}
-    return Capture(folder, **kept, extra=content.get("extra", {}), meta=meta, **own)
+    trees = {} if like is None else _parts_like(manifest, like)
+    content = read(manifest, _shardings(manifest, trees))
+    if "params" in trees and not content.get("params"):
+        content["params"] = _params_in(content.get("state"))
+    content |= {name: restored(tree, content[name], name) for name, tree in trees.items()}
+    return Capture(
+        manifest.folder,
+        state=content.get("state"),
+        key=content.get("key"),
+        step=manifest.meta["step"],
+        extra=content.get("extra", {}),
+        meta=manifest.meta,
+        _params=content.get("params"),
+        _batch=content.get("batch"),
+    )
 
 
-def _fields(state: Any) -> str:
-    if isinstance(state, dict):
-        return ", ".join(map(str, state))
-    return ", ".join(getattr(state, "_fields", ())) or f"no names, it is a {type(state).__name__}"
+def _params_in(state: Any) -> Any:
+    return state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+
+
+def _parts_like(manifest: Manifest, like: Any) -> dict[str, Any]:
+    """The parts of a capture whose paths are those of a tree, with the tree of each.
+
+    Raises:
+      ValueError: there are none.
+    """
+    ways: list[dict[str, Any]] = [{"state": like}, {"params": like}]
+    if isinstance(like, tuple) and len(like) == 2:
+        ways.append(dict(zip(("params", "batch"), like, strict=True)))
+    for way in ways:
+        if all({*_stored(tree)} == {*_places(manifest, name)} for name, tree in way.items()):
+            return way
+    state, params = (listed(sorted(_places(manifest, name))) for name in ("state", "params"))
+    raise ValueError(
+        f"like: got a tree with the paths {listed(_stored(like))}; expected those of the recorded "
+        f"state, {state}, or of the parameters, {params}, or a pair (params, batch)"
+    )
+
+
+def _stored(like: Any) -> dict[str, Any]:
+    """The leaves that a capture has by their paths; functions, for example, are left out."""
+    return {path: leaf for path, leaf in values("like", like).items() if is_stored(leaf)}
+
+
+def _places(manifest: Manifest, name: str) -> dict[str, Path]:
+    """For each path of a leaf in a part of a capture its path in the whole."""
+    held = [p for p, e in manifest.entries.items() if "dtype" in e or is_value(e.get("value"))]
+    is_in_state = name == "params" and not any(path[0] == name for path in held)
+    start = ("state", name) if is_in_state else (name,)
+    found = [path for path in held if path[: len(start)] == start]
+    return {path_text(path[len(start) :]): path for path in found}
+
+
+def _shardings(manifest: Manifest, trees: dict[str, Any]) -> dict[Path, Any]:
+    """The shardings of those arrays that have the same shape in a tree; `restored` checks it."""
+    found = {}
+    for name, tree in trees.items():
+        places = _places(manifest, name)
+        for text, leaf in _stored(tree).items():
+            shape = manifest.entries[places[text]].get("shape")
+            if getattr(leaf, "sharding", None) is not None and [*leaf.shape] == shape:
+                found[places[text]] = leaf.sharding
+    return found
