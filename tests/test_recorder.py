@@ -227,9 +227,9 @@ def test_it_keeps_nothing_of_the_size_of_the_parameters(tmp_path):
     for _ in range(3):
         state, _ = step(state, np.float32(1.0))
         recorder.record(state, 1, params=state.params)
-    assert count_large() == 1 and recorder._newest.alive()
+    assert count_large() == 1 and recorder._newest()
     del state
-    assert count_large() == 0 and not recorder._newest.alive()
+    assert count_large() == 0 and not recorder._newest()
 
 
 def count_large():

@@ -36,16 +36,14 @@ class Flag(NamedTuple):
 
 
 class FlagPlace(NamedTuple):
-    """The places of the small numbers among the leaves of a state: trees of positions.
+    """The small numbers of a state: trees of positions among its leaves, or of these leaves.
 
     Attributes:
-      structure: the structure of the state.
       skips: the state of `skip_spikes`, without its window and the state inside.
       clips: the states of clips, their statistics alone.
       microbatch: the counter of an ``optax.MultiSteps`` around `skip_spikes`, or None.
     """
 
-    structure: Any
     skips: SkipSpikesState
     clips: tuple[GradientClipState, ...]
     microbatch: Any
@@ -56,22 +54,23 @@ class FlagPlace(NamedTuple):
         Raises:
           ValueError: the state was donated.
         """
-        small = jax.tree.map(lambda i: leaves[i], tuple(self[1:]))
+        small = jax.tree.map(lambda i: leaves[i], self)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(small)):
             raise ValueError(
                 "state: got buffers that the step has overwritten, expected the state that the "
                 "step returned; call state = step(state, batch), then record(state, batch)"
             )
-        return _copied(*small)
+        return _copied(small)
 
 
 @jax.jit
-def _copied(skips: Any, clips: Any, microbatch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _copied(small: FlagPlace) -> tuple[jax.Array, dict[str, jax.Array]]:
+    skips, clips, microbatch = small
     flag = Flag(skips.halted, skips.halted_at, skips.count, 0 if microbatch is None else microbatch)
     # Under pmap and vmap each of them has an axis.
     numbers = jnp.stack([jnp.max(jnp.asarray(x)).astype(jnp.int32) for x in flag])
     found = {name: x for name, x in scalars((skips, *clips)).items() if name.endswith("norm")}
-    return numbers, {name: largest(jnp.asarray(x)).astype(jnp.float32) for name, x in found.items()}
+    return numbers, {name: largest(x).astype(jnp.float32) for name, x in found.items()}
 
 
 def find_flag(structure: Any) -> FlagPlace:
@@ -81,8 +80,8 @@ def find_flag(structure: Any) -> FlagPlace:
       ValueError: there is none, or there are several.
     """
     found = list(_own_states(structure.unflatten(range(structure.num_leaves)), None))
-    skips = [(s, m) for s, m in found if isinstance(s, SkipSpikesState)]
-    flags = [(s, m) for s, m in skips if s.halted is not None]
+    skips = [entry for entry in found if isinstance(entry[0], SkipSpikesState)]
+    flags = [(state, microbatch) for state, microbatch in skips if state.halted is not None]
     if len(flags) != 1:
         without = bool(skips) and not flags
         got = "a state of skip_spikes without halt" if without else f"{len(flags)} states"
@@ -91,11 +90,14 @@ def find_flag(structure: Any) -> FlagPlace:
             "of an optimizer that has one: write clipgrad.skip_spikes(optimizer, halt=True)"
         )
     ((flag, microbatch),) = flags
-    flag = flag._replace(inner_state=None, window=None)
-    clips = [s for s, _ in found if isinstance(s, GradientClipState)]
-    nothing = dict.fromkeys(set(GradientClipState._fields) - {"stats"})
-    small = flag, tuple(s._replace(**nothing) for s in clips), microbatch
-    return FlagPlace(structure, *map(_without_variables, small))
+    clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
+    small = [name for name in flag._fields if name not in ("inner_state", "window")]
+    return without_variables(FlagPlace(_only(flag, small), clips, microbatch))
+
+
+def _only(state: Any, fields: list[str]) -> Any:
+    """A state with some of its fields, None in place of the others."""
+    return state._replace(**{name: None for name in state._fields if name not in fields})
 
 
 def _own_states(tree: Any, microbatch: Any) -> Any:
@@ -107,14 +109,6 @@ def _own_states(tree: Any, microbatch: Any) -> Any:
             yield state, microbatch
         if isinstance(state, SkipSpikesState):
             yield from _own_states(state.inner_state, microbatch)
-
-
-def _without_variables(state: Any) -> Any:
-    """A state of numbers, taken out of the variables of flax NNX."""
-    if isinstance(state, tuple):
-        parts = map(_without_variables, state)
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-    return next(iter(jax.tree.leaves(state)), None)
 
 
 def warning_of_zeros(state: Any, loss: Any) -> str | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import numpy as np
 
 from clipgrad._recorder.files import is_writable
 from clipgrad._recorder.flag import Flag
-from clipgrad._trees import path_string
+from clipgrad._recorder.paths import leaves_by_path, path_text
+from clipgrad._trees import check_tree, is_array, path_string
 
 
 @dataclasses.dataclass
@@ -61,10 +62,20 @@ def kept_tree(name: str, tree: Any) -> Any:
     """The tree with copies of NumPy's arrays, which a data iterator may write into again.
 
     Raises:
-      TypeError: a leaf is no array, number or text, or an array of a type that orbax lacks.
+      TypeError: a leaf, or a key of a dictionary, can't be written.
       ValueError: a buffer was donated, or a process of several has an array of its own.
     """
+    check_tree(name, tree)
+    leaves_by_path(name, tree)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept_leaf(name, path, leaf), tree)
+
+
+def check_writable(name: str, tree: Any) -> None:
+    """Raises `TypeError` for a key or an array that can't be written; objects are left out."""
+    check_tree(name, tree)
+    for path, leaf in leaves_by_path(name, tree).items():
+        if is_array(leaf):
+            _check_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)
 
 
 def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
@@ -76,20 +87,26 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
                 f"can be kept; do not donate the {name}, or record its number instead, such as "
                 "record(state, i)"
             )
-        check_dtype(where, leaf)
         is_shared = not leaf.is_fully_addressable or name != "batch" or leaf.ndim == 0
-        return leaf if is_shared else _of_all_processes(where, leaf)
-    if type(leaf) in (bool, int, float, complex, str):
+        array: Any = leaf
+    elif type(leaf) in (bool, int, float, complex, str):
         return leaf
-    array = np.array(leaf) if hasattr(leaf, "__array__") else None
-    if array is None or array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"{where.format(type(leaf).__name__)}, expected arrays, numbers or text")
-    check_dtype(where, array)
-    return _of_all_processes(where, array)
+    else:
+        array, is_shared = np.array(leaf) if hasattr(leaf, "__array__") else None, False
+        if array is None or array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
+            got = where.format(type(leaf).__name__)
+            raise TypeError(f"{got}, expected arrays, numbers or text")
+    _check_dtype(where, array)
+    if not is_shared and jax.process_count() > 1:
+        raise ValueError(
+            f"{where.format(f'{type(leaf).__name__} of one process')}, expected arrays of all "
+            f"{jax.process_count()} processes; write "
+            "jax.make_array_from_process_local_data(sharding, x) before the step"
+        )
+    return array
 
 
-def check_dtype(where: str, array: Any) -> None:
-    """Raises `TypeError` for an array of a type that can't be written."""
+def _check_dtype(where: str, array: Any) -> None:
     if not is_writable(array.dtype):
         raise TypeError(
             f"{where.format(f'an array of dtype {array.dtype}')}, expected numbers of a type that "
@@ -97,38 +114,16 @@ def check_dtype(where: str, array: Any) -> None:
         )
 
 
-def _of_all_processes(where: str, leaf: Any) -> Any:
-    if jax.process_count() == 1:
-        return leaf
-    raise ValueError(
-        f"{where.format(f'{type(leaf).__name__} of one process')}, expected arrays of all "
-        f"{jax.process_count()} processes; write jax.make_array_from_process_local_data(sharding, "
-        "x) before the step"
-    )
+def held_weakly(leaves: list[Any], structure: Any) -> Callable[[], Any]:
+    """A function that returns a tree, or None if an array of it is gone or was donated."""
+    references = [_reference(leaf) for leaf in leaves]
 
+    def alive() -> Any:
+        found = [reference() for reference in references]
+        gone = any(x is None or isinstance(x, jax.Array) and x.is_deleted() for x in found)
+        return None if gone else structure.unflatten(found)
 
-class Newest:
-    """The trees that were recorded last, for as long as their arrays are there.
-
-    Args:
-      trees: the leaves and the structure of each; the arrays are not kept alive.
-    """
-
-    def __init__(self, trees: Mapping[str, tuple[list[Any], Any]]) -> None:
-        self._trees = {
-            name: ([_reference(leaf) for leaf in leaves], structure)
-            for name, (leaves, structure) in trees.items()
-        }
-
-    def alive(self) -> dict[str, Any]:
-        """The trees; empty if an array of them is gone or was donated."""
-        found = {}
-        for name, (references, structure) in self._trees.items():
-            leaves = [reference() for reference in references]
-            if any(x is None or isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-                return {}
-            found[name] = structure.unflatten(leaves)
-        return found
+    return alive
 
 
 def _reference(leaf: Any) -> Any:

@@ -8,6 +8,7 @@ import pathlib
 import platform
 import tempfile
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,10 +18,9 @@ import numpy as np
 
 from clipgrad._folders import mounted_folder
 from clipgrad._recorder.files import MANIFEST, orbax, write
-from clipgrad._recorder.flag import Flag, FlagPlace, find_flag, warning_of_zeros
-from clipgrad._recorder.paths import leaves_by_path, path_text
-from clipgrad._recorder.record import Newest, StepRecord, check_dtype, kept_tree
-from clipgrad._trees import check_tree, is_array
+from clipgrad._recorder.flag import Flag, find_flag, warning_of_zeros
+from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
+from clipgrad._trees import is_array
 
 # Some numbers of each step: enough to see a trend, and less than one small array in all.
 _STATISTICS = 256
@@ -123,13 +123,13 @@ class FlightRecorder:
         self.captures: list[pathlib.Path] = []
         self._records: collections.deque[StepRecord] = collections.deque()
         self._past: collections.deque[tuple] = collections.deque(maxlen=_STATISTICS)
-        self._place: FlagPlace | None = None
-        self._checked: dict[str, Any] = {}
+        self._place: Any = None  # of the flag in the trees that `record` gets
+        self._structure: Any = None
+        self._newest: Callable[[], Any] = lambda: None
         self._count = 0  # of the steps that were looked at
         self._halted_at: int | None = None
         self._unwritten: StepRecord | None = None
-        self._newest = Newest({})
-        self._warns_of_zeros = True  # until the first step was recorded
+        self._is_first = True
 
     def record(
         self, state: Any, batch: Any, *, key: Any = None, step: Any = None, **extra: Any
@@ -154,42 +154,24 @@ class FlightRecorder:
             that orbax does not write; or a key of a dictionary is not text or an integer.
         """
         params = extra.pop("params", None)
-        leaves, structure = jax.tree.flatten(state)
-        if self._place is None or structure != self._place.structure:
-            self._check("state", state)
-            self._place = find_flag(structure)
-        self._check("params", params)
+        leaves, structure = jax.tree.flatten((state, params))
+        if self._structure is None or structure != self._structure:
+            check_writable("state", state)
+            check_writable("params", params)
+            self._place, self._structure = find_flag(structure), structure
         given = {"batch": batch, "key": key} | extra
-        kept = {name: self._kept(name, value) for name, value in given.items()}
-        number = _step_number(step)
-        flag, norms = self._place.copied(leaves)
+        kept = {name: kept_tree(name, value) for name, value in given.items()}
+        number, (flag, norms) = _step_number(step), self._place.copied(leaves)
         flag.copy_to_host_async()
         data = {name: kept.pop(name) for name in ("batch", "key")}
         self._records.append(StepRecord(flag, norms, **data, step=number, extra=kept))
-        own = {} if params is None else {"params": jax.tree.flatten(params)}
-        self._newest = Newest({"state": (leaves, structure)} | own)
-        if self._warns_of_zeros:
-            self._warns_of_zeros = False
+        self._newest = held_weakly(leaves, structure)
+        if self._is_first:
+            self._is_first = False
             if warning := warning_of_zeros(state, extra.get("loss")):
                 warnings.warn(warning, UserWarning, stacklevel=2)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
-
-    def _check(self, name: str, tree: Any) -> None:
-        """Refuses, where its structure is new, what could not be written at the halt."""
-        structure = jax.tree.structure(tree)
-        if name not in self._checked or self._checked[name] != structure:
-            check_tree(name, tree)
-            for path, leaf in leaves_by_path(name, tree).items():
-                if is_array(leaf):
-                    check_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)
-            self._checked[name] = structure
-
-    def _kept(self, name: str, tree: Any) -> Any:
-        check_tree(name, tree)
-        kept = kept_tree(name, tree)
-        self._check(name, kept)
-        return kept
 
     def close(self) -> None:
         """Waits for the flags of all remaining steps, and reads them.
@@ -275,12 +257,13 @@ class FlightRecorder:
         names = [f"step_{step}", *(f"step_{step}_{i}" for i in range(1, self.max_captures + 1))]
         paths = [path for path in map(self.directory.joinpath, names) if not path.exists()]
         meta = {"step": step, "halted_at": flag.halted_at, "statistics": self._statistics(flag)}
-        content = self._newest.alive()
+        state, params = self._newest() or (None, None)
+        content = {"state": state} | ({} if params is None else {"params": params})
         if record.has_bad_step:
             content |= {"batch": record.batch, "key": record.key, "extra": record.extra}
             place = flag.halted_at - (flag.count - record.steps)
             meta |= {"steps": record.steps, "step_in_batch": place} if record.steps > 1 else {}
-            if self._place is not None and self._place.microbatch is not None:
+            if self._place.microbatch is not None:
                 meta["microbatch"] = "the last of those that optax.MultiSteps has averaged"
         else:
             meta["no_batch"] = (
@@ -335,12 +318,8 @@ def _step_number(step: Any) -> Any:
       TypeError: it is not a number or text.
     """
     leaves = jax.tree.leaves(step)
-    number = leaves[0] if len(leaves) == 1 else step
-    if isinstance(number, jax.Array):
-        number = jnp.copy(number)
-    kind = getattr(getattr(number, "dtype", None), "kind", None)
-    is_single = kind is not None and np.size(number) == 1 and kind in "biufUV"
-    if not (number is None or is_single or isinstance(number, int | float | str)):
+    number = jnp.copy(leaves[0]) if isinstance(next(iter(leaves), None), jax.Array) else step
+    if not (number is None or isinstance(number, str) or _is_number(number)):
         raise TypeError(
             f"step: got {step!r:.60} of type {type(step).__name__}, expected a number or text"
         )
@@ -350,7 +329,7 @@ def _step_number(step: Any) -> Any:
 def _is_number(value: Any) -> bool:
     if not is_array(value):
         return isinstance(value, int | float)
-    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
     return value.ndim == 0 and is_real
 
 
