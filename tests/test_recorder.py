@@ -625,7 +625,7 @@ def test_a_sharded_capture_has_the_shardings_of_a_tree_that_is_like_it(sharded, 
 def test_a_tree_that_is_not_like_the_capture_is_refused(sharded):
     state, batch = sharded_like()
     for like, match in (
-        ({"v": 1}, r"like: got a tree with the paths 'v'; expected .* state, 'opt/cons.*, 'w', or"),
+        ({"v": 1}, r"like: got a tree with the paths 'v'; expected .* state, 'opt/raw_.*, 'w', or"),
         ((state["params"], [batch]), "like: got a tree with the paths '0/w', '1/0'; expected"),
         ({"w": jnp.ones((8, 3))}, r"like: got float32\[8, 3\] at 'w', expected float32\[8, 4\]"),
     ):

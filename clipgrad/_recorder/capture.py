@@ -7,16 +7,8 @@ from typing import Any
 
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.files import Manifest, orbax, read, read_manifest
-from clipgrad._recorder.paths import (
-    Path,
-    is_stored,
-    is_value,
-    listed,
-    path_text,
-    restored,
-    values,
-)
+from clipgrad._recorder.files import Entry, orbax, read, read_manifest
+from clipgrad._recorder.paths import Path, is_value, listed, path_text, restored, stored_leaves
 from clipgrad._trees import donated_leaf
 
 _PARTS = ("params", "state", "batch", "extra")
@@ -26,9 +18,8 @@ _PARTS = ("params", "state", "batch", "extra")
 class Capture:
     """The inputs of a bad step, as `FlightRecorder` saved them.
 
-    Its trees are dictionaries, and lists for sequences; objects are dictionaries of their fields,
-    because loading does not run code from the capture. A tree that you give to `load_capture` or
-    `restore` has its own classes and shardings.
+    Its trees are dictionaries, of objects too, and lists, because loading does not run code from
+    the capture. A tree that you give to `load_capture` or `restore` keeps its own classes.
 
     Attributes:
       path: the folder of the capture, in a file system that this machine has mounted.
@@ -161,69 +152,48 @@ def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
             "path: got None, expected the folder of a capture; the path of a HaltedError is None "
             "if its capture could not be written, and its message says why"
         )
-    manifest = read_manifest(mounted_folder("path", path).absolute())
+    folder = mounted_folder("path", path).absolute()
+    meta, entries = read_manifest(folder)
     orbax()
-    trees = {} if like is None else _parts_like(manifest, like)
-    content = read(manifest, _shardings(manifest, trees))
-    if "params" in trees and not content.get("params"):
-        content["params"] = _params_in(content.get("state"))
+    trees, leaves = ({}, {}) if like is None else _parts_like(entries, like)
+    content: dict[str, Any] = dict.fromkeys(["state", "params", "batch", "key"]) | {"extra": {}}
+    content |= read(folder, entries, leaves)
+    if content["params"] is None and "params" in trees:
+        content["params"] = _params_in(content["state"])
     content |= {name: restored(tree, content[name], name) for name, tree in trees.items()}
-    return Capture(
-        manifest.folder,
-        state=content.get("state"),
-        key=content.get("key"),
-        step=manifest.meta["step"],
-        extra=content.get("extra", {}),
-        meta=manifest.meta,
-        _params=content.get("params"),
-        _batch=content.get("batch"),
-    )
+    own = {f"_{name}": content.pop(name) for name in ("params", "batch")}
+    return Capture(path=folder, step=meta["step"], meta=meta, **content, **own)
 
 
 def _params_in(state: Any) -> Any:
     return state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
 
 
-def _parts_like(manifest: Manifest, like: Any) -> dict[str, Any]:
-    """The parts of a capture whose paths are those of a tree, with the tree of each.
+def _parts_like(entries: dict[Path, Entry], like: Any) -> tuple[dict[str, Any], dict[Path, Any]]:
+    """The parts of a capture that a tree is like, and its leaves by their paths in the capture.
 
     Raises:
-      ValueError: there are none.
+      ValueError: no part has the paths of the tree.
     """
     ways: list[dict[str, Any]] = [{"state": like}, {"params": like}]
     if isinstance(like, tuple) and len(like) == 2:
-        ways.append(dict(zip(("params", "batch"), like, strict=True)))
+        ways.append({"params": like[0], "batch": like[1]})
+    held = {name: _places(entries, name) for name in ("state", "params", "batch")}
     for way in ways:
-        if all({*_stored(tree)} == {*_places(manifest, name)} for name, tree in way.items()):
-            return way
-    state, params = (listed(sorted(_places(manifest, name))) for name in ("state", "params"))
+        given = {name: stored_leaves("like", tree) for name, tree in way.items()}
+        if all(held[name].keys() == own.keys() for name, own in given.items()):
+            return way, {held[n][text]: x for n, own in given.items() for text, x in own.items()}
+    got, state, params = map(listed, (stored_leaves("like", like), held["state"], held["params"]))
     raise ValueError(
-        f"like: got a tree with the paths {listed(_stored(like))}; expected those of the recorded "
-        f"state, {state}, or of the parameters, {params}, or a pair (params, batch)"
+        f"like: got a tree with the paths {got}; expected those of the recorded state, {state}, or "
+        f"of the parameters, {params}, or a pair (params, batch)"
     )
 
 
-def _stored(like: Any) -> dict[str, Any]:
-    """The leaves that a capture has by their paths; functions, for example, are left out."""
-    return {path: leaf for path, leaf in values("like", like).items() if is_stored(leaf)}
-
-
-def _places(manifest: Manifest, name: str) -> dict[str, Path]:
+def _places(entries: dict[Path, Entry], name: str) -> dict[str, Path]:
     """For each path of a leaf in a part of a capture its path in the whole."""
-    held = [p for p, e in manifest.entries.items() if "dtype" in e or is_value(e.get("value"))]
+    held = [path for path, entry in entries.items() if "dtype" in entry or is_value(entry.get("value"))]
     is_in_state = name == "params" and not any(path[0] == name for path in held)
     start = ("state", name) if is_in_state else (name,)
     found = [path for path in held if path[: len(start)] == start]
     return {path_text(path[len(start) :]): path for path in found}
-
-
-def _shardings(manifest: Manifest, trees: dict[str, Any]) -> dict[Path, Any]:
-    """The shardings of those arrays that have the same shape in a tree; `restored` checks it."""
-    found = {}
-    for name, tree in trees.items():
-        places = _places(manifest, name)
-        for text, leaf in _stored(tree).items():
-            shape = manifest.entries[places[text]].get("shape")
-            if getattr(leaf, "sharding", None) is not None and [*leaf.shape] == shape:
-                found[places[text]] = leaf.sharding
-    return found

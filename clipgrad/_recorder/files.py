@@ -11,7 +11,7 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -132,22 +132,8 @@ def _entry(leaf: Any, arrays: dict[str, Any]) -> Entry:
     return entry | {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-class Manifest(NamedTuple):
-    """What ``capture.json`` says.
-
-    Attributes:
-      folder: the capture.
-      meta: the circumstances of the bad step.
-      entries: the entry of each leaf by its path, which begins with the name of its part.
-    """
-
-    folder: pathlib.Path
-    meta: dict[str, Any]
-    entries: dict[Path, Entry]
-
-
-def read_manifest(folder: pathlib.Path) -> Manifest:
-    """The manifest of a capture.
+def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Entry]]:
+    """The circumstances of a bad step, and the entry of each leaf by its path.
 
     Raises:
       FileNotFoundError: there is none, or none that is complete.
@@ -175,16 +161,17 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         for entry in entries.values():
             if not {"value", "left_out", "dtype"} & set(entry):
                 raise KeyError("a leaf without a value")
-    return Manifest(folder, meta, entries)
+    return meta, entries
 
 
-def read(manifest: Manifest, shardings: Mapping[Path, Any]) -> dict[str, Any]:
-    """The content of a capture; each array with its sharding, if it is given.
+def read(
+    folder: pathlib.Path, entries: Mapping[Path, Entry], like: Mapping[Path, Any]
+) -> dict[str, Any]:
+    """The content of a capture; arrays have the shardings of those that they are like.
 
     Raises:
       ValueError: the files are damaged, or have types that JAX does not have here.
     """
-    folder, _, entries = manifest
     wide = [e["dtype"] for e in entries.values() if e.get("dtype") in _WIDE and not _is_numpy(e)]
     if wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
@@ -192,21 +179,22 @@ def read(manifest: Manifest, shardings: Mapping[Path, Any]) -> dict[str, Any]:
             'jax.config.update("jax_enable_x64", True) first'
         )
     with _readable(folder / _ARRAYS):
-        named = {e["array"]: shardings.get(path) for path, e in entries.items() if "array" in e}
-        arrays = _arrays(folder / _ARRAYS, named) if named else {}
+        wanted = {
+            e["array"]: _restore_args(e, like.get(p)) for p, e in entries.items() if "array" in e
+        }
+        arrays: dict[str, Any] = {}
+        if wanted:
+            with orbax().Checkpointer(orbax().PyTreeCheckpointHandler()) as checkpointer:
+                args = orbax().args.PyTreeRestore(restore_args=wanted)
+                arrays = checkpointer.restore(folder / _ARRAYS, args=args)
         return nested({path: _leaf(entry, arrays) for path, entry in entries.items()})
 
 
-def _arrays(path: pathlib.Path, shardings: dict[str, Any]) -> dict[str, Any]:
-    ocp = orbax()
-    arguments = {
-        name: ocp.RestoreArgs(restore_type=np.ndarray)
-        if sharding is None
-        else ocp.ArrayRestoreArgs(sharding=sharding)
-        for name, sharding in shardings.items()
-    }
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=arguments))
+def _restore_args(entry: Entry, like: Any) -> Any:
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or [*like.shape] != entry["shape"]:  # which `restored` refuses
+        return orbax().RestoreArgs(restore_type=np.ndarray)
+    return orbax().ArrayRestoreArgs(sharding=sharding)
 
 
 def _leaf(entry: Entry, arrays: dict[str, Any]) -> Any:
@@ -223,7 +211,7 @@ def _leaf(entry: Entry, arrays: dict[str, Any]) -> Any:
 
 
 def _is_numpy(entry: Entry) -> bool:
-    return entry["kind"] == "numpy"
+    return entry.get("kind") == "numpy"
 
 
 @contextlib.contextmanager

@@ -92,8 +92,8 @@ def restored(like: Any, found: Any, name: str) -> Any:
     Raises:
       ValueError: paths, shapes or dtypes differ.
     """
-    known = values(name, found)
-    leaves = [_leaf_like(path, leaf, known, name) for path, leaf in values("like", like).items()]
+    known = _values(name, found)
+    leaves = [_leaf_like(path, leaf, known, name) for path, leaf in _values("like", like).items()]
     if known:
         raise ValueError(
             f"like: got a tree without {listed(known)}, which {name} of the capture has; "
@@ -103,7 +103,7 @@ def restored(like: Any, found: Any, name: str) -> Any:
 
 
 def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
-    if path not in known and not is_stored(leaf):
+    if path not in known and not _is_stored(leaf):
         return leaf
     if path not in known:
         raise ValueError(
@@ -126,13 +126,17 @@ def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
     return other if is_there else jax.device_put(other, sharding)
 
 
-def values(name: str, tree: Any) -> dict[str, Any]:
+def _values(name: str, tree: Any) -> dict[str, Any]:
     """The leaves that hold something, in JAX's order, by paths that all containers share."""
     return {path_text(p): x for p, x in leaves_by_path(name, tree).items() if is_value(x)}
 
 
-def is_stored(leaf: Any) -> bool:
-    """Whether a capture has a leaf; functions, for example, are left out."""
+def stored_leaves(name: str, tree: Any) -> dict[str, Any]:
+    """The leaves that a capture has; functions, for example, are left out."""
+    return {path: x for path, x in _values(name, tree).items() if _is_stored(x)}
+
+
+def _is_stored(leaf: Any) -> bool:
     return isinstance(leaf, _STORED) or is_array(leaf)
 
 

@@ -20,7 +20,6 @@ from clipgrad._folders import mounted_folder
 from clipgrad._recorder.files import MANIFEST, orbax, write
 from clipgrad._recorder.flag import Flag, find_flag, warning_of_zeros
 from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
-from clipgrad._trees import is_array
 
 # Some numbers of each step: enough to see a trend, and less than one small array in all.
 _STATISTICS = 256
@@ -327,7 +326,7 @@ def _step_number(step: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if not is_array(value):
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return isinstance(value, int | float)
     is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
     return value.ndim == 0 and is_real
