@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -377,6 +378,33 @@ def test_of_several_lanes_the_largest_norm_is_kept(tmp_path):
             _, state = jax.vmap(tx.update)(jnp.array(grads), state)
             recorder.record(state, grads)
     assert cg.load_capture(error.value.path).meta["statistics"]["clip/norm"][0] == 3
+
+
+# The first step may show that a leaf has no gradient.
+
+
+def gated(params, batch):
+    return jnp.sum(params["w"] * batch + params["gate"] * 0)
+
+
+ZEROS = {
+    "one leaf": (gated, GOOD, "per_leaf", {}, "'gate' was exactly zero .* clipgrad.diagnose"),
+    "a loss of 0": (gated, GOOD, "per_leaf", {"loss": 0.0}, None),
+    "all leaves": (gated, 0 * GOOD, "per_leaf", {}, None),
+    "nothing shows it": (gated, GOOD, True, {}, None),
+}
+
+
+@pytest.mark.parametrize("case", ZEROS)
+def test_the_first_record_warns_of_leaves_without_a_gradient(case, tmp_path):
+    loss, batch, stats, more, match = ZEROS[case]
+    tx = optimizer(optax.chain(cg.clip_by_global_norm(1.0, stats=stats), optax.adam(0.1)))
+    step = cg.train_step(loss, tx)
+    state, recorder = step.init(PARAMS | {"gate": np.float32(1.0)}), cg.FlightRecorder(tmp_path)
+    for first in (True, False):  # later warnings would be errors
+        state, _ = step(state, batch)
+        with pytest.warns(UserWarning, match=match) if match and first else nullcontext():
+            recorder.record(state, batch, **more)
 
 
 # What the halt costs.

@@ -7,7 +7,7 @@ from typing import Any
 
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.files import Entry, orbax, read, read_manifest
+from clipgrad._recorder.files import PARTS, Entry, orbax, read, read_manifest
 from clipgrad._recorder.paths import Path, is_value, listed, path_text, restored, stored_leaves
 from clipgrad._trees import donated_leaf
 
@@ -156,7 +156,7 @@ def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
     meta, entries = read_manifest(folder)
     orbax()
     trees, leaves = ({}, {}) if like is None else _parts_like(entries, like)
-    content: dict[str, Any] = dict.fromkeys(["state", "params", "batch", "key"]) | {"extra": {}}
+    content: dict[str, Any] = dict.fromkeys(PARTS) | {"extra": {}}
     content |= read(folder, entries, leaves)
     if content["params"] is None and "params" in trees:
         content["params"] = _params_in(content["state"])
@@ -192,7 +192,7 @@ def _parts_like(entries: dict[Path, Entry], like: Any) -> tuple[dict[str, Any], 
 
 def _places(entries: dict[Path, Entry], name: str) -> dict[str, Path]:
     """For each path of a leaf in a part of a capture its path in the whole."""
-    held = [path for path, entry in entries.items() if "dtype" in entry or is_value(entry.get("value"))]
+    held = [path for path, e in entries.items() if "dtype" in e or is_value(e.get("value"))]
     is_in_state = name == "params" and not any(path[0] == name for path in held)
     start = ("state", name) if is_in_state else (name,)
     found = [path for path in held if path[: len(start)] == start]

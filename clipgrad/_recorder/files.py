@@ -22,6 +22,7 @@ from clipgrad._recorder.paths import Path, is_value, leaves_by_path, nested
 
 FORMAT = 3
 MANIFEST = "capture.json"
+PARTS = ("state", "params", "batch", "key", "extra")
 _ARRAYS = "arrays"
 # Types that orbax does not write, as of 0.11.
 _ODD = ("uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3")
@@ -159,8 +160,8 @@ def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Entr
             raise KeyError(f"meta without {sorted(missing)}")
         dict(meta["statistics"])
         for entry in entries.values():
-            if not {"value", "left_out", "dtype"} & set(entry):
-                raise KeyError("a leaf without a value")
+            if entry["path"][0] not in PARTS or not {"value", "left_out", "dtype"} & set(entry):
+                raise KeyError(f"no leaf at {entry['path']}")
     return meta, entries
 
 
