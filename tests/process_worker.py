@@ -137,7 +137,7 @@ def halt(mesh, folder):
             state, _ = step(state, batch)
             recorder.record(state, batch, step=i, key=jax.random.key(i))
     except cg.HaltedError as error:
-        capture = cg.load_capture(error.path, mesh=mesh)
+        capture = cg.load_capture(error.path, (state.params, batch))
         assert capture.batch.sharding.spec == BATCH and capture.key == jax.random.key(2)
         device = diagnosed(mesh, capture)
         np.savez(

@@ -5,29 +5,21 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-import numpy as np
-
-from clipgrad._chart import empty_chart
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.restored import restored
-from clipgrad._recorder.storage import MANIFEST, orbax, read, read_manifest, readable
+from clipgrad._recorder.files import PARTS, Entry, orbax, read, read_manifest
+from clipgrad._recorder.paths import Path, is_value, listed, path_text, restored, stored_leaves
 from clipgrad._trees import donated_leaf
 
-_CAPTURED = ("params", "state", "batch", "extra")
-_NO_PARAMS = (
-    "params: got none, expected a state with params, or record(..., params=params); the state has "
-)
+_PARTS = ("params", "state", "batch", "extra")
 
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """The inputs of a bad step, as `FlightRecorder` saved them.
 
-    Its trees are dictionaries, lists, tuples, and the states of optax and of this library. Objects
-    of other classes become dictionaries of their fields, because loading does not run code from the
-    capture; `restore` puts them into your model.
+    Its trees are dictionaries, of objects too, and lists, because loading does not run code from
+    the capture. A tree that you give to `load_capture` or `restore` keeps its own classes.
 
     Attributes:
       path: the folder of the capture, in a file system that this machine has mounted.
@@ -37,8 +29,8 @@ class Capture:
       step: the number of the step.
       extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
-        ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatches`` is
-        their number if ``optax.MultiSteps`` wraps `skip_spikes`. If the batch was recorded with
+        ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatch`` says
+        which one it is if ``optax.MultiSteps`` wraps `skip_spikes`. If the batch was recorded with
         several steps, ``steps`` is their number, and ``step_in_batch`` the position of the bad one
         along the leading axis of the batch.
     """
@@ -55,17 +47,16 @@ class Capture:
     @property
     def params(self) -> Any:
         """The parameters given to ``record(params=...)``, or else those in the state."""
-        if self._params is not None:
-            return self._alive("params", self._params)
-        state = self.state
-        params = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+        params = _params_in(self.state) if self._params is None else self._params
         if params is None:
-            raise ValueError(_NO_PARAMS + _fields(state))
+            raise ValueError(
+                "params: got none, expected a state with params, or record(..., params=params)"
+            )
         return self._alive("params", params)
 
     @property
     def batch(self) -> Any:
-        """The batch of the bad step; a list of them, if ``meta`` has ``microbatches``."""
+        """The batch of the bad step; the last microbatch, if ``meta`` has ``microbatch``."""
         if "no_batch" in self.meta:
             raise ValueError(f"batch: got none: {self.meta['no_batch']}")
         return self._alive("batch", self._batch)
@@ -77,11 +68,12 @@ class Capture:
         norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [0]
         if not norms[-1]:
             kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
+            which = self.meta.get("microbatch")
             args.expected = (
                 f"not reproduced: step {self.step} was not finite on {self.meta['devices']} "
                 f"devices ({kind}, jax {jax_version}), but is finite here; does the loss depend on "
                 "a key, or on something else besides its arguments?"
-            )
+            ) + (f" The batch is {which}." if which else "")
         return args
 
     def restore(self, like: Any, name: str = "params") -> Any:
@@ -89,9 +81,10 @@ class Capture:
 
         Guarantees:
           * Leaves are paired by their paths, never by position.
-          * The arrays are those of the capture: a step that donates them overwrites both.
-          * The result has the classes of your tree; a variable that a model of flax NNX has in
-            several places stays one.
+          * The arrays are those of the capture, unless your tree is sharded in another way: a step
+            that donates them overwrites both.
+          * The result has the classes and shardings of your tree; a variable that a model of flax
+            NNX has in several places stays one.
 
         Args:
           like: a tree with the same paths, such as a model or a flax ``TrainState``. What is not an
@@ -102,8 +95,8 @@ class Capture:
           ValueError: paths, shapes or dtypes differ, there is no part of this name, or a step has
             overwritten the arrays.
         """
-        if name not in _CAPTURED:
-            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _CAPTURED))}")
+        if name not in _PARTS:
+            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _PARTS))}")
         return restored(like, self._alive(name, getattr(self, name)), name)
 
     def _alive(self, name: str, tree: Any) -> Any:
@@ -118,54 +111,29 @@ class Capture:
             "jax.tree.map(jnp.copy, ...) of its arrays to such a step"
         )
 
-    def plot(self) -> Any:
-        """Draws the statistics of the steps up to the bad one.
 
-        Returns:
-          A figure of matplotlib, which the extra ``demo`` installs.
-
-        Raises:
-          ImportError: matplotlib is not installed.
-        """
-        statistics = self.meta["statistics"]
-        numbers = {name: values for name, values in statistics.items() if name != "step"}
-        chart = empty_chart(8, 2 * len(numbers) + 1)
-        panels = chart.subplots(len(numbers), 1, squeeze=False, sharex=True)[:, 0]
-        for panel, (name, values) in zip(panels, numbers.items(), strict=True):
-            array = np.array(values, float)
-            panel.plot(statistics["step"], array, marker=".", color="#0072B2")
-            panel.axvline(self.step, color="#D55E00", linestyle="--")
-            panel.set_ylabel(name)
-            finite = array[np.isfinite(array)]
-            if finite.size and (finite > 0).all():
-                panel.set_yscale("log")
-        panels[-1].set_xlabel("step")
-        panels[0].set_title(f"the steps before the bad step, {self.step}")
-        return chart
-
-
-def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:
+def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
     """Loads a capture of `FlightRecorder`.
 
     Guarantees:
       * Values and dtypes are bit-identical to the values and dtypes of the run.
-      * Arrays are sharded as in the run, over ``mesh`` or over a mesh like the mesh of the run. If
-        there are fewer devices than that, each array is on the first device.
+      * What ``like`` has gets its classes and its shardings; all else becomes dictionaries and
+        lists of arrays on the default device.
       * Loading does not run code from the capture, which holds only numbers and JSON.
 
     Args:
       path: the folder of the capture.
-      mesh: the devices to load it onto, with the same axes as the mesh of the run.
+      like: a tree with the paths of the recorded state, or of the parameters, or the pair
+        ``(params, batch)``. Its arrays may be `jax.ShapeDtypeStruct`.
 
     Returns:
       A `Capture`.
 
     Raises:
       FileNotFoundError: there is no capture, or only an incomplete one.
-      ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
-        does not have the axes of the run, or does not divide an array; or ``path`` is an address
-        (``gs://``).
-      TypeError: ``mesh`` is not a mesh, or ``path`` is not a path.
+      ValueError: it is damaged, of another version, or has dtypes that need ``jax_enable_x64``; or
+        the paths, shapes or dtypes of ``like`` differ; or ``path`` is an address (``gs://``).
+      TypeError: ``path`` is not a path.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Example:
@@ -179,25 +147,53 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
       >>> cg.load_capture(recorder.captures[0]).args
       (Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
-    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(f"mesh: got {type(mesh).__name__}, expected a jax.sharding.Mesh or None")
     if path is None:
         raise TypeError(
             "path: got None, expected the folder of a capture; the path of a HaltedError is None "
             "if its capture could not be written, and its message says why"
         )
     folder = mounted_folder("path", path).absolute()
-    manifest = read_manifest(folder)
+    meta, entries = read_manifest(folder)
     orbax()
-    with readable(folder, MANIFEST):
-        content = read(folder, manifest["content"], mesh)
-    meta = manifest["meta"]
-    kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
-    own = {"_params": content.get("params"), "_batch": content.get("batch")}
-    return Capture(folder, **kept, extra=content.get("extra", {}), meta=meta, **own)
+    trees, leaves = ({}, {}) if like is None else _parts_like(entries, like)
+    content: dict[str, Any] = dict.fromkeys(PARTS) | {"extra": {}}
+    content |= read(folder, entries, leaves)
+    if content["params"] is None and "params" in trees:
+        content["params"] = _params_in(content["state"])
+    content |= {name: restored(tree, content[name], name) for name, tree in trees.items()}
+    own = {f"_{name}": content.pop(name) for name in ("params", "batch")}
+    return Capture(path=folder, step=meta["step"], meta=meta, **content, **own)
 
 
-def _fields(state: Any) -> str:
-    if isinstance(state, dict):
-        return ", ".join(map(str, state))
-    return ", ".join(getattr(state, "_fields", ())) or f"no names, it is a {type(state).__name__}"
+def _params_in(state: Any) -> Any:
+    return state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+
+
+def _parts_like(entries: dict[Path, Entry], like: Any) -> tuple[dict[str, Any], dict[Path, Any]]:
+    """The parts of a capture that a tree is like, and its leaves by their paths in the capture.
+
+    Raises:
+      ValueError: no part has the paths of the tree.
+    """
+    ways: list[dict[str, Any]] = [{"state": like}, {"params": like}]
+    if isinstance(like, tuple) and len(like) == 2:
+        ways.append({"params": like[0], "batch": like[1]})
+    held = {name: _places(entries, name) for name in ("state", "params", "batch")}
+    for way in ways:
+        given = {name: stored_leaves("like", tree) for name, tree in way.items()}
+        if all(held[name].keys() == own.keys() for name, own in given.items()):
+            return way, {held[n][text]: x for n, own in given.items() for text, x in own.items()}
+    got, state, params = map(listed, (stored_leaves("like", like), held["state"], held["params"]))
+    raise ValueError(
+        f"like: got a tree with the paths {got}; expected those of the recorded state, {state}, or "
+        f"of the parameters, {params}, or a pair (params, batch)"
+    )
+
+
+def _places(entries: dict[Path, Entry], name: str) -> dict[str, Path]:
+    """For each path of a leaf in a part of a capture its path in the whole."""
+    held = [path for path, e in entries.items() if "dtype" in e or is_value(e.get("value"))]
+    is_in_state = name == "params" and not any(path[0] == name for path in held)
+    start = ("state", name) if is_in_state else (name,)
+    found = [path for path in held if path[: len(start)] == start]
+    return {path_text(path[len(start) :]): path for path in found}

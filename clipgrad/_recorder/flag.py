@@ -1,16 +1,22 @@
-"""The flag of `skip_spikes(halt=...)`: where it is in a state, and a copy that outlives it."""
+"""What the state of an optimizer says of a step: the flag of `skip_spikes`, norms, zero leaves."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from clipgrad._clip import GradientClipState, SkipSpikesState
+from clipgrad._docs import docs_page
+from clipgrad._errors import first_few
+from clipgrad._frameworks import without_variables
 from clipgrad._numerics import largest
 from clipgrad._training import scalars
+from clipgrad._trees import instances
 
-_FLAG_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
+_OWN_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
+_NAMED_LEAVES = 4
 
 
 class Flag(NamedTuple):
@@ -29,48 +35,42 @@ class Flag(NamedTuple):
     microbatch: Any
 
 
-class _Small(NamedTuple):
-    """The numbers of a state that are copied after each step."""
+class FlagPlace(NamedTuple):
+    """The small numbers of a state: trees of positions among its leaves, or of these leaves.
+
+    Attributes:
+      skips: the state of `skip_spikes`, without its window and the state inside.
+      clips: the states of clips, their statistics alone.
+      microbatch: the counter of an ``optax.MultiSteps`` around `skip_spikes`, or None.
+    """
 
     skips: SkipSpikesState
     clips: tuple[GradientClipState, ...]
     microbatch: Any
 
-
-class FlagPlace(NamedTuple):
-    """The places of the flag and the statistics among the leaves of a state.
-
-    Attributes:
-      structure: the structure of the state.
-      small: the positions of the small numbers among its leaves.
-    """
-
-    structure: Any
-    small: _Small
-
-    @property
-    def accumulates(self) -> bool:
-        return self.small.microbatch is not None
-
-    def names(self, leaves: list[Any]) -> list[str]:
-        return list(jax.eval_shape(_flag_norms, self._chosen(leaves)))
-
-    def copied(self, leaves: list[Any], step: Any) -> tuple[jax.Array, jax.Array, Any]:
-        """The flag, the statistics and the step, none of them a buffer of the state.
+    def copied(self, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The flag and the norms, none of them a buffer of the state.
 
         Raises:
           ValueError: the state was donated.
         """
-        chosen = self._chosen(leaves)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(chosen)):
+        small = jax.tree.map(lambda i: leaves[i], self)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(small)):
             raise ValueError(
                 "state: got buffers that the step has overwritten, expected the state that the "
                 "step returned; call state = step(state, batch), then record(state, batch)"
             )
-        return _copied_flag(chosen, step)
+        return _copied(small)
 
-    def _chosen(self, leaves: list[Any]) -> Any:
-        return jax.tree.map(lambda i: leaves[i], self.small)
+
+@jax.jit
+def _copied(small: FlagPlace) -> tuple[jax.Array, dict[str, jax.Array]]:
+    skips, clips, microbatch = small
+    flag = Flag(skips.halted, skips.halted_at, skips.count, 0 if microbatch is None else microbatch)
+    # Under pmap and vmap each of them has an axis.
+    numbers = jnp.stack([jnp.max(jnp.asarray(x)).astype(jnp.int32) for x in flag])
+    found = {name: x for name, x in scalars((skips, *clips)).items() if name.endswith("norm")}
+    return numbers, {name: largest(x).astype(jnp.float32) for name, x in found.items()}
 
 
 def find_flag(structure: Any) -> FlagPlace:
@@ -79,57 +79,53 @@ def find_flag(structure: Any) -> FlagPlace:
     Raises:
       ValueError: there is none, or there are several.
     """
-    numbered = structure.unflatten(range(structure.num_leaves))
-    found = list(_own_states(numbered, None))
-    flags = [(s, m) for s, m in found if isinstance(s, SkipSpikesState) and s.halted is not None]
+    found = list(_own_states(structure.unflatten(range(structure.num_leaves)), None))
+    skips = [entry for entry in found if isinstance(entry[0], SkipSpikesState)]
+    flags = [(state, microbatch) for state, microbatch in skips if state.halted is not None]
     if len(flags) != 1:
-        without = any(isinstance(s, SkipSpikesState) for s, _ in found) and not flags
+        without = bool(skips) and not flags
         got = "a state of skip_spikes without halt" if without else f"{len(flags)} states"
         raise ValueError(
             f"state: got {got}{'' if without else ' of skip_spikes(halt=...)'}, expected the state "
             "of an optimizer that has one: write clipgrad.skip_spikes(optimizer, halt=True)"
         )
-    ((skips, microbatch),) = flags
-    clips = tuple(_single_numbers(s) for s, _ in found if isinstance(s, GradientClipState))
-    small = _Small(_single_numbers(skips), clips, _single_numbers(microbatch))
-    return FlagPlace(structure, small)
+    ((flag, microbatch),) = flags
+    clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
+    small = [name for name in flag._fields if name not in ("inner_state", "window")]
+    return without_variables(FlagPlace(_only(flag, small), clips, microbatch))
+
+
+def _only(state: Any, fields: list[str]) -> Any:
+    """A state with some of its fields, None in place of the others."""
+    return state._replace(**{name: None for name in state._fields if name not in fields})
 
 
 def _own_states(tree: Any, microbatch: Any) -> Any:
     """The states of clips in a tree, and the microbatch of the accumulation around each."""
-    for state in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, _FLAG_STATES)):
+    for state in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, _OWN_STATES)):
         if isinstance(state, optax.MultiStepsState):
             yield from _own_states(state.inner_opt_state, state.mini_step)
-        elif isinstance(state, _FLAG_STATES):
+        elif isinstance(state, _OWN_STATES):
             yield state, microbatch
         if isinstance(state, SkipSpikesState):
             yield from _own_states(state.inner_state, microbatch)
 
 
-def _single_numbers(state: Any) -> Any:
-    """A state with its single numbers alone, taken out of the variables of flax NNX."""
-    if isinstance(state, SkipSpikesState):
-        state = state._replace(inner_state=None, window=None)
-    elif isinstance(state, GradientClipState):
-        state = state._replace(history=None, leaf_stats=None, threshold=None)
-    if hasattr(state, "_fields"):
-        return type(state)(*map(_single_numbers, state))
-    leaves = jax.tree.leaves(state)
-    return leaves[0] if len(leaves) == 1 else None
+def warning_of_zeros(state: Any, loss: Any) -> str | None:
+    """A warning of leaves whose gradient was exactly zero in the first step; None: there are none.
 
-
-def _flag_norms(small: _Small) -> dict[str, jax.Array]:
-    stats = scalars((small.skips, *small.clips))
-    return {name: jnp.asarray(stats[name]) for name in sorted(stats) if name.endswith("norm")}
-
-
-@jax.jit
-def _copied_flag(small: _Small, step: Any) -> tuple[jax.Array, jax.Array, Any]:
-    skips, microbatch = small.skips, small.microbatch
-    microbatch = jnp.zeros((), jnp.int32) if microbatch is None else microbatch
-    flag = Flag(skips.halted, skips.halted_at, skips.count, microbatch)
-    # Under pmap and vmap each of them has an axis.
-    numbers = jnp.stack([jnp.max(x).astype(jnp.int32) for x in flag])
-    norms = jnp.stack([largest(x).astype(jnp.float32) for x in _flag_norms(small).values()])
-    # A copy, since a result that is an argument shares its buffer.
-    return numbers, norms, jax.tree.map(jnp.copy, step)
+    Clips with ``stats="per_leaf"`` say it. Nothing is known if all leaves are zero, as at a loss of
+    0 or where gradients are still accumulated.
+    """
+    clips = instances(without_variables(state), GradientClipState)
+    found = {path: s.zeros == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()}
+    loss, flags = jax.device_get((loss, found))
+    zero = [name for name, is_zero in flags.items() if np.all(is_zero)]
+    if not zero or len(zero) == len(found) or (loss is not None and not np.any(loss)):
+        return None
+    names = first_few([*map(repr, zero)], _NAMED_LEAVES)
+    return (
+        f"the gradient of {names} was exactly zero in the first recorded step, which trains "
+        "nothing; to find the line, call clipgrad.diagnose(loss, (params, batch)) "
+        f"({docs_page('zero')})"
+    )

@@ -8,21 +8,20 @@ import pathlib
 import platform
 import tempfile
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.flag import Flag, FlagPlace, find_flag
-from clipgrad._recorder.record import Newest, StepRecord, is_single_number, kept_tree
-from clipgrad._recorder.storage import MANIFEST, orbax, write
-from clipgrad._recorder.structure import to_data
-from clipgrad._recorder.zero_leaves import warning_of_zeros
-from clipgrad._trees import check_tree, is_array
+from clipgrad._recorder.files import MANIFEST, orbax, write
+from clipgrad._recorder.flag import Flag, find_flag, warning_of_zeros
+from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
 
-# Some numbers of each step: enough for a picture, and less than one small array in all.
+# Some numbers of each step: enough to see a trend, and less than one small array in all.
 _STATISTICS = 256
 _CAPTURE_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -47,26 +46,26 @@ class FlightRecorder:
 
     After each step it keeps the batch, starts a copy of the flag to the host, and reads the flags
     that have arrived. If a flag is set, it writes a capture: the parameters from before the bad
-    step, the batch and the PRNG key of that step, its number, statistics of the steps before it,
-    versions and mesh. Then it raises `HaltedError`.
+    step, the batch and the PRNG key of that step, its number, norms of the steps before it, and
+    versions. Then it raises `HaltedError`.
 
     Guarantees:
       * It does not copy or hold the parameters. It copies the flag and a few norms of a state, so
         you may donate the buffers of the state.
-      * If a leaf's gradient was exactly zero in the first step, the first `record` warns, with the
-        leaf and the call of `diagnose`. A clip with ``stats="per_leaf"`` shows that, or the moment
-        of Adam, Lion or momentum.
       * In one process it waits for the device in the first `record` only. It keeps the batch of
-        each step until the flag of that step arrives, however far the loop runs ahead; the runtime
-        holds these batches too.
+        each step until the flag of that step arrives, however far the loop runs ahead.
       * Several processes must stop at the same step. There `record` waits for the flag of the step
         ``keep - 1`` steps before, so the loop never runs further ahead.
       * A capture never has the batch of another step. If the loop does not record every step, or
         records a state that had already halted, the capture says that it has no batch. If a
         compiled function takes several steps, record the state after the last one with the batches
         of all, stacked along the leading axis: the capture has them all, and says which is bad.
-        Batches of k examples look like this if you record every k-th step: don't.
-      * What can't be written is refused by the first `record`, not at the halt.
+        Batches of k examples look like this if you record every k-th step: don't. If
+        ``optax.MultiSteps`` wraps `skip_spikes`, the capture has the last microbatch.
+      * If a clip with ``stats="per_leaf"`` shows that the gradient of a leaf was exactly zero in
+        the first step, the first `record` warns, with the leaf and the call of `diagnose`.
+      * What can't be written is refused by the first `record`, not at the halt; functions and other
+        objects in a state or a model are left out.
       * A capture gets its name when it is complete, and never overwrites another one.
       * It does not have a thread or global state, and loading a capture does not run code from it.
 
@@ -75,8 +74,7 @@ class FlightRecorder:
         Captures hold parameters and data. A bucket must be mounted: an address such as
         ``gs://bucket/run`` is refused.
       keep: the number of batches to keep of steps that are known to be good; also the number of
-        steps that several processes may run ahead. If ``optax.MultiSteps`` *wraps* `skip_spikes`,
-        keep as many as it accumulates, because the capture has all of their batches.
+        steps that several processes may run ahead.
       max_captures: the most captures in the directory, captures of earlier runs included. When
         there are as many, no other is written, and the error says so.
       raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
@@ -124,14 +122,13 @@ class FlightRecorder:
         self.captures: list[pathlib.Path] = []
         self._records: collections.deque[StepRecord] = collections.deque()
         self._past: collections.deque[tuple] = collections.deque(maxlen=_STATISTICS)
-        self._place: FlagPlace | None = None
-        self._checked: dict[str, Any] = {}
+        self._place: Any = None  # of the flag in the trees that `record` gets
+        self._structure: Any = None
+        self._newest: Callable[[], Any] = lambda: None
         self._count = 0  # of the steps that were looked at
-        self._names: list[str] = []
         self._halted_at: int | None = None
         self._unwritten: StepRecord | None = None
-        self._newest = Newest({})
-        self._warns_of_zeros = True  # until the first step was recorded
+        self._is_first = True
 
     def record(
         self, state: Any, batch: Any, *, key: Any = None, step: Any = None, **extra: Any
@@ -152,44 +149,28 @@ class FlightRecorder:
         Raises:
           HaltedError: a step was bad, and its capture is written; unless ``raise_on_halt=False``.
           ValueError: ``state`` has no flag or several, or ``state`` or ``batch`` was donated.
-          TypeError: a leaf of ``batch`` is not an array, a number or text, or a key of a dictionary
-            is not text, a number, bytes or a tuple of them.
+          TypeError: a leaf of ``batch`` is not an array, a number or text; an array has a dtype
+            that orbax does not write; or a key of a dictionary is not text or an integer.
         """
         params = extra.pop("params", None)
-        leaves, structure = jax.tree.flatten(state)
-        if self._place is None or structure != self._place.structure:
-            self._check("state", state)
-            self._place = find_flag(structure)
-            self._names = self._place.names(leaves)
-        self._check("params", params)
-        data = {"batch": self._kept("batch", batch), "key": self._kept("key", key)}
-        more = {name: self._kept(name, value) for name, value in extra.items()}
-        number = _step_number(step)
-        flag, norms, copied = self._place.copied(leaves, number if is_array(number) else None)
-        step = number if copied is None else copied
+        leaves, structure = jax.tree.flatten((state, params))
+        if self._structure is None or structure != self._structure:
+            check_writable("state", state)
+            check_writable("params", params)
+            self._place, self._structure = find_flag(structure), structure
+        given = {"batch": batch, "key": key} | extra
+        kept = {name: kept_tree(name, value) for name, value in given.items()}
+        number, (flag, norms) = _step_number(step), self._place.copied(leaves)
         flag.copy_to_host_async()
-        self._records.append(StepRecord(flag, norms, **data, step=step, extra=more))
-        given = {} if params is None else {"params": jax.tree.flatten(params)}
-        self._newest = Newest({"state": (leaves, structure)} | given)
-        if self._warns_of_zeros:
-            self._warns_of_zeros = False
+        data = {name: kept.pop(name) for name in ("batch", "key")}
+        self._records.append(StepRecord(flag, norms, **data, step=number, extra=kept))
+        self._newest = held_weakly(leaves, structure)
+        if self._is_first:
+            self._is_first = False
             if warning := warning_of_zeros(state, extra.get("loss")):
                 warnings.warn(warning, UserWarning, stacklevel=2)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
-
-    def _check(self, name: str, tree: Any) -> None:
-        """Refuses, where its structure is new, what could not be written at the halt."""
-        structure = jax.tree.structure(tree)
-        if name not in self._checked or self._checked[name] != structure:
-            check_tree(name, tree)
-            to_data(name, tree, lambda _: None)
-            self._checked[name] = structure
-
-    def _kept(self, name: str, tree: Any) -> Any:
-        check_tree(name, tree)
-        self._check(name, tree)
-        return kept_tree(name, tree)
 
     def close(self) -> None:
         """Waits for the flags of all remaining steps, and reads them.
@@ -237,8 +218,8 @@ class FlightRecorder:
         flag = record.flag
         if record.before is None:
             record.before, self._count = self._count, flag.count
-            numbers = {name: x for name, x in record.extra.items() if is_single_number(x)}
-            self._past.append((record.step, flag, record.norms, numbers))
+            numbers = {name: x for name, x in record.extra.items() if _is_number(x)}
+            self._past.append((record.step, flag, record.norms | numbers))
         halted_at = flag.halted_at if flag.halted else None
         if halted_at is not None and halted_at != self._halted_at:
             self._unwritten = record
@@ -247,7 +228,7 @@ class FlightRecorder:
             self._halt(record)
 
     def _halt(self, record: StepRecord) -> None:
-        message, cause, path = f"the training has halted at step {self._step(record)}", None, None
+        message, cause, path = f"the training has halted at step {_step_of(record)}", None, None
         try:
             path = self._written(record)
             self._unwritten = None
@@ -259,76 +240,47 @@ class FlightRecorder:
             )
         except Exception as error:
             cause = error
-            message += "; its capture could not be written: "
-            several = isinstance(error, _TooManyError)
-            message += str(error) if several else f"{type(error).__name__}: {error}"
-            if several:
-                self._unwritten = None
-            else:
-                message += "; close() tries again, if your state still exists"
+            message += f"; its capture could not be written: {type(error).__name__}: {error}"
+            message += "; close() tries again, if your state still exists"
         if self.raise_on_halt:
             raise HaltedError(path, message) from cause
         if cause is not None:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _written(self, record: StepRecord) -> pathlib.Path:
-        there = [p for p in self.directory.glob(f"[!.]*/{MANIFEST}")]
-        if len(there) >= self.max_captures:
-            raise _TooManyError(
+        if len(list(self.directory.glob(f"[!.]*/{MANIFEST}"))) >= self.max_captures:
+            raise RuntimeError(
                 f"max_captures: got {self.max_captures}, but there are as many in {self.directory}"
             )
-        step, flag = self._step(record), record.flag
+        step, flag = _step_of(record), record.flag
         names = [f"step_{step}", *(f"step_{step}_{i}" for i in range(1, self.max_captures + 1))]
         paths = [path for path in map(self.directory.joinpath, names) if not path.exists()]
         meta = {"step": step, "halted_at": flag.halted_at, "statistics": self._statistics(flag)}
-        content = self._newest.alive()
-        content |= {"key": record.key, "extra": record.extra} if record.has_bad_step else {}
-        try:
-            content["batch"] = batch = self._batch(record)
-        except _NoBatchError as error:
-            meta["no_batch"] = str(error)
+        state, params = self._newest() or (None, None)
+        content = {"state": state} | ({} if params is None else {"params": params})
+        if record.has_bad_step:
+            content |= {"batch": record.batch, "key": record.key, "extra": record.extra}
+            place = flag.halted_at - (flag.count - record.steps)
+            meta |= {"steps": record.steps, "step_in_batch": place} if record.steps > 1 else {}
+            if self._place.microbatch is not None:
+                meta["microbatch"] = "the last of those that optax.MultiSteps has averaged"
         else:
-            if batch is not record.batch:
-                meta["microbatches"] = len(batch)
-            if record.steps > 1:
-                place = flag.halted_at - (flag.count - record.steps)
-                meta |= {"steps": record.steps, "step_in_batch": place}
-        return write(paths, content, meta | _circumstances())
-
-    def _step(self, record: StepRecord) -> Any:
-        if record.step is None or not record.is_bad_step:
-            return record.flag.halted_at
-        return _plain_number(record.step)
-
-    def _batch(self, record: StepRecord) -> Any:
-        """The batch of the bad step, or a list of its microbatches."""
-        flag = record.flag
-        if not record.has_bad_step:
-            raise _NoBatchError(
-                f"the first record after step {flag.halted_at} was of step {flag.count - 1}; "
-                "call record after every step, or clipgrad.resume if the state was halted before"
+            meta["no_batch"] = (
+                f"the first record after step {flag.halted_at} was of step {flag.count - 1}; call "
+                "record after every step, or clipgrad.resume if the state was halted before"
             )
-        is_accumulated = self._place is not None and self._place.accumulates
-        return _microbatches(list(self._records), record) if is_accumulated else record.batch
+        return write(paths, content, meta | _circumstances())
 
     def _statistics(self, flag: Flag) -> dict[str, list]:
         """The numbers of the steps up to the bad one, by name."""
         past = [entry for entry in self._past if entry[1].count <= flag.count]
-        rows = []
-        for step, each, norms, numbers in past:
-            row = {"step": each.count - 1 if step is None else _plain_number(step)}
-            row |= dict(zip(self._names, np.asarray(norms).tolist(), strict=True))
-            rows.append(row | {name: _plain_number(x) for name, x in numbers.items()})
+        rows = [
+            {"step": each.count - 1 if step is None else _plain_number(step)}
+            | {name: _plain_number(x) for name, x in numbers.items()}
+            for step, each, numbers in past
+        ]
         names = {name: None for row in rows for name in row}
         return {name: [row.get(name) for row in rows] for name in names}
-
-
-class _TooManyError(RuntimeError):
-    """There are as many captures as there may be."""
-
-
-class _NoBatchError(LookupError):
-    """The batch of the bad step was not recorded, or is not kept any more."""
 
 
 def _circumstances() -> dict[str, Any]:
@@ -342,20 +294,6 @@ def _circumstances() -> dict[str, Any]:
     }
 
 
-def _microbatches(records: list[StepRecord], bad: StepRecord) -> list[Any]:
-    """The batches of all gradients of a step, where ``optax.MultiSteps`` is around the flag."""
-    last = first = next(i for i, record in enumerate(records) if record is bad)
-    while first and records[first - 1].flag.microbatch:
-        first -= 1
-    whole = records[first].flag.microbatch == 1 if first < last else first > 0
-    if not whole:
-        raise _NoBatchError(
-            "optax.MultiSteps wraps skip_spikes, and accumulates more batches than the recorder "
-            "keeps; write keep= as many, or skip_spikes(optax.MultiSteps(...))"
-        )
-    return [record.batch for record in records[first : last + 1]]
-
-
 def _check_writable(directory: pathlib.Path) -> None:
     if glob.has_magic(str(directory)):
         raise ValueError(
@@ -367,21 +305,31 @@ def _check_writable(directory: pathlib.Path) -> None:
         pass
 
 
+def _step_of(record: StepRecord) -> Any:
+    is_own = record.step is not None and record.has_bad_step and record.steps == 1
+    return _plain_number(record.step) if is_own else record.flag.halted_at
+
+
 def _step_number(step: Any) -> Any:
-    """The number of a step, which may be a variable of flax NNX.
+    """The number of a step, which may be a variable of flax NNX or a buffer that is donated later.
 
     Raises:
       TypeError: it is not a number or text.
     """
     leaves = jax.tree.leaves(step)
-    number = leaves[0] if len(leaves) == 1 else step
-    kind = getattr(getattr(number, "dtype", None), "kind", None)
-    is_array = kind is not None and np.size(number) == 1 and kind in "biufUV"
-    if not (number is None or is_array or isinstance(number, int | float | str)):
+    number = jnp.copy(leaves[0]) if isinstance(next(iter(leaves), None), jax.Array) else step
+    if not (number is None or isinstance(number, str) or _is_number(number)):
         raise TypeError(
             f"step: got {step!r:.60} of type {type(step).__name__}, expected a number or text"
         )
     return number
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return isinstance(value, int | float)
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
+    return value.ndim == 0 and is_real
 
 
 def _plain_number(number: Any) -> Any:

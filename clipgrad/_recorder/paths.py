@@ -1,0 +1,144 @@
+"""The leaves of a tree by their paths, and a tree made of such leaves: nested dictionaries and
+lists, or one like a tree of the user's.
+
+A path is a tuple of text, for a key or an attribute, and of integers.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._errors import first_few
+from clipgrad._frameworks import with_leaves
+from clipgrad._trees import is_array
+
+Path = tuple[str | int, ...]
+_STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct
+
+
+def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
+    """The leaves of a tree; `None` and empty containers are leaves too.
+
+    The content of a box of flax, such as ``flax.linen.Partitioned``, stands in place of the box.
+
+    Raises:
+      TypeError: a key of a dictionary is not text or an integer.
+      ValueError: two leaves have one path.
+    """
+    is_leaf = lambda x: not is_value(x) or _is_box(x)  # noqa: E731
+    found: dict[Path, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        path = tuple(_plain_key(name, key) for key in keys)
+        if path in found:
+            raise ValueError(f"{name}: got several parts of one key at {path_text(path)!r}")
+        found[path] = jax.tree.leaves(leaf)[0] if _is_box(leaf) else leaf
+    return found
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf holds something: it is not `None`, and no empty container."""
+    return leaf is not None and not (isinstance(leaf, dict | list | tuple) and not leaf)
+
+
+def path_text(path: Path) -> str:
+    return "/".join(map(str, path))
+
+
+def _plain_key(name: str, key: Any) -> str | int:
+    plain = next((getattr(key, n) for n in ("name", "key", "idx") if hasattr(key, n)), str(key))
+    if type(plain) not in (str, int):
+        raise TypeError(
+            f"{name}: got the dictionary key {plain!r:.60} of type {type(plain).__name__}, "
+            "expected text or integers as keys"
+        )
+    return plain
+
+
+def _is_box(x: Any) -> bool:
+    kind = getattr(sys.modules.get("flax.core.meta"), "AxisMetadata", ())
+    return isinstance(x, kind) and len(jax.tree.leaves(x)) == 1
+
+
+def nested(leaves: Mapping[Path, Any]) -> Any:
+    """The tree of these leaves: lists where the keys are 0, 1, ..., and dictionaries."""
+    whole: dict[Any, Any] = {}
+    inner: list[tuple[dict[Any, Any], Any]] = []  # what holds each container, the outer ones first
+    for path, leaf in leaves.items():
+        node, key = whole, ""
+        for following in path:
+            if key not in node:
+                node[key] = {}
+                inner.append((node, key))
+            node, key = node[key], following
+        node[key] = leaf
+    for node, key in reversed(inner):
+        node[key] = _container(node[key])
+    return whole.get("", {})
+
+
+def _container(parts: dict[Any, Any]) -> Any:
+    if set(parts) == set(range(len(parts))):
+        return [parts[i] for i in range(len(parts))]
+    is_mixed = len(set(map(type, parts))) > 1  # JAX sorts keys
+    return {str(key): part for key, part in parts.items()} if is_mixed else parts
+
+
+def restored(like: Any, found: Any, name: str) -> Any:
+    """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings.
+
+    Raises:
+      ValueError: paths, shapes or dtypes differ.
+    """
+    known = _values(name, found)
+    leaves = [_leaf_like(path, leaf, known, name) for path, leaf in _values("like", like).items()]
+    if known:
+        raise ValueError(
+            f"like: got a tree without {listed(known)}, which {name} of the capture has; "
+            "expected one with the same paths"
+        )
+    return with_leaves(like, leaves)
+
+
+def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
+    if path not in known and not _is_stored(leaf):
+        return leaf
+    if path not in known:
+        raise ValueError(
+            f"like: got {path!r}, which {name} of the capture does not have, expected its paths: "
+            f"{listed(known)}"
+        )
+    other = known.pop(path)
+    got, expected = (
+        (tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__)))
+        for x in (leaf, other)
+    )
+    is_single = not hasattr(leaf, "shape") or not hasattr(other, "shape")
+    if got != expected and not (is_single and got[0] == expected[0] == ()):
+        raise ValueError(
+            f"like: got {got[1]}{list(got[0])} at {path!r}, expected "
+            f"{expected[1]}{list(expected[0])} as in the capture"
+        )
+    sharding = getattr(leaf, "sharding", None)
+    is_there = sharding is None or getattr(other, "sharding", None) == sharding
+    return other if is_there else jax.device_put(other, sharding)
+
+
+def _values(name: str, tree: Any) -> dict[str, Any]:
+    """The leaves that hold something, in JAX's order, by paths that all containers share."""
+    return {path_text(p): x for p, x in leaves_by_path(name, tree).items() if is_value(x)}
+
+
+def stored_leaves(name: str, tree: Any) -> dict[str, Any]:
+    """The leaves that a capture has; functions, for example, are left out."""
+    return {path: x for path, x in _values(name, tree).items() if _is_stored(x)}
+
+
+def _is_stored(leaf: Any) -> bool:
+    return isinstance(leaf, _STORED) or is_array(leaf)
+
+
+def listed(paths: Iterable[str]) -> str:
+    return first_few([repr(path or "one leaf") for path in paths], 5) or "none"
