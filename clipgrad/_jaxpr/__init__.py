@@ -7,6 +7,7 @@ parameters differ between versions of JAX.
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
+from clipgrad._jaxpr.compiled import jit_for_one_run as jit_for_one_run
 from clipgrad._jaxpr.compiled import low_jit as low_jit
 from clipgrad._jaxpr.elements import at_first as at_first
 from clipgrad._jaxpr.elements import dtype_of as dtype_of

@@ -28,6 +28,14 @@ def low_jit(fun: Callable, **options: Any) -> Callable:
     return jax.jit(fun, compiler_options=low_optimization(), **options)
 
 
+def jit_for_one_run(program: Any) -> Callable[[Callable], Callable]:
+    """`jax.jit` for something like a program that runs once.
+
+    With little optimization if that takes longer than a run without it.
+    """
+    return low_jit if element_count(program) <= BRIEF else jax.jit
+
+
 def element_count(program: Any) -> int:
     """The number of elements that a program computes, in each loop of known length at all steps."""
     count = 0
