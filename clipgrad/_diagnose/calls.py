@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._diagnose.parts import Group
 from clipgrad._diagnose.runs import OnDevices
 from clipgrad._diagnose.tape import GROUP, Entry, Inside, Tape, Within, opening
-from clipgrad._jaxpr import CALLS, CUSTOM_RULES, JIT, REMAT, called_program, holds_floats
+from clipgrad._jaxpr import CALLS, CUSTOM_RULES, JIT, REMAT, called_program, holds_floats, opened
 
 
 @opening(GROUP, *JIT, *REMAT, *CALLS)
@@ -19,6 +19,11 @@ class InCall(Inside):
 
     shift = 0
     is_differentiated = True
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """An operation on a reference, discharged, is one."""
+        return not any(e.primitive.name == "new_ref" for e in _equations_in(entry))
 
     @property
     def program(self) -> Any:
@@ -53,6 +58,11 @@ class InCall(Inside):
 
     def _cotangents(self, tape: Tape) -> list:
         return self.entry.got
+
+
+def _equations_in(entry: Entry) -> list:
+    part = entry.equation
+    return opened(part.program if isinstance(part, Group) else called_program(part))[0].eqns
 
 
 @opening("cond")

@@ -1,7 +1,8 @@
-"""Why a cotangent ends at an operand: a name, a sentence, what to do, and a rank, from its entry."""
+"""Why a cotangent ends at an operand: a name, a sentence, what to do, from its entry."""
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.calls import InCall
@@ -154,8 +155,10 @@ def _facts(cut: Found, given: DiagnosisSubject, zero: Any) -> Facts:
     if cut.way in (BRANCH, CARRY):
         return Facts("branch" if cut.way == BRANCH else "overwritten")
     if cut.way == CANCELS:
-        is_one = "softmax" in label and 1 in np.shape(entry.ins[k])
-        return Facts("one element" if is_one else "cancels")
+        is_masked = range_of([entry.ins[k]])[0] < _MASK  # which may leave one element
+        is_one = 1 in np.shape(entry.ins[k])
+        row = "one element" if is_one else "silent" if is_masked else "cancels"
+        return Facts(row if "softmax" in label else "cancels")
     if name == "stop_gradient":
         return Facts("stop_gradient")
     if is_of_users_rule(entry):
@@ -209,7 +212,7 @@ def _of_product(entry: Entry, k: int, given: DiagnosisSubject, zero: Any) -> Fac
         low, high = range_of([np.abs(np.asarray(entry.ins[other]).astype(np.float64))])
         factor = high if entry.name != "div" else 1 / low if low else 0
         size = range_of([np.abs(np.asarray(g).astype(np.float64)) for g in entry.got])[1]
-        if size * factor < np.finfo(np.float32).tiny:
+        if size * factor < float(jnp.finfo(entry.ins[k].dtype).tiny):
             return Facts("underflow", largest=size * factor)
         if entry.name != "mul":
             return Facts("silent")

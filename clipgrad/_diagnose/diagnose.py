@@ -12,7 +12,7 @@ from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
 from clipgrad._diagnose.guilty import raised_from
-from clipgrad._diagnose.judge import broken, raised_in_tape, tape_of
+from clipgrad._diagnose.judge import broken, raised_in, tape_of
 from clipgrad._diagnose.kinds import BROKEN, KINDS, order_of
 from clipgrad._diagnose.measure import Measured, measure
 from clipgrad._diagnose.records import GradientFinding, GradientRow
@@ -137,9 +137,9 @@ def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
         if not is_of_callback(error):
             raise
         told = told_error(error)
-    raised = raised_in_tape(given)
-    finding = raised_finding(raised and raised.found, told, given)
-    source = raised and raised_from(raised.error)
+    raised = raised_in(given)
+    finding = raised_finding(raised, told, given)
+    source = raised and raised_from(raised)
     if source:
         cause = value_finding(source, given)
         return GradientDiagnosis((cause,), (), (finding.message,))

@@ -100,7 +100,7 @@ def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> 
         return function_finding("raises", f"a callback in it raises {error}", given)
     entry = found.entry
     what = f"{_name(entry)} raises {error}"
-    if entry.outs == [] and not any(map(level, entry.ins)):
+    if not found.is_backward and not any(map(level, entry.ins)):
         what += "; its operands are finite"
     return _operation_finding("raises", found, what, _advice(("raises",), entry, []))
 

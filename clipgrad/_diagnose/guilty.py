@@ -15,7 +15,7 @@ from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, is_zero, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.parts import Group
-from clipgrad._diagnose.tape import Entry, OperationRaised, Tape
+from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._jaxpr import (
     CUSTOM_RULES,
     called_program,
@@ -42,6 +42,7 @@ class Found(NamedTuple):
       number: of the operand, or of the argument.
       is_constant: whether the entry reads a constant that is not finite.
       steps: of a sum in the carry of a scan, the steps of it.
+      is_backward: whether an operation raises in the backward pass.
       way: of a cut how it is one, if not by its entry: `BRANCH`, `CARRY` or `CANCELS`.
     """
 
@@ -51,6 +52,7 @@ class Found(NamedTuple):
     is_constant: bool = False
     steps: tuple[int, ...] = ()
     way: str = ""
+    is_backward: bool = False
 
     @property
     def step(self) -> int | None:
@@ -81,8 +83,9 @@ def origin(tape: Tape, atom: Any, wanted: int, reader: Entry | None = None) -> F
             number = tape.jaxpr.invars.index(atom)
             if tape.within is None:
                 return Found("value", None, number)
-            reader = tape.within.entry
-            tape, atom = reader.inside.input(tape, number, wanted)
+            holder = tape.within.entry
+            reader = reader or holder
+            tape, atom = holder.inside.input(tape, number, wanted)
         elif entry.inside:
             reader = entry
             tape, atom = entry.inside.result(entry.equation.outvars.index(atom), wanted)
@@ -309,10 +312,10 @@ def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
 # -- What raises, and what anything is computed from.
 
 
-def raised_from(raised: OperationRaised) -> Found | None:
+def raised_from(found: Found) -> Found | None:
     """What is not finite in the operands of an operation that raises; None if all are finite."""
-    entry = raised.entry
-    if raised.is_backward:
+    entry = found.entry
+    if found.is_backward:
         return None
     for atom, x in zip(entry.equation.invars, entry.ins, strict=True):
         if level(x) and not entry.tape.is_constant(atom):

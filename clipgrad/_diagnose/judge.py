@@ -1,13 +1,12 @@
 """What made a loss or a gradient not finite, by its tape."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose import calls as calls  # registers how entries are opened
-from clipgrad._diagnose import loops as loops
+from clipgrad._diagnose.calls import InCall
 from clipgrad._diagnose.discharge import discharged
 from clipgrad._diagnose.findings import (
     bad_reads,
@@ -45,15 +44,8 @@ def tape_of(given: DiagnosisSubject) -> Tape:
     return tape
 
 
-class Raised(NamedTuple):
-    """An operation that raises, and the error that has its entry."""
-
-    found: Found
-    error: OperationRaised
-
-
-def raised_in_tape(given: DiagnosisSubject) -> Raised | None:
-    """The first operation of a loss that raises an error, forward or backward.
+def raised_in(given: DiagnosisSubject) -> Found | None:
+    """The first operation of a loss that raises an error, forward or backward; None if none does.
 
     It is the outermost call on the line of the user's, who knows of no other.
     """
@@ -61,21 +53,13 @@ def raised_in_tape(given: DiagnosisSubject) -> Raised | None:
         tape_of(given)
     except OperationRaised as error:
         entry, within = error.entry, error.entry.tape.within
-        while within and within.step is None and not within.time:
+        while within and isinstance(within.entry.inside, InCall):
             outer = within.entry
             if outer.place is None or outer.place.location[:2] != entry.place.location[:2]:
                 break
-            if not hasattr(outer.inside, "tape"):
-                break
             entry, within = outer, outer.tape.within
-        return Raised(Found("raises", entry), error)
+        return Found("raises", entry, is_backward=error.is_backward)
     return None
-
-
-def raised_in(given: DiagnosisSubject) -> Found | None:
-    """The first operation of a loss that raises an error; None if none does alone."""
-    raised = raised_in_tape(given)
-    return raised and raised.found
 
 
 def broken(

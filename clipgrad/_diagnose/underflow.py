@@ -40,7 +40,9 @@ def underflow_findings(
 
     If no part of the program has one, the gradient of an argument may.
     """
-    if not _is_cured(given, scaled):
+    largest = widened_largest(given.program, given.inputs, given.chosen)
+    cured = [_is_cured(own, wide) for own, wide in zip(scaled.grads, largest, strict=True)]
+    if not any(cured):
         return
     for row, other in zip(reversed(rows), reversed(scaled_rows), strict=True):
         lost = np.where(row.dtype in _HALF_NAMES, row.zeros - other.zeros, 0)
@@ -53,9 +55,9 @@ def underflow_findings(
             yield GradientFinding("underflow", *where, f"{row.location}: {what}")
             return
     shares = {}
-    for i, own, other in zip(given.chosen, grads, scaled.grads, strict=True):
+    for i, own, other, is_cured in zip(given.chosen, grads, scaled.grads, cured, strict=True):
         dtype, share = str(given.inputs[i].dtype), float(own.zeros - other.zeros)
-        if dtype in _HALF_NAMES and share >= _LOST:
+        if is_cured and dtype in _HALF_NAMES and share >= _LOST:
             shares[share, dtype, given.names[i]] = None
     if shares:
         share, dtype, name = max(shares, key=lambda own: own[:2])
@@ -63,12 +65,11 @@ def underflow_findings(
         yield function_finding("underflow", _told(share, f"gradient of {name}", dtype, more), given)
 
 
-def _is_cured(given: DiagnosisSubject, scaled: Measured) -> bool:
-    """Whether the scaled loss has the gradient that float32 has."""
-    largest = max(widened_largest(given.program, given.inputs, given.chosen))
-    own = max(float(grad.largest) for grad in scaled.grads) / LOSS_SCALE
-    overflows = any(np.any(grad.nonfinite) for grad in scaled.grads)
-    return overflows or own >= _CURED * largest > 0
+def _is_cured(scaled: Summary, largest: float) -> bool:
+    """Whether the scaled loss has the gradient of a leaf that float32 has."""
+    own = float(scaled.largest) / LOSS_SCALE
+    is_equal = _CURED * largest <= own <= largest / _CURED
+    return largest > 0 and (is_equal or bool(np.any(scaled.nonfinite)))
 
 
 def _told(share: Any, of: str, dtype: str, around: str) -> str:
