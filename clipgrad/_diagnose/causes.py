@@ -152,8 +152,11 @@ def cause_of(cut: Found, given: DiagnosisSubject, zero: Any) -> Cause:
 def _facts(cut: Found, given: DiagnosisSubject, zero: Any) -> Facts:
     entry, k = cut.entry, cut.number
     name, label = entry.name, entry.place.function
-    if cut.way in (BRANCH, CARRY):
-        return Facts("branch" if cut.way == BRANCH else "overwritten")
+    if cut.way == BRANCH:
+        is_drawn = _is_random(roots(entry.tape, entry.equation.invars[:1]), given)
+        return Facts("random" if is_drawn else "branch")
+    if cut.way == CARRY:
+        return Facts("overwritten")
     if cut.way == CANCELS:
         is_masked = range_of([entry.ins[k]])[0] < _MASK  # which may leave one element
         is_one = 1 in np.shape(entry.ins[k])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._diagnose.calls import InBranch
+from clipgrad._diagnose.calls import InBranch, InCall
 from clipgrad._diagnose.levels import INF, NAN, is_zero, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.parts import Group
@@ -29,6 +29,8 @@ from clipgrad._names import is_users
 # Packages of functions that a mask of -inf is for: the log of 0 that one adds is meant.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 
+# Operations that only move numbers: what makes a value is before them.
+MOVES = frozenset("transpose reshape squeeze convert_element_type copy".split())
 # Of a cut what is not in the entry: the branch, the next step, and the uses of a value.
 BRANCH, CARRY, CANCELS = "branch", "carry", "cancels"
 
@@ -141,7 +143,7 @@ def faults(tape: Tape, atom: Any, seen: set) -> Iterator[Found]:
         return
     seen.add((tape, atom))
     bad = [(entry, k) for entry, k in tape.uses[atom] if level(entry.back[k])]
-    ends = _results(tape, atom)
+    ends = results_of(tape, atom)
     late = [j for j in ends if level(tape.of_results[j]) and tape.within]
     for j in late:
         yield from faults(*tape.within.entry.inside.output(tape, j), seen)
@@ -175,7 +177,8 @@ def _is_followed_back(entry: Entry) -> bool:
     return getattr(entry.inside, "is_differentiated", isinstance(entry.inside, InScan))
 
 
-def _results(tape: Tape, atom: Any) -> list[int]:
+def results_of(tape: Tape, atom: Any) -> list[int]:
+    """The results of a program that a value is."""
     return [j for j, a in enumerate(tape.jaxpr.outvars) if a is atom]
 
 
@@ -208,7 +211,7 @@ def cuts(tape: Tape, atom: Any, seen: set) -> Iterator[Found]:
     if (tape, atom) in seen:
         return
     seen.add((tape, atom))
-    for j in _results(tape, atom) if tape.within else ():
+    for j in results_of(tape, atom) if tape.within else ():
         yield from _cuts_behind(tape, j, seen)
     live = [(e, k) for e, k in tape.uses[atom] if not is_zero(e.back[k])]
     if live and is_zero(tape.cotangents.get(atom)):
@@ -226,7 +229,7 @@ def _cuts_behind(tape: Tape, result: int, seen: set) -> Iterator[Found]:
     after, atom = entry.inside.output(tape, result)
     is_next = after is not entry.tape
     made = _maker(tape, tape.jaxpr.outvars[result])
-    is_read = not is_next or after.uses[atom] or _results(after, atom)
+    is_read = not is_next or after.uses[atom] or results_of(after, atom)
     if is_next and made and not is_read:
         yield Found("zero", made, way=CARRY)
     else:
@@ -234,15 +237,14 @@ def _cuts_behind(tape: Tape, result: int, seen: set) -> Iterator[Found]:
 
 
 def _maker(tape: Tape, atom: Any) -> Entry | None:
-    """The operation that makes a value, inside of calls."""
+    """The operation that makes a value, inside of calls and before moves."""
     entry = tape.made.get(atom)
-    while entry and entry.inside and not isinstance(entry.inside, InScan | InWhile):
-        tape, atom = entry.inside.result(entry.equation.outvars.index(atom), 0)
-        inner = tape.made.get(atom)
-        if inner is None:
-            break
-        entry = inner
-    return entry
+    deeper = None
+    if entry and isinstance(entry.inside, InCall):
+        deeper = _maker(*entry.inside.result(entry.equation.outvars.index(atom), 0))
+    elif entry and entry.name in MOVES:
+        deeper = _maker(tape, entry.equation.invars[0])
+    return deeper or entry
 
 
 def _cuts_of(entry: Entry, k: int, seen: set) -> Iterator[Found]:
@@ -255,7 +257,7 @@ def _cuts_of(entry: Entry, k: int, seen: set) -> Iterator[Found]:
         way = entry.inside.operand(k, is_zero=True)
         if way is None:
             yield Found("zero", entry, k)
-        elif isinstance(entry.inside, InBranch) and not (way[0].uses[way[1]] or _results(*way)):
+        elif isinstance(entry.inside, InBranch) and not (way[0].uses[way[1]] or results_of(*way)):
             yield Found("zero", entry, k, way=BRANCH)
         else:
             yield from cuts(*way, seen)

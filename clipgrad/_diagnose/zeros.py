@@ -8,7 +8,7 @@ import numpy as np
 
 from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
 from clipgrad._diagnose.findings import inside_of
-from clipgrad._diagnose.guilty import Found, cuts
+from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
 from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -99,8 +99,10 @@ def _layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
         elif inside and not isinstance(inside, InScan):
             way = inside.operand(k, is_zero=True) if entry.alive else None
             yield from _layers(*way) if way else ()
-        elif entry.name in ("reshape", "transpose", "convert_element_type", "mul", "div"):
+        elif entry.name in MOVES | {"mul", "div"}:
             yield from _layers(tape, entry.equation.outvars[0])
+    for j in results_of(tape, atom) if tape.within else ():
+        yield from _layers(*tape.within.entry.inside.output(tape, j))
 
 
 def _cuts_of_layers(entry: Entry, k: int, steps: Sequence[int]) -> list[Found]:
