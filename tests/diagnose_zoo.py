@@ -199,11 +199,16 @@ def small_mean(x):
     return jnp.mean((x * 2).astype(jnp.float32)) * 1e-6
 
 
+# Decays that leave a gradient to all leaves, those of the last steps.
+DECAYS = {
+    "spectral_radius_0_6": lambda: recurrent(0.6),
+    "tanh_recurrent_net": lambda: recurrent(0.5, activation=jnp.tanh),
+}
+
+
 # Programs, the kind of the first finding, and its factor if it is known.
 SICK = {
     "spectral_radius_1_5": (lambda: recurrent(1.5), "grows", 1.5),
-    "spectral_radius_0_6": (lambda: recurrent(0.6), "shrinks", 0.6),
-    "tanh_recurrent_net": (lambda: recurrent(0.5, activation=jnp.tanh), "shrinks", None),
     "threefold_recurrence_whose_gradient_overflows_in_the_sum": (
         lambda: multiplied(3.0, 80), "grows", 3.0
     ),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import clipgrad as cg
-from clipgrad._diagnose.suspects import SUSPECTS
+from clipgrad._diagnose.advice import SUSPECTS
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 

@@ -3,7 +3,7 @@
 import pytest
 
 import clipgrad as cg
-from tests.diagnose_zoo import HEALTHY, SICK
+from tests.diagnose_zoo import DECAYS, HEALTHY, SICK
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -31,13 +31,9 @@ def test_what_is_sick_is_found(name):
     assert factor is None or findings[0].factor == pytest.approx(factor, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        ("moving_average", "the factor is fixed, not learned"),
-        ("unrolled_fixed_point", "each step gets the same inputs"),
-    ],
-)
-def test_a_decay_that_is_meant_is_a_note(name, why):
-    (note,) = cg.diagnose(*HEALTHY[name]()).notes
-    assert note.startswith("tests/diagnose_zoo.py:") and "at each of the" in note and why in note
+@pytest.mark.parametrize("name", ["moving_average", "unrolled_fixed_point", *DECAYS])
+def test_a_decay_is_a_note_while_all_leaves_keep_a_gradient(name):
+    found = cg.diagnose(*(HEALTHY | DECAYS)[name]())
+    (note,) = found.notes
+    assert found.ok and note.startswith("tests/diagnose_zoo.py:") and "at each of the" in note
+    assert note.endswith("all leaves keep a gradient")

@@ -21,7 +21,7 @@ W = np.array([0.5, -0.3, 0.8, 1.2], np.float32)
 NONE = np.zeros(4, np.float32)
 MATRIX = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 KEY = jax.random.key(0)
-NOTED = {"stop_gradient", "unused", "trains later", "stationary", "constant zeros"}
+NOTED = {"stop_gradient", "unused", "trains later", "stationary", "constant zeros", "random"}
 
 
 def line_of(function: Callable) -> int | None:
@@ -189,6 +189,44 @@ def norm_over_one(p, x):
     return jnp.sum(centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6)) + x[0]
 
 
+# Beside something that is detached.
+
+
+@cut("cast")
+def quantized_by_a_detached_scale(p, x):
+    scale = lax.stop_gradient(jnp.max(jnp.abs(p["w"]))) / 127
+    whole = jnp.round(p["w"] / scale).astype(jnp.int8)  # cut
+    return jnp.sum(whole.astype(jnp.float32) * scale * x)
+
+
+@cut("flat", {"w": MATRIX, "v": MATRIX})
+def keys_behind_a_detached_term(p, x):
+    keys = p["w"] @ x
+    rounded = jnp.round(9 * keys)  # cut
+    return jnp.sum(jnp.sin((p["v"] @ x) * rounded - lax.stop_gradient(jnp.sum(keys**2))))
+
+
+@cut("index", {"w": MATRIX, "v": MATRIX})
+def router_beside_a_detached_balance(p, x):
+    logits = p["w"] @ x
+    best = jnp.argmax(logits)  # cut
+    return jnp.sum(p["v"][best] * x) + jnp.sum(lax.stop_gradient(jax.nn.softmax(logits)) * x)
+
+
+# Layers that are dropped at random.
+
+
+cuts(
+    dropped_by_a_product=("random", lambda w, x: (w * x) * jax.random.bernoulli(KEY, 0.0)),
+    dropped_by_a_choice=(
+        "random", lambda w, x: jnp.where(jax.random.bernoulli(KEY, 0.0), w * x, x)
+    ),
+    dropped_by_a_branch=(
+        "random", lambda w, x: lax.cond(jax.random.bernoulli(KEY, 0.0), lambda: w * x, lambda: x)
+    ),
+)  # fmt: skip
+
+
 # -- Inside of programs.
 
 
@@ -297,7 +335,6 @@ right(
     HEALTHY,
     layers=(lambda w, x, v: jax.nn.relu(v @ jax.nn.relu(w @ x) + 0.1) @ x, BOTH),
     attention=(lambda w, x, v: attended(jnp.outer(x, x), w, v, CAUSAL) @ jnp.sin(v), BOTH),
-    attention_over_one_token=(lambda w, x, v: attended(x[None], w, v) @ (x[None] @ v), BOTH),
     rnn=(lambda w, x, v: scanned(lambda w, t: jnp.tanh(w @ (x * t)))(w, x) @ v, BOTH),
     straight_through_rule=lambda w, x: through_rule(w) * x,
     absent_rows=(lambda w, x: w[np.array([1, 5])] * x[None], ROWS),
@@ -330,31 +367,7 @@ def merged(table):
     return loss, params
 
 
-# -- Cuts of a part: a penalty is left, or some of the layers of a scan are cut.
-
-
-def penalized_router(p, x):
-    chosen = jnp.argmax(p["w"] * x)  # cut
-    return jnp.sum(p["v"] * jax.nn.one_hot(chosen, 4) * x) + 0.1 * jnp.sum(p["w"] ** 2)
-
-
-def penalized_in_scan(p, x):
-    def step(h, now):
-        return h + jax.nn.relu(p["w"] * now - 30.0), None  # cut
-
-    return jnp.sum(lax.scan(step, p["v"] * x, x)[0]) + 0.1 * jnp.sum(p["w"] ** 2)
-
-
-def rounded_penalty(p, x):
-    return jnp.sum(jnp.tanh(p["v"] * x)) + jnp.sum((p["w"] - jnp.round(p["w"])) ** 2)
-
-
-def penalized_and_trained(p, x):
-    return jnp.sum(jnp.tanh(p["w"] * x) * p["v"]) + 0.1 * jnp.sum(p["w"] ** 2 + p["v"] ** 2)
-
-
-def partly_rounded(p, x):
-    return jnp.sum((p["w"] + jnp.round(p["v"])) * x) + jnp.sum(p["v"] * x) ** 2
+# -- Cuts of some of the layers of a scan.
 
 
 # Of stacked layers: the leaf ends in the layers.
@@ -410,20 +423,6 @@ def chosen_for_the_carry(h, w, t, keep, x):
     return jnp.where(t == 3, jnp.tanh(w @ x), h)  # cut
 
 
-@cut("flat", {"w": np.stack([STACK[:2]] * 3)}, "(0, 1), (2, 1)", LAYERS)
-def nested_layers(p, x):
-    def layer(h, own):
-        w, i, j = own
-        y = jnp.tanh(w.astype(jnp.float32) @ h)
-        rounded = jnp.round(y)  # cut
-        return h + jnp.where((j == 1) & (i != 1), 0.0, y) + rounded, None
-
-    def stage(h, own):
-        return lax.scan(layer, h, (own[0], jnp.full(2, own[1]), jnp.arange(2)))[0], None
-
-    return jnp.sum(lax.scan(stage, x, (p["w"], jnp.arange(3)))[0])
-
-
 @cut("zero factor", {"w": np.stack([STACK[0, :, :3]] * 4, -1)}, "2", LAYERS)
 def layers_along_the_last_of_two_axes_of_one_length(p, x):
     def layer(h, own):
@@ -461,113 +460,31 @@ def added_in_the_carry(p, x):
     return jnp.sum(exits**2) + total
 
 
-# -- Cuts of a part of an axis: the leaf is as in the index of the message.
-
-PARTS: list[Cut] = []
-WHOLE: list = []
-FUSED = np.sin(np.arange(24, dtype=np.float32)).reshape(4, 6)
-TABLE = np.cos(np.arange(36, dtype=np.float32)).reshape(9, 4)
-DIES, SOME = np.float32([[-99, -99, 5, 5, 5, 5], [0, -99, 0, 0, -99, 0]])
+# -- Known limits: what has a gradient beside the cut, or is cut at inner layers alone, is silent.
 
 
-def together(*parts):
-    return jnp.sum(jnp.sin(jnp.prod(jnp.stack(parts), axis=0)))
+def only_a_penalty_trains(p, x):
+    return jnp.sum(jnp.round(p["w"]) * x) + 0.1 * jnp.sum(p["w"] ** 2)
 
 
-def thirds(y, of):
-    """Three parts of an axis, a function of the second."""
-    q, k, v = jnp.split(y, 3)
-    return together(q, of(k), v)
+def a_part_of_a_fused_kernel(p, x):
+    q, k = jnp.split(p["w"], 2)
+    return jnp.sum(q * jnp.round(9 * k))
 
 
-def ends(y, of):
-    return together(y[:2], y[2:4], of(y[4:]))
+def an_inner_layer_of_nested_scans(p, x):
+    def layer(h, own):
+        w, j = own
+        return h + jnp.where(j == 1, jnp.round(w @ h), jnp.tanh(w @ h)), None
+
+    def stage(h, own):
+        return lax.scan(layer, h, (own, jnp.arange(2)))[0], None
+
+    return jnp.sum(lax.scan(stage, x, p["w"])[0])
 
 
-def rows(y, of):
-    q, k, v = y
-    return together(of(q), k, v)
-
-
-def columns(y, of):
-    y = y.reshape(2, 3)
-    return together(y[:, 0], of(y[:, 1]), y[:, 2])
-
-
-def parts(**rows):
-    """Puts functions of ``y``, the product of ``x`` with a fused kernel, and of ``x`` there."""
-    for name, (cause, part, of) in rows.items():
-        own = summed(name, lambda w, x, of=of: of(x @ w, x), {"w": FUSED})
-        PARTS.append(Cut(own, {"w": FUSED}, cause, f"['w']{part}", of.__code__.co_firstlineno))
-
-
-parts(
-    split_and_rounded=("flat", "[:, 2:4]", lambda y, x: thirds(y, lambda k: jnp.round(9 * k))),
-    sliced=("stop_gradient", "[:, 4:6]", lambda y, x: ends(y, lambda v: lax.stop_gradient(v))),
-    compared=("comparison", "[:, 0:2]", lambda y, x: rows(y.reshape(3, 2), lambda q: q > 0)),
-    interleaved=("cast", "[:, [1, 4]]", lambda y, x: columns(y, lambda k: (9 * k).astype(int))),
-    router=("index", "[:, 0:4]", lambda y, x: x[jnp.argmax(y[:4])] * jnp.sum(y[4:] ** 2)),
-    split_and_dead=("dead", "[:, 2:4]", lambda y, x: thirds(y, lambda k: 1 + jax.nn.relu(k - 99))),
-)
-
-
-@cut("custom rule", {"w": FUSED, "b": FUSED[0]}, "['b'][3]", PARTS)
-def one_column_through_a_rule(p, x):
-    y = x @ p["w"] + p["b"]
-    return jnp.sum(jnp.sin(y[:3])) + with_zeros(y[3]) + jnp.sum(y[4:] ** 2)  # cut
-
-
-@cut("flat", {"w": FUSED}, "['w'][:, 0:3]", PARTS)
-def gate_of_a_scan(p, x):
-    def step(h, now):
-        gate, new = jnp.split(now @ p["w"], 2, axis=-1)
-        return h * jnp.floor(9 * gate) + jnp.tanh(new), None  # cut
-
-    return jnp.sum(lax.scan(step, jnp.ones(3), jnp.outer(x, x))[0])
-
-
-@cut("dead", {"w": np.stack([MATRIX] * 3)}, "['w'][1]", PARTS)
-def layer_of_a_list(p, x):
-    for i in range(3):
-        h = p["w"][i] @ x
-        x = x + (jnp.tanh(h) if i != 1 else jax.nn.relu(h - 99))  # cut
-    return jnp.sum(x)
-
-
-@cut("zero factor", {"w": np.stack([MATRIX] * 3)}, "['w'][2]", PARTS)
-def expert_without_a_token(p, x):
-    gates = jax.nn.one_hot(jnp.array([0, 1]), 3)
-    y = [gates[:, i, None] * jnp.tanh(p["w"][i] @ x) for i in range(3)]  # cut
-    return jnp.sum(sum(y))
-
-
-right(
-    WHOLE,
-    fused=(lambda w, x: thirds(x @ w, jnp.sin), {"w": FUSED}),
-    through=(lambda w, x: thirds(x @ w, lambda k: through(k, jnp.round(k))), {"w": FUSED}),
-    dead_units_before_parts=(
-        lambda w, x, v: thirds((lambda h: h + jnp.flip(h))(jax.nn.relu(x @ w + v)), jnp.sin),
-        {"w": FUSED, "v": DIES},
-    ),
-)
-
-
-@healthy({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()}, WHOLE)
-def language_model(p, x):
-    """Absent words, places beyond the end, a causal mask, and words that are padding."""
-    h = p["words"][jnp.array([1, 5, 5, 2])] + p["places"][:4]
-    logits = (attended(h, jnp.eye(4), jnp.eye(4), CAUSAL) @ h @ p["out"].T)[:, :7]
-    return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(jnp.arange(4), 7))
-
-
-right(
-    WHOLE,
-    dead_units=(
-        lambda w, x, v: jax.nn.relu(x @ w + v),
-        {"w": FUSED, "v": SOME},
-    ),
-    heads_of_classes=(
-        lambda w, x, v: (x @ w) * jax.nn.one_hot(2, 6) + jnp.max(x @ v),
-        {"w": FUSED, "v": FUSED},
-    ),
-)
+SILENT = [
+    (only_a_penalty_trains, {"w": W}),
+    (a_part_of_a_fused_kernel, {"w": W}),
+    (an_inner_layer_of_nested_scans, {"w": np.stack([STACK[:2]] * 3)}),
+]

@@ -1,11 +1,17 @@
-"""Diagnosis of a gradient: where it is NaN, where it grows, shrinks and underflows."""
+"""Diagnosis of a gradient: where it is NaN, where it grows, shrinks, underflows or is cut.
+
+A compiled pass measures the cotangents and judges. Only if something is not finite, exactly zero or
+raises, the loss runs on a tape, which has an entry for each operation: what it read and made, and
+the cotangents of both. A finding is one comparison on one entry: it makes good into bad. An entry
+that holds a program is opened only where it is guilty.
+"""
 
 from clipgrad._diagnose.diagnose import diagnose as diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis as GradientDiagnosis
 from clipgrad._diagnose.findings import raised_finding as raised_finding
-from clipgrad._diagnose.raised import is_of_callback as is_of_callback
-from clipgrad._diagnose.raised import raised_in as raised_in
-from clipgrad._diagnose.raised import told_error as told_error
+from clipgrad._diagnose.findings import told_error as told_error
+from clipgrad._diagnose.judge import raised_in as raised_in
 from clipgrad._diagnose.subject import CapturedArgs as CapturedArgs
 from clipgrad._diagnose.subject import DiagnosisSubject as DiagnosisSubject
 from clipgrad._diagnose.subject import subject as subject
+from clipgrad._diagnose.tape import is_of_callback as is_of_callback

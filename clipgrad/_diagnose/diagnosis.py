@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._diagnose.kinds import KINDS
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
 from clipgrad._errors import folded
 
@@ -14,15 +15,6 @@ _NO_FINDING = (
     "nothing is wrong with the gradient",
     "no operation is at fault; these examples stand out:",
 )
-_HEADS = {
-    "raises": "an operation raises an error",
-    "value": "the value is not finite",
-    "vjp": "the backward pass creates NaN or inf",
-    "grows": "the gradient grows in the backward pass",
-    "shrinks": "the gradient shrinks in the backward pass",
-    "underflow": "the gradient underflows",
-    "zero": "the gradient is exactly zero",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +26,7 @@ class GradientDiagnosis:
       rows: the cotangents of all parts of the program, in forward order.
       notes: the parts that were not measured, and decays that are not faults.
       examples: with ``diagnose(..., examples=...)`` the examples whose loss or gradient is not
-        finite, or whose gradient has a norm above a hundred times the median.
+        finite, or whose gradient has a norm a hundred times the median of those with one.
     """
 
     findings: tuple[GradientFinding, ...]
@@ -91,5 +83,5 @@ def _row_line(row: GradientRow) -> str:
 
 
 def _written_finding(finding: GradientFinding) -> str:
-    head = f"{finding.kind}: {_HEADS[finding.kind]}"
+    head = f"{finding.kind}: {KINDS[finding.kind].head}"
     return "\n".join([head, folded(finding.message, "  ")])

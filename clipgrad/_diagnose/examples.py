@@ -1,7 +1,8 @@
 """The examples of a batch whose own loss or gradient is not finite, or far above the others."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,28 +11,28 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipgrad._diagnose.raised import is_of_callback
 from clipgrad._diagnose.records import GradientExample
-from clipgrad._diagnose.subject import DiagnosisSubject, named_arguments
+from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.tape import is_of_callback
 from clipgrad._errors import first_line
 from clipgrad._frameworks import has_modules
-from clipgrad._jaxpr import quick_jit
 from clipgrad._numerics import global_norm
-from clipgrad._trees import argument_name
+from clipgrad._trees import argument_name, nearest
 
 Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
+# As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
+_FAR = 100
 
 
-class Batch(NamedTuple):
+class _Batch(NamedTuple):
     """The arguments that are cut into examples."""
 
     size: int  # the number of examples
     places: tuple[str, ...]  # the arguments, as the names of a subject begin
-    notes: tuple[str, ...] = ()  # on those that were not named, and those that were left whole
 
     def has(self, name: str, x: Any) -> bool:
         """Whether an array of the subject is cut."""
-        return has_rows(x, self.size) and _place_of(name) in self.places
+        return _has_rows(x, self.size) and _place_of(name) in self.places
 
     def changed(
         self, args: tuple, kwargs: Mapping[str, Any], change: Callable[[Any], Any]
@@ -41,66 +42,102 @@ class Batch(NamedTuple):
         def own(place: str, tree: Any) -> Any:
             if place not in self.places:
                 return tree
-            return jax.tree.map(lambda x: change(x) if has_rows(x, self.size) else x, tree)
+            return jax.tree.map(lambda x: change(x) if _has_rows(x, self.size) else x, tree)
 
         changed = tuple(own(argument_name(i), x) for i, x in enumerate(args))
         return changed, {key: own(argument_name(key), x) for key, x in kwargs.items()}
 
 
-def has_rows(x: Any, size: int) -> bool:
-    """Whether the leading axis of an array has this length."""
+def _has_rows(x: Any, size: int) -> bool:
     return np.ndim(x) > 0 and np.shape(x)[0] == size
 
 
-def batch_of(
+def _place_of(name: str) -> str:
+    """The argument that an array is in."""
+    return name[: name.index("]") + 1]
+
+
+def bad_examples(
     given: DiagnosisSubject,
     trace: Trace,
     args: tuple,
     kwargs: Mapping[str, Any],
     examples: str | int | Sequence[str | int],
-) -> Batch:
-    """The arguments with the axis of the batch: the named ones, and those that must go with them.
-
-    An argument must go with them if the loss does not take twice as many examples without it: one
-    example would broadcast against all of its rows.
+) -> tuple[GradientExample, ...]:
+    """The bad examples of the batch; `trace` makes a subject of other arguments.
 
     Raises:
-      ValueError: a name is no argument, the named have no one leading axis, or it is not clear
-        which arguments go with the only one that is named.
+      ValueError: `examples` does not name all arguments that have the axis of the batch.
     """
-    several = not isinstance(examples, str | int)
-    keys = named_arguments("examples", examples, given.fun, args, kwargs)
-    places = [argument_name(key) for key in keys]
-    named = Batch(_rows_of(given, places), tuple(dict.fromkeys(places)))
-
-    def error_of_twice(batch: Batch) -> Exception | None:
-        try:
-            if named.size > 1:
-                trace(*batch.changed(args, kwargs, _twice))
-        except Exception as error:  # whatever a loss does with another number of examples
-            return error
-        return None
-
-    error, others = error_of_twice(named), _as_many_rows(given, args, kwargs, named)
-    if error is None:
-        return named._replace(notes=_notes((), others, named.size))
-    fixed = [place for place, is_moved in others.items() if not is_moved]
-    for some in (fixed, [*others]):
-        if some and error_of_twice(_and(named, some)) is None:
-            needed = [p for p in some if error_of_twice(_and(named, {*some} - {p}))]
-            return _and(named, needed)._replace(notes=_notes(needed, others, named.size))
-    if several:
-        return named
-    raise ValueError(
-        f"examples: got {examples!r}, but the loss does not take {2 * named.size} examples there "
-        f"({first_line(error)}), so that diagnose cannot see which arguments belong to it; "
-        'expected the names of all that have the batch axis, such as ("x", "y"), or '
-        f"({examples!r},) if no other has it; pass an array of {named.size} rows that the loss "
-        "closes over as an argument"
+    batch = _batch_of(given, trace, args, kwargs, examples)
+    inside = [batch.has(*pair) for pair in zip(given.names, given.inputs, strict=True)]
+    whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
+    program, copies = given.program, batch.size
+    with contextlib.suppress(Exception):  # whatever a loss does with a batch of one
+        one = trace(*batch.changed(args, kwargs, lambda x: _gathered(x)[:1]))
+        if one.names == given.names:
+            program, copies = one.program, 1
+    losses, norms = _one_by_one(program, given.chosen, inside, whole, copies)
+    # Examples without a gradient, as those that a hinge loss leaves alone, are no measure.
+    usual = norms[np.isfinite(norms) & (norms > 0)]
+    limit = _FAR * np.median(usual) if usual.size else np.inf
+    bad = ~np.isfinite(losses) | ~(norms <= limit)
+    first = next(x for x, chosen in zip(given.inputs, inside, strict=True) if chosen)
+    return tuple(
+        GradientExample(int(i), float(losses[i]), float(norms[i]), _coordinates(first, int(i)))
+        for i in np.flatnonzero(bad)
     )
 
 
-def _rows_of(given: DiagnosisSubject, places: list[str]) -> int:
+def _batch_of(
+    given: DiagnosisSubject,
+    trace: Trace,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    examples: str | int | Sequence[str | int],
+) -> _Batch:
+    """The arguments that are named, if the loss takes another number of examples there."""
+    keys = _keys(examples, given.fun, args, kwargs)
+    places = tuple(dict.fromkeys(argument_name(key) for key in keys))
+    batch = _Batch(_rows_of(given, places), places)
+    others = _as_many_rows(args, kwargs, batch)
+    if not others or batch.size < 2 or not isinstance(examples, str | int):
+        return batch
+    try:  # twice as many rows broadcast against nothing; their numbers do not matter
+        trace(*batch.changed(args, kwargs, _twice))
+    except Exception as error:
+        raise ValueError(
+            f"examples: got {examples!r}, but the loss does not take {2 * batch.size} examples "
+            f"there ({first_line(error)}); expected the names of all arguments that have the axis "
+            f'of the batch, such as ("x", "y"): {", ".join(others)} has {batch.size} rows too; or '
+            f"({examples!r},) if no other has it"
+        ) from error
+    return batch
+
+
+def _keys(examples: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[int | str]:
+    """The positions of arguments that are chosen by name or position, or the names of keywords."""
+    try:
+        names = list(inspect.signature(fun).parameters)[: len(args)]
+    except (TypeError, ValueError):  # some functions have no signature
+        names = []
+    found: list[int | str] = []
+    for name in [examples] if isinstance(examples, str | int) else list(examples):
+        if isinstance(name, int) and -len(args) <= name < len(args):
+            found.append(name % len(args))
+        elif name in kwargs:
+            found.append(name)
+        elif name in names:
+            found.append(names.index(name))
+        else:
+            there = nearest(str(name), [*names, *kwargs], 3)
+            raise ValueError(
+                f"examples: got {name!r}, expected the name or the position of an argument; {there}"
+            )
+    return found
+
+
+def _rows_of(given: DiagnosisSubject, places: Sequence[str]) -> int:
     """The length of the one leading axis of all arrays in some arguments."""
     arrays: dict[str, list[Any]] = {place: [] for place in places}
     for x, name in zip(given.inputs, given.names, strict=True):
@@ -114,82 +151,23 @@ def _rows_of(given: DiagnosisSubject, places: list[str]) -> int:
     return size
 
 
-def _place_of(name: str) -> str:
-    """The argument that an array is in."""
-    return name[: name.index("]") + 1]
-
-
-def _as_many_rows(
-    given: DiagnosisSubject, args: tuple, kwargs: Mapping[str, Any], named: Batch
-) -> dict[str, bool]:
-    """The other arguments with as many rows, and whether the loss is differentiated by them."""
+def _as_many_rows(args: tuple, kwargs: Mapping[str, Any], named: _Batch) -> list[str]:
+    """The other arguments with as many rows."""
     trees = {argument_name(i): x for i, x in enumerate(args)}
     trees |= {argument_name(key): x for key, x in kwargs.items()}
-    moved = {_place_of(given.names[i]) for i in given.chosen}
-    return {
-        place: place in moved
+    return [
+        place
         for place, tree in trees.items()
         if place not in named.places
         and not has_modules(tree)
-        and any(has_rows(x, named.size) for x in jax.tree.leaves(tree))
-    }
-
-
-def _and(batch: Batch, places: Iterable[str]) -> Batch:
-    return batch._replace(places=(*batch.places, *places))
-
-
-def _notes(found: Collection[str], others: Mapping[str, bool], size: int) -> tuple[str, ...]:
-    left = [p for p, is_moved in others.items() if p not in found and not is_moved]
-    notes = [f"examples: {place} has the axis of the batch too" for place in found]
-    return tuple(notes) + tuple(
-        f"examples: {place} has {size} rows too, but was left whole, since the loss takes another "
-        "number of rows there; name it in examples if its rows belong to the examples"
-        for place in left
-    )
+        and any(_has_rows(x, named.size) for x in jax.tree.leaves(tree))
+    ]
 
 
 def _twice(x: Any) -> Any:
-    """Twice as many rows, which broadcast against nothing; their numbers do not matter."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jnp.concatenate([x, x])
     return np.broadcast_to(np.zeros((), x.dtype), (2 * x.shape[0], *x.shape[1:]))
-
-
-# As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
-_FAR = 100
-
-
-def bad_examples(
-    given: DiagnosisSubject,
-    trace: Trace,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    examples: str | int | Sequence[str | int],
-) -> tuple[tuple[GradientExample, ...], tuple[str, ...]]:
-    """The bad examples of the batch, and notes; `trace` makes a subject of other arguments.
-
-    Raises:
-      ValueError: `examples` does not name a batch.
-    """
-    batch = batch_of(given, trace, args, kwargs, examples)
-    inside = [batch.has(*pair) for pair in zip(given.names, given.inputs, strict=True)]
-    whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
-    program, copies = given.program, batch.size
-    with contextlib.suppress(Exception):  # whatever a loss does with a batch of one
-        one = trace(*batch.changed(args, kwargs, lambda x: _gathered(x)[:1]))
-        if one.names == given.names:
-            program, copies = one.program, 1
-    losses, norms = _one_by_one(program, given.chosen, inside, whole, copies)
-    finite = norms[np.isfinite(norms)]
-    limit = _FAR * np.median(finite) if finite.size else np.inf
-    bad = ~np.isfinite(losses) | ~(norms <= limit)
-    first = next(x for x, chosen in zip(given.inputs, inside, strict=True) if chosen)
-    found = tuple(
-        GradientExample(int(i), float(losses[i]), float(norms[i]), _coordinates(first, int(i)))
-        for i in np.flatnonzero(bad)
-    )
-    return found, batch.notes
 
 
 def _one_by_one(
@@ -215,11 +193,11 @@ def _one_by_one(
         return jax.lax.map(lambda index: one(index, everything), jnp.arange(size))
 
     try:
-        losses, norms = jax.device_get(quick_jit(each, jax.jit)(inputs))
+        losses, norms = jax.device_get(jax.jit(each)(inputs))
     except Exception as error:
         if not is_of_callback(error):
             raise
-        losses, norms = _one_call_each(quick_jit(one, jax.jit), size, inputs)
+        losses, norms = _one_call_each(jax.jit(one), size, inputs)
     return losses.astype(np.float64), norms.astype(np.float64)
 
 

@@ -1,167 +1,108 @@
-"""Findings in words."""
+"""Findings in words: what an entry did, with its numbers, and what to do about it."""
 
 import dataclasses
-import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.faults import BadValue, VjpFault
-from clipgrad._diagnose.raised import Raised
+from clipgrad._diagnose.advice import MASKED_INPUT, OVERFLOWING, Suspect, next_step, suspect
+from clipgrad._diagnose.guilty import MASKING, Found, is_of_users_rule
+from clipgrad._diagnose.levels import INF, NAN, level, levels
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, Suspect, next_step, suspect
-from clipgrad._diagnose.units import SCAN
+from clipgrad._diagnose.tape import Entry
 from clipgrad._docs import docs_page
-from clipgrad._jaxpr import dtype_of, holds_floats
+from clipgrad._errors import first_line
+from clipgrad._jaxpr import CUSTOM_RULES, at_first, dtype_of, holds_floats
 from clipgrad._names import Location, Place
 
-
-def value_finding(origin: BadValue, given: DiagnosisSubject) -> GradientFinding:
-    """A finding on where a loss has its NaN or inf from."""
-    source, place = origin.source, origin.source.place
-    if source.argument is not None:
-        return _argument_finding(source.argument, given)
-    assert place is not None
-    if origin.values is None:
-        what = f"{place.operation} takes a constant that is not finite, and the loss depends on it"
-    else:
-        what = f"{_operation_at(place, origin.values)} is not finite, but its inputs are"
-        if not np.isfinite(origin.values).all():
-            what = f"{_operation_at(place, origin.values)} is NaN, but none of its inputs is"
-    if source.root and source.root.argument is not None:
-        what += f" ({given.names[source.root.argument]} contains inf)"
-    if origin.becomes and (then := origin.becomes.place):
-        is_nan = origin.becomes.badness == 2
-        outcome = "turns its inf into NaN" if is_nan else "is not finite because of its inf"
-        what += f", and {then.operation} ({then.location}) {outcome}"
-    return _operation_finding("value", place, source.step, what, origin.values or (), source.device)
+_ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MULTILINE)
 
 
-def vjp_finding(
-    fault: VjpFault,
-    given: DiagnosisSubject,
-    hidden: BadValue | None = None,
-    overflow: str = "",
+# -- The findings.
+
+
+def value_finding(
+    found: Found, given: DiagnosisSubject, then: Found | None = None
 ) -> GradientFinding:
-    """A finding on an operation whose VJP is at fault, or on a value whose cotangents are.
+    """A finding on where a value has its NaN or inf from; ``then`` is what makes NaN of an inf."""
+    if found.entry is None:
+        return _argument_finding(found.number, given)
+    entry = found.entry
+    values = _values(entry, entry.outs)
+    what = f"{_operation_at(entry, values)} is not finite, but its inputs are"
+    if found.is_constant:
+        values = []
+        what = f"{_name(entry)} takes a constant that is not finite, and the loss depends on it"
+    elif not np.isfinite(values).all() or any(map(level, entry.ins)):
+        what = f"{_operation_at(entry, values)} is NaN, but none of its inputs is"
+        what += _infinite_arguments(entry, given)
+    if then:
+        what += f", and {_name(then.entry)} ({then.entry.place.location}) turns its inf into NaN"
+    return _operation_finding("value", found, what, _advice(("value",), entry, values))
 
-    ``hidden`` is a value that is not finite and that the VJP reads, of this or of another
-    operation, and ``overflow`` what is too large for its dtype, from `overflow_of`.
+
+def vjp_finding(found: Found, hidden: Found | None = None) -> GradientFinding:
+    """A finding on an operation whose VJP is at fault.
+
+    ``hidden`` is where a value that is not finite is from, which the VJP reads.
     """
-    if fault.summed:
-        return _sum_finding(fault, given, overflow)
-    place = fault.place
-    rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
-    of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
-    what = f"{of} turns finite cotangents into NaN or inf"
-    advice = overflow
-    if hidden and hidden.source.place:
-        what += _of_hidden(hidden, hidden.source.place, place)
-        read, values = hidden.source.place, hidden.values or ()
-        advice = _operation_advice(("hidden", "value"), read, values)
-        advice = advice or f"; {MASKED_INPUT} ({docs_page('nan')})"
-        advice += _masked_axis(read, given)
-    where = fault.step, what, fault.values, fault.source.device
-    return _operation_finding("vjp", place, *where, advice=advice)
+    entry = found.entry
+    values = _values(entry, entry.back, of_own=True)
+    rule = "rule" if entry.name in CUSTOM_RULES else "VJP"
+    at = f"the {rule} of {_operation_at(entry, values)}"
+    what = f"{at} turns finite cotangents into NaN or inf"
+    advice = _advice(("vjp",), entry, values)
+    if _suspect("vjp", entry, values) is None:
+        if hidden and hidden.entry:
+            read = _values(hidden.entry, hidden.entry.outs)
+            what += _of_hidden(hidden.entry, read, is_own=hidden.entry is entry)
+            advice = _advice(("hidden", "value"), hidden.entry, read)
+            advice = advice or f"; {MASKED_INPUT} ({docs_page('nan')})"
+            advice += _masked_axis(hidden.entry)
+        elif not advice:
+            advice = _overflow(entry)
+    return _operation_finding("vjp", found, what, advice)
 
 
-def _of_hidden(hidden: BadValue, read: Place, place: Place) -> str:
-    """Such as ", since it reads the result of exp at 199 (model.py:7), which ... hides"."""
-    is_own = read.key == place.key
-    what = ", since its value is not finite"
-    if not is_own:
-        package = read.location.package
-        function = f" in {package.partition(' ')[0]}" if package and package[0] != "_" else ""
-        what = (
-            f", since it reads the result of {_operation_at(read, hidden.values or ())}{function}"
-        )
-        what += f" ({read.location})"
-    if hidden.hidden_by:
-        hider = f"{hidden.hidden_by.operation} ({hidden.hidden_by.location})"
-        what += f"{', and' if is_own else ', which'} {hider} hides it from the loss"
-        what = what.replace("hides it", "hides") if not is_own else what
-    return what
-
-
-def _masked_axis(place: Place, given: DiagnosisSubject) -> str:
-    """The axis of a softmax, which has subtracted the largest element along it."""
-    package = place.location.package or ""
-    if package.partition(" ")[0] not in MASKING:
-        return ""
-    before = itertools.takewhile(
-        lambda e: e is not place.equation, place.program_in(given.program).eqns
-    )
-    found = [e for e in before if e.primitive.name == "reduce_max"]
-    if not found:
-        return ""
-    axes = ", ".join(map(str, found[-1].params["axes"]))
-    return f"; the softmax is over axis {axes} of {_type(found[-1].invars[0])}"
-
-
-def is_suspect(place: Place, values: Sequence[float]) -> bool:
-    """Whether the VJP of an operation is known to fail at these values."""
-    return _suspect_of("vjp", place, values) is not None
-
-
-def _suspect_of(kind: str, place: Place, values: Sequence[float]) -> Suspect | None:
-    package = place.location.package
-    function = package.partition(" ")[0] if package else None
-    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
-    return suspect(kind, place.operation, function, dtype, values)
-
-
-def _sum_finding(fault: VjpFault, given: DiagnosisSubject, overflow: str) -> GradientFinding:
+def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
-    assert fault.summed is not None
-    value, place = fault.summed, fault.place
-    finite = f"the cotangents of its {value.uses} uses are finite, but their sum is not"
-    if value.argument is not None:
-        name = given.names[value.argument]
-        what = f"{name} is used more than once; {finite}{overflow}"
-        return function_finding("vjp", what, given)
-    what = "the carry of the scan" if place.operation == SCAN else f"the value of {place.operation}"
-    what += f" is used more than once; {finite}"
-    where = fault.step, what, (), fault.source.device
-    return _operation_finding("vjp", place, *where, advice=overflow)
-
-
-def overflow_of(cotangent: Place, values: Sequence[float]) -> str:
-    """The advice for an operation of the backward pass that makes inf of finite operands."""
-    dtype = next(dtype_of(v) for v in cotangent.equation.outvars if holds_floats(v))
-    limit = float(jnp.finfo(dtype).max)
-    name = "a cotangent"
-    if cotangent.operation == "convert_element_type":
-        name = f"the cotangent {values[0]:.4g}"
-    instead = "bound it with cg.error_clip or cg.error_clip_by_name"
-    if dtype == jnp.float16:
-        instead = "multiply the loss by a smaller scale, or compute in bfloat16 or float32"
-    return f"; {name} exceeds {limit:.5g}, the largest {dtype}; {instead}"
+    finite = "is used more than once; the cotangents of its uses are finite, but their sum is not"
+    if found.entry is None:
+        name, dtype = given.names[found.number], dtype_of(given.inputs[found.number])
+        return function_finding("sum", f"{name} {finite}{_too_large(dtype)}", given)
+    entry = found.entry
+    is_carry = bool(found.steps) and entry.name == "scan"
+    name = "the carry of the scan" if is_carry else f"the value of {_name(entry)}"
+    dtype = next(dtype_of(v) for v in entry.equation.outvars if holds_floats(v))
+    length = entry.equation.params["length"] if is_carry else None
+    advice = _too_large(dtype)
+    return _operation_finding("sum", found, f"{name} {finite}", advice, length)
 
 
 def data_finding(
-    origin: BadValue, fault: VjpFault, sources: Sequence[int], given: DiagnosisSubject
+    found: Found, reader: Entry, sources: Sequence[int], given: DiagnosisSubject
 ) -> GradientFinding:
     """A finding on what is not finite in an argument, or is computed from some that are data."""
-    found = value_finding(origin, given)
+    finding = value_finding(found, given)
     names = ", ".join(given.names[i] for i in sources)
-    computed = f"; it is computed from {names}" if names and origin.source.argument is None else ""
-    reader = f"{fault.place.operation} ({fault.place.location})"
-    what = f"{computed}; the VJP of {reader} reads it"
-    return dataclasses.replace(found, message=found.message + what)
+    what = f"; it is computed from {names}" if names and found.entry else ""
+    what += f"; the VJP of {_name(reader)} ({reader.place.location}) reads it"
+    return dataclasses.replace(finding, message=finding.message + what)
 
 
-def raised_finding(raised: Raised | None, error: str, given: DiagnosisSubject) -> GradientFinding:
+def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> GradientFinding:
     """A finding on an operation that raises an error; None for one that was not found."""
-    if raised is None:
+    if found is None:
         return function_finding("raises", f"a callback in it raises {error}", given)
-    place, steps = raised.place, raised.steps
-    what = f"{place.operation} raises {raised.text}"
-    if raised.is_finite:
+    entry = found.entry
+    what = f"{_name(entry)} raises {error}"
+    if not found.is_backward and not any(map(level, entry.ins)):
         what += "; its operands are finite"
-    return _operation_finding("raises", place, steps[-1] if steps else None, what)
+    return _operation_finding("raises", found, what, _advice(("raises",), entry, []))
 
 
 def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
@@ -184,21 +125,15 @@ def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding
 
 
 def _operation_finding(
-    kind: str,
-    place: Place,
-    step: int | None,
-    what: str,
-    values: Sequence[float] = (),
-    device: str | None = None,
-    advice: str = "",
+    kind: str, found: Found, what: str, advice: str, length: int | None = None
 ) -> GradientFinding:
+    place, step, device = found.entry.place, found.step, found.device
     where = place.location
     around = inside_of(place, where)
     if step is not None:
-        own = [place.equation.params["length"]] if place.operation == SCAN else []
-        around += f", at step {step} of {[*place.nest, *own][-1]}"
+        around += f", at step {step} of {length or place.nest[-1]}"
     around += f", on device {device}" if device else ""
-    message = f"{where}: {what}{around}{advice or _operation_advice((kind,), place, values)}"
+    message = f"{where}: {what}{around}{advice}"
     at = where.file, where.line, place.operation, place.module, step
     return GradientFinding(kind, *at, message, device=device)
 
@@ -210,27 +145,159 @@ def inside_of(place: Place, where: Location) -> str:
     return "".join(parts)
 
 
-def _operation_advice(kinds: Sequence[str], place: Place, values: Sequence[float]) -> str:
-    """The advice for an operation, of the first of some kinds that has one; "" if there is none."""
-    rows = (_suspect_of(kind, place, values) for kind in kinds)
-    if row := next(filter(None, rows), None):
-        return f"; {row.advice(place.operation)}"
-    steps = (next_step(kind, place.operation, values) for kind in kinds)
-    step = next(filter(None, steps), None)
-    return f"; {step}" if step else ""
+def told_error(error: BaseException) -> str:
+    """The kind and the first sentence of the error that a callback raised."""
+    found = list(_ERROR.finditer(str(error)))
+    if not found:
+        return first_line(error)
+    text = " ".join(str(error)[found[-1].end() :].partition("\n\n")[0].split())
+    return f"{found[-1].group(1)}: {text.partition('. ')[0].rstrip('.')}"
+
+
+# -- The numbers of an entry.
+
+
+def _values(entry: Entry, bad: Sequence[Any], of_own: bool = False) -> list[float]:
+    """The elements of the floating operands where a result is bad, or the operand's cotangent.
+
+    Of a gather these are the index that is out of range, and its axis.
+    """
+    if entry.name == "gather" and not of_own:
+        return _index_out_of_range(entry)
+    if of_own:
+        pairs = [(x, _mask(b)) for x, b in zip(entry.ins, bad, strict=True) if level(b)]
+    else:
+        results = [y for y in bad if holds_floats(y)]
+        mask = _mask(max(results, key=lambda y: (level(y), y.size))) if results else None
+        pairs = [(x, mask) for x in entry.ins if holds_floats(x)]
+    return [float(at_first(mask, x)) for x, mask in pairs if mask is not None]
+
+
+def _mask(x: Any) -> Any:
+    """Where an array is as bad as it is anywhere."""
+    return jnp.isnan(x) if level(x) == NAN else jnp.isinf(x)
+
+
+def _index_out_of_range(entry: Entry) -> list[float]:
+    params, axes_of_devices = entry.equation.params, entry.tape.runs.axes
+    indices = np.asarray(entry.ins[1]).astype(np.int64)
+    shape = entry.ins[0].shape[axes_of_devices:]
+    axes = params["dimension_numbers"].start_index_map
+    last = np.array([shape[axis] - params["slice_sizes"][axis] for axis in axes])
+    bad = (indices < 0) | (indices > last)
+    if not bad.any():
+        return []
+    first = tuple(np.argwhere(bad)[0])
+    return [float(indices[first]), float(axes[first[-1]])]
+
+
+def _operation_at(entry: Entry, values: Sequence[float]) -> str:
+    """Such as "sqrt at 0", or "gather of index 14 on axis 0 of float32[10,4]"."""
+    if entry.name == "gather" and len(values) == 2:
+        array = _type(entry.equation.invars[0])
+        return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
+    numbers = ", ".join(f"{np.float64(value):.4g}" for value in values)
+    return f"{_name(entry)} at {numbers}" if numbers else _name(entry)
+
+
+def _name(entry: Entry) -> str:
+    return entry.place.operation
 
 
 def _type(x: Any) -> str:
     return f"{x.aval.dtype}{list(x.aval.shape)}"
 
 
-def _operation_at(place: Place, values: Sequence[float]) -> str:
-    """Such as "sqrt at 0", or "gather of index 14 on axis 0 of float32[10,4]"."""
-    if (
-        place.operation == "gather" and len(values) == 2
-    ):  # the index and its axis, see `operands_of`
-        array = _type(place.equation.invars[0])
-        return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
-    shown = [v for v in place.equation.invars if holds_floats(v)][: len(values)]
-    numbers = [f"{np.float64(value):.4g}" for value, _ in zip(values, shown, strict=False)]
-    return f"{place.operation} at {', '.join(numbers)}" if numbers else place.operation
+def _infinite_arguments(entry: Entry, given: DiagnosisSubject) -> str:
+    """The arguments that an infinity among the operands is, or comes from unchanged."""
+    bad = [i for i, x in enumerate(given.inputs) if level(x) == INF]
+    return f" ({', '.join(given.names[i] for i in bad)} contains inf)" if bad else ""
+
+
+def _of_hidden(read: Entry, values: Sequence[float], is_own: bool) -> str:
+    """Such as ", since it reads the result of exp at 199 (model.py:7)"."""
+    if is_own:
+        return ", since its value is not finite there"
+    package = read.place.location.package
+    function = f" in {package.partition(' ')[0]}" if package and package[0] != "_" else ""
+    result = f"{_operation_at(read, values)}{function} ({read.place.location})"
+    return f", since it reads the result of {result}, which is not finite"
+
+
+def _masked_axis(entry: Entry) -> str:
+    """The axis of a softmax, which has subtracted the largest element along it."""
+    package = entry.place.location.package or ""
+    before = entry.tape.entries[: entry.number]
+    found = [e for e in before if e.name == "reduce_max"]
+    if package.partition(" ")[0] not in MASKING or not found:
+        return ""
+    axes = ", ".join(map(str, found[-1].equation.params["axes"]))
+    return f"; the softmax is over axis {axes} of {_type(found[-1].equation.invars[0])}"
+
+
+# -- The advice.
+
+
+def is_suspect(entry: Entry) -> bool:
+    """Whether the VJP of an operation is known to fail at its numbers."""
+    return _suspect("vjp", entry, _values(entry, entry.back, of_own=True)) is not None
+
+
+def _suspect(kind: str, entry: Entry, values: Sequence[float]) -> Suspect | None:
+    package = entry.place.location.package
+    function = package.partition(" ")[0] if package else None
+    dtype = next((str(dtype_of(v)) for v in entry.equation.outvars if holds_floats(v)), "")
+    return suspect(kind, entry.name, function, dtype, values)
+
+
+def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
+    """The advice for an operation, of the first of some kinds that has one; "" if there is none."""
+    for kind in kinds:
+        if row := _suspect(kind, entry, values):
+            return f"; {row.advice(_name(entry))}"
+    is_foreign = entry.name in CUSTOM_RULES and not is_of_users_rule(entry)
+    steps = (next_step(kind, entry.name, values) for kind in kinds if not is_foreign)
+    step = next(filter(None, steps), None)
+    return f"; {step}" if step else ""
+
+
+def _overflow(entry: Entry) -> str:
+    """The advice for a VJP that makes inf of finite numbers by their size."""
+    bad = [(i, b) for i, b in enumerate(entry.back) if level(b)]
+    is_inf = all(level(b) == INF for _, b in bad) and not any(map(level, entry.ins))
+    if not is_inf or entry.name not in OVERFLOWING:
+        return ""
+    number = None
+    if entry.name == "convert_element_type":
+        number = float(at_first(_mask(bad[0][1]), entry.got[0]))
+    return _too_large(dtype_of(bad[0][1]), number)
+
+
+def _too_large(dtype: Any, number: float | None = None) -> str:
+    limit = float(jnp.finfo(dtype).max)
+    name = "a cotangent" if number is None else f"the cotangent {number:.4g}"
+    instead = "bound it with cg.error_clip or cg.error_clip_by_name"
+    if dtype == jnp.float16:
+        instead = "multiply the loss by a smaller scale, or compute in bfloat16 or float32"
+    return f"; {name} exceeds {limit:.5g}, the largest {dtype}; {instead}"
+
+
+def bad_reads(entry: Entry) -> list[Any]:
+    """The operands that are not finite where a cotangent of an operand is not."""
+    bad = [b for b in entry.back if level(b)]
+    found = []
+    for atom, x in zip(entry.equation.invars, entry.ins, strict=True):
+        same = [b for b in bad if np.shape(b) == np.shape(x)]
+        where = [levels(b, b.ndim) > 0 for b in same]
+        own = levels(x, np.ndim(x)) > 0
+        is_there = any(np.any(own & w) for w in where) if len(same) == len(bad) else own.any()
+        if is_there and not entry.tape.is_constant(atom):
+            found.append(atom)
+    return found
+
+
+def has_bad_result(entry: Entry) -> bool:
+    """Whether a result is not finite where a cotangent of an operand is not."""
+    bad = [levels(b, b.ndim) > 0 for b in entry.back if level(b)]
+    own = [levels(y, np.ndim(y)) > 0 for y in entry.outs if level(y)]
+    return any(np.any(y & b) if y.shape == b.shape else True for y in own for b in bad)

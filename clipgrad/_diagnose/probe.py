@@ -1,15 +1,16 @@
-"""Measuring what the backward pass brings to the values of a program."""
+"""Measuring the cotangents that the backward pass brings to some values of a program."""
 
 import functools
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._compat import to_varying, varying_axes
+from clipgrad._compat import on_every_device, to_varying, varying_axes
 from clipgrad._jaxpr import (
     JIT,
     PRINTS,
@@ -22,30 +23,17 @@ from clipgrad._jaxpr import (
     scan_counts,
 )
 from clipgrad._names import Place
+from clipgrad._numerics import at_least_float32, real_or_absolute
 
-RESULT, OPERAND, STATE = "result", "operand", "state"
-# An array of so few elements, at all steps and on all devices, leaves a program as it is, and is
-# reduced on the host: to compile a reduction takes longer. A program has some thousands of values.
-_SENT_WHOLE = 2**12
-
-
-def is_sent_whole(size: int, around: Place | None, but_in: Collection[str] = ()) -> bool:
-    """Whether a value of a program in some equations leaves it whole; in some kinds none does."""
-    if around is None:
-        return size <= _SENT_WHOLE
-    is_in = any(equation.primitive.name in but_in for equation in around.chain)
-    return not is_in and size * math.prod(length for _, length in around.axes) <= _SENT_WHOLE
+RESULT, STATE = "result", "state"
 
 
 class Site(NamedTuple):
-    """A value whose cotangent is measured.
+    """A value whose cotangent is measured, from all of its uses."""
 
-    It is summed over all uses, but for that of an operand.
-    """
-
-    kind: str  # RESULT, OPERAND or STATE
+    kind: str  # RESULT or STATE
     place: tuple[int, ...]  # the key of the `Place` of the equation; of a state: of the scan
-    position: int  # among the results, the operands or the states
+    position: int  # among the results, or the states
 
     @property
     def around(self) -> tuple[int, ...]:
@@ -54,53 +42,44 @@ class Site(NamedTuple):
 
 
 class Probe(Hook):
-    """Lets the values of sites through unchanged; the cotangent of each probe is a summary.
+    """Lets the values of sites through unchanged; the cotangent of each probe is a `summary`.
 
-    A summary is ``summary(cotangent, probe)``, a tree of the structure, shapes and dtypes of the
-    probe. A probe has one leading axis for each scan and each `shard_map` around its site.
-
-    Args:
-      probes: a tree of arrays for each site, in an order that does not depend on addresses.
-      summary: what is measured.
-      base: what is done at equations besides, such as `Widen`.
+    A probe has one leading axis for each scan and each `shard_map` around its site. ``whole`` are
+    the sites of small values.
     """
 
     def __init__(
         self,
         probes: OrderedDict[Site, Any],
-        summary: Callable[[Any, Any], Any],
-        base: Hook | None = None,
+        whole: Set[Site] = frozenset(),
         parent: Place | None = None,
     ):
-        self.probes, self.summary = probes, summary
-        self.base, self.parent = base or Hook(), parent
-        self.flatten = self.base.flatten
-        around = parent and parent.equation
+        self._probes, self._whole, self._parent = probes, whole, parent
+        depth = len(parent.chain) if parent else 0
+        self._deeper: dict[int, OrderedDict[Site, Any]] = {}
+        for site, probe in probes.items():
+            if len(site.around) > depth:
+                inside = self._deeper.setdefault(site.around[~depth], OrderedDict())
+                inside[site] = probe
+        around = parent.equation if parent else None
         states = carried_variables(around) if around and around.primitive.name == "scan" else []
         self._states = {v: i for i, v in enumerate(states)}
-        self._probed_states: dict[Var, Any] = {}
-
-    def constant(self, value: Any, aval: Any) -> Any:
-        """The constant as the base evaluates it."""
-        return self.base.constant(value, aval)
+        self._probed: dict[Var, Any] = {}
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """The operands of an equation through their probes, and what a scan carries."""
+        """The operands of an equation; what a scan carries has passed its probe."""
         pairs = zip(equation.invars, inputs, strict=True)
-        inputs = [x if type(v) is Literal else self._state(v, x) for v, x in pairs]
-        return self._measured(OPERAND, equation, inputs)
+        return [x if type(v) is Literal else self._state(v, x) for v, x in pairs]
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
         """The results of an equation, through their probes."""
-        return self._measured(RESULT, equation, outputs)
+        key = Place(equation, self._parent).key
+        return [self._through(Site(RESULT, key, i), x) for i, x in enumerate(outputs)]
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of an equation without sites inside; None where there are some."""
         if equation.primitive.name in PRINTS:
             return []
-        found = self.base(equation, inputs)
-        if found is not None or self.flatten:
-            return found
         if not (entered_programs(equation)[0] and self.steps(equation)):
             return bind(equation, inputs)
         if equation.primitive.name in JIT:
@@ -114,40 +93,26 @@ class Probe(Hook):
     shards = steps  # devices are apart as steps are
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Probe":
-        """The probes for a program of an equation, at this step or on this device."""
+        """The probes for a program of an equation, at this step."""
         probes = step if isinstance(step, OrderedDict) else self.steps(equation)
-        base = self.base.inside(equation, step)
-        return Probe(probes, self.summary, base, Place(equation, self.parent))
+        return Probe(probes, self._whole, Place(equation, self._parent))
 
     def shard(self, own: OrderedDict[Site, Any]) -> "Probe":
         """The probes on a device."""
-        return Probe(own, self.summary, self.base, self.parent)
-
-    @functools.cached_property
-    def _deeper(self) -> dict[int, OrderedDict[Site, Any]]:
-        """The probes inside of each equation, by its id."""
-        depth, found = len(self.parent.chain) if self.parent else 0, {}
-        for site, probe in self.probes.items():
-            if len(site.around) > depth:
-                found.setdefault(site.around[~depth], OrderedDict())[site] = probe
-        return found
+        return Probe(own, self._whole, self._parent)
 
     def _state(self, variable: Var, x: Any) -> Any:
         """The carry of a scan, through one probe for all its uses."""
-        if variable not in self._states or self.parent is None:
+        if variable not in self._states or self._parent is None:
             return x
-        if variable not in self._probed_states:
-            site = Site(STATE, self.parent.key, self._states[variable])
-            self._probed_states[variable] = self._through(site, x)
-        return self._probed_states[variable]
-
-    def _measured(self, kind: str, equation: JaxprEqn, values: Sequence) -> list:
-        key = Place(equation, self.parent).key
-        return [self._through(Site(kind, key, i), x) for i, x in enumerate(values)]
+        if variable not in self._probed:
+            site = Site(STATE, self._parent.key, self._states[variable])
+            self._probed[variable] = self._through(site, x)
+        return self._probed[variable]
 
     def _through(self, site: Site, x: Any) -> Any:
-        probe = self.probes.get(site)
-        return x if probe is None else _identity(self.summary, x, probe)
+        probe = self._probes.get(site)
+        return x if probe is None else _identity(site in self._whole, x, probe)
 
 
 def carried_variables(scan: JaxprEqn) -> list[Var]:
@@ -157,19 +122,78 @@ def carried_variables(scan: JaxprEqn) -> list[Var]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(summary: Callable, x: Any, probe: Any) -> Any:
+def _identity(is_whole: bool, x: Any, probe: Any) -> Any:
     return x
 
 
-def _identity_forward(summary: Callable, x: Any, probe: Any) -> Any:
-    return x, probe
+def _backward(is_whole: bool, probe: Any, cotangent: Any) -> Any:
+    found = summary(cotangent, is_whole, probe.shape[-1] == COUNTED).astype(probe.dtype)
+    return cotangent, to_varying(found, varying_axes(probe))
 
 
-def _identity_backward(summary: Callable, probe: Any, cotangent: Any) -> Any:
-    def as_probe(found, own):
-        return to_varying(found.astype(own.dtype), varying_axes(own))
+_identity.defvjp(lambda is_whole, x, probe: (x, probe), _backward)
 
-    return cotangent, jax.tree.map(as_probe, summary(cotangent, probe), probe)
+SUMS, COUNTED = 4, 5  # the lengths of sums, without and with the number of what is not finite
 
 
-_identity.defvjp(_identity_forward, _identity_backward)
+class Summary(NamedTuple):
+    """Numbers of a cotangent; with leading axes for the scans and `shard_map`s around it."""
+
+    reached: Any  # 1 if there is a cotangent at all
+    nonfinite: Any  # how many elements are NaN or inf; NaN if they are not counted
+    zeros: Any  # the share of zeros
+    largest: Any  # the largest magnitude that is finite
+    norm: Any  # of the finite elements
+
+
+def summary(cotangent: Any, is_whole: bool, is_counted: bool) -> jax.Array:
+    """A cotangent as a vector: 1, and all of it, or its sums."""
+    x = real_or_absolute(cotangent)
+    x = x.astype(at_least_float32(x.dtype))
+    own = on_every_device(x).reshape(-1) if is_whole else _sums(x, is_counted)
+    return jnp.concatenate([jnp.ones(1, x.dtype), own])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(x: jax.Array, is_counted: bool) -> jax.Array:
+    """The share of zeros, the largest magnitude, and the sum of squares in units of that.
+
+    The sum is NaN where an element is not finite; with `is_counted` the numbers are of the finite
+    elements, and the number of all others comes last.
+
+    XLA's CPU loops store what is compared or selected, or an absolute value that is used twice: a
+    copy of the gradient for each. So that is left to cotangents that are not finite. Cotangents of
+    one shape share what is traced.
+    """
+    counted = []
+    if is_counted:
+        is_finite, is_zero = jnp.isfinite(x), x == 0
+        counted = [jnp.sum(~is_finite).astype(x.dtype)]
+        x, zeros = jnp.where(is_finite, x, 0), _mean(is_zero.astype(x.dtype))
+    else:
+        zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
+    largest = jnp.max(jnp.abs(x))
+    unit = x / jnp.where(largest == 0, 1, largest)
+    return jnp.stack([zeros, largest, jnp.sum(unit * unit), *counted])
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """The mean, of rows first: a sum of ones is exact up to 2 ** 24 in float32."""
+    return jnp.mean(jnp.mean(x, axis=-1) if x.ndim > 1 else x)
+
+
+def received(sent: Any, is_whole: bool) -> Summary:
+    """The summary of a vector that has left the program, on the host."""
+    sent = np.asarray(sent, np.float64)
+    reached, own = sent[..., 0], sent[..., 1:]
+    if not is_whole:
+        zeros, largest, squares, *counted = np.moveaxis(own, -1, 0)
+        bad = counted[0] if counted else np.where(np.isfinite(squares), 0, np.nan)
+        return Summary(reached, bad, zeros, largest, largest * np.sqrt(squares))
+    bad = ~np.isfinite(own)
+    finite = np.where(bad, 0, np.abs(own))
+    largest = np.max(finite, axis=-1, initial=0)
+    unit = finite / np.where(largest == 0, 1, largest)[..., None]
+    norm = largest * np.linalg.norm(unit, axis=-1)
+    zeros = np.mean(own == 0, axis=-1) if own.shape[-1] else np.zeros_like(norm)
+    return Summary(reached, np.sum(bad, axis=-1), zeros, largest, norm)

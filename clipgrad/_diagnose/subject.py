@@ -1,8 +1,7 @@
 """The subject of a diagnosis: a loss as a program, and its arguments as arrays."""
 
-import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ from clipgrad._trees import (
     donated_leaf,
     is_array,
     loss_and_aux,
-    nearest,
     path_string,
 )
 
@@ -140,34 +138,6 @@ def _trace(
         for path, _ in arrays
     ]
     return DiagnosisSubject(fun, program, [leaf for _, leaf in arrays], names, paths, chosen)
-
-
-def named_arguments(
-    what: str, wanted: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> list[int | str]:
-    """The positions of arguments that are chosen by name or position, or the names of keywords.
-
-    Raises:
-      ValueError: there is no such argument.
-    """
-    try:
-        names = list(inspect.signature(fun).parameters)[: len(args)]
-    except (TypeError, ValueError):  # some functions have no signature
-        names = []
-    found: list[int | str] = []
-    for name in [wanted] if isinstance(wanted, str | int) else list(wanted):
-        if isinstance(name, int) and -len(args) <= name < len(args):
-            found.append(name % len(args))
-        elif name in kwargs:
-            found.append(name)
-        elif name in names:
-            found.append(names.index(name))
-        else:
-            there = nearest(str(name), [*names, *kwargs], 3)
-            raise ValueError(
-                f"{what}: got {name!r}, expected the name or the position of an argument; {there}"
-            )
-    return found
 
 
 def _nothing_floating(args: tuple, positions: list[int]) -> str:

@@ -1,17 +1,18 @@
-"""Cotangents in half precision that are zero, but not in float32."""
+"""Cotangents in half precision that are zero, but not with a scaled loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.cotangents import LOSS_SCALE, Summary
 from clipgrad._diagnose.findings import function_finding
+from clipgrad._diagnose.measure import LOSS_SCALE, Measured, widened_largest
+from clipgrad._diagnose.probe import Summary
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 
 _HALF_NAMES = ("float16", "bfloat16")
-# The share of zeros more than in float32; transformers, MLPs and LSTMs in bfloat16 have 0.004.
+# The share of zeros that a scale brings back; transformers, MLPs and LSTMs in bfloat16 have 0.004.
 _LOST = 0.1
 # A scale of the loss cures an underflow: it brings back more than this of the largest element. Of
 # a fitted softmax it brings back less: the largest are differences that have rounded to zero.
@@ -19,58 +20,59 @@ _CURED = 0.5
 
 
 def may_underflow(
-    rows: Sequence[GradientRow], given: DiagnosisSubject, gradients: Sequence[Summary]
+    rows: Sequence[GradientRow], given: DiagnosisSubject, grads: Sequence[Summary]
 ) -> bool:
     """Whether there are so many zeros in half precision that a second look is due."""
     own = [(row.dtype, row.zeros) for row in rows]
-    pairs = zip(given.chosen, gradients, strict=True)
-    own += [(str(given.inputs[i].dtype), gradient.zeros) for i, gradient in pairs]
+    pairs = zip(given.chosen, grads, strict=True)
+    own += [(str(given.inputs[i].dtype), grad.zeros) for i, grad in pairs]
     return any(dtype in _HALF_NAMES and np.max(zeros, initial=0) >= _LOST for dtype, zeros in own)
 
 
 def underflow_findings(
     rows: Sequence[GradientRow],
-    others: Sequence[Sequence[GradientRow]],
+    scaled_rows: Sequence[GradientRow],
     given: DiagnosisSubject,
-    gradients: Sequence[Sequence[Summary]],
-) -> list[GradientFinding]:
-    """A finding for the first part in backward order with zeros that others have not.
+    grads: Sequence[Summary],
+    scaled: Measured,
+) -> Iterator[GradientFinding]:
+    """A finding for the first part in backward order with zeros that a scaled loss has not.
 
-    The others are the same in float32, and with a scaled loss: what a scale does not bring back is
-    no cotangent that underflows, as where the probabilities of a softmax have rounded to 0 and 1.
     If no part of the program has one, the gradient of an argument may.
     """
-    for row, *same in zip(reversed(rows), *map(reversed, others), strict=True):
-        lost = _lost_share(row.dtype, row, *same)
+    largest = widened_largest(given.program, given.inputs, given.chosen)
+    cured = [_is_cured(own, wide) for own, wide in zip(scaled.grads, largest, strict=True)]
+    if not any(cured):
+        return
+    for row, other in zip(reversed(rows), reversed(scaled_rows), strict=True):
+        lost = np.where(row.dtype in _HALF_NAMES, row.zeros - other.zeros, 0)
         if np.max(lost) >= _LOST:
             step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
             around = f", in module {row.module}" if row.module else ""
             around += f", at step {step} of {row.scans[-1]}" if row.scans else ""
             what = _told(np.max(lost), f"cotangent of {row.operation}", row.dtype, around)
             where = row.file, row.line, row.operation, row.module, step
-            return [GradientFinding("underflow", *where, f"{row.location}: {what}")]
+            yield GradientFinding("underflow", *where, f"{row.location}: {what}")
+            return
     shares = {}
-    for i, *same in zip(given.chosen, *gradients, strict=True):
-        dtype = str(given.inputs[i].dtype)
-        if (share := float(_lost_share(dtype, *same))) >= _LOST:
+    for i, own, other, is_cured in zip(given.chosen, grads, scaled.grads, cured, strict=True):
+        dtype, share = str(given.inputs[i].dtype), float(own.zeros - other.zeros)
+        if is_cured and dtype in _HALF_NAMES and share >= _LOST:
             shares[share, dtype, given.names[i]] = None
-    if not shares:
-        return []
-    share, dtype, name = max(shares, key=lambda own: own[:2])
-    more = f" ({len(shares)} arguments like it in all)" if len(shares) > 1 else ""
-    what = _told(share, f"gradient of {name}", dtype, more)
-    return [function_finding("underflow", what, given)]
+    if shares:
+        share, dtype, name = max(shares, key=lambda own: own[:2])
+        more = f" ({len(shares)} arguments like it in all)" if len(shares) > 1 else ""
+        yield function_finding("underflow", _told(share, f"gradient of {name}", dtype, more), given)
 
 
-def _lost_share(dtype: str, own: Any, wide: Any, scaled: Any) -> Any:
-    """The share of zeros that neither float32 nor a scaled loss has, if the scale cures them."""
-    lost = own.zeros - np.maximum(wide.zeros, scaled.zeros)
-    is_cured = np.asarray(scaled.largest) / LOSS_SCALE >= _CURED * np.asarray(wide.largest)
-    is_cured = (dtype in _HALF_NAMES) & (is_cured | (np.asarray(scaled.nonfinite) > 0))
-    return np.where(is_cured, lost, 0)
+def _is_cured(scaled: Summary, largest: float) -> bool:
+    """Whether the scaled loss has the gradient of a leaf that float32 has."""
+    own = float(scaled.largest) / LOSS_SCALE
+    is_equal = _CURED * largest <= own <= largest / _CURED
+    return largest > 0 and (is_equal or bool(np.any(scaled.nonfinite)))
 
 
-def _told(share: float, of: str, dtype: str, around: str) -> str:
+def _told(share: Any, of: str, dtype: str, around: str) -> str:
     other = "bfloat16" if dtype == "float16" else "float32"
     return (
         f"{share:.0%} of the {of} is zero in {dtype} but not in float32{around}; scale the loss, "

@@ -1,17 +1,26 @@
 """The parts of a program, and what is measured of each: runs of equations of one module."""
 
+import collections
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import DropVar, JaxprEqn, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.cotangents import CotangentSite, Measured, joined
-from clipgrad._diagnose.probe import RESULT, STATE, Site, carried_variables
+from clipgrad._diagnose.measure import CotangentSite, joined
+from clipgrad._diagnose.probe import RESULT, STATE, Site, Summary, carried_variables
 from clipgrad._diagnose.records import GradientRow
-from clipgrad._jaxpr import JIT, holds_floats
+from clipgrad._jaxpr import (
+    JIT,
+    chooses_by_platform,
+    differentiated_programs,
+    equations,
+    holds_floats,
+    opened,
+)
 from clipgrad._names import Place
 
+SCAN = "scan"
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
 _PARTS, _LONGEST = 64, 24
@@ -21,60 +30,77 @@ _LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"})
 
 
-class Unit:
+def inner_programs(equation: JaxprEqn) -> list:
+    """The programs inside of an equation that are measured."""
+    return [] if chooses_by_platform(equation) else differentiated_programs(equation)
+
+
+class Unit(NamedTuple):
     """Equations next to each other, of one module and with at most one matrix product.
 
-    ``equations`` is one alone if there are blocks ``inside`` of it to go into. ``leaves`` are the
+    ``equations`` is one alone if there are programs ``inside`` of it to go into. ``leaves`` are the
     variables that other units read, with the sites where their cotangents are measured, and
     ``carried`` are the floating numbers that a scan carries, as variables of its body.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        equations: list[JaxprEqn],
-        inside: list[Block],
-    ):
-        self.block, self.equations, self.inside = block, equations, inside
-        own = set(map(id, equations))
-        self.leaves = {
-            v: Site(RESULT, block.place(equation).key, i)
-            for equation in equations
-            for i, v in enumerate(equation.outvars)
-            if not isinstance(v, DropVar) and holds_floats(v) and self._leaves(v, own)
-        }
-        is_scan = inside and self.place.equation.primitive.name == "scan"
-        states = enumerate(carried_variables(self.place.equation) if is_scan else ())
-        self.carried = {v: Site(STATE, self.place.key, i) for i, v in states if holds_floats(v)}
-        self.is_layer = any(map(_is_layer, equations))
-
-    def _leaves(self, variable: Var, own: set[int]) -> bool:
-        """Whether a result of the unit is read by another one, or is one of the block."""
-        jaxpr = self.block.jaxpr
-        readers = {id(jaxpr.eqns[i]) for i, _ in self.block.uses.get(variable, ())}
-        return bool(readers - own) or any(v is variable for v in jaxpr.outvars)
+    equations: list[JaxprEqn]
+    parent: Place | None
+    inside: list
+    leaves: dict[Var, Site]
+    carried: dict[Var, Site]
 
     @property
     def place(self) -> Place:
         """The last equation of the unit."""
-        return self.block.place(self.equations[-1])
+        return Place(self.equations[-1], self.parent)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether there is a matrix product."""
+        return any(map(_is_layer, self.equations))
 
 
-def all_units(block: Block, longest: int | None = None) -> Iterator[Unit]:
-    """The units of a block and of those inside that are gone into, in program order."""
+def all_units(
+    program: Any, parent: Place | None = None, longest: int | None = None
+) -> Iterator[Unit]:
+    """The units of a program and of those inside that are gone into, in program order."""
+    jaxpr = opened(program)[0]
     if longest is None:
-        longest = min(max(_size_of(block) // _PARTS, 1), _LONGEST)
-    for equations, inside in _runs(block, longest):
+        longest = min(max(_size_of(program) // _PARTS, 1), _LONGEST)
+    readers = collections.defaultdict(set)
+    for equation in jaxpr.eqns:
+        for v in equation.invars:
+            if type(v) is not Literal:
+                readers[v].add(id(equation))
+    for v in jaxpr.outvars:
+        if type(v) is not Literal:
+            readers[v].add(None)
+    for run, inside in _runs(jaxpr, longest):
         for inner in inside:
-            yield from all_units(inner, longest)
-        yield Unit(block, equations, inside)
+            yield from all_units(inner, Place(run[0], parent), longest)
+        yield _unit(run, parent, inside, readers)
 
 
-def _runs(block: Block, longest: int) -> Iterator[tuple[list[JaxprEqn], list[Block]]]:
-    """The equations of each unit, and the blocks inside of one that is to be gone into."""
+def _unit(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict) -> Unit:
+    own = set(map(id, run))
+    leaves = {
+        v: Site(RESULT, Place(equation, parent).key, i)
+        for equation in run
+        for i, v in enumerate(equation.outvars)
+        if not isinstance(v, DropVar) and holds_floats(v) and readers[v] - own
+    }
+    is_scan = inside and run[-1].primitive.name == SCAN
+    states = enumerate(carried_variables(run[-1]) if is_scan else ())
+    key = Place(run[-1], parent).key
+    carried = {v: Site(STATE, key, i) for i, v in states if holds_floats(v)}
+    return Unit(run, parent, inside, leaves, carried)
+
+
+def _runs(jaxpr: Any, longest: int) -> Iterator[tuple[list[JaxprEqn], list]]:
+    """The equations of each unit, and the programs inside of one that is to be gone into."""
     run: list[JaxprEqn] = []
-    for i, equation in enumerate(block.jaxpr.eqns):
-        inside = block.children.get(i, [])
+    for equation in jaxpr.eqns:
+        inside = inner_programs(equation)
         is_held = bool(inside) and not _is_small_call(equation, inside)
         is_next_layer = _is_layer(equation) and any(map(_is_layer, run))
         is_other = is_next_layer or (run and Place(run[0]).module != Place(equation).module)
@@ -89,45 +115,46 @@ def _runs(block: Block, longest: int) -> Iterator[tuple[list[JaxprEqn], list[Blo
         yield run, []
 
 
-def _is_small_call(equation: JaxprEqn, inside: list[Block]) -> bool:
+def _is_small_call(equation: JaxprEqn, inside: list) -> bool:
     """Whether an equation stays whole in a measurement of modules."""
-    held = (e for block in inside for own in block.blocks() for e in own.jaxpr.eqns)
-    has_loops = any(e.primitive.name == "scan" for e in held)
+    has_loops = any(e.primitive.name == SCAN for program in inside for e in equations(program))
     is_small = equation.primitive.name in JIT and sum(map(_size_of, inside)) <= _SMALL_FUNCTION
     return is_small and not has_loops
 
 
-def _size_of(block: Block) -> int:
+def _size_of(program: Any) -> int:
     """The number of equations, inside of others too."""
-    return sum(len(own.jaxpr.eqns) for own in block.blocks())
+    own = opened(program)[0].eqns
+    return len(own) + sum(_size_of(inner) for e in own for inner in inner_programs(e))
 
 
 def _is_layer(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _LAYERS
 
 
-SCAN = "scan"
-
-
-def module_sites(block: Block) -> list[CotangentSite]:
+def module_sites(units: list[Unit]) -> list[CotangentSite]:
     """The sites of values that leave each unit, and of the carries of each scan."""
     sites = []
-    for unit in all_units(block):
-        sites += [CotangentSite(site, unit.block.parent, v) for v, site in unit.leaves.items()]
+    for unit in units:
+        sites += [CotangentSite(site, unit.parent, v) for v, site in unit.leaves.items()]
         sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
     return sites
 
 
-def units_and_rows(block: Block, measured: Measured) -> Iterator[tuple[Unit, GradientRow]]:
+def units_and_rows(
+    units: list[Unit], measured: dict[Site, Summary]
+) -> list[tuple[Unit, GradientRow]]:
     """A row for each unit and each scan that cotangents come to, in forward order."""
-    for unit in all_units(block):
+    found = []
+    for unit in units:
         # What leaves a unit with programs inside has rows there; what a scan carries has not.
-        around = unit.place if unit.inside else unit.block.parent
+        around = unit.place if unit.inside else unit.parent
         sites = unit.carried if unit.inside else unit.leaves
         pairs = [(v, joined(measured[site], around)) for v, site in sites.items()]
-        pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
+        pairs = [(v, own) for v, own in pairs if np.any(own.reached)]
         if pairs:
-            yield unit, _row(unit, pairs)
+            found.append((unit, _row(unit, pairs)))
+    return found
 
 
 def _row(unit: Unit, pairs: list) -> GradientRow:
@@ -135,7 +162,7 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
     scans = [*place.scans, *([place.equation] if is_carried else [])]
     largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
     sizes = np.array([v.aval.size for v, _ in pairs], float)
-    summaries = [summary for _, summary in pairs]
+    summaries = [own for _, own in pairs]
     where = place.location
     return GradientRow(
         module=place.module,
@@ -152,3 +179,36 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
         is_layer=unit.is_layer,
         reverse=bool(scans) and scans[-1].params["reverse"],
     )
+
+
+def ancestors(program: Any, units: list[Unit]) -> list[int]:
+    """For each unit the units that it is computed from, as the bits of a number."""
+    own = {Place(e, u.parent).key: i for i, u in enumerate(units) for e in u.equations}
+    found = [0] * len(units)
+
+    def walk(jaxpr: Any, inputs: list[int], parent: Place | None) -> list[int]:
+        masks = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda v: 0 if type(v) is Literal else masks.get(v, 0)  # noqa: E731
+        for equation in jaxpr.eqns:
+            place, given = Place(equation, parent), [read(v) for v in equation.invars]
+            results = [_joined(given)] * len(equation.outvars)
+            same = [p for p in map(opened, inner_programs(equation))
+                    if len(p[0].invars) == len(given)]  # fmt: skip
+            if len(same) == 1 and equation.primitive.name != SCAN:
+                results = walk(same[0][0], given, place)
+            if (number := own.get(place.key)) is not None:
+                found[number] |= _joined(given) & ~(1 << number)
+                results = [mask | 1 << number for mask in results]
+            masks.update(zip(equation.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    jaxpr = opened(program)[0]
+    walk(jaxpr, [0] * len(jaxpr.invars), None)
+    return found
+
+
+def _joined(masks: list[int]) -> int:
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total

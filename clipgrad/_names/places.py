@@ -33,7 +33,7 @@ _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 _MACHINERY = {
     "api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py", "api_util.py",
     "linear_util.py", "partial_eval.py", "source_info_util.py", "ufunc_api.py", "array_methods.py",
-    "ad_checkpoint.py",
+    "ad_checkpoint.py", "batching.py",
 }  # fmt: skip
 _NAMED = CUSTOM_RULES | JIT
 # The folders of functions that people call, and frames in these that are no such functions.

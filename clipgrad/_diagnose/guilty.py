@@ -1,0 +1,359 @@
+"""Which entry of a tape makes good into bad: three questions that go along it.
+
+Where a value is from that is not finite leads from the loss to the arguments (`origin`). Where a
+cotangent is from that is not finite, and where one ends that is zero, lead from an argument to the
+loss (`faults`, `cuts`). A question goes inside of an entry only where it is about that entry.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
+
+from clipgrad._diagnose.calls import InBranch, InCall
+from clipgrad._diagnose.levels import INF, NAN, is_zero, level, levels
+from clipgrad._diagnose.loops import InScan, InWhile
+from clipgrad._diagnose.parts import Group
+from clipgrad._diagnose.tape import Entry, Tape
+from clipgrad._jaxpr import (
+    CUSTOM_RULES,
+    called_program,
+    equations,
+    held_programs,
+    holds_floats,
+    opened,
+)
+from clipgrad._names import is_users
+
+# Packages of functions that a mask of -inf is for: the log of 0 that one adds is meant.
+MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
+
+# Operations that only move numbers: what makes a value is before them.
+MOVES = frozenset("transpose reshape squeeze convert_element_type copy".split())
+# Of a cut what is not in the entry: the branch, the next step, and the uses of a value.
+BRANCH, CARRY, CANCELS = "branch", "carry", "cancels"
+
+
+class Found(NamedTuple):
+    """An entry that makes good into bad, or an argument of the loss.
+
+    Attributes:
+      kind: the kind of its finding.
+      entry: the entry; None for an argument.
+      number: of the operand, or of the argument.
+      is_constant: whether the entry reads a constant that is not finite.
+      steps: of a sum in the carry of a scan, the steps of it.
+      is_backward: whether an operation raises in the backward pass.
+      way: of a cut how it is one, if not by its entry: `BRANCH`, `CARRY` or `CANCELS`.
+    """
+
+    kind: str
+    entry: Any = None
+    number: int = 0
+    is_constant: bool = False
+    steps: tuple[int, ...] = ()
+    way: str = ""
+    is_backward: bool = False
+
+    @property
+    def step(self) -> int | None:
+        """The step of the innermost scan."""
+        steps = self.steps or (self.entry.tape.steps if self.entry else ())
+        return steps[-1] if steps else None
+
+    @property
+    def device(self) -> str | None:
+        """The coordinates of the devices whose values or cotangents are bad."""
+        if self.entry is None or not self.entry.tape.runs.axes:
+            return None
+        xs = self.entry.outs if self.kind == "value" else self.entry.back
+        bad = np.max([levels(x, 1) for x in xs if x is not None and holds_floats(x)], axis=0)
+        return self.entry.place.device([(int(d),) for d in np.flatnonzero(bad == bad.max())])
+
+
+# -- Where a value is from.
+
+
+def origin(tape: Tape, atom: Any, wanted: int, reader: Entry | None = None) -> Found:
+    """What made a value as bad as it is ``wanted``."""
+    while True:
+        if tape.is_constant(atom):
+            return Found("value", reader, is_constant=True)
+        entry = tape.made.get(atom)
+        if entry is None:
+            number = tape.jaxpr.invars.index(atom)
+            if tape.within is None:
+                return Found("value", None, number)
+            holder = tape.within.entry
+            reader = reader or holder
+            tape, atom = holder.inside.input(tape, number, wanted)
+        elif entry.inside:
+            reader = entry
+            tape, atom = entry.inside.result(entry.equation.outvars.index(atom), wanted)
+        else:
+            bad = _bad_operands(entry, atom, wanted)
+            moving = [a for a in bad if not tape.is_constant(a)]
+            if not moving:
+                return Found("value", entry, is_constant=bool(bad))
+            atom, reader = moving[0], entry
+
+
+def _bad_operands(entry: Entry, result: Any, wanted: int) -> list:
+    """Those that are as bad; of a choice, those that are bad where they are chosen."""
+    pairs = list(zip(entry.equation.invars, entry.ins, strict=True))
+    found = [(a, x) for a, x in pairs if level(x) >= wanted]
+    if entry.name == "select_n":
+        y = entry.tape.values[result]
+        bad = levels(y, np.ndim(y)) > 0
+        same = [(a, x) for a, x in found if np.shape(x) == np.shape(y)]
+        chosen = [(a, x) for a, x in same if np.any((levels(x, np.ndim(x)) >= wanted) & bad)]
+        found = chosen or found
+    return [a for a, _ in found]
+
+
+def value_at(tape: Tape, atom: Any, wanted: int) -> tuple[Found, Found | None]:
+    """The origin of a value; of a NaN that is made of infinities, what made the first of these.
+
+    Second is then the operation that makes NaN of it.
+    """
+    found = origin(tape, atom, wanted)
+    entry = found.entry
+    if entry is None or found.is_constant:
+        return found, None
+    pairs = zip(entry.equation.invars, entry.ins, strict=True)
+    infinite = [a for a, x in pairs if level(x) == INF and not entry.tape.is_constant(a)]
+    roots = [origin(entry.tape, a, INF) for a in infinite]
+    roots = [r for r in roots if r.entry and not r.is_constant]
+    if not roots or max(map(level, entry.outs)) < NAN:
+        return found, None
+    root = min(roots, key=lambda r: r.entry.order)
+    package = (entry.place.location.package or "").partition(" ")[0]
+    if package in MASKING and root.entry.name in ("log", "log1p"):
+        return found, None
+    return root, found
+
+
+# -- Where a cotangent is from.
+
+
+def faults(tape: Tape, atom: Any, seen: set) -> Iterator[Found]:
+    """The entries that made the cotangent of a value not finite."""
+    if (tape, atom) in seen or not level(tape.cotangents.get(atom)):
+        return
+    seen.add((tape, atom))
+    bad = [(entry, k) for entry, k in tape.uses[atom] if level(entry.back[k])]
+    ends = results_of(tape, atom)
+    late = [j for j in ends if level(tape.of_results[j]) and tape.within]
+    for j in late:
+        yield from faults(*tape.within.entry.inside.output(tape, j), seen)
+    for entry, k in bad:
+        yield from _faults_of(entry, k, seen)
+    if not bad and not late:
+        yield _sum_of(tape, atom)
+
+
+def _faults_of(entry: Entry, k: int, seen: set) -> Iterator[Found]:
+    """The entries that made the cotangent of an operand not finite."""
+    tape = entry.tape
+    later = [v for v, g in zip(entry.equation.outvars, entry.got, strict=True) if level(g)]
+    if later:
+        for v in later:
+            yield from faults(tape, v, seen)
+        return
+    is_whole = entry.inside is None or not _is_followed_back(entry)
+    way = None if is_whole else entry.inside.operand(k, is_zero=False)
+    inside = list(faults(*way, seen)) if way else []
+    if inside or (way and way in seen):
+        yield from inside
+    elif isinstance(entry.inside, InScan):
+        yield _sum_of(tape, entry.equation.invars[k])
+    else:
+        yield Found("vjp", entry, k)
+
+
+def _is_followed_back(entry: Entry) -> bool:
+    """Whether the cotangents inside are those of the operations there."""
+    return getattr(entry.inside, "is_differentiated", isinstance(entry.inside, InScan))
+
+
+def results_of(tape: Tape, atom: Any) -> list[int]:
+    """The results of a program that a value is."""
+    return [j for j, a in enumerate(tape.jaxpr.outvars) if a is atom]
+
+
+def _sum_of(tape: Tape, atom: Any) -> Found:
+    """A sum of cotangents, of the value outside of the programs around."""
+    while atom not in tape.made and tape.within:
+        holder, number = tape.within.entry, tape.jaxpr.invars.index(atom)
+        if isinstance(holder.inside, InScan) and holder.inside.is_carry(number):
+            return Found("sum", holder, steps=tape.steps)
+        tape, atom = holder.tape, holder.equation.invars[number + tape.within.shift]
+    made = tape.made.get(atom)
+    return Found("sum", made, 0 if made else tape.jaxpr.invars.index(atom))
+
+
+def first_backward(found: list[Found]) -> Found:
+    """The one that comes first in the backward pass; an argument comes last."""
+    return max(found, key=lambda f: f.entry.order if f.entry else ())
+
+
+def contains(entry: Entry, other: Entry | None) -> bool:
+    """Whether an entry is another one, or holds it."""
+    return other is not None and other.order[: len(entry.order)] == entry.order
+
+
+# -- Where a cotangent ends.
+
+
+def cuts(tape: Tape, atom: Any, seen: set) -> Iterator[Found]:
+    """The entries with a cotangent, and an operand without, on all ways from a value on."""
+    if (tape, atom) in seen:
+        return
+    seen.add((tape, atom))
+    for j in results_of(tape, atom) if tape.within else ():
+        yield from _cuts_behind(tape, j, seen)
+    live = [(e, k) for e, k in tape.uses[atom] if not is_zero(e.back[k])]
+    if live and is_zero(tape.cotangents.get(atom)):
+        yield Found("zero", *live[0], way=CANCELS)
+        return
+    for entry, k in tape.uses[atom]:
+        if (entry, k) not in live:
+            yield from _cuts_of(entry, k, seen)
+
+
+def _cuts_behind(tape: Tape, result: int, seen: set) -> Iterator[Found]:
+    """The cuts behind a result of a program inside; one of a carry that nobody reads."""
+    assert tape.within is not None
+    entry = tape.within.entry
+    after, atom = entry.inside.output(tape, result)
+    is_next = after is not entry.tape
+    made = _maker(tape, tape.jaxpr.outvars[result])
+    is_read = not is_next or after.uses[atom] or results_of(after, atom)
+    if is_next and made and not is_read:
+        yield Found("zero", made, way=CARRY)
+    else:
+        yield from cuts(after, atom, seen)
+
+
+def _maker(tape: Tape, atom: Any) -> Entry | None:
+    """The operation that makes a value, inside of calls and before moves."""
+    entry = tape.made.get(atom)
+    deeper = None
+    if entry and isinstance(entry.inside, InCall):
+        deeper = _maker(*entry.inside.result(entry.equation.outvars.index(atom), 0))
+    elif entry and entry.name in MOVES:
+        deeper = _maker(tape, entry.equation.invars[0])
+    return deeper or entry
+
+
+def _cuts_of(entry: Entry, k: int, seen: set) -> Iterator[Found]:
+    """The cuts of an operand without a cotangent."""
+    is_blind = entry.name in ("stop_gradient", "while") or not any(map(holds_floats, entry.outs))
+    if isinstance(entry.inside, InWhile):
+        if reaches(entry):
+            yield Found("zero", *_in_condition(entry.inside, k))
+    elif entry.alive and entry.inside and _is_followed_back(entry):
+        way = entry.inside.operand(k, is_zero=True)
+        if way is None:
+            yield Found("zero", entry, k)
+        elif isinstance(entry.inside, InBranch) and not (way[0].uses[way[1]] or results_of(*way)):
+            yield Found("zero", entry, k, way=BRANCH)
+        else:
+            yield from cuts(*way, seen)
+    elif entry.alive or (is_blind and reaches(entry)):
+        yield Found("zero", entry, k)
+    elif not is_blind:
+        for v in entry.equation.outvars:
+            yield from cuts(entry.tape, v, seen)
+
+
+def is_of_users_rule(entry: Entry) -> bool:
+    """Whether an entry is a function with a custom rule of the user's."""
+    if entry.name not in CUSTOM_RULES:
+        return False
+    info = getattr(opened(called_program(entry.equation))[0], "debug_info", None)
+    return is_users(getattr(info, "func_filename", None) or "<frozen")
+
+
+def reaches(entry: Entry) -> bool:
+    """Whether something that has a cotangent, or a result, is computed from an entry."""
+    todo, seen = [entry], set()
+    while todo:
+        own = todo.pop()
+        if own in seen:
+            continue
+        seen.add(own)
+        tape, outs = own.tape, own.equation.outvars
+        if any(a is v for a in tape.jaxpr.outvars for v in outs):
+            return True
+        readers = [e for v in outs for e, _ in tape.uses[v]]
+        if any(e.alive for e in readers):
+            return True
+        todo += readers
+    return False
+
+
+def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
+    """The operation in the condition of a loop that has no derivative; else the loop."""
+    entry = inside.entry
+    if operand >= inside.first:
+        return entry, operand
+    tape = inside.tested()
+    read = {tape.jaxpr.invars[operand]}
+    for own in tape.entries:
+        operands = enumerate(own.equation.invars)
+        reads = [k for k, a in operands if type(a) is not Literal and a in read]
+        if reads and not any(map(holds_floats, own.outs)):
+            return own, reads[0]
+        if reads:
+            read |= set(own.equation.outvars)
+    return entry, operand
+
+
+# -- What raises, and what anything is computed from.
+
+
+def raised_from(found: Found) -> Found | None:
+    """What is not finite in the operands of an operation that raises; None if all are finite."""
+    entry = found.entry
+    if found.is_backward:
+        return None
+    for atom, x in zip(entry.equation.invars, entry.ins, strict=True):
+        if level(x) and not entry.tape.is_constant(atom):
+            return value_at(entry.tape, atom, level(x))[0]
+    return None
+
+
+class Roots(NamedTuple):
+    """What values are computed from: arguments, and operations."""
+
+    arguments: frozenset[int]
+    operations: frozenset[str]
+
+
+def roots(tape: Tape, atoms: Any) -> Roots:
+    """The arguments and the names of all operations that some values are computed from."""
+    todo, seen = [(tape, a) for a in atoms], set()
+    arguments, names = set(), set()
+    while todo:
+        tape, atom = todo.pop()
+        if tape.is_constant(atom) or (tape, atom) in seen:
+            continue
+        seen.add((tape, atom))
+        entry = tape.made.get(atom)
+        if entry is not None:
+            names.update(_names_in(entry))
+            todo += [(tape, a) for a in entry.equation.invars]
+        elif tape.within is None:
+            arguments.add(tape.jaxpr.invars.index(atom))
+        else:
+            holder, number = tape.within.entry, tape.jaxpr.invars.index(atom)
+            todo.append((holder.tape, holder.equation.invars[number + tape.within.shift]))
+    return Roots(frozenset(arguments), frozenset(names))
+
+
+def _names_in(entry: Entry) -> set[str]:
+    part = entry.equation
+    held = [part.program] if isinstance(part, Group) else held_programs(part)
+    return {entry.name, *(e.primitive.name for program in held for e in equations(program))}

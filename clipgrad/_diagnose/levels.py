@@ -1,0 +1,43 @@
+"""How bad numbers are: finite, inf or NaN, and whether there are any at all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clipgrad._jaxpr import holds_floats
+
+FINITE, INF, NAN = 0, 1, 2
+
+
+def levels(x: Any, axes: int = 0) -> np.ndarray:
+    """How bad an array is: all of it, or each part along its first axes."""
+    if x is None or not holds_floats(x):
+        return np.zeros(np.shape(x)[:axes], int)
+    array = wide(x)
+    rest = tuple(range(axes, array.ndim))
+    return np.where(np.isnan(array).any(rest), NAN, np.where(np.isinf(array).any(rest), INF, 0))
+
+
+def level(x: Any) -> int:
+    """How bad an array is; `FINITE` if there is none."""
+    return int(levels(x))
+
+
+def wide(x: Any) -> np.ndarray:
+    """Numbers on the host, in a type that NumPy knows."""
+    array = np.asarray(x)
+    is_known = array.dtype.kind in "fciub"
+    return array if is_known else array.astype(np.float32)
+
+
+def is_zero(x: Any) -> bool:
+    """Whether there is nothing but zeros, or no array."""
+    return x is None or not np.any(np.asarray(x))
+
+
+def range_of(xs: Sequence[Any]) -> tuple[float, float]:
+    """The smallest and the largest number of some arrays; 0 if there is none."""
+    flat = [np.real(wide(x)).astype(np.float64).ravel() for x in xs if holds_floats(x)]
+    every = np.concatenate([*flat, np.zeros(0)])
+    return (float(every.min()), float(every.max())) if every.size else (0.0, 0.0)

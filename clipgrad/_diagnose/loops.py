@@ -1,0 +1,304 @@
+"""Opening loops: a scan runs as one and keeps its carries, and each step can become a tape."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipgrad._diagnose.levels import level, levels
+from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
+from clipgrad._jaxpr import called_program, evaluate, holds_floats, scan_counts
+
+
+@opening("scan")
+class InScan(Inside):
+    """The steps of a scan.
+
+    The forward pass keeps what each step begins with, and the backward pass the cotangent of what
+    it ends with, so that any one step can be run again alone.
+    """
+
+    def __init__(self, entry: Entry):
+        super().__init__(entry)
+        params = entry.equation.params
+        self.program, self.length = called_program(entry.equation), params["length"]
+        self.is_reverse = params["reverse"]
+        self.fixed, carried = scan_counts(entry.equation)
+        self.carried = carried
+        self.split = self.fixed + carried  # the first operand with an element for each step
+        self.carries: list = []  # with an axis of steps in front, behind the axes of devices
+        self.of_carries: dict[int, Any] = {}  # the cotangents of the carry behind each step
+        # Of the operands that are fixed: at which steps their cotangent is not zero, is not finite.
+        self.told: dict[int, np.ndarray] = {}
+        self._steps: dict[int, Tape] = {}
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """One without steps has nothing inside."""
+        return entry.equation.params["length"] > 0
+
+    @property
+    def times(self) -> list[int]:
+        """The steps in the order in which they run."""
+        steps = list(range(self.length))
+        return steps[::-1] if self.is_reverse else steps
+
+    def is_carry(self, number: int) -> bool:
+        """Whether an operand, or an input of a step, is carried."""
+        return self.fixed <= number < self.split
+
+    def forward(self) -> list:
+        """The results; keeps what each step begins with."""
+        entry, hook = self.entry, self.entry.tape.runs.hook
+
+        def run(*xs: Any) -> list:
+            def step(carry: list, own: list) -> Any:
+                results = evaluate(self.program, [*xs[: self.fixed], *carry, *own], hook)
+                return results[: self.carried], (results[self.carried :], carry)
+
+            start, own = list(xs[self.fixed : self.split]), list(xs[self.split :])
+            last, (stacked, carries) = lax.scan(step, start, own, self.length, self.is_reverse)
+            return [*last, *stacked, *carries]
+
+        runs = entry.tape.runs
+        found = list(runs.compiled(runs.mapped(run), *entry.ins))
+        count = len(entry.equation.outvars)
+        self.carries = found[count:]
+        return found[:count]
+
+    def backward(self) -> None:
+        """Fill in the cotangents; keeps those of what each step ends with."""
+        entry, runs, reached = self.entry, self.entry.tape.runs, set()
+        ways = [
+            i
+            for i, x in enumerate(entry.ins)
+            if holds_floats(x) and (self.is_carry(i) or entry.active[i])
+        ]
+        given = [j for j, y in enumerate(entry.outs) if holds_floats(y)]
+        got = [
+            jnp.zeros_like(entry.outs[j]) if entry.got[j] is None else entry.got[j] for j in given
+        ]
+        fun = self._backward(ways, given, reached)
+        flat = runs.compiled(runs.mapped(fun), *entry.ins, *self.carries, *got)
+        found, told, cotangents = flat
+        for i, own in zip(ways, found, strict=True):
+            entry.back[i] = own if i in reached and entry.active[i] else None
+        self.of_carries = dict(zip([j for j in given if j < self.carried], cotangents, strict=True))
+        flags = [np.asarray(x) for x in told]
+        flags = [x.any(0) if runs.axes else x for x in flags]
+        self.told = dict(zip([i for i in ways if i < self.fixed], flags, strict=True))
+
+    def _backward(self, ways: list[int], given: list[int], reached: set[int]) -> Callable:
+        """The backward pass: of the operands, of the carries, of the results their cotangents."""
+        hook, count = self.entry.tape.runs.hook, len(self.entry.ins)
+        fixed = [i for i in ways if i < self.fixed]
+        moved = [i for i in ways if self.is_carry(i)]
+        each = [i for i in ways if i >= self.split]
+
+        def step_of(ins: Sequence[Any]) -> Callable:
+            def step(state: Any, own: Any) -> Any:
+                (cotangents, totals), (carry, elements, of_stacked) = state, own
+                every = [*ins[: self.fixed], *carry, *elements]
+
+                def run(*moved: Any) -> list:
+                    new = dict(zip(ways, marked(ways, moved, reached), strict=True))
+                    inputs = [new.get(i, x) for i, x in enumerate(every)]
+                    results = evaluate(self.program, inputs, hook)
+                    return [results[j] for j in given]
+
+                pull = jax.vjp(run, *(every[i] for i in ways))[1]
+                found = dict(zip(ways, pull([*cotangents, *of_stacked]), strict=True))
+                totals = [t + found[i] for t, i in zip(totals, fixed, strict=True)]
+                told = [_told(found[i]) for i in fixed]
+                new = [found[i] for i in moved], totals
+                return new, ([found[i] for i in each], told, cotangents)
+
+            return step
+
+        def backward(*flat: Any) -> Any:
+            ins, rest = flat[:count], flat[count:]
+            carries, got = list(rest[: self.carried]), rest[self.carried :]
+            start = [g for j, g in zip(given, got, strict=True) if j < self.carried]
+            stacked = [g for j, g in zip(given, got, strict=True) if j >= self.carried]
+            state = start, [jnp.zeros_like(ins[i]) for i in fixed]
+            own = carries, list(ins[self.split :]), stacked
+            step = step_of(ins)
+            (first, totals), (found, told, cotangents) = lax.scan(
+                step, state, own, self.length, reverse=not self.is_reverse
+            )
+            return [*totals, *first, *found], told, cotangents
+
+        return backward
+
+    def step(self, t: int) -> Tape:
+        """The tape of one step, with its cotangents if there are any."""
+        if t not in self._steps:
+            entry = self.entry
+            at = lambda x: entry.tape.runs.at(x, t)  # noqa: E731
+            elements = map(at, [*self.carries, *entry.ins[self.split :]])
+            self._steps[t] = tape = self._tape([*entry.ins[: self.fixed], *elements], t)
+            if self.of_carries or any(g is not None for g in entry.got):
+                of = {j: at(x) for j, x in self.of_carries.items()}
+                of |= {
+                    j: at(g) for j, g in enumerate(entry.got) if j >= self.carried and g is not None
+                }
+                tape.backward([of.get(j) for j in range(len(entry.outs))])
+        return self._steps[t]
+
+    def _tape(self, inputs: list, t: int) -> Tape:
+        active = list(self.entry.active)
+        active[self.fixed : self.split] = [any(active)] * self.carried
+        within = Within(self.entry, 0, t, self.times.index(t))
+        return Tape(self.program, inputs, active, within)
+
+    def result(self, number: int, wanted: int) -> tuple[Tape, Any]:
+        """The result at the step that makes it as bad."""
+        if number < self.carried:
+            t = self._first(number, self.length - 1, wanted)
+        else:
+            bad = self._by_step(self.entry.outs[number])
+            t = next(t for t in self.times if bad[t] >= wanted)
+        return self.step(t), self.step(t).jaxpr.outvars[number]
+
+    def input(self, tape: Tape, number: int, wanted: int) -> tuple[Tape, Any]:
+        """What the step before ends with, or an operand."""
+        now = tape.within.time if tape.within else 0
+        if not self.is_carry(number) or not now:
+            return super().input(tape, number, wanted)
+        t = self._first(number - self.fixed, now - 1, wanted)
+        return self.step(t), self.step(t).jaxpr.outvars[number - self.fixed]
+
+    def operand(self, number: int, is_zero: bool) -> tuple[Tape, Any] | None:
+        """The input at the step in time whose cotangent is bad first, going backward.
+
+        Of what is zero it is a step at which there is a cotangent of a result: of a carry the first
+        of these, of a fixed operand the last, and of an element the last that is zero itself.
+        """
+        if is_zero:
+            steps = self.alive
+            if self.is_carry(number):
+                steps = steps[:1]
+        elif number < self.fixed:
+            steps = [t for t in self.times if self.told[number][t, 1]]
+        else:
+            back = self.entry.back[number]
+            bad = self._by_step(back) if number >= self.split else None
+            steps = self.times[:1] if bad is None else [t for t in self.times if bad[t]]
+        tape = self.step(steps[-1]) if steps else None
+        return (tape, tape.jaxpr.invars[number]) if tape else None
+
+    def output(self, tape: Tape, number: int) -> tuple[Tape, Any]:
+        """What the next step begins with, or a result."""
+        assert tape.within is not None
+        later = self.times[tape.within.time + 1 :]
+        if number >= self.carried or not later:
+            return super().output(tape, number)
+        alive = [t for t in self.alive if t in later]
+        after = self.step(alive[0] if alive else later[0])
+        return after, after.jaxpr.invars[self.fixed + number]
+
+    @property
+    def alive(self) -> list[int]:
+        """The steps at which a result has a cotangent, in the order in which they run."""
+        stacked = [g for g in self.entry.got[self.carried :] if g is not None]
+        axes = self.entry.tape.runs.axes
+        found = [np.asarray(x) != 0 for x in [*self.of_carries.values(), *stacked]]
+        masks = [x.any(tuple(a for a in range(x.ndim) if a != axes)) for x in found]
+        return [t for t in self.times if any(mask[t] for mask in masks)]
+
+    def rerun(self) -> None:
+        """Run the steps one by one."""
+        entry = self.entry
+        carry = entry.ins[self.fixed : self.split]
+        for t in self.times:
+            own = [entry.tape.runs.at(x, t) for x in entry.ins[self.split :]]
+            carry = self._tape([*entry.ins[: self.fixed], *carry, *own], t).results[: self.carried]
+
+    def _by_step(self, x: Any) -> np.ndarray:
+        """How bad an array is at each step, on any device."""
+        axes = self.entry.tape.runs.axes
+        found = levels(x, axes + 1)
+        return found.max(0) if axes else found
+
+    def _first(self, carry: int, now: int, wanted: int) -> int:
+        """The step that makes a carry as bad as it is behind another step."""
+        bad = self._by_step(self.carries[carry])
+        while now and bad[self.times[now]] >= wanted:
+            now -= 1
+        return self.times[now]
+
+
+def _told(cotangent: Any) -> Any:
+    return jnp.stack([jnp.any(cotangent != 0), ~jnp.all(jnp.isfinite(cotangent))])
+
+
+@opening("while")
+class InWhile(Inside):
+    """The iterations of a loop of unknown length, which has no derivative."""
+
+    def __init__(self, entry: Entry):
+        super().__init__(entry)
+        params = entry.equation.params
+        self.condition, self.body = params["cond_jaxpr"], params["body_jaxpr"]
+        self.first = params["cond_nconsts"]
+        self.split = self.first + params["body_nconsts"]  # the first operand that is carried
+
+    def result(self, number: int, wanted: int) -> tuple[Tape, Any]:
+        """The result at the iteration that makes it as bad, or what the loop begins with."""
+        tape = self._iteration(number, wanted)
+        if tape is None:
+            return self.entry.tape, self.entry.equation.invars[self.split + number]
+        return tape, tape.jaxpr.outvars[number]
+
+    def input(self, tape: Tape, number: int, wanted: int) -> tuple[Tape, Any]:
+        """What the iteration before ends with, or an operand."""
+        carry = number - (self.split - self.first)
+        if carry >= 0 and tape.within:
+            before = self._iteration(carry, wanted, tape.within.time)
+            if before is not None:
+                return before, before.jaxpr.outvars[carry]
+        return super().input(tape, number, wanted)
+
+    def rerun(self) -> None:
+        """Run the iterations one by one."""
+        carry = self.entry.ins[self.split :]
+        while bool(np.any(self._test(carry).results[0])):
+            carry = self._tape(carry, 0).results
+
+    def tested(self) -> Tape:
+        """The tape of the condition before the first iteration."""
+        return self._test(self.entry.ins[self.split :])
+
+    def _test(self, carry: Sequence[Any]) -> Tape:
+        active = self.entry.active
+        inputs = [*self.entry.ins[: self.first], *carry]
+        is_active = [*active[: self.first], *active[self.split :]]
+        return Tape(self.condition, inputs, is_active, Within(self.entry))
+
+    def _iteration(self, number: int, wanted: int, limit: int | None = None) -> Tape | None:
+        """The iteration that makes a value as bad, before a limit; None if it begins so."""
+        ins, carry, t = self.entry.ins, self.entry.ins[self.split :], 0
+        if level(carry[number]) >= wanted:
+            return None
+        of_test, of_body = ins[: self.first], ins[self.first : self.split]
+        test, body = self._run(self.condition, of_test), self._run(self.body, of_body)
+        while (limit is None or t < limit) and bool(np.any(test(*of_test, *carry)[0])):
+            new = body(*of_body, *carry)
+            if level(new[number]) >= wanted:
+                break
+            carry, t = new, t + 1
+        return self._tape(carry, t)
+
+    def _run(self, program: Any, fixed: Sequence[Any]) -> Callable:
+        """The condition or the body, compiled."""
+        runs = self.entry.tape.runs
+        run = runs.mapped(lambda *xs: evaluate(program, xs, runs.hook))
+        return runs.executable(run, *fixed, *self.entry.ins[self.split :])
+
+    def _tape(self, carry: Sequence[Any], t: int) -> Tape:
+        inputs = [*self.entry.ins[self.first : self.split], *carry]
+        active = [any(self.entry.active)] * len(inputs)
+        return Tape(self.body, inputs, active, Within(self.entry, self.first, None, t))

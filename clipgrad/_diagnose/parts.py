@@ -1,0 +1,80 @@
+"""The parts of a program that a tape runs: equations, or many behind each other as one."""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from clipgrad._names import common_start, path
+
+# A program of more equations is run in parts: each equation alone costs a call, each part a
+# compilation, so that the two meet at some tens.
+_MANY = 24
+_FEW = 4  # equations that are not worth a compilation
+
+
+class Group(NamedTuple):
+    """Equations behind each other, which run as one."""
+
+    program: Any
+
+    @property
+    def invars(self) -> list:
+        """What the equations read."""
+        return self.program.invars
+
+    @property
+    def outvars(self) -> list:
+        """What others read of their results."""
+        return self.program.outvars
+
+
+def parts(jaxpr: Any) -> list[JaxprEqn | Group]:
+    """The equations of a program; of a long one by module, else so many together.
+
+    Parts of equal modules are equal programs, which are compiled once.
+    """
+    if len(jaxpr.eqns) <= _MANY:
+        return list(jaxpr.eqns)
+    read = _reads(jaxpr.eqns)
+    read.update(v for v in jaxpr.outvars if type(v) is not Literal)
+    found: list[JaxprEqn | Group] = []
+    for run in _runs(jaxpr.eqns):
+        if len(run) < _FEW:
+            found += run
+        else:
+            own = _reads(run)
+            found.append(Group(as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])))
+    return found
+
+
+def _runs(equations: list[JaxprEqn]) -> list[list[JaxprEqn]]:
+    """Equations behind each other of one module; of none, or of too many, so many together."""
+    paths = [path(equation) for equation in equations]
+    depth = len(common_start(paths)) + 1
+    found: list[list[JaxprEqn]] = []
+    before: Any = None
+    for equation, own in zip(equations, paths, strict=True):
+        if own[:depth] != before or not found:
+            found.append([])
+        found[-1].append(equation)
+        before = own[:depth]
+    if 1 < len(found) <= len(equations) // _FEW:
+        return found
+    return [equations[i : i + _MANY] for i in range(0, len(equations), _MANY)]
+
+
+def _reads(equations: Iterable[JaxprEqn]) -> collections.Counter:
+    return collections.Counter(v for e in equations for v in e.invars if type(v) is not Literal)
+
+
+def as_program(
+    run: list[JaxprEqn], jaxpr: Any, is_result: Callable[[Any], bool] = lambda v: True
+) -> Jaxpr:
+    """Some equations of a program as a program of their own."""
+    made = {v for equation in run for v in equation.outvars}
+    reads = [v for equation in run for v in equation.invars if type(v) is not Literal]
+    inputs = reads if len(run) == 1 else list(dict.fromkeys(v for v in reads if v not in made))
+    results = [v for equation in run for v in equation.outvars if is_result(v)]
+    return Jaxpr((), inputs, results, run, debug_info=jaxpr.debug_info.with_unknown_names())

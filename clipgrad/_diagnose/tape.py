@@ -1,0 +1,335 @@
+"""A tape: a program that was run on values, with an entry for each operation, and the cotangents.
+
+An entry holds what an operation read and made, and after the backward pass the cotangents of both.
+An entry that holds a program runs as one; `Entry.inside` opens it.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
+
+from clipgrad._diagnose.parts import Group, as_program, parts
+from clipgrad._diagnose.runs import OnDevices, Runs
+from clipgrad._jaxpr import (
+    chooses_by_platform,
+    equations,
+    evaluate,
+    held_programs,
+    holds_floats,
+    opened,
+)
+from clipgrad._names import Place
+
+GROUP = "group"
+
+
+class OperationRaised(Exception):
+    """Carries the entry whose operation raised an error out of a tape."""
+
+    def __init__(self, entry: "Entry", error: Exception, is_backward: bool):
+        super().__init__(str(error))
+        self.entry, self.error, self.is_backward = entry, error, is_backward
+
+
+def is_of_callback(error: Exception) -> bool:
+    """Whether a program was ended by an error in a callback; JAX has no type of its own for it."""
+    return isinstance(error, RuntimeError | ValueError) and "callback" in str(error).lower()
+
+
+class Within(NamedTuple):
+    """Where a program is inside of an entry."""
+
+    entry: "Entry"
+    shift: int = 0  # the operand that the first input is
+    step: int | None = None  # of a scan: its index
+    time: int = 0  # the number of the step, or of the iteration of a loop, as they run
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """An operation, or a group of them, that ran."""
+
+    equation: Any
+    tape: "Tape"
+    number: int
+    ins: list  # what the operation read
+    outs: list = dataclasses.field(default_factory=list)
+    got: list = dataclasses.field(default_factory=list)  # cotangents of outs; None if there is none
+    back: list = dataclasses.field(default_factory=list)  # cotangents of ins
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return GROUP if isinstance(self.equation, Group) else self.equation.primitive.name
+
+    @property
+    def place(self) -> Any:
+        """The place of the operation; of a group that of the program around."""
+        around = self.tape.parent
+        return around if isinstance(self.equation, Group) else Place(self.equation, around)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The place in time among all entries."""
+        return (*self.tape.order, self.number)
+
+    @property
+    def active(self) -> list[bool]:
+        """Which operands depend on what the loss is differentiated by."""
+        return [type(a) is not Literal and a in self.tape.active for a in self.equation.invars]
+
+    @functools.cached_property
+    def inside(self) -> "Inside | None":
+        """What opens the entry; None for one operation."""
+        if chooses_by_platform_of(self.equation):
+            return None
+        opening = OPENINGS.get(self.name)
+        return opening(self) if opening and opening.opens(self) else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether a result has a cotangent that is not zero."""
+        return any(g is not None and bool(jnp.any(g != 0)) for g in self.got)
+
+    @property
+    def holds_programs(self) -> bool:
+        """Whether there are programs inside, that are opened or not."""
+        return isinstance(self.equation, Group) or bool(held_programs(self.equation))
+
+    def run(self, *inputs: Any) -> list:
+        """The results, for the operands of one device."""
+        runs = self.tape.runs
+        if isinstance(self.equation, Group):
+            return evaluate(self.equation.program, inputs, runs.hook)
+        if isinstance(runs, OnDevices) and runs.is_checked:
+            pairs = zip(inputs, self.equation.invars, strict=True)
+            given = [x for x, atom in pairs if type(atom) is not Literal]
+            return evaluate(as_program([self.equation], self.tape.jaxpr), given, runs.hook)
+        return runs.one(self.equation, inputs)
+
+    def forward(self) -> list:
+        """The results, run as one."""
+        fun = self.tape.runs.mapped(self.run)
+        if self.holds_programs or self.tape.runs.axes:
+            return self.tape.runs.compiled(fun, *self.ins)
+        return fun(*self.ins)
+
+    def backward(self) -> None:
+        """Fill in the cotangents of the operands."""
+        which = [i for i, x in enumerate(self.ins) if holds_floats(x) and self.active[i]]
+        outs = [j for j, y in enumerate(self.outs) if holds_floats(y) and self.got[j] is not None]
+        if not which or not outs or self.name in ("stop_gradient", "while"):
+            return
+        reached: set[int] = set()
+
+        def pull(moved: list, rest: dict, got: list) -> Sequence:
+            def run(*moved: Any) -> list:
+                own = rest | dict(zip(which, marked(which, moved, reached), strict=True))
+                results = self.tape.runs.mapped(self.run)(*(own[i] for i in range(len(self.ins))))
+                return [results[j] for j in outs]
+
+            return jax.vjp(run, *moved)[1](got)
+
+        rest = {i: x for i, x in enumerate(self.ins) if i not in which}
+        given = [self.ins[i] for i in which], rest, [self.got[j] for j in outs]
+        is_whole = self.holds_programs or self.tape.runs.axes
+        found = self.tape.runs.compiled(pull, *given) if is_whole else pull(*given)
+        for i, cotangent in zip(which, found, strict=True):
+            self.back[i] = cotangent if i in reached else None
+
+
+def chooses_by_platform_of(equation: Any) -> bool:
+    """Whether XLA chooses what is inside when it compiles."""
+    return not isinstance(equation, Group) and chooses_by_platform(equation)
+
+
+class Inside:
+    """The tapes inside of an entry, and the ways between them and the one around.
+
+    A way is a tape and a variable of it.
+    """
+
+    def __init__(self, entry: Entry):
+        self.entry = entry
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """Whether an entry can be opened."""
+        return True
+
+    def forward(self) -> list:
+        """The results of the entry; keeps what its tapes need."""
+        return self.entry.forward()
+
+    def backward(self) -> None:
+        """Fill in the cotangents of the operands; keeps what its tapes need."""
+        self.entry.backward()
+
+    def result(self, number: int, wanted: int) -> tuple["Tape", Any] | None:
+        """What a result is inside, where it has become as bad as is ``wanted``."""
+        raise NotImplementedError
+
+    def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
+        """What an input of a tape inside is outside of it."""
+        return self.entry.tape, self.entry.equation.invars[number + tape.within.shift]
+
+    def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
+        """What an operand is inside, where its cotangent is bad, or where it is zero."""
+        return None
+
+    def output(self, tape: "Tape", number: int) -> tuple["Tape", Any]:
+        """What a result of a tape inside is outside of it."""
+        return self.entry.tape, self.entry.equation.outvars[number]
+
+    def rerun(self) -> None:
+        """Run what is inside operation by operation, until one raises."""
+
+
+OPENINGS: dict[str, type[Inside]] = {}
+
+
+def opening(*names: str) -> Callable[[type], type]:
+    """Decorates the class that opens the entries of these names."""
+
+    def register(cls: type) -> type:
+        OPENINGS.update(dict.fromkeys(names, cls))
+        return cls
+
+    return register
+
+
+class Tape:
+    """A program that was run on values.
+
+    Args:
+      program: the program.
+      inputs: its inputs.
+      active: which of them depend on what the loss is differentiated by.
+      within: where it is inside of an entry.
+      runs: how its parts run, if not as those around.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        inputs: Sequence[Any],
+        active: Sequence[bool],
+        within: Within | None = None,
+        runs: Runs | None = None,
+    ):
+        self.jaxpr, constants = opened(program)
+        self.within = within
+        self.runs = runs or (within.entry.tape.runs if within else Runs())
+        own = (within.entry.number, within.time) if within else ()
+        self.order = (*within.entry.tape.order, *own) if within else ()
+        self.has_callbacks = any("callback" in e.primitive.name for e in equations(program))
+        self.values = dict(zip(self.jaxpr.invars, inputs, strict=True))
+        pairs = zip(self.jaxpr.constvars, constants, strict=True)
+        self.values |= {v: self.runs.constant(c) for v, c in pairs}
+        self.active = {v for v, own in zip(self.jaxpr.invars, active, strict=True) if own}
+        self.entries: list[Entry] = []
+        self.made: dict[Any, Entry] = {}
+        self.uses: dict[Any, list[tuple[Entry, int]]] = collections.defaultdict(list)
+        self.cotangents: dict[Any, Any] = {}
+        self.of_results: list = [None] * len(self.jaxpr.outvars)
+        for equation in parts(self.jaxpr):
+            self._forward(equation)
+
+    @property
+    def parent(self) -> Place | None:
+        """The place of the entry that it is inside of."""
+        return self.within.entry.place if self.within else None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The indices in the scans around, the outermost first."""
+        if self.within is None:
+            return ()
+        own = () if self.within.step is None else (self.within.step,)
+        return (*self.within.entry.tape.steps, *own)
+
+    def read(self, atom: Any) -> Any:
+        """The value of an operand, or of a result of the program."""
+        if type(atom) is Literal:
+            aval: Any = atom.aval
+            return self.runs.constant(jnp.asarray(atom.val, aval.dtype))
+        return self.values[atom]
+
+    @property
+    def results(self) -> list:
+        """The results of the program."""
+        return [self.read(atom) for atom in self.jaxpr.outvars]
+
+    def is_constant(self, atom: Any) -> bool:
+        """Whether the program has a value from nowhere else."""
+        return type(atom) is Literal or atom in self.jaxpr.constvars
+
+    def backward(self, cotangents: Sequence[Any]) -> None:
+        """Fill in the cotangents of all values; ``cotangents`` are those of the results."""
+        self.of_results = list(cotangents)
+        for atom, cotangent in zip(self.jaxpr.outvars, cotangents, strict=True):
+            self._add(atom, cotangent)
+        for entry in reversed(self.entries):
+            entry.got = [self.cotangents.get(v) for v in entry.equation.outvars]
+            entry.back = [None] * len(entry.ins)
+            if any(g is not None for g in entry.got):
+                self._run(entry, (entry.inside or entry).backward, is_backward=True)
+            for atom, cotangent in zip(entry.equation.invars, entry.back, strict=True):
+                self._add(atom, cotangent)
+
+    def _forward(self, equation: Any) -> None:
+        entry = Entry(equation, self, len(self.entries), [self.read(a) for a in equation.invars])
+        self.entries.append(entry)
+        for k, atom in enumerate(equation.invars):
+            if type(atom) is not Literal:
+                self.uses[atom].append((entry, k))
+        entry.outs = list(self._run(entry, (entry.inside or entry).forward, is_backward=False))
+        self.values.update(zip(equation.outvars, entry.outs, strict=True))
+        self.made.update(dict.fromkeys(equation.outvars, entry))
+        if any(entry.active):
+            self.active.update(v for v in equation.outvars if holds_floats(v))
+
+    def _run(self, entry: Entry, run: Callable[[], Any], is_backward: bool) -> Any:
+        """Run an entry; if its operation raises, it is opened to find the one that does."""
+        try:
+            found = run()
+            return jax.block_until_ready(found) if self.has_callbacks else found
+        except Exception as error:
+            if not is_of_callback(error):
+                raise
+            if entry.inside:
+                entry.inside.rerun()
+            raise OperationRaised(entry, error, is_backward) from error
+
+    def _add(self, atom: Any, cotangent: Any) -> None:
+        if cotangent is not None and type(atom) is not Literal:
+            known = self.cotangents.get(atom)
+            self.cotangents[atom] = cotangent if known is None else known + cotangent
+
+
+def marked(numbers: Sequence[int], values: Sequence[Any], reached: set[int]) -> list:
+    """Some values; ``reached`` gets the numbers whose cotangents are not zero by their type."""
+    return [
+        _noted(functools.partial(reached.add, i), x) for i, x in zip(numbers, values, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _noted(note: Callable[[], None], x: Any) -> Any:
+    return x
+
+
+def _note(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        note()
+    return (cotangent,)
+
+
+_noted.defvjp(lambda note, x: (x.value, None), _note, symbolic_zeros=True)
