@@ -7,12 +7,20 @@ and on a TPU, three sums that stand apart share one read.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import by_platform, explicit_sharding, is_local, to_varying, varying_axes
+from clipgrad._compat import (
+    by_platform,
+    explicit_sharding,
+    is_local,
+    on_one_device,
+    to_varying,
+    varying_axes,
+)
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, square
 from clipgrad._numerics.ranges import (
@@ -42,10 +50,17 @@ def sums_in_range(groups: Groups, leaves: Arrays) -> Sums:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
-    gpu = _together if all(map(is_local, leaves)) else _apart
-    forms = (functools.partial(form, groups) for form in (_by_branch, gpu, _apart))
+    forms = (functools.partial(f, groups) for f in (_by_branch, _on_gpu(groups, leaves), _apart))
     cpu, gpu, default = forms
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
+
+
+def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., Sums]:
+    """The form for a GPU, which has no kernel for several sums over leading axes."""
+    if not all(map(is_local, leaves)):
+        return _apart
+    whole = groups.joint or all(axes is None for axes in groups.axes or ())
+    return _together if whole else _by_branch if on_one_device(leaves) else _apart
 
 
 def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
