@@ -41,6 +41,9 @@ def clip_by_value(
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError, ValueError: as `ClipByValue` and `gradient_clip`.
+
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
       >>> tx = optax.chain(cg.clip_by_value(1.0), optax.sgd(0.5))
@@ -75,6 +78,9 @@ def clip_by_norm(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError, ValueError: as `ClipByNorm` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -115,6 +121,9 @@ def clip_by_global_norm(
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError, ValueError: as `ClipByGlobalNorm` and `gradient_clip`.
+
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
       >>> tx = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0))
@@ -145,6 +154,9 @@ def clip_by_block_rms(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError, ValueError: as `ClipByBlockRMS` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -184,6 +196,9 @@ def adaptive_grad_clip(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError, ValueError: as `AdaptiveClip` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
