@@ -195,7 +195,7 @@ def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
 # Each with others of its kind, some of another size of numbers.
 UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
 SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
-FORMS = [forms._by_branch, forms._together, forms._apart]
+FORMS = [forms._by_branch, forms._in_one_reduction, forms._in_three_sums]
 
 
 def units_of_every_size(dtype):
@@ -219,7 +219,7 @@ def test_each_of_many_sums_has_its_own_range_in_every_form(form, by, dtype):
 
     @jax.jit
     def roots(leaves):
-        plain = groups.totals(groups.sums_of(forms._plain, leaves), leaves)
+        plain = groups.totals(groups.sums_of(forms._plain_sum, leaves), leaves)
         return [jnp.sqrt(total) / scale for total, scale in form(groups, plain, leaves)]
 
     for x, axis, root in zip(leaves, axes, roots(leaves), strict=True):
@@ -235,7 +235,7 @@ def test_one_sum_of_all_leaves_is_right_in_every_range_and_form(form):
     groups = Groups(None)
 
     def root(leaves):
-        plain = groups.totals(groups.sums_of(forms._plain, leaves), leaves)
+        plain = groups.totals(groups.sums_of(forms._plain_sum, leaves), leaves)
         ((total, scale),) = form(groups, plain, leaves)
         return jnp.sqrt(total) / scale
 

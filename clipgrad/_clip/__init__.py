@@ -26,6 +26,7 @@ from clipgrad._clip.nonfinite import check_policy as check_policy
 from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts
 from clipgrad._clip.nonfinite import raise_for_counts as raise_for_counts
 from clipgrad._clip.norm import ClipByNorm as ClipByNorm
+from clipgrad._clip.optimizer import as_optimizer as as_optimizer
 from clipgrad._clip.percentile import PercentileThreshold as PercentileThreshold
 from clipgrad._clip.presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._clip.presets import SuggestedThreshold as SuggestedThreshold
@@ -33,7 +34,6 @@ from clipgrad._clip.presets import suggest_threshold as suggest_threshold
 from clipgrad._clip.rule import ClipRule as ClipRule
 from clipgrad._clip.rule import is_rule as is_rule
 from clipgrad._clip.skip_spikes import SkipSpikesState as SkipSpikesState
-from clipgrad._clip.skip_spikes import as_optimizer as as_optimizer
 from clipgrad._clip.skip_spikes import resume as resume
 from clipgrad._clip.skip_spikes import skip_spikes as skip_spikes
 from clipgrad._clip.state import GradientClipState as GradientClipState

@@ -19,8 +19,7 @@ class ClipByBlockRMS(MeasuringRule):
     r"""Scales each leaf to a maximal rms: $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
 
     Guarantees:
-      * A leaf whose root mean square is at most ``threshold`` comes back bit-identical, except
-        subnormal numbers, which act as 0 in XLA's arithmetic on the CPU.
+      * A leaf whose root mean square is at most ``threshold`` comes back bit-identical.
       * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 leaves the result is that of ``optax.clip_by_block_rms`` up to a relative 1e-6.
@@ -34,7 +33,6 @@ class ClipByBlockRMS(MeasuringRule):
     ``threshold=0``             exact zeros
     ``threshold`` traced, < 0   acts as 0
     NaN or inf in a leaf        NaN throughout that leaf
-    ratio to it above 3.4e38    zeros
     ==========================  ==========================================================
 
     Args:

@@ -35,7 +35,7 @@ class Clipped(NamedTuple):
     def stats(self) -> ClipStats:
         """The statistics of the selected leaves: of norms and limits where these are known."""
         limits = None
-        if self.norms and is_own(self.rule):
+        if self.norms and is_own(self.rule) and self.rule.acts_on != "element":
             limits = self.rule.l2_limits(self.before, self.norms)
         if limits is None:
             stats = ClipStats.of(self.before, self.after)

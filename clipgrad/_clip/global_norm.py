@@ -4,21 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 from jax.typing import ArrayLike
 
 from clipgrad._clip.limits import limit_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
 from clipgrad._numerics import (
     AxisName,
     Norm,
     check_order,
-    if_else,
-    over,
-    times,
     tree_norm,
     warn_of_parts,
-    with_real_dtype,
 )
 from clipgrad._trees import clippable_leaves
 
@@ -82,19 +77,3 @@ class ClipByGlobalNorm(MeasuringRule):
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
         """The norm of the tree, and ``max_norm``."""
         return [(norm, limit_of(self.max_norm, norm)) for norm in norms]
-
-    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
-        """The tree with a norm of at most ``max_norm``."""
-        ((norm, limit),) = self.norms_and_limits(norms)
-        count = len(clippable_leaves(grads))
-        return scale_each(_as_in_optax, grads, [norm] * count, [limit] * count)
-
-
-def _as_in_optax(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    """The same as `scaled_down`, in the operations of optax: the scale is ordinarily 1.
-
-    So XLA makes the same program of it and the optimizer behind it, and rounds alike.
-    """
-    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
-    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
-    return if_else(norm.is_within(limit), leaf, shrunk)

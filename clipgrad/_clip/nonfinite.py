@@ -39,11 +39,8 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
     """Raises an error that names the leaves with elements that are NaN or inf.
 
     It is a `FloatingPointError`, and where the counts are not known yet, as under `jax.jit`, an
-    error of `checkify`.
-
-    Args:
-      counts: the number of these elements in each leaf by path, or a number for each example.
-      sizes: the number of all elements of each leaf, if they are not of examples.
+    error of `checkify`. A count is a number, or one for each example; ``sizes`` are the numbers of
+    all elements, if they are not of examples.
     """
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
@@ -60,12 +57,11 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
 def _check_functionally(path: str, count: jax.Array) -> None:
     shown = f" {path!r}".replace("{", "{{").replace("}", "}}") if path else ""
     message, total = f"{{count:.0f}} elements of the gradient{shown} are NaN or inf", jnp.sum(count)
-    if not count.ndim:
-        checkify.check(total == 0, message, count=total)
-        return
-    message += f", in {{number}} of {count.size} examples, the first with index {{first}}"
-    number, first = _bad_examples(count)
-    checkify.check(total == 0, message, count=total, number=number, first=first)
+    values = {"count": total}
+    if count.ndim:
+        message += f", in {{number}} of {count.size} examples, the first with index {{first}}"
+        values |= dict(zip(("number", "first"), _bad_examples(count), strict=True))
+    checkify.check(total == 0, message, **values)
 
 
 def _shown(path: str, count: jax.Array, size: int | None) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
-import jax.numpy as jnp
 
 from clipgrad._clip.gradient_clip import gradient_clip
 from clipgrad._clip.limits import RULES, check_threshold, leaf_fields, require_numbers
-from clipgrad._numerics import Norm, for_each, if_else, over, with_real_dtype
+from clipgrad._compat import broadcast_like
+from clipgrad._numerics import Norm, for_each, if_else, over, times, with_real_dtype
 from clipgrad._trees import clippable_leaves, with_clippable
 
 C = TypeVar("C", bound=type)
@@ -101,7 +101,10 @@ class MeasuringRule(ClipRule):
 
     def scale(self, grads: Any, norms: Sequence[Any]) -> Any:
         """The tree clipped, as one whose groups have these norms."""
-        norms, limits = zip(*self.norms_and_limits(norms), strict=True) if norms else ((), ())
+        leaves = clippable_leaves(grads)
+        pairs = self.norms_and_limits(norms)
+        pairs = pairs * len(leaves) if self.acts_on == "tree" else pairs
+        norms, limits = zip(*pairs, strict=True) if pairs else ((), ())
         return scale_each(scaled_down, grads, norms, limits)
 
     def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[Limit] | None:
@@ -115,16 +118,16 @@ class MeasuringRule(ClipRule):
 
 
 def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    r"""The leaf divided by $\max(1, \mathrm{norm} / \mathrm{limit})$, group by group.
+    """The leaf itself where its group is within the limit, bit for bit; scaled to it elsewhere.
 
-    A group within its limit is divided by 1, and one whose norm is not finite by NaN. Derivatives
-    are finite, at zero too, since no divisor is 0. A loop over the elements reads one number for
-    each group: with one more a GPU would have a kernel of its own for these numbers.
+    A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
+    divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
+    what optax computes, so that XLA makes the same program of it and the optimizer behind it.
     """
-    is_zero = limit == 0
-    ratio = norm.divisor / if_else(is_zero, 1, limit) / norm.scale
-    divisor = if_else(norm.is_within(limit), 1, ratio + if_else(is_zero, jnp.inf, 0 * ratio))
-    return over(with_real_dtype(leaf, divisor.dtype.name), divisor).astype(leaf.dtype)
+    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
+    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
+    within = norm.is_within(limit)
+    return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)
 
 
 def scale_each(function: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:

@@ -1,6 +1,5 @@
 """Skipping the steps whose gradient is not finite, or far larger than those before."""
 
-import inspect
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._clip.history import HistoryThreshold
-from clipgrad._clip.rule import ClipRule
+from clipgrad._clip.optimizer import as_optimizer
 from clipgrad._clip.stats import stats_dtype
 from clipgrad._clip.thresholds import Window, check_between, unlimited
 from clipgrad._compat import exportable
@@ -19,7 +18,6 @@ from clipgrad._trees import Where, instances, partition, selected
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
 # don't make an outlier of the next one.
 _LEAST_DEVIATION = 0.01
-_WINDOW = 128
 
 
 @exportable
@@ -85,6 +83,8 @@ def skip_spikes(
         it is selected, not multiplied, since 0 times NaN is NaN. ``inner`` sees zero gradients.
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
       * The structure and the dtypes of the state never change; counters count the skipped steps.
+      * A sudden and permanent growth of the gradients, or gradients that stay NaN, stop the
+        training: ``consecutive`` and ``nonfinite_consecutive`` in the state show it.
       * With ``halt`` the first bad step is the last one that changes anything: each later update
         is zero too, and only ``count`` in the state changes, until `resume`. The compiled step
         selects this without the host. So a loop that dispatches steps ahead, and donates
@@ -92,9 +92,8 @@ def skip_spikes(
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
-        would keep a NaN forever if it were outside; the fields of its state, such as
-        ``gradient_step``, are attributes of the `SkipSpikesState` as well. A clip belongs inside,
-        for the steps before the history is full:
+        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
+        the history is full:
         ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
       max_norm: an absolute limit; ``None``: no limit.
       window: the number of norms in the history; by default 128.
@@ -111,13 +110,12 @@ def skip_spikes(
         halt.
 
     Returns:
-      A gradient transformation with the state `SkipSpikesState`. All extra
-      arguments of ``update`` are passed on to ``inner``.
+      A gradient transformation with the state `SkipSpikesState`, which passes all extra arguments
+      of ``update`` on to ``inner``.
 
     Raises:
-      ValueError: for a number out of range, and for ``window`` or ``min_history``
-        with ``sigma=None``; for an unknown ``halt``; by ``init``, if
-        ``where`` selects nothing.
+      ValueError: for a number out of range, and for ``window`` or ``min_history`` with
+        ``sigma=None``; for an unknown ``halt``; by ``init``, if ``where`` selects nothing.
       TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     Example:
@@ -156,15 +154,15 @@ def skip_spikes(
         nonfinite, unsound = ~jnp.isfinite(norm), _bad_loss(halt, extra_args)
         never = nonfinite | unsound | (norm > largest)
         spike = ~never & (norm > _limit(history, state))
-        bad = never | spike
-        skip = bad | _halted(halt, state)
+        skip = never | spike | _halted(halt, state)
         new, inner_state = inner.update(
             _zero_if(skip, updates), state.inner_state, params, **extra_args
         )
         kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
-        after = _after(state, norm, bad, spike)
+        after = _after(state, norm, never | spike, spike)
         if halt:
-            after = _after_halt(state, after, bad if halt == "spike" else unsound | nonfinite)
+            bad = never | spike if halt == "spike" else unsound | nonfinite
+            after = _after_halt(state, after, bad)
         return _zero_if(skip, new), after._replace(inner_state=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -175,7 +173,7 @@ def _history(
 ) -> HistoryThreshold | None:
     """The rule of outliers; ``None`` with ``sigma=None``, where nothing else may be given."""
     if sigma is not None:
-        return HistoryThreshold(_WINDOW if window is None else window, sigma, min_history)
+        return HistoryThreshold(128 if window is None else window, sigma, min_history)
     for name, value in {"window": window, "min_history": min_history}.items():
         if value is not None:
             raise ValueError(
@@ -202,18 +200,15 @@ def _after(
 ) -> SkipSpikesState:
     """The state with the counters and the history after a step."""
     finite, window = jnp.isfinite(norm), state.window
-    if window is not None:
-        window = window.push(jnp.where(skip, 0, norm))
+    longer = optax.safe_increment(state.nonfinite_consecutive)
     return state._replace(
-        window=window,
+        window=None if window is None else window.push(jnp.where(skip, 0, norm)),
         raw_norm=jnp.where(finite, norm, 0),
         skipped=skip,
         skipped_count=increment_if(skip, state.skipped_count),
         spike_count=increment_if(skip & finite, state.spike_count),
         consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
-        nonfinite_consecutive=jnp.where(
-            finite, 0, optax.safe_increment(state.nonfinite_consecutive)
-        ),
+        nonfinite_consecutive=jnp.where(finite, 0, longer),
     )
 
 
@@ -255,10 +250,8 @@ def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpike
 def resume(tree: Any) -> Any:
     """Lets a training continue after ``skip_spikes(halt=...)`` halted it.
 
-    Guarantees:
-      * Only the flag changes, neither the parameters, which are those from before the bad step,
-        nor the counters.
-      * Works under `jax.jit`, and on a state that is not halted.
+    Only the flag changes, neither the parameters, which are those from before the bad step, nor the
+    counters. It works under `jax.jit`, and on a state that is not halted.
 
     Args:
       tree: the state of the optimizer, or any tree with it, such as a ``TrainState``.
@@ -308,41 +301,6 @@ def resume(tree: Any) -> Any:
             "the state of clipgrad.skip_spikes(optimizer, halt=True)"
         )
     return result
-
-
-def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of the argument ``name``, which takes any extra arguments.
-
-    Its own function gets those that it has parameters for. The ``gradient_transformation()`` of
-    `optax.MultiSteps` takes them and does not say so.
-    """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    if isinstance(optimizer, ClipRule):
-        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
-            "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
-        )
-    own, taken = optimizer.update, _extra_parameters(optimizer)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        chosen = {k: v for k, v in extra.items() if taken is None or k in taken}
-        return own(updates, state, params, **chosen)
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def _extra_parameters(optimizer: optax.GradientTransformation) -> set[str] | None:
-    """The names of the extra arguments that an optimizer takes; ``None``: any."""
-    is_multi_steps = isinstance(getattr(optimizer.update, "__self__", None), optax.MultiSteps)
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs) and not is_multi_steps:
-        return set()
-    parameters = inspect.signature(optimizer.update).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return {p.name for p in parameters}
 
 
 def _zero_if(condition: jax.Array, tree: Any) -> Any:

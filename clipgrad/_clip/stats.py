@@ -189,13 +189,13 @@ def stats_of_limits(rule: Any, tree: Any, limits: Sequence[tuple[Norm, jax.Array
     else:
         pairs = zip(leaves, limits, strict=True)
         sizes = [np.full(n.root.shape, x.size / max(n.root.size, 1)) for x, (n, _) in pairs]
-    norm, limit, size = _joined(limits, sizes, widest(leaves))
+    norm, limit, size = _groups_in_one(limits, sizes, widest(leaves))
     finite = jnp.isfinite(norm.root)
     bad = _count_unless(jnp.all(finite), leaves, axis_name)
     return scaled_stats(norm.value, limit, rule.changes(norm, limit), finite, bad, size)
 
 
-def _joined(
+def _groups_in_one(
     limits: Sequence[tuple[Norm, jax.Array]], sizes: Sequence[Any], dtype: str
 ) -> tuple[Norm, jax.Array, jax.Array]:
     """Norms, limits and sizes of all groups, an array each.

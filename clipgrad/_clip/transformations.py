@@ -16,6 +16,7 @@ from clipgrad._numerics import AxisName
 from clipgrad._trees import Where, explain_call
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
+Transformation = optax.GradientTransformationExtraArgs
 
 
 @explain_call()
@@ -26,21 +27,18 @@ def clip_by_value(
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Clips each element of the updates to [min, max]: `ClipByValue` before the optimizer.
-
-    With ``min=None`` (which means ``-max``) this is ``optax.clip``.
+) -> Transformation:
+    """`gradient_clip` of `ClipByValue`: each element into [min, max]; ``optax.clip`` has -max.
 
     Args:
-      max: the upper bound: a number, an array that broadcasts into each leaf, a schedule or an
-        adaptive threshold.
-      min: the lower bound, of the same kinds except adaptive; ``None`` means ``-max``.
-      where: which leaves are clipped; see `clip_grads`.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
+      max: the upper bound.
+      min: the lower bound; ``None`` means ``-max``.
+      where: which leaves are clipped; see `gradient_clip`.
+      nonfinite: the policy for NaN and inf; see `gradient_clip`.
+      stats: the statistics that the state keeps; see `gradient_clip`.
 
     Returns:
-      A gradient transformation; see `gradient_clip` for its state.
+      A gradient transformation.
 
     Raises:
       TypeError, ValueError: as `ClipByValue` and `gradient_clip`.
@@ -65,22 +63,21 @@ def clip_by_norm(
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Scales each leaf, or slice, to a maximal norm: `ClipByNorm` before the optimizer.
+) -> Transformation:
+    """`gradient_clip` of `ClipByNorm`: each leaf, or slice, down to a maximal norm.
 
     Args:
-      max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
-      ord: the order of the norm, in (0, inf]; ``None``: 2. A number that you give must be
-        named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
-        number a hyperparameter.
+      max_norm: the maximal norm.
+      ord: the order of the norm, by default 2. A number that you give must be named in the
+        ``static_args`` of ``optax.inject_hyperparams``, which traces every other number.
       axis: the axis or axes that norms are over; ``None``: all.
       axis_name: the mapped axes that each leaf is spread over; see `global_norm`.
-      where: which leaves are clipped; see `clip_grads`.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
+      where: which leaves are clipped; see `gradient_clip`.
+      nonfinite: the policy for NaN and inf; see `gradient_clip`.
+      stats: the statistics that the state keeps; see `gradient_clip`.
 
     Returns:
-      A gradient transformation; see `gradient_clip` for its state.
+      A gradient transformation.
 
     Raises:
       TypeError, ValueError: as `ClipByNorm` and `gradient_clip`.
@@ -105,8 +102,8 @@ def clip_by_global_norm(
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Scales all leaves by one factor to a maximal norm: `ClipByGlobalNorm` before the optimizer.
+) -> Transformation:
+    """`gradient_clip` of `ClipByGlobalNorm`: all leaves by one factor, down to a maximal norm.
 
     A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
     in the ordinary range the updates are bit-identical, eagerly and under `jax.jit`. So are whole
@@ -115,17 +112,15 @@ def clip_by_global_norm(
     float32.
 
     Args:
-      max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
-      ord: the order of the norm, in (0, inf]; ``None``: 2. A number that you give must be
-        named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
-        number a hyperparameter.
+      max_norm: the maximal norm.
+      ord: the order of the norm, by default 2; see `clip_by_norm`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
-      where: which leaves are clipped; see `clip_grads`.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
+      where: which leaves are clipped; see `gradient_clip`.
+      nonfinite: the policy for NaN and inf; see `gradient_clip`.
+      stats: the statistics that the state keeps; see `gradient_clip`.
 
     Returns:
-      A gradient transformation; see `gradient_clip` for its state.
+      A gradient transformation.
 
     Raises:
       TypeError, ValueError: as `ClipByGlobalNorm` and `gradient_clip`.
@@ -149,18 +144,18 @@ def clip_by_block_rms(
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Scales each leaf to a maximal root mean square: `ClipByBlockRMS` before the optimizer.
+) -> Transformation:
+    """`gradient_clip` of `ClipByBlockRMS`: each leaf down to a maximal root mean square.
 
     Args:
-      threshold: the maximal root mean square: a number, a schedule or an adaptive threshold.
+      threshold: the maximal root mean square.
       axis_name: the mapped axes that each leaf is spread over; see `global_norm`.
-      where: which leaves are clipped; see `clip_grads`.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
+      where: which leaves are clipped; see `gradient_clip`.
+      nonfinite: the policy for NaN and inf; see `gradient_clip`.
+      stats: the statistics that the state keeps; see `gradient_clip`.
 
     Returns:
-      A gradient transformation; see `gradient_clip` for its state.
+      A gradient transformation.
 
     Raises:
       TypeError, ValueError: as `ClipByBlockRMS` and `gradient_clip`.
@@ -185,26 +180,25 @@ def adaptive_grad_clip(
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Limits each unit by the norm of its weights (AGC): `AdaptiveClip` before the optimizer.
+) -> Transformation:
+    """`gradient_clip` of `AdaptiveClip` (AGC): each unit down to a part of its weights' norm.
 
     ``update`` needs the parameters. Unlike in ``optax.adaptive_grad_clip``, a unit is the weights
     of one output also in leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis``
-    can set the unit of each leaf. Where the units are the same, the results are bit-identical.
+    can set the unit of each leaf.
 
     Args:
-      clipping: the maximal ratio of gradient norm to weight norm: a number, a schedule or an
-        adaptive threshold.
-      eps: the least weight norm; a number, an array or a schedule.
-      axis: the axes that a unit spans, for all leaves, by path or by a function; see
-        `AdaptiveClip`.
+      clipping: the maximal ratio of gradient norm to weight norm.
+      eps: the least weight norm.
+      axis: the axes that a unit spans; see `AdaptiveClip`.
       axis_name: the mapped axes over which units are spread; see `global_norm`.
-      where: which leaves are clipped; see `clip_grads`. Brock et al. leave out the last layer.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
+      where: which leaves are clipped; see `gradient_clip`. Brock et al. leave
+        out the last layer.
+      nonfinite: the policy for NaN and inf; see `gradient_clip`.
+      stats: the statistics that the state keeps; see `gradient_clip`.
 
     Returns:
-      A gradient transformation; see `gradient_clip` for its state.
+      A gradient transformation.
 
     Raises:
       TypeError, ValueError: as `AdaptiveClip` and `gradient_clip`.

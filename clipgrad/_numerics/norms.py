@@ -148,7 +148,7 @@ def warn_of_parts(
     its axes, so only the caller knows which mapped axes cut a slice. In the second case JAX does
     not track what varies over an axis that is named; a `PartitionSpec` says that all leaves do.
     """
-    named = names_of(axis_name)
+    named = mapped_names(axis_name)
     untracked = [name for name in named if not tracks_varying(name)]
     if untracked and not isinstance(axis_name, PartitionSpec):
         _warn(
@@ -181,7 +181,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
-    kind, names = _Kind(check_order("ord", ord)), names_of(axis_name)
+    kind, names = _Kind(check_order("ord", ord)), mapped_names(axis_name)
     leaves = clippable_leaves(tree)
     if not leaves:
         return Norm.of(jnp.float32(0), jnp.float32(1))
@@ -199,7 +199,7 @@ def slice_norms(
 
     ``mean=True`` divides the sum by the number of its terms first: the root mean square.
     """
-    kind, names = _Kind(check_order("ord", ord), mean), names_of(axis_name)
+    kind, names = _Kind(check_order("ord", ord), mean), mapped_names(axis_name)
     return _group_norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
@@ -216,7 +216,7 @@ def total_over_devices(
     local: Sequence[jax.Array], leaves: Sequence[jax.Array], axis_name: AxisName = None
 ) -> jax.Array:
     """The sum of one number for each leaf, and over the devices on which the leaf differs."""
-    groups = Groups(None, names_of(axis_name))
+    groups = Groups(None, mapped_names(axis_name))
     return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
 
 
@@ -232,7 +232,7 @@ def check_order(name: str, ord: float) -> float:
     return int(ord) if ord < math.inf and ord == int(ord) else float(ord)
 
 
-def names_of(axis_name: AxisName) -> tuple[str, ...]:
+def mapped_names(axis_name: AxisName) -> tuple[str, ...]:
     """The names of mapped axes; `ValueError` for one that is not mapped here."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for name in names:

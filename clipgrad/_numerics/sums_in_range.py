@@ -1,4 +1,4 @@
-"""Sums of squares that stay in range: on a CPU by a branch, together on a GPU, apart elsewhere.
+"""Sums of squares that stay in range: on a CPU by a branch, on a GPU together, elsewhere apart.
 
 On one CPU device each sum is a pass over the data, so that a branch adds up again only where the
 plain sum is out of range. Where a leaf is on one device a GPU takes the three sums in one
@@ -7,12 +7,20 @@ and on a TPU, three sums that stand apart share one read.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import by_platform, explicit_sharding, is_local, to_varying, varying_axes
+from clipgrad._compat import (
+    by_platform,
+    explicit_sharding,
+    is_local,
+    on_one_device,
+    to_varying,
+    varying_axes,
+)
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, square
 from clipgrad._numerics.ranges import (
@@ -28,27 +36,36 @@ from clipgrad._numerics.ranges import (
 )
 from clipgrad._numerics.reductions import Arrays, Groups, reduced_together
 
-Sums = list[tuple[jax.Array, jax.Array]]
+ScaledSums = list[tuple[jax.Array, jax.Array]]
 
 
-def sums_in_range(groups: Groups, leaves: Arrays) -> Sums:
+def sums_in_range(groups: Groups, leaves: Arrays) -> ScaledSums:
     """For each group the sum of squares that is in range, and the scale of its elements."""
     # Eagerly one operation after the other, so that results round as optax's do.
-    plain = groups.totals(groups.sums_of(_plain, leaves), leaves)
+    plain = groups.totals(groups.sums_of(_plain_sum, leaves), leaves)
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
     return _rescued(groups, plain, leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
-    gpu = _together if all(map(is_local, leaves)) else _apart
-    forms = (functools.partial(form, groups) for form in (_by_branch, gpu, _apart))
+def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
+    forms = (
+        functools.partial(f, groups) for f in (_by_branch, _on_gpu(groups, leaves), _in_three_sums)
+    )
     cpu, gpu, default = forms
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 
 
-def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
+def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., ScaledSums]:
+    """The form for a GPU, which has no kernel for several sums over leading axes."""
+    if not all(map(is_local, leaves)):
+        return _in_three_sums
+    whole = groups.joint or all(axes is None for axes in groups.axes or ())
+    return _in_one_reduction if whole else _by_branch if on_one_device(leaves) else _in_three_sums
+
+
+def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
@@ -57,7 +74,7 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
 
     def again() -> list[jax.Array]:
         parts = joined_leaves(leaves) if groups.joint else leaves
-        squares = groups.sums_of(_scaled, parts, groups.per_leaf(plain, parts))
+        squares = groups.sums_of(_scaled_sum, parts, groups.per_leaf(plain, parts))
         return list(map(unless_plain, plain, groups.totals(squares, parts)))
 
     with jax.named_scope("out_of_range"):
@@ -65,29 +82,29 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
     return list(zip(totals, map(scale_of_plain, plain), strict=True))
 
 
-def _together(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
+def _in_one_reduction(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
     """The three sums of each leaf in one reduction, and the choice of the one in range."""
     del plain
     rows = groups.sums_of(_three_together, leaves)
     return _chosen(*(groups.totals(sums, leaves) for sums in zip(*rows, strict=True)))
 
 
-def _apart(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> Sums:
+def _in_three_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
     """Three sums, of which one is known, and the choice of the one in range."""
     rows = groups.sums_of(_scaled_apart, leaves)
     down, up = (groups.totals(sums, leaves) for sums in zip(*rows, strict=True))
     return _chosen(down, plain, up)
 
 
-def _chosen(*sums: list[jax.Array]) -> Sums:
+def _chosen(*sums: list[jax.Array]) -> ScaledSums:
     return for_each(in_range, [()] * len(sums[0]), *sums)
 
 
-def _plain(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
+def _plain_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
     return jnp.sum(square(leaf), axis=axes, keepdims=keep)
 
 
-def _scaled(axes: tuple[int, ...], keep: bool, leaf: jax.Array, plain: jax.Array) -> jax.Array:
+def _scaled_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array, plain: jax.Array) -> jax.Array:
     return jnp.sum(scaled_square(leaf, plain), axis=axes, keepdims=keep)
 
 

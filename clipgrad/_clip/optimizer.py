@@ -1,0 +1,43 @@
+"""Any optimizer as one that takes any extra arguments."""
+
+import inspect
+from typing import Any
+
+import optax
+
+from clipgrad._clip.rule import ClipRule
+
+
+def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of the argument ``name``, which takes any extra arguments.
+
+    Its own function gets those that it has parameters for. The ``gradient_transformation()`` of
+    `optax.MultiSteps` takes them and does not say so.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if isinstance(optimizer, ClipRule):
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
+            "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+        )
+    own, taken = optimizer.update, _extra_parameters(optimizer)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        chosen = {k: v for k, v in extra.items() if taken is None or k in taken}
+        return own(updates, state, params, **chosen)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _extra_parameters(optimizer: optax.GradientTransformation) -> set[str] | None:
+    """The names of the extra arguments that an optimizer takes; ``None``: any."""
+    is_multi_steps = isinstance(getattr(optimizer.update, "__self__", None), optax.MultiSteps)
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs) and not is_multi_steps:
+        return set()
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
