@@ -5,7 +5,7 @@ import concurrent.futures
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,24 +50,35 @@ class Law(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    x, w, xs = _normal_array(3, 4), _normal_array(4, 4), _normal_array(5, 3, 4)
-    yield from _placed([None], "off", x, w, xs)
-    yield from _placed(INFINITE, "every rule infinite", x, w, xs)
+    x, w = _normal_array(3, 4), _normal_array(4, 4)
+    yield from _at_each_place("off", [None])
+    yield from _at_each_place("every rule infinite", INFINITE)
     for rule in ACTIVE:
         name = f"meta-gradient through {rule!r}"
         yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
     for ord in (1, 2, 3, math.inf):
         function = lambda a, b, ord=ord: global_norm({"a": a, "b": b}, ord)  # noqa: E731
         yield Case(f"global_norm, ord={ord}", function, (x, w), order=1 if ord == math.inf else 2)
-    rule = ErrorClipByValue(math.inf)
-
-    def network(w, v, x):
-        hidden = clip_cotangent(_cell(x, w), rule)
-        return jnp.mean(jax.nn.logsumexp(hidden @ v, axis=-1) - (hidden @ v)[:, 0])
-
-    yield Case("training loss of a clipped network", network, (w, _normal_array(4, 2), x))
-    named = error_clip_by_name(_closing_cell, {"h": rule})
+    named = error_clip_by_name(_closing_cell, {"h": ErrorClipByValue(math.inf)})
     yield Case("a rule that closes over a value, by name", named, (x, w))
+
+
+def _at_each_place(title: str, rules: Sequence[Any]) -> Iterator[Case]:
+    """A cell with several rules, none of which ever clips, at two places and transformed."""
+    x, w, xs = _normal_array(3, 4), _normal_array(4, 4), _normal_array(5, 3, 4)
+
+    def clip(value: Any) -> Any:
+        return functools.reduce(clip_cotangent, rules, value)
+
+    decorated = functools.reduce(lambda f, rule: error_clip(rule)(f), rules, _cell)
+    placed = lambda x, w: clip(_cell(clip(x), w))  # noqa: E731
+    for place, f in (("clip_cotangent", placed), ("error_clip", decorated)):
+        scanned = lambda h, w, xs, f=f: lax.scan(lambda h, x: (f(h + x, w),) * 2, h, xs)  # noqa: E731
+        yield Case(f"{place}, {title}", f, (x, w), order=2)
+        yield Case(f"{place} under jit, {title}", jax.jit(f), (x, w))
+        yield Case(f"{place} under scan, {title}", scanned, (x, w, xs))
+        yield Case(f"{place} under remat, {title}", jax.checkpoint(f), (x, w))
+        yield Case(f"{place} under vmap, {title}", jax.vmap(f, (0, None)), (xs, w))
 
 
 def laws() -> Iterator[Law]:
@@ -82,29 +93,6 @@ def laws() -> Iterator[Law]:
         decorated = jax.vjp(error_clip(rule)(lambda x: _cell(x, w)), x)[1]
         (own,) = plain(cotangent)
         yield Law(f"inputs clipped by {rule!r}", decorated(cotangent), (rule(own),))
-
-
-def _placed(rules, title, x, w, xs) -> Iterator[Case]:
-    """A function with several rules at each place, none of which ever clips."""
-
-    def clip(value):
-        return functools.reduce(clip_cotangent, rules, value)
-
-    decorated = functools.reduce(lambda f, rule: error_clip(rule)(f), rules, _cell)
-    placed = lambda x, w: clip(_cell(clip(x), w))  # noqa: E731
-    for place, function in (("clip_cotangent", placed), ("error_clip", decorated)):
-        yield Case(f"{place}, {title}", function, (x, w), order=2)
-        yield from _transformed(place, title, function, x, w, xs)
-
-
-def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:
-    def scanned(h, w, xs):
-        return lax.scan(lambda h, x: (function(h + x, w),) * 2, h, xs)
-
-    yield Case(f"{place} under jit, {title}", jax.jit(function), (x, w))
-    yield Case(f"{place} under scan, {title}", scanned, (x, w, xs))
-    yield Case(f"{place} under remat, {title}", jax.checkpoint(function), (x, w))
-    yield Case(f"{place} under vmap, {title}", jax.vmap(function, (0, None)), (xs, w))
 
 
 def _cell(x, w):

@@ -52,7 +52,7 @@ def _transforms(equation: Any) -> frozenset[str]:
 def _has_transposes(jaxpr: Any) -> bool:
     """Whether there is a step of a backward pass in a program, at any depth."""
     return any(
-        "transpose" in _transforms(e) or any(map(_has_transposes, _jaxpr.held_programs(e)))
+        "transpose" in _transforms(e) or any(map(_has_transposes, _jaxpr.entered_programs(e)[0]))
         for e in jaxpr.eqns
     )
 
@@ -78,7 +78,7 @@ def _with_transforms(
     for e in _jaxpr.opened(program)[0].eqns:
         own, scopes = around | _transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
         yield e, own, scopes
-        for inner in _jaxpr.held_programs(e):
+        for inner in _jaxpr.entered_programs(e)[0]:
             yield from _with_transforms(inner, own, scopes)
 
 
