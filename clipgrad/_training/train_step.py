@@ -163,8 +163,7 @@ def train_step(
         may be a model of flax NNX, or a tree with such models.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
-        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``, and
-        with ``watch_values`` ``max_logits``, see `qk_clip`.
+        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
       error_clip: a rule for each name of a variable inside ``loss_fn``, a tag, the path of a
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
@@ -241,7 +240,6 @@ def train_step(
 
         seen = combine(grads, zeros_for(overwriting))
         extra = {"value": loss, "grad": seen, "value_fn": _value_fn(loss_fn, has_aux, given, batch)}
-        extra |= {"max_logits": {n: s.highest for n, s in values.items()}} if watches else {}
         updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
         params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
