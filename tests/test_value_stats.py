@@ -381,7 +381,7 @@ def test_without_a_choice_tags_are_measured_or_else_modules():
         (["index"], TypeError, "names int32 values, expected floating or complex values"),
         (["deep"], ValueError, "'deep', which tags a variable inside of custom_jvp_call, expecte"),
         ({"tag": 2}, ValueError, r"got the axis 2 for 'tag', expected an axis of all .*\(4, 3\)"),
-        ({"t*": 1, "**": 0}, ValueError, "'t\\*' and '\\*\\*' with different choices"),
+        ({"t*": 1, "**": 0}, ValueError, "'t\\*' and '\\*\\*' with a choice each"),
     ],
     ids=str,
 )

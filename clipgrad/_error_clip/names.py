@@ -36,7 +36,7 @@ def list_names(
 
     Returns:
       A tuple of records with ``name``, ``kind``, ``shape``, ``dtype``, ``scans``, ``sites`` and
-      ``cotangent``; its `str` is a table.
+      ``cotangent``; its `str` is a table, or says why there are none.
 
     Raises:
       TypeError: if ``fun`` is not a function, ``args`` not a tuple, or ``kwargs`` not a mapping.
