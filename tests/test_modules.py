@@ -274,10 +274,6 @@ def test_what_is_written_out_wins_over_a_pattern():
     np.testing.assert_array_equal(jax.grad(clipped)(X), jax.grad(apart)(X))
 
 
-def own_rule(grads):
-    return grads
-
-
 @pytest.mark.parametrize("second", [RULE, None, cg.ErrorClipByValue(max=0.05)])
 def test_two_patterns_for_one_name_have_one_rule_or_are_an_error(second):
     clipped = cg.error_clip_by_name(loss_of(nested), {"net/*": RULE, "**/a": second})
