@@ -49,9 +49,6 @@ class Base(eqx.Module):
         return 2 * x
 
 
-REGISTRY = {}
-
-
 @final
 class Layer(Base, strict=True):
     """A module with all that Python has."""
@@ -60,9 +57,6 @@ class Layer(Base, strict=True):
     size: int = eqx.field(static=True, converter=int)
     function: object
     kind: ClassVar[str] = "layer"
-
-    def __init_subclass__(cls, *, needed):
-        REGISTRY[cls.__name__] = cls
 
     def __init__(self):
         self.linear, self.size, self.function = linear(), 6, jnp.tanh
@@ -120,7 +114,6 @@ def test_classes_with_all_that_python_has_keep_what_they_do():
     model = Holder(Grandchild(Layer()))
     found = names(loss, model, X)
     assert found == ["child/inner/linear", "child/inner", "child"]
-    assert REGISTRY == {}
     value, grads, stats = cg.value_and_grad_with_stats(loss)(model, X)
     expected = eqx.filter_value_and_grad(loss)(model, X)
     assert eqx.tree_equal((value, grads), expected)
@@ -130,9 +123,6 @@ def test_classes_with_all_that_python_has_keep_what_they_do():
 
 class NNXLayer(nnx.Module):
     """The same for NNX."""
-
-    def __init_subclass__(cls, *, needed):
-        REGISTRY[cls.__name__] = cls
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(6, 6, rngs=rngs)
@@ -163,13 +153,61 @@ class NNXHolder(nnx.Module):
         return self.table["first"](x) + self.layers[1](x)
 
 
-def test_nnx_modules_with_hooks_and_shared_ones_keep_the_first_path():
-    REGISTRY.clear()
+def test_nnx_modules_that_are_shared_keep_the_first_path():
     model = NNXHolder(nnx.Rngs(0))
     expected = ["layers/0/linear", "layers/0", "layers/1/linear", "layers/1", "layers"]
     assert names(loss, model, X) == expected
-    assert REGISTRY == {}
     assert [type(layer) for layer in model.layers] == [NNXLayer, Opaque]
+
+
+REGISTRY = []
+
+
+class Registered(eqx.Module):
+    """A class that is told of its subclasses, which must say something."""
+
+    linear: eqx.nn.Linear
+
+    def __init_subclass__(cls, *, needed):
+        REGISTRY.append(cls)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class NNXRegistered(nnx.Module):
+    """The same for NNX."""
+
+    def __init_subclass__(cls, *, needed):
+        REGISTRY.append(cls)
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class NNXOne(nnx.Module):
+    """A model of one module."""
+
+    def __init__(self, rngs):
+        self.child = NNXRegistered(rngs)
+
+    def __call__(self, x):
+        return self.child(x)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Holder(Registered(linear())), lambda: NNXOne(nnx.Rngs(0))]
+)
+def test_a_class_that_is_told_of_its_subclasses_stays_as_it_is(make):
+    """Only its parts have names, which begin with its own."""
+    model = make()
+    seen = []
+    call = lambda model, x: (seen.append(type(model.child)), loss(model, x))[1]  # noqa: E731
+    assert names(call, model, X) == ["child/linear", "child"]
+    assert seen == [type(model.child)] and REGISTRY == []
 
 
 # ---- calls --------------------------------------------------------------------------------------

@@ -274,29 +274,13 @@ def test_what_is_written_out_wins_over_a_pattern():
     np.testing.assert_array_equal(jax.grad(clipped)(X), jax.grad(apart)(X))
 
 
-def own_rule(grads):
-    return grads
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "equal"),
-    [
-        (RULE, cg.ErrorClipByValue(max=0.05), True),
-        (cg.ErrorClipByValue(jnp.ones(3)), cg.ErrorClipByValue(jnp.ones(3)), True),
-        (own_rule, own_rule, True),
-        (RULE, None, False),
-        (cg.ErrorClipByValue(jnp.ones(3)), cg.ErrorClipByValue(2 * jnp.ones(3)), False),
-        (cg.ClipByNorm(1.0, axis=0), cg.ClipByNorm(1.0, axis=1), False),
-    ],
-)
-def test_two_patterns_for_one_name_are_one_rule_or_an_error(first, second, equal):
-    clipped = cg.error_clip_by_name(loss_of(nested), {"net/*": first, "**/a": second})
-    if equal:
+@pytest.mark.parametrize("second", [RULE, None, cg.ErrorClipByValue(max=0.05)])
+def test_two_patterns_for_one_name_have_one_rule_or_are_an_error(second):
+    clipped = cg.error_clip_by_name(loss_of(nested), {"net/*": RULE, "**/a": second})
+    if second is RULE:
         clipped(X)
         return
-    with pytest.raises(
-        ValueError, match=r"got 'net/\*' and '\*\*/a' with different rules.*'net/a'"
-    ):
+    with pytest.raises(ValueError, match=r"got 'net/\*' and '\*\*/a' with a rule each.*'net/a'"):
         clipped(X)
 
 

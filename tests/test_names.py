@@ -1,4 +1,6 @@
-"""What `list_names` and `clipgrad names` say; what the names are is in test_modules.py."""
+"""What `list_names` says; what the names are is in test_modules.py."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._commands import cli
 
 X = jnp.ones((2, 3))
 
@@ -37,7 +38,57 @@ encoder        module  4 x 3  bfloat16         2      yes"""
 def test_the_table_has_the_largest_of_the_variables_of_a_name():
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)  # which is enough: nothing is run
     assert str(cg.list_names(model, (shape,))) == TABLE
-    assert cg.list_names(jnp.sin, (X,)) == ()
+
+
+@jax.custom_vjp
+def ruled(x):
+    return checkpoint_name(jnp.sin(x), "inside") * 2
+
+
+ruled.defvjp(lambda x: (ruled(x), None), lambda _, g: (g,))
+
+
+def counted(x):
+    with jax.named_scope("index"):
+        index = jnp.argmax(x)
+    return index * 2
+
+
+@pytest.mark.parametrize(
+    ("fun", "reason"),
+    [
+        (jnp.sin, "no names: there are no tags or modules, expected .*named_scope.*fun\\(model"),
+        (ruled, "no names: the values of 'inside' are inside of custom_vjp_call, from where"),
+        (counted, "no names: the values of 'index' are int32, expected floating or complex"),
+    ],
+)
+def test_with_no_row_the_table_says_why(fun, reason):
+    names = cg.list_names(fun, (X,))
+    assert names == () and re.match(reason, str(names)), str(names)
+
+
+def test_names_cost_little_more_than_tracing():
+    """Of rules within loops, whose derivatives are not traced to list names."""
+
+    traced = []
+
+    def nested(depth, x):
+        @jax.custom_jvp
+        def rule(x):
+            traced.append(depth)
+            return nested(depth - 1, x) if depth else jnp.sin(x)
+
+        rule.defjvp(lambda p, t: (rule(*p), t[0]))
+        return lax.while_loop(
+            lambda x: x.sum() < 0,
+            rule,
+            lax.scan(lambda x, _: (rule(x), None), x, None, length=3)[0],
+        )
+
+    jax.make_jaxpr(lambda x: nested(3, x))(X)
+    plain = len(traced)
+    cg.list_names(lambda x: nested(3, x), (X,))
+    assert len(traced) <= 2 * plain + plain
 
 
 def test_what_nothing_uses_does_not_count_beside_values_of_its_name_that_something_uses():
@@ -72,52 +123,3 @@ def test_what_nothing_uses_does_not_count_beside_values_of_its_name_that_somethi
 def test_wrong_arguments_are_refused(arguments, match):
     with pytest.raises(TypeError, match=match):
         cg.list_names(*arguments)
-
-
-MODULE = """
-import jax, jax.numpy as jnp
-
-def loss(x):
-    with jax.named_scope("net"):
-        y = jnp.sin(x)
-    return y.sum()
-
-def make():
-    return (jnp.ones(3),)
-
-def nothing(x):
-    return x.sum()
-
-def raises(x):
-    raise ValueError("not like this")
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "named_here.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.parametrize("args", ["named_here:make", "f32[3]"])
-def test_the_command_prints_the_table(folder, capsys, args):
-    assert cli.main(["names", "named_here:loss", "--args", args]) == 0
-    row = capsys.readouterr().out.splitlines()[1].split()
-    assert row == ["net", "module", "3", "float32", "1", "yes"]
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["named_here:nothing", "--args", "f32[3]"], "got a function without tags or modules; tag"),
-        (["named_here:raises", "--args", "f32[3]"], "named_here:raises raises ValueError: not lik"),
-        (["named_here:lose", "--args", "f32[3]"], "has no 'lose'; the nearest are ['loss'"),
-        (["named_here:loss"], "; write clipgrad names named_here:loss --args"),
-    ],
-)
-def test_what_cannot_be_listed_exits_with_two_and_one_line(folder, capsys, words, line):
-    assert cli.main(["names", *words]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("clipgrad names: ") and line in shown.err
-    assert shown.err.count("\n") == 1 and not shown.out

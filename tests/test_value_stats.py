@@ -17,7 +17,7 @@ from tests.tagged import X, loss_of, scanned
 from tests.test_per_example_precision import operations
 from tests.test_value_hook import COUNTED, PROGRAMS, in_a_while
 
-PROPERTIES = ("norm", "rms", "max", "highest", "nonfinite", "zeros", "size")
+PROPERTIES = ("norm", "rms", "max", "nonfinite", "zeros", "size")
 scope = jax.named_scope
 
 
@@ -28,14 +28,12 @@ def reference(values, axis=None):
         split = [np.moveaxis(v, axis, 0) for v in values]
         rows = [reference([v[i] for v in split]) for i in range(len(split[0]))]
         return {name: np.array([row[name] for row in rows]) for name in PROPERTIES}
-    signed = np.concatenate([v.ravel() for v in values]) if values else np.zeros(0)
-    every = np.abs(signed.astype(np.complex128))
-    signed = every if np.iscomplexobj(signed) else signed.astype(np.float64)
+    every = np.concatenate([v.ravel() for v in values]) if values else np.zeros(0)
+    every = np.abs(every.astype(np.complex128))
     size = max(every.size, 1)
     norm = np.sqrt(np.sum(every**2))
     return {
         "norm": norm, "rms": norm / np.sqrt(size), "max": every.max(initial=0),
-        "highest": signed.max(initial=0),
         "nonfinite": np.sum(~np.isfinite(every)), "zeros": np.mean(every == 0) if every.size else 0,
         "size": every.size,
     }  # fmt: skip
@@ -245,45 +243,9 @@ def test_an_axis_that_is_kept_has_an_entry_for_each_index_behind_those_of_scans(
     assert whole.max.shape == (2,)
 
 
-CUTS = {
-    "heads": (P(None, None, "m"), (2, "m")),
-    "heads, and rows": (P("d", None, "m"), (-1, "m")),
-    "heads by both": (P(None, None, ("d", "m")), (2, ("d", "m"))),
-    "heads by both, the inner first": (P(None, None, ("m", "d")), (2, ("m", "d"))),
-    "rows": (P("d"), (2, ())),
-    "rows by both, all kept": (P(("m", "d")), (0, ("m", "d"))),
-}
-
-
 @pytest.mark.kinds("check")
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("name", CUTS)
-def test_an_axis_that_devices_cut_is_whole_again(name, check):
-    place, watch = CUTS[name]
-    mesh = jax.make_mesh((2, 2), ("d", "m"), (AxisType.Auto,) * 2)
-
-    def model(x, reduced=lambda total: total):
-        def step(total, scale):
-            h = checkpoint_name(x * scale, "h")
-            return total, h.sum()
-
-        return reduced(lax.scan(step, 0.0, jnp.array([1.0, -5.0, 0.0]))[1].sum())
-
-    x = jnp.linspace(-3, 4, 4 * 3 * 8).reshape(4, 3, 8)
-    axes = tuple(a for entry in place if entry for a in ((entry,) if type(entry) is str else entry))
-    on_devices = jax.shard_map(
-        lambda x: model(x, lambda total: lax.psum(total, axes)),
-        mesh=mesh, in_specs=place, out_specs=P(), check_vma=check, axis_names=set(axes),
-    )  # fmt: skip
-    found = jax.jit(cg.with_value_stats(on_devices, watch={"h": watch}))(x)[1]["h"]
-    whole = jax.jit(cg.with_value_stats(model, watch={"h": watch[0]}))(x)[1]["h"]
-    assert found.max.shape == (3, x.shape[watch[0]])
-    for field in ("max", "norm", "zeros", "size"):
-        assert_close(getattr(found, field), getattr(whole, field), rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_where_devices_may_cut_the_axis_that_is_kept_a_warning_asks_for_it():
+def test_an_axis_that_a_mesh_may_cut_is_not_kept(check):
     mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
 
     def own(x):
@@ -293,22 +255,18 @@ def test_where_devices_may_cut_the_axis_that_is_kept_a_warning_asks_for_it():
         h = checkpoint_name(lax.psum(x, "m"), "h")
         return h.sum()
 
-    def run(model, watch):
-        fun = jax.shard_map(model, mesh=mesh, in_specs=P("m"), out_specs=P())
-        return cg.with_value_stats(fun, watch=watch)(X)[1]
+    def measured(model, axis):
+        fun = jax.shard_map(model, mesh=mesh, in_specs=P("m"), out_specs=P(), check_vma=check)
+        return cg.with_value_stats(fun, watch={"h": axis})(X)[1]["h"]
 
-    match = r"values of 'h' that vary over 'm', .*write watch={'h': \(1, 'm'\)} if .*\(1, \(\)\) if"
-    with pytest.warns(UserWarning, match=match):
-        joined = run(own, {"h": 1})["h"]
-    np.testing.assert_allclose(joined.max, np.abs(2 * X).max(0))
-    run(own, {"h": None})  # without an axis there is nothing to ask
-    run(same, {"h": 1})
-    with pytest.raises(ValueError, match=r"got \('m',\) for 'h', .* are the same along 'm'"):
-        run(same, {"h": (1, "m")})
-    with pytest.raises(
-        ValueError, match=r"got \('d',\) for 'h', expected axes .*are \['m'\]; with"
-    ):
-        run(own, {"h": (1, "d")})
+    match = r"the axis 1 for 'h', whose values may differ between the devices along 'm', expected"
+    for model in (own, same)[: 1 if check else 2]:
+        with pytest.raises(ValueError, match=match):
+            measured(model, 1)
+    assert_stats(measured(own, None), [2 * np.asarray(X, np.float64)])
+    if check:
+        x = np.asarray(X, np.float64)
+        assert_stats(measured(same, 1), [x[:2] + x[2:]], 1)
 
 
 # ---- unchanged value and derivatives, and composition -------------------------------------------
@@ -418,12 +376,12 @@ def test_without_a_choice_tags_are_measured_or_else_modules():
         ([3], TypeError, r"watch: got \[3\], expected names"),
         ({"tag": "heads"}, TypeError, "watch: got 'heads' for 'tag', expected an axis of its val"),
         ({"tag": True}, TypeError, "watch: got True for 'tag', expected an axis"),
-        ({"tag": (None, "m")}, TypeError, r"watch: got \(None, 'm'\) for 'tag', expected an axis"),
+        ({"tag": (1, "m")}, TypeError, r"watch: got \(1, 'm'\) for 'tag', expected an axis"),
         (["tug"], ValueError, "got 'tug', expected a name that is tagged .*there are"),
         (["index"], TypeError, "names int32 values, expected floating or complex values"),
         (["deep"], ValueError, "'deep', which tags a variable inside of custom_jvp_call, expecte"),
         ({"tag": 2}, ValueError, r"got the axis 2 for 'tag', expected an axis of all .*\(4, 3\)"),
-        ({"t*": 1, "**": 0}, ValueError, "'t\\*' and '\\*\\*' with different choices"),
+        ({"t*": 1, "**": 0}, ValueError, "'t\\*' and '\\*\\*' with a choice each"),
     ],
     ids=str,
 )
@@ -498,22 +456,23 @@ def test_one_more_value_of_a_shape_adds_few_operations():
     assert count(7) - count(4) <= 3 * 12
 
 
-@pytest.mark.kinds("form", "bad")
-@pytest.mark.parametrize("form", [value_stats._measured_together, value_stats._measured_apart])
+@pytest.mark.kinds("bad")
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
-def test_each_way_to_measure_gives_the_same(form, scale, bad, monkeypatch):
-    monkeypatch.setattr(value_stats, "is_local", lambda x: True)
+def test_one_reduction_gives_what_sums_give_side_by_side(scale, bad, monkeypatch):
     x = np.random.default_rng(0).normal(size=(5, 7)) * scale
     x[1, 2], x[3, 3] = 0, x[3, 3] if bad is None else bad
     x = jnp.asarray(x, jnp.float32)
-    for over in ((0, 1), (1,)):
-        squares, *others = jax.jit(form, static_argnums=0)(over, x)
-        expected, *rest = jax.jit(value_stats._measured_by_largest, static_argnums=0)(over, x)
-        norms = [value_stats.root_of_sums(sums) for sums in (squares, expected)]
-        np.testing.assert_allclose(*norms, rtol=1e-6)
-        for own, other in zip(others, rest, strict=True):
-            np.testing.assert_array_equal(own, other)
+    for axis in (None, 0, 1):
+        found = []
+        for is_local in (True, False):
+            monkeypatch.setattr(value_stats, "is_local", lambda x, own=is_local: own)
+            jax.clear_caches()
+            found.append(jax.jit(lambda x, axis=axis: cg.types.ValueStats.of(x, axis))(x))
+        together, apart = found
+        np.testing.assert_allclose(together.norm, apart.norm, rtol=1e-6)
+        for name in ("max", "nonfinite", "zero_count", "size"):
+            np.testing.assert_array_equal(getattr(together, name), getattr(apart, name))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

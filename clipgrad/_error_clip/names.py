@@ -38,7 +38,7 @@ def list_names(
 
     Returns:
       A tuple of records with ``name``, ``kind``, ``shape``, ``dtype``, ``scans``, ``sites`` and
-      ``cotangent``; its `str` is a table.
+      ``cotangent``; its `str` is a table, or says why there are none.
 
     Raises:
       TypeError: if ``fun`` is not a function, ``args`` not a tuple, or ``kwargs`` not a mapping.
@@ -54,12 +54,16 @@ def list_names(
       encoder  module  3      float32         1      yes
     """
     check_call(fun, args, kwargs)
-    program = program_of(fun, args, kwargs or {})[0].program
+    program = program_of(fun, args, kwargs or {}, only_read=True)[0].program
     return names_of(program)
 
 
 def program_of(
-    fun: Callable[..., Any], args: Any, kwargs: Any, chosen: Mapping[int, Any] | None = None
+    fun: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    chosen: Mapping[int, Any] | None = None,
+    only_read: bool = False,
 ) -> tuple[_jaxpr.Traced, bool, list[int]]:
     """The program of a function, and whether it would change an NNX model; here they stay.
 
@@ -76,7 +80,7 @@ def program_of(
             changes.append(isinstance(function, Pure) and bool(result[0]))
             return result
 
-        traced.append(_jaxpr.trace(noted, args, kwargs))
+        traced.append(_jaxpr.trace(noted, args, kwargs, only_read=only_read))
         apart = args[0] if isinstance(function, Pure) else (args, kwargs)
         flags = differentiated_inputs(apart, chosen or {})
         moved[:] = [i for i, is_chosen in enumerate(flags) if is_chosen]

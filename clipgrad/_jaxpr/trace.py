@@ -22,8 +22,13 @@ class Traced(NamedTuple):
         return self.result(evaluate(self.program, inputs, hook))
 
 
-def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Traced:
+def trace(
+    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], *, only_read: bool = False
+) -> Traced:
     """Trace a function.
+
+    With ``only_read`` the program is not to be evaluated: what custom rules close over stays
+    inside, since their derivatives would be traced to find it, for a loop in a loop again and again.
 
     JAX and NumPy arrays are traced, and `jax.ShapeDtypeStruct` as one; all other leaves (Python
     numbers, strings, functions) reach the function as they are, and those that it returns are kept.
@@ -42,7 +47,8 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
         return traced
 
     program = jax.make_jaxpr(run)(arrays)
-    program = with_explicit_closures(program, jax.tree.leaves(arrays))
+    if not only_read:
+        program = with_explicit_closures(program, jax.tree.leaves(arrays))
     out_structure, places, fixed = returned
 
     def result(outputs):

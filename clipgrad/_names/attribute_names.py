@@ -30,6 +30,7 @@ _INSIDE: ContextVar[AttributePath] = ContextVar("clipgrad_module_path", default=
 # One class for each class and path, so that trees of one call have the structure of the next.
 _CLASSES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
+_PATH = "_clipgrad_path"  # an attribute of these classes
 
 
 def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]) -> Any:
@@ -133,54 +134,37 @@ def _set_class(module: Any, cls: type) -> None:
         object.__setattr__(module, "__class__", cls)  # both frameworks have setters of their own
 
 
-class _Quiet:
-    """Is looked at before a class of the user's, whose hook is not to see the classes made here.
-
-    That of NNX is, since it makes a class a pytree.
-    """
-
-    def __init_subclass__(cls, base: Any = None, **kwargs: Any) -> None:
-        if base is not None:
-            base.__init_subclass__.__func__(cls, **kwargs)
-
-
 def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> type:
-    """The class of a module at a path; its own if it has no name or no methods."""
+    """The class of a module at a path; its own if it has no name or no methods.
+
+    A class that is told of its subclasses, by an ``__init_subclass__`` of the user's, has no name.
+    """
     cls = type(module)
-    own = cls.__bases__[0] if cls.__mro__[1] is _Quiet else cls
+    own = cls.__bases__[0] if _PATH in vars(cls) else cls
     methods = _methods(own, base)
-    if not path or not methods:
+    if not path or not methods or _hook(own) is not _hook(base):
         return cls
     with _LOCK:
         classes = _CLASSES.setdefault(own, weakref.WeakValueDictionary())
         named = classes.get(path)
         if named is None:
-            named = _new_class(path, module, own, methods, base)
+            named = _new_class(path, module, own, methods)
         classes[path] = named
     if named is not cls:
         before[named] = cls
     return named
 
 
-def _new_class(
-    path: AttributePath, module: Any, cls: type, methods: dict[str, Any], base: type
-) -> type:
-    namespace = {name: _scoped(method, path) for name, method in methods.items()}
+def _hook(cls: type) -> Any:
+    return inspect.getattr_static(cls, "__init_subclass__")
+
+
+def _new_class(path: AttributePath, module: Any, cls: type, methods: dict[str, Any]) -> type:
+    namespace = {name: _scoped(method, path) for name, method in methods.items()} | {_PATH: path}
     namespace |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    options: dict[str, Any] = {"base": base} if is_model(module) else {}
-    if options and jax.tree_util.all_leaves([module]):
-        options["pytree"] = False  # NNX is not to make the class a pytree
-    return _metaclass(type(cls))(cls.__name__, (cls,), namespace, **options)
-
-
-@functools.cache
-def _metaclass(kind: type) -> Any:
-    """A metaclass of classes with `_Quiet` behind them, and the layout of their first base."""
-
-    def mro(cls: type) -> list[type]:
-        return [cls, _Quiet, *cls.__bases__[0].__mro__]
-
-    return type(kind.__name__, (kind,), {"mro": mro})
+    # NNX makes each class a pytree, unless it is told not to.
+    is_leaf = is_model(module) and jax.tree_util.all_leaves([module])
+    return type(cls)(cls.__name__, (cls,), namespace, **({"pytree": False} if is_leaf else {}))
 
 
 def _methods(cls: type, base: type) -> dict[str, Any]:

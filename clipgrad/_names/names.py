@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._names.wanted import CLIPPED, VALUES, Sites, common_nest, sites_by_name
+from clipgrad._names.wanted import (
+    CLIPPED,
+    VALUES,
+    Sites,
+    common_nest,
+    sites_by_name,
+    why_none,
+)
 
 
 class Name(NamedTuple):
@@ -34,9 +41,17 @@ class Name(NamedTuple):
 
 
 class Names(tuple[Name, ...]):
-    """The names of a function, in the order of computation; `str` is a table."""
+    """The names of a function, in the order of computation; `str` is a table.
+
+    Attributes:
+      reason: why there are none; "" if there are.
+    """
+
+    reason = ""
 
     def __str__(self) -> str:
+        if not self:
+            return f"no names: {self.reason}"
         rows = [("name", "kind", "shape", "dtype", "scans", "sites", "cotangent")]
         for name in self:
             shape, scans = (" x ".join(map(str, n)) for n in (name.shape, name.scans))
@@ -51,7 +66,9 @@ def names_of(program: Any) -> Names:
     """The names whose values can be watched from outside, a module after the modules inside it."""
     there = sites_by_name(program)
     listed = {n: s for n, s in there.items() if CLIPPED.lists(s) or VALUES.lists(s)}
-    return Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
+    names = Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
+    names.reason = "" if names else why_none(there)
+    return names
 
 
 def _inner_first(names: Iterable[str]) -> list[str]:

@@ -30,9 +30,8 @@ class Capture:
       extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
         ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatch`` says
-        which one it is if ``optax.MultiSteps`` wraps `skip_spikes`. If the batch was recorded with
-        several steps, ``steps`` is their number, and ``step_in_batch`` the position of the bad one
-        along the leading axis of the batch.
+        which one it is if ``optax.MultiSteps`` wraps `skip_spikes`; of a batch of several ``steps``
+        the bad one is ``step_in_batch``.
     """
 
     path: pathlib.Path
@@ -104,11 +103,11 @@ class Capture:
         path = donated_leaf(tree)
         if path is None:
             return tree
-        at, again = f" at {name}{path}" if path else "", f"load_capture({str(self.path)!r})"
         raise ValueError(
-            f"{name}: got an array{at} that a step has overwritten, since it donates its "
-            f"arguments; expected a capture as it was loaded; write {again} again, and pass "
-            "jax.tree.map(jnp.copy, ...) of its arrays to such a step"
+            f"{name}: got an array at {name}{path} that a step has overwritten, since it donates "
+            "its arguments; expected a capture as it was loaded; write "
+            f"load_capture({str(self.path)!r}) again, and pass jax.tree.map(jnp.copy, ...) of its "
+            "arrays to such a step"
         )
 
 

@@ -9,7 +9,6 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -46,37 +45,31 @@ class FlightRecorder:
 
     After each step it keeps the batch, starts a copy of the flag to the host, and reads the flags
     that have arrived. If a flag is set, it writes a capture: the parameters from before the bad
-    step, the batch and the PRNG key of that step, its number, norms of the steps before it, and
-    versions. Then it raises `HaltedError`.
+    step, the batch and the key of that step, norms of the steps before it, and versions. Then it
+    raises `HaltedError`.
 
     Guarantees:
-      * It does not copy or hold the parameters. It copies the flag and a few norms of a state, so
-        you may donate the buffers of the state.
-      * In one process it waits for the device in the first `record` only. It keeps the batch of
-        each step until the flag of that step arrives, however far the loop runs ahead.
-      * Several processes must stop at the same step. There `record` waits for the flag of the step
-        ``keep - 1`` steps before, so the loop never runs further ahead.
+      * It does not copy or hold the parameters, so you may donate the buffers of the state.
+      * In one process it waits for the device in the first `record` only, and keeps the batch of
+        each step until the flag of that step arrives. Several processes must stop at the same step:
+        there `record` waits for the flag of the step ``keep - 1`` steps before.
       * A capture never has the batch of another step. If the loop does not record every step, or
         records a state that had already halted, the capture says that it has no batch. If a
         compiled function takes several steps, record the state after the last one with the batches
-        of all, stacked along the leading axis: the capture has them all, and says which is bad.
-        Batches of k examples look like this if you record every k-th step: don't. If
+        of all, stacked along the leading axis: the capture has them all, and says which is bad. If
         ``optax.MultiSteps`` wraps `skip_spikes`, the capture has the last microbatch.
       * If a clip with ``stats="per_leaf"`` shows that the gradient of a leaf was exactly zero in
-        the first step, the first `record` warns, with the leaf and the call of `diagnose`.
+        the first step, the first `record` warns.
       * What can't be written is refused by the first `record`, not at the halt; functions and other
         objects in a state or a model are left out.
-      * A capture gets its name when it is complete, and never overwrites another one.
-      * It does not have a thread or global state, and loading a capture does not run code from it.
+      * A capture gets its name when it is complete, and never overwrites another one. Loading it
+        does not run code from it.
 
     Args:
       directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
-        Captures hold parameters and data. A bucket must be mounted: an address such as
-        ``gs://bucket/run`` is refused.
-      keep: the number of batches to keep of steps that are known to be good; also the number of
-        steps that several processes may run ahead.
-      max_captures: the most captures in the directory, captures of earlier runs included. When
-        there are as many, no other is written, and the error says so.
+        A bucket must be mounted.
+      keep: the number of batches to keep of steps that are known to be good.
+      max_captures: the most captures in the directory, captures of earlier runs included.
       raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
         ``captures`` lists the captures, and the training stays halted until `resume`.
 
@@ -188,12 +181,7 @@ class FlightRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self.close()
         elif not isinstance(error, HaltedError):
@@ -218,8 +206,9 @@ class FlightRecorder:
         flag = record.flag
         if record.before is None:
             record.before, self._count = self._count, flag.count
-            numbers = {name: x for name, x in record.extra.items() if _is_number(x)}
-            self._past.append((record.step, flag, record.norms | numbers))
+            row = {"step": flag.count - 1 if record.step is None else record.step} | record.norms
+            row |= {name: x for name, x in record.extra.items() if _is_number(x)}
+            self._past.append((flag.count, row))
         halted_at = flag.halted_at if flag.halted else None
         if halted_at is not None and halted_at != self._halted_at:
             self._unwritten = record
@@ -273,12 +262,8 @@ class FlightRecorder:
 
     def _statistics(self, flag: Flag) -> dict[str, list]:
         """The numbers of the steps up to the bad one, by name."""
-        past = [entry for entry in self._past if entry[1].count <= flag.count]
-        rows = [
-            {"step": each.count - 1 if step is None else _plain_number(step)}
-            | {name: _plain_number(x) for name, x in numbers.items()}
-            for step, each, numbers in past
-        ]
+        past = [row for count, row in self._past if count <= flag.count]
+        rows = [{name: _plain_number(x) for name, x in row.items()} for row in past]
         names = {name: None for row in rows for name in row}
         return {name: [row.get(name) for row in rows] for name in names}
 

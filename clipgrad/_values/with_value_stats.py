@@ -2,36 +2,28 @@
 
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import clipgrad._jaxpr as _jaxpr
-import clipgrad._names as _names
 from clipgrad._compat import varying_axes
 from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
-from clipgrad._names import VALUES, checked_watch, common_nest, sites_by_name, watched_names
+from clipgrad._names import (
+    VALUES,
+    NamedSite,
+    checked_watch,
+    common_nest,
+    sites_by_name,
+    watched_names,
+)
 from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
-AxisOfDevices = tuple[int, str | tuple[str, ...]]
-Watch = Iterable[str] | Mapping[str, int | AxisOfDevices | None] | None
-_OF_VALUES = "with_value_stats"
-
-
-class KeptAxis(NamedTuple):
-    """An axis of values with an entry for each index.
-
-    Attributes:
-      axis: its position.
-      cut: the axes of a mesh that cut it, the outermost first; None: nobody has said which.
-    """
-
-    axis: int
-    cut: tuple[str, ...] | None
+Watch = Iterable[str] | Mapping[str, int | None] | None
+_CALLER = "with_value_stats"
 
 
 def with_value_stats(
@@ -67,10 +59,8 @@ def with_value_stats(
         statistics of the whole batch.
       * Inside `jax.shard_map` they are statistics of all devices together. A value that does not
         vary along an axis of the mesh counts once; with ``check_vma=False`` it counts on every
-        device. An entry of an axis that is kept joins the entries with its index on all devices;
-        JAX does not say whether an axis of the mesh cuts it, so a warning asks for
-        ``{name: (axis, "m")}`` if ``"m"`` does, whose devices then follow one another, and for
-        ``{name: (axis, ())}`` if each device has all of it.
+        device. An axis can be kept only of values that are the same on all devices, because JAX
+        does not say which axes of a value a mesh cuts.
       * `jax.custom_vjp`, `jax.custom_jvp` and `jax.lax.custom_linear_solve` are left whole: their
         results are values of the modules around.
       * Names and models are treated as by `error_clip_by_name`: ``fun`` is traced once per call,
@@ -81,9 +71,8 @@ def with_value_stats(
       watch: names and patterns; ``None``: all tags, or all modules if there are no tags. A
         dictionary from names or patterns to an axis of the value keeps this axis: there is one
         entry for each index, behind the axes of scans, such as for each head of attention logits;
-        ``None`` in place of the axis: one entry for the whole value; ``(axis, mesh axes)``: an
-        axis that these cut inside a `jax.shard_map`. Inside a `jax.vmap` in ``fun`` it is an axis
-        of the batched value.
+        ``None`` in place of the axis: one entry for the whole value. Inside a `jax.vmap` in ``fun``
+        it is an axis of the batched value.
       has_aux: whether ``fun`` returns ``(result, aux)``.
 
     Returns:
@@ -93,12 +82,11 @@ def with_value_stats(
 
     Raises:
       TypeError: if ``fun`` is not a function, ``watch`` not a collection of names, or an axis not
-        an integer or of this form; when called, if the values of a name are not floating or
-        complex, or with ``has_aux`` the result is not a pair.
+        an integer; when called, if the values of a name are not floating or complex, or with
+        ``has_aux`` the result is not a pair.
       ValueError: when called, if a name or a pattern matches no value, or only values that can't be
-        reached; if values have no such axis, or axes of different lengths, or do not vary along an
-        axis of a mesh that is said to cut them; if there are neither tags nor modules with
-        ``watch=None``.
+        reached; if values have no such axis, or axes of different lengths, or a mesh may cut it; if
+        there are neither tags nor modules with ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -145,29 +133,19 @@ def _with_stats_behind(result: Any, stats: dict[str, ValueStats], has_aux: bool)
     return result[0], (result[1], stats)
 
 
-def _checked_axes(watch: Any) -> dict[str, KeptAxis | None] | None:
+def _checked_axes(watch: Any) -> dict[str, int | None] | None:
     """The axis of each name that is watched; ``None``: no choice."""
     names = checked_watch(watch)
     if names is None or not isinstance(watch, Mapping):
         return names
-    return {name: _checked_axis(name, given) for name, given in watch.items()}
-
-
-def _checked_axis(name: str, given: Any) -> KeptAxis | None:
-    if given is None:
-        return None
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    pair: tuple[Any, Any] = given if is_pair else (given, None)
-    axis, cut = pair
-    cut = (cut,) if isinstance(cut, str) else cut
-    are_names = cut is None or (isinstance(cut, tuple) and all(isinstance(a, str) for a in cut))
-    is_axis = hasattr(axis, "__index__") and not isinstance(axis, bool)
-    if not is_axis or not are_names:
-        raise TypeError(
-            f"watch: got {given!r} for {name!r}, expected an axis of its values such as -1, None "
-            'for whole values, or (-1, "m") for an axis that the axis "m" of a mesh cuts'
-        )
-    return KeptAxis(operator.index(axis), cut)
+    for name, axis in watch.items():
+        is_axis = hasattr(axis, "__index__") and not isinstance(axis, bool)
+        if axis is not None and not is_axis:
+            raise TypeError(
+                f"watch: got {axis!r} for {name!r}, expected an axis of its values such as -1, or "
+                "None for whole values"
+            )
+    return {name: None if axis is None else operator.index(axis) for name, axis in watch.items()}
 
 
 @value_hook(choices=["watched"])
@@ -179,7 +157,7 @@ class _Measure(ValueHook):
 
     # For each name its kind, whether its values are used, the axis that is kept, and the dtype of
     # its statistics.
-    watched: tuple[tuple[str, str, bool, KeptAxis | None, str], ...] = ()
+    watched: tuple[tuple[str, str, bool, int | None, str], ...] = ()
 
     @property
     def is_reusable(self) -> bool:
@@ -193,10 +171,10 @@ class _Measure(ValueHook):
         return {name: (kind, *rest) for name, kind, *rest in self.watched}
 
     def note_of(self, seen: Seen, x: jax.Array) -> ValueStats:
-        *_, kept, dtype = self._by_name[seen.name]
-        if kept is not None:
-            _check_cut(seen.name, kept, varying_axes(x) & self.axes, self.axes)
-        return ValueStats.of(x, kept and kept.axis, dtype)
+        *_, axis, dtype = self._by_name[seen.name]
+        if axis is not None:
+            _check_whole(seen.name, axis, varying_axes(x) & self.axes)
+        return ValueStats.of(x, axis, dtype)
 
     def key(self, seen: Seen) -> tuple[str, tuple[int, ...]]:
         """The name; there is no scan between."""
@@ -212,49 +190,53 @@ class _Measure(ValueHook):
         return first.joined(second)
 
     def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
-        *_, kept, _ = self._by_name[key[0]]
-        axes = _jaxpr.manual_axes(equation)
-        sizes = [equation.params["mesh"].shape[axis] for axis in axes]
-        cut = kept.cut or () if kept else ()
-        return note.over_devices(sizes, [axes.index(axis) for axis in cut if axis in axes])
+        *_, axis, _ = self._by_name[key[0]]
+        if axis is not None and not equation.params["check_vma"]:
+            _check_whole(key[0], axis, frozenset(_jaxpr.manual_axes(equation)))
+        return note.over(0)
 
 
-def _check_cut(name: str, kept: KeptAxis, varying: frozenset[str], tracked: frozenset[str]) -> None:
-    """Asks which axes of a mesh cut an axis that is kept; `ValueError` if one can't."""
-    if kept.cut is None and varying:
-        every = " and ".join(map(repr, sorted(varying)))
-        one = repr(min(varying))
-        warnings.warn(
-            f"{_OF_VALUES}: got values of {name!r} that vary over {every}, so that each entry of "
-            f"the axis {kept.axis} joins the entries with its index on all devices; write "
-            f"watch={{{name!r}: ({kept.axis}, {one})}} if {one} cuts this axis, or "
-            f"({kept.axis}, ()) if each device has all of it",
-            stacklevel=2,
-        )
-    same = sorted((tracked & {*(kept.cut or ())}) - varying)
-    if same:
+def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
+    """Refuses to keep an axis of values that may differ along axes of a mesh."""
+    if meshes:
         raise ValueError(
-            f"watch: got {kept.cut!r} for {name!r}, expected axes of a mesh that cut its axis "
-            f"{kept.axis}; its values are the same along {same[0]!r}"
+            f"{_CALLER}: got the axis {axis} for {name!r}, whose values may differ between the "
+            f"devices along {', '.join(map(repr, sorted(meshes)))}, expected values that are the "
+            f"same on all, since JAX does not say which axes a mesh cuts; watch={{{name!r}: None}} "
+            "measures whole values, and ValueStats.of(x, axis) inside of the shard_map a part"
         )
 
 
-def _measure(
-    program: Any, axes: dict[str, KeptAxis | None] | None
-) -> tuple[_Measure, dict[str, int]]:
+def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
-    chosen = watched_names(program, axes, _OF_VALUES, VALUES)
+    chosen = watched_names(program, axes, _CALLER, VALUES)
     there = sites_by_name(program)
     own = {name: list(VALUES.own(there[name])) for name in chosen}
     watched = []
-    for name, (kind, kept) in chosen.items():
-        if kept is not None:
-            _check_axis(name, kept, own[name], program)
+    for name, (kind, axis) in chosen.items():
+        if axis is not None:
+            _check_axis(name, axis, own[name])
         wide = any(site.dtype in ("float64", "complex128") for site in own[name])
         used = any(site.used for site in own[name])
-        watched.append((name, kind, used, kept, "float64" if wide else "float32"))
+        watched.append((name, kind, used, axis, "float64" if wide else "float32"))
     common = {name: len(common_nest(sites)) for name, sites in own.items()}
     return _Measure(watched=tuple(watched)), common
+
+
+def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
+    """Raises `ValueError` if there is no such axis, or if it is not of one length."""
+    for site in sites:
+        if not -len(site.shape) <= axis < len(site.shape):
+            raise ValueError(
+                f"{_CALLER}: got the axis {axis} for {name!r}, expected an axis of all its "
+                f"values, one of which has the shape {site.shape}"
+            )
+    lengths = sorted({site.shape[axis] for site in sites})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{_CALLER}: got the axis {axis} for {name!r}, whose values have the lengths "
+            f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
+        )
 
 
 def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, ValueStats]:
@@ -265,33 +247,3 @@ def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, Value
             stats = stats.over(common[name])
         found[name] = found[name].joined(stats) if name in found else stats
     return {name: found[name] for name in common}
-
-
-def _check_axis(name: str, kept: KeptAxis, sites: list[_names.NamedSite], program: Any) -> None:
-    """Raises `ValueError` if there is no such axis, or if it is not of one length."""
-    axis = kept.axis
-    there = _mesh_axes(program) if kept.cut else ()
-    unknown = [a for a in kept.cut or () if a not in there]
-    if unknown:
-        raise ValueError(
-            f"watch: got {kept.cut!r} for {name!r}, expected axes of a mesh of a shard_map inside "
-            f"this function, which are {sorted(there)}; without shard_map an axis is kept whole"
-        )
-    for site in sites:
-        if not -len(site.shape) <= axis < len(site.shape):
-            raise ValueError(
-                f"{_OF_VALUES}: got the axis {axis} for {name!r}, expected an axis of all its "
-                f"values, one of which has the shape {site.shape}"
-            )
-    lengths = sorted({site.shape[axis] for site in sites})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values have the lengths "
-            f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
-        )
-
-
-def _mesh_axes(program: Any) -> frozenset[str]:
-    equations = _jaxpr.equations(program)
-    mapped = (e for e in equations if e.primitive.name == "shard_map")
-    return frozenset(axis for e in mapped for axis in _jaxpr.manual_axes(e))
