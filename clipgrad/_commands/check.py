@@ -35,14 +35,9 @@ exit code:
 WORDS: dict[str, dict[str, Any]] = {
     "order": {"metavar": "{1,2}", "type": int, "help": "2 also checks the second derivative"},
     "mode": {
-        "metavar": "{auto,fast,full}",
-        "help": "auto: every element, with help from plain AD in float64; fast: random directions; "
-        "full: every element with finite differences",
-    },
-    "delta": {
-        "metavar": "STEP",
-        "type": float,
-        "help": "an absolute step, such as Paddle's 0.005",
+        "metavar": "{auto,full}",
+        "help": "auto: single elements where rule and plain AD differ, the rest together; full: "
+        "each element by itself",
     },
     "max_relative_error": {
         "metavar": "ERROR",

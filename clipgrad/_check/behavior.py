@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._checker import vectors
-from clipgrad._checker.log import Log
-from clipgrad._checker.points import OWN, Point, masked_rows
-from clipgrad._checker.report import Failure
-from clipgrad._checker.theirs import Raised, theirs
-from clipgrad._checker.verdict import slack_of
-from clipgrad._checker.witnesses import differentiated
+from clipgrad._check import vectors
+from clipgrad._check.log import Log
+from clipgrad._check.points import OWN, Point, masked_rows
+from clipgrad._check.report import Failure
+from clipgrad._check.theirs import Raised, theirs
+from clipgrad._check.verdict import slack_of
+from clipgrad._check.witnesses import differentiated
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 # Nor has what the user states a tolerance for, such as a loop that stops when it is near enough.

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._checker import vectors
-from clipgrad._checker.subject import CheckSubject
-from clipgrad._checker.theirs import Raised
-from clipgrad._checker.verdict import TIMES
-from clipgrad._checker.witnesses import VJP, Witness, Witnesses
+from clipgrad._check import vectors
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.theirs import Raised
+from clipgrad._check.verdict import TIMES
+from clipgrad._check.witnesses import VJP, Witness, Witnesses
 from clipgrad._program import Parts
 
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
@@ -94,10 +94,10 @@ class Point:
             most[start:stop] += np.median(most[start:stop])
         return TIMES * max(1.0, most.size / FEW) ** TAIL * most
 
-    def is_zero(self, gradients: Sequence[np.ndarray], times: float) -> np.ndarray:
+    def is_zero(self, gradients: Sequence[np.ndarray], times: float) -> Any:
         """Whether gradients are less than some of their own roundings in float64."""
-        larger = functools.reduce(np.maximum, map(np.abs, gradients))
-        return (larger <= times * self.rounding(IN_FLOAT64)).all(axis=0)
+        larger = np.max(np.abs(gradients), axis=0)
+        return np.all(larger <= times * self.rounding(IN_FLOAT64), axis=0)
 
 
 def generator(seed: int, name: str) -> np.random.Generator:

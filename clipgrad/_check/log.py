@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clipgrad._checker.options import Options
-from clipgrad._checker.report import Failure, GradCheckReport
-from clipgrad._checker.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
+from clipgrad._check.options import Options
+from clipgrad._check.report import Failure, GradCheckReport
+from clipgrad._check.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
 
 
 @dataclasses.dataclass

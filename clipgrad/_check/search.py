@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._checker.points import CONSTANTS, IN_FLOAT64, Point, dense_numbers
-from clipgrad._checker.verdict import (
+from clipgrad._check.points import CONSTANTS, IN_FLOAT64, Point, dense_numbers
+from clipgrad._check.verdict import (
     DISPUTED,
     KINK,
     LOOSER,
@@ -93,7 +93,8 @@ class Search:
             a, b = judged[:, found], other[:, found]
             slack = self._slack_at(found, np.fmax(np.abs(a), np.abs(b)))
             apart = np.abs(a - b) > slack + point.rounding(CONSTANTS)[found]
-            found = found[apart.any(axis=0) & ~point.is_zero((judged, other), ZERO)[found]]
+            is_zero = point.is_zero((judged, other), ZERO)
+            found = found[apart.any(axis=0) & ~is_zero[found]]
         return found
 
     def _slack_at(self, elements: np.ndarray, larger: Any) -> np.ndarray:

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from clipgrad._checker import vectors
-from clipgrad._checker.behavior import Claim, compare
-from clipgrad._checker.log import Log
-from clipgrad._checker.points import Point, further
-from clipgrad._checker.theirs import Raised
-from clipgrad._checker.values import Found, check_point, is_near
-from clipgrad._checker.verdict import DISPUTED, NOISE, VERIFIED, WRONG
-from clipgrad._checker.witnesses import differentiated
+from clipgrad._check import vectors
+from clipgrad._check.behavior import Claim, compare
+from clipgrad._check.log import Log
+from clipgrad._check.points import Point, further
+from clipgrad._check.theirs import Raised
+from clipgrad._check.values import Found, check_point, is_near
+from clipgrad._check.verdict import DISPUTED, NOISE, VERIFIED, WRONG
+from clipgrad._check.witnesses import differentiated
 
 KEPT = "what is equal, zero or symmetric is kept; what is wrong there alone was not seen"
 

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._checker import contract, vectors
-from clipgrad._checker.behavior import Claim, are_on_cpu, check_behavior, compare
-from clipgrad._checker.further import check_further_points
-from clipgrad._checker.log import Log
-from clipgrad._checker.options import Options, require_mapping, with_hints
-from clipgrad._checker.points import Point, cotangents
-from clipgrad._checker.report import Failure, GradCheckError, GradCheckReport
-from clipgrad._checker.second_order import check_second_order
-from clipgrad._checker.selection import Selector
-from clipgrad._checker.subject import CheckSubject, make_subject, require_arrays
-from clipgrad._checker.theirs import Raised, theirs
-from clipgrad._checker.values import check_point
-from clipgrad._checker.verdict import MASK, UNSEEN
-from clipgrad._checker.witnesses import VJP, Witnesses, differentiated, find_witnesses
+from clipgrad._check import contract, vectors
+from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._check.further import check_further_points
+from clipgrad._check.log import Log
+from clipgrad._check.options import Options, require_mapping, with_hints
+from clipgrad._check.points import Point, cotangents
+from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._check.second_order import check_second_order
+from clipgrad._check.selection import Selector
+from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._check.theirs import Raised, theirs
+from clipgrad._check.values import check_point
+from clipgrad._check.verdict import MASK, UNSEEN
+from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._devices import find_devices, moved
 
 # In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
