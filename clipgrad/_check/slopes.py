@@ -13,7 +13,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import vectors
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, in_float64
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.theirs import ran, theirs
+from clipgrad._check.theirs import NotNearby, Raised, ran, theirs
 from clipgrad._check.verdict import SAME_VALUES, TIMES, Ladder, narrowest
 from clipgrad._program import Parts, rounded, rounded_in_float64
 
@@ -166,7 +166,10 @@ class Evaluation:
         ]
         x, along = (a.astype(self._dtype) for a in (self.x, along))
         with in_float64() if self.is_wide else contextlib.nullcontext():
-            found = ran(self._run, x, along, place, *padded, np.int32(len(moves)))
+            try:
+                found = ran(self._run, x, along, place, *padded, np.int32(len(moves)))
+            except Raised as error:
+                raise NotNearby(str(error)) from error.original
             return np.asarray(found, np.float64)[: len(moves)]
 
     def _looped(self, x, along, place, moves, steps, count):
