@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clipgrad._check.options import CHECKS, Options
 from jax import lax
 
 import clipgrad as cg
+from clipgrad._check.options import CHECKS, Options
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.5, 1.5])
@@ -82,15 +82,14 @@ KINDS = "cpu, gpu, tpu, cuda, rocm, METAL, or None for all devices here"
     ("option", "value", "shown", "expected"),
     [
         ("order", 3, "3", "1, or 2 to check the second derivative as well"),
-        ("mode", "slow", "'slow'", "one of auto, fast, full"),
-        ("delta", 0, "0", "a positive number, such as 0.005, or None"),
+        ("mode", "fast", "'fast'", "one of auto, full"),
         ("max_relative_error", 0, "0", "a number above 0, or None"),
         ("points", 1.5, "1.5", "a whole number, 1 or more"),
         ("seed", -1, "-1", "a whole number, 0 or more"),
         ("skip", ["vmap", "speed"], "['speed']", f"some of {ALL_CHECKS}"),
         ("skip", "speed", "['speed']", f"some of {ALL_CHECKS}"),
         ("devices", ("cpu", "xpu"), "('xpu',)", f"some of {KINDS}"),
-        ("tolerance", 2.0, "2.0", "a number between 0 and 1, such as 1e-2, or None"),
+        ("tolerance", 2.0, "2.0", "a number between 0 and 1, or None"),
         ("min_verified", 1.5, "1.5", "a share from 0 to 1, or None for a half"),
         ("time_budget", 0.0, "0.0", "a number of seconds above 0, or None"),
     ],
@@ -116,58 +115,38 @@ def test_the_names_of_checks_are_those_of_the_docstrings_table():
     assert sorted(names) == sorted(CHECKS)
 
 
-STEP = "the step follows the scale of each element; for an absolute step write delta=0.001"
-OWN = "the tolerance follows the dtype; for another write tolerance=0.01"
-BOTH = "leave it out: check_grads checks forward and reverse mode"
-HABITS = [
-    ("modes", ["rev"], f"; {BOTH}"),
-    ("eps", 1e-3, f"; {STEP}"),
-    ("atol", 0.01, f"; {OWN}"),
-    ("fast_mode", True, '; write mode="fast" for random directions only'),
-    ("inputs_to_check", ["x"], "; write wrt=..."),
-    ("ordr", 2, ". Did you mean 'order'?"),
-    ("verbose", True, ""),
-]
+STEP = "the step follows the scale of each element; numerical_grad(delta=...) takes one"
 
 
-@pytest.mark.parametrize(("name", "value", "instead"), HABITS)
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("eps", 1e-3, f"; {STEP}"),
+        ("atol", 0.01, "; the tolerance follows the dtype; for another write tolerance=..."),
+        ("delta", 0.1, ""),
+        ("ordr", 2, "; did you mean order=?"),
+        ("verbose", True, ""),
+    ],
+)
 def test_an_argument_of_another_checker_is_answered_by_what_to_write(name, value, instead):
     line = f"check_grads() got an unexpected keyword argument {name!r}{instead}"
     with pytest.raises(TypeError, match=f"^{re.escape(line)}$"):
         cg.check_grads(jnp.sin, (X,), **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("value", "instead"), [(2, "; write order=2"), (1e-6, "; write delta=1e-06"), ("rev", "")]
-)
+@pytest.mark.parametrize(("value", "instead"), [(2, "; write order=2"), ("rev", "")])
 def test_what_is_not_a_mapping_in_the_place_of_kwargs_is_refused(value, instead):
     line = f"kwargs: got {value!r}, expected a mapping of fun's keyword arguments, or None{instead}"
     with pytest.raises(TypeError, match=f"^{re.escape(line)}$"):
         cg.check_grads(jnp.sin, (X,), value)
 
 
-def test_more_arguments_by_position_are_refused_with_the_names():
-    line = (
-        r"check_grads\(\) takes 3 positional arguments but 4 were given; write the others by name, "
-        "of wrt=, no_grad=, output=, order=, mode=, .*, skip=$"
-    )
-    with pytest.raises(TypeError, match=line):
-        cg.check_grads(jnp.sin, (X,), 2, ["rev"])
-    line = (
-        r"numerical_grad\(\) takes 2 positional arguments but 3 were given; write the others by "
-        "name, of wrt=, output=, cotangent=, delta=$"
-    )
-    with pytest.raises(TypeError, match=line):
-        cg.numerical_grad(jnp.sin, (X,), 0)
-
-
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
         ("eps", f"; {STEP}"),
-        ("input_to_check", "; write wrt=0.001"),
         ("modes", ""),
-        ("cotangents", ". Did you mean 'cotangent'?"),
+        ("cotangents", "; did you mean cotangent=?"),
     ],
 )
 def test_numerical_grad_answers_likewise_with_what_it_has(name, instead):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._trees.selection import leaf_names, parameter_names, select, simple_paths
+from clipgrad._check.selection import leaf_names, parameter_names, select, simple_paths
 
 pytestmark = pytest.mark.exhaustive
 

@@ -1,13 +1,9 @@
 """Tolerances by precision, and what rounding alone may do."""
 
-import clipgrad._check.check as check_module
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clipgrad._check.options import Options
-from clipgrad._check.subject import make_subject
-from clipgrad._check.tolerances import RELATIVE, make_tolerance, narrowest
 from jax import lax
 
 import clipgrad as cg
@@ -16,39 +12,12 @@ from tests.test_check_search import halved
 
 pytestmark = pytest.mark.exhaustive
 
-RANGES = [(0, 3), (3, 5)]
-TOLERANCE, EPS = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
-
 
 def report(function, *args, **options):
     return cg.check_grads(function, args, points=1, raise_on_failure=False, **options)
 
 
 X3 = jnp.asarray([0.7, 1.1, 1.3])
-
-
-def log():
-    return check_module.Log(Options())
-
-
-def floor(gradient, scale=1.0, exact=False, leaf=0, tolerance=TOLERANCE):
-    gradient, scale = np.asarray([gradient]), scale * np.ones(5)
-    sizes = tolerance.sizes(gradient, scale, exact)
-    return tolerance.elements(sizes, leaf, scale[slice(*RANGES[leaf])]).floor[0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "relative"),
-    [("float64", 1e-6), ("float32", 5e-4), ("float16", 1e-2), ("bfloat16", 5e-2)],
-)
-def test_the_relative_tolerance_is_that_of_the_documentation(dtype, relative):
-    assert make_tolerance(RANGES, [dtype, "float64"]).relative[0] == relative
-    assert f"{relative:g} for {dtype}".replace("0.0005", "5e-4").replace("1e-06", "1e-6") in (
-        cg.check_grads.__doc__.replace("\n", " ")
-        .replace("    ", "")
-        .replace("1e-2", "0.01")
-        .replace("5e-2", "0.05")
-    )
 
 
 OFF = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -135,35 +104,6 @@ def test_what_underflows_is_not_wrong_but_a_number_that_does_not_is():
     assert report(right, x).ok and not report(zero, x).ok
 
 
-BITS = {
-    "float64": (1e-6, 4000),
-    "float32": (1e-2, 4000),
-    "float16": (1.0, 4000),
-    "bfloat16": (1.0, 400),
-}
-
-
-@pytest.mark.parametrize("dtype", BITS)
-def test_one_element_among_many_is_found_along_a_random_direction(dtype):
-    """One that looks at bits, so that its rule is not evaluated in float64."""
-    error, count = BITS[dtype]
-    error = 4 * error if dtype == "float64" else error
-
-    def backward(off):
-        def rule(r, g):
-            right = g * jnp.cos(r[0]) + 0 * lax.nextafter(r[0], r[0])
-            return (right.at[17].multiply(np.asarray(1 - off, dtype)),)
-
-        return rule
-
-    with jax.enable_x64(dtype == "float64"):
-        x = normal(0, count, dtype=dtype).at[17].set(0.5)
-        right, wrong = (custom(lambda x: jnp.sin(x), backward(off)) for off in (0.0, error))
-        assert report(right, x, mode="fast").ok
-        found = report(wrong, x, mode="fast")
-    assert [failure.where for failure in found.failures] == ["args[0][17]"]
-
-
 @pytest.mark.parametrize(("slope", "ok"), [(4e-4, True), (4e-3, False)])
 def test_paddles_rule_is_absolute_for_slopes_below_a_thousandth_alone(slope, ok):
     rule = custom(lambda x: slope * x, lambda r, g: (1.1 * slope * g,))
@@ -192,7 +132,7 @@ def test_a_constant_may_be_rounded_but_not_by_many_roundings():
     assert report(gelu(0.0), x).ok and not report(gelu(1e-5), x).ok
 
 
-@pytest.mark.parametrize("mode", ["auto", "fast", "full"])
+@pytest.mark.parametrize("mode", ["auto", "full"])
 def test_a_constant_may_be_rounded_in_every_mode(mode):
     """10 pi, as one number and as two."""
 
@@ -227,72 +167,5 @@ def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(erro
     assert ("jit" in {failure.check for failure in found.failures}) == fails
 
 
-@pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (3e-3, True)])
-def test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along(off, fails):
-    found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]), skip="value")
-    assert ("forward" in {failure.check for failure in found.failures}) == fails
-
-
-def test_the_narrowest_type_inside_counts():
-    assert narrowest(["float64", "float16", "float32"]) == "float16"
-    assert narrowest(["float32", "float8_e4m3fn"]) == "bfloat16"
-    tolerance = make_tolerance(RANGES, ["float64", "float32"], ["float16"])
-    assert (tolerance.relative == RELATIVE["float16"]).all()
-
-
-def test_the_rule_in_float64_has_the_tolerance_of_float64_and_the_rule_of_paddle():
-    narrow = make_tolerance(RANGES, ["float16", "float32"], max_relative_error=0.1)
-    wide = narrow.in_float64()
-    assert (wide.relative == RELATIVE["float64"]).all() and (wide.eps == 2.0**-52).all()
-    assert wide.paddle == 0.1
-
-
-@pytest.mark.parametrize(("exact", "small", "gone"), [(True, 1e-6, 1e-13), (False, 1e-3, 1e-5)])
-def test_only_a_vanishing_leaf_gets_the_rounding_of_the_others(exact, small, gone):
-    """What vanishes is a matter of the precision of the gradient."""
-    found = floor([small] * 3 + [100.0] * 2, exact=exact)
-    np.testing.assert_allclose(found, 50 * EPS * small, rtol=1e-6)
-    for residue in (0.0, gone):
-        found = floor([residue] * 3 + [100.0] * 2, exact=exact)
-        np.testing.assert_allclose(found, 50 * EPS * 100, rtol=1e-6)
-
-
 def noise_at(check):
     return check.noise(check.subject.inputs)(np.arange(check.gradient.shape[1]))
-
-
-def test_rounding_explains_three_times_the_own_and_three_times_the_median_of_the_leaf(monkeypatch):
-    """Of the gradient, rule or plain AD, that it moves most."""
-    check = check_module.prepare(make_subject(lambda x: jnp.sin(x), (X3,)), log())
-    moved = np.asarray([1e-6, 3e-6, 2e-6])
-    monkeypatch.setattr(check_module, "gradient_movement", lambda *_: moved.copy())
-    np.testing.assert_allclose(noise_at(check), 3 * (moved + 2e-6))
-
-
-def test_rounding_explains_each_of_a_million_elements_of_any_size():
-    """As it is measured by eight runs, of which a few elements have eight small ones by chance."""
-    rng, count = np.random.default_rng(0), 2**20
-    sizes = np.exp(rng.normal(size=count))
-    moved = sizes * np.sqrt(np.mean([rng.normal(size=count) ** 2 for _ in range(8)], axis=0))
-    error = np.abs(sizes * rng.normal(size=count))
-    explained = make_tolerance([(0, count)], ["float32"]).explained(moved)(np.arange(count))
-    assert (error <= explained).all() and (explained < 11 * (moved + np.median(moved))).all()
-
-
-def test_operations_of_a_rule_explain_what_vanishes_beside_the_largest_effect():
-    """Where plain AD loses nothing, the rounding of a rule that cancels is bounded."""
-
-    def noise(offset):
-        careless = lambda r, g: (g * ((offset + 2 * r[0]) - offset),)  # noqa: E731
-        subject = make_subject(custom(lambda x: x * x, careless), (X3,))
-        return noise_at(check_module.prepare(subject, log()))
-
-    little, much = noise(np.float32(1.0)), noise(np.float32(1e4))
-    assert (little < 100 * EPS).all() and (20 * EPS < much).all() and (much < 1000 * EPS).all()
-
-
-def test_native_slopes_widen_the_tolerance():
-    native = TOLERANCE.of_slopes_in(np.float32)
-    np.testing.assert_allclose(native.relative, 10 * TOLERANCE.relative)
-    np.testing.assert_allclose(native.along, 10 * TOLERANCE.along)
-    assert TOLERANCE.of_slopes_in(np.float64) is TOLERANCE

@@ -59,13 +59,13 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     return chosen
 
 
-def _matches(expression: Any, paths: Sequence[str], word: str) -> set[int]:
+def _matches(expression, paths: Sequence[str], word: str) -> set[int]:
     is_position: Any = hasattr(expression, "__index__") and not isinstance(expression, bool)
     if not is_position and not isinstance(expression, str):
         raise TypeError(
             f"{word}: got {expression!r}, expected a position (int), a name or a path (str)"
         )
-    text = str(operator.index(expression)) if is_position else _simple(str(expression))
+    text = _simple(expression) if isinstance(expression, str) else str(operator.index(expression))
     spellings = [(k, name) for k, path in enumerate(paths) for name in path.split("|")]
     found = {k for k, name in spellings if f"{name}/".startswith(f"{text}/")}
     if found or is_position:

@@ -25,6 +25,10 @@ class Raised(Exception):
         return "UNIMPLEMENTED" in str(self.original)
 
 
+class NotNearby(Raised):
+    """The function raised it at a point near the given one."""
+
+
 def theirs(call: Callable[..., Any], *args: Any) -> Any:
     """The result of a call of a function that is under test, or of JAX about it.
 

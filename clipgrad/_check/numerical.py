@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._checker import vectors
-from clipgrad._checker.options import require_delta, with_hints
-from clipgrad._checker.points import scale_of
-from clipgrad._checker.selection import Selector, leaf_names, parameter_names
-from clipgrad._checker.subject import CheckSubject, make_subject, require_arrays
-from clipgrad._checker.verdict import settled
-from clipgrad._checker.witnesses import find_evaluation
+from clipgrad._check import vectors
+from clipgrad._check.options import require_delta, with_hints
+from clipgrad._check.points import scale_of
+from clipgrad._check.selection import Selector, leaf_names, parameter_names
+from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._check.verdict import settled
+from clipgrad._check.witnesses import find_evaluation
 
 
 @with_hints

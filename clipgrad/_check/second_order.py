@@ -1,13 +1,13 @@
 """The second order: the VJP is a function too, of the inputs and the cotangent; check its VJP."""
 
-from clipgrad._checker import vectors
-from clipgrad._checker.log import Log
-from clipgrad._checker.points import Point, cotangents
-from clipgrad._checker.report import Failure
-from clipgrad._checker.subject import CheckSubject, traced
-from clipgrad._checker.theirs import Raised, theirs
-from clipgrad._checker.values import check_point
-from clipgrad._checker.witnesses import differentiated, find_witnesses
+from clipgrad._check import vectors
+from clipgrad._check.log import Log
+from clipgrad._check.points import Point, cotangents
+from clipgrad._check.report import Failure
+from clipgrad._check.subject import CheckSubject, traced
+from clipgrad._check.theirs import Raised, theirs
+from clipgrad._check.values import check_point
+from clipgrad._check.witnesses import differentiated, find_witnesses
 
 NAME = "second order"
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._checker import vectors
-from clipgrad._checker.float64 import Unsupported, Wide, in_float64
-from clipgrad._checker.slopes import Evaluation
-from clipgrad._checker.subject import CheckSubject
-from clipgrad._checker.theirs import Raised, ran, theirs
-from clipgrad._checker.verdict import narrowest
+from clipgrad._check import vectors
+from clipgrad._check.float64 import Unsupported, Wide, in_float64
+from clipgrad._check.slopes import Evaluation
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.theirs import Raised, ran, theirs
+from clipgrad._check.verdict import narrowest
 from clipgrad._program import Parts, rounded_in_float64
 
 Call = Callable[[list, _jaxpr.Hook | None], Any]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clipgrad._checker.options import Options
-from clipgrad._checker.report import Failure, GradCheckReport
-from clipgrad._checker.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
+from clipgrad._check.options import Options
+from clipgrad._check.report import Failure, GradCheckReport
+from clipgrad._check.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
 
 
 @dataclasses.dataclass
@@ -21,6 +21,7 @@ class Log:
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
     evaluations: int = 0
     kinds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int8))
+    are_zero: list[bool] = dataclasses.field(default_factory=list)  # gradients at each point
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)

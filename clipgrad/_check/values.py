@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._checker import vectors
-from clipgrad._checker.log import Log
-from clipgrad._checker.points import OF_RULE, OWN, Point
-from clipgrad._checker.report import Failure
-from clipgrad._checker.search import Search
-from clipgrad._checker.verdict import (
+from clipgrad._check import vectors
+from clipgrad._check.log import Log
+from clipgrad._check.points import OF_RULE, OWN, Point
+from clipgrad._check.report import Failure
+from clipgrad._check.search import Search
+from clipgrad._check.verdict import (
     DISPUTED,
     EXCUSED,
     LOOSER,

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._checker import vectors
-from clipgrad._checker.subject import CheckSubject
-from clipgrad._checker.theirs import Raised
-from clipgrad._checker.verdict import TIMES
-from clipgrad._checker.witnesses import VJP, Witness, Witnesses
+from clipgrad._check import vectors
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.theirs import Raised
+from clipgrad._check.verdict import TIMES
+from clipgrad._check.witnesses import VJP, Witness, Witnesses
 from clipgrad._program import Parts
 
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
@@ -36,7 +36,8 @@ class Point:
       xs: the input leaves.
       covectors: the cotangents.
       vjp: the VJP there.
-      gradient: the gradient as it was computed; 0 where it is not finite.
+      computed: the gradient as it was computed.
+      gradient: the same, 0 where it is not finite.
       finite: which of its elements are finite.
       rule: the rule's in float64, or None.
       plain: plain AD's, or None; the same array where they are one witness.
@@ -56,10 +57,11 @@ class Point:
         self.ranges = of.subject.ranges
         found = vjp.rows(covectors) if found is None else found
         self.finite = np.isfinite(found).all(axis=0)
-        self.gradient = np.where(self.finite, found, 0.0)
+        self.computed, self.gradient = found, np.where(self.finite, found, 0.0)
         self.scale = np.concatenate([scale_of(x) for x in xs])
         self.plain = self._exact(of.plain, "plain AD")
         self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
+        log.are_zero.append(not found.any())
         log.evaluations += 1 + sum(w is not None for w in {of.plain, of.rule})
 
     def _exact(self, witness: Witness | None, name: str) -> np.ndarray | None:
@@ -94,10 +96,10 @@ class Point:
             most[start:stop] += np.median(most[start:stop])
         return TIMES * max(1.0, most.size / FEW) ** TAIL * most
 
-    def is_zero(self, gradients: Sequence[np.ndarray], times: float) -> np.ndarray:
+    def is_zero(self, gradients: Sequence[np.ndarray], times: float) -> Any:
         """Whether gradients are less than some of their own roundings in float64."""
-        larger = functools.reduce(np.maximum, map(np.abs, gradients))
-        return (larger <= times * self.rounding(IN_FLOAT64)).all(axis=0)
+        larger = np.max(np.abs(gradients), axis=0)
+        return np.all(larger <= times * self.rounding(IN_FLOAT64), axis=0)
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -116,10 +118,11 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     sizes = [(name, vectors.real_size(y)) for name, y in pairs]
     rows = [[dense_numbers(seed, f"{row} {name}", n) for name, n in sizes] for row in (0, 1)]
     found = np.stack([np.concatenate(row) for row in rows])
-    if found.shape[1] > 1 and (found[0] == found[0, 0]).all():
-        found[0, 0] *= -1  # alike they see no more than the sum of the outputs
     firsts = [start for start, stop in vectors.areas(subject.outputs) if stop > start]
     found[1, firsts] = -np.sign(found[0, firsts]) * np.abs(found[1, firsts])
+    for row in found if found.shape[1] > 1 else ():
+        if (row == row[0]).all():
+            row[-1] *= -1  # alike they see no more than the sum of the outputs
     return found
 
 

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._checker import contract, vectors
-from clipgrad._checker.behavior import Claim, are_on_cpu, check_behavior, compare
-from clipgrad._checker.further import check_further_points
-from clipgrad._checker.log import Log
-from clipgrad._checker.options import Options, require_mapping, with_hints
-from clipgrad._checker.points import Point, cotangents
-from clipgrad._checker.report import Failure, GradCheckError, GradCheckReport
-from clipgrad._checker.second_order import check_second_order
-from clipgrad._checker.selection import Selector
-from clipgrad._checker.subject import CheckSubject, make_subject, require_arrays
-from clipgrad._checker.theirs import Raised, theirs
-from clipgrad._checker.values import check_point
-from clipgrad._checker.verdict import MASK, UNSEEN
-from clipgrad._checker.witnesses import VJP, Witnesses, differentiated, find_witnesses
+from clipgrad._check import contract, vectors
+from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._check.further import check_further_points
+from clipgrad._check.log import Log
+from clipgrad._check.options import Options, require_mapping, with_hints
+from clipgrad._check.points import Point, cotangents
+from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._check.second_order import check_second_order
+from clipgrad._check.selection import Selector
+from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._check.theirs import NotNearby, Raised, theirs
+from clipgrad._check.values import check_point
+from clipgrad._check.verdict import MASK, UNSEEN
+from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._devices import find_devices, moved
 
 # In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
@@ -202,6 +202,10 @@ def _checked(subject: CheckSubject, log: Log) -> Point | None:
     """All checks on one device; what the function raises where it did not before is a failure."""
     try:
         return _check_there(subject, log)
+    except NotNearby as error:
+        reasons = "; ".join([f"it raises {error}", *log.notes])
+        text = f"the function cannot be evaluated at a point nearby: {reasons}"
+        raise ValueError(text) from error.original
     except Raised as error:
         detail = f"it raises {error} when it is called again"
         log.failures.append(Failure("determinism", subject.names[0], detail))
@@ -231,6 +235,8 @@ def _check_there(subject: CheckSubject, log: Log) -> Point | None:
     log.notes += found.notes()
     if "points" not in log.options.skip:
         check_further_points(point, log)
+    if all(log.are_zero) and not log.failures:
+        log.note("the gradient is zero everywhere: does the output depend on the inputs?")
     check_behavior(point, log)
     check_second_order(point, log)
     log.evaluations += of.evaluation.count
@@ -273,13 +279,13 @@ def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
     """The witnesses; None where the function fails another way as it is compiled."""
     try:
         of = find_witnesses(subject, log.notes)
-    except Raised as error:
+    except Raised:
         compiled = theirs(_jaxpr.low_jit(subject.fun), subject.inputs)
         failures = contract.primal(subject, compiled, "compiled")
         log.fail([failure._replace(check="jit") for failure in failures])
         if log.failures:
             return None
-        raise ValueError(f"the function cannot be evaluated: {error}") from error.original
+        raise
     log.precision = of.evaluation.label
     if of.narrow not in map(vectors.real_name, subject.inputs):
         text = "the function computes in {0} inside, so the tolerances are those of {0}"
@@ -312,9 +318,8 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
     log.devices.append(kind)
     log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
-    for row, expected in zip(gradient, point.gradient, strict=True):
-        claim = Claim(row, np.where(point.finite, expected, np.nan), text)
-        failure = compare(point, "devices", claim, log)
+    for row, expected in zip(gradient, point.computed, strict=True):
+        failure = compare(point, "devices", Claim(row, expected, text), log)
         log.fail([failure] if failure else [])
 
 

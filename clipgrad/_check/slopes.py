@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._checker import vectors
-from clipgrad._checker.float64 import AXIS, Unsupported, Wide, in_float64
-from clipgrad._checker.subject import CheckSubject
-from clipgrad._checker.theirs import ran, theirs
-from clipgrad._checker.verdict import SAME_VALUES, TIMES, Ladder, narrowest
+from clipgrad._check import vectors
+from clipgrad._check.float64 import AXIS, Unsupported, Wide, in_float64
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.theirs import NotNearby, Raised, ran, theirs
+from clipgrad._check.verdict import SAME_VALUES, TIMES, Ladder, narrowest
 from clipgrad._program import Parts, rounded, rounded_in_float64
 
 # Binary exponents of the steps, in units of the scale of each element: from steps that no rounding
@@ -60,7 +60,7 @@ class Evaluation:
         self._run = _jaxpr.low_jit(self._looped) if is_traced else self._looped_in_python
         self._rounded = _jaxpr.low_jit(self._rounded_outputs)
         self._point: Sequence[Any] = ()
-        self._noise: np.ndarray | None = None
+        self._noise: Any = None
 
     def set_point(self, xs: Sequence[Any]) -> None:
         """Evaluate the function at a point, and beside it from now on."""
@@ -93,7 +93,9 @@ class Evaluation:
         pairs = [(k, step) for k in range(len(groups)) for step in h]
         with progress_bar(len(pairs)) as progress:
             for start in range(0, len(pairs), self._batch // 2):
-                moves, each = map(np.asarray, zip(*pairs[start : start + self._batch // 2]))
+                moves, each = map(
+                    np.asarray, zip(*pairs[start : start + self._batch // 2], strict=True)
+                )
                 values = self._values(
                     along, place, np.repeat(moves, 2), np.outer(each, signs).ravel()
                 )
@@ -164,7 +166,10 @@ class Evaluation:
         ]
         x, along = (a.astype(self._dtype) for a in (self.x, along))
         with in_float64() if self.is_wide else contextlib.nullcontext():
-            found = ran(self._run, x, along, place, *padded, np.int32(len(moves)))
+            try:
+                found = ran(self._run, x, along, place, *padded, np.int32(len(moves)))
+            except Raised as error:
+                raise NotNearby(str(error)) from error.original
             return np.asarray(found, np.float64)[: len(moves)]
 
     def _looped(self, x, along, place, moves, steps, count):
@@ -180,9 +185,10 @@ class Evaluation:
 
     def _outputs(self, x, along, is_moved, step):
         leaves = vectors.from_vector(x + step * jnp.where(is_moved, along, 0 * along), self._like)
-        if self._wide is None:
+        wide = self._wide
+        if wide is None:
             return vectors.to_vector(theirs(self._subject.fun, leaves), self._dtype)
-        call = lambda xs: vectors.to_vector(theirs(self._wide, xs, self._hook), self._dtype)  # noqa: E731
+        call = lambda xs: vectors.to_vector(theirs(wide, xs, self._hook), self._dtype)  # noqa: E731
         if self._hook is None:
             return call(leaves)
         pairs = zip(vectors.from_vector(x, self._like), leaves, strict=True)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from clipgrad._checker import vectors
-from clipgrad._checker.report import Failure
-from clipgrad._checker.subject import CheckSubject
-from clipgrad._checker.theirs import theirs
-from clipgrad._checker.verdict import RELATIVE
+from clipgrad._check import vectors
+from clipgrad._check.report import Failure
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.theirs import theirs
+from clipgrad._check.verdict import RELATIVE
 from clipgrad._jaxpr import holds_floats
 
 

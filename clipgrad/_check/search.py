@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._checker.points import CONSTANTS, IN_FLOAT64, Point, dense_numbers
-from clipgrad._checker.verdict import (
+from clipgrad._check.points import CONSTANTS, IN_FLOAT64, Point, dense_numbers
+from clipgrad._check.verdict import (
     DISPUTED,
     KINK,
     LOOSER,
@@ -62,6 +62,7 @@ class Search:
     def every(self) -> "Search":
         """Move each element by itself."""
         self._look(np.flatnonzero(self._point.finite))
+        self._move_together(np.flatnonzero(self.kinds == KINK))
         return self
 
     def run(self) -> "Search":
@@ -73,7 +74,7 @@ class Search:
         is_left[suspects] = False
         self._split([g for g in self._groups(is_left) if len(g)])
         bent = np.flatnonzero(self.kinds == KINK)
-        if len(bent) > 1 and (self._reference is None or np.isin(bent, suspects).any()):
+        if self._reference is None or np.isin(bent, suspects).any():
             self._move_together(bent)
         return self
 
@@ -93,7 +94,8 @@ class Search:
             a, b = judged[:, found], other[:, found]
             slack = self._slack_at(found, np.fmax(np.abs(a), np.abs(b)))
             apart = np.abs(a - b) > slack + point.rounding(CONSTANTS)[found]
-            found = found[apart.any(axis=0) & ~point.is_zero((judged, other), ZERO)[found]]
+            is_zero = point.is_zero((judged, other), ZERO)
+            found = found[apart.any(axis=0) & ~is_zero[found]]
         return found
 
     def _slack_at(self, elements: np.ndarray, larger: Any) -> np.ndarray:
@@ -234,8 +236,10 @@ class Search:
             kind = OK if is_zero.all() else NOISE
         if kind == WRONG and len(group) == 1 and self._reference is not None:
             kind = DISPUTED
-        # Without a reference, what is wrong may hide between the slopes of others at kinks.
-        if kind != WRONG and not (kind == KINK and self._reference is None and len(group) > 1):
+        # Without a reference, what is wrong may hide between the slopes of others at kinks; and of
+        # few, those at kinks are told from the others.
+        is_told = self._reference is None or len(group) <= SMALL
+        if kind != WRONG and not (kind == KINK and is_told and len(group) > 1):
             self.kinds[group] = kind
             return []
         if len(group) <= SMALL:
@@ -243,12 +247,21 @@ class Search:
         return [g for g in np.array_split(group, 16 if len(group) > 256 else 4) if len(g)]
 
     def _move_together(self, bent: np.ndarray) -> None:
-        """What is at kinks moves together once: several may not have what one may."""
+        """What is at kinks moves together once: several may not have what one may.
+
+        Those that bend up and those that bend down each by themselves.
+        """
         point, along = self._point, np.zeros(len(self.kinds))
-        along[bent] = point.scale[bent].max()
-        overall = np.abs(self._judged * point.scale).max()
+        overall = np.abs(self._judged * point.scale).max(initial=0.0)
         slack = Slack(LOOSER * self._slack.relative, 1e-12)
-        found, _ = self._measure(along, [bent], self._judged, overall, alone=False, slack=slack)
-        if found.kind[0] == WRONG:
-            self.kinds[bent] = WRONG
-            self._note(bent[:1], Slopes(*(np.asarray(c) for c in found)))
+        known = (self.numbers.get(int(j)) for j in bent)
+        bends = np.asarray([0.0 if n is None else np.sign(n[4] - n[3]) for n in known])
+        for sign in (1.0, -1.0):
+            group = bent[bends != -sign]
+            if len(group) < 2 or self._log.is_late():
+                continue
+            along[group] = point.scale[group].max()
+            found, _ = self._measure(along, [group], self._judged, overall, False, slack)
+            if found.kind[0] == WRONG:
+                self.kinds[group] = WRONG
+                self._note(group[:1], Slopes(*(np.asarray(c) for c in found)))

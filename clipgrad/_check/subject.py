@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._trees as _trees
-from clipgrad._checker import vectors
-from clipgrad._checker.selection import (
+from clipgrad._check import vectors
+from clipgrad._check.selection import (
     Selector,
     leaf_names,
     parameter_names,
     select,
     simple_paths,
 )
-from clipgrad._checker.theirs import Raised, theirs
+from clipgrad._check.theirs import Raised, theirs
 from clipgrad._jaxpr import holds_floats
 
 Leaves = list[jax.Array]

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._checker import vectors
-from clipgrad._checker.log import Log
-from clipgrad._checker.points import OWN, Point, masked_rows
-from clipgrad._checker.report import Failure
-from clipgrad._checker.theirs import Raised, theirs
-from clipgrad._checker.verdict import slack_of
-from clipgrad._checker.witnesses import differentiated
+from clipgrad._check import vectors
+from clipgrad._check.log import Log
+from clipgrad._check.points import OWN, Point, masked_rows
+from clipgrad._check.report import Failure
+from clipgrad._check.theirs import Raised, theirs
+from clipgrad._check.verdict import slack_of
+from clipgrad._check.witnesses import differentiated
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 # Nor has what the user states a tolerance for, such as a loop that stops when it is near enough.
@@ -99,16 +99,11 @@ def are_on_cpu(leaves) -> bool:
 
 def determinism(point: Point, log: Log) -> Claims:
     """Two calls of the pull-back agree, and so do two derivatives of the function."""
-    first, expected, exactly = point.covectors[0], _first(point), are_on_cpu(point.xs)
+    first, expected, exactly = point.covectors[0], point.computed[0], are_on_cpu(point.xs)
     yield Claim(point.vjp(first), expected, "the pull-back called twice", exactly)
     anew = differentiated(point.of.subject, point.xs)(first)
     text = "the function differentiated twice (randomness or side effects?)"
     yield Claim(anew, expected, text, exactly)
-
-
-def _first(point: Point) -> np.ndarray:
-    """The gradient for the first cotangent, NaN where it is not finite."""
-    return np.where(point.finite, point.gradient[0], np.nan)
 
 
 def linearity(point: Point, log: Log) -> Claims:
@@ -149,14 +144,16 @@ def jit(point: Point, log: Log) -> Claims:
     u = vectors.cotangent_leaves(point.covectors[0], subject.outputs)
     forward = lambda: jax.eval_shape(subject.fun, list(point.xs))  # noqa: E731
     got = _compiled(point, subject.pull_back, (point.xs, u), forward)
-    yield Claim(vectors.gradient_vector(got), _first(point), "under jax.jit, compared with eager")
+    yield Claim(
+        vectors.gradient_vector(got), point.computed[0], "under jax.jit, compared with eager"
+    )
 
 
 def vmap(point: Point, log: Log) -> Claims:
     """Under `jax.vmap`, over cotangents and over points, rows are those found one by one."""
     subject, both = point.of.subject, vectors.stacked([point.xs, point.xs])
     pairs = [vectors.cotangent_leaves(u, subject.outputs) for u in point.covectors]
-    pairs, expected = vectors.stacked(pairs), np.where(point.finite, point.gradient, np.nan)
+    pairs = vectors.stacked(pairs)
     forward = lambda: jax.eval_shape(jax.vmap(subject.fun), both)  # noqa: E731
     over_points = _compiled(point, jax.vmap(subject.pull_back), (both, pairs), forward)
     over_cotangents = _compiled(
@@ -165,7 +162,9 @@ def vmap(point: Point, log: Log) -> Claims:
     for found in (over_points, over_cotangents):
         for k in (0, 1):
             row = vectors.gradient_vector([np.asarray(leaf)[k] for leaf in found])
-            yield Claim(row, expected[k], f"under jax.vmap, row {k} compared with the row alone")
+            yield Claim(
+                row, point.computed[k], f"under jax.vmap, row {k} compared with the row alone"
+            )
 
 
 def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: Callable) -> list:
@@ -189,7 +188,7 @@ def outputs(point: Point, log: Log) -> Claims:
 
     A rule may be told which cotangents are zero, and which inputs are differentiated.
     """
-    subject, u, expected = point.of.subject, point.covectors[0], _first(point)
+    subject, u, expected = point.of.subject, point.covectors[0], point.computed[0]
     program = subject.program
     found = [] if program is None else _jaxpr.equations(program)
     is_told = program is None or any(e.params.get("symbolic_zeros") for e in found)
