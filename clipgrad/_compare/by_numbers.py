@@ -84,13 +84,9 @@ class Candidates:
 
         Such as the kernel behind an image that is flattened: the norm and the largest are equal.
         """
-        sizes = own[NORM_AT : LARGEST_AT + 1]
-        return [
-            i
-            for i in self.of_size(row.size)
-            if sizes.all()
-            and np.allclose(self.sketches[i][0][NORM_AT : LARGEST_AT + 1], sizes, SAME)
-        ]
+        sizes = slice(NORM_AT, LARGEST_AT + 1)
+        is_same = lambda i: np.allclose(self.sketches[i][0][sizes], own[sizes], SAME, 0)  # noqa: E731
+        return [i for i in self.of_size(row.size) if own[NORM_AT] and is_same(i)]
 
     def nearest(self, row: Row, own: np.ndarray, moved: np.ndarray, at: int) -> Equal:
         """The judgment of one array in the order of axes that is nearest."""

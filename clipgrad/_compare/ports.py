@@ -16,7 +16,7 @@ from clipgrad._compare.by_numbers import (
     sketches_in_orders,
 )
 from clipgrad._compare.compare_records import result
-from clipgrad._compare.findings import Sides, first
+from clipgrad._compare.findings import MOST_NAMES, Sides, first
 from clipgrad._compare.judge import judge, judge_rows
 from clipgrad._compare.match import Alone, Matching, Pair
 from clipgrad._compare.record import ENTERS, TORCH, Graph, Record, Row
@@ -121,6 +121,15 @@ class _Leaves:
         rows = [self.b.rows[j] for j in self._others]
         return [r for r in rows if self._is_whole(r.name) and r.name not in self.covered]
 
+    def text(self, i: int) -> str:
+        """What an argument without an equal is not, if the other record has one as large."""
+        row = self.a.rows[i]
+        if self.permuted[i]:
+            its = self.b.rows[self._others[self.permuted[i][0]]]
+            return f"{row.label} is not {its.name}, but has the same numbers in another order"
+        same = [its.name for its in self.left() if its.size == row.size]
+        return f"{row.label} is not {same[0]}" if same else ""
+
     def _is_whole(self, name: str) -> bool:
         return (
             self.b.framework != TORCH or name.startswith("args[") or not re.search(r"[*\[+]", name)
@@ -215,17 +224,14 @@ def _other_arguments(pair: Pair, values: EqualValues, leaves: _Leaves) -> list[C
     Where the other record has an array as large that is left.
     """
     a, agreeing = values.a, _matched(values)
-    sizes = {row.size: row.name for row in leaves.left()}
     (own,) = made_from(pair, agreeing, [Graph(a)], with_all=True)
     sources = dict.fromkeys(to[0] for _, _, to in own.steps)
     bad = [i for i in sources if a.rows[i].kind == "argument" and not leaves.equal[i]]
-    texts = [
-        f"{a.rows[i].label} is not {sizes[a.rows[i].size]}" for i in bad if a.rows[i].size in sizes
-    ]
+    texts = {a.rows[i].name: leaves.text(i) for i in bad if leaves.text(i)}
     if not texts:
         return []
-    text = f"{len(texts)} of the arguments differ: {first_few(texts, 5)}"
-    return [ComparisonFinding("argument", text, path=a.rows[bad[0]].name)]
+    text = f"{len(texts)} of the arguments differ: {first_few([*texts.values()], MOST_NAMES)}"
+    return [ComparisonFinding("argument", text, path=next(iter(texts)))]
 
 
 def _unmatched(values: EqualValues, leaves: _Leaves) -> list[str]:

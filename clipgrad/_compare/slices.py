@@ -1,5 +1,6 @@
 """Slices of a record: the edges between a row and the rows around it that agree."""
 
+import functools
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
@@ -41,13 +42,21 @@ def made_from(
     found = []
     for side, graph in enumerate(graphs):
         ends = {graph.node(p[1 + side]) for p in agreeing}
-        every = _walked(graph.node(pair[1 + side]), ends, graph.before)
+        start = graph.node(pair[1 + side])
+        inside = graph.record.rows[start[0]].position[:-3]
+        every = _walked(start, ends, functools.partial(_before, graph, inside))
         fed = {at for _, at, to in every if to in ends}
         while more := {at for _, at, to in every if to in fed} - fed:
             fed |= more
         kept = [step for step in every if step[2] in ends or step[2] in fed]
         found.append(Slice(graph, every if with_all else kept or every))
     return found
+
+
+def _before(graph: Graph, inside: tuple, at: Instance) -> list[tuple[Edge, Instance]]:
+    """What an instance is computed from; of what is outside of a program nothing is asked."""
+    is_inside = graph.record.rows[at[0]].position[: len(inside)] == inside
+    return graph.before(at) if is_inside else []
 
 
 def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[Slice]:
