@@ -297,7 +297,7 @@ def _tensors_of(tree: Any) -> Iterator[torch.Tensor]:
 
 def _row(kind: str, name: str, x: torch.Tensor, **more: Any) -> Row:
     """The row of a tensor, with a sketch for each order of its axes."""
-    own = {"turned": "all"} | more
+    own: dict[str, Any] = {"turned": "all"} | more
     if "sketch" not in own:
         own["sketch"] = turned_sketches(_numpy_of(x), own["turned"])
     return Row(kind, name, tuple(x.shape), _dtype(x), **own)

@@ -9,7 +9,7 @@ from clipgrad._compare.file import load
 from clipgrad._compare.names import same_leaves
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
-from clipgrad._compare.recording import Recording, settings_of_runs
+from clipgrad._compare.recording import settings_of_runs
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
@@ -105,12 +105,11 @@ def compare(
     with settings_of_runs():
         if isinstance(other, str) and not _is_path(other):
             check_call(fun, args, kwargs)
-            recording = recorded(fun, args, named, argnums, has_aux)  # pyright: ignore
-            assert isinstance(recording, Recording)  # of a loss
-            return compare_with_wider(recording, other, rtol)
+            call: Any = fun, args, named, argnums, has_aux
+            return compare_with_wider(recorded(*call), other, rtol)
         given = _arguments_of(fun, other, args, kwargs, other_args)
         from_file = None in given
-        more = argnums, has_aux, from_file or other_args is not None
+        more: Any = named, argnums, has_aux, from_file or other_args is not None
         records: list[Record] = []
         for run, own in zip((fun, other), given, strict=True):
             is_measured = rtol is None and not any(map(_is_measured, records))
@@ -118,7 +117,7 @@ def compare(
             records.append(
                 load(version)
                 if own is None
-                else recorded(version, own, named, *more).run(floor=is_measured)
+                else recorded(version, own, *more).run(floor=is_measured)
             )
         return _compared(*records, names, rtol, from_file)
 

@@ -103,7 +103,8 @@ def _unpacked(header: dict[str, Any], sketch: np.ndarray, moved: np.ndarray) -> 
     rows = []
     for plain in header["rows"]:
         at, shape, is_measured = plain.pop("numbers", (0, None, False))
-        row = Row(**{key: tuple(x) if isinstance(x, list) else x for key, x in plain.items()})
+        known = {key: tuple(x) for key, x in plain.items() if isinstance(x, list)}
+        row = Row(**plain | known)
         if shape is not None:
             own = slice(at, at + math.prod(shape))
             row.sketch = sketch[own].astype(np.float64).reshape(*shape, LENGTH)

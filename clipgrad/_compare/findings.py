@@ -123,7 +123,8 @@ def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, flo
     text = f"{row.name} {difference_text(judgment)}"
     if row.size == 1:
         text += f"; it is {scalar_of(x[0]):.6g} in fun, {scalar_of(y[0]):.6g} in other"
-    factor = ratio(*(n[..., : 2 * NUMBERS] for n in (x, y)), pair.judgment.tolerance)
+    x, y = (n[..., : 2 * NUMBERS] for n in (x, y))
+    factor = ratio(x, y, pair.judgment.tolerance)
     devices = tuple(sorted({*sides.a.devices, *sides.b.devices}))
     return text + (factor_text(factor, devices) if factor is not None else ""), factor
 
@@ -154,7 +155,7 @@ def _cut(sides: Sides, slices: list[Slice]) -> list[Slice]:
     one = [p for p in sides.of("value") if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
     found = []
     for side, own in enumerate(slices):
-        ends = {p[1 + side] for p in one}
+        ends = {p.at(side) for p in one}
         found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
     return found if any(own.steps for own in found) else slices
 

@@ -30,6 +30,10 @@ class Pair(NamedTuple):
     judgment: Judgment = NO_JUDGMENT
     order: int | None = None
 
+    def at(self, side: int) -> Instance:
+        """The row and the steps in the first record, 0, or in the second."""
+        return self.other if side else self.own
+
 
 class Alone(NamedTuple):
     """An output or a gradient that was not compared: its path, and why."""

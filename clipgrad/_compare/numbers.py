@@ -70,7 +70,7 @@ def by_steps(x: np.ndarray, axes: list[tuple[bool, bool]]) -> np.ndarray:
     order = sorted(range(len(axes)), key=lambda i: not axes[i][0])
     scans = sum(is_scan for is_scan, _ in axes)
     x = np.transpose(np.asarray(x, np.float64), (*order, len(axes)))
-    x = np.flip(x, [i for i, own in enumerate(order[:scans]) if axes[own][1]])
+    x = np.flip(x, tuple(i for i, own in enumerate(order[:scans]) if axes[own][1]))
     return x.reshape(*x.shape[:scans], -1, LENGTH)
 
 

@@ -61,10 +61,10 @@ class _Leaves:
         self.equal: dict[int, list[Equal]] = {}
         self.permuted: dict[int, list[int]] = {}
         for i in a.of("argument"):
-            known = numbers_at(a.rows[i], ())
-            self.equal[i] = candidates.equal(a.rows[i], *known, None) if known else []
-            is_alone = known and not self.equal[i]
-            self.permuted[i] = candidates.permuted(a.rows[i], known[0]) if is_alone else []
+            self.equal[i], self.permuted[i] = [], []
+            if known := numbers_at(a.rows[i], ()):
+                self.equal[i] = candidates.equal(a.rows[i], *known, None)
+                self.permuted[i] = [] if self.equal[i] else candidates.permuted(a.rows[i], known[0])
         found = {each.at for every in self.equal.values() for each in every}
         found |= {at for every in self.permuted.values() for at in every}
         names = [row.name for row in rows]
@@ -94,8 +94,8 @@ class _Leaves:
         assert known is not None  # a gradient is one array
         candidates = Candidates([its], [sketches_in_orders(its)])
         if order is None:
-            own, other = (np.ravel(x)[NORM_AT : NORM_AT + 1] for x in (known[0], its.sketch))
-            moved = np.linalg.norm(known[1][:NORM_AT], keepdims=True) * FLOORS
+            own, other = (x[NORM_AT : NORM_AT + 1] for x in (known[0], candidates.sketches[0][0]))
+            moved = FLOORS * np.array([np.linalg.norm(known[1][:NORM_AT])])
             judgment = judge(own, other, moved, max(row.eps, its.eps), self._rtol)
         else:
             judgment = candidates.judged(row, *known, 0, order, self._rtol)

@@ -25,6 +25,7 @@ from clipgrad._jaxpr import (
     Traced,
     Widen,
     device_count,
+    dtype_of,
     equations,
     evaluate,
     jit_by_size,
@@ -181,7 +182,7 @@ class Table:
     def taps(self) -> dict[Any, jax.Array]:
         """Zeros for each cotangent, whose own cotangents are sketches."""
         return {
-            v.position: jnp.zeros((*_lengths(v), LENGTH), sketch_dtype(v.variable.aval.dtype))
+            v.position: jnp.zeros((*_lengths(v), LENGTH), sketch_dtype(dtype_of(v.variable)))
             for v in self.seen
             if v.position in self.cotangents
         }

@@ -7,7 +7,7 @@ from typing import Any
 from clipgrad._compare.file import check_path, load, save
 from clipgrad._compare.losses import recorded_loss
 from clipgrad._compare.recording import Recording, settings_of_runs
-from clipgrad._compare.steps import PythonStep, recorded_step
+from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call
 
 
@@ -78,7 +78,7 @@ def recorded(
     argnums: int | Sequence[int] | None,
     has_aux: bool,
     with_arguments: bool = True,
-) -> Recording | PythonStep:
+) -> Recording:
     """The recording of a loss, or of a step."""
     if argnums is not None:
         return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)

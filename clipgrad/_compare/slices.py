@@ -41,8 +41,8 @@ def made_from(
     """
     found = []
     for side, graph in enumerate(graphs):
-        ends = {graph.node(p[1 + side]) for p in agreeing}
-        start = graph.node(pair[1 + side])
+        ends = {graph.node(p.at(side)) for p in agreeing}
+        start = graph.node(pair.at(side))
         inside = graph.record.rows[start[0]].position[:-3]
         every = _walked(start, ends, functools.partial(_before, graph, inside))
         fed = {at for _, at, to in every if to in ends}
@@ -66,8 +66,8 @@ def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[
     """
     found = []
     for side, graph in enumerate(graphs):
-        ends = {graph.node(p[1 + side]) for p in later}
-        found.append(Slice(graph, _walked(graph.node(pair[1 + side]), ends, graph.after, _nearest)))
+        ends = {graph.node(p.at(side)) for p in later}
+        found.append(Slice(graph, _walked(graph.node(pair.at(side)), ends, graph.after, _nearest)))
     return found
 
 
