@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from clipgrad._compare.file import load
+from clipgrad._compare.file import load_record
 from clipgrad._compare.sketches import turned_sketches
 
 pytestmark = pytest.mark.exhaustive
@@ -35,7 +35,7 @@ def test_the_files_of_this_repository_are_what_torch_writes(name, table, tmp_pat
     assert all(p.grad is None and not p._backward_hooks for p in module.parameters())
     assert not any(own._forward_hooks or own._forward_pre_hooks for own in module.modules())
     assert torch.equal(state, torch.random.get_rng_state())
-    own, other = load(tmp_path / "run.npz"), load(FOLDER / f"{name}.npz")
+    own, other = load_record(tmp_path / "run.npz"), load_record(FOLDER / f"{name}.npz")
     known, there = (
         [(row.kind, row.name, row.view, row.owner, row.shape, row.node) for row in run.rows]
         for run in (own, other)
@@ -51,7 +51,7 @@ def test_a_run_has_what_torch_computes(table, tmp_path):
 
     module, loss, args = table["mlp"]
     clipgrad.torch.save_run(module, loss, args, tmp_path / "run.npz")
-    run = load(tmp_path / "run.npz")
+    run = load_record(tmp_path / "run.npz")
     with torch.enable_grad():
         h = module.fc1(args[0])
         n = module.norm(h)
@@ -109,7 +109,7 @@ def test_fused_weights_and_dropout_are_noted(tmp_path):
             return self.cell(self.drop(self.qkv(x))).mean()
 
     clipgrad.torch.save_run(Model(), lambda m, x: m(x), (torch.randn(2, 4),), tmp_path / "run.npz")
-    run = load(tmp_path / "run.npz")
+    run = load_record(tmp_path / "run.npz")
     assert "torch ran drop in training mode" in run.notes[0]
     names = [row.name for row in run.rows]
     assert {"qkv[4:8]", "qkv.weight[8:12]", "cell.weight_ih[5:10]"} <= {*names}
@@ -122,7 +122,7 @@ def test_each_direction_of_a_recurrent_module_is_a_value_with_its_steps(tmp_path
 
     module, x = torch.nn.LSTM(3, 2, batch_first=True, bidirectional=True), torch.ones(4, 5, 3)
     clipgrad.torch.save_run(module, lambda m, x: m(x)[0].sum(), (x,), tmp_path / "run.npz")
-    rows = [row for row in load(tmp_path / "run.npz").rows if row.kind == "value"]
+    rows = [row for row in load_record(tmp_path / "run.npz").rows if row.kind == "value"]
     for way in ("[+]", "[-]"):
         found = [(row.steps, row.shape) for row in rows if row.name == way]
         assert found == [((), (4, 5, 2)), ((5,), (4, 2))]

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clipgrad._compare.compare_records import compare_records
-from clipgrad._compare.file import load
+from clipgrad._compare.file import load_record
 from clipgrad._compare.names import same_leaves
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
-from clipgrad._compare.recording import settings_of_runs
+from clipgrad._compare.recording import plain_settings
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
@@ -102,7 +102,7 @@ def compare(
     _check_comparison(fun, other, other_args, argnums, names, rtol)
     check_call(len if _is_path(fun) else fun, () if args is None else args, kwargs)
     named = dict(kwargs or {})
-    with settings_of_runs():
+    with plain_settings():
         if isinstance(other, str) and not _is_path(other):
             check_call(fun, args, kwargs)
             call: Any = fun, args, named, argnums, has_aux
@@ -115,7 +115,7 @@ def compare(
             is_measured = rtol is None and not any(map(_is_measured, records))
             version: Any = run
             records.append(
-                load(version)
+                load_record(version)
                 if own is None
                 else recorded(version, own, *more).run(floor=is_measured)
             )

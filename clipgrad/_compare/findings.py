@@ -52,7 +52,7 @@ def first(sides: Sides, with_arguments: bool) -> list[ComparisonFinding]:
     found = argument_findings(sides, bad["argument"]) if with_arguments else []
     is_loss = sides.a.is_loss and sides.b.is_loss
     if bad["value"]:
-        found.append(value_finding(sides, bad["value"][0]))
+        found.append(first_value(sides, bad["value"][0]))
     if not is_loss:
         found += [_output_finding(sides, p) for p in bad["output"]]
     elif not bad["value"] and bad["output"]:
@@ -79,7 +79,7 @@ def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFindi
     return [ComparisonFinding("argument", text, path=sides.rows(bad[0])[0].name)]
 
 
-def value_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     """The first value that differs; its module is that of the operations behind it."""
     row, _ = sides.rows(pair)
     values = sides.of("value")
@@ -136,7 +136,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
     slices = used_by(pair, later, sides.graphs(pair))
     user, step = _user(slices[0], pair)
-    slices = _cut(sides, slices)
+    slices = _cut_off(sides, slices)
     module = module_of(slices)
     module = user if module is None else module
     to = f"what enters {row.name}" if row.view == ENTERS else row.name
@@ -146,7 +146,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     return dataclasses.replace(at_line("vjp", text, row, module, pair, growth), step=step)
 
 
-def _cut(sides: Sides, slices: list[Slice]) -> list[Slice]:
+def _cut_off(sides: Sides, slices: list[Slice]) -> list[Slice]:
     """The slices to values that have a cotangent in one version only, if there are any.
 
     The other version cuts the gradient behind such a value, by a `stop_gradient` say.

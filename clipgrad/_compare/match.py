@@ -1,4 +1,4 @@
-"""The same rows in two records: by kind, name, shape, and order in time."""
+"""Rows that are the same in two records: by kind, name, shape, and order in time."""
 
 import collections
 import itertools
@@ -118,7 +118,7 @@ def _values(a: Record, b: Record, names: Mapping[str, str] | None) -> tuple[list
     return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1])), unmatched
 
 
-def instances(record: Record) -> list[Instance]:
+def instances_of(record: Record) -> list[Instance]:
     """The values of a record at each step, in the order of time."""
     found = [
         (i, steps)
@@ -134,7 +134,7 @@ def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
     for i in record.of("value"):
         row = record.rows[i]
         keys[i] = renamed(row.name), row.view, row.shape
-    for at in instances(record):
+    for at in instances_of(record):
         groups[keys[at[0]]].append(at)
     return groups
 

@@ -74,7 +74,7 @@ def by_steps(x: np.ndarray, axes: list[tuple[bool, bool]]) -> np.ndarray:
     return x.reshape(*x.shape[:scans], -1, LENGTH)
 
 
-def on_one_device(row: Row) -> None:
+def with_one_copy(row: Row) -> None:
     """Keep one copy of what is the same on every device that holds it."""
     if row.sketch is None or row.sketch.shape[-2] == 1 or row.turned:
         return

@@ -30,27 +30,29 @@ MOST_SHOWN = 12
 
 def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComparison:
     """Compare a loss in JAX with one whose rows have other names."""
-    leaves = _Leaves(a, b, rtol)
+    leaves = _PortLeaves(a, b, rtol)
     values = EqualValues(a, b, rtol)
     (loss,), (its,) = a.of("output"), b.of("output")
     judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=FLOORS)
     assert judgment is not None  # of two scalars
     output = Pair("output", (loss, ()), (its, ()), judgment)
-    matched = _matched(values)
+    matched = _equal_pairs(values)
     gradients = leaves.gradients()
     differs = judgment.differs or any(p.judgment.differs for p in gradients)
     found = _first_unequal(values, matched) if differs else None
     bad = [found] if found else []
     pairs = sorted([*matched, *bad], key=lambda p: a.rows[p.own[0]].time(p.own[1]))
-    pairs += [output, *_cotangents(values, matched, rtol), *gradients]
-    sides = Sides(a, b, Matching(pairs, leaves.alone(), _unmatched(values, leaves)))
+    pairs += [output, *_equal_cotangents(values, matched), *gradients]
+    sides = Sides(a, b, Matching(pairs, leaves.alone(), _texts_alone(values, leaves)))
     findings = first(sides, with_arguments=False)
     if found:
-        findings = _with_other(findings, found, values, leaves)
+        findings = _with_other(findings, found, values)
+    if found or judgment.differs:
+        findings = [*_other_arguments(found or output, matched, leaves), *findings]
     return result(sides, findings, with_arguments=False)
 
 
-class _Leaves:
+class _PortLeaves:
     """The arguments of a record, and for each those of another that are equal."""
 
     def __init__(self, a: Record, b: Record, rtol: float | None) -> None:
@@ -122,7 +124,7 @@ class _Leaves:
         return [r for r in rows if self._is_whole(r.name) and r.name not in self.covered]
 
     def text(self, i: int) -> str:
-        """What an argument without an equal is not, if the other record has one as large."""
+        """The text of an argument without an equal, if the other record has one as large."""
         row = self.a.rows[i]
         if self.permuted[i]:
             its = self.b.rows[self._others[self.permuted[i][0]]]
@@ -149,7 +151,7 @@ def _covers(name: str, every: Sequence[str]) -> list[str]:
     return found
 
 
-def _matched(values: EqualValues) -> list[Pair]:
+def _equal_pairs(values: EqualValues) -> list[Pair]:
     found = []
     for i, own in enumerate(values.own):
         if (equal := values.partner(i)) is not None:
@@ -158,7 +160,7 @@ def _matched(values: EqualValues) -> list[Pair]:
     return found
 
 
-def _cotangents(values: EqualValues, matched: Sequence[Pair], rtol: float | None) -> list[Pair]:
+def _equal_cotangents(values: EqualValues, matched: Sequence[Pair]) -> list[Pair]:
     """The cotangents of values that agree; of what enters it depends on what else uses it."""
     a, b = values.a, values.b
     own, theirs = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
@@ -171,7 +173,7 @@ def _cotangents(values: EqualValues, matched: Sequence[Pair], rtol: float | None
         known = numbers_at(a.rows[i], p.own[1])
         its = Candidates([b.rows[j]], [sketches_in_orders(b.rows[j], p.other[1])])
         if known and p.order is not None and p.order < len(its.sketches[0]):
-            judgment = its.judged(a.rows[i], *known, 0, p.order, rtol)
+            judgment = its.judged(a.rows[i], *known, 0, p.order, values.rtol)
             found.append(Pair("cotangent", (i, p.own[1]), (j, p.other[1]), judgment, p.order))
     return found
 
@@ -200,9 +202,9 @@ def _first_unequal(values: EqualValues, matched: Sequence[Pair]) -> Pair | None:
 
 
 def _with_other(
-    findings: list[ComparisonFinding], pair: Pair, values: EqualValues, leaves: _Leaves
+    findings: list[ComparisonFinding], pair: Pair, values: EqualValues
 ) -> list[ComparisonFinding]:
-    """The findings, of which the value has its place in the other record; arguments are first."""
+    """The findings, of which the value has its place in the other record."""
     at = next((i for i, f in enumerate(findings) if f.kind == "value"), None)
     if at is None:
         return findings
@@ -215,15 +217,17 @@ def _with_other(
     if row.shape != its.shape:
         text += f", of shape {list(its.shape)} beside {list(row.shape)}"
     findings[at] = dataclasses.replace(finding, message=text)
-    return [*_other_arguments(pair, values, leaves), *findings]
+    return findings
 
 
-def _other_arguments(pair: Pair, values: EqualValues, leaves: _Leaves) -> list[ComparisonFinding]:
+def _other_arguments(
+    pair: Pair, agreeing: Sequence[Pair], leaves: _PortLeaves
+) -> list[ComparisonFinding]:
     """The finding of arguments without an equal that the first value that differs is made from.
 
     Where the other record has an array as large that is left.
     """
-    a, agreeing = values.a, _matched(values)
+    a = leaves.a
     (own,) = made_from(pair, agreeing, [Graph(a)], with_all=True)
     sources = dict.fromkeys(to[0] for _, _, to in own.steps)
     bad = [i for i in sources if a.rows[i].kind == "argument" and not leaves.equal[i]]
@@ -234,7 +238,7 @@ def _other_arguments(pair: Pair, values: EqualValues, leaves: _Leaves) -> list[C
     return [ComparisonFinding("argument", text, path=next(iter(texts)))]
 
 
-def _unmatched(values: EqualValues, leaves: _Leaves) -> list[str]:
+def _texts_alone(values: EqualValues, leaves: _PortLeaves) -> list[str]:
     """Texts of the values and arrays that only one of the records has."""
     a, b = values.a, values.b
     where = "torch" if b.framework == TORCH else "other"

@@ -169,7 +169,7 @@ class Graph:
             starts = [d for what, d in edge.when if what == FIRST]
             if any(steps[d] for d in starts if shared <= d < len(steps)):
                 continue  # it reaches the first step alone
-            if _moved(steps, edge, shared, -1, row[edge.source].steps):
+            if _goes_on(steps, edge, shared, -1, row[edge.source].steps):
                 lengths = row[edge.source].steps[shared:]
                 source = (*steps[:shared], *(n - 1 for n in lengths))
                 found.append((edge, (edge.source, source)))
@@ -183,7 +183,7 @@ class Graph:
             ends = [d for what, d in edge.when if what == LAST]
             if any(steps[d] != lengths[d] - 1 for d in ends if shared <= d < len(steps)):
                 continue
-            if _moved(steps, edge, shared, 1, rows[edge.target].steps):
+            if _goes_on(steps, edge, shared, 1, rows[edge.target].steps):
                 target = (*steps[:shared], *(0 for _ in rows[edge.target].steps[shared:]))
                 found.append((edge, (edge.target, target)))
         return found
@@ -200,7 +200,7 @@ class Graph:
         return shared
 
 
-def _moved(steps: list[int], edge: Edge, shared: int, way: int, lengths: Any) -> bool:
+def _goes_on(steps: list[int], edge: Edge, shared: int, way: int, lengths: Any) -> bool:
     """Go to the next step, or the one before, where an edge does; whether there is one."""
     for d in (d for what, d in edge.when if what == NEXT and d < shared):
         steps[d] += way

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from clipgrad._compare.edges import Walk
 from clipgrad._compare.hook import seen_values
 from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.numbers import by_steps, on_one_device, plain_row, sketched, with_numbers
+from clipgrad._compare.numbers import by_steps, plain_row, sketched, with_numbers, with_one_copy
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._jaxpr import (
@@ -39,7 +39,7 @@ Numbers = dict[int, np.ndarray]  # the sketches of rows
 
 
 @contextlib.contextmanager
-def settings_of_runs() -> Iterator[None]:
+def plain_settings() -> Iterator[None]:
     """A context without JAX's own ways of finding NaN and of forbidding transfers."""
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         yield
@@ -83,7 +83,7 @@ class Recording:
         if floor:
             self.measure(record, found)
         else:
-            _on_one_device(record)
+            _with_one_copy(record)
         return record
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Recording:
         runs = (self._numbers(run(self.leaves, jnp.uint32(i)))[0] for i in range(1, 1 + RUNS))
         for i, x in floor_of(own, runs).items():
             record.rows[i].moved = x
-        _on_one_device(record)
+        _with_one_copy(record)
 
     def _sketches(self, record: Record) -> Numbers:
         rows = {*self.returned, *self.sketched[0].values(), *self.sketched[1].values()}
@@ -125,9 +125,9 @@ class Recording:
         return found, hashes, whole
 
 
-def _on_one_device(record: Record) -> None:
+def _with_one_copy(record: Record) -> None:
     for row in record.rows:
-        on_one_device(row)
+        with_one_copy(row)
 
 
 class Table:
@@ -147,7 +147,7 @@ class Table:
         self.rows: list[Row] = []
         self.seen = seen_values(program)
         jaxpr = opened(program)[0]
-        lines = {v: _line(Place(e)) for e in jaxpr.eqns for v in e.outvars}
+        lines = {v: _line_of(Place(e)) for e in jaxpr.eqns for v in e.outvars}
         self._makers = {
             i: lines.get(v, "") for i, v in enumerate(jaxpr.outvars) if type(v) is not Literal
         }
@@ -182,7 +182,7 @@ class Table:
     def taps(self) -> dict[Any, jax.Array]:
         """Zeros for each cotangent, whose own cotangents are sketches."""
         return {
-            v.position: jnp.zeros((*_lengths(v), LENGTH), sketch_dtype(dtype_of(v.variable)))
+            v.position: jnp.zeros((*_axis_lengths(v), LENGTH), sketch_dtype(dtype_of(v.variable)))
             for v in self.seen
             if v.position in self.cotangents
         }
@@ -193,7 +193,7 @@ class Table:
         return Record(self.rows, edges, scopes, notes=list(notes), **more)
 
     def recording(self, record: Record, traced: Traced, given: Any, returned: list) -> Recording:
-        axes = {v.position: _axes(v) for v in self.seen}
+        axes = {v.position: _sketch_axes(v) for v in self.seen}
         rows = self.values, self.cotangents
         return Recording(record, traced, jax.tree.leaves(given), returned, rows, axes)
 
@@ -203,12 +203,12 @@ def _value_row(kind: str, v: Any) -> Row:
     for e in reversed(v.place.chain[1:]):
         length = e.params["length"] if e.primitive.name == "scan" else 0
         around.append(-length if length and e.params["reverse"] else length)
-    line = _line(v.place)
+    line = _line_of(v.place)
     more = {"view": v.kind, "position": v.position, "around": tuple(around), "line": line}
     return plain_row(kind, v.name, aval, **more)
 
 
-def _line(place: Place | None) -> str:
+def _line_of(place: Place | None) -> str:
     """The line of the user that computes something, or else that of what is around."""
     while place is not None:
         if place.location.file is not None:
@@ -217,12 +217,12 @@ def _line(place: Place | None) -> str:
     return ""
 
 
-def _axes(v: Any) -> list[tuple[bool, bool]]:
+def _sketch_axes(v: Any) -> list[tuple[bool, bool]]:
     around = [e for e in reversed(v.place.chain[1:]) if e.primitive.name in ("scan", "shard_map")]
     return [(e.primitive.name == "scan", bool(e.params.get("reverse"))) for e in around]
 
 
-def _lengths(v: Any) -> list[int]:
+def _axis_lengths(v: Any) -> list[int]:
     around = [e for e in reversed(v.place.chain[1:]) if e.primitive.name in ("scan", "shard_map")]
     return [e.params["length"] if "length" in e.params else device_count(e) for e in around]
 

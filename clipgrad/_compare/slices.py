@@ -44,7 +44,7 @@ def made_from(
         ends = {graph.node(p.at(side)) for p in agreeing}
         start = graph.node(pair.at(side))
         inside = graph.record.rows[start[0]].position[:-3]
-        every = _walked(start, ends, functools.partial(_before, graph, inside))
+        every = _walked(start, ends, functools.partial(_inside_before, graph, inside))
         fed = {at for _, at, to in every if to in ends}
         while more := {at for _, at, to in every if to in fed} - fed:
             fed |= more
@@ -53,8 +53,8 @@ def made_from(
     return found
 
 
-def _before(graph: Graph, inside: tuple, at: Instance) -> list[tuple[Edge, Instance]]:
-    """What an instance is computed from; of what is outside of a program nothing is asked."""
+def _inside_before(graph: Graph, inside: tuple, at: Instance) -> list[tuple[Edge, Instance]]:
+    """The instances that one is computed from; none of one outside of a program."""
     is_inside = graph.record.rows[at[0]].position[: len(inside)] == inside
     return graph.before(at) if is_inside else []
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import clipgrad.torch
-from clipgrad._compare.file import load, save
+from clipgrad._compare.file import load_record, save_record
 from tests.torch_runs.models import table
 
 FOLDER = pathlib.Path(__file__).parent
@@ -32,10 +32,10 @@ def main():
         values = numbers(model, args)
         path = FOLDER / f"{name}.npz"
         clipgrad.torch.save_run(model, loss, args, path)
-        run = load(path)
+        run = load_record(path)
         for row in run.rows:
             row.line = pathlib.Path(row.line).name  # not of one machine
-        save(run, path)
+        save_record(run, path)
         np.savez_compressed(FOLDER / f"{name}_numbers.npz", **values)
 
 
