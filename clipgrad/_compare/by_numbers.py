@@ -67,7 +67,7 @@ class Candidates:
     ) -> list[Equal]:
         """The arrays that a sketch, shape (515,), is equal to, each in its nearest order."""
         found, at = [], 0
-        far = _apart(own, self._stacked.get(row.size, np.zeros((0, LENGTH))))
+        far = _sketch_distances(own, self._stacked.get(row.size, np.zeros((0, LENGTH))))
         for i in self.of_size(row.size):
             count = len(self.sketches[i])
             near = [k for k in range(count) if far[at + k] < NEAR]
@@ -90,7 +90,7 @@ class Candidates:
 
     def nearest(self, row: Row, own: np.ndarray, moved: np.ndarray, at: int) -> Equal:
         """The judgment of one array in the order of axes that is nearest."""
-        order = int(np.argmin(_apart(own, self.sketches[at])))
+        order = int(np.argmin(_sketch_distances(own, self.sketches[at])))
         return Equal(at, order, self.judged(row, own, moved, at, order, None))
 
     def judged(
@@ -100,7 +100,7 @@ class Candidates:
         return judge_sketches(own, self.sketches[at][order], FLOORS * moved, eps, rtol)
 
 
-def _apart(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _sketch_distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for start in (0, NUMBERS):

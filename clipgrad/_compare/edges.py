@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from clipgrad._compare.record import FIRST, LAST, NEXT, Edge
+from clipgrad._compare.record import FIRST_STEP, LAST_STEP, NEXT_STEP, Edge
 from clipgrad._jaxpr import opened, scan_counts, value_programs
 from clipgrad._names import ScopePath, path
 
@@ -128,7 +128,7 @@ class Walk:
         constants, carried = scan_counts(equation)
         first = slice(constants, constants + carried)
         given = list(inputs)
-        given[first] = [(_crossing(own, FIRST, depth), age) for own, age in inputs[first]]
+        given[first] = [(_crossing(own, FIRST_STEP, depth), age) for own, age in inputs[first]]
         (body,) = value_programs(equation)
         found = self._twice(body, given, constants, inside, scope, depth + 1, depth, carried)
         left = []
@@ -137,7 +137,7 @@ class Walk:
             for (source, when), scopes in own.items():
                 kept = {(what, d) for what, d in when if d != depth}
                 is_inside = self._rows[source].position[: len(inside)] == inside
-                kept |= {(LAST, depth)} if is_inside and i < carried else set()
+                kept |= {(LAST_STEP, depth)} if is_inside and i < carried else set()
                 key = source, frozenset(kept)
                 ends[key] = ends.get(key, 0) | scopes
             left.append((ends, age))
@@ -157,7 +157,7 @@ class Walk:
             for i, (own, age) in enumerate(found[:carried]):
                 found[i] = self._through((*inside, count, i), own), age
             later = [
-                (own if crossed is None else _crossing(own, NEXT, crossed), first[i][1])
+                (own if crossed is None else _crossing(own, NEXT_STEP, crossed), first[i][1])
                 for i, (own, _) in enumerate(found[:carried])
             ]
             carry = [self._both(pair) for pair in zip(first, later, strict=True)]
@@ -171,7 +171,7 @@ def _crossing(own: RowOrigins, what: str, depth: int) -> RowOrigins:
     """
     found: RowOrigins = {}
     for (source, when), scopes in own.items():
-        is_older = (FIRST, depth) in when
-        key = source, when - {(FIRST, depth)} if is_older else when | {(what, depth)}
+        is_older = (FIRST_STEP, depth) in when
+        key = source, when - {(FIRST_STEP, depth)} if is_older else when | {(what, depth)}
         found[key] = found.get(key, 0) | scopes
     return found

@@ -16,7 +16,7 @@ from clipgrad._compare.record import Edge, Record, Row
 from clipgrad._compare.sketches import LENGTH, orders_of
 
 RECORD_FORMAT = 3
-_ARRAYS = ("sketch", "moved")
+_NUMBERS_OF_ROWS = ("sketch", "moved")
 
 
 def check_path(path: Any) -> None:
@@ -58,7 +58,7 @@ def load_record(path: str | os.PathLike) -> Record:
             header = json.loads(found["header"].tobytes())
             version = header["format"]
             if version == RECORD_FORMAT:
-                return _unpacked(header, *(found[name] for name in _ARRAYS))
+                return _unpacked(header, *(found[name] for name in _NUMBERS_OF_ROWS))
     except Exception as error:
         what = f"a damaged file ({type(error).__name__}: {error})"
         raise ValueError(_sentence(path, what)) from error
@@ -72,18 +72,20 @@ def load_record(path: str | os.PathLike) -> Record:
 def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The table as plain data, and its numbers, equal ones once."""
     known: dict[bytes, int] = {}
-    parts: dict[str, list[np.ndarray]] = {name: [np.zeros((0, LENGTH))] for name in _ARRAYS}
+    parts: dict[str, list[np.ndarray]] = {
+        name: [np.zeros((0, LENGTH))] for name in _NUMBERS_OF_ROWS
+    }
     rows, count = [], 0
     for row in record.rows:
         plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        for name in (*_ARRAYS, "whole"):
+        for name in (*_NUMBERS_OF_ROWS, "whole"):
             del plain[name]
         if row.sketch is not None:
             moved = np.zeros_like(row.sketch) if row.moved is None else row.moved
             key = row.sketch.tobytes() + moved.tobytes()
             if key not in known:
                 known[key] = count
-                for name, x in zip(_ARRAYS, (row.sketch, moved), strict=True):
+                for name, x in zip(_NUMBERS_OF_ROWS, (row.sketch, moved), strict=True):
                     parts[name].append(x.reshape(-1, LENGTH))
                 count += len(parts["sketch"][-1])
             plain["numbers"] = known[key], row.sketch.shape[:-1], row.moved is not None

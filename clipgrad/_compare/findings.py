@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clipgrad._compare.judge import Judgment
 from clipgrad._compare.match import Alone, Matching, Pair, pairs_of
 from clipgrad._compare.ratios import factor_text, ratio
-from clipgrad._compare.record import ENTERS, LAST, Graph, Record, Row
+from clipgrad._compare.record import ENTERS, LAST_STEP, Graph, Record, Row
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NUMBERS, scalar_of
 from clipgrad._compare.slices import Slice, made_from, module_of, used_by
@@ -136,7 +136,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
     slices = used_by(pair, later, sides.graphs(pair))
     user, step = _user(slices[0], pair)
-    slices = _cut_off(sides, slices)
+    slices = _one_sided(sides, slices)
     module = module_of(slices)
     module = user if module is None else module
     to = f"what enters {row.name}" if row.view == ENTERS else row.name
@@ -146,7 +146,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     return dataclasses.replace(at_line("vjp", text, row, module, pair, growth), step=step)
 
 
-def _cut_off(sides: Sides, slices: list[Slice]) -> list[Slice]:
+def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
     """The slices to values that have a cotangent in one version only, if there are any.
 
     The other version cuts the gradient behind such a value, by a `stop_gradient` say.
@@ -166,7 +166,7 @@ def _user(own: Slice, pair: Pair) -> tuple[str, int | None]:
         return "", None
     rows = own.graph.record.rows
     edge, at, to = own.steps[0]
-    depth = min(len(pair.own[1]) - sum(what == LAST for what, _ in edge.when), len(to[1]))
+    depth = min(len(pair.own[1]) - sum(what == LAST_STEP for what, _ in edge.when), len(to[1]))
     name = rows[to[0]].name if rows[to[0]].kind == "value" else ""
     return name, rows[at[0]].step(to[1][:depth])
 

@@ -14,7 +14,7 @@ NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)
 
 
 class Pair(NamedTuple):
-    """The same row in both records, at one step, and how they differ.
+    """Rows of both records that should be the same, at one step, and how they differ.
 
     Attributes:
       kind: the kind of the rows.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from clipgrad._compare.match import Pair
-from clipgrad._compare.record import LAST, NEXT, Edge, Graph, Instance
+from clipgrad._compare.record import LAST_STEP, NEXT_STEP, Edge, Graph, Instance
 from clipgrad._names import common_start
 
 Step = tuple[Edge, Instance, Instance]  # an edge, from where and to where it was followed
@@ -95,7 +95,7 @@ def _walked(
 
 def _nearest(steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
     def far(edge: Edge) -> int:
-        return max([(NEXT, LAST).index(what) + 1 for what, _ in edge.when if what in (NEXT, LAST)],
+        return max([(NEXT_STEP, LAST_STEP).index(what) + 1 for what, _ in edge.when if what in (NEXT_STEP, LAST_STEP)],
                    default=0)  # fmt: skip
 
     least = min((far(edge) for edge, _ in steps), default=0)
