@@ -94,9 +94,6 @@ def _walked(
 
 
 def _nearest(steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
-    def far(edge: Edge) -> int:
-        return max([(NEXT_STEP, LAST_STEP).index(what) + 1 for what, _ in edge.when if what in (NEXT_STEP, LAST_STEP)],
-                   default=0)  # fmt: skip
-
-    least = min((far(edge) for edge, _ in steps), default=0)
-    return [step for step in steps if far(step[0]) == least]
+    crossed = {NEXT_STEP: 1, LAST_STEP: 2}
+    far = [max((crossed.get(what, 0) for what, _ in e.when), default=0) for e, _ in steps]
+    return [step for step, own in zip(steps, far, strict=True) if own == min(far)]
