@@ -19,7 +19,7 @@ except ImportError as error:
         "clipgrad.torch needs PyTorch, which is not installed; write pip install torch"
     ) from error
 
-from clipgrad._compare import THE_LOSS, TORCH, Record, Row, check_path, save, turned_sketches
+from clipgrad._compare import THE_LOSS, TORCH, Record, Row, check_path, save_record, turned_sketches
 
 __all__ = ["save_run"]
 
@@ -70,7 +70,7 @@ def save_run(
     named = ((f"args[{i}]", x) for i, arg in enumerate(args) for x in _tensors_of(arg))
     table = _Table()
     for name, x in named:
-        table.add(_row("argument", name, x, view="argument"))
+        table.add(_tensor_row("argument", name, x, view="argument"))
     watch = _Watch(module, table)
     try:
         with torch.enable_grad(), torch.random.fork_rng():
@@ -81,18 +81,18 @@ def save_run(
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
-    table.add(_row("output", THE_LOSS, loss.reshape(())))
+    table.add(_tensor_row("output", THE_LOSS, loss.reshape(())))
     for name, x, gradient, owner in _parameters(module, gradients):
         turned = "stack" if "*" in name else "all"
         kinds = {"view": "parameter", "owner": owner, "turned": turned}
-        node = table.add(_row("argument", name, x, **kinds))
+        node = table.add(_tensor_row("argument", name, x, **kinds))
         if gradient is not None:
-            table.add(_row("gradient", name, gradient, **kinds), node)
+            table.add(_tensor_row("gradient", name, gradient, **kinds), node)
     for name, x in buffers.items():
         if x.is_floating_point():
-            table.add(_row("argument", name, x, view="buffer"))
+            table.add(_tensor_row("argument", name, x, view="buffer"))
     facts, notes = _torch_facts(module, loss)
-    save(Record(table.rows, framework=TORCH, circumstances=facts, notes=notes), path)
+    save_record(Record(table.rows, framework=TORCH, circumstances=facts, notes=notes), path)
 
 
 class _Table:
@@ -186,7 +186,7 @@ class _Watch:
     def _note(self, name: str, view: str, module: Any, x: Any) -> None:
         if not x.is_floating_point() and not x.is_complex():
             return
-        row = self._row(name, view, module, x, self._sketches(x))
+        row = self._value_row(name, view, module, x, self._sketches(x))
         number = self._table.add(row)
         if x.requires_grad and view == "module":
             x.register_hook(functools.partial(self._keep, number))
@@ -195,12 +195,12 @@ class _Watch:
         """Note the value at each step, as one row."""
         steps = x.unbind(axis)
         found = np.stack([turned_sketches(_numpy_of(step), "all") for step in steps])
-        self._table.add(self._row(name, "module", module, steps[0], found))
+        self._table.add(self._value_row(name, "module", module, steps[0], found))
         self._table.rows[-1].around = (len(steps),)
         self._table.rows[-1].position = (len(self._table.rows) - 1, 0, 0, 0, 0)
 
-    def _row(self, name: str, view: str, module: Any, x: Any, sketches: Any) -> Row:
-        row = _row("value", name, x, view=view, sketch=sketches)
+    def _value_row(self, name: str, view: str, module: Any, x: Any, sketches: Any) -> Row:
+        row = _tensor_row("value", name, x, view=view, sketch=sketches)
         row.line, row.owner = _calling_line(), type(module).__name__
         return row
 
@@ -214,7 +214,7 @@ class _Watch:
 
     def _keep(self, number: int, cotangent: torch.Tensor) -> None:
         own = self._table.rows[number]
-        self._table.add(_row("cotangent", own.name, cotangent, view=own.view), number)
+        self._table.add(_tensor_row("cotangent", own.name, cotangent, view=own.view), number)
 
 
 def _calling_line() -> str:
@@ -238,12 +238,12 @@ def _parameters(
         own = module.get_submodule(name.rpartition(".")[0])
         gradient, owner = gradients.get(name), type(own).__name__
         yield name, x, gradient, owner
-        yield from _parts(name, own, x, gradient)
+        yield from _parameter_parts(name, own, x, gradient)
         other = known.get(name.replace("bias_ih", "bias_hh"))
         if "bias_ih" in name and other is not None:
             both = f"{name}+{name.rpartition('.')[2].replace('bias_ih', 'bias_hh')}"
             yield both, x + other, gradient, owner
-            yield from _parts(both, own, x + other, gradient)
+            yield from _parameter_parts(both, own, x + other, gradient)
     for stack, names in _stacks(known).items():
         owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
         grads = [g for n in names if (g := gradients.get(n)) is not None]
@@ -251,7 +251,9 @@ def _parameters(
         yield stack, torch.stack([known[n].detach() for n in names]), gradient, owner
 
 
-def _parts(name: str, own: Any, x: Any, gradient: Any) -> Iterator[tuple[str, Any, Any, str]]:
+def _parameter_parts(
+    name: str, own: Any, x: Any, gradient: Any
+) -> Iterator[tuple[str, Any, Any, str]]:
     for axis in {0, x.ndim - 1}:
         parts = _fused_parts(name, own, x, axis)
         grads = dict(_fused_parts(name, own, gradient, axis))
@@ -295,9 +297,9 @@ def _tensors_of(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(own)
 
 
-def _row(kind: str, name: str, x: torch.Tensor, **more: Any) -> Row:
+def _tensor_row(kind: str, name: str, x: torch.Tensor, **more: Any) -> Row:
     """The row of a tensor, with a sketch for each order of its axes."""
-    own = {"turned": "all"} | more
+    own: dict[str, Any] = {"turned": "all"} | more
     if "sketch" not in own:
         own["sketch"] = turned_sketches(_numpy_of(x), own["turned"])
     return Row(kind, name, tuple(x.shape), _dtype(x), **own)

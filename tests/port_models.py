@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._compare.file import load
+from clipgrad._compare.file import load_record
 from clipgrad._compare.losses import recorded_loss
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record, Row
@@ -395,7 +395,7 @@ def tagger(params, x, y, which):
 
 def compared(run, loss, args, bugs):
     """The comparison of each bug with a run of torch; the floor is that of the right loss."""
-    port = load(FOLDER / f"{run}.npz") if isinstance(run, str) else run
+    port = load_record(FOLDER / f"{run}.npz") if isinstance(run, str) else run
     recording = recorded_loss(loss, (*args, jnp.int32(-1)), {}, 0, False)
     names = [row.name for row in recording.record.rows if row.kind == "argument"]
     right = recording.run(floor=True)

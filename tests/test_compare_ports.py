@@ -62,7 +62,6 @@ def test_the_first_value_that_differs_is_named_also_where_it_enters_a_module():
     found = models.compared(models.tagger_run(), models.tagger, args, range(-1, len(bugs)))
     right = next(found)
     assert right.ok, str(right)
-    assert any("fc/kernel is not fc.weight, but has the same numbers" in x for x in right.notes)
     for (bug, module), wrong in zip(bugs.items(), found, strict=True):
         kinds = ["argument", "value"] if module == "fc" else ["value"]
         assert [f.kind for f in wrong.findings] == kinds, (bug, str(wrong))

@@ -125,7 +125,7 @@ def test_other_arguments_are_named_first(right):
 
 
 def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
-    own = file.load(right)
+    own = file.load_record(right)
     assert {"clipgrad", "jax", "device", "platform", "processes"} == {*own.circumstances}
     rows = {(row.kind, row.name): row for row in own.rows}
     first = rows["value", "layers/mlp"]
@@ -142,9 +142,9 @@ def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
 
 
 def test_a_record_is_read_as_it_was_written(right, tmp_path):
-    own = file.load(right)
-    file.save(own, tmp_path / "again")
-    again = file.load(tmp_path / "again")
+    own = file.load_record(right)
+    file.save_record(own, tmp_path / "again")
+    again = file.load_record(tmp_path / "again")
     assert own.edges == again.edges != [] and own.scopes == again.scopes
     for row, its in zip(own.rows, again.rows, strict=True):
         known = [f for f in vars(row) if f not in ("sketch", "moved", "whole")]
@@ -206,9 +206,9 @@ def test_sharded_arrays_are_in_the_file_as_a_whole(name, tmp_path):
 
 def rewritten(right, path, change):
     """The file with a change of its header and arrays."""
-    header, arrays = file._packed(file.load(right))
+    header, arrays = file._packed(file.load_record(right))
     change(header, arrays)
-    file._write(path, header, arrays)
+    file._write_file(path, header, arrays)
 
 
 def foreign(right, path):
@@ -256,13 +256,13 @@ def test_a_file_of_another_format_is_said_to_be_one(version, right, tmp_path):
 def test_no_changed_byte_is_read_as_other_numbers(right, tmp_path):
     """Of 60 bytes all over the file: an error, or the numbers that were written."""
     whole, path = bytearray(right.read_bytes()), tmp_path / "x.npz"
-    own, errors = file._packed(file.load(right)), 0
+    own, errors = file._packed(file.load_record(right)), 0
     for at in np.random.default_rng(0).integers(0, len(whole), 60):
         changed = whole.copy()
         changed[at] ^= 0x55
         path.write_bytes(changed)
         try:
-            found = file._packed(file.load(path))
+            found = file._packed(file.load_record(path))
         except ValueError as error:
             assert "expected a file that save_run wrote" in str(error)
             errors += 1
@@ -273,7 +273,7 @@ def test_no_changed_byte_is_read_as_other_numbers(right, tmp_path):
 
 
 def test_a_file_is_whole_or_as_before(right, tmp_path, monkeypatch):
-    path, record = tmp_path / "run.npz", file.load(right)
+    path, record = tmp_path / "run.npz", file.load_record(right)
     path.write_text("before")
 
     def killed(opened, **arrays):
@@ -282,11 +282,11 @@ def test_a_file_is_whole_or_as_before(right, tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "savez_compressed", killed)
     with pytest.raises(KeyboardInterrupt):
-        file.save(record, path)
+        file.save_record(record, path)
     assert path.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["run.npz"]
     monkeypatch.undo()
-    file.save(record, path)
-    assert len(file.load(path).rows) == len(record.rows) and path.stat().st_mode & 0o400
+    file.save_record(record, path)
+    assert len(file.load_record(path).rows) == len(record.rows) and path.stat().st_mode & 0o400
 
 
 @pytest.mark.parametrize("kinds", [("int32", "int8"), ("uint8", "int32"), ("bool", "int32")])

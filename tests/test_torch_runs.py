@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from clipgrad._compare.save_run import saved
+from clipgrad._compare.file import load_record
+from clipgrad._compare.sketches import turned_sketches
 
 pytestmark = pytest.mark.exhaustive
 torch = pytest.importorskip("torch")
@@ -34,41 +35,41 @@ def test_the_files_of_this_repository_are_what_torch_writes(name, table, tmp_pat
     assert all(p.grad is None and not p._backward_hooks for p in module.parameters())
     assert not any(own._forward_hooks or own._forward_pre_hooks for own in module.modules())
     assert torch.equal(state, torch.random.get_rng_state())
-    own, other = saved(tmp_path / "run.npz"), saved(FOLDER / f"{name}.npz")
-    for mine, theirs in ((own.values, other.values), (own.leaves, other.leaves)):
-        assert [entry[:4] for entry in mine] == [entry[:4] for entry in theirs]
-        for a, b in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(a.value.sketches, b.value.sketches, rtol=1e-3, atol=1e-5)
-            assert (a.cotangent is None) == (b.cotangent is None)
-    assert (tmp_path / "run.npz").stat().st_size < 100_000
+    own, other = load_record(tmp_path / "run.npz"), load_record(FOLDER / f"{name}.npz")
+    known, there = (
+        [(row.kind, row.name, row.view, row.owner, row.shape, row.node) for row in run.rows]
+        for run in (own, other)
+    )
+    assert known == there
+    for a, b in zip(own.rows, other.rows, strict=True):
+        np.testing.assert_allclose(a.sketch, b.sketch, rtol=1e-3, atol=1e-5)
+    assert (tmp_path / "run.npz").stat().st_size < 200_000
 
 
 def test_a_run_has_what_torch_computes(table, tmp_path):
-    from clipgrad._compare.signatures import layouts
-
     import clipgrad.torch
 
     module, loss, args = table["mlp"]
     clipgrad.torch.save_run(module, loss, args, tmp_path / "run.npz")
-    run = saved(tmp_path / "run.npz")
+    run = load_record(tmp_path / "run.npz")
     with torch.enable_grad():
         h = module.fc1(args[0])
         n = module.norm(h)
         rest = torch.nn.functional.gelu(n)
         out = module.fc3(torch.tanh(rest + module.fc2(rest)))
         value = loss(lambda x: out, *args)
-    np.testing.assert_allclose(run.loss, value.item(), rtol=1e-6)
-    found = {(entry.name, entry.kind): entry for entry in run.values}
+    found = {(row.kind, row.name, row.view): row for row in run.rows}
     for name, x in (("fc1", h), ("norm", n), ("fc3", out)):
         grad = torch.autograd.grad(value, x, retain_graph=True)[0]
-        for own, expected in (
-            (found[name, "module"].value, x),
-            (found[name, "module"].cotangent, grad),
-        ):
-            theirs = layouts(expected.detach().numpy(), "float32").sketches
-            np.testing.assert_allclose(own.sketches, theirs, rtol=1e-4, atol=1e-6)
-    assert found["fc2", "enters"].file.endswith("models.py") and found["fc2", "enters"].line > 0
-    assert run.circumstances["mode"] == "train" and run.circumstances["dropout"] == []
+        for kind, expected in (("value", x), ("cotangent", grad)):
+            theirs = turned_sketches(expected.detach().numpy(), "all")
+            own = found[kind, name, "module"].sketch
+            np.testing.assert_allclose(own, theirs, rtol=1e-4, atol=1e-6)
+    (output,) = (row for row in run.rows if row.kind == "output")
+    theirs = turned_sketches(value.detach().numpy(), "all")
+    np.testing.assert_allclose(output.sketch, theirs, rtol=1e-6)
+    assert ".py:" in found["value", "fc2", "enters"].line
+    assert run.circumstances["mode"] == "train" and not run.notes
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,11 @@ def test_fused_weights_and_dropout_are_noted(tmp_path):
             return self.cell(self.drop(self.qkv(x))).mean()
 
     clipgrad.torch.save_run(Model(), lambda m, x: m(x), (torch.randn(2, 4),), tmp_path / "run.npz")
-    run = saved(tmp_path / "run.npz")
-    assert run.circumstances["dropout"] == ["drop"]
-    names = [entry.name for entry in (*run.values, *run.leaves)]
+    run = load_record(tmp_path / "run.npz")
+    assert "torch ran drop in training mode" in run.notes[0]
+    names = [row.name for row in run.rows]
     assert {"qkv[4:8]", "qkv.weight[8:12]", "cell.weight_ih[5:10]"} <= {*names}
+    assert {"cell.bias_ih+bias_hh", "cell.bias_ih+bias_hh[0:5]"} <= {*names}
     assert "cell[0:5]" not in names  # its output is of no gates
 
 
@@ -120,10 +122,10 @@ def test_each_direction_of_a_recurrent_module_is_a_value_with_its_steps(tmp_path
 
     module, x = torch.nn.LSTM(3, 2, batch_first=True, bidirectional=True), torch.ones(4, 5, 3)
     clipgrad.torch.save_run(module, lambda m, x: m(x)[0].sum(), (x,), tmp_path / "run.npz")
-    values = saved(tmp_path / "run.npz").values
+    rows = [row for row in load_record(tmp_path / "run.npz").rows if row.kind == "value"]
     for way in ("[+]", "[-]"):
-        found = [(v.steps, v.value.shape) for v in values if v.name == way and v.kind == "module"]
-        assert found == [((), (4, 5, 2)), *(((i,), (4, 2)) for i in range(5))]
+        found = [(row.steps, row.shape) for row in rows if row.name == way]
+        assert found == [((), (4, 5, 2)), ((5,), (4, 2))]
 
 
 def test_without_torch_the_import_says_what_to_install():

@@ -8,7 +8,7 @@ differs, with the module of the operations behind it.
 
 from clipgrad._compare.compare import compare as compare
 from clipgrad._compare.file import check_path as check_path
-from clipgrad._compare.file import save as save
+from clipgrad._compare.file import save_record as save_record
 from clipgrad._compare.record import THE_LOSS as THE_LOSS
 from clipgrad._compare.record import TORCH as TORCH
 from clipgrad._compare.record import Record as Record

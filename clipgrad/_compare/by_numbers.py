@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clipgrad._compare.judge import Judgment, judge_sketches
-from clipgrad._compare.match import instances
+from clipgrad._compare.match import instances_of
 from clipgrad._compare.record import ENTERS, Instance, Record, Row
 from clipgrad._compare.sketches import (
     LARGEST_AT,
@@ -25,7 +25,7 @@ from clipgrad._compare.sketches import (
 from clipgrad._trees import widened_leaf
 
 NEAR = 0.3  # a relative distance of sketches above which two arrays are not compared further
-SAME = 1e-5  # of two norms of the same numbers
+SAME_NORM = 1e-5  # of two norms of the same numbers
 FLOORS = 2  # the rounding of the other framework is as large as that of the program, and is added
 
 
@@ -67,7 +67,7 @@ class Candidates:
     ) -> list[Equal]:
         """The arrays that a sketch, shape (515,), is equal to, each in its nearest order."""
         found, at = [], 0
-        far = _distances(own, self._stacked.get(row.size, np.zeros((0, LENGTH))))
+        far = _sketch_distances(own, self._stacked.get(row.size, np.zeros((0, LENGTH))))
         for i in self.of_size(row.size):
             count = len(self.sketches[i])
             near = [k for k in range(count) if far[at + k] < NEAR]
@@ -84,17 +84,13 @@ class Candidates:
 
         Such as the kernel behind an image that is flattened: the norm and the largest are equal.
         """
-        sizes = own[NORM_AT : LARGEST_AT + 1]
-        return [
-            i
-            for i in self.of_size(row.size)
-            if sizes.all()
-            and np.allclose(self.sketches[i][0][NORM_AT : LARGEST_AT + 1], sizes, SAME)
-        ]
+        sizes = slice(NORM_AT, LARGEST_AT + 1)
+        is_same = lambda i: np.allclose(self.sketches[i][0][sizes], own[sizes], SAME_NORM, 0)  # noqa: E731
+        return [i for i in self.of_size(row.size) if own[NORM_AT] and is_same(i)]
 
     def nearest(self, row: Row, own: np.ndarray, moved: np.ndarray, at: int) -> Equal:
         """The judgment of one array in the order of axes that is nearest."""
-        order = int(np.argmin(_distances(own, self.sketches[at])))
+        order = int(np.argmin(_sketch_distances(own, self.sketches[at])))
         return Equal(at, order, self.judged(row, own, moved, at, order, None))
 
     def judged(
@@ -104,7 +100,7 @@ class Candidates:
         return judge_sketches(own, self.sketches[at][order], FLOORS * moved, eps, rtol)
 
 
-def _distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _sketch_distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for start in (0, NUMBERS):
@@ -139,7 +135,7 @@ class EqualValues:
     rtol: float | None
 
     def __post_init__(self) -> None:
-        self.own, self.others = instances(self.a), instances(self.b)
+        self.own, self.others = instances_of(self.a), instances_of(self.b)
         rows = [self.b.rows[i] for i, _ in self.others]
         pairs = zip(rows, self.others, strict=True)
         self.candidates = Candidates(

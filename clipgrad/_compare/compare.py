@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clipgrad._compare.compare_records import compare_records
-from clipgrad._compare.file import load
+from clipgrad._compare.file import load_record
 from clipgrad._compare.names import same_leaves
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
-from clipgrad._compare.recording import Recording, settings_of_runs
+from clipgrad._compare.recording import plain_settings
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
@@ -35,34 +35,35 @@ def compare(
     signs leave the program: the norm of the difference of two such sketches is the norm of the
     difference of the values, to about 10 %. So a comparison has the memory of a gradient.
 
-    A place differs if its relative difference is above four roundings of its dtype, and above what
+    A value differs if its relative difference is above four roundings of its dtype, and above what
     rounding does there: the program of ``fun`` runs eight more times with each result, each term of
     a sum and each constant moved by one rounding of its own type, in bfloat16 by bfloat16's.
 
     Guarantees:
-      * Places are in the order of computation, steps of scans included.
-      * A "value" finding is the first named value that differs. It names the common module of the
-        operations between the named values before, which agree, and this one.
+      * ``ok`` says that all outputs and gradients of both were compared, and agree. An output or a
+        leaf that one version lacks is a finding, and what rounding decides is one of kind "not
+        judged".
+      * A "value" finding is the first named value in the order of computation, steps of scans
+        included, that differs. It names the common module of the operations between the named
+        values before, which agree, and this one.
       * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
         it names the module of the operations that use the value, such as one with a wrong rule.
       * If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
-      * If outputs and gradients agree, there are no findings: what differs inside is a note.
+      * If outputs and gradients agree, what differs inside is a note.
       * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
-      * Places that rounding moves by more than 10 % are judged by differences of four times that
-        alone, and are notes else. What could not be matched is in ``unmatched``. If no gradient
-        (or output of a step) could be judged, that is a finding of kind "not judged", and ``ok``
-        is false.
-      * With ``argnums=None`` the functions are run as they are, on copies of the arguments, so they
-        may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
-        "output" finding comes before the findings of outputs that are computed from it, and has the
-        factor between the versions, if one explains the difference.
+        Integers, booleans and keys are compared by value, whatever their width.
+      * What rounding moves by more than 10 % is judged only by differences of four times that. A
+        gradient that is zero but for rounding in both versions is a note.
+      * With ``argnums=None`` the outputs are compared by path. An "output" finding comes before
+        the findings of outputs that are computed from it, and has the factor between the versions,
+        if one explains the difference.
       * The path of a run stands for its function, with the same findings. If the runs had other
-        arguments, a finding of kind "argument" is the first; a file without numbers is an error.
-      * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
-        the error of values grows most (of cotangents, if it grows at no value), and each leaf
-        whose gradient is more than ``rtol`` (0.05) rounding error; ``ok`` says that there is no
-        such leaf. Each leaf is judged by its own size; an overflow is a finding. The gradient is
-        traced before it is widened, so custom rules stay.
+        arguments, a finding of kind "argument" is the first.
+      * Versions whose parameters have no path in common, such as a run of torch, are matched by
+        their numbers, in any order of axes.
+      * With the name of a dtype as ``other``, findings are of kind "rounding": the value at which
+        the error grows most, and each leaf whose gradient is more than ``rtol`` (0.05) rounding
+        error. The gradient is traced before it is widened, so custom rules stay.
 
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
@@ -77,7 +78,7 @@ def compare(
       names: names of values in ``other`` by their names in ``fun``, where they differ:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
         ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
-      rtol: a relative tolerance, in place of the measured one.
+      rtol: a relative tolerance that replaces the measured one.
 
     Returns:
       A `GradientComparison`; ``print`` it.
@@ -86,7 +87,7 @@ def compare(
       TypeError: an argument is not of the type above, or is traced: it is called inside of
         `jax.jit`.
       ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
-        ``names`` is of no value in its version, or two steps have no output in common.
+        ``names`` is of no value in its version, or the versions have no output in common.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -100,25 +101,28 @@ def compare(
       (False, 'value', 'hidden')
     """
     _check_comparison(fun, other, other_args, argnums, names, rtol)
-    check_call(len if _is_path(fun) else fun, () if args is None else args, kwargs)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"kwargs: got {type(kwargs).__name__}, expected a mapping, such as a dict; the "
+            "arguments are one tuple: compare(fun, other, (params, x))"
+        )
     named = dict(kwargs or {})
-    with settings_of_runs():
+    with plain_settings():
         if isinstance(other, str) and not _is_path(other):
             check_call(fun, args, kwargs)
-            recording = recorded(fun, args, named, argnums, has_aux)  # pyright: ignore
-            assert isinstance(recording, Recording)  # of a loss
-            return compare_with_wider(recording, other, rtol)
+            call: Any = fun, args, named, argnums, has_aux
+            return compare_with_wider(recorded(*call), other, rtol)
         given = _arguments_of(fun, other, args, kwargs, other_args)
         from_file = None in given
-        more = argnums, has_aux, from_file or other_args is not None
+        more: Any = named, argnums, has_aux, from_file or other_args is not None
         records: list[Record] = []
         for run, own in zip((fun, other), given, strict=True):
             is_measured = rtol is None and not any(map(_is_measured, records))
             version: Any = run
             records.append(
-                load(version)
+                load_record(version)
                 if own is None
-                else recorded(version, own, named, *more).run(floor=is_measured)
+                else recorded(version, own, *more).run(floor=is_measured)
             )
         return _compared(*records, names, rtol, from_file)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from clipgrad._compare.record import FIRST, LAST, NEXT, Edge
+from clipgrad._compare.record import FIRST_STEP, LAST_STEP, NEXT_STEP, Edge
 from clipgrad._jaxpr import opened, scan_counts, value_programs
 from clipgrad._names import ScopePath, path
 
 When = frozenset[tuple[str, int]]
 # The rows that a variable is computed from, each with how scans are crossed on the way; and the
 # scopes of the operations on the way, as the bits of a number.
-Origins = dict[tuple[int, When], int]
+RowOrigins = dict[tuple[int, When], int]
 
 
 class Walk:
@@ -56,14 +56,14 @@ class Walk:
             found.append(Edge(source, target, tuple(sorted(when)), scopes))
         return found, list(names)
 
-    def lead(self, own: Origins, row: int) -> None:
+    def lead(self, own: RowOrigins, row: int) -> None:
         """Add the edges from origins to a row."""
         for (source, when), scopes in own.items():
             self._edges[source, row, when] |= scopes
 
     def _program(
         self, program: Any, given: list, around: tuple, scopes: ScopePath, depth: int
-    ) -> list[tuple[Origins, int]]:
+    ) -> list[tuple[RowOrigins, int]]:
         """The origins and the age of each result of a program, of those of its inputs."""
         jaxpr = opened(program)[0]
         known = dict(zip(jaxpr.invars, given, strict=True))
@@ -81,17 +81,17 @@ class Walk:
                 known[v] = self._through((*here, i), own), age
         return [of(atom) for atom in jaxpr.outvars]
 
-    def _through(self, place: tuple, own: Origins) -> Origins:
+    def _through(self, place: tuple, own: RowOrigins) -> RowOrigins:
         """The origins of what goes on from a place: the last of the rows there, if any."""
         for row in self._places.get(place, ()):
             self.lead(own, row)
             own = {(row, frozenset()): 0}
         return own
 
-    def _joined(self, parts: Sequence[Origins], scope: Any = None) -> Origins:
-        """What an operation of a scope, in a program, computes from all of these."""
+    def _joined(self, parts: Sequence[RowOrigins], scope: Any = None) -> RowOrigins:
+        """All origins of what an operation of a scope, in a program, computes."""
         bit = 0 if scope is None else 1 << self._numbers.setdefault(scope, len(self._numbers))
-        found: Origins = {}
+        found: RowOrigins = {}
         for own in parts:
             for key, scopes in own.items():
                 found[key] = found.get(key, 0) | scopes | bit
@@ -99,7 +99,7 @@ class Walk:
 
     def _inside(
         self, equation: Any, inputs: list, here: tuple, scope: ScopePath, depth: int
-    ) -> list[tuple[Origins, int]]:
+    ) -> list[tuple[RowOrigins, int]]:
         name, programs = equation.primitive.name, value_programs(equation)
         if name == "cond":
             branches = [
@@ -118,26 +118,26 @@ class Walk:
         given = inputs[len(inputs) - len(opened(programs[0])[0].invars) :]
         return self._program(programs[0], given, (*here, 0), scope, depth)
 
-    def _both(self, pairs: Any) -> tuple[Origins, int]:
+    def _both(self, pairs: Any) -> tuple[RowOrigins, int]:
         return self._joined([own for own, _ in pairs]), max(age for _, age in pairs)
 
     def _scan(
         self, equation: Any, inputs: list, inside: tuple, scope: ScopePath, depth: int
-    ) -> list[tuple[Origins, int]]:
+    ) -> list[tuple[RowOrigins, int]]:
         """The results of a scan: what its last step carries on, and what all steps return."""
         constants, carried = scan_counts(equation)
         first = slice(constants, constants + carried)
         given = list(inputs)
-        given[first] = [(_crossing(own, FIRST, depth), age) for own, age in inputs[first]]
+        given[first] = [(_crossing(own, FIRST_STEP, depth), age) for own, age in inputs[first]]
         (body,) = value_programs(equation)
         found = self._twice(body, given, constants, inside, scope, depth + 1, depth, carried)
         left = []
         for i, (own, age) in enumerate(found):
-            ends: Origins = {}
+            ends: RowOrigins = {}
             for (source, when), scopes in own.items():
                 kept = {(what, d) for what, d in when if d != depth}
                 is_inside = self._rows[source].position[: len(inside)] == inside
-                kept |= {(LAST, depth)} if is_inside and i < carried else set()
+                kept |= {(LAST_STEP, depth)} if is_inside and i < carried else set()
                 key = source, frozenset(kept)
                 ends[key] = ends.get(key, 0) | scopes
             left.append((ends, age))
@@ -146,7 +146,7 @@ class Walk:
     def _twice(
         self, body: Any, given: list, constants: int, inside: tuple, scope: ScopePath, depth: int,
         crossed: int | None, carried: int | None = None,
-    ) -> list[tuple[Origins, int]]:  # fmt: skip
+    ) -> list[tuple[RowOrigins, int]]:  # fmt: skip
         """The results of the body of a loop: what a step carries on is known in the next one."""
         carried = len(given) - constants if carried is None else carried
         first, count = given[constants : constants + carried], len(opened(body)[0].eqns)
@@ -157,21 +157,21 @@ class Walk:
             for i, (own, age) in enumerate(found[:carried]):
                 found[i] = self._through((*inside, count, i), own), age
             later = [
-                (own if crossed is None else _crossing(own, NEXT, crossed), first[i][1])
+                (own if crossed is None else _crossing(own, NEXT_STEP, crossed), first[i][1])
                 for i, (own, _) in enumerate(found[:carried])
             ]
             carry = [self._both(pair) for pair in zip(first, later, strict=True)]
         return found
 
 
-def _crossing(own: Origins, what: str, depth: int) -> Origins:
+def _crossing(own: RowOrigins, what: str, depth: int) -> RowOrigins:
     """The origins, across the start of a scan or from a step to the next.
 
     What comes from before the scan and goes on unchanged is there at any step.
     """
-    found: Origins = {}
+    found: RowOrigins = {}
     for (source, when), scopes in own.items():
-        is_older = (FIRST, depth) in when
-        key = source, when - {(FIRST, depth)} if is_older else when | {(what, depth)}
+        is_older = (FIRST_STEP, depth) in when
+        key = source, when - {(FIRST_STEP, depth)} if is_older else when | {(what, depth)}
         found[key] = found.get(key, 0) | scopes
     return found

@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from clipgrad._compare.record import Edge, Record, Row
 from clipgrad._compare.sketches import LENGTH, orders_of
 
-FORMAT = 3
-_NUMBERS = ("sketch", "moved")
+RECORD_FORMAT = 3
+_NUMBERS_OF_ROWS = ("sketch", "moved")
 
 
 def check_path(path: Any) -> None:
@@ -27,17 +27,17 @@ def check_path(path: Any) -> None:
         raise ValueError(f"path: got {os.fspath(path)!r}, expected one in a folder that exists")
 
 
-def save(record: Record, path: str | os.PathLike) -> None:
+def save_record(record: Record, path: str | os.PathLike) -> None:
     """Write a record; of several processes, which all call this, the first does."""
     try:
         if jax.process_index() == 0:
-            _write(path, *_packed(record))
+            _write_file(path, *_packed(record))
     finally:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("clipgrad run")
 
 
-def load(path: str | os.PathLike) -> Record:
+def load_record(path: str | os.PathLike) -> Record:
     """Read a record.
 
     Raises:
@@ -57,33 +57,35 @@ def load(path: str | os.PathLike) -> Record:
         with np.load(path, allow_pickle=False) as found:
             header = json.loads(found["header"].tobytes())
             version = header["format"]
-            if version == FORMAT:
-                return _unpacked(header, *(found[name] for name in _NUMBERS))
+            if version == RECORD_FORMAT:
+                return _unpacked(header, *(found[name] for name in _NUMBERS_OF_ROWS))
     except Exception as error:
         what = f"a damaged file ({type(error).__name__}: {error})"
         raise ValueError(_sentence(path, what)) from error
     raise ValueError(
-        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {FORMAT}, which "
-        "this version of clipgrad reads; write it again with this version, or read it with the "
-        "version that wrote it"
+        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {RECORD_FORMAT}, "
+        "which this version of clipgrad reads; write it again, or read it with the version that "
+        "wrote it"
     )
 
 
 def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The table as plain data, and its numbers, equal ones once."""
     known: dict[bytes, int] = {}
-    parts: dict[str, list[np.ndarray]] = {name: [np.zeros((0, LENGTH))] for name in _NUMBERS}
+    parts: dict[str, list[np.ndarray]] = {
+        name: [np.zeros((0, LENGTH))] for name in _NUMBERS_OF_ROWS
+    }
     rows, count = [], 0
     for row in record.rows:
         plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        for name in (*_NUMBERS, "whole"):
+        for name in (*_NUMBERS_OF_ROWS, "whole"):
             del plain[name]
         if row.sketch is not None:
             moved = np.zeros_like(row.sketch) if row.moved is None else row.moved
             key = row.sketch.tobytes() + moved.tobytes()
             if key not in known:
                 known[key] = count
-                for name, x in zip(_NUMBERS, (row.sketch, moved), strict=True):
+                for name, x in zip(_NUMBERS_OF_ROWS, (row.sketch, moved), strict=True):
                     parts[name].append(x.reshape(-1, LENGTH))
                 count += len(parts["sketch"][-1])
             plain["numbers"] = known[key], row.sketch.shape[:-1], row.moved is not None
@@ -93,7 +95,7 @@ def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     with np.errstate(over="ignore"):
         arrays = {name: np.concatenate(x).astype(dtype) for name, x in parts.items()}
     header = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-    return header | {"format": FORMAT, "rows": rows}, arrays
+    return header | {"format": RECORD_FORMAT, "rows": rows}, arrays
 
 
 def _unpacked(header: dict[str, Any], sketch: np.ndarray, moved: np.ndarray) -> Record:
@@ -103,7 +105,8 @@ def _unpacked(header: dict[str, Any], sketch: np.ndarray, moved: np.ndarray) -> 
     rows = []
     for plain in header["rows"]:
         at, shape, is_measured = plain.pop("numbers", (0, None, False))
-        row = Row(**{key: tuple(x) if isinstance(x, list) else x for key, x in plain.items()})
+        known = {key: tuple(x) for key, x in plain.items() if isinstance(x, list)}
+        row = Row(**plain | known)
         if shape is not None:
             own = slice(at, at + math.prod(shape))
             row.sketch = sketch[own].astype(np.float64).reshape(*shape, LENGTH)
@@ -123,7 +126,7 @@ def _unpacked(header: dict[str, Any], sketch: np.ndarray, moved: np.ndarray) -> 
     return Record(rows, edges, devices=tuple(header["devices"]), **rest)
 
 
-def _write(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, Any]) -> None:
+def _write_file(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Write a file; one of this name stays as it is until the new one is whole."""
     path = os.path.abspath(path)
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clipgrad._compare.judge import Judgment
 from clipgrad._compare.match import Alone, Matching, Pair, pairs_of
 from clipgrad._compare.ratios import factor_text, ratio
-from clipgrad._compare.record import ENTERS, LAST, Graph, Record, Row
+from clipgrad._compare.record import ENTERS, LAST_STEP, Graph, Record, Row
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NUMBERS, scalar_of
 from clipgrad._compare.slices import Slice, made_from, module_of, used_by
@@ -52,7 +52,7 @@ def first(sides: Sides, with_arguments: bool) -> list[ComparisonFinding]:
     found = argument_findings(sides, bad["argument"]) if with_arguments else []
     is_loss = sides.a.is_loss and sides.b.is_loss
     if bad["value"]:
-        found.append(value_finding(sides, bad["value"][0]))
+        found.append(first_value(sides, bad["value"][0]))
     if not is_loss:
         found += [_output_finding(sides, p) for p in bad["output"]]
     elif not bad["value"] and bad["output"]:
@@ -79,7 +79,7 @@ def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFindi
     return [ComparisonFinding("argument", text, path=sides.rows(bad[0])[0].name)]
 
 
-def value_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
+def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     """The first value that differs; its module is that of the operations behind it."""
     row, _ = sides.rows(pair)
     values = sides.of("value")
@@ -123,7 +123,8 @@ def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, flo
     text = f"{row.name} {difference_text(judgment)}"
     if row.size == 1:
         text += f"; it is {scalar_of(x[0]):.6g} in fun, {scalar_of(y[0]):.6g} in other"
-    factor = ratio(*(n[..., : 2 * NUMBERS] for n in (x, y)), pair.judgment.tolerance)
+    x, y = (n[..., : 2 * NUMBERS] for n in (x, y))
+    factor = ratio(x, y, pair.judgment.tolerance)
     devices = tuple(sorted({*sides.a.devices, *sides.b.devices}))
     return text + (factor_text(factor, devices) if factor is not None else ""), factor
 
@@ -135,7 +136,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
     slices = used_by(pair, later, sides.graphs(pair))
     user, step = _user(slices[0], pair)
-    slices = _cut(sides, slices)
+    slices = _one_sided(sides, slices)
     module = module_of(slices)
     module = user if module is None else module
     to = f"what enters {row.name}" if row.view == ENTERS else row.name
@@ -145,7 +146,7 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     return dataclasses.replace(at_line("vjp", text, row, module, pair, growth), step=step)
 
 
-def _cut(sides: Sides, slices: list[Slice]) -> list[Slice]:
+def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
     """The slices to values that have a cotangent in one version only, if there are any.
 
     The other version cuts the gradient behind such a value, by a `stop_gradient` say.
@@ -154,7 +155,7 @@ def _cut(sides: Sides, slices: list[Slice]) -> list[Slice]:
     one = [p for p in sides.of("value") if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
     found = []
     for side, own in enumerate(slices):
-        ends = {p[1 + side] for p in one}
+        ends = {p.at(side) for p in one}
         found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
     return found if any(own.steps for own in found) else slices
 
@@ -165,7 +166,7 @@ def _user(own: Slice, pair: Pair) -> tuple[str, int | None]:
         return "", None
     rows = own.graph.record.rows
     edge, at, to = own.steps[0]
-    depth = min(len(pair.own[1]) - sum(what == LAST for what, _ in edge.when), len(to[1]))
+    depth = min(len(pair.own[1]) - sum(what == LAST_STEP for what, _ in edge.when), len(to[1]))
     name = rows[to[0]].name if rows[to[0]].kind == "value" else ""
     return name, rows[at[0]].step(to[1][:depth])
 

@@ -1,4 +1,4 @@
-"""The same rows in two records: by kind, name, shape, and order in time."""
+"""Rows that are the same in two records: by kind, name, shape, and order in time."""
 
 import collections
 import itertools
@@ -14,7 +14,7 @@ NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)
 
 
 class Pair(NamedTuple):
-    """The same row in both records, at one step, and how they differ.
+    """Rows of both records that should be the same, at one step, and how they differ.
 
     Attributes:
       kind: the kind of the rows.
@@ -29,6 +29,10 @@ class Pair(NamedTuple):
     other: Instance
     judgment: Judgment = NO_JUDGMENT
     order: int | None = None
+
+    def at(self, side: int) -> Instance:
+        """The row and the steps in the first record, 0, or in the second."""
+        return self.other if side else self.own
 
 
 class Alone(NamedTuple):
@@ -114,7 +118,7 @@ def _values(a: Record, b: Record, names: Mapping[str, str] | None) -> tuple[list
     return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1])), unmatched
 
 
-def instances(record: Record) -> list[Instance]:
+def instances_of(record: Record) -> list[Instance]:
     """The values of a record at each step, in the order of time."""
     found = [
         (i, steps)
@@ -130,7 +134,7 @@ def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
     for i in record.of("value"):
         row = record.rows[i]
         keys[i] = renamed(row.name), row.view, row.shape
-    for at in instances(record):
+    for at in instances_of(record):
         groups[keys[at[0]]].append(at)
     return groups
 

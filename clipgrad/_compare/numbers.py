@@ -37,15 +37,14 @@ def plain_row(kind: str, name: str, x: Any, **more: Any) -> Row:
     return Row(kind, name, tuple(host.shape), str(host.dtype), **more)
 
 
-def sketched(x: Any) -> tuple[np.ndarray | None, str]:
-    """The sketch of an array, shape (1, 515), or None; and of what is exact a hash of its values.
+def sketched(host: Any, of_key: bool = False) -> tuple[np.ndarray | None, str]:
+    """The sketch of a host array, shape (1, 515), or None; of what is exact a hash of its values.
 
     Integers and booleans of any width have the hash of the 64 bits that they stand for.
     """
-    host = host_array(x)
     if not isinstance(host, np.ndarray) or host.dtype.kind not in "biufcV":
-        return None, digest(repr(x).encode())
-    if is_key(x):
+        return None, digest(repr(host).encode())
+    if of_key:
         return None, digest(np.ascontiguousarray(host).tobytes())
     if holds_floats(host):
         return host_sketch(widened_leaf(host))[None], ""
@@ -56,7 +55,7 @@ def sketched(x: Any) -> tuple[np.ndarray | None, str]:
 
 def with_numbers(row: Row, x: Any) -> Row:
     """The row with the sketch and the hash of an array."""
-    row.sketch, row.exact = sketched(x)
+    row.sketch, row.exact = sketched(host_array(x), is_key(x))
     return row
 
 
@@ -70,11 +69,11 @@ def by_steps(x: np.ndarray, axes: list[tuple[bool, bool]]) -> np.ndarray:
     order = sorted(range(len(axes)), key=lambda i: not axes[i][0])
     scans = sum(is_scan for is_scan, _ in axes)
     x = np.transpose(np.asarray(x, np.float64), (*order, len(axes)))
-    x = np.flip(x, [i for i, own in enumerate(order[:scans]) if axes[own][1]])
+    x = np.flip(x, tuple(i for i, own in enumerate(order[:scans]) if axes[own][1]))
     return x.reshape(*x.shape[:scans], -1, LENGTH)
 
 
-def on_one_device(row: Row) -> None:
+def with_one_copy(row: Row) -> None:
     """Keep one copy of what is the same on every device that holds it."""
     if row.sketch is None or row.sketch.shape[-2] == 1 or row.turned:
         return

@@ -16,7 +16,7 @@ from clipgrad._compare.by_numbers import (
     sketches_in_orders,
 )
 from clipgrad._compare.compare_records import result
-from clipgrad._compare.findings import Sides, first
+from clipgrad._compare.findings import MOST_NAMES, Sides, first
 from clipgrad._compare.judge import judge, judge_rows
 from clipgrad._compare.match import Alone, Matching, Pair
 from clipgrad._compare.record import ENTERS, TORCH, Graph, Record, Row
@@ -30,27 +30,29 @@ MOST_SHOWN = 12
 
 def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComparison:
     """Compare a loss in JAX with one whose rows have other names."""
-    leaves = _Leaves(a, b, rtol)
+    leaves = _PortLeaves(a, b, rtol)
     values = EqualValues(a, b, rtol)
     (loss,), (its,) = a.of("output"), b.of("output")
     judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=FLOORS)
     assert judgment is not None  # of two scalars
     output = Pair("output", (loss, ()), (its, ()), judgment)
-    matched = _matched(values)
+    matched = _equal_pairs(values)
     gradients = leaves.gradients()
     differs = judgment.differs or any(p.judgment.differs for p in gradients)
     found = _first_unequal(values, matched) if differs else None
     bad = [found] if found else []
     pairs = sorted([*matched, *bad], key=lambda p: a.rows[p.own[0]].time(p.own[1]))
-    pairs += [output, *_cotangents(values, matched, rtol), *gradients]
-    sides = Sides(a, b, Matching(pairs, leaves.alone(), _unmatched(values, leaves)))
+    pairs += [output, *_equal_cotangents(values, matched), *gradients]
+    sides = Sides(a, b, Matching(pairs, leaves.alone(), _texts_alone(values, leaves)))
     findings = first(sides, with_arguments=False)
     if found:
-        findings = _with_other(findings, found, values, leaves)
+        findings = _with_other(findings, found, values)
+    if found or judgment.differs:
+        findings = [*_other_arguments(found or output, matched, leaves), *findings]
     return result(sides, findings, with_arguments=False)
 
 
-class _Leaves:
+class _PortLeaves:
     """The arguments of a record, and for each those of another that are equal."""
 
     def __init__(self, a: Record, b: Record, rtol: float | None) -> None:
@@ -61,10 +63,10 @@ class _Leaves:
         self.equal: dict[int, list[Equal]] = {}
         self.permuted: dict[int, list[int]] = {}
         for i in a.of("argument"):
-            known = numbers_at(a.rows[i], ())
-            self.equal[i] = candidates.equal(a.rows[i], *known, None) if known else []
-            is_alone = known and not self.equal[i]
-            self.permuted[i] = candidates.permuted(a.rows[i], known[0]) if is_alone else []
+            self.equal[i], self.permuted[i] = [], []
+            if known := numbers_at(a.rows[i], ()):
+                self.equal[i] = candidates.equal(a.rows[i], *known, None)
+                self.permuted[i] = [] if self.equal[i] else candidates.permuted(a.rows[i], known[0])
         found = {each.at for every in self.equal.values() for each in every}
         found |= {at for every in self.permuted.values() for at in every}
         names = [row.name for row in rows]
@@ -94,8 +96,8 @@ class _Leaves:
         assert known is not None  # a gradient is one array
         candidates = Candidates([its], [sketches_in_orders(its)])
         if order is None:
-            own, other = (np.ravel(x)[NORM_AT : NORM_AT + 1] for x in (known[0], its.sketch))
-            moved = np.linalg.norm(known[1][:NORM_AT], keepdims=True) * FLOORS
+            own, other = (x[NORM_AT : NORM_AT + 1] for x in (known[0], candidates.sketches[0][0]))
+            moved = FLOORS * np.array([np.linalg.norm(known[1][:NORM_AT])])
             judgment = judge(own, other, moved, max(row.eps, its.eps), self._rtol)
         else:
             judgment = candidates.judged(row, *known, 0, order, self._rtol)
@@ -121,6 +123,15 @@ class _Leaves:
         rows = [self.b.rows[j] for j in self._others]
         return [r for r in rows if self._is_whole(r.name) and r.name not in self.covered]
 
+    def text(self, i: int) -> str:
+        """The text of an argument without an equal, if the other record has one as large."""
+        row = self.a.rows[i]
+        if self.permuted[i]:
+            its = self.b.rows[self._others[self.permuted[i][0]]]
+            return f"{row.label} is not {its.name}, but has the same numbers in another order"
+        same = [its.name for its in self.left() if its.size == row.size]
+        return f"{row.label} is not {same[0]}" if same else ""
+
     def _is_whole(self, name: str) -> bool:
         return (
             self.b.framework != TORCH or name.startswith("args[") or not re.search(r"[*\[+]", name)
@@ -140,7 +151,7 @@ def _covers(name: str, every: Sequence[str]) -> list[str]:
     return found
 
 
-def _matched(values: EqualValues) -> list[Pair]:
+def _equal_pairs(values: EqualValues) -> list[Pair]:
     found = []
     for i, own in enumerate(values.own):
         if (equal := values.partner(i)) is not None:
@@ -149,7 +160,7 @@ def _matched(values: EqualValues) -> list[Pair]:
     return found
 
 
-def _cotangents(values: EqualValues, matched: Sequence[Pair], rtol: float | None) -> list[Pair]:
+def _equal_cotangents(values: EqualValues, matched: Sequence[Pair]) -> list[Pair]:
     """The cotangents of values that agree; of what enters it depends on what else uses it."""
     a, b = values.a, values.b
     own, theirs = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
@@ -162,7 +173,7 @@ def _cotangents(values: EqualValues, matched: Sequence[Pair], rtol: float | None
         known = numbers_at(a.rows[i], p.own[1])
         its = Candidates([b.rows[j]], [sketches_in_orders(b.rows[j], p.other[1])])
         if known and p.order is not None and p.order < len(its.sketches[0]):
-            judgment = its.judged(a.rows[i], *known, 0, p.order, rtol)
+            judgment = its.judged(a.rows[i], *known, 0, p.order, values.rtol)
             found.append(Pair("cotangent", (i, p.own[1]), (j, p.other[1]), judgment, p.order))
     return found
 
@@ -191,9 +202,9 @@ def _first_unequal(values: EqualValues, matched: Sequence[Pair]) -> Pair | None:
 
 
 def _with_other(
-    findings: list[ComparisonFinding], pair: Pair, values: EqualValues, leaves: _Leaves
+    findings: list[ComparisonFinding], pair: Pair, values: EqualValues
 ) -> list[ComparisonFinding]:
-    """The findings, of which the value has its place in the other record; arguments are first."""
+    """The findings, of which the value has its place in the other record."""
     at = next((i for i, f in enumerate(findings) if f.kind == "value"), None)
     if at is None:
         return findings
@@ -206,29 +217,28 @@ def _with_other(
     if row.shape != its.shape:
         text += f", of shape {list(its.shape)} beside {list(row.shape)}"
     findings[at] = dataclasses.replace(finding, message=text)
-    return [*_other_arguments(pair, values, leaves), *findings]
+    return findings
 
 
-def _other_arguments(pair: Pair, values: EqualValues, leaves: _Leaves) -> list[ComparisonFinding]:
+def _other_arguments(
+    pair: Pair, agreeing: Sequence[Pair], leaves: _PortLeaves
+) -> list[ComparisonFinding]:
     """The finding of arguments without an equal that the first value that differs is made from.
 
     Where the other record has an array as large that is left.
     """
-    a, agreeing = values.a, _matched(values)
-    sizes = {row.size: row.name for row in leaves.left()}
+    a = leaves.a
     (own,) = made_from(pair, agreeing, [Graph(a)], with_all=True)
     sources = dict.fromkeys(to[0] for _, _, to in own.steps)
     bad = [i for i in sources if a.rows[i].kind == "argument" and not leaves.equal[i]]
-    texts = [
-        f"{a.rows[i].label} is not {sizes[a.rows[i].size]}" for i in bad if a.rows[i].size in sizes
-    ]
+    texts = {a.rows[i].name: leaves.text(i) for i in bad if leaves.text(i)}
     if not texts:
         return []
-    text = f"{len(texts)} of the arguments differ: {first_few(texts, 5)}"
-    return [ComparisonFinding("argument", text, path=a.rows[bad[0]].name)]
+    text = f"{len(texts)} of the arguments differ: {first_few([*texts.values()], MOST_NAMES)}"
+    return [ComparisonFinding("argument", text, path=next(iter(texts)))]
 
 
-def _unmatched(values: EqualValues, leaves: _Leaves) -> list[str]:
+def _texts_alone(values: EqualValues, leaves: _PortLeaves) -> list[str]:
     """Texts of the values and arrays that only one of the records has."""
     a, b = values.a, values.b
     where = "torch" if b.framework == TORCH else "other"

@@ -33,7 +33,7 @@ def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
 
 
 def factor_text(factor: float, devices: tuple[int, ...]) -> str:
-    """What a factor says, or nothing."""
+    """The text of a factor; a factor of one has none."""
     shown = f"{factor:.3g}"
     if float(shown) == 1:
         return ""

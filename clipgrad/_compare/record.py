@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-FIRST, NEXT, LAST = "first", "next", "last"
+FIRST_STEP, NEXT_STEP, LAST_STEP = "first", "next", "last"
 ENTERS = "enters"  # the view of a value that enters a module
 THE_LOSS = "the loss"
 JAX, TORCH = "jax", "torch"
@@ -166,10 +166,10 @@ class Graph:
         row, found = self.record.rows, []
         for edge, shared in self._into.get(at[0], []):
             steps = list(at[1])
-            starts = [d for what, d in edge.when if what == FIRST]
+            starts = [d for what, d in edge.when if what == FIRST_STEP]
             if any(steps[d] for d in starts if shared <= d < len(steps)):
                 continue  # it reaches the first step alone
-            if _moved(steps, edge, shared, -1, row[edge.source].steps):
+            if _goes_on(steps, edge, shared, -1, row[edge.source].steps):
                 lengths = row[edge.source].steps[shared:]
                 source = (*steps[:shared], *(n - 1 for n in lengths))
                 found.append((edge, (edge.source, source)))
@@ -180,10 +180,10 @@ class Graph:
         rows, found = self.record.rows, []
         for edge, shared in self._out_of.get(at[0], []):
             steps, lengths = list(at[1]), rows[edge.source].steps
-            ends = [d for what, d in edge.when if what == LAST]
+            ends = [d for what, d in edge.when if what == LAST_STEP]
             if any(steps[d] != lengths[d] - 1 for d in ends if shared <= d < len(steps)):
                 continue
-            if _moved(steps, edge, shared, 1, rows[edge.target].steps):
+            if _goes_on(steps, edge, shared, 1, rows[edge.target].steps):
                 target = (*steps[:shared], *(0 for _ in rows[edge.target].steps[shared:]))
                 found.append((edge, (edge.target, target)))
         return found
@@ -200,9 +200,9 @@ class Graph:
         return shared
 
 
-def _moved(steps: list[int], edge: Edge, shared: int, way: int, lengths: Any) -> bool:
+def _goes_on(steps: list[int], edge: Edge, shared: int, way: int, lengths: Any) -> bool:
     """Go to the next step, or the one before, where an edge does; whether there is one."""
-    for d in (d for what, d in edge.when if what == NEXT and d < shared):
+    for d in (d for what, d in edge.when if what == NEXT_STEP and d < shared):
         steps[d] += way
         if not 0 <= steps[d] < lengths[d]:
             return False

@@ -12,12 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from clipgrad._compare.edges import Walk
 from clipgrad._compare.hook import seen_values
 from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.numbers import by_steps, on_one_device, plain_row, sketched, with_numbers
+from clipgrad._compare.numbers import (
+    by_steps,
+    host_array,
+    is_key,
+    plain_row,
+    sketched,
+    with_numbers,
+    with_one_copy,
+)
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._jaxpr import (
@@ -25,6 +32,7 @@ from clipgrad._jaxpr import (
     Traced,
     Widen,
     device_count,
+    dtype_of,
     equations,
     evaluate,
     jit_by_size,
@@ -38,7 +46,7 @@ Numbers = dict[int, np.ndarray]  # the sketches of rows
 
 
 @contextlib.contextmanager
-def settings_of_runs() -> Iterator[None]:
+def plain_settings() -> Iterator[None]:
     """A context without JAX's own ways of finding NaN and of forbidding transfers."""
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         yield
@@ -74,16 +82,25 @@ class Recording:
         run = self._compiled if dtype is None else self._jitted(Widen(dtype))
         found, hashes, whole = self._numbers(run(self.leaves))
         rows = [dataclasses.replace(row) for row in self.record.rows]
-        for i, x in found.items():
-            rows[i].sketch, rows[i].exact, rows[i].whole = x, hashes.get(i, ""), whole.get(i)
-        for i, text in hashes.items():
-            rows[i].exact = text
+        for i in {*found, *hashes}:
+            rows[i].sketch, rows[i].exact = found.get(i), hashes.get(i, "")
+            rows[i].whole = whole.get(i) if self.record.is_loss else None
         record = dataclasses.replace(self.record, rows=rows)
         if floor:
             self.measure(record, found)
-        else:
-            _on_one_device(record)
+        for row in rows:
+            with_one_copy(row)
         return record
+
+    def measure(self, record: Record, own: Numbers | None = None) -> None:
+        """Add how far rounding moves numbers of a record to it; by default those of arrays."""
+        program, rows = self.traced.program, record.rows
+        if own is None:
+            own = {i: x for i in self.returned if (x := rows[i].sketch) is not None}
+        run = jit_by_size(program)(lambda leaves, seed: rounded(program, leaves, seed))
+        runs = (self._numbers(run(self.leaves, jnp.uint32(i)))[0] for i in range(1, 1 + RUNS))
+        for i, x in floor_of(own, runs).items():
+            rows[i].moved = x
 
     @functools.cached_property
     def _compiled(self) -> Callable[[list], list]:
@@ -95,38 +112,19 @@ class Recording:
             lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
         )
 
-    def measure(self, record: Record, own: Numbers | None = None) -> None:
-        """Add how far rounding moves the numbers of a record to it."""
-        program = self.traced.program
-        own = own or {i: self._sketches(record)[i] for i in self._sketches(record)}
-        run = jit_by_size(program)(lambda leaves, seed: rounded(program, leaves, seed))
-        runs = (self._numbers(run(self.leaves, jnp.uint32(i)))[0] for i in range(1, 1 + RUNS))
-        for i, x in floor_of(own, runs).items():
-            record.rows[i].moved = x
-        _on_one_device(record)
-
-    def _sketches(self, record: Record) -> Numbers:
-        rows = {*self.returned, *self.sketched[0].values(), *self.sketched[1].values()}
-        return {i: x for i in rows if (x := record.rows[i].sketch) is not None}
-
     def _numbers(self, outputs: Sequence) -> tuple[Numbers, dict[int, str], dict[int, Any]]:
         """The sketches of rows, the hashes of those that are exact, and arrays on the host."""
         results, *notes = self.traced.result(outputs)
-        found, hashes, whole = {}, {}, {}
+        found, hashes = {}, {}
+        whole = {i: host_array(x) for i, x in zip(self.returned, results, strict=True)}
         for i, x in zip(self.returned, results, strict=True):
-            own, text = sketched(x)
-            whole[i] = x
+            own, text = sketched(whole[i], is_key(x))
             found |= {} if own is None else {i: own}
             hashes |= {i: text} if text else {}
         for rows, own in zip(self.sketched, notes, strict=True):
             for position, x in on_host({k: own[k] for k in rows}).items():
                 found[rows[position]] = by_steps(x, self.axes[position])
         return found, hashes, whole
-
-
-def _on_one_device(record: Record) -> None:
-    for row in record.rows:
-        on_one_device(row)
 
 
 class Table:
@@ -145,11 +143,7 @@ class Table:
     ) -> None:  # fmt: skip
         self.rows: list[Row] = []
         self.seen = seen_values(program)
-        jaxpr = opened(program)[0]
-        lines = {v: _line(Place(e)) for e in jaxpr.eqns for v in e.outvars}
-        self._makers = {
-            i: lines.get(v, "") for i, v in enumerate(jaxpr.outvars) if type(v) is not Literal
-        }
+        self._jaxpr = opened(program)[0]
         self.arguments = [self.add(plain_row("argument", name, x)) for name, x in inputs]
         for i, (_, x) in zip(self.arguments, inputs, strict=True):
             if with_arguments:
@@ -173,7 +167,10 @@ class Table:
 
     def add_output(self, row: Row, result: int) -> int:
         """Add a row for a result of the program."""
-        row.position, row.line = (self.walk.ages[result], 0, 0), self._makers.get(result, "")
+        variable = self._jaxpr.outvars[result]
+        makers = (e for e in self._jaxpr.eqns if any(v is variable for v in e.outvars))
+        row.line = _line_of(next(map(Place, makers), None))
+        row.position = (self.walk.ages[result], 0, 0)
         number = self.add(row)
         self.walk.lead(self.walk.results[result], number)
         return number
@@ -181,7 +178,7 @@ class Table:
     def taps(self) -> dict[Any, jax.Array]:
         """Zeros for each cotangent, whose own cotangents are sketches."""
         return {
-            v.position: jnp.zeros((*_lengths(v), LENGTH), sketch_dtype(v.variable.aval.dtype))
+            v.position: jnp.zeros((*_sketch_axes(v)[0], LENGTH), sketch_dtype(dtype_of(v.variable)))
             for v in self.seen
             if v.position in self.cotangents
         }
@@ -192,7 +189,7 @@ class Table:
         return Record(self.rows, edges, scopes, notes=list(notes), **more)
 
     def recording(self, record: Record, traced: Traced, given: Any, returned: list) -> Recording:
-        axes = {v.position: _axes(v) for v in self.seen}
+        axes = {v.position: _sketch_axes(v)[1] for v in self.seen}
         rows = self.values, self.cotangents
         return Recording(record, traced, jax.tree.leaves(given), returned, rows, axes)
 
@@ -202,12 +199,12 @@ def _value_row(kind: str, v: Any) -> Row:
     for e in reversed(v.place.chain[1:]):
         length = e.params["length"] if e.primitive.name == "scan" else 0
         around.append(-length if length and e.params["reverse"] else length)
-    line = _line(v.place)
+    line = _line_of(v.place)
     more = {"view": v.kind, "position": v.position, "around": tuple(around), "line": line}
     return plain_row(kind, v.name, aval, **more)
 
 
-def _line(place: Place | None) -> str:
+def _line_of(place: Place | None) -> str:
     """The line of the user that computes something, or else that of what is around."""
     while place is not None:
         if place.location.file is not None:
@@ -216,14 +213,11 @@ def _line(place: Place | None) -> str:
     return ""
 
 
-def _axes(v: Any) -> list[tuple[bool, bool]]:
+def _sketch_axes(v: Any) -> tuple[list[int], list[tuple[bool, bool]]]:
+    """The lengths of the axes before a sketch, and what they are; see `by_steps`."""
     around = [e for e in reversed(v.place.chain[1:]) if e.primitive.name in ("scan", "shard_map")]
-    return [(e.primitive.name == "scan", bool(e.params.get("reverse"))) for e in around]
-
-
-def _lengths(v: Any) -> list[int]:
-    around = [e for e in reversed(v.place.chain[1:]) if e.primitive.name in ("scan", "shard_map")]
-    return [e.params["length"] if "length" in e.params else device_count(e) for e in around]
+    lengths = [e.params["length"] if "length" in e.params else device_count(e) for e in around]
+    return lengths, [(e.primitive.name == "scan", bool(e.params.get("reverse"))) for e in around]
 
 
 def circumstances() -> dict[str, Any]:

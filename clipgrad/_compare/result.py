@@ -20,9 +20,6 @@ _COMPARISON_HEADS = {
     "output": "an output differs",
     "argument": "the runs had other arguments",
     "rounding": "precision is lost here",
-    "neighbors": "an example depends on the others of its batch from here on",
-    "place": "an example depends on its place in the batch from here on",
-    "padding": "what is padded counts from here on",
     "not judged": "neither agreement nor a difference was found",
 }
 
@@ -32,8 +29,8 @@ class ComparisonFinding:
     """A place at which two versions differ.
 
     Attributes:
-      kind: "value", "vjp", "grads", "output", "rounding", "argument": of runs in files,
-        "neighbors", "place", "padding": of examples, or "not judged": nothing could be.
+      kind: "value", "vjp", "grads", "output", "rounding", "argument", or "not judged": rounding
+        decides it.
       message: what differs, and by how much.
       module: the module path, "" outside of modules, None if there is none.
       step: the index in the innermost scan, or None.
@@ -57,15 +54,6 @@ class ComparisonFinding:
     ratio: float | None = None
 
 
-def unjudged(message: str) -> ComparisonFinding:
-    """The finding that nothing could be judged, which is no agreement."""
-    return ComparisonFinding("not judged", message)
-
-
-def undecided(name: str, what: str = "it") -> str:
-    return f"{name}: rounding decides here, so {what} is not judged"
-
-
 @dataclasses.dataclass(frozen=True)
 class ComparisonRow:
     """A place of both versions: a named value, at one step of the scans around it, or an output.
@@ -78,8 +66,7 @@ class ComparisonRow:
       value_tolerance: what rounding explains of the difference of the values.
       cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
       steps: the indices in all scans around it, outermost first.
-      kind: "tag", "module", "output", "enters" for what enters the module, or "gradient" of a leaf
-        beside examples.
+      kind: "tag", "module", "output", or "enters" for what enters the module.
     """
 
     module: str
@@ -97,8 +84,8 @@ class GradientComparison:
     """The result of `compare`; ``print`` shows it as a report.
 
     Attributes:
-      ok: whether the outputs and the gradients agree; with a dtype's name, whether no leaf of the
-        gradient has lost its precision. False if nothing could be judged.
+      ok: whether all outputs and gradients of both were compared, and agree; with a dtype's name,
+        whether no leaf of the gradient has lost its precision.
       findings: the places where the versions differ, in the order of computation.
       rows: every place that both versions have, with the relative differences there.
       unmatched: the places that only one of the versions has.

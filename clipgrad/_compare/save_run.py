@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from clipgrad._compare.file import check_path, load, save
+from clipgrad._compare.file import check_path, save_record
 from clipgrad._compare.losses import recorded_loss
-from clipgrad._compare.recording import Recording, settings_of_runs
-from clipgrad._compare.steps import PythonStep, recorded_step
+from clipgrad._compare.recording import Recording, plain_settings
+from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call
 
 
@@ -67,8 +67,8 @@ def save_run(
     """
     check_call(fun, args, kwargs)
     check_path(path)
-    with settings_of_runs():
-        save(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
+    with plain_settings():
+        save_record(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
 
 
 def recorded(
@@ -78,7 +78,7 @@ def recorded(
     argnums: int | Sequence[int] | None,
     has_aux: bool,
     with_arguments: bool = True,
-) -> Recording | PythonStep:
+) -> Recording:
     """The recording of a loss, or of a step."""
     if argnums is not None:
         return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)
@@ -87,6 +87,3 @@ def recorded(
             "has_aux: got True with argnums=None, expected False; all outputs are compared"
         )
     return recorded_step(fun, args, kwargs, with_arguments)
-
-
-__all__ = ["check_path", "load", "recorded", "save", "save_run"]

@@ -1,10 +1,11 @@
 """Slices of a record: the edges between a row and the rows around it that agree."""
 
+import functools
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from clipgrad._compare.match import Pair
-from clipgrad._compare.record import LAST, NEXT, Edge, Graph, Instance
+from clipgrad._compare.record import LAST_STEP, NEXT_STEP, Edge, Graph, Instance
 from clipgrad._names import common_start
 
 Step = tuple[Edge, Instance, Instance]  # an edge, from where and to where it was followed
@@ -40,14 +41,22 @@ def made_from(
     """
     found = []
     for side, graph in enumerate(graphs):
-        ends = {graph.node(p[1 + side]) for p in agreeing}
-        every = _walked(graph.node(pair[1 + side]), ends, graph.before)
+        ends = {graph.node(p.at(side)) for p in agreeing}
+        start = graph.node(pair.at(side))
+        inside = graph.record.rows[start[0]].position[:-3]
+        every = _walked(start, ends, functools.partial(_inside_before, graph, inside))
         fed = {at for _, at, to in every if to in ends}
         while more := {at for _, at, to in every if to in fed} - fed:
             fed |= more
         kept = [step for step in every if step[2] in ends or step[2] in fed]
         found.append(Slice(graph, every if with_all else kept or every))
     return found
+
+
+def _inside_before(graph: Graph, inside: tuple, at: Instance) -> list[tuple[Edge, Instance]]:
+    """The instances that one is computed from; none of one outside of a program."""
+    is_inside = graph.record.rows[at[0]].position[: len(inside)] == inside
+    return graph.before(at) if is_inside else []
 
 
 def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[Slice]:
@@ -57,8 +66,8 @@ def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[
     """
     found = []
     for side, graph in enumerate(graphs):
-        ends = {graph.node(p[1 + side]) for p in later}
-        found.append(Slice(graph, _walked(graph.node(pair[1 + side]), ends, graph.after, _nearest)))
+        ends = {graph.node(p.at(side)) for p in later}
+        found.append(Slice(graph, _walked(graph.node(pair.at(side)), ends, graph.after, _nearest)))
     return found
 
 
@@ -85,9 +94,6 @@ def _walked(
 
 
 def _nearest(steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
-    def far(edge: Edge) -> int:
-        return max([(NEXT, LAST).index(what) + 1 for what, _ in edge.when if what in (NEXT, LAST)],
-                   default=0)  # fmt: skip
-
-    least = min((far(edge) for edge, _ in steps), default=0)
-    return [step for step in steps if far(step[0]) == least]
+    crossed = {NEXT_STEP: 1, LAST_STEP: 2}
+    far = [max((crossed.get(what, 0) for what, _ in e.when), default=0) for e, _ in steps]
+    return [step for step, own in zip(steps, far, strict=True) if own == min(far)]

@@ -1,7 +1,7 @@
 """Recording a whole step, or any function: its outputs by path, and its named values."""
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,59 +9,23 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from clipgrad._compare.hook import Sketches
-from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.numbers import plain_row, sketched, with_numbers
-from clipgrad._compare.record import Record
-from clipgrad._compare.recording import Recording, Table, circumstances, device_counts
+from clipgrad._compare.numbers import plain_row, with_numbers
+from clipgrad._compare.recording import Recording, Table
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
-from clipgrad._program import moved_by_rounding
 from clipgrad._trees import check_concrete, donated_leaf, is_array, path_string
 
 WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 
 
-class PythonStep:
-    """A step that cannot be traced, such as a loop of Python that reads numbers.
-
-    It has no values and no edges, and its outputs are in the order of their paths. What rounding
-    does is measured by moving the arguments.
-    """
-
-    def __init__(self, fun: Callable[..., Any], args: tuple, kwargs: Mapping, error: Any) -> None:
-        self._call = fun, args, kwargs
-        why = f"a function can't be traced as one program ({first_line(error)}), so its outputs "
-        self._note = why + "are in the order of their paths, and its values are not compared"
-
-    def run(self, dtype: Any = None, floor: bool = False) -> Record:
-        del dtype
-        fun, args, kwargs = self._call
-        found = _outputs_of(fun, args, kwargs)
-        rows = [with_numbers(plain_row("argument", p, x), x) for p, x in _given(args, kwargs)]
-        rows += [with_numbers(plain_row("output", p, x), x) for p, x in found.items()]
-        for i, row in enumerate(rows):
-            row.node = i
-        if floor:
-            own = {r.name: r.sketch for r in rows if r.kind == "output" and r.sketch is not None}
-            moved = floor_of(own, self._moved())  # pyright: ignore[reportArgumentType]
-            for row in rows:
-                row.moved = moved.get(row.name) if row.kind == "output" else None  # pyright: ignore
-        inputs = jax.tree.leaves((args, kwargs))
-        more = {"devices": device_counts(inputs), "circumstances": circumstances()}
-        return Record(rows, notes=[self._note], **more)
-
-    def _moved(self) -> Iterator[dict]:
-        fun, args, kwargs = self._call
-        for i in range(1, 1 + RUNS):
-            given = jax.tree.map(lambda x, i=i: moved_by_rounding(x, i), (args, kwargs))
-            yield {p: sketched(x)[0] for p, x in _outputs_of(fun, *given).items()}
-
-
 def recorded_step(
     fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], with_arguments: bool = True
-) -> Recording | PythonStep:
-    """Trace a function with sketches of its values; of NNX models what changes in them, too."""
+) -> Recording:
+    """Trace a function with sketches of its values; of NNX models what changes in them, too.
+
+    One that cannot be traced, such as a loop of Python that reads numbers, is called.
+    """
     check_concrete("args", (args, kwargs))
     if (at := donated_leaf((args, kwargs))) is not None:
         raise ValueError(
@@ -76,7 +40,11 @@ def recorded_step(
     try:
         with_models(run, fun, args, dict(kwargs))
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        return PythonStep(fun, args, kwargs, error)
+        note = f"a function can't be traced as one program ({first_line(error)}), so its outputs "
+        note += "are in the order of their paths, and their rounding is not measured; give rtol="
+        outputs = _outputs_of(fun, args, kwargs)
+        found.append(_recording(lambda outputs: outputs, (outputs,), {}, with_arguments=False))
+        found[0].record.notes.append(note)
     return found[0]
 
 

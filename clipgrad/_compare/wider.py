@@ -1,6 +1,6 @@
-"""Where low precision loses: a loss and its gradient beside themselves in a wider type.
+"""A loss and its gradient beside themselves in a wider type: where low precision loses.
 
-The same as for two versions, with two numbers changed: a gradient may be off by 5 % of its own
+Two numbers are others than for two versions: a gradient may be off by 5 % of its own
 size, and the value told first is that at which the difference grows most.
 """
 

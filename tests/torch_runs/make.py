@@ -1,15 +1,15 @@
 """Writes the runs of this folder, and the numbers of their parameters and arguments.
 
-Written with torch 2.14.1 on a CPU: PYTHONPATH=. python tests/torch_runs/make.py
+Written with torch 2.13.0 on a CPU: PYTHONPATH=. python tests/torch_runs/make.py
 """
 
 import pathlib
 
 import numpy as np
 import torch
-from clipgrad._compare.run_file import read_run, write_run
 
 import clipgrad.torch
+from clipgrad._compare.file import load_record, save_record
 from tests.torch_runs.models import table
 
 FOLDER = pathlib.Path(__file__).parent
@@ -32,11 +32,10 @@ def main():
         values = numbers(model, args)
         path = FOLDER / f"{name}.npz"
         clipgrad.torch.save_run(model, loss, args, path)
-        run = read_run(path)
-        for row in run.header["values"]:
-            row[4] = row[4] and pathlib.Path(row[4]).name  # not of one machine
-        header = {key: x for key, x in run.header.items() if key != "format"}
-        write_run(path, header, run.arrays)
+        run = load_record(path)
+        for row in run.rows:
+            row.line = pathlib.Path(row.line).name  # not of one machine
+        save_record(run, path)
         np.savez_compressed(FOLDER / f"{name}_numbers.npz", **values)
 
 
