@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.estimates [--layers 8]    # estimated, without a GPU
     python -m benchmarks.estimates --run                             # measured, on a GPU
 
-Estimates read programs that are compiled for an H200 (extra ``accelerators``); `benchmarks.roofline`
+Estimates read programs compiled for an H200 (extra ``accelerators``); `benchmarks.roofline`
 says how good they are. Each block has a plain program, and what others take in multiples of it. The
 model of each example and of the steps is a transformer of width 768 with a vocabulary of 8,192.
 """
@@ -119,14 +119,17 @@ def each_example(dtype: Any, layers: int) -> Any:
             grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
             return jax.tree.map(lambda g: g.mean(0), jax.vmap(lambda g: rule(g))(grads))
 
-        yield {
-            f"gradient, {'scanned' if scanned else 'unrolled'} layers": jax.value_and_grad(
-                mean_of(loss)
-            ),
-            "vmap(grad) and a clip": each,
-            "per_example_norms": cg.per_example_norms(loss),
-            "clip_per_example": cg.clip_per_example(loss, rule),
-        }, args
+        yield (
+            {
+                f"gradient, {'scanned' if scanned else 'unrolled'} layers": jax.value_and_grad(
+                    mean_of(loss)
+                ),
+                "vmap(grad) and a clip": each,
+                "per_example_norms": cg.per_example_norms(loss),
+                "clip_per_example": cg.clip_per_example(loss, rule),
+            },
+            args,
+        )
 
 
 def steps(dtype: Any, layers: int) -> Any:
@@ -145,15 +148,18 @@ def steps(dtype: Any, layers: int) -> Any:
 
     for scanned in (True, False):
         loss = mean_of(loss_of(dtype, layers, scanned))
-        yield {
-            f"step, {'scanned' if scanned else 'unrolled'} layers": step_of(
-                jax.value_and_grad(loss)
-            ),
-            "statistics of cotangents": step_of(cg.value_and_grad_with_stats(loss)),
-            "statistics of values": step_of(
-                jax.value_and_grad(cg.with_value_stats(loss), has_aux=True)
-            ),
-        }, args
+        yield (
+            {
+                f"step, {'scanned' if scanned else 'unrolled'} layers": step_of(
+                    jax.value_and_grad(loss)
+                ),
+                "statistics of cotangents": step_of(cg.value_and_grad_with_stats(loss)),
+                "statistics of values": step_of(
+                    jax.value_and_grad(cg.with_value_stats(loss), has_aux=True)
+                ),
+            },
+            args,
+        )
 
 
 def estimated(fun: Callable, args: Any) -> tuple[float, int]:

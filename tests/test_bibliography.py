@@ -6,7 +6,6 @@ import re
 import nbformat
 import pytest
 
-import clipgrad as cg
 from tests.helpers import NAMES, public
 
 pytestmark = pytest.mark.exhaustive
