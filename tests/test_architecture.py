@@ -19,8 +19,8 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 # Each room (a folder, or a file beside them) may import the ones before it.
 ROOMS = [
     "_compat", "_docs", "_lazily", "_elsewhere", "_errors", "_folders", "_chart", "_devices",
-    "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules",
-    "_stats", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
+    "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_clip",
+    "_error_clip", "_values", "_training", "_per_example", "_check",
     "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
     "_commands", "__main__",
 ]  # fmt: skip
@@ -28,8 +28,7 @@ FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py
 
 
 # Names that several modules of a folder define on purpose, and no other module.
-# Each task of the demo has one TASK, which `__init__.py` collects.
-SHARED = {("TASK", "_demo"), ("save_run", "_compare"), ("save_run", "torch")}
+SHARED = {("save_run", "_compare"), ("save_run", "torch")}
 
 
 def room(path):
@@ -106,9 +105,6 @@ def test_what_the_public_functions_are_made_of_does_not_import_them():
         for path in (PACKAGE / folder).glob("*.py"):
             if path.stem not in {*public, "__init__"}:
                 assert not {m.rpartition(".")[2] for m in imports(path)} & public, path
-    # What a term is knows nothing of programs.
-    terms = PACKAGE / "_per_example" / "terms.py"
-    assert not [m for m in imports(terms) if m.startswith("clipgrad._per_example")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
