@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.estimates [--layers 8]    # estimated, without a GPU
     python -m benchmarks.estimates --run                             # measured, on a GPU
 
-Estimates read programs that are compiled for an H200 (extra ``accelerators``); `benchmarks.roofline`
+Estimates read programs compiled for an H200 (extra ``accelerators``); `benchmarks.roofline`
 says how good they are. Each block has a plain program, and what others take in multiples of it. The
 model of each example and of the steps is a transformer of width 768 with a vocabulary of 8,192.
 """

@@ -1,14 +1,6 @@
-"""The temporaries of each method of `clip_per_example`, for small programs of all kinds.
+"""Small programs of all kinds, drawn at random, for tests of what `clip_per_example` stores."""
 
-``python -m benchmarks.per_example_temporaries`` prints the bytes that the compiler reports, and the
-CPU time of two passes in multiples of one pass; the programs take turns. ``--only lstm`` chooses
-programs, ``--draws 4`` draws each four times.
-"""
-
-import argparse
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +12,7 @@ import clipgrad as cg
 from benchmarks import per_example_models
 from benchmarks.rows import Scale
 
-EXAMPLES, TURNS = 16, 15
-METHODS = ("auto", "one pass", "two passes", "direct")
+EXAMPLES = 16
 PROGRAMS: dict[str, Callable[[np.random.Generator], "Program"]] = {}
 # Shapes of parameters, and of what an example has, with its dtype.
 Shapes = dict[str, tuple[int, ...]]
@@ -185,47 +176,3 @@ def small_leaves(rng: np.random.Generator) -> Program:
         return jnp.sum(x**2)
 
     return Program(loss, shapes, [((rows, size), "float32")])
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """CPU time of a call."""
-    start = time.process_time()
-    jax.block_until_ready(run())
-    return 1e3 * (time.process_time() - start)
-
-
-def ratio_of_times(drawn: Program) -> float:
-    """The CPU time of two passes, in multiples of one pass; both take turns."""
-    given = drawn.arguments()
-    runs = [drawn.compiled(method) for method in ("one pass", "two passes")]
-    turns = [[milliseconds(lambda run=run: run(*given)) for run in runs] for _ in range(TURNS)]
-    return statistics.median(two / one for one, two in turns[1:])
-
-
-def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", choices=list(PROGRAMS), default=list(PROGRAMS))
-    parser.add_argument("--draws", type=int, default=1)
-    options = parser.parse_args()
-    print("| program | weights | example | kept | gradients | `auto` |", end="")
-    print(" one pass | two passes | direct | time |")
-    print("|" + " --- |" * 10)
-    for name in options.only:
-        for seed in range(options.draws):
-            drawn = PROGRAMS[name](np.random.default_rng(seed))
-            plan = drawn.clip("auto").plan(*drawn.arguments())
-            sizes = [
-                drawn.compiled(method).memory_analysis().temp_size_in_bytes
-                for method in METHODS[1:]
-            ]
-            weights = ", ".join(" x ".join(map(str, shape)) for shape in drawn.shapes.values())
-            shape = " x ".join(map(str, drawn.example[0][0]))
-            bytes_ = [f"{n / 1e3:,.1f}" for n in (plan.bytes, plan.direct_bytes)]
-            cells = [name, weights, shape, *bytes_, plan.method]
-            cells += [f"{n / 1e3:,.0f}" for n in sizes] + [f"{ratio_of_times(drawn):.2f}"]
-            print("|", " | ".join(cells), "|", flush=True)
-
-
-if __name__ == "__main__":
-    main()

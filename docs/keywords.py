@@ -75,24 +75,8 @@ FOUND_BY = {
         "state, with sources.",
         "GPT-3; PaLM; Gopher; Llama; Llama 2; Llama 3; OLMo; OLMo 2; DeepSeek; DeepSeek-V3; "
         "BERT; RoBERTa; OPT; Baichuan; Megatron; Chameleon; Qwen; Gemma; Pythia; "
-        "Moonlight; nanochat; max_grad_norm; clip norm; large language model; LLM",
-    ),
-    "adaptive_thresholds": (
-        "Why PercentileThreshold defaults to the 10th percentile, as in AutoClip's paper, when "
-        "to write 90 instead, and how to choose among AutoClip, ZClip, AdaGC and a history of "
-        "norms in JAX.",
-        "AutoClip; PercentileThreshold; percentile; quantile; ZClip; AdaGC; Levanter; adaptive "
-        "threshold",
-    ),
-    "write_your_own": (
-        "A clip rule, an optax transformation with a state (U-Clip) and an adaptive threshold of "
-        "your own in JAX, each in a few lines.",
-        "custom clip; custom rule; own threshold; AdaptiveThreshold; protocol",
-    ),
-    "muon": (
-        "What a norm clip before Muon does and does not, measured with optax.contrib.muon: the "
-        "size of the update, a spike in the momentum.",
-        "Muon; orthogonalized update; Newton-Schulz; momentum; spike; MuonClip; QK-clip",
+        "Moonlight; nanochat; max_grad_norm; clip norm; large language model; LLM; Muon; MuonClip; "
+        "QK-clip; Newton-Schulz",
     ),
     "custom_rules": (
         "How to test the gradient of a Pallas kernel, a jax.custom_vjp or a jax.custom_jvp: "
@@ -117,7 +101,8 @@ FOUND_BY = {
     ),
     "which_clip": (
         "Which gradient clip to use for which problem in JAX, measured on ten tasks.",
-        "which clip; clip threshold; norm clip; value clip",
+        "which clip; clip threshold; norm clip; value clip; AutoClip; PercentileThreshold; "
+        "percentile; quantile; ZClip; AdaGC; Levanter; adaptive threshold",
     ),
     "names": (
         "Clip or watch the gradient of any module or tagged value of a JAX model by its name, "
@@ -146,7 +131,8 @@ FOUND_BY = {
     ),
     "rules": (
         "All clip rules and adaptive thresholds, and how to write one.",
-        "ClipRule; own rule; threshold; mask; AutoNorm; AUTO-S; U-Clip; drop tokens",
+        "ClipRule; own rule; custom rule; threshold; mask; AutoNorm; AUTO-S; U-Clip; drop tokens; "
+        "AdaptiveThreshold; own threshold",
     ),
     "costs": (
         "What clips, statistics, the flight recorder and the gradient check cost, beside optax, "

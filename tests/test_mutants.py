@@ -8,10 +8,10 @@ import pytest
 from benchmarks.mutants import MUTANTS, ROOT, mutated
 
 
-def test_there_are_sixty_in_rooms():
+def test_each_room_has_some():
     rooms = collections.Counter(mutant.room for mutant in MUTANTS)
-    assert len(MUTANTS) == len({mutant[1:4] for mutant in MUTANTS}) == 60
-    assert len(rooms) == 9 and min(rooms.values()) >= 5
+    assert len(MUTANTS) == len({mutant[1:4] for mutant in MUTANTS})
+    assert len(rooms) == 8 and min(rooms.values()) >= 4
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}: {m.text[:30]}")
