@@ -105,7 +105,7 @@ def check_axes(tree: Any) -> None:
     if axes:
         raise ValueError(
             f"batch: got arrays on the Explicit mesh axes {', '.join(map(repr, sorted(axes)))}, "
-            "expected Auto axes; write jax.make_mesh(shape, names, axis_types="
+            "expected Auto ones; write jax.make_mesh(shape, names, axis_types="
             "(jax.sharding.AxisType.Auto,) * len(names)), and put parameters and batch on it"
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from clipgrad._each_example.norms_of_rows import gram_entries, group_and_row_count, have_grams
-from clipgrad._each_example.uses import Use
+from clipgrad._each_example.uses import Convolution, Use
 from clipgrad._each_example.walk import Found, Where
 
 # JAX makes the gradient of each example where it is smaller than its rows: they would be stored,
@@ -43,7 +43,7 @@ def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
     if not uses:
         return LeafCourse("none", "not used")
     numbers = sum(map(_stored, uses))
-    if numbers > _FEW * size and not any(use.repeats for use in uses):
+    if numbers > _FEW * size and all(map(_is_made_by_jax, uses)):
         return LeafCourse("direct", "its gradient is smaller than its rows")
     rows = sum(math.prod(group_and_row_count(use)) for use in uses)
     if not have_grams(uses):
@@ -53,6 +53,15 @@ def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
         reason = "Gram matrices are " + ("smaller" if is_gram else "larger") + " than it"
     norm = "Gram" if is_gram else "product"
     return LeafCourse(norm, reason, tuple(entries), not is_gram and size <= numbers, rows)
+
+
+def _is_made_by_jax(use: Use) -> bool:
+    """Whether JAX makes the gradients of examples as fast as a product of rows does.
+
+    A recurrence would add up all gradients in each step, and a convolution whose kernel differs
+    between examples is slow on each backend.
+    """
+    return not use.repeats and not isinstance(use, Convolution)
 
 
 def _stored(use: Use) -> int:
