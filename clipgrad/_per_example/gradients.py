@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._each_example.course import LeafCourse, course_of
-from clipgrad._each_example.norms_of_rows import gram_squares
-from clipgrad._each_example.squares import Squares
-from clipgrad._each_example.uses import Use
-from clipgrad._each_example.walk import Taps, Where, found_in
 from clipgrad._jaxpr import Traced, evaluate, trace
 from clipgrad._numerics import accumulator, times, with_real_dtype
+from clipgrad._per_example.course import LeafCourse, course_of
+from clipgrad._per_example.norms_of_rows import gram_squares
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.uses import Use
+from clipgrad._per_example.walk import Taps, Where, found_in
 from clipgrad._program import dependent_variables
 from clipgrad._trees import is_array
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._each_example.squares import Squares
 from clipgrad._gradient_clip import check_policy as check_policy
 from clipgrad._gradient_clip import clip_grads, nonfinite_counts
 from clipgrad._gradient_clip import raise_for_counts as raise_for_counts
 from clipgrad._numerics import Norm, accumulator
+from clipgrad._per_example.squares import Squares
 from clipgrad._rules import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm
 from clipgrad._rules import as_rule as as_rule
 from clipgrad._rules import is_rule as is_rule

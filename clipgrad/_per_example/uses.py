@@ -18,10 +18,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
-from clipgrad._each_example.places import Label, Place, is_followed
-from clipgrad._each_example.products import product
 from clipgrad._jaxpr import bind
 from clipgrad._numerics import accumulator
+from clipgrad._per_example.places import Label, Place, is_followed
+from clipgrad._per_example.products import product
 
 EXAMPLES = ("examples",)
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._each_example.products import product
-from clipgrad._each_example.squares import Squares, exponent_of, largest, times_power
-from clipgrad._each_example.uses import Rows, Use
 from clipgrad._numerics import accumulator
+from clipgrad._per_example.products import product
+from clipgrad._per_example.squares import Squares, exponent_of, largest, times_power
+from clipgrad._per_example.uses import Rows, Use
 
 
 def have_grams(uses: Sequence[Use]) -> bool:
