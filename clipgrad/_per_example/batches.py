@@ -7,13 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from clipgrad._compat import explicit_sharding, to_varying, varying_axes
 from clipgrad._numerics import AxisName, whole_along
 from clipgrad._training import microbatches, scan_sums, wide_zeros
-from clipgrad._trees import check_tree, path_string
+from clipgrad._trees import check_tree, is_array, path_string
 
 
 def check_microbatch(microbatch: Any) -> None:
@@ -100,61 +98,18 @@ def batch_size(batch: Any) -> int:
     return sizes.pop()[0]
 
 
-def is_explicit(tree: Any) -> bool:
-    """Whether the type of an array names the mesh axes that it is sharded over."""
-    return any(explicit_sharding(x) is not None for x in jax.tree.leaves(tree))
+def check_axes(tree: Any) -> None:
+    """Refuses arrays whose types name the mesh axes that they are sharded over."""
+    found = [explicit_sharding(x) for x in jax.tree.leaves(tree) if is_array(x)]
+    axes = {name for s in found if s is not None for name in _names(s)}
+    if axes:
+        raise ValueError(
+            f"batch: got arrays on the Explicit mesh axes {', '.join(map(repr, sorted(axes)))}, "
+            "expected Auto ones; write jax.make_mesh(shape, names, axis_types="
+            "(jax.sharding.AxisType.Auto,) * len(names)), and put parameters and batch on it"
+        )
 
 
-def with_auto_axes(
-    of_some: Callable[[Any, Any], Any], place: Callable[[Any, Any], Any]
-) -> Callable[[Any, Any], Any]:
-    """A function of parameters and examples in which XLA shards what is in between.
-
-    Products of factors sum over a sharded axis, for which types would want the sharding of each
-    result. ``place`` gives the shardings of the outputs from two: the shardings of the parameters,
-    which sums have as well, and the sharding of what each example has.
-    """
-
-    def run(params: Any, examples: Any) -> Any:
-        if not is_explicit((params, examples)):
-            return of_some(params, examples)
-        found = _explicit_shardings((params, examples))
-        mesh = found[0].mesh
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-        of_params = jax.tree.map(lambda p: explicit_sharding(p) or NamedSharding(mesh, P()), params)
-        places = place(of_params, NamedSharding(mesh, P(axis_of_examples(examples))))
-        options: dict[str, Any] = {"axes": axes, "out_sharding": places}
-        mapped: Callable[..., Any] = jax.sharding.auto_axes(of_some, **options)
-        return mapped(params, examples)
-
-    return run
-
-
-def axis_of_examples(examples: Any) -> Any:
-    """The Explicit mesh axis, or several, of the examples; ``None`` if they have none."""
-    shardings = _explicit_shardings(examples)
-    return next((s.spec[0] for s in shardings if s.spec[0] is not None), None)
-
-
-def shares_axes(params: Any, examples: Any) -> bool:
-    """Whether a parameter is sharded over an Explicit mesh axis of the examples."""
-    own = _axes(axis_of_examples(examples))
-    return any(own & _axes(part) for s in _explicit_shardings(params) for part in s.spec)
-
-
-def without_shardings(tree: Any) -> Any:
-    """The shapes and dtypes of a tree whose types name shardings."""
-    if not is_explicit(tree):
-        return tree
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
-
-
-def _axes(part: Any) -> set[str]:
-    """The mesh axes in a part of a spec."""
-    return set() if part is None else {part} if isinstance(part, str) else set(part)
-
-
-def _explicit_shardings(tree: Any) -> list[NamedSharding]:
-    found = [explicit_sharding(x) for x in jax.tree.leaves(tree)]
-    return [sharding for sharding in found if sharding is not None]
+def _names(sharding: Any) -> list[str]:
+    parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
+    return [name for part in parts for name in part if name is not None]

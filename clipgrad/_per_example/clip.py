@@ -8,17 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._clip import as_rule, check_policy, raise_for_counts
+from clipgrad._per_example import rules
 from clipgrad._per_example.batches import (
+    check_axes,
     check_microbatch,
     on_each_device,
     part_count,
     sums,
     whole_examples,
 )
-from clipgrad._per_example.methods import sums_of, sums_of_followed
-from clipgrad._per_example.plan import Plan, plan_of
-from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params, scalar_loss
+from clipgrad._per_example.gradients import ExampleProgram
+from clipgrad._per_example.methods import direct_sums, sums_of_rows
+from clipgrad._per_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._per_example.subject import (
+    PerExampleSubject,
+    check_method,
+    check_params,
+    scalar_loss,
+)
 from clipgrad._trees import Where
 
 REDUCTIONS = ("mean", "sum")
@@ -50,14 +57,12 @@ def clip_per_example(
     $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
     \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
 
-    The second formula is one product over all examples. clipgrad follows the program of the
-    gradient back from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for
-    dense layers, convolutions and embeddings, and for weights that are used in several places. A
-    function of a weight that is the same for all examples, such as a mask or a merged LoRA, is
-    followed if its derivative is a product with a matrix, or with one number for each element. If
-    it can't follow a leaf (`jax.lax.cond`, a mask of each example's own), or anything goes wrong
-    with it, it computes the gradient of each example for this leaf alone, and ``plan`` shows the
-    reason.
+    The second formula is one product over all examples. clipgrad follows each weight through the
+    program of the loss: through scans, `jax.jit` and `jax.checkpoint`, transposed, reshaped, cast
+    or cut. Where the weight meets data, in a dense layer, a convolution or a lookup, a tap hands
+    out the rows of $X$ and $Y$, in the one backward pass there is. A leaf that is used in another
+    way (a bias, a mask times a weight, a branch) is direct: JAX makes its gradient for each
+    example, as `jax.vmap` of `jax.grad` does. ``plan`` shows what is done with each leaf, and why.
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
@@ -77,14 +82,11 @@ def clip_per_example(
       * Where products cancel, a norm from Gram matrices is too large rather than too small: the
         rounding of a sum of $n$ terms, each wrong by at most $u = 2^{-24}$, is estimated as
         $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
-      * Under `jax.jit` the batch may be sharded over devices. If their number divides
-        ``microbatch``, each device computes its own examples. On Explicit axes it must divide it.
-        There the loss is differentiated with these axes as Auto, and the gradients have the
-        shardings of the parameters. If the loss itself names shardings, write
-        ``method="direct"``, which keeps the axes Explicit unless a parameter is sharded along the
-        axis of the batch. In `jax.shard_map` and `jax.pmap` the result is of the examples of one
-        device: average or sum it over the axis. An example must be whole on its device.
-        Parameters that are in parts on several devices need the ``axis_name`` of the rule.
+      * Under `jax.jit` the batch may be sharded over Auto mesh axes. If the number of devices
+        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` and
+        `jax.pmap` the result is of the examples of one device: average or sum it over the axis. An
+        example must be whole on its device. Parameters that are in parts on several devices need
+        the ``axis_name`` of the rule.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
@@ -96,23 +98,14 @@ def clip_per_example(
         ``None``: all of them.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       where: which leaves are clipped; see `clip_grads`. The others are summed without a clip.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
-        example with NaN or inf does not spoil the others: it is left out if the gradient of a
-        followed weight is not finite; in a leaf that the plan calls direct NaN and inf count as 0.
-        ``"error"`` is direct; the error says in how many examples a leaf is bad, and the index of
-        the first of them.
-
-      method: how the gradients of examples are computed.
-
-        * ``"one pass"``: the factors of all layers are kept until the norms are known.
-        * ``"two passes"``: one forward pass, then two backward passes, the first one for the norms,
-          in about the memory of a plain gradient: scans and `jax.checkpoint` still save memory.
-        * ``"direct"``: computes the gradient of each example, as ``jax.vmap(jax.grad(loss))`` does.
-        * ``"auto"``: one pass, or two if the factors need more than 1 GiB (or twice the bytes of
-          the parameters, if that is more), or more than the gradients of all examples, as in a long
-          recurrence. On a GPU or TPU (`jax.default_backend`) the method of least estimated time
-          that fits into memory, which may be direct. Rules that do not scale by L2 norms (value
-          clips, other orders, units, functions) are direct.
+      nonfinite: ``"propagate"``, ``"zero"``: an example whose gradient is NaN or inf somewhere in
+        a leaf that is clipped is left out of these leaves, or ``"error"``, which is direct: the
+        error says in how many examples a leaf is bad, and the index of the first of them.
+      method: ``"auto"``: as above; where the rows of all examples need much memory (more than 1 GiB
+        for each device, or twice the bytes of the parameters, if that is more) and ``microbatch``
+        is ``None``, of a part of the examples at a time. ``"direct"``: all leaves are direct. So it
+        is also for rules that do not scale by L2 norms (value clips, other orders, units,
+        functions).
       wrt: which variables of a model of flax NNX are differentiated, a filter such as
         ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
 
@@ -123,9 +116,8 @@ def clip_per_example(
       `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
       were clipped. ``stats.nonfinite`` counts all elements of a leaf whose norm is not finite,
-      unless the plan calls it direct and ``nonfinite`` is not ``"propagate"``. Such statistics are
-      not private. Its method ``plan(params, batch)`` shows
-      the method for each leaf, and the reason.
+      unless all is direct and ``nonfinite`` is not ``"zero"``. Such statistics are not private. Its
+      method ``plan(params, batch)`` shows what is done with each leaf, and the reason.
 
     Raises:
       TypeError: if ``loss_fn`` is not a function, or ``rule`` is neither a rule nor a function nor
@@ -133,8 +125,8 @@ def clip_per_example(
       ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
         unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
         axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
-        without arrays, for an ``axis_name`` that the examples are spread over, and for a loss of
-        one example that is not a floating scalar.
+        without arrays, for arrays on Explicit mesh axes, for an ``axis_name`` that the examples are
+        spread over, and for a loss of one example that is not a floating scalar.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
 
@@ -155,8 +147,8 @@ def clip_per_example(
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
       Privacy, 2016, https://arxiv.org/abs/1607.00133.
     """
-    rule = as_rule(rule, of="gradients")
-    check_policy(nonfinite)
+    rule = rules.as_rule(rule)
+    rules.check_policy(nonfinite)
     check_method(method)
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
@@ -178,24 +170,34 @@ class ClipPerExample:
         """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
         check_params(params)
         apart = self.subject.apart(params, batch)
-        subject, params, batch = apart.subject, apart.trained, apart.batch
-        size, parts = part_count(batch, subject.microbatch)
-        of_some = sums_of(subject, params, batch)
-        with whole_examples(batch, getattr(subject.rule, "axis_name", None)):
-            subject.warn_of_parts(params)
-            total, rest = sums(of_some, on_each_device(params, batch), batch, parts)
-        value, stats, *counts = rest
+        size, _ = part_count(apart.batch, self.subject.microbatch)
+        with whole_examples(apart.batch, rules.axis_name_of(self.subject.rule)):
+            apart.subject.warn_of_parts(apart.trained)
+            params = on_each_device(apart.trained, apart.batch)
+            total, (value, stats, *counts) = _summed(apart.subject, params, apart.batch)
         for of_leaves in counts:  # the direct method has them
-            raise_for_counts(of_leaves)
+            rules.raise_for_counts(of_leaves)
         mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
         grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
-        loss, aux = value if subject.has_aux else (value, None)
+        loss, aux = value if self.subject.has_aux else (value, None)
         loss = jnp.mean(loss) if self.reduce == "mean" else jnp.sum(loss)
-        return ((loss, aux) if subject.has_aux else loss), apart.gradients(grads), stats
+        value = (loss, aux) if self.subject.has_aux else loss
+        return value, apart.gradients(grads), stats
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
         check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
-        run = functools.partial(sums_of_followed, apart.subject)
-        return plan_of(apart.subject, apart.trained, apart.batch, run)
+        return plan_of(apart.subject, apart.trained, apart.batch)
+
+
+def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The sum of the clipped gradients; what the loss returned, statistics, and what is bad."""
+    check_axes((params, batch))
+    size, parts = part_count(batch, subject.microbatch)
+    if subject.why_direct(params) is not None:
+        return sums(functools.partial(direct_sums, subject), params, batch, parts)
+    program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
+    if subject.microbatch is None:
+        parts = parts_in_memory(program, size)
+    return sums(functools.partial(sums_of_rows, subject, program), params, batch, parts)

@@ -1,106 +1,69 @@
-"""The course of the leaves of a gradient, decided once for every pass over its program."""
+"""What is done with the gradient of each leaf, decided from shapes alone."""
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from clipgrad._per_example.terms import Unfollowed
-from clipgrad._per_example.wanted import WantedGradient
+from clipgrad._per_example.norms_of_rows import gram_entries, group_and_row_count, have_grams
+from clipgrad._per_example.uses import Convolution, Use
+from clipgrad._per_example.walk import Found, Where
 
-# The first output of an equation, behind the outputs of the equations around it.
-EquationPath = tuple[Any, ...]
-Attempted = TypeVar("Attempted")
-
-
-class Lost(Exception):  # noqa: N818
-    """An error while some leaves were followed."""
-
-    def __init__(self, leaves: Iterable[int], reason: str) -> None:
-        super().__init__(reason)
-        self.leaves, self.reason = frozenset(leaves), reason
+# JAX makes the gradient of each example where it is smaller than its rows: they would be stored,
+# and it is stored in any case. A gradient that is about as large is left to its Gram matrices,
+# which are smaller than both.
+_FEW = 1.5
 
 
-@dataclasses.dataclass(eq=False)
-class Course:
-    """The decisions about each leaf, from shapes alone.
+class LeafCourse(NamedTuple):
+    """What is done with a leaf.
 
-    The program is followed once without arrays, and where that fails, products become arrays.
-    Every later pass does the same at the same places; where anything else goes wrong, it raises
-    `Lost`.
+    Attributes:
+      norm: ``"Gram"``: from Gram matrices of rows; ``"product"``: from the gradient of each
+        example, made of rows; ``"direct"``: from the gradient of each example, as JAX makes it;
+        ``"none"``: the leaf is not used.
+      reason: why.
+      uses: where it meets data, if rows are kept.
+      sums_each: whether the clipped sum is made of the gradients that the norms are from.
+      rows: how many rows one example has.
     """
 
-    direct: Mapping[int, str]  # the leaves that are not followed at all, and why
-    # Why the gradient of a leaf, or a part of it, is made for each example.
-    notes: dict[int, list[str]] = dataclasses.field(default_factory=dict)
-    stops: set[EquationPath] = dataclasses.field(default_factory=set)
-    arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
-    copied: int = 0  # the numbers of one example's images, once for each tap of a kernel
-    size: int = 0  # of the gradient of one example
-    is_settled: bool = False
-
-    @property
-    def copies_a_part(self) -> bool:
-        """Whether images are copied for some of the examples at a time.
-
-        The gradients of all examples are there twice where each is made, and in one pass once.
-        """
-        return self.copied > 2 * self.size
-
-    def stop(self, place: EquationPath, leaves: Iterable[int], reason: str) -> None:
-        """Notes that products become arrays at an equation."""
-        if self.is_settled:
-            raise Lost(leaves, reason)
-        self.stops.add(place)
-        self.note(leaves, reason)
-
-    def note(self, leaves: Iterable[int], reason: str) -> None:
-        """Notes why something is an array, once."""
-        for leaf in leaves:
-            if reason not in self.notes.setdefault(leaf, []):
-                self.notes[leaf].append(reason)
-
-    def reason(self, leaf: int) -> str:
-        """Why a leaf, or a part of it, is direct."""
-        return self.direct.get(leaf) or "; ".join(self.notes.get(leaf, []))
+    norm: str
+    reason: str
+    uses: tuple[tuple[Where, Use], ...] = ()
+    sums_each: bool = False
+    rows: int = 0
 
 
-@contextlib.contextmanager
-def following(leaves: Iterable[int]) -> Iterator[None]:
-    """Whatever goes wrong inside is what went wrong with these leaves."""
-    try:
-        yield
-    except Lost:
-        raise
-    except Exception as error:
-        raise Lost(leaves, why(error)) from error
+def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
+    """What is done with a leaf, by what a walk has found."""
+    entries = [(where, use) for where, use in found.uses.items() if use.place.leaf == leaf]
+    uses, size = [use for _, use in entries], math.prod(shape)
+    if leaf in found.others:
+        return LeafCourse("direct", found.others[leaf])
+    if not uses:
+        return LeafCourse("none", "not used")
+    numbers = sum(map(_stored, uses))
+    if numbers > _FEW * size and all(map(_is_made_by_jax, uses)):
+        return LeafCourse("direct", "its gradient is smaller than its rows")
+    rows = sum(math.prod(group_and_row_count(use)) for use in uses)
+    if not have_grams(uses):
+        reason, is_gram = "its uses lie in different ways", False
+    else:
+        is_gram = gram_entries(uses) <= max(size, 2)
+        reason = "Gram matrices are " + ("smaller" if is_gram else "larger") + " than it"
+    norm = "Gram" if is_gram else "product"
+    return LeafCourse(norm, reason, tuple(entries), not is_gram and size <= numbers, rows)
 
 
-def why(error: Exception) -> str:
-    """The text of an error in the plan."""
-    if isinstance(error, Unfollowed):
-        return str(error)
-    text = " ".join(str(error).split())
-    return f"following it failed: {type(error).__name__}: {text:.120}"
+def _is_made_by_jax(use: Use) -> bool:
+    """Whether JAX makes the gradients of examples as fast as a product of rows does.
 
-
-def attempted(attempt: Callable[[Mapping[int, str]], Attempted]) -> Attempted:
-    """The result of an attempt, which gets the leaves that are direct, and why.
-
-    Each attempt that goes wrong adds one leaf or more. With all of them direct there is nothing to
-    follow, and what still goes wrong is an error of the user's program.
+    A recurrence would add up all gradients in each step, and a convolution whose kernel differs
+    between examples is slow on each backend.
     """
-    direct: dict[int, str] = {}
-    while True:
-        try:
-            return attempt(direct)
-        except Lost as error:
-            new = {leaf: error.reason for leaf in error.leaves if leaf not in direct}
-            if not new:
-                raise (error.__cause__ or error) from None
-            direct = {**direct, **new}
+    return not use.repeats and not isinstance(use, Convolution)
 
 
-def want_leaves(wants: Iterable[WantedGradient | None]) -> frozenset[int]:
-    """All leaves that some variables make."""
-    return frozenset[int]().union(*(want.leaves for want in wants if want is not None))
+def _stored(use: Use) -> int:
+    """The numbers of one example's rows."""
+    return math.prod(use.lengths) * (use.x.size + use.y.size)

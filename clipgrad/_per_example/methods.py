@@ -1,77 +1,61 @@
-"""The ways to the clipped sum: one pass, two, or the gradient of each example."""
+"""The ways to norms and to the clipped sum: from rows, or from the gradient of each example."""
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._clip import clip_grads, nonfinite_counts
 from clipgrad._numerics import accumulator, with_real_dtype
-from clipgrad._per_example.batches import batch_size, shares_axes, with_auto_axes
-from clipgrad._per_example.course import following
-from clipgrad._per_example.follow import KeptFactors
-from clipgrad._per_example.plan import method_for
-from clipgrad._per_example.scales import scaling_of
+from clipgrad._per_example import rules
+from clipgrad._per_example.batches import batch_size
+from clipgrad._per_example.gradients import ExampleProgram
+from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.sums import weighted_sum
-from clipgrad._per_example.traced import ExampleGradient, followed
-from clipgrad._per_example.two_passes import two_passes_sums
-from clipgrad._trees import map_clippable, partition, selected
-
-Sums = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
+from clipgrad._trees import combine, map_clippable, partition, selected
 
 
-def sums_of(subject: PerExampleSubject, params: Any, batch: Any) -> Sums:
-    """The function of parameters and examples that gives the sum of the clipped gradients."""
-    direct = subject.why_direct(params) is not None
-    form = functools.partial(direct_sums if direct else _followed_sums, subject)
-    if direct and not shares_axes(params, batch):
-        return form  # the loss may name shardings itself
-    return with_auto_axes(form, lambda whole, each: (whole, each))
-
-
-def _followed_sums(
-    subject: PerExampleSubject, params: Any, examples: Any
-) -> tuple[Any, tuple[Any, Any]]:
-    """The sum of the clipped gradients, from a program that is traced once."""
-    run = functools.partial(sums_of_followed, subject)
-    return followed(subject, params, examples, run)[0]
-
-
-def sums_of_followed(
-    subject: PerExampleSubject,
-    gradient: ExampleGradient,
-    shapes: Sequence[Any],
-    params: Any,
-    examples: Any,
-) -> tuple[Any, tuple[Any, Any]]:
-    """The sum of the clipped gradients by the method that fits these shapes of one of them."""
-    method, _ = method_for(subject, params, shapes, batch_size(examples))
-    if method == "direct":  # for its time
-        total, (value, stats, _) = direct_sums(subject, params, examples)
-        return total, (value, stats)
-    form = one_pass_sums if method == "one pass" else two_passes_sums
-    return form(subject, gradient, params, examples)
-
-
-def one_pass_sums(
-    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
+def sums_of_rows(
+    subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
-    course = gradient.course
-    factors = KeptFactors(subject.zeroed(course.arrays), clipped=clipped)
-    gradients, value = gradient.each(params, examples, factors)
-    scaling = scaling_of(subject, params, gradients, factors.zero, batch_size(examples))
-    sums = []
-    for i, of_leaf in enumerate(gradients):
-        weight = scaling.weights.of(i)
-        ok = None if weight is None else scaling.ok
-        with following([i]):
-            sums.append(weighted_sum(of_leaf, weight, ok, i in factors.zero))
-    return jax.tree.structure(params).unflatten(sums), (value, scaling.stats)
+    leaves, structure = jax.tree.flatten(params)
+    value, found = program.gradients(params, examples)
+    chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
+    size = batch_size(examples)
+    measured = {i: program.squares(i, found, size) for i in range(len(leaves))}
+    squares = [measured[i][0] for i in chosen]
+    scaling = rules.scaling_of(
+        subject.rule,
+        subject.nonfinite == "zero",
+        [leaves[i] for i in chosen],
+        Squares.stacked(squares, size),
+    )
+    weights = dict(zip(chosen, scaling.weights, strict=True))
+    ok = {i: scaling.ok for i in chosen}
+    sums = [
+        program.total(i, found, measured[i][1], weights.get(i), ok.get(i))
+        for i in range(len(leaves))
+    ]
+    return structure.unflatten(sums), (value, scaling.stats)
+
+
+def squares_of_rows(
+    subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
+) -> dict[int, Squares]:
+    """The squares of the leaves that are measured, for each example."""
+    size = batch_size(examples)
+    _, found = program.gradients(params, examples)
+    chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
+    return {i: program.squares(i, found, size)[0] for i in chosen}
+
+
+def direct_gradients(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
+    """What the loss function returned, and the gradient of each example, in float32 or wider."""
+    loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
+    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
+    grads = jax.lax.optimization_barrier(grads)  # measured and summed as they were stored
+    return value, map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
 
 
 def direct_sums(
@@ -81,27 +65,24 @@ def direct_sums(
 
     The last result counts for ``nonfinite="error"`` what is NaN or inf, in each leaf and example.
     """
-    loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
-    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
-    # A norm sums over axes that a parameter may be sharded over.
-    clip = with_auto_axes(functools.partial(_clipped, subject), lambda whole, each: (whole, each))
-    total, (stats, counts) = clip(params, grads)
-    return total, (value, stats, counts)
+    value, grads = direct_gradients(subject, params, examples)
+    clip = functools.partial(_clipped, subject)
+    clipped, *rest = jax.vmap(clip, in_axes=(0, None))(grads, params)
+    return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), (value, *rest)
 
 
-def _clipped(subject: PerExampleSubject, params: Any, grads: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The sum of stacked gradients, each clipped on its own, the statistics, and what is bad."""
-    raises = subject.nonfinite == "error"
-    policy = "propagate" if raises else subject.nonfinite
-
-    def of_one(grads: Any) -> Any:
-        wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
-        options = {"where": subject.where, "nonfinite": policy}
-        clipped, stats = clip_grads(wide, subject.rule, params, **options)
-        if not raises:
-            return clipped, stats, {}
-        chosen, _ = partition(wide, selected(subject.where, wide))
-        return clipped, stats, nonfinite_counts(chosen)
-
-    clipped, *rest = jax.vmap(of_one)(grads)
-    return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), tuple(rest)
+def _clipped(subject: PerExampleSubject, grads: Any, params: Any) -> tuple[Any, Any, Any]:
+    """The clipped gradient of one example, the statistics, and what is bad."""
+    chosen, rest = partition(grads, selected(subject.where, grads))
+    if subject.nonfinite == "propagate":
+        return *rules.clipped(subject.rule, subject.where, grads, params), {}
+    if subject.nonfinite == "error":
+        found = rules.clipped(subject.rule, subject.where, grads, params)
+        return *found, rules.bad_counts(chosen)
+    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(chosen)]
+    ok = functools.reduce(jnp.logical_and, finite, jnp.ones((), bool))
+    kept = combine(jax.tree.map(lambda g: jnp.where(ok, g, jnp.zeros_like(g)), chosen), rest)
+    clipped, stats = rules.clipped(subject.rule, subject.where, kept, params)
+    kind, pairs = stats.nonfinite.dtype, zip(jax.tree.leaves(chosen), finite, strict=True)
+    bad = sum((jnp.where(f, 0.0, float(g.size)).astype(kind) for g, f in pairs), stats.nonfinite)
+    return clipped, stats._replace(nonfinite=bad), {}

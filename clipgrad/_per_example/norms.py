@@ -1,6 +1,7 @@
 """The norms of the gradients of the examples of a batch, alone."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +11,23 @@ import jax.numpy as jnp
 from clipgrad._numerics import AxisName, accumulator, tree_norm, warn_of_parts
 from clipgrad._per_example.batches import (
     batch_size,
+    check_axes,
     check_microbatch,
     each,
     on_each_device,
     part_count,
-    shares_axes,
     whole_examples,
-    with_auto_axes,
 )
-from clipgrad._per_example.follow import SquaredNorm
-from clipgrad._per_example.plan import Plan, plan_of
-from clipgrad._per_example.scales import squares_of_leaves
-from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params, scalar_loss
-from clipgrad._per_example.traced import ExampleGradient, followed
+from clipgrad._per_example.gradients import ExampleProgram
+from clipgrad._per_example.methods import direct_gradients, squares_of_rows
+from clipgrad._per_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.subject import (
+    PerExampleSubject,
+    check_method,
+    check_params,
+    scalar_loss,
+)
 from clipgrad._trees import Where, is_none, with_paths
 
 
@@ -57,8 +62,7 @@ def per_example_norms(
       where: which leaves are measured; see `clip_grads`.
       per_leaf: whether to return the norms of each leaf.
       microbatch: the number of examples at once, which must divide the batch; ``None``: all.
-      method: see `clip_per_example`; ``"direct"`` computes the gradients; all others measure
-        them where they arise.
+      method: see `clip_per_example`.
       wrt: which variables of a model of flax NNX are differentiated; see `clip_per_example`.
       axis_name: the mapped axes that the parameters are spread over; see `global_norm`.
 
@@ -69,8 +73,8 @@ def per_example_norms(
 
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
-        called, for parameters, a batch, a loss or an ``axis_name`` as `clip_per_example` refuses
-        them.
+        called, for parameters, a batch, a loss, mesh axes or an ``axis_name`` as `clip_per_example`
+        refuses them.
       TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
 
     Example:
@@ -108,62 +112,51 @@ class PerExampleNorms:
         return norms
 
     def _of_arrays(self, params: Any, batch: Any) -> Any:
-        _, parts = part_count(batch, self.subject.microbatch)
-        of_some = self._of_some
+        subject = self.subject
+        size, parts = part_count(batch, subject.microbatch)
+        check_axes((params, batch))
         with whole_examples(batch, self.axis_name):
-            warn_of_parts("per_example_norms", self.subject.clipped(params), self.axis_name)
-        if self.subject.why_direct(params) is None or shares_axes(params, batch):
-            of_some = with_auto_axes(of_some, lambda whole, each: each)
-        return each(of_some, on_each_device(params, batch), batch, parts)
+            warn_of_parts("per_example_norms", subject.clipped(params), self.axis_name)
+        params = on_each_device(params, batch)
+        if subject.why_direct(params) is not None:
+            return each(self._of_gradients, params, batch, parts)
+        program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
+        if subject.microbatch is None:
+            parts = parts_in_memory(program, size)
+        of_rows = functools.partial(squares_of_rows, subject, program)
+        return each(lambda p, x: self._norms(p, of_rows(p, x), batch_size(x)), params, batch, parts)
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
         check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
-        subject = apart.subject
-        if subject.method == "auto":
-            subject = dataclasses.replace(subject, method="one pass")
-        own = dataclasses.replace(self, subject=subject)
-        plan = plan_of(subject, apart.trained, apart.batch, own._norms_of_followed)
-        if plan.method == "direct":
-            return plan
-        return plan._replace(reason="norms are measured where factors arise")
+        return plan_of(apart.subject, apart.trained, apart.batch)
 
-    def _of_some(self, params: Any, examples: Any) -> Any:
-        subject = self.subject
-        if subject.why_direct(params) is None:
-            return followed(subject, params, examples, self._norms_of_followed)[0]
-        grad = jax.grad(subject.loss_fn, has_aux=subject.has_aux)
-        grads = jax.vmap(grad, in_axes=(None, 0))(params, examples)
-        values = jax.tree.leaves(grads[0] if subject.has_aux else grads)
-        return self._norms(params, values, batch_size(examples))
+    def _of_gradients(self, params: Any, examples: Any) -> Any:
+        _, grads = direct_gradients(self.subject, params, examples)
+        flags = self.subject.flags(params)
+        pairs = enumerate(zip(jax.tree.leaves(grads), flags, strict=True))
+        squares = {i: Squares.of(g) for i, (g, flag) in pairs if flag}
+        return self._norms(params, squares, batch_size(examples))
 
-    def _norms_of_followed(
-        self, gradient: ExampleGradient, shapes: Any, params: Any, examples: Any
-    ) -> Any:
-        squared = SquaredNorm(frozenset())
-        values, _ = gradient.each(params, examples, squared)
-        return self._norms(params, values, batch_size(examples))
-
-    def _norms(self, params: Any, values: list[Any], size: int) -> Any:
-        paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-        chosen = [i for i, flag in enumerate(self.subject.flags(params)) if flag]
+    def _norms(self, params: Any, squares: dict[int, Squares], size: int) -> Any:
         if self.axis_name:
-            return self._norms_over_devices(values, chosen, paths, size)
-        leaves = squares_of_leaves({i: values[i] for i in chosen}, size, frozenset())
+            return self._over_devices(params, squares)
         if not self.per_leaf:
-            return jax.vmap(lambda x: x.over_axis().norm().value, in_axes=1)(leaves)
-        norms = jax.vmap(jax.vmap(lambda x: x.norm().value))(leaves)
+            return Squares.stacked(list(squares.values()), size).over_axis().norm().value
         kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
-        return {paths[i]: norms[k].astype(kinds[i]) for k, i in enumerate(chosen)}
+        norms = {i: x.norm().value.astype(kinds[i]) for i, x in squares.items()}
+        return _by_path(params, norms)
 
-    def _norms_over_devices(
-        self, values: list[Any], chosen: list[int], paths: list[str], size: int
-    ) -> Any:
+    def _over_devices(self, params: Any, squares: dict[int, Squares]) -> Any:
         """The norms of leaves that are in parts on several devices; each leaf varies on its own."""
-        alone = [squares_of_leaves({i: values[i]}, size, frozenset()) for i in chosen]
-        own = [jax.vmap(lambda x: x.over_axis().norm().value, in_axes=1)(leaf) for leaf in alone]
+        own = {i: x.norm().value for i, x in squares.items()}
         whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
         if not self.per_leaf:
-            return whole(own)
-        return {paths[i]: whole([norm]) for i, norm in zip(chosen, own, strict=True)}
+            return whole(list(own.values()))
+        return _by_path(params, {i: whole([norm]) for i, norm in own.items()})
+
+
+def _by_path(params: Any, norms: dict[int, jax.Array]) -> dict[str, jax.Array]:
+    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
+    return {paths[i]: norm for i, norm in norms.items()}

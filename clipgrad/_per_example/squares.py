@@ -1,6 +1,5 @@
 """Sums of squares with an exponent beside them, which neither overflow nor underflow."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,110 +8,85 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import Norm, accumulator, if_else, real_or_absolute
 
-# The exponent of 0: less than the exponent of any product of three numbers of float64.
+# Less than the exponent of any product of two numbers of float64: of a sum that is 0.
 NO_EXPONENT = -10_000
 
 
 class Squares(NamedTuple):
-    """A sum of squares ``total * 4 ** exponent``.
-
-    Attributes:
-      total: not finite where an element is not.
-      exponent: any number where the total is 0.
-      nonfinite: how many elements are NaN or inf where these count as 0; ``None`` elsewhere.
-    """
+    """Sums of squares ``total * 4 ** exponent``; a total is not finite where an element is not."""
 
     total: jax.Array
     exponent: jax.Array
-    nonfinite: jax.Array | None = None
 
     @classmethod
-    def of(cls, *arrays: jax.Array, zero: bool = False) -> "Squares":
-        """The sum of the squares of arrays; ``zero``: NaN and inf count as 0 in them."""
-        dtype, bad = max(map(accumulator, arrays)), None
-        wide = [real_or_absolute(x).astype(dtype) for x in arrays]
-        if zero:
-            finite = [jnp.isfinite(x) for x in arrays]
-            wide = [jnp.where(f, x, jnp.zeros_like(x)) for f, x in zip(finite, wide, strict=True)]
-            bad = functools.reduce(jnp.add, [jnp.sum(~f, dtype=dtype) for f in finite])
-        scale, exponent = power_scale(functools.reduce(jnp.maximum, map(largest_size, wide)))
-        total = functools.reduce(jnp.add, [jnp.sum(jax.lax.square(x * scale)) for x in wide])
-        return cls(total, exponent, bad)
+    def of(cls, x: jax.Array, first: int = 1) -> "Squares":
+        """The sums over all but the first axes of an array."""
+        x = real_or_absolute(x)
+        x = x.astype(accumulator(x))
+        axes = tuple(range(first, x.ndim))
+        exponent = exponent_of(largest(x, axes))
+        scaled = times_power(x, -exponent[(..., *[None] * len(axes))])
+        return cls(jnp.sum(jax.lax.square(scaled), axes), exponent)
 
     @classmethod
-    def of_product(cls, parts: "Sequence[Squares]", error: float) -> "Squares":
-        """The squares of an outer product of arrays, with its relative error of rounding."""
-        total = functools.reduce(jnp.multiply, [part.total for part in parts])
-        exponent = functools.reduce(jnp.add, [part.exponent for part in parts])
-        return cls(total * (1 + error), exponent)
+    def none(cls, size: int) -> "Squares":
+        """The sums of nothing."""
+        return cls(jnp.zeros(size, "float32"), jnp.zeros(size, "int32"))
+
+    @classmethod
+    def stacked(cls, each: Sequence["Squares"], size: int) -> "Squares":
+        """Several of ``size`` examples, one behind the other, in the widest of their dtypes."""
+        if not each:
+            return cls(jnp.zeros((0, size), "float32"), jnp.zeros((0, size), "int32"))
+        dtype = max((x.total.dtype for x in each), key=lambda kind: kind.itemsize)
+        total = jnp.stack([x.total.astype(dtype) for x in each])
+        return cls(total, jnp.stack([x.exponent for x in each]))
 
     def over_axis(self) -> "Squares":
         """The sum over the first axis."""
         present = if_else(self.total == 0, NO_EXPONENT, self.exponent)
-        largest = jnp.max(present, axis=0, initial=NO_EXPONENT)
-        largest = if_else(largest == NO_EXPONENT, 0, largest)
-        scaled = self.total * power_at_most_one(2 * (present - largest), self.total.dtype)
-        bad = None if self.nonfinite is None else jnp.sum(self.nonfinite, axis=0)
-        return Squares(jnp.sum(scaled, axis=0), largest, bad)
+        most = jnp.max(present, axis=0, initial=NO_EXPONENT)
+        most = if_else(most == NO_EXPONENT, 0, most)
+        scaled = times_power(self.total, 2 * (present - most))
+        return Squares(jnp.sum(scaled, axis=0), most)
 
     def norm(self, count: float = 1.0) -> Norm:
         """The square root, of the mean of ``count`` squares."""
         root = jnp.sqrt(if_else(self.total == 0, 1, self.total / count))
         # The scale is 1 in the ordinary range, as in other norms, and a normal number elsewhere.
         ordinary = (self.exponent > -30) & (self.exponent < 50)
-        moved = if_else(ordinary, 0, _clamped(self.exponent, -100, 100))
-        root = if_else(self.total == 0, 0, root * _power(self.exponent - moved, root.dtype))
-        return Norm.of(root, _power(-moved, root.dtype))
+        moved = if_else(ordinary, 0, jnp.clip(self.exponent, -100, 100))
+        root = if_else(self.total == 0, 0, times_power(root, self.exponent - moved))
+        return Norm.of(root, times_power(jnp.ones_like(root), -moved))
 
 
-def largest_size(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """The largest absolute value along axes (``None``: all); 0 of none."""
-    axes = tuple(range(x.ndim)) if axes is None else tuple(axes)
-    if not x.size:
-        return jnp.zeros([n for i, n in enumerate(x.shape) if i not in axes], x.dtype)
-    return jnp.max(jnp.abs(x), axis=axes)
+def largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The largest absolute value along axes; 0 of none."""
+    return jnp.max(jnp.abs(x), axis=tuple(axes), initial=0)
 
 
-def power_scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For numbers from 0 on the power of two that brings them near 1, and the exponent of each.
+def exponent_of(size: jax.Array) -> jax.Array:
+    """The exponents of numbers from 0 on, whose negative powers bring these near 1.
 
-    A number is between ``2 ** (exponent - 1)`` and ``2 ** exponent``, and times its power from 1/2
-    to 1, or to 4 at the upper end of the range, where the inverse would not be a normal number. 0
-    (and what XLA takes for 0), NaN and inf have some exponent.
+    It is at most one whose negative power is a normal number; 0, NaN and inf have some exponent.
     """
-    bits, mantissa, bias = _format(largest.dtype)
-    integers = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(largest), f"int{bits}")
-    field = _clamped(integers >> mantissa, 0, 2 * (bias - 1))
-    scale = jax.lax.bitcast_convert_type((2 * bias - 1 - field) << mantissa, largest.dtype)
-    return scale, (field - (bias - 1)).astype(jnp.int32)
+    bits, mantissa, bias = _format(size.dtype)
+    field = jax.lax.bitcast_convert_type(size, f"int{bits}") >> mantissa
+    return jnp.minimum(field, 2 * (bias - 1)).astype("int32") - (bias - 1)
 
 
-def unit_scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `power_scale`, with `NO_EXPONENT` as the exponent of 0."""
-    scale, exponent = power_scale(largest)
-    smallest = 1 - _format(largest.dtype)[2]
-    return scale, if_else(exponent > smallest, exponent, NO_EXPONENT)
-
-
-def power_at_most_one(exponent: jax.Array, dtype: Any) -> jax.Array:
-    """``2 ** exponent`` for exponents up to 0; 0 where that is not a normal number."""
-    bits, mantissa, bias = _format(dtype)
-    field = _clamped(exponent + bias, 0, bias).astype(f"int{bits}")
-    return jax.lax.bitcast_convert_type(field << mantissa, dtype)
+def times_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """``x * 2 ** exponent``, exactly; 0 where the power is no normal number, inf if too large."""
+    return x * jax.lax.convert_element_type(_power(exponent, x.dtype), x.dtype)
 
 
 def _power(exponent: jax.Array, dtype: Any) -> jax.Array:
-    """``2 ** exponent`` exactly, 0 where it is not a normal number."""
-    bits, mantissa, bias = _format(dtype)
-    field = _clamped(exponent + bias, 0, 2 * bias).astype(f"int{bits}")
-    return jax.lax.bitcast_convert_type(field << mantissa, dtype)
+    kind = "float64" if jnp.finfo(dtype).bits == 64 else "float32"
+    bits, mantissa, bias = _format(kind)
+    field = jnp.clip(exponent + bias, 0, 2 * bias).astype(f"int{bits}")
+    return jax.lax.bitcast_convert_type(field << mantissa, kind)
 
 
 def _format(dtype: Any) -> tuple[int, int, int]:
     """The bits of a number, the bits of its mantissa, and the field of the exponent of 1."""
     return (64, 52, 1023) if jnp.finfo(dtype).bits == 64 else (32, 23, 127)
-
-
-def _clamped(x: jax.Array, least: int, most: int) -> jax.Array:
-    """Integers from one to another; `jax.numpy.clip` would be a call in each place."""
-    return jax.lax.clamp(jnp.array(least, x.dtype), x, jnp.array(most, x.dtype))

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._clip import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, is_rule
 from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
 from clipgrad._numerics import warn_of_parts
+from clipgrad._per_example import rules
 from clipgrad._per_example.batches import batch_size
 from clipgrad._trees import (
     Where,
@@ -25,7 +25,7 @@ from clipgrad._trees import (
     selected,
 )
 
-METHODS = ("auto", "one pass", "two passes", "direct")
+METHODS = ("auto", "direct")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,20 +70,17 @@ class PerExampleSubject:
             return "method='direct'"
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
-        return _why_rule_is_direct(self.rule)
+        return rules.why_direct(self.rule)
 
     def warn_of_parts(self, params: Any) -> None:
         """Warns of parameters in parts on several devices, where no gradient meets the rule."""
         if self.rule is not None and self.why_direct(params) is None:
-            warn_of_parts(type(self.rule).__name__, self.clipped(params), self.rule.axis_name)
+            axes = rules.axis_name_of(self.rule)
+            warn_of_parts(type(self.rule).__name__, self.clipped(params), axes)
 
     def clipped(self, params: Any) -> list[Any]:
         pairs = zip(jax.tree.leaves(params), self.flags(params), strict=True)
         return [leaf for leaf, flag in pairs if flag]
-
-    def zeroed(self, arrays: frozenset[int]) -> frozenset[int]:
-        """The leaves in which NaN and inf count as 0, of those that are arrays."""
-        return arrays if self.nonfinite == "zero" else frozenset()
 
     def flags(self, params: Any) -> list[bool]:
         leaves = jax.tree.leaves(params, is_leaf=is_none)
@@ -120,8 +117,11 @@ class ApartSubject(NamedTuple):
 
 
 def check_method(method: str) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
+    if method in METHODS:
+        return
+    old = method in ("one pass", "two passes")
+    hint = "; write method='auto', with microbatch= where memory is short" if old else ""
+    raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}{hint}")
 
 
 def check_params(params: Any, shapes: bool = False) -> None:
@@ -146,20 +146,6 @@ def check_params(params: Any, shapes: bool = False) -> None:
             )
 
 
-def _why_rule_is_direct(rule: Any) -> str | None:
-    """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
-    reason = f"{rule!r} does not scale whole leaves by L2 norms"
-    if getattr(rule, "axis_name", None):
-        return reason
-    if rule is None or type(rule) is ClipByBlockRMS:
-        return None
-    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2:
-        return None
-    if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
-        return None
-    return reason
-
-
 _OF_ONE = ", as in\n  lambda params, x: jnp.mean(loss_fn(params, x[None]))"
 
 
@@ -168,8 +154,8 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 
     It is not traced once more for that.
     """
-    if is_rule(loss_fn) or not callable(loss_fn):
-        hint = "; write the loss before the rule" if is_rule(loss_fn) else ""
+    if rules.is_rule(loss_fn) or not callable(loss_fn):
+        hint = "; write the loss before the rule" if rules.is_rule(loss_fn) else ""
         raise TypeError(
             f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
             f"of (params, example){hint}"

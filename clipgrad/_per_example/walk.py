@@ -7,8 +7,6 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._each_example.places import Place, is_followed
-from clipgrad._each_example.uses import Use, use_of
 from clipgrad._jaxpr import (
     CALLS,
     JIT,
@@ -20,6 +18,8 @@ from clipgrad._jaxpr import (
     opened,
     scan_counts,
 )
+from clipgrad._per_example.places import Place, is_followed
+from clipgrad._per_example.uses import Use, use_of
 
 # The first result of an equation, behind those of the equations around it.
 Where = tuple[Var, ...]

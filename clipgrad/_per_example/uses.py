@@ -18,10 +18,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
-from clipgrad._each_example.places import Label, Place, is_followed
-from clipgrad._each_example.products import product
 from clipgrad._jaxpr import bind
 from clipgrad._numerics import accumulator
+from clipgrad._per_example.places import Label, Place, is_followed
+from clipgrad._per_example.products import product
 
 EXAMPLES = ("examples",)
 
@@ -43,6 +43,11 @@ class Rows(NamedTuple):
 
     left: jax.Array
     right: jax.Array
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether each side is one row of numbers."""
+        return all(x.ndim == 4 and x.shape[0] == x.shape[2] == 1 for x in self)
 
     @classmethod
     def of(cls, sides: Sides, x: jax.Array, ct: jax.Array) -> "Rows":
@@ -216,35 +221,33 @@ class Convolution(Use):
         numbers = self.equation.params["dimension_numbers"]
         rows = [("row", i) for i in range(len(self.view) - 2)]
         outputs, inputs, *taps = map(self.axis, numbers.rhs_spec)
-        ct: list[Any] = [None] * len(self.y.shape)
-        for i, label in zip(numbers.out_spec, [("row", -1), outputs, *rows], strict=True):
-            ct[i] = label
-        return [("row", -1), inputs, *taps, *rows], ct
+        x = _in_order(numbers.lhs_spec, [("row", -1), inputs, *rows])
+        x[numbers.lhs_spec[1] : numbers.lhs_spec[1]] = taps
+        return x, _in_order(numbers.out_spec, [("row", -1), outputs, *rows])
 
     def expanded(self, x: jax.Array) -> jax.Array:
-        """The patches of x: (images, inputs, taps, positions)."""
+        """The patches of x: what each tap sees, with the axes of taps before that of inputs."""
         outer = x.shape[: len(self.outer) + 1]
-        folded = x.reshape(-1, *x.shape[len(outer) :])
-        found = jax.vmap(self._patches)(folded)
+        found = jax.vmap(self._patches)(x.reshape(-1, *x.shape[len(outer) :]))
         return found.reshape(*outer, *found.shape[1:])
 
     def _patches(self, x: jax.Array) -> jax.Array:
         params = self.equation.params
-        numbers, strides = params["dimension_numbers"], params["window_strides"]
-        x = jnp.transpose(x, numbers.lhs_spec)
+        lhs, rhs, out = params["dimension_numbers"]
         pairs = zip(params["padding"], params["lhs_dilation"], strict=True)
         edges = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), d - 1) for (a, b), d in pairs)]
-        padded = lax.pad(x, jnp.zeros((), x.dtype), edges)
-        window = [self.y.shape[i] for i in numbers.out_spec[2:]]
-        taps = [self.view[i] for i in numbers.rhs_spec[2:]]
-        found = []
+        padded = lax.pad(x, jnp.zeros((), x.dtype), _in_order(lhs, edges))
+        positions = [self.y.shape[i] for i in out[2:]]
+        taps, strides = [self.view[i] for i in rhs[2:]], params["window_strides"]
+        sizes, found = [x.shape[i] for i in lhs[:2]], []
         for tap in itertools.product(*map(range, taps)):
             start = [t * d for t, d in zip(tap, params["rhs_dilation"], strict=True)]
-            ends = zip(start, window, strides, strict=True)
-            stop = [s + (k - 1) * n + 1 for s, k, n in ends]
-            limits = [0, 0, *start], [*x.shape[:2], *stop]
-            found.append(lax.slice(padded, *limits, [1, 1, *strides]))
-        return jnp.stack(found, 2).reshape(*x.shape[:2], *taps, *window)
+            ends = zip(start, positions, strides, strict=True)
+            stop = [first + (count - 1) * step + 1 for first, count, step in ends]
+            limits = [0, 0, *start], [*sizes, *stop], [1, 1, *strides]
+            found.append(lax.slice(padded, *(_in_order(lhs, each) for each in limits)))
+        stacked, axis = jnp.stack(found, lhs[1]), lhs[1]
+        return stacked.reshape(*stacked.shape[:axis], *taps, *stacked.shape[axis + 1 :])
 
     def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
         """The sum of the gradients of all examples, without patches."""
@@ -303,6 +306,14 @@ class Lookup(Use):
 
     def _again(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return bind(self.equation, [w, x])[0]
+
+
+def _in_order(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Values, each at its place."""
+    found: list[Any] = [None] * len(places)
+    for i, value in zip(places, values, strict=True):
+        found[i] = value
+    return found
 
 
 def _in_rows(

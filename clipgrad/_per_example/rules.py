@@ -23,8 +23,8 @@ from clipgrad._clip import as_rule as as_rule
 from clipgrad._clip import check_policy as check_policy
 from clipgrad._clip import is_rule as is_rule
 from clipgrad._clip import raise_for_counts as raise_for_counts
-from clipgrad._each_example.squares import Squares
 from clipgrad._numerics import Norm, accumulator
+from clipgrad._per_example.squares import Squares
 
 
 def axis_name_of(rule: Any) -> Any:

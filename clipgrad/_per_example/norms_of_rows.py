@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._each_example.products import product
-from clipgrad._each_example.squares import Squares, exponent_of, largest, times_power
-from clipgrad._each_example.uses import Rows, Use
 from clipgrad._numerics import accumulator
+from clipgrad._per_example.products import product
+from clipgrad._per_example.squares import Squares, exponent_of, largest, times_power
+from clipgrad._per_example.uses import Rows, Use
 
 
 def have_grams(uses: Sequence[Use]) -> bool:
@@ -66,6 +66,8 @@ def gram_squares(uses: Sequence[Use], xs: Sequence[Any], cts: Sequence[Any]) -> 
 
 def _of_one_key(parts: Sequence[Rows]) -> Squares:
     """The squares, in which all left sides have one power of two, and all right sides."""
+    if len(parts) == 1 and parts[0].is_outer:
+        return _of_outer(parts[0])
     parts, exponents = _in_range(parts)
     total: Any = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(parts)), 2):
@@ -73,6 +75,14 @@ def _of_one_key(parts: Sequence[Rows]) -> Squares:
         both = jnp.sum(inner, (0, 2, 3)) + error * jnp.sum(jnp.abs(inner), (0, 2, 3))
         total += both if i == j else 2 * both
     return Squares(total, exponents)
+
+
+def _of_outer(rows: Rows) -> Squares:
+    """The squares of one row on each side, as of a dense layer without positions."""
+    left, right = (Squares.of(jnp.swapaxes(x, 0, 1)) for x in rows)
+    lengths = [math.sqrt(x.shape[0] * x.shape[3]) for x in rows]
+    error = (4 + sum(lengths)) * float(jnp.finfo(left.total.dtype).eps) / 2
+    return Squares(left.total * right.total * (1 + error), left.exponent + right.exponent)
 
 
 def _in_range(parts: Sequence[Rows]) -> tuple[list[Rows], jax.Array]:
