@@ -127,7 +127,7 @@ def test_an_argument_with_as_many_rows_that_is_not_named_stays_whole():
 
 def test_it_is_said_that_all_arguments_of_an_example_are_to_be_named():
     x, y = inputs(4, label=2)
-    wanted = r"examples: got 'x', but the loss does not take 8 examples .* args\[2\] has 4 rows too"
+    wanted = r"examples: got 'x', but args\[2\] has 4 rows too"
     with pytest.raises(ValueError, match=wanted):
         cg.diagnose(squares, (W, x, y), examples="x")
 

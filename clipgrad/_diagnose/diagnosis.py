@@ -66,7 +66,7 @@ def _table(findings: tuple[GradientFinding, ...], rows: tuple[GradientRow, ...])
     sign = -1 if smallest else 1
 
     def badness(row: GradientRow) -> tuple:
-        return float(np.sum(row.nonfinite)) > 0, sign * float(np.max(row.norm, initial=0))
+        return float(np.max(row.nonfinite)), sign * float(np.max(np.nan_to_num(row.norm)))
 
     worst = sorted(rows, key=badness, reverse=True)[:_WORST]
     lines = [f"{'cotangent of':<52}{'norm':>10}{'largest':>10}{'not finite':>12}{'zeros':>8}"]
@@ -79,7 +79,9 @@ def _row_line(row: GradientRow) -> str:
     name = name if len(name) <= _NAME else "..." + name[3 - _NAME :]
     worst = float(np.max(row.norm, initial=0)), float(np.max(row.largest, initial=0))
     numbers = "".join(f"{value:>10.3g}" for value in worst)
-    return f"{name:<52}{numbers}{np.sum(row.nonfinite):>12.0f}{np.max(row.zeros):>8.0%}"
+    steps = int(np.sum(row.nonfinite))
+    bad = f"{steps} of {row.nonfinite.size}" if row.scans else "yes" if steps else "no"
+    return f"{name:<52}{numbers}{bad:>12}{np.max(row.zeros):>8.0%}"
 
 
 def _written_finding(finding: GradientFinding) -> str:

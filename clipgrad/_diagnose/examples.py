@@ -14,8 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import is_of_callback
-from clipgrad._errors import first_line
-from clipgrad._frameworks import has_modules
 from clipgrad._numerics import global_norm
 from clipgrad._trees import argument_name, nearest
 
@@ -69,7 +67,7 @@ def bad_examples(
     Raises:
       ValueError: `examples` does not name all arguments that have the axis of the batch.
     """
-    batch = _batch_of(given, trace, args, kwargs, examples)
+    batch = _batch_of(given, args, kwargs, examples)
     inside = [batch.has(*pair) for pair in zip(given.names, given.inputs, strict=True)]
     whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
     program, copies = given.program, batch.size
@@ -89,29 +87,21 @@ def bad_examples(
     )
 
 
-def _batch_of(
-    given: DiagnosisSubject,
-    trace: Trace,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    examples: str | int | Sequence[str | int],
-) -> _Batch:
-    """The arguments that are named, if the loss takes another number of examples there."""
+def _batch_of(given: DiagnosisSubject, args: tuple, kwargs: Any, examples: Any) -> _Batch:
+    """The arguments that are named, if it is clear that no other belongs to them."""
     keys = _keys(examples, given.fun, args, kwargs)
     places = tuple(dict.fromkeys(argument_name(key) for key in keys))
     batch = _Batch(_rows_of(given, places), places)
-    others = _as_many_rows(args, kwargs, batch)
-    if not others or batch.size < 2 or not isinstance(examples, str | int):
-        return batch
-    try:  # twice as many rows broadcast against nothing; their numbers do not matter
-        trace(*batch.changed(args, kwargs, _twice))
-    except Exception as error:
+    moved = {_place_of(given.names[i]) for i in given.chosen}
+    pairs = zip(given.names, given.inputs, strict=True)
+    rows = [_place_of(name) for name, x in pairs if _has_rows(x, batch.size)]
+    others = [place for place in dict.fromkeys(rows) if place not in {*places, *moved}]
+    if others and isinstance(examples, str | int):
         raise ValueError(
-            f"examples: got {examples!r}, but the loss does not take {2 * batch.size} examples "
-            f"there ({first_line(error)}); expected the names of all arguments that have the axis "
-            f'of the batch, such as ("x", "y"): {", ".join(others)} has {batch.size} rows too; or '
-            f"({examples!r},) if no other has it"
-        ) from error
+            f"examples: got {examples!r}, but {', '.join(others)} has {batch.size} rows too; "
+            'expected the names of all arguments that have the axis of the batch, such as ("x", '
+            f'"y"), or ({examples!r},) if no other has it'
+        )
     return batch
 
 
@@ -149,25 +139,6 @@ def _rows_of(given: DiagnosisSubject, places: Sequence[str]) -> int:
         raise ValueError(f"examples: got {there}, expected one leading axis for all")
     ((size,),) = sizes
     return size
-
-
-def _as_many_rows(args: tuple, kwargs: Mapping[str, Any], named: _Batch) -> list[str]:
-    """The other arguments with as many rows."""
-    trees = {argument_name(i): x for i, x in enumerate(args)}
-    trees |= {argument_name(key): x for key, x in kwargs.items()}
-    return [
-        place
-        for place, tree in trees.items()
-        if place not in named.places
-        and not has_modules(tree)
-        and any(_has_rows(x, named.size) for x in jax.tree.leaves(tree))
-    ]
-
-
-def _twice(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jnp.concatenate([x, x])
-    return np.broadcast_to(np.zeros((), x.dtype), (2 * x.shape[0], *x.shape[1:]))
 
 
 def _one_by_one(

@@ -7,7 +7,7 @@ import numpy as np
 
 from clipgrad._chart import empty_chart
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.trends import finite_norm, over_steps
+from clipgrad._diagnose.trends import over_steps
 from clipgrad._diagnose.units import SCAN
 
 
@@ -20,7 +20,7 @@ def diagnosis_figure(rows: Sequence[GradientRow], findings: Sequence[GradientFin
     scans = [row for row in rows if row.operation == SCAN]
     chart = empty_chart(10, 4 * (1 + len(scans)))
     panels = chart.subplots(1 + len(scans), 1, squeeze=False)[:, 0]
-    norms = [float(np.sqrt(np.sum(np.square(finite_norm(row))))) for row in rows]
+    norms = [float(np.sqrt(np.sum(np.square(row.norm)))) for row in rows]
     lines = [(row.file, row.line) for row in rows]
     at = [(lines.index((f.file, f.line)), f) for f in findings if (f.file, f.line) in lines]
     _draw(panels[0], norms, at, "part, from the input to the loss", "norm of the cotangent")

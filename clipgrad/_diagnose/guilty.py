@@ -5,7 +5,7 @@ cotangent is from that is not finite, and where one ends that is zero, lead from
 loss (`faults`, `cuts`). A question goes inside of an entry only where it is about that entry.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,45 +136,58 @@ def value_at(tape: Tape, atom: Any, wanted: int) -> tuple[Found, Found | None]:
 
 # -- Where a cotangent is from.
 
+Way = tuple[Tape, Any]  # a tape, and a variable of it
+Seen = tuple[list[Way], list[Found]]  # where a question leads to, and what it has found
 
-def faults(tape: Tape, atom: Any, seen: set) -> Iterator[Found]:
-    """The entries that made the cotangent of a value not finite."""
-    if (tape, atom) in seen or not level(tape.cotangents.get(atom)):
-        return
-    seen.add((tape, atom))
+
+def _followed(look: Callable[[Tape, Any], Seen], start: Iterable[Way]) -> list[Found]:
+    """What a question finds on all ways from some values on."""
+    todo, seen, found = list(start), set(), []
+    while todo:
+        way = todo.pop()
+        if way not in seen:
+            seen.add(way)
+            ways, own = look(*way)
+            todo += ways
+            found += own
+    return found
+
+
+def faults(tape: Tape, atoms: Iterable[Any]) -> list[Found]:
+    """The entries that made the cotangents of some values not finite."""
+    return _followed(_faults_at, [(tape, atom) for atom in atoms])
+
+
+def _faults_at(tape: Tape, atom: Any) -> Seen:
+    if not level(tape.cotangents.get(atom)):
+        return [], []
+    ways = [_behind(tape, j, False) for j in results_of(tape, atom) if level(tape.of_results[j])]
+    ways, found = [way for way in ways if way], []
     bad = [(entry, k) for entry, k in tape.uses[atom] if level(entry.back[k])]
-    ends = results_of(tape, atom)
-    late = [j for j in ends if level(tape.of_results[j]) and tape.within]
-    for j in late:
-        yield from faults(*tape.within.entry.inside.output(tape, j), seen)
+    if not bad and not ways:
+        return [], [_sum_of(tape, atom)]
     for entry, k in bad:
-        yield from _faults_of(entry, k, seen)
-    if not bad and not late:
-        yield _sum_of(tape, atom)
+        later = [v for v, g in zip(entry.equation.outvars, entry.got, strict=True) if level(g)]
+        way = entry.inside.operand(k, is_zero=False) if _is_followed_back(entry) else None
+        if later:
+            ways += [(tape, v) for v in later]
+        elif way and level(way[0].cotangents.get(way[1])):
+            ways.append(way)
+        else:
+            is_sum = isinstance(entry.inside, InScan)
+            found.append(_sum_of(tape, atom) if is_sum else Found("vjp", entry, k))
+    return ways, found
 
 
-def _faults_of(entry: Entry, k: int, seen: set) -> Iterator[Found]:
-    """The entries that made the cotangent of an operand not finite."""
-    tape = entry.tape
-    later = [v for v, g in zip(entry.equation.outvars, entry.got, strict=True) if level(g)]
-    if later:
-        for v in later:
-            yield from faults(tape, v, seen)
-        return
-    is_whole = entry.inside is None or not _is_followed_back(entry)
-    way = None if is_whole else entry.inside.operand(k, is_zero=False)
-    inside = list(faults(*way, seen)) if way else []
-    if inside or (way and way in seen):
-        yield from inside
-    elif isinstance(entry.inside, InScan):
-        yield _sum_of(tape, entry.equation.invars[k])
-    else:
-        yield Found("vjp", entry, k)
+def _behind(tape: Tape, result: int, is_zero: bool) -> Way | None:
+    """What a result of a program is outside of it; None for the loss."""
+    return tape.within and tape.within.entry.inside.output(tape, result, is_zero)
 
 
 def _is_followed_back(entry: Entry) -> bool:
     """Whether the cotangents inside are those of the operations there."""
-    return getattr(entry.inside, "is_differentiated", isinstance(entry.inside, InScan))
+    inside = entry.inside
+    return isinstance(inside, InScan) or (isinstance(inside, InCall) and inside.is_differentiated)
 
 
 def results_of(tape: Tape, atom: Any) -> list[int]:
@@ -206,34 +219,34 @@ def contains(entry: Entry, other: Entry | None) -> bool:
 # -- Where a cotangent ends.
 
 
-def cuts(tape: Tape, atom: Any, seen: set) -> Iterator[Found]:
+def cuts(tape: Tape, atom: Any) -> list[Found]:
     """The entries with a cotangent, and an operand without, on all ways from a value on."""
-    if (tape, atom) in seen:
-        return
-    seen.add((tape, atom))
-    for j in results_of(tape, atom) if tape.within else ():
-        yield from _cuts_behind(tape, j, seen)
+    return _followed(_cuts_at, [(tape, atom)])
+
+
+def _cuts_at(tape: Tape, atom: Any) -> Seen:
     live = [(e, k) for e, k in tape.uses[atom] if not is_zero(e.back[k])]
     if live and is_zero(tape.cotangents.get(atom)):
-        yield Found("zero", *live[0], way=CANCELS)
-        return
-    for entry, k in tape.uses[atom]:
-        if (entry, k) not in live:
-            yield from _cuts_of(entry, k, seen)
+        return [], [Found("zero", *live[0], way=CANCELS)]
+    seen = [_cuts_of(entry, k) for entry, k in tape.uses[atom] if (entry, k) not in live]
+    seen += [_cuts_behind(tape, j) for j in results_of(tape, atom)]
+    return [way for ways, _ in seen for way in ways], [own for _, found in seen for own in found]
 
 
-def _cuts_behind(tape: Tape, result: int, seen: set) -> Iterator[Found]:
-    """The cuts behind a result of a program inside; one of a carry that nobody reads."""
-    assert tape.within is not None
-    entry = tape.within.entry
-    after, atom = entry.inside.output(tape, result)
-    is_next = after is not entry.tape
+def _cuts_behind(tape: Tape, result: int) -> Seen:
+    """What is behind a result of a program inside; a cut if it is a carry that nobody reads."""
+    behind = _behind(tape, result, True)
+    if behind is None:
+        return [], []
+    is_next = behind[0] is not tape.within.entry.tape
     made = _maker(tape, tape.jaxpr.outvars[result])
-    is_read = not is_next or after.uses[atom] or results_of(after, atom)
-    if is_next and made and not is_read:
-        yield Found("zero", made, way=CARRY)
-    else:
-        yield from cuts(after, atom, seen)
+    if is_next and made and not _is_read(*behind):
+        return [], [Found("zero", made, way=CARRY)]
+    return [behind], []
+
+
+def _is_read(tape: Tape, atom: Any) -> bool:
+    return bool(tape.uses[atom] or results_of(tape, atom))
 
 
 def _maker(tape: Tape, atom: Any) -> Entry | None:
@@ -247,25 +260,18 @@ def _maker(tape: Tape, atom: Any) -> Entry | None:
     return deeper or entry
 
 
-def _cuts_of(entry: Entry, k: int, seen: set) -> Iterator[Found]:
-    """The cuts of an operand without a cotangent."""
+def _cuts_of(entry: Entry, k: int) -> Seen:
+    """The cut of an operand without a cotangent, or where to look for it."""
     is_blind = entry.name in ("stop_gradient", "while") or not any(map(holds_floats, entry.outs))
     if isinstance(entry.inside, InWhile):
-        if reaches(entry):
-            yield Found("zero", *_in_condition(entry.inside, k))
-    elif entry.alive and entry.inside and _is_followed_back(entry):
-        way = entry.inside.operand(k, is_zero=True)
-        if way is None:
-            yield Found("zero", entry, k)
-        elif isinstance(entry.inside, InBranch) and not (way[0].uses[way[1]] or results_of(*way)):
-            yield Found("zero", entry, k, way=BRANCH)
-        else:
-            yield from cuts(*way, seen)
-    elif entry.alive or (is_blind and reaches(entry)):
-        yield Found("zero", entry, k)
-    elif not is_blind:
-        for v in entry.equation.outvars:
-            yield from cuts(entry.tape, v, seen)
+        return [], [Found("zero", *_in_condition(entry.inside, k))] if reaches(entry) else []
+    if entry.alive and _is_followed_back(entry) and (way := entry.inside.operand(k, is_zero=True)):
+        if isinstance(entry.inside, InBranch) and not _is_read(*way):
+            return [], [Found("zero", entry, k, way=BRANCH)]
+        return [way], []
+    if entry.alive or (is_blind and reaches(entry)):
+        return [], [Found("zero", entry, k)]
+    return [] if is_blind else [(entry.tape, v) for v in entry.equation.outvars], []
 
 
 def is_of_users_rule(entry: Entry) -> bool:

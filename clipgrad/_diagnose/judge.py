@@ -102,9 +102,8 @@ def _findings(
     if not np.isfinite(loss) and (wanted := level(tape.read(atom))):
         source, then = value_at(tape, atom, wanted)
         findings.append(value_finding(source, given, then))
-    seen: set = set()
-    found = [f for i in bad for f in faults(tape, tape.jaxpr.invars[i], seen)]
-    found = [f for f in found if not _is_excused(f, source)]
+    found = faults(tape, [tape.jaxpr.invars[i] for i in bad])
+    found = [fault for fault in found if not _is_excused(fault, source)]
     if not found:
         return findings
     fault = first_backward(found)

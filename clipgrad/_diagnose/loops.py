@@ -175,30 +175,39 @@ class InScan(Inside):
         """The input at the step in time whose cotangent is bad first, going backward.
 
         Of what is zero it is a step at which there is a cotangent of a result: of a carry the first
-        of these, of a fixed operand the last, and of an element the last that is zero itself.
+        of these, of other operands the last.
         """
         if is_zero:
-            steps = self.alive
-            if self.is_carry(number):
-                steps = steps[:1]
+            steps = self.alive[:1] if self.is_carry(number) else self.alive
+        elif self.is_carry(number):
+            steps = [self.times[self._bad_until(number - self.fixed)]]
         elif number < self.fixed:
             steps = [t for t in self.times if self.told[number][t, 1]]
         else:
-            back = self.entry.back[number]
-            bad = self._by_step(back) if number >= self.split else None
-            steps = self.times[:1] if bad is None else [t for t in self.times if bad[t]]
+            bad = self._by_step(self.entry.back[number])
+            steps = [t for t in self.times if bad[t]]
         tape = self.step(steps[-1]) if steps else None
         return (tape, tape.jaxpr.invars[number]) if tape else None
 
-    def output(self, tape: Tape, number: int) -> tuple[Tape, Any]:
-        """What the next step begins with, or a result."""
+    def output(self, tape: Tape, number: int, is_zero: bool) -> tuple[Tape, Any]:
+        """What the next step begins with, or a result.
+
+        Of what is not zero it is the step whose cotangent is bad first, going backward.
+        """
         assert tape.within is not None
         later = self.times[tape.within.time + 1 :]
         if number >= self.carried or not later:
-            return super().output(tape, number)
-        alive = [t for t in self.alive if t in later]
-        after = self.step(alive[0] if alive else later[0])
-        return after, after.jaxpr.invars[self.fixed + number]
+            return super().output(tape, number, is_zero)
+        alive = [t for t in self.alive if t in later] if is_zero else []
+        last = self.times[self._bad_until(number)]
+        t = alive[0] if alive else last if last in later and not is_zero else later[0]
+        return self.step(t), self.step(t).jaxpr.invars[self.fixed + number]
+
+    def _bad_until(self, carry: int) -> int:
+        """The time of the last step that begins with a carry whose cotangent is bad."""
+        found = self.of_carries.get(carry)
+        bad = [] if found is None else self._by_step(found)[self.times]
+        return min(int(np.max(np.flatnonzero(bad), initial=-1)) + 1, self.length - 1)
 
     @property
     def alive(self) -> list[int]:

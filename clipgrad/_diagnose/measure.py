@@ -1,7 +1,4 @@
-"""The cotangents of the variables of a program, measured in one compiled run.
-
-Where one is not finite, a second run counts its elements that are not.
-"""
+"""The cotangents of the variables of a program, measured in one compiled run."""
 
 import math
 from collections import OrderedDict
@@ -13,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from clipgrad._diagnose.probe import COUNTED, SUMS, Probe, Site, Summary, received, summary
-from clipgrad._jaxpr import Widen, dtype_of, evaluate, jit_by_size, on_host
+from clipgrad._diagnose.probe import SUMS, Probe, Site, Summary, received, summary
+from clipgrad._jaxpr import Widen, dtype_of, evaluate, on_host
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32
 from clipgrad._program import active_variables
@@ -49,28 +46,12 @@ def measure(
     is_scaled: bool = False,
 ) -> Measured:
     """Run the backward pass; with `is_scaled` the loss is multiplied by a large number."""
-    found = _measured(program, inputs, chosen, sites, is_scaled, False)
-    bad = [own for own in sites if np.isnan(found.sites[own.site].nonfinite).any()]
-    if bad or any(np.isnan(grad.nonfinite) for grad in found.grads):
-        counted = _measured(program, inputs, chosen, bad, is_scaled, True)
-        found = Measured(found.loss, counted.grads, found.sites | counted.sites)
-    return found
-
-
-def _measured(
-    program: Any,
-    inputs: Sequence[Any],
-    chosen: Sequence[int],
-    sites: Sequence[CotangentSite],
-    is_scaled: bool,
-    is_counted: bool,
-) -> Measured:
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
     # In the order of the program, which is the same in all processes, as addresses are not.
     whole = frozenset(own.site for own in sites if _is_whole(own.variable.aval.size, own.around))
-    probes = OrderedDict((s.site, _probe_of(s, s.site in whole, is_counted)) for s in sites)
+    probes = OrderedDict((s.site, _probe_of(s, s.site in whole)) for s in sites)
     silent = [own.site for own in sites if own.variable not in active]
     sent_none = {site: probes.pop(site) for site in silent}
 
@@ -82,7 +63,7 @@ def _measured(
     @jit_by_size(program)
     def run(*args: list) -> Any:
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
-        sent = [summary(grad, _is_whole(grad.size), is_counted) for grad in grads]
+        sent = [summary(grad, _is_whole(grad.size)) for grad in grads]
         return value, sent, measured
 
     given, others = _split(inputs, chosen)
@@ -105,10 +86,10 @@ def _merged(given: Sequence[Any], others: Sequence[Any], chosen: Sequence[int]) 
     return [own.get(i, x) for i, x in enumerate(others)]
 
 
-def _probe_of(own: CotangentSite, is_whole: bool, is_counted: bool) -> np.ndarray:
+def _probe_of(own: CotangentSite, is_whole: bool) -> np.ndarray:
     aval: Any = own.variable.aval
     lengths = tuple(length for _, length in own.around.axes) if own.around else ()
-    length = 1 + aval.size if is_whole else COUNTED if is_counted else SUMS
+    length = 1 + aval.size if is_whole else SUMS
     dtype = np.finfo(at_least_float32(dtype_of(own.variable))).dtype
     return np.zeros((*lengths, length), dtype)
 
@@ -152,7 +133,7 @@ def joined(found: Summary, around: Place | None) -> Summary:
     for axis in reversed([i for i, (name, _) in enumerate(axes) if name != "scan"]):
         found = Summary(
             reached=np.max(found.reached, axis),
-            nonfinite=np.sum(found.nonfinite, axis),
+            nonfinite=np.max(found.nonfinite, axis),
             zeros=np.mean(found.zeros, axis),
             largest=np.max(found.largest, axis),
             norm=np.linalg.norm(np.asarray(found.norm, np.float64), axis=axis),

@@ -127,54 +127,44 @@ def _identity(is_whole: bool, x: Any, probe: Any) -> Any:
 
 
 def _backward(is_whole: bool, probe: Any, cotangent: Any) -> Any:
-    found = summary(cotangent, is_whole, probe.shape[-1] == COUNTED).astype(probe.dtype)
+    found = summary(cotangent, is_whole).astype(probe.dtype)
     return cotangent, to_varying(found, varying_axes(probe))
 
 
 _identity.defvjp(lambda is_whole, x, probe: (x, probe), _backward)
 
-SUMS, COUNTED = 4, 5  # the lengths of sums, without and with the number of what is not finite
+SUMS = 4  # the length of a summary of sums
 
 
 class Summary(NamedTuple):
     """Numbers of a cotangent; with leading axes for the scans and `shard_map`s around it."""
 
     reached: Any  # 1 if there is a cotangent at all
-    nonfinite: Any  # how many elements are NaN or inf; NaN if they are not counted
+    nonfinite: Any  # 1 if an element is NaN or inf; then the largest and the norm are NaN
     zeros: Any  # the share of zeros
-    largest: Any  # the largest magnitude that is finite
-    norm: Any  # of the finite elements
+    largest: Any  # the largest magnitude
+    norm: Any  # the L2 norm
 
 
-def summary(cotangent: Any, is_whole: bool, is_counted: bool) -> jax.Array:
+def summary(cotangent: Any, is_whole: bool) -> jax.Array:
     """A cotangent as a vector: 1, and all of it, or its sums."""
     x = real_or_absolute(cotangent)
     x = x.astype(at_least_float32(x.dtype))
-    own = on_every_device(x).reshape(-1) if is_whole else _sums(x, is_counted)
+    own = on_every_device(x).reshape(-1) if is_whole else _sums(x)
     return jnp.concatenate([jnp.ones(1, x.dtype), own])
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _sums(x: jax.Array, is_counted: bool) -> jax.Array:
+@jax.jit
+def _sums(x: jax.Array) -> jax.Array:
     """The share of zeros, the largest magnitude, and the sum of squares in units of that.
 
-    The sum is NaN where an element is not finite; with `is_counted` the numbers are of the finite
-    elements, and the number of all others comes last.
-
     XLA's CPU loops store what is compared or selected, or an absolute value that is used twice: a
-    copy of the gradient for each. So that is left to cotangents that are not finite. Cotangents of
-    one shape share what is traced.
+    copy of the gradient for each. So here is none. Cotangents of one shape share what is traced.
     """
-    counted = []
-    if is_counted:
-        is_finite, is_zero = jnp.isfinite(x), x == 0
-        counted = [jnp.sum(~is_finite).astype(x.dtype)]
-        x, zeros = jnp.where(is_finite, x, 0), _mean(is_zero.astype(x.dtype))
-    else:
-        zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
+    zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
     largest = jnp.max(jnp.abs(x))
     unit = x / jnp.where(largest == 0, 1, largest)
-    return jnp.stack([zeros, largest, jnp.sum(unit * unit), *counted])
+    return jnp.stack([zeros, largest, jnp.sum(unit * unit)])
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -186,14 +176,17 @@ def received(sent: Any, is_whole: bool) -> Summary:
     """The summary of a vector that has left the program, on the host."""
     sent = np.asarray(sent, np.float64)
     reached, own = sent[..., 0], sent[..., 1:]
-    if not is_whole:
-        zeros, largest, squares, *counted = np.moveaxis(own, -1, 0)
-        bad = counted[0] if counted else np.where(np.isfinite(squares), 0, np.nan)
-        return Summary(reached, bad, zeros, largest, largest * np.sqrt(squares))
-    bad = ~np.isfinite(own)
-    finite = np.where(bad, 0, np.abs(own))
-    largest = np.max(finite, axis=-1, initial=0)
-    unit = finite / np.where(largest == 0, 1, largest)[..., None]
-    norm = largest * np.linalg.norm(unit, axis=-1)
-    zeros = np.mean(own == 0, axis=-1) if own.shape[-1] else np.zeros_like(norm)
-    return Summary(reached, np.sum(bad, axis=-1), zeros, largest, norm)
+    if is_whole:
+        size = np.abs(own)
+        largest = np.max(size, axis=-1, initial=0)
+        with np.errstate(invalid="ignore"):
+            unit = size / np.where(largest == 0, 1, largest)[..., None]
+        squares = np.sum(unit**2, axis=-1)
+        zeros = np.mean(size == 0, axis=-1) if own.shape[-1] else np.zeros_like(largest)
+    else:
+        zeros, largest, squares = np.moveaxis(own, -1, 0)
+    bad = ~(np.isfinite(squares) & np.isfinite(largest))
+    none = np.where(bad, np.nan, 0)
+    with np.errstate(invalid="ignore"):
+        norm = largest * np.sqrt(squares) + none
+    return Summary(reached, bad * 1.0, np.where(bad, 0, zeros), largest + none, norm)

@@ -53,9 +53,9 @@ class GradientRow:
       shape: of the largest variable.
       dtype: of the largest variable.
       scans: the lengths of the scans around it.
-      norm: the L2 norm of the finite elements.
-      largest: their largest magnitude.
-      nonfinite: how many elements are NaN or inf.
+      norm: the L2 norm; NaN where an element is NaN or inf.
+      largest: the largest magnitude, NaN likewise.
+      nonfinite: 1 where an element is NaN or inf, else 0.
       zeros: the share of elements that are exactly zero.
       is_layer: whether a matrix product or a convolution is in the part.
       reverse: whether the innermost scan runs from its last step to its first.

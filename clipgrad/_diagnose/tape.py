@@ -184,7 +184,7 @@ class Inside:
         """What an operand is inside, where its cotangent is bad, or where it is zero."""
         return None
 
-    def output(self, tape: "Tape", number: int) -> tuple["Tape", Any]:
+    def output(self, tape: "Tape", number: int, is_zero: bool) -> tuple["Tape", Any]:
         """What a result of a tape inside is outside of it."""
         return self.entry.tape, self.entry.equation.outvars[number]
 

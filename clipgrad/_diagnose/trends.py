@@ -90,17 +90,17 @@ def trend_findings(
             where = f"at each of the {found.entries} steps of the scan"
             finding = _trend_finding(row, found, found.growth_in_time, where)
             leaves = _begins_with(unit, given) if found.factor < 1 else []
-            largest = float(np.nanmax(finite_norm(row)))
+            largest = float(np.nanmax(row.norm))
             is_lost = _has_lost(given, measured, leaves, row.scans[-1], largest)
             yield finding if found.factor > 1 or is_lost else _note(finding)
     deep = layers(pairs, given.program)
-    found = trend([float(finite_norm(row)) for row in reversed(deep)])
+    found = trend([float(row.norm) for row in reversed(deep)])
     if found and found.growth:
         all_layers = all(row.is_layer for row in deep)
         entries = "modules with a matrix product" if all_layers else "parts of the model"
         where = f"at each of the {found.entries} {entries}"
         finding = _trend_finding(deep[0], found, found.growth, where)
-        largest = max(float(finite_norm(row)) for row in deep)
+        largest = max(float(row.norm) for row in deep)
         is_lost = _has_lost(given, measured, given.chosen, len(deep), largest)
         yield finding if found.growth > 1 or is_lost else _note(finding)
 
@@ -130,14 +130,9 @@ def layers(pairs: Sequence[tuple[Unit, GradientRow]], program: Any) -> list[Grad
 
 def over_steps(row: GradientRow) -> np.ndarray:
     """The norm at each step of the innermost scan, in order of time."""
-    norms = finite_norm(row)
+    norms = row.norm
     norms = np.flip(norms, -1) if row.reverse else norms
     return np.sqrt(np.sum(np.square(norms.reshape(-1, row.scans[-1])), axis=0))
-
-
-def finite_norm(row: GradientRow) -> np.ndarray:
-    """The norm, NaN where there are elements that are not finite."""
-    return np.where(row.nonfinite > 0, np.nan, row.norm)
 
 
 def _begins_with(unit: Unit, given: DiagnosisSubject) -> list[int]:

@@ -174,7 +174,7 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
         scans=tuple(scan.params["length"] for scan in scans),
         norm=np.linalg.norm(np.asarray([s.norm for s in summaries], np.float64), axis=0),
         largest=np.max([s.largest for s in summaries], axis=0),
-        nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
+        nonfinite=np.max([s.nonfinite for s in summaries], axis=0),
         zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
         is_layer=unit.is_layer,
         reverse=bool(scans) and scans[-1].params["reverse"],

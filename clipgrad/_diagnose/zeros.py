@@ -74,7 +74,7 @@ def zero_findings(
 
 
 def _cuts_of(tape: Tape, number: int) -> list[Found]:
-    return list(cuts(tape, tape.jaxpr.invars[number], set()))
+    return cuts(tape, tape.jaxpr.invars[number])
 
 
 def _best(given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]) -> list[_Explained]:
@@ -102,7 +102,7 @@ def _layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
         elif entry.name in MOVES | {"mul", "div"}:
             yield from _layers(tape, entry.equation.outvars[0])
     for j in results_of(tape, atom) if tape.within else ():
-        yield from _layers(*tape.within.entry.inside.output(tape, j))
+        yield from _layers(*tape.within.entry.inside.output(tape, j, True))
 
 
 def _cuts_of_layers(entry: Entry, k: int, steps: Sequence[int]) -> list[Found]:
@@ -110,7 +110,7 @@ def _cuts_of_layers(entry: Entry, k: int, steps: Sequence[int]) -> list[Found]:
     inside = entry.inside
     assert isinstance(inside, InScan)
     tape = inside.step(steps[0])
-    return list(cuts(tape, tape.jaxpr.invars[k], set()))
+    return cuts(tape, tape.jaxpr.invars[k])
 
 
 # -- Words.
