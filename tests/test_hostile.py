@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
 import clipgrad as cg
-from tests.helpers import assert_close, assert_same
+from tests.helpers import PLACES, assert_close, assert_same
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -394,3 +394,71 @@ def test_a_schedule_that_falls_below_zero_acts_as_zero():
         np.testing.assert_allclose(jnp.linalg.norm(updates), limit, atol=1e-7)
     negative = jax.tree.map(lambda c: -c, cg.ClipByNorm(1.0))
     np.testing.assert_array_equal(negative(jnp.ones(3)), 0)
+
+
+class Own(np.ndarray):
+    """As those of units and labels."""
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """The same numbers, stored in all ways."""
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    wide = np.zeros((8, 18), np.float32)
+    wide[::2, ::3] = x
+    return {
+        "read-only": read_only,
+        "non-contiguous": wide[::2, ::3],
+        "backwards": np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+        "by columns": np.asfortranarray(x),
+        "transposed": np.ascontiguousarray(x.T).T,
+        "a class of its own": x.view(Own),
+        "unaligned": np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:]
+        .view(np.float32)
+        .reshape(4, 6),
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", OWN)
+def test_arrays_of_numpy_count_by_their_numbers(rule):
+    x = jnp.asarray(arrays()["by columns"])
+    expected = cg.clip_grads(x, RULES[rule], x)
+    for array in arrays().values():
+        before = array.copy()
+        assert_same(cg.clip_grads(array, RULES[rule], array), expected)
+        assert_same(updated(cg.gradient_clip(RULES[rule]), array), expected[0])
+        np.testing.assert_array_equal(array, before)
+
+
+@pytest.mark.parametrize("wrong", [jnp.ones(3), jnp.ones((2, 2)), np.ones((1, 1, 1))], ids=str)
+def test_a_limit_of_units_of_another_shape_is_refused(wrong):
+    x = {"w": jnp.ones((2, 2))}
+    match = r"got an array of shape \(.*\), expected one that broadcasts to the norms, of shape"
+    for rule in (cg.AdaptiveClip(wrong), cg.AdaptiveClip(0.1, eps=wrong)):
+        for clip in PLACES.values():
+            with pytest.raises(ValueError, match=match):
+                clip(rule, x, x)
+    with pytest.raises(ValueError, match=match):
+        cg.published.apply_gradient_clipping(
+            x, x, clipping_type="adaptive", clipping_threshold=wrong
+        )
+
+
+def test_a_state_that_was_made_eagerly_can_be_donated():
+    tx = cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.5, 10), stats=True)
+    params = {"w": jnp.ones(3)}
+    step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
+    assert step(tx.init(params), params).count == 1
+
+
+@pytest.mark.exhaustive
+def test_masks_of_trees_with_none():
+    grads = {"a": None, "b": jnp.full((2, 2), 9.0), "c": jnp.full(2, 9.0)}
+    where = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
+    for mask in (where, where(grads)):
+        clipped, _ = cg.clip_grads(grads, cg.ClipByNorm(1.0), where=mask)
+        assert clipped["c"] is grads["c"] and clipped["b"][0, 0] == 0.5
+    with pytest.raises(ValueError, match="where: got None in the mask where the tree has leaves"):
+        cg.clip_grads(grads, cg.ClipByNorm(1.0), where={"a": None, "b": True, "c": None})

@@ -47,6 +47,17 @@ def expected_gradient(x, rule, inner=inner, outer=outer):
     return pull_back(clipped)[0]
 
 
+def test_a_norm_rule_is_per_example_inside_vmap_and_joint_outside():
+    rule = cg.ClipByGlobalNorm(1.0)
+    x = jnp.array([[3.0, 4.0], [3.0, 4.0]])
+
+    def pull(x):
+        return jax.vjp(lambda x: cg.clip_cotangent(x, rule), x)[1](x)[0]
+
+    np.testing.assert_allclose(jax.vmap(pull)(x), [[0.6, 0.8]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(pull(x), [[0.424264, 0.565685]] * 2, rtol=1e-6)
+
+
 def rnn(h, xs, clip, wrap=lambda step: step):
     def step(h, x):
         h = clip(jnp.tanh(1.5 * h + x))

@@ -73,12 +73,18 @@ def _at_each_place(title: str, rules: Sequence[Any]) -> Iterator[Case]:
     decorated = functools.reduce(lambda f, rule: error_clip(rule)(f), rules, _cell)
     placed = lambda x, w: clip(_cell(clip(x), w))  # noqa: E731
     for place, f in (("clip_cotangent", placed), ("error_clip", decorated)):
-        scanned = lambda h, w, xs, f=f: lax.scan(lambda h, x: (f(h + x, w),) * 2, h, xs)  # noqa: E731
         yield Case(f"{place}, {title}", f, (x, w), order=2)
         yield Case(f"{place} under jit, {title}", jax.jit(f), (x, w))
-        yield Case(f"{place} under scan, {title}", scanned, (x, w, xs))
+        yield Case(f"{place} under scan, {title}", _scanned(f), (x, w, xs))
         yield Case(f"{place} under remat, {title}", jax.checkpoint(f), (x, w))
         yield Case(f"{place} under vmap, {title}", jax.vmap(f, (0, None)), (xs, w))
+
+
+def _scanned(f: Callable) -> Callable:
+    def step(w: Any, h: Any, x: Any) -> tuple[Any, Any]:
+        return (h := f(h + x, w)), h
+
+    return lambda h, w, xs: lax.scan(functools.partial(step, w), h, xs)
 
 
 def laws() -> Iterator[Law]:

@@ -89,16 +89,16 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
     if isinstance(tree, TrainState):
         yield from _items(path, tree.opt_state, clips)
     elif isinstance(tree, ClipStats | ValueStats):
-        yield from _fields(path, tree)
+        yield from _fields_of(path, tree)
     elif isinstance(tree, GradientClipState):
         path = _join(path, next(clips))
-        yield from _fields(path, tree)
+        yield from _fields_of(path, tree)
         # Of a tree that is one array the statistics of its leaf are those of the tree.
         leaves = {name: stats for name, stats in (tree.leaf_stats or {}).items() if name}
         for part in (tree.stats, leaves):
             yield from _items(path, part, clips)
     elif isinstance(tree, SkipSpikesState):
-        yield from _fields(_join(path, "skip_spikes"), tree)
+        yield from _fields_of(_join(path, "skip_spikes"), tree)
         yield from _items(path, tree.inner_state, clips)
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -117,7 +117,7 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
         yield path, tree
 
 
-def _fields(path: str, record: Any) -> Items:
+def _fields_of(path: str, record: Any) -> Items:
     for name in next(names for kind, names in _FIELDS.items() if isinstance(record, kind)):
         if (value := getattr(record, name)) is not None:
             yield _join(path, name), value
