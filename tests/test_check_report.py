@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import clipgrad as cg
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.values import ratio_hint
 from clipgrad._errors import first_line
