@@ -9,6 +9,7 @@ from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
 from clipgrad._jaxpr.compiled import jit_by_size as jit_by_size
 from clipgrad._jaxpr.compiled import low_jit as low_jit
+from clipgrad._jaxpr.compiled import settings_of_runs as settings_of_runs
 from clipgrad._jaxpr.elements import at_first as at_first
 from clipgrad._jaxpr.elements import dtype_of as dtype_of
 from clipgrad._jaxpr.elements import holds_floats as holds_floats
@@ -21,17 +22,6 @@ from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import is_entered as is_entered
 from clipgrad._jaxpr.evaluate import retrace as retrace
-from clipgrad._jaxpr.identity import equation_text as equation_text
-from clipgrad._jaxpr.identity import program_key as program_key
-from clipgrad._jaxpr.kept import Primal as Primal
-from clipgrad._jaxpr.kept import jit_for_one_call as jit_for_one_call
-from clipgrad._jaxpr.kept import kept_by_key as kept_by_key
-from clipgrad._jaxpr.kept import kept_lightly as kept_lightly
-from clipgrad._jaxpr.kept import kept_run as kept_run
-from clipgrad._jaxpr.kept import quick_jit as quick_jit
-from clipgrad._jaxpr.kept import settings_of_runs as settings_of_runs
-from clipgrad._jaxpr.kept import with_constants as with_constants
-from clipgrad._jaxpr.kept import without_rules as without_rules
 from clipgrad._jaxpr.programs import CALLS as CALLS
 from clipgrad._jaxpr.programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr.programs import JIT as JIT
@@ -39,7 +29,6 @@ from clipgrad._jaxpr.programs import PRINTS as PRINTS
 from clipgrad._jaxpr.programs import REMAT as REMAT
 from clipgrad._jaxpr.programs import called_program as called_program
 from clipgrad._jaxpr.programs import chooses_by_platform as chooses_by_platform
-from clipgrad._jaxpr.programs import crossed_axes as crossed_axes
 from clipgrad._jaxpr.programs import device_count as device_count
 from clipgrad._jaxpr.programs import differentiated_programs as differentiated_programs
 from clipgrad._jaxpr.programs import entered_programs as entered_programs

@@ -1,8 +1,9 @@
 """Programs for brief use, compiled with little optimization."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -58,3 +59,10 @@ def _known(options: dict[str, Any]) -> bool:
     except Exception:
         return False
     return True
+
+
+@contextlib.contextmanager
+def settings_of_runs() -> Iterator[None]:
+    """A context in which JAX neither looks for NaN by itself nor forbids transfers."""
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        yield

@@ -159,14 +159,6 @@ def device_count(equation: JaxprEqn) -> int:
     return math.prod(shape[name] for name in manual_axes(equation))
 
 
-def crossed_axes(equation: JaxprEqn) -> frozenset[str]:
-    """Return the axes of the mesh along which an operation takes values from other devices."""
-    inner = [e for program in jaxprs_in_params(equation.params) for e in equations(program)]
-    found = [e.params.get(name) for e in (equation, *inner) for name in ("axes", "axis_name")]
-    parts = [axes if isinstance(axes, tuple) else (axes,) for axes in found]
-    return frozenset(axis for part in parts for axis in part if isinstance(axis, str))
-
-
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """Return how many inputs of a scan are constants and how many are carried."""
     params = equation.params

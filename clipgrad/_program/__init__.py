@@ -1,12 +1,9 @@
-"""The gradient of a function as one program, forward and backward."""
+"""What the values of a program depend on, and how far rounding moves them."""
 
-from clipgrad._program.dependence import active_dependence as active_dependence
 from clipgrad._program.dependence import active_variables as active_variables
 from clipgrad._program.dependence import dependence as dependence
 from clipgrad._program.dependence import dependent_variables as dependent_variables
 from clipgrad._program.dependence import sources_of_results as sources_of_results
-from clipgrad._program.factors import has_fixed_factors as has_fixed_factors
-from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.rounded import Parts as Parts
 from clipgrad._program.rounded import measuring as measuring
 from clipgrad._program.rounded import mixed as mixed
@@ -14,5 +11,3 @@ from clipgrad._program.rounded import moved_by_rounding as moved_by_rounding
 from clipgrad._program.rounded import one_promotion as one_promotion
 from clipgrad._program.rounded import rounded as rounded
 from clipgrad._program.rounded import rounded_in_float64 as rounded_in_float64
-from clipgrad._program.sums import SummedValue as SummedValue
-from clipgrad._program.sums import summed_value as summed_value

@@ -63,11 +63,6 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     return frozenset(_active_walk(program, inputs).variables)
 
 
-def active_dependence(program: Any, inputs: Iterable[int]) -> dict[tuple[int, ...], list[Sources]]:
-    """The inputs that each operand can be differentiated by, by the key as in `dependence`."""
-    return _active_walk(program, inputs).operands
-
-
 def _active_walk(program: Any, inputs: Iterable[int]) -> "_Walk":
     def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
         return equation.primitive.name != "stop_gradient" and holds_floats(variable)
