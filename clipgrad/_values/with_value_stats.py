@@ -42,37 +42,29 @@ def with_value_stats(
 
     Guarantees:
       * The result and its derivatives are the same as of ``fun``; the statistics have none. If a
-        compiled program does not use them, the compiler removes them, and the result is
-        bit-identical; if it does, the rounding may change, because XLA then stores what it had
-        fused.
+        compiled program does not use them, the result is bit-identical; if it does, the rounding
+        may change, because XLA then stores what it had fused.
       * The statistics leave a compiled program as further results, without a callback. A `jax.jit`
         inside keeps its shardings and donated arguments; `jax.checkpoint` stays.
       * The statistics of a name have one leading axis for each scan around it, outermost first. A
-        `jax.lax.fori_loop` whose bounds are known is a scan. Values that share a name are joined:
-        step by step as far as the lengths of the scans around them are the same from the outermost
-        on, over all steps of the rest. The steps of a `jax.lax.while_loop` are joined; inside of a
-        `jax.vmap` its step counts for all lanes as long as one of them goes on.
-      * A branch of a `jax.lax.cond` that is not taken counts nothing. Where a `jax.vmap` in ``fun``
-        gives each lane a condition of its own, JAX computes both branches in all lanes, and both
-        count.
+        `jax.lax.fori_loop` whose bounds are known is a scan. Values that share a name are joined,
+        and so are the steps of a `jax.lax.while_loop`, and those of scans whose lengths differ.
+      * A branch of a `jax.lax.cond` that is not taken counts nothing, unless a `jax.vmap` in
+        ``fun`` gives each lane a condition of its own: then JAX computes both, and both count.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
         statistics of the whole batch.
       * Inside `jax.shard_map` they are statistics of all devices together. A value that does not
         vary along an axis of the mesh counts once; with ``check_vma=False`` it counts on every
-        device. An axis can be kept only of values that are the same on all devices, because JAX
-        does not say which axes of a value a mesh cuts.
-      * `jax.custom_vjp`, `jax.custom_jvp` and `jax.lax.custom_linear_solve` are left whole: their
-        results are values of the modules around.
-      * Names and models are treated as by `error_clip_by_name`: ``fun`` is traced once per call,
-        and NNX models among its arguments change as ``fun`` changes them.
+        device. An axis is kept only of values that are the same on all devices.
+      * Custom rules and `jax.lax.custom_linear_solve` are left whole: their results are values of
+        the modules around. Names and models are treated as by `error_clip_by_name`.
 
     Args:
       fun: a function of pytrees.
       watch: names and patterns; ``None``: all tags, or all modules if there are no tags. A
-        dictionary from names or patterns to an axis of the value keeps this axis: there is one
-        entry for each index, behind the axes of scans, such as for each head of attention logits;
-        ``None`` in place of the axis: one entry for the whole value. Inside a `jax.vmap` in ``fun``
-        it is an axis of the batched value.
+        dictionary from names or patterns to an axis keeps this axis of the (batched) value: there
+        is one entry for each index, behind the axes of scans, such as for each head of attention
+        logits; ``None`` in place of the axis: one entry for the whole value.
       has_aux: whether ``fun`` returns ``(result, aux)``.
 
     Returns:
