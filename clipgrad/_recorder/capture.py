@@ -169,11 +169,7 @@ def _params_in(state: Any) -> Any:
 
 
 def _parts_like(entries: dict[Path, Entry], like: Any) -> tuple[dict[str, Any], dict[Path, Any]]:
-    """The parts of a capture that a tree is like, and its leaves by their paths in the capture.
-
-    Raises:
-      ValueError: no part has the paths of the tree.
-    """
+    """The parts of a capture that a tree is like, and its leaves by their paths in the capture."""
     ways: list[dict[str, Any]] = [{"state": like}, {"params": like}]
     if isinstance(like, tuple) and len(like) == 2:
         ways.append({"params": like[0], "batch": like[1]})

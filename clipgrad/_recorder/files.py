@@ -32,11 +32,7 @@ Entry = dict[str, Any]
 
 
 def orbax() -> Any:
-    """The module ``orbax.checkpoint``.
-
-    Raises:
-      ImportError: it is not installed.
-    """
+    """The module ``orbax.checkpoint``, or an error that says how to install it."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -134,12 +130,7 @@ def _entry(leaf: Any, arrays: dict[str, Any]) -> Entry:
 
 
 def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Entry]]:
-    """The circumstances of a bad step, and the entry of each leaf by its path.
-
-    Raises:
-      FileNotFoundError: there is none, or none that is complete.
-      ValueError: it has another format, or is damaged.
-    """
+    """The circumstances of a bad step, and the entry of each leaf by its path."""
     file = folder / MANIFEST
     if folder.name.startswith(".") or not file.is_file():
         inside = sorted(str(p.parent) for p in folder.glob(f"[!.]*/{MANIFEST}"))
@@ -168,12 +159,9 @@ def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Entr
 def read(
     folder: pathlib.Path, entries: Mapping[Path, Entry], like: Mapping[Path, Any]
 ) -> dict[str, Any]:
-    """The content of a capture; arrays have the shardings of those that they are like.
-
-    Raises:
-      ValueError: the files are damaged, or have types that JAX does not have here.
-    """
-    wide = [e["dtype"] for e in entries.values() if e.get("dtype") in _WIDE and not _is_numpy(e)]
+    """The content of a capture; arrays have the shardings of those that they are like."""
+    ours = [e for e in entries.values() if e.get("kind") != "numpy"]
+    wide = [e["dtype"] for e in ours if e.get("dtype") in _WIDE]
     if wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"path: got a capture with arrays of dtype {wide[0]}, which needs 64-bit types; write "
@@ -205,14 +193,10 @@ def _leaf(entry: Entry, arrays: dict[str, Any]) -> Any:
     array = arrays[entry["array"]] if "array" in entry else np.empty(shape, dtype)
     if (array.shape, array.dtype) != (shape, dtype) or array.size and "array" not in entry:
         raise ValueError(f"got {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}")
-    if _is_numpy(entry):
+    if entry["kind"] == "numpy":
         return array
     array = jnp.asarray(array)  # on no device in particular, so that it goes with others
     return jax.random.wrap_key_data(array, impl=entry["key"]) if "key" in entry else array
-
-
-def _is_numpy(entry: Entry) -> bool:
-    return entry.get("kind") == "numpy"
 
 
 @contextlib.contextmanager

@@ -23,10 +23,6 @@ def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     """The leaves of a tree; `None` and empty containers are leaves too.
 
     The content of a box of flax, such as ``flax.linen.Partitioned``, stands in place of the box.
-
-    Raises:
-      TypeError: a key of a dictionary is not text or an integer.
-      ValueError: two leaves have one path.
     """
     is_leaf = lambda x: not is_value(x) or _is_box(x)  # noqa: E731
     found: dict[Path, Any] = {}
@@ -87,11 +83,7 @@ def _container(parts: dict[Any, Any]) -> Any:
 
 
 def restored(like: Any, found: Any, name: str) -> Any:
-    """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings.
-
-    Raises:
-      ValueError: paths, shapes or dtypes differ.
-    """
+    """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings."""
     known = _values(name, found)
     leaves = [_leaf_like(path, leaf, known, name) for path, leaf in _values("like", like).items()]
     if known:
