@@ -132,5 +132,6 @@ def _measured(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
     else:
         sums = [jnp.sum(term, over) for term in terms]
         top = largest(jnp.abs(x), over, sums[1])
+    *squares, nonfinite, zeros = sums
     count = jnp.full(top.shape, math.prod(x.shape[i] for i in over), x.dtype)
-    return ValueStats(stacked_sums(*sums[:3]), top, *sums[3:], count)
+    return ValueStats(stacked_sums(*squares), top, nonfinite, zeros, count)
