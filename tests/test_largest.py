@@ -112,7 +112,7 @@ HARMLESS = {
     ("_per_example/grams.py", "_largest_exponent"): "of integers",
     ("_per_example/squares.py", "over_axis"): "of integers",
     ("_per_example/squares.py", "largest_size"): "of what is then squared and added up",
-    ("_recorder/flag.py", "_copied"): "of integers",
+    ("_recorder/flag.py", "_copied_numbers"): "of integers",
     ("_thresholds/ema.py", "update"): "of finite norms",
     ("_thresholds/ema.py", "_jointly"): "of finite norms",
     ("_training/accumulate.py", "averaged"): "along an axis that no device cuts",

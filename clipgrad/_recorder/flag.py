@@ -1,4 +1,4 @@
-"""What the state of an optimizer says of a step: the flag of `skip_spikes`, norms, zero leaves."""
+"""A step as the state of an optimizer shows it: the flag of `skip_spikes`, norms, zero leaves."""
 
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Small(NamedTuple):
     microbatch: Any  # None without an `optax.MultiSteps` around `skip_spikes`
 
 
-def copied(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def copied_flag(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The flag and the norms of a state, none of them a buffer of the state.
 
     Raises:
@@ -48,11 +48,11 @@ def copied(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Ar
             "state: got buffers that the step has overwritten, expected the state that the step "
             "returned; call state = step(state, batch), then record(state, batch)"
         )
-    return _copied(small)
+    return _copied_numbers(small)
 
 
 @jax.jit
-def _copied(small: Small) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _copied_numbers(small: Small) -> tuple[jax.Array, dict[str, jax.Array]]:
     skips, clips, microbatch = small
     flag = Flag(skips.halted, skips.halted_at, skips.count, 0 if microbatch is None else microbatch)
     # Under pmap and vmap each of them has an axis.

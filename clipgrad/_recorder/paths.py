@@ -84,8 +84,10 @@ def _container(parts: dict[Any, Any]) -> Any:
 
 def restored(like: Any, found: Any, name: str) -> Any:
     """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings."""
-    known = _values(name, found)
-    leaves = [_leaf_like(path, leaf, known, name) for path, leaf in _values("like", like).items()]
+    known = _held_values(name, found)
+    leaves = [
+        _leaf_like(path, leaf, known, name) for path, leaf in _held_values("like", like).items()
+    ]
     if known:
         raise ValueError(
             f"like: got a tree without {listed(known)}, which {name} of the capture has; "
@@ -118,14 +120,14 @@ def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
     return other if is_there else jax.device_put(other, sharding)
 
 
-def _values(name: str, tree: Any) -> dict[str, Any]:
+def _held_values(name: str, tree: Any) -> dict[str, Any]:
     """The leaves that hold something, in JAX's order, by paths that all containers share."""
     return {path_text(p): x for p, x in leaves_by_path(name, tree).items() if is_value(x)}
 
 
 def stored_leaves(name: str, tree: Any) -> dict[str, Any]:
     """The leaves that a capture has; functions, for example, are left out."""
-    return {path: x for path, x in _values(name, tree).items() if _is_stored(x)}
+    return {path: x for path, x in _held_values(name, tree).items() if _is_stored(x)}
 
 
 def _is_stored(leaf: Any) -> bool:

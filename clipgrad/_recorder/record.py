@@ -66,7 +66,7 @@ def check_writable(name: str, tree: Any) -> None:
     check_tree(name, tree)
     for path, leaf in leaves_by_path(name, tree).items():
         if is_array(leaf):
-            _check_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)
+            _check_writable_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)
 
 
 def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
@@ -86,7 +86,7 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
         if array is None or array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
             got = where.format(type(leaf).__name__)
             raise TypeError(f"{got}, expected arrays, numbers or text")
-    _check_dtype(where, array)
+    _check_writable_dtype(where, array)
     if not is_shared and jax.process_count() > 1:
         raise ValueError(
             f"{where.format(f'{type(leaf).__name__} of one process')}, expected arrays of all "
@@ -96,7 +96,7 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
     return array
 
 
-def _check_dtype(where: str, array: Any) -> None:
+def _check_writable_dtype(where: str, array: Any) -> None:
     if not is_writable(array.dtype):
         raise TypeError(
             f"{where.format(f'an array of dtype {array.dtype}')}, expected numbers of a type that "

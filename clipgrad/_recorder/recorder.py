@@ -17,7 +17,7 @@ import numpy as np
 
 from clipgrad._folders import mounted_folder
 from clipgrad._recorder.files import MANIFEST, orbax, write
-from clipgrad._recorder.flag import Flag, copied, find_flag, warning_of_zeros
+from clipgrad._recorder.flag import Flag, copied_flag, find_flag, warning_of_zeros
 from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
 
 # Some numbers of each step: enough to see a trend, and less than one small array in all.
@@ -153,7 +153,7 @@ class FlightRecorder:
             self._place, self._structure = find_flag(structure), structure
         given = {"batch": batch, "key": key} | extra
         kept = {name: kept_tree(name, value) for name, value in given.items()}
-        number, (flag, norms) = _step_number(step), copied(self._place, leaves)
+        number, (flag, norms) = _step_number(step), copied_flag(self._place, leaves)
         flag.copy_to_host_async()
         data = {name: kept.pop(name) for name in ("batch", "key")}
         self._records.append(StepRecord(flag, norms, **data, step=number, extra=kept))

@@ -23,7 +23,7 @@ from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[str] | Mapping[str, int | None] | None
-_CALLER = "with_value_stats"
+_OF_VALUES = "with_value_stats"
 
 
 def with_value_stats(
@@ -192,7 +192,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
     """Refuses to keep an axis of values that may differ along axes of a mesh."""
     if meshes:
         raise ValueError(
-            f"{_CALLER}: got the axis {axis} for {name!r}, whose values may differ between the "
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values may differ between the "
             f"devices along {', '.join(map(repr, sorted(meshes)))}, expected values that are the "
             f"same on all, since JAX does not say which axes a mesh cuts; watch={{{name!r}: None}} "
             "measures whole values, and ValueStats.of(x, axis) inside of the shard_map a part"
@@ -201,7 +201,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
-    chosen = watched_names(program, axes, _CALLER, VALUES)
+    chosen = watched_names(program, axes, _OF_VALUES, VALUES)
     there = sites_by_name(program)
     own = {name: list(VALUES.own(there[name])) for name in chosen}
     watched = []
@@ -220,13 +220,13 @@ def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
     for site in sites:
         if not -len(site.shape) <= axis < len(site.shape):
             raise ValueError(
-                f"{_CALLER}: got the axis {axis} for {name!r}, expected an axis of all its "
+                f"{_OF_VALUES}: got the axis {axis} for {name!r}, expected an axis of all its "
                 f"values, one of which has the shape {site.shape}"
             )
     lengths = sorted({site.shape[axis] for site in sites})
     if len(lengths) > 1:
         raise ValueError(
-            f"{_CALLER}: got the axis {axis} for {name!r}, whose values have the lengths "
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values have the lengths "
             f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
         )
 
