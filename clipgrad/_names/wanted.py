@@ -9,7 +9,7 @@ from clipgrad._names.sites import NamedSite, sites
 from clipgrad._trees import matches, nearest
 
 Sites = dict[NamedSite, int]
-_NAMED = (
+_WITH_NAMES = (
     "one with tagged variables or modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "
     '"x"), or compute it in a module: with jax.named_scope("x"):; an NNX or Equinox model has '
     "names if it is an argument: fun(model, ...)"
@@ -170,7 +170,7 @@ def watched_names(
     own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
     if not own and not any(map(wanted.has, found)):
         got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
-        raise ValueError(f"{caller}: got a function {got}, expected {_NAMED}")
+        raise ValueError(f"{caller}: got a function {got}, expected {_WITH_NAMES}")
     return resolved(program, own or {"**": None}, caller, wanted)
 
 
@@ -178,7 +178,7 @@ def why_none(there: Mapping[str, Sites]) -> str:
     """The reason why none of some names can be watched."""
     found = [site for sites in there.values() for site in sites]
     if not found:
-        return f"there are no tags or modules, expected {_NAMED}"
+        return f"there are no tags or modules, expected {_WITH_NAMES}"
     closed = sorted({site.sealed for site in found if site.sealed})
     names = first_few([*map(repr, there)], 4)
     if closed:

@@ -7,11 +7,11 @@ from typing import Any
 
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._folders import mounted_folder
-from clipgrad._recorder.files import PARTS, Entry, orbax, read, read_manifest
+from clipgrad._recorder.files import CAPTURE_PARTS, LeafEntry, orbax, read, read_manifest
 from clipgrad._recorder.paths import Path, is_value, listed, path_text, restored, stored_leaves
 from clipgrad._trees import donated_leaf
 
-_PARTS = ("params", "state", "batch", "extra")
+_RESTORED = ("params", "state", "batch", "extra")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Capture:
           ValueError: paths, shapes or dtypes differ, there is no part of this name, or a step has
             overwritten the arrays.
         """
-        if name not in _PARTS:
-            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _PARTS))}")
+        if name not in _RESTORED:
+            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _RESTORED))}")
         return restored(like, self._alive(name, getattr(self, name)), name)
 
     def _alive(self, name: str, tree: Any) -> Any:
@@ -155,7 +155,7 @@ def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
     meta, entries = read_manifest(folder)
     orbax()
     trees, leaves = ({}, {}) if like is None else _parts_like(entries, like)
-    content: dict[str, Any] = dict.fromkeys(PARTS) | {"extra": {}}
+    content: dict[str, Any] = dict.fromkeys(CAPTURE_PARTS) | {"extra": {}}
     content |= read(folder, entries, leaves)
     if content["params"] is None and "params" in trees:
         content["params"] = _params_in(content["state"])
@@ -168,12 +168,10 @@ def _params_in(state: Any) -> Any:
     return state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
 
 
-def _parts_like(entries: dict[Path, Entry], like: Any) -> tuple[dict[str, Any], dict[Path, Any]]:
-    """The parts of a capture that a tree is like, and its leaves by their paths in the capture.
-
-    Raises:
-      ValueError: no part has the paths of the tree.
-    """
+def _parts_like(
+    entries: dict[Path, LeafEntry], like: Any
+) -> tuple[dict[str, Any], dict[Path, Any]]:
+    """The parts of a capture that a tree is like, and its leaves by their paths in the capture."""
     ways: list[dict[str, Any]] = [{"state": like}, {"params": like}]
     if isinstance(like, tuple) and len(like) == 2:
         ways.append({"params": like[0], "batch": like[1]})
@@ -189,7 +187,7 @@ def _parts_like(entries: dict[Path, Entry], like: Any) -> tuple[dict[str, Any], 
     )
 
 
-def _places(entries: dict[Path, Entry], name: str) -> dict[str, Path]:
+def _places(entries: dict[Path, LeafEntry], name: str) -> dict[str, Path]:
     """For each path of a leaf in a part of a capture its path in the whole."""
     held = [path for path, e in entries.items() if "dtype" in e or is_value(e.get("value"))]
     is_in_state = name == "params" and not any(path[0] == name for path in held)

@@ -22,21 +22,17 @@ from clipgrad._recorder.paths import Path, is_value, leaves_by_path, nested
 
 FORMAT = 3
 MANIFEST = "capture.json"
-PARTS = ("state", "params", "batch", "key", "extra")
+CAPTURE_PARTS = ("state", "params", "batch", "key", "extra")
 _ARRAYS = "arrays"
 # Types that orbax does not write, as of 0.11.
 _ODD = ("uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3")
 _WIDE = ("float64", "int64", "uint64", "complex128")
 _META = {"statistics", "versions", "step", "halted_at", "devices", "device_kind"}
-Entry = dict[str, Any]
+LeafEntry = dict[str, Any]
 
 
 def orbax() -> Any:
-    """The module ``orbax.checkpoint``.
-
-    Raises:
-      ImportError: it is not installed.
-    """
+    """The module ``orbax.checkpoint``, or an error that says how to install it."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -68,7 +64,7 @@ def write(
     partial = path.with_name(f".{path.name}{'' if several else secrets.token_hex(4)}.partial")
     arrays: dict[str, Any] = {}
     leaves = [
-        {"path": [part, *place]} | _entry(leaf, arrays)
+        {"path": [part, *place]} | _entry_of(leaf, arrays)
         for part, tree in sorted(content.items())
         for place, leaf in leaves_by_path(part, tree).items()
     ]
@@ -108,7 +104,7 @@ def _synchronize(what: str) -> None:
         multihost_utils.sync_global_devices(f"clipgrad capture {what}")
 
 
-def _entry(leaf: Any, arrays: dict[str, Any]) -> Entry:
+def _entry_of(leaf: Any, arrays: dict[str, Any]) -> LeafEntry:
     """The entry of a leaf; an array is added to ``arrays``."""
     if not is_value(leaf):
         is_sequence = isinstance(leaf, tuple | list) and not hasattr(leaf, "_fields")
@@ -133,13 +129,8 @@ def _entry(leaf: Any, arrays: dict[str, Any]) -> Entry:
     return entry | {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Entry]]:
-    """The circumstances of a bad step, and the entry of each leaf by its path.
-
-    Raises:
-      FileNotFoundError: there is none, or none that is complete.
-      ValueError: it has another format, or is damaged.
-    """
+def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, LeafEntry]]:
+    """The circumstances of a bad step, and the entry of each leaf by its path."""
     file = folder / MANIFEST
     if folder.name.startswith(".") or not file.is_file():
         inside = sorted(str(p.parent) for p in folder.glob(f"[!.]*/{MANIFEST}"))
@@ -160,20 +151,19 @@ def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Entr
             raise KeyError(f"meta without {sorted(missing)}")
         dict(meta["statistics"])
         for entry in entries.values():
-            if entry["path"][0] not in PARTS or not {"value", "left_out", "dtype"} & set(entry):
+            if entry["path"][0] not in CAPTURE_PARTS or not {"value", "left_out", "dtype"} & set(
+                entry
+            ):
                 raise KeyError(f"no leaf at {entry['path']}")
     return meta, entries
 
 
 def read(
-    folder: pathlib.Path, entries: Mapping[Path, Entry], like: Mapping[Path, Any]
+    folder: pathlib.Path, entries: Mapping[Path, LeafEntry], like: Mapping[Path, Any]
 ) -> dict[str, Any]:
-    """The content of a capture; arrays have the shardings of those that they are like.
-
-    Raises:
-      ValueError: the files are damaged, or have types that JAX does not have here.
-    """
-    wide = [e["dtype"] for e in entries.values() if e.get("dtype") in _WIDE and not _is_numpy(e)]
+    """The content of a capture; arrays have the shardings of those that they are like."""
+    ours = [e for e in entries.values() if e.get("kind") != "numpy"]
+    wide = [e["dtype"] for e in ours if e.get("dtype") in _WIDE]
     if wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"path: got a capture with arrays of dtype {wide[0]}, which needs 64-bit types; write "
@@ -188,31 +178,27 @@ def read(
             with orbax().Checkpointer(orbax().PyTreeCheckpointHandler()) as checkpointer:
                 args = orbax().args.PyTreeRestore(restore_args=wanted)
                 arrays = checkpointer.restore(folder / _ARRAYS, args=args)
-        return nested({path: _leaf(entry, arrays) for path, entry in entries.items()})
+        return nested({path: _leaf_of(entry, arrays) for path, entry in entries.items()})
 
 
-def _restore_args(entry: Entry, like: Any) -> Any:
+def _restore_args(entry: LeafEntry, like: Any) -> Any:
     sharding = getattr(like, "sharding", None)
     if sharding is None or [*like.shape] != entry["shape"]:  # which `restored` refuses
         return orbax().RestoreArgs(restore_type=np.ndarray)
     return orbax().ArrayRestoreArgs(sharding=sharding)
 
 
-def _leaf(entry: Entry, arrays: dict[str, Any]) -> Any:
+def _leaf_of(entry: LeafEntry, arrays: dict[str, Any]) -> Any:
     if "dtype" not in entry:
         return entry.get("value")
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     array = arrays[entry["array"]] if "array" in entry else np.empty(shape, dtype)
     if (array.shape, array.dtype) != (shape, dtype) or array.size and "array" not in entry:
         raise ValueError(f"got {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}")
-    if _is_numpy(entry):
+    if entry["kind"] == "numpy":
         return array
     array = jnp.asarray(array)  # on no device in particular, so that it goes with others
     return jax.random.wrap_key_data(array, impl=entry["key"]) if "key" in entry else array
-
-
-def _is_numpy(entry: Entry) -> bool:
-    return entry.get("kind") == "numpy"
 
 
 @contextlib.contextmanager

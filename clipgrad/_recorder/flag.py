@@ -1,4 +1,4 @@
-"""What the state of an optimizer says of a step: the flag of `skip_spikes`, norms, zero leaves."""
+"""A step as the state of an optimizer shows it: the flag of `skip_spikes`, norms, zero leaves."""
 
 from typing import Any, NamedTuple
 
@@ -20,51 +20,39 @@ _NAMED_LEAVES = 4
 
 
 class Flag(NamedTuple):
-    """The halt and the counts that a state holds.
+    """The halt and the counts that a state holds."""
 
-    Attributes:
-      halted: whether a step has halted the training.
-      halted_at: the step that did.
-      count: the number of steps.
-      microbatch: how many gradients an ``optax.MultiSteps`` around it has since its last step.
+    halted: Any  # whether a step has halted the training
+    halted_at: Any  # the step that did
+    count: Any  # the number of steps
+    microbatch: Any  # of an `optax.MultiSteps` around it: gradients since its last step
+
+
+class Small(NamedTuple):
+    """The small numbers of a state: their positions among its leaves, or the numbers."""
+
+    skips: SkipSpikesState  # without its window and the state inside
+    clips: tuple[GradientClipState, ...]  # their statistics alone
+    microbatch: Any  # None without an `optax.MultiSteps` around `skip_spikes`
+
+
+def copied_flag(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The flag and the norms of a state, none of them a buffer of the state.
+
+    Raises:
+      ValueError: the state was donated.
     """
-
-    halted: Any
-    halted_at: Any
-    count: Any
-    microbatch: Any
-
-
-class FlagPlace(NamedTuple):
-    """The small numbers of a state: trees of positions among its leaves, or of these leaves.
-
-    Attributes:
-      skips: the state of `skip_spikes`, without its window and the state inside.
-      clips: the states of clips, their statistics alone.
-      microbatch: the counter of an ``optax.MultiSteps`` around `skip_spikes`, or None.
-    """
-
-    skips: SkipSpikesState
-    clips: tuple[GradientClipState, ...]
-    microbatch: Any
-
-    def copied(self, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The flag and the norms, none of them a buffer of the state.
-
-        Raises:
-          ValueError: the state was donated.
-        """
-        small = jax.tree.map(lambda i: leaves[i], self)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(small)):
-            raise ValueError(
-                "state: got buffers that the step has overwritten, expected the state that the "
-                "step returned; call state = step(state, batch), then record(state, batch)"
-            )
-        return _copied(small)
+    small = jax.tree.map(lambda i: leaves[i], place)
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(small)):
+        raise ValueError(
+            "state: got buffers that the step has overwritten, expected the state that the step "
+            "returned; call state = step(state, batch), then record(state, batch)"
+        )
+    return _copied_numbers(small)
 
 
 @jax.jit
-def _copied(small: FlagPlace) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _copied_numbers(small: Small) -> tuple[jax.Array, dict[str, jax.Array]]:
     skips, clips, microbatch = small
     flag = Flag(skips.halted, skips.halted_at, skips.count, 0 if microbatch is None else microbatch)
     # Under pmap and vmap each of them has an axis.
@@ -73,7 +61,7 @@ def _copied(small: FlagPlace) -> tuple[jax.Array, dict[str, jax.Array]]:
     return numbers, {name: largest(x).astype(jnp.float32) for name, x in found.items()}
 
 
-def find_flag(structure: Any) -> FlagPlace:
+def find_flag(structure: Any) -> Small:
     """The place of the one flag.
 
     Raises:
@@ -92,7 +80,7 @@ def find_flag(structure: Any) -> FlagPlace:
     ((flag, microbatch),) = flags
     clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
     small = [name for name in flag._fields if name not in ("inner_state", "window")]
-    return without_variables(FlagPlace(_only(flag, small), clips, microbatch))
+    return without_variables(Small(_only(flag, small), clips, microbatch))
 
 
 def _only(state: Any, fields: list[str]) -> Any:

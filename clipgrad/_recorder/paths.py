@@ -23,10 +23,6 @@ def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     """The leaves of a tree; `None` and empty containers are leaves too.
 
     The content of a box of flax, such as ``flax.linen.Partitioned``, stands in place of the box.
-
-    Raises:
-      TypeError: a key of a dictionary is not text or an integer.
-      ValueError: two leaves have one path.
     """
     is_leaf = lambda x: not is_value(x) or _is_box(x)  # noqa: E731
     found: dict[Path, Any] = {}
@@ -87,13 +83,11 @@ def _container(parts: dict[Any, Any]) -> Any:
 
 
 def restored(like: Any, found: Any, name: str) -> Any:
-    """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings.
-
-    Raises:
-      ValueError: paths, shapes or dtypes differ.
-    """
-    known = _values(name, found)
-    leaves = [_leaf_like(path, leaf, known, name) for path, leaf in _values("like", like).items()]
+    """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings."""
+    known = _held_values(name, found)
+    leaves = [
+        _leaf_like(path, leaf, known, name) for path, leaf in _held_values("like", like).items()
+    ]
     if known:
         raise ValueError(
             f"like: got a tree without {listed(known)}, which {name} of the capture has; "
@@ -126,14 +120,14 @@ def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
     return other if is_there else jax.device_put(other, sharding)
 
 
-def _values(name: str, tree: Any) -> dict[str, Any]:
+def _held_values(name: str, tree: Any) -> dict[str, Any]:
     """The leaves that hold something, in JAX's order, by paths that all containers share."""
     return {path_text(p): x for p, x in leaves_by_path(name, tree).items() if is_value(x)}
 
 
 def stored_leaves(name: str, tree: Any) -> dict[str, Any]:
     """The leaves that a capture has; functions, for example, are left out."""
-    return {path: x for path, x in _values(name, tree).items() if _is_stored(x)}
+    return {path: x for path, x in _held_values(name, tree).items() if _is_stored(x)}
 
 
 def _is_stored(leaf: Any) -> bool:

@@ -17,25 +17,16 @@ from clipgrad._trees import check_tree, is_array, path_string
 
 @dataclasses.dataclass
 class StepRecord:
-    """The record of a step.
+    """The record of a step."""
 
-    Attributes:
-      copy: the flag, a small array that may not have arrived yet.
-      norms: the norms of the step, on the device.
-      batch, key, extra: what the user gave.
-      step: the number of the step that the user gave, or None.
-      before: the number of steps before it; None if it was not looked at.
-      is_done: whether all was done that its flag asks for.
-    """
-
-    copy: Any
-    norms: Any
+    copy: Any  # of the flag, a small array that may not have arrived yet
+    norms: Any  # on the device
     batch: Any
     key: Any
-    step: Any
+    step: Any  # None if the user gave none
     extra: dict[str, Any]
-    before: int | None = None
-    is_done: bool = False
+    before: int | None = None  # the number of steps before it; None if it was not looked at
+    is_done: bool = False  # whether all was done that its flag asks for
 
     @functools.cached_property
     def flag(self) -> Flag:
@@ -75,10 +66,12 @@ def check_writable(name: str, tree: Any) -> None:
     check_tree(name, tree)
     for path, leaf in leaves_by_path(name, tree).items():
         if is_array(leaf):
-            _check_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)
+            _check_writable_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)
 
 
 def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
+    if type(leaf) in (bool, int, float, complex, str):
+        return leaf
     where = f"{name}: got {{}} at {path_string(path)!r}" if path else f"{name}: got {{}}"
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
@@ -87,16 +80,13 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
                 f"can be kept; do not donate the {name}, or record its number instead, such as "
                 "record(state, i)"
             )
-        is_shared = not leaf.is_fully_addressable or name != "batch" or leaf.ndim == 0
-        array: Any = leaf
-    elif type(leaf) in (bool, int, float, complex, str):
-        return leaf
+        array, is_shared = leaf, not leaf.is_fully_addressable or name != "batch" or not leaf.ndim
     else:
         array, is_shared = np.array(leaf) if hasattr(leaf, "__array__") else None, False
         if array is None or array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
             got = where.format(type(leaf).__name__)
             raise TypeError(f"{got}, expected arrays, numbers or text")
-    _check_dtype(where, array)
+    _check_writable_dtype(where, array)
     if not is_shared and jax.process_count() > 1:
         raise ValueError(
             f"{where.format(f'{type(leaf).__name__} of one process')}, expected arrays of all "
@@ -106,7 +96,7 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
     return array
 
 
-def _check_dtype(where: str, array: Any) -> None:
+def _check_writable_dtype(where: str, array: Any) -> None:
     if not is_writable(array.dtype):
         raise TypeError(
             f"{where.format(f'an array of dtype {array.dtype}')}, expected numbers of a type that "

@@ -17,7 +17,7 @@ import numpy as np
 
 from clipgrad._folders import mounted_folder
 from clipgrad._recorder.files import MANIFEST, orbax, write
-from clipgrad._recorder.flag import Flag, find_flag, warning_of_zeros
+from clipgrad._recorder.flag import Flag, copied_flag, find_flag, warning_of_zeros
 from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
 
 # Some numbers of each step: enough to see a trend, and less than one small array in all.
@@ -153,7 +153,7 @@ class FlightRecorder:
             self._place, self._structure = find_flag(structure), structure
         given = {"batch": batch, "key": key} | extra
         kept = {name: kept_tree(name, value) for name, value in given.items()}
-        number, (flag, norms) = _step_number(step), self._place.copied(leaves)
+        number, (flag, norms) = _step_number(step), copied_flag(self._place, leaves)
         flag.copy_to_host_async()
         data = {name: kept.pop(name) for name in ("batch", "key")}
         self._records.append(StepRecord(flag, norms, **data, step=number, extra=kept))
@@ -296,11 +296,7 @@ def _step_of(record: StepRecord) -> Any:
 
 
 def _step_number(step: Any) -> Any:
-    """The number of a step, which may be a variable of flax NNX or a buffer that is donated later.
-
-    Raises:
-      TypeError: it is not a number or text.
-    """
+    """The number of a step, which may be a variable of NNX, or a buffer that is donated later."""
     leaves = jax.tree.leaves(step)
     number = jnp.copy(leaves[0]) if isinstance(next(iter(leaves), None), jax.Array) else step
     if not (number is None or isinstance(number, str) or _is_number(number)):

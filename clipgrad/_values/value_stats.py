@@ -104,7 +104,7 @@ class ValueStats(NamedTuple):
         if axis is not None and not -size.ndim <= axis < size.ndim:
             raise ValueError(f"axis: got {axis}, expected an axis of an array of shape {x.shape}")
         over = tuple(i for i in range(size.ndim) if axis is None or i != axis % size.ndim)
-        return _measured(size, over)
+        return _measured_value(size, over)
 
     def joined(self, other: "ValueStats") -> "ValueStats":
         """The statistics of what two statistics are of."""
@@ -118,7 +118,7 @@ class ValueStats(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _measured(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
+def _measured_value(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
     """All sums in one reduction, which reads the value once, where it is on one device.
 
     Sums side by side are one read on a TPU, but one for each sum on a CPU and a GPU. Of a value on
@@ -132,5 +132,6 @@ def _measured(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
     else:
         sums = [jnp.sum(term, over) for term in terms]
         top = largest(jnp.abs(x), over, sums[1])
+    *squares, nonfinite, zeros = sums
     count = jnp.full(top.shape, math.prod(x.shape[i] for i in over), x.dtype)
-    return ValueStats(stacked_sums(*sums[:3]), top, *sums[3:], count)
+    return ValueStats(stacked_sums(*squares), top, nonfinite, zeros, count)

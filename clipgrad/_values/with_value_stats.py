@@ -23,7 +23,7 @@ from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[str] | Mapping[str, int | None] | None
-_CALLER = "with_value_stats"
+_OF_VALUES = "with_value_stats"
 
 
 def with_value_stats(
@@ -42,37 +42,29 @@ def with_value_stats(
 
     Guarantees:
       * The result and its derivatives are the same as of ``fun``; the statistics have none. If a
-        compiled program does not use them, the compiler removes them, and the result is
-        bit-identical; if it does, the rounding may change, because XLA then stores what it had
-        fused.
+        compiled program does not use them, the result is bit-identical; if it does, the rounding
+        may change, because XLA then stores what it had fused.
       * The statistics leave a compiled program as further results, without a callback. A `jax.jit`
         inside keeps its shardings and donated arguments; `jax.checkpoint` stays.
       * The statistics of a name have one leading axis for each scan around it, outermost first. A
-        `jax.lax.fori_loop` whose bounds are known is a scan. Values that share a name are joined:
-        step by step as far as the lengths of the scans around them are the same from the outermost
-        on, over all steps of the rest. The steps of a `jax.lax.while_loop` are joined; inside of a
-        `jax.vmap` its step counts for all lanes as long as one of them goes on.
-      * A branch of a `jax.lax.cond` that is not taken counts nothing. Where a `jax.vmap` in ``fun``
-        gives each lane a condition of its own, JAX computes both branches in all lanes, and both
-        count.
+        `jax.lax.fori_loop` whose bounds are known is a scan. Values that share a name are joined,
+        and so are the steps of a `jax.lax.while_loop`, and those of scans whose lengths differ.
+      * A branch of a `jax.lax.cond` that is not taken counts nothing, unless a `jax.vmap` in
+        ``fun`` gives each lane a condition of its own: then JAX computes both, and both count.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
         statistics of the whole batch.
       * Inside `jax.shard_map` they are statistics of all devices together. A value that does not
         vary along an axis of the mesh counts once; with ``check_vma=False`` it counts on every
-        device. An axis can be kept only of values that are the same on all devices, because JAX
-        does not say which axes of a value a mesh cuts.
-      * `jax.custom_vjp`, `jax.custom_jvp` and `jax.lax.custom_linear_solve` are left whole: their
-        results are values of the modules around.
-      * Names and models are treated as by `error_clip_by_name`: ``fun`` is traced once per call,
-        and NNX models among its arguments change as ``fun`` changes them.
+        device. An axis is kept only of values that are the same on all devices.
+      * Custom rules and `jax.lax.custom_linear_solve` are left whole: their results are values of
+        the modules around. Names and models are treated as by `error_clip_by_name`.
 
     Args:
       fun: a function of pytrees.
       watch: names and patterns; ``None``: all tags, or all modules if there are no tags. A
-        dictionary from names or patterns to an axis of the value keeps this axis: there is one
-        entry for each index, behind the axes of scans, such as for each head of attention logits;
-        ``None`` in place of the axis: one entry for the whole value. Inside a `jax.vmap` in ``fun``
-        it is an axis of the batched value.
+        dictionary from names or patterns to an axis keeps this axis of the (batched) value: there
+        is one entry for each index, behind the axes of scans, such as for each head of attention
+        logits; ``None`` in place of the axis: one entry for the whole value.
       has_aux: whether ``fun`` returns ``(result, aux)``.
 
     Returns:
@@ -200,7 +192,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
     """Refuses to keep an axis of values that may differ along axes of a mesh."""
     if meshes:
         raise ValueError(
-            f"{_CALLER}: got the axis {axis} for {name!r}, whose values may differ between the "
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values may differ between the "
             f"devices along {', '.join(map(repr, sorted(meshes)))}, expected values that are the "
             f"same on all, since JAX does not say which axes a mesh cuts; watch={{{name!r}: None}} "
             "measures whole values, and ValueStats.of(x, axis) inside of the shard_map a part"
@@ -209,7 +201,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
-    chosen = watched_names(program, axes, _CALLER, VALUES)
+    chosen = watched_names(program, axes, _OF_VALUES, VALUES)
     there = sites_by_name(program)
     own = {name: list(VALUES.own(there[name])) for name in chosen}
     watched = []
@@ -228,13 +220,13 @@ def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
     for site in sites:
         if not -len(site.shape) <= axis < len(site.shape):
             raise ValueError(
-                f"{_CALLER}: got the axis {axis} for {name!r}, expected an axis of all its "
+                f"{_OF_VALUES}: got the axis {axis} for {name!r}, expected an axis of all its "
                 f"values, one of which has the shape {site.shape}"
             )
     lengths = sorted({site.shape[axis] for site in sites})
     if len(lengths) > 1:
         raise ValueError(
-            f"{_CALLER}: got the axis {axis} for {name!r}, whose values have the lengths "
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values have the lengths "
             f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
         )
 
