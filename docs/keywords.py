@@ -77,23 +77,6 @@ FOUND_BY = {
         "BERT; RoBERTa; OPT; Baichuan; Megatron; Chameleon; Qwen; Gemma; Pythia; "
         "Moonlight; nanochat; max_grad_norm; clip norm; large language model; LLM",
     ),
-    "adaptive_thresholds": (
-        "Why PercentileThreshold defaults to the 10th percentile, as in AutoClip's paper, when "
-        "to write 90 instead, and how to choose among AutoClip, ZClip, AdaGC and a history of "
-        "norms in JAX.",
-        "AutoClip; PercentileThreshold; percentile; quantile; ZClip; AdaGC; Levanter; adaptive "
-        "threshold",
-    ),
-    "write_your_own": (
-        "A clip rule, an optax transformation with a state (U-Clip) and an adaptive threshold of "
-        "your own in JAX, each in a few lines.",
-        "custom clip; custom rule; own threshold; AdaptiveThreshold; protocol",
-    ),
-    "muon": (
-        "What a norm clip before Muon does and does not, measured with optax.contrib.muon: the "
-        "size of the update, a spike in the momentum.",
-        "Muon; orthogonalized update; Newton-Schulz; momentum; spike; MuonClip; QK-clip",
-    ),
     "custom_rules": (
         "How to test the gradient of a Pallas kernel, a jax.custom_vjp or a jax.custom_jvp: "
         "against finite differences, against a reference in jnp, in pytest, on CPU, GPU and "
