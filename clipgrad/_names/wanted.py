@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from clipgrad._errors import first_few
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
-from clipgrad._errors import first_few
 from clipgrad._trees import matches, nearest
 
 Sites = dict[NamedSite, int]
