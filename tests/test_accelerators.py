@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from benchmarks.compiled import host_transfers
-from benchmarks.roofline import BANDWIDTH, LAUNCH, Estimate
 from tests.helpers import CASES, PLACES
 
 _COMPILERS = ("libtpu", "jax_cuda12_plugin")
@@ -94,12 +93,10 @@ def abstract(shapes: Any, mesh: Any, spec: Any = ROWS, dtype: Any = jnp.float32)
 
 
 class Facts(NamedTuple):
-    """What a compiled program does, and how long that takes on an H200 by estimate."""
+    """What a compiled program does."""
 
-    seconds: float
     collectives: int
     temporaries: int
-    moved: int  # of the collectives those that move what is not added up
 
     @classmethod
     def of(cls, program: Any, *args: Any) -> "Facts":
@@ -108,15 +105,12 @@ class Facts(NamedTuple):
             program.lower(*args) if hasattr(program, "lower") else jax.jit(program).lower(*args)
         )
         compiled = lowered.compile()
-        whole = compiled.as_text()
-        text = re.sub(r"metadata={[^}]*}", "", whole)
+        text = re.sub(r"metadata={[^}]*}", "", compiled.as_text())
         assert not host_transfers(text), host_transfers(text)[:3]
         joined = r"(?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
         return cls(
-            Estimate(whole).seconds,
             len(re.findall(rf" {joined}(?:-start)?[(]", text)),
             compiled.memory_analysis().temp_size_in_bytes,
-            len(re.findall(r" (?:all-gather|all-to-all|collective-permute)(?:-start)?[(]", text)),
         )
 
 
@@ -145,45 +139,13 @@ def test_every_rule_compiles_in_both_places_with_one_collective_at_most(kind, pl
     assert facts.collectives <= (0 if kind == "H200" else most)
 
 
-# Seconds on GPUs by estimate as a multiple of optax's, nearly all of them launches of kernels and
-# the wait for a branch, and bytes of temporaries above its. XLA stores the tall leaf of this tree
-# before it reduces its columns in three ranges, which optax does in one.
-CLIPS = {
-    "global norm": (cg.clip_by_global_norm, optax.clip_by_global_norm, 1.05, 2**21),
-    "value": (cg.clip_by_value, optax.clip, 1.0, 0),
-    "block RMS": (cg.clip_by_block_rms, optax.clip_by_block_rms, 1.25, 2**21),
-    "adaptive": (cg.adaptive_grad_clip, optax.adaptive_grad_clip, 1.25, 5 * 2**20),
-}
-
-
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("make", [cg.clip_by_global_norm, cg.clip_by_block_rms])
 @every_kind
-def test_a_clip_has_about_the_time_of_optax_its_collectives_and_its_memory(kind, clip):
-    make, of_optax, seconds, temporaries = CLIPS[clip]
-    ours, theirs = (facts_of_update(tx(0.1), kind) for tx in (make, of_optax))
-    assert kind == "256 TPU" or ours.seconds <= seconds * theirs.seconds
+def test_a_clip_of_whole_leaves_has_the_collectives_and_about_the_temporaries_of_optax(kind, make):
+    theirs = getattr(optax, make.__name__)
+    ours, theirs = (facts_of_update(clip(0.1), kind) for clip in (make, theirs))
     assert ours.collectives <= theirs.collectives
-    assert ours.temporaries <= theirs.temporaries + temporaries
-
-
-def rare(shape: tuple[int, ...]) -> Any:
-    return pytest.param(shape, marks=pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(1600, 1000), (3, 3, 64, 128)]
-    + [rare(shape) for shape in ((768, 3072), (3072, 768), (2048, 2048), (12, 768, 768))],
-)
-def test_norms_of_units_take_about_the_time_of_optax_on_one_gpu_by_estimate(shape):
-    """A sum over leading axes is dear there: one for each leaf, and a second only out of range."""
-    tree = abstract([shape] * 20, mesh_of("H200"))
-    ours, theirs = (
-        Estimate(jax.jit(update_of(tx(0.01))).lower(tree, tree).compile().as_text())
-        for tx in (cg.adaptive_grad_clip, optax.adaptive_grad_clip)
-    )
-    assert ours.kernels["wait"] > 0  # for the branch, which is one and not two computed always
-    assert ours.seconds <= 1.1 * theirs.seconds
+    assert ours.temporaries <= theirs.temporaries + 2**21
 
 
 @pytest.mark.parametrize("kind", ["TPU", "8 H200"])
@@ -193,17 +155,6 @@ def test_statistics_need_no_temporaries_of_the_size_of_a_leaf(kind, make):
     plain, stats = (Facts.of(update_of(make(0.1, stats=s)), tree, tree) for s in (False, True))
     assert stats.temporaries <= plain.temporaries + 2**22
     assert stats.collectives <= plain.collectives + 2
-
-
-@pytest.mark.parametrize("make", [cg.clip_by_global_norm, cg.clip_by_norm, cg.adaptive_grad_clip])
-def test_statistics_of_a_norm_add_a_launch_for_each_leaf_at_most(make):
-    """On eight GPUs: NaN and inf are counted where the clip scales, and then added up at once.
-
-    Norms by leaf are one array, of which there is one kernel, not one for each leaf.
-    """
-    plain, stats = (facts_of_update(make(0.1, stats=s), "8 H200") for s in (False, True))
-    assert stats.seconds <= plain.seconds + 13 * LAUNCH  # leaves
-    assert stats.collectives <= 2
 
 
 @every_kind
@@ -243,7 +194,7 @@ def model_arguments(kind: str) -> Any:
 
 
 @every_kind
-def test_an_error_clip_by_value_adds_no_time_no_collective_and_no_memory(kind):
+def test_an_error_clip_by_value_adds_no_collective_and_no_memory(kind):
     def clip(h):
         return cg.clip_cotangent(h, cg.ErrorClipByValue(0.5))
 
@@ -252,7 +203,7 @@ def test_an_error_clip_by_value_adds_no_time_no_collective_and_no_memory(kind):
         Facts.of(jax.grad(functools.partial(mlp, **option)), params, x)
         for option in ({}, {"clip": clip})
     )
-    assert clipped.seconds <= 1.01 * plain.seconds and clipped.temporaries <= plain.temporaries
+    assert clipped.temporaries <= plain.temporaries
     assert clipped.collectives == plain.collectives
 
 
@@ -265,109 +216,7 @@ def test_an_error_clip_by_name_compiles_in_scan_and_remat_at_no_cost(kind):
     assert Facts.of(jax.grad(clipped), *args) == Facts.of(jax.grad(scanned), *args)
 
 
-def attention(params, x):
-    heads = {}
-    for name in params:
-        with jax.named_scope(name):
-            heads[name] = jnp.einsum("bsd,dhk->bshk", x, params[name])
-    with jax.named_scope("logits"):
-        logits = jnp.einsum("bqhk,bshk->bhqs", heads["query"], heads["key"])
-    return jnp.mean(jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(logits), heads["value"]) ** 2)
-
-
-@pytest.mark.parametrize(
-    "watched",
-    [
-        lambda f: cg.value_and_grad_with_stats(f),
-        lambda f: jax.value_and_grad(cg.with_value_stats(f), has_aux=True),
-    ],
-    ids=["cotangents", "values"],
-)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_statistics_read_a_value_once_on_one_gpu(dtype, watched):
-    """The logits are the result of a matrix product, whose sums XLA does not join."""
-    mesh = mesh_of("H200")
-    params = abstract(dict.fromkeys(("query", "key", "value"), (WIDTH, 4, 64)), mesh, P(), dtype)
-    args = params, abstract((16, 1024, WIDTH), mesh, dtype=dtype)
-    plain, used = (Facts.of(f(attention), *args) for f in (jax.value_and_grad, watched))
-    read = (16 * 4 * 1024**2 + 3 * 16 * 1024 * 4 * 64) * jnp.dtype(dtype).itemsize / BANDWIDTH
-    # The value of a module within another one is seen in both. A stack of sums reads it 8 times.
-    assert read < used.seconds - plain.seconds <= 2.5 * read + 40 * LAUNCH
-    assert used.temporaries <= 1.01 * plain.temporaries
-
-
 # Training
-
-
-def layers_and_sequences(kind: str, rows: int) -> Any:
-    """Scanned layers that are the same on each device, and eight sequences for each of them."""
-    mesh = mesh_of(kind)
-    layers = jax.tree.map(lambda s: (4, *s), LAYER, is_leaf=lambda s: isinstance(s, tuple))
-    return abstract(layers, mesh, P()), abstract((8 * mesh.size, rows, WIDTH), mesh)
-
-
-@functools.cache
-def facts_of_plain_gradient(kind: str, rows: int) -> Facts:
-    def mean(params, batch):
-        return jnp.mean(jax.vmap(scanned, (None, 0))(params, batch))
-
-    return Facts.of(jax.grad(mean), *layers_and_sequences(kind, rows))
-
-
-def products_of_rounded_factors(text: str) -> list[str]:
-    """The products of a compiled program whose float32 factors are rounded first."""
-    types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
-    kind = r" (?:dot|convolution)\(([^)]*)\)(.*)"
-    products = [found for line in text.splitlines() if (found := re.search(kind, line))]
-    assert products
-    return [
-        found.group(0)
-        for found in products
-        if {types[name] for name in re.findall(r"%[\w.-]+", found.group(1))} != {"bf16"}
-        and not re.search(r"operand_precision=\{highest,highest\}|bf16_f32_x6", found.group(2))
-    ]
-
-
-@pytest.mark.parametrize("method", ["one pass", "two passes"])
-@pytest.mark.parametrize("kind", ["H200", "TPU"])
-def test_no_product_of_an_examples_clip_rounds_its_factors(kind, method):
-    """The layers compute in bfloat16, so that products of float32 are those of the clip."""
-
-    def loss(params, x):
-        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-        h = x.astype(jnp.bfloat16)
-        for w in narrow:
-            h = h + jnp.tanh(h @ w)
-        return jnp.mean(h.astype(jnp.float32) ** 2)
-
-    mesh = mesh_of(kind)
-    args = abstract([(WIDTH, WIDTH)] * 2, mesh, P()), abstract((8, 32, WIDTH), mesh, P())
-    clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method)
-    assert not products_of_rounded_factors(jax.jit(clip).lower(*args).compile().as_text())
-
-
-# Rows of a sequence; temporaries, and seconds on GPUs by estimate, as multiples of the plain
-# gradient's. One pass keeps all rows. Of fewer rows XLA adds up the products of two passes in parts
-# so that a GPU is filled, and has a buffer of up to 8 times a small leaf for them.
-PER_EXAMPLE = {"one pass": (32, 1.75, 2.5), "two passes": (128, 1.35, 3.5)}
-
-
-@pytest.mark.parametrize("method", PER_EXAMPLE)
-@every_kind
-def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind, method):
-    """Each device has the Gram matrices of its own examples: only sums are exchanged.
-
-    In one pass all at once; in two passes as the plain gradient's, some of them inside of the scan.
-    """
-    rows, temporaries, seconds = PER_EXAMPLE[method]
-    per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0), method=method)
-    facts = Facts.of(lambda *args: per_example(*args)[1], *layers_and_sequences(kind, rows))
-    plain = facts_of_plain_gradient(kind, rows)
-    # Of a program that fits into its fast memory the TPU's compiler counts no temporaries.
-    assert facts.temporaries <= temporaries * max(plain.temporaries, 2**19)
-    assert kind == "256 TPU" or facts.seconds <= seconds * plain.seconds
-    assert facts.moved == 0 and facts.collectives <= plain.collectives
-    assert facts.collectives == (kind != "H200") or method == "two passes"
 
 
 @pytest.mark.kinds("kind", "axis_type")

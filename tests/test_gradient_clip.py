@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import clipgrad as cg
-from tests.helpers import RELEASED, assert_close, assert_same, tree_of
+from tests.helpers import CASES, RELEASED, assert_close, assert_same, tree_of
 
 CLIPS = {
     "clip_by_value": (cg.clip_by_value, optax.clip),
@@ -299,3 +299,50 @@ def test_the_slope_at_the_threshold_is_that_of_a_gradient_within(name):
 def test_the_argument_of_optax_is_an_error_that_says_ours():
     with pytest.raises(TypeError, match=r"clip_by_value: got max_delta=1.0, expected max=1.0"):
         cg.clip_by_value(max_delta=1.0)
+
+
+# A rule is a transformation.
+
+
+class Halved(cg.ClipRule):
+    def __call__(self, grads, params=None):
+        return jax.tree.map(lambda g: 0.5 * g, grads)
+
+
+TRANSFORMING = {
+    **{case.name: case.make(0.3) for case in CASES},
+    "a schedule": cg.ClipByGlobalNorm(optax.linear_schedule(1.0, 0.5, 4)),
+    "an adaptive threshold": cg.ClipByNorm(cg.PercentileThreshold(50, window=4)),
+    "of a user": Halved(),
+}
+AROUND = {
+    "chain": lambda rule: optax.chain(rule, optax.sgd(1.0)),
+    "masked": lambda rule: optax.masked(rule, {"bias": True, "conv": False, "dense": True}),
+    "partition": lambda rule: optax.partition(
+        {"a": rule, "b": optax.identity()}, {"bias": "a", "conv": "b", "dense": "a"}
+    ),
+    "MultiSteps": lambda rule: optax.MultiSteps(optax.chain(rule, optax.sgd(1.0)), 2),
+    "apply_if_finite": lambda rule: optax.apply_if_finite(rule, 3),
+    "skip_spikes": cg.skip_spikes,
+}
+
+
+@pytest.mark.kinds("rule", "around")
+@pytest.mark.parametrize("rule", TRANSFORMING.values(), ids=TRANSFORMING)
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_a_rule_is_the_transformation_that_gradient_clip_makes_of_it(rule, around, key):
+    grads, params = tree_of(key, scale=5.0), tree_of(jax.random.fold_in(key, 1))
+    del grads["empty"], params["empty"]
+    with jax.numpy_dtype_promotion("standard"):
+        found = []
+        for tx in (around(rule), around(cg.gradient_clip(rule))):
+            state = tx.init(params)
+            for _ in range(2):
+                updates, state = tx.update(grads, state, params)
+            found.append((updates, state))
+    assert_same(*found)
+
+
+def test_a_rule_that_does_nothing_says_what_it_lacks():
+    with pytest.raises(NotImplementedError, match="ClipRule: got a rule without __call__"):
+        cg.clip_grads(jnp.ones(2), cg.ClipRule())

@@ -57,7 +57,7 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
 def _check_functionally(path: str, count: jax.Array) -> None:
     shown = f" {path!r}".replace("{", "{{").replace("}", "}}") if path else ""
     message, total = f"{{count:.0f}} elements of the gradient{shown} are NaN or inf", jnp.sum(count)
-    values = {"count": total}
+    values: dict[str, Any] = {"count": total}
     if count.ndim:
         message += f", in {{number}} of {count.size} examples, the first with index {{first}}"
         values |= dict(zip(("number", "first"), _bad_examples(count), strict=True))
