@@ -25,16 +25,15 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
 
     Guarantees:
       * The value is bit-identical to ``x``, and the program of the forward pass is unchanged.
-      * The cotangent is clipped once, after it is summed over all uses.
-      * Its structure, shapes and dtypes are kept, for every dtype of the thresholds.
+      * The cotangent is clipped once, after it is summed over all uses, and keeps its structure,
+        shapes and dtypes.
       * For the backward pass it saves only thresholds that are arrays, and ``x`` if the rule needs
         it (`AdaptiveClip`).
       * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay
         as they are; a custom rule sees ``None`` in their places.
-      * It works inside and outside of all transformations of JAX, and can be differentiated again.
-        Inside `jax.vmap` a norm rule measures each example; outside, the batch.
-      * JAX refuses forward mode (`jax.jvp`) through it, because forward mode has no cotangents;
-        pass ``rule=None`` where you need forward mode.
+      * It works inside and outside of all transformations of JAX but forward mode, which has no
+        cotangents (pass ``rule=None`` there), and can be differentiated again. Inside `jax.vmap` a
+        norm rule measures each example; outside, the batch.
 
     Args:
       x: a pytree of arrays.
@@ -61,11 +60,6 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
       >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), probe)
       >>> print(stats.norm, stats.clipped_norm)
       10.0 5.0
-
-    References:
-      Graves, Generating Sequences With Recurrent Neural Networks, 2013,
-      https://arxiv.org/abs/1308.0850: the derivatives with respect to the inputs of LSTM
-      layers are clipped.
     """
     rule = as_rule(rule)
     if probe is not None:
