@@ -1,4 +1,4 @@
-"""Words of a command line: arguments such as `f32[8,16], i32[8]`, positions, and lists."""
+"""Words of a command line: arguments such as `f32[8,16], i32[8]`, and positions."""
 
 import re
 from typing import Any
@@ -18,10 +18,6 @@ WIDE = ("float64", "complex128", "int64")
 
 def position_or_name(text: str) -> int | str:
     return int(text) if text.isdigit() else text
-
-
-def comma_separated(text: str) -> list[str]:
-    return text.split(",")
 
 
 def random_arguments(text: str, seed: int) -> tuple:

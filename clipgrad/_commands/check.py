@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from clipgrad._check import CHECKS, GradCheckReport, check_grads
-from clipgrad._commands.arguments import comma_separated, position_or_name
+from clipgrad._commands.arguments import position_or_name
 from clipgrad._commands.function import FAILED, PASSED, add_command, add_function, arguments, load
 from clipgrad._commands.result import plain
 from clipgrad._devices import PLATFORMS
@@ -55,9 +55,10 @@ def add_check_parser(subparsers: Any) -> None:
         flag = f"--{name.replace('_', '-')}"
         add(flag, default=default, metavar=shown, type=kind, help=words)
     words = f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}"
-    add("--skip", metavar="CHECKS", action="extend", default=[], type=comma_separated, help=words)
+    several = functools.partial(add, type=lambda text: text.split(","))
+    several("--skip", metavar="CHECKS", action="extend", default=[], help=words)
     words = f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (all)"
-    add("--device", metavar="KINDS", type=comma_separated, help=words)
+    several("--device", metavar="KINDS", help=words)
     add("--x64", action="store_true", help="enable 64-bit types first")
     parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
 
