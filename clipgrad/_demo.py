@@ -122,7 +122,8 @@ def evaluate_patches(first: Any, params: Any, data: Any) -> dict[str, Any]:
     }
 
 
-PATCHES_NORM, PATCHES_ERROR = cg.ClipByGlobalNorm(1.0), cg.ErrorClipByValue(max=1.0, nan=0.0)
+NORM_CLIP = cg.ClipByGlobalNorm(1.0)
+PATCHES_ERROR = cg.ErrorClipByValue(max=1.0, nan=0.0)
 BLANK_PATCHES = Task(
     name="blank-patches",
     summary="digits as patches h / (|h| + 1e-6): a blank patch (27%) has a NaN gradient",
@@ -133,12 +134,12 @@ BLANK_PATCHES = Task(
     optimizer=optax.adam(3e-3),
     arms=(
         Arm(PLAIN),
-        Arm(NORM, PATCHES_NORM),
+        Arm(NORM, NORM_CLIP),
         Arm(VALUE, cg.ClipByValue(1.0)),
         Arm(IF_FINITE, wrap=lambda tx: optax.apply_if_finite(tx, 10**6)),
         Arm(ZERO_NANS, wrap=lambda tx: optax.chain(optax.zero_nans(), tx)),
         Arm(ERROR, error_clip=PATCHES_ERROR),
-        Arm(BOTH, PATCHES_NORM, PATCHES_ERROR),
+        Arm(BOTH, NORM_CLIP, PATCHES_ERROR),
     ),
     load=load_patches,
     init=init_patches,
@@ -188,7 +189,7 @@ def text_loss(params: Any, text: jax.Array) -> jax.Array:
     return cross_entropy(h @ params["out"] + params["out_bias"], text[:, 1:].T)
 
 
-TEXT_NORM, TEXT_ERROR = cg.ClipByGlobalNorm(1.0), cg.ErrorClipByValue(max=3e-4)
+TEXT_ERROR = cg.ErrorClipByValue(max=3e-4)
 CHAR_RNN = Task(
     name="char-rnn",
     summary="a tanh RNN reads Python's help texts, SGD at learning rate 1",
@@ -199,9 +200,9 @@ CHAR_RNN = Task(
     optimizer=optax.sgd(1.0),
     arms=(
         Arm(PLAIN),
-        Arm(NORM, TEXT_NORM),
+        Arm(NORM, NORM_CLIP),
         Arm(ERROR, error_clip=TEXT_ERROR),
-        Arm(BOTH, TEXT_NORM, TEXT_ERROR),
+        Arm(BOTH, NORM_CLIP, TEXT_ERROR),
     ),
     load=load_text,
     init=init_text,
@@ -243,9 +244,8 @@ def train(task: Task, seeds: int, advance: Callable[[int], Any]) -> Iterator[Run
     size = max(d for d in range(1, most + 1) if task.steps % d == 0)  # one program for all chunks
     for arm in task.arms:
         optimizer = arm.wrap(optax.chain(cg.gradient_clip(arm.gradient_clip), task.optimizer))
-        steps = jax.jit(
-            jax.vmap(_training_steps(task, arm, optimizer)), compiler_options=task.options
-        )
+        some_steps = jax.vmap(_training_steps(task, arm, optimizer))
+        steps = jax.jit(some_steps, compiler_options=task.options)
         carry = params, jax.jit(jax.vmap(optimizer.init), compiler_options=QUICK)(params)
         history = []
         for start in range(0, task.steps, size):
@@ -304,23 +304,17 @@ def row(run: Run) -> str:
 
 def report(results: list[tuple[Task, list[Run]]]) -> dict[str, Any]:
     """Versions, and the results of each task and arm; the first axis is that of the seeds."""
-
-    def of_arm(run: Run) -> dict[str, Any]:
-        found = run._asdict() | {"through_time": None}
-        return found | {"arm": [run.arm.label, *map(repr, run.arm[1:3])]}
-
+    clips = lambda arm: [arm.label, repr(arm.gradient_clip), repr(arm.error_clip)]  # noqa: E731
+    shown = lambda run: run._asdict() | {"arm": clips(run.arm), "through_time": None}  # noqa: E731
     return {
         "versions": {module.__name__: module.__version__ for module in (cg, jax, optax, np)},
         "device": jax.devices()[0].device_kind,
-        "tasks": {t.name: {run.arm.label: of_arm(run) for run in runs} for t, runs in results},
+        "tasks": {t.name: {run.arm.label: shown(run) for run in runs} for t, runs in results},
     }
 
 
 def demo_figure(results: list[tuple[Task, list[Run]]]) -> Any:
-    """A row for each task: the loss, and the gradient norm per step or per time step.
-
-    Drawn are the arms that tell the task's story, each with its outcome in the legend.
-    """
+    """A row for each task: the loss and the gradient norm of its arms, with their outcomes."""
     chart = empty_chart(14, 3.6 * len(results))
     rows = chart.subfigures(len(results), 1, squeeze=False)
     for part, (task, runs) in zip(rows[:, 0], results, strict=True):
@@ -328,13 +322,12 @@ def demo_figure(results: list[tuple[Task, list[Run]]]) -> Any:
         runs = [run for run in runs if run.arm.label in task.shown] or runs
         losses, norms = part.subplots(1, 2)
         _draw_curves(losses, "loss", {run.arm.label: run.loss for run in runs})
+        of, quantity, up = "norm", "gradient norm before any gradient clip", UP
         if task.recurrent:
-            curves = {run.arm.label: np.asarray(run.through_time) for run in runs}
-            _draw_curves(norms, f"norm of the gradient of {task.tag!r}", curves, up=np.inf)
+            of, quantity, up = "through_time", f"norm of the gradient of {task.tag!r}", np.inf
+        _draw_curves(norms, quantity, {run.arm.label: getattr(run, of) for run in runs}, up)
+        if task.recurrent:
             norms.set_xlabel("time step (the backward pass goes from right to left)")
-        else:
-            curves = {run.arm.label: run.norm for run in runs}
-            _draw_curves(norms, "gradient norm before any gradient clip", curves)
         name = next(iter(runs[0].metrics))
         outcomes = [f"{run.arm.label}\n{name} {span(run.metrics[name])}" for run in runs]
         part.legend(losses.lines, outcomes, loc="outside right upper", fontsize=9)

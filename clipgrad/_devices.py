@@ -19,8 +19,8 @@ class Devices(NamedTuple):
 def find_devices(kinds: Sequence[str] | None) -> Devices:
     """Look the kinds up; None asks for all there are, the default one first."""
     if kinds is None:
-        kinds = list(dict.fromkeys([jax.default_backend(), "cpu"]))
-        return Devices({kind: device for kind in kinds if (device := _first(kind))}, [])
+        here = dict.fromkeys([jax.default_backend(), "cpu"])
+        return Devices({kind: device for kind in here if (device := _first(kind))}, [])
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     unknown = [kind for kind in kinds if kind not in PLATFORMS]
     if unknown or not kinds:
@@ -28,8 +28,7 @@ def find_devices(kinds: Sequence[str] | None) -> Devices:
             f"devices: got {tuple(unknown or kinds)!r}, expected some of {', '.join(PLATFORMS)}, "
             "or None for all devices here"
         )
-    found = {kind: _first(kind) for kind in kinds}
-    there = {kind: device for kind, device in found.items() if device is not None}
+    there = {kind: device for kind in kinds if (device := _first(kind))}
     return Devices(there, [kind for kind in kinds if kind not in there])
 
 

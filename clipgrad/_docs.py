@@ -6,10 +6,7 @@ _HERE = pathlib.Path(__file__).parent
 
 
 def docs_pages() -> dict[str, pathlib.Path]:
-    """The files of the pages that have a title, by name.
-
-    They are inside of an installed package, and beside it in a clone.
-    """
+    """The files of the pages that have a title, by name."""
     return {path.stem: path for path in sorted(_folder().glob("*.md")) if _first_heading(path)}
 
 
@@ -24,7 +21,7 @@ def docs_page(name: str) -> str:
 
 
 def _folder() -> pathlib.Path:
-    installed = _HERE / "_pages"
+    installed = _HERE / "_pages"  # in a clone the pages are beside the package
     return installed if installed.exists() else _HERE.parent / "docs"
 
 

@@ -17,9 +17,7 @@ NAMES = {
 def hint(name: str, public: Mapping[str, str]) -> str:
     """A hint for a name that is not here: its name here, or the public name most like it.
 
-    Args:
-      name: the name that somebody wrote.
-      public: the module of each public name.
+    ``public`` has the module of each public name.
     """
     if ours := NAMES.get(name):
         return f"; write clipgrad.{ours}"
@@ -27,9 +25,8 @@ def hint(name: str, public: Mapping[str, str]) -> str:
     found = difflib.get_close_matches(_letters(name), map(_letters, known), n=1, cutoff=0.8)
     if not found:
         return ""
-    likeness = difflib.SequenceMatcher(None, name)  # such as ClipByNorm and clip_by_norm
-    same = [own for own in known if _letters(own) == found[0]]
-    near = max(same, key=lambda own: likeness.set_seq2(own) or likeness.ratio())
+    same = [own for own in known if _letters(own) == found[0]]  # ClipByNorm and clip_by_norm
+    near = max(same, key=lambda own: difflib.SequenceMatcher(None, name, own).ratio())
     place = f"{public[near]}.{near}" if near in public else f"clipgrad.{NAMES[near]}"
     return f"; write {place}"
 

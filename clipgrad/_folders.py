@@ -10,13 +10,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one letter is a drive; a
 def mounted_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
     """The path of a folder, which is read and written by `os` and `pathlib`.
 
-    Args:
-      name: the name of the argument, for errors.
-      path: the path.
-
-    Raises:
-      TypeError: it is no path.
-      ValueError: it is the address of a bucket or another store, such as "gs://bucket/run".
+    Raises `TypeError` for what is no path, and `ValueError` for the address of a bucket or another
+    store, such as "gs://bucket/run". ``name`` is the argument's.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -24,13 +19,12 @@ def mounted_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
     scheme = _SCHEME.match(text)
     if scheme is None:
         return pathlib.Path(text)
+    instead = (
+        "give the path at which the bucket is mounted, as by gcsfuse for gs://, or a local folder, "
+        "and copy its content to or from the bucket"
+    )
     if scheme[1].lower() == "file":
         instead = f"write the path alone, {'/' + text[scheme.end() :].lstrip('/')!r}"
-    else:
-        instead = (
-            "give the path at which the bucket is mounted, as by gcsfuse for gs://, or a local "
-            "folder, and copy its content to or from the bucket"
-        )
     raise ValueError(
         f"{name}: got {text!r}, an address, expected the path of a folder in a file system of this "
         f"machine; {instead}"

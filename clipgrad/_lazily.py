@@ -9,12 +9,7 @@ from typing import Any
 def attributes(
     module: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a module whose names live in rooms of the package.
-
-    Args:
-      module: the module's own name.
-      homes: the room of each name, as `"_check"`.
-    """
+    """The `__getattr__` and `__dir__` of a module; ``homes`` has the room of each of its names."""
 
     def load(name: str) -> Any:
         here = sys.modules[module]

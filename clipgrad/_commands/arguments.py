@@ -1,4 +1,4 @@
-"""Arguments that a line such as `f32[8,16], i32[8]` describes."""
+"""Words of a command line: arguments such as `f32[8,16], i32[8]`, and positions."""
 
 import re
 from typing import Any
@@ -14,6 +14,10 @@ DTYPES = {
 SHAPE = re.compile(r"(\w+)\[([\d\s,]*)\]")
 INTEGERS = 4
 WIDE = ("float64", "complex128", "int64")
+
+
+def position_or_name(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def random_arguments(text: str, seed: int) -> tuple:

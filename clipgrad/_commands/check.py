@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import inspect
 import json
 from typing import Any
@@ -9,28 +10,15 @@ from typing import Any
 import jax
 
 from clipgrad._check import CHECKS, GradCheckReport, check_grads
-from clipgrad._commands.function import (
-    FAILED,
-    PASSED,
-    add_command,
-    add_function,
-    arguments,
-    load,
-)
-from clipgrad._commands.result import plain_fields
+from clipgrad._commands.arguments import position_or_name
+from clipgrad._commands.function import FAILED, PASSED, add_command, add_function, arguments, load
+from clipgrad._commands.result import plain
 from clipgrad._devices import PLATFORMS
 
-CHECK_EPILOG = """\
-examples:
-  clipgrad check models:loss --args models:example_args --order 2
-  clipgrad check models:norm --args "f32[8,16], f32[16]" --device cpu,gpu
-
-exit code:
-  0  passed
-  1  the gradient is wrong, or nothing was verified
-  2  the check could not run; one line says why
-"""
-
+EXAMPLES = (
+    "models:loss --args models:example_args --order 2",
+    'models:norm --args "f32[8,16], f32[16]" --device cpu,gpu',
+)
 # Arguments of `check_grads` by these names: what is shown for a value, its type, and the help.
 OPTIONS: dict[str, tuple[str, type, str]] = {
     "order": ("{1,2}", int, "2 also checks the second derivative"),
@@ -51,29 +39,27 @@ FIELDS = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devi
 
 def add_check_parser(subparsers: Any) -> None:
     about = "Check the gradient of a function against finite differences."
-    parser = add_command(subparsers, "check", about, CHECK_EPILOG, run_check)
+    codes = "passed", "the gradient is wrong, or nothing was verified"
+    parser = add_command(subparsers, "check", about, run_check, EXAMPLES, codes)
     add = parser.add_argument_group("what to check").add_argument
     add_function(add)
+    add = functools.partial(add, metavar="PATH", type=position_or_name)
     paths = "by position, name or path; you can repeat it"
-    add("--wrt", metavar="PATH", action="append", help=f"an input to check, {paths}")
-    add("--no-grad", metavar="PATH", action="append", help=f"an input to leave out, {paths}")
-    add("--output", metavar="PATH", help="the output to check, by position, key or path")
-    how = parser.add_argument_group("how to check").add_argument
+    add("--wrt", action="append", help=f"an input to check, {paths}")
+    add("--no-grad", action="append", help=f"an input to leave out, {paths}")
+    add("--output", help="the output to check, by position, key or path")
+    add = parser.add_argument_group("how to check").add_argument
     for name, (shown, kind, words) in OPTIONS.items():
         default = inspect.signature(check_grads).parameters[name].default
         words += f" (default: {default})" if default else ""
         flag = f"--{name.replace('_', '-')}"
-        how(flag, default=default, metavar=shown, type=kind, help=words)
-    how(
-        "--skip",
-        metavar="CHECKS",
-        action="extend",
-        default=[],
-        type=lambda text: text.split(","),
-        help=f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}",
-    )
-    how("--device", metavar="KINDS", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (all)")
-    how("--x64", action="store_true", help="enable 64-bit types first")
+        add(flag, default=default, metavar=shown, type=kind, help=words)
+    words = f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}"
+    several = functools.partial(add, type=lambda text: text.split(","))
+    several("--skip", metavar="CHECKS", action="extend", default=[], help=words)
+    words = f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (all)"
+    several("--device", metavar="KINDS", help=words)
+    add("--x64", action="store_true", help="enable 64-bit types first")
     parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
 
 
@@ -83,10 +69,10 @@ def run_check(options: argparse.Namespace) -> int:
         report = check_grads(
             function,
             arguments(options.function, function, options.args, options.seed),
-            wrt=_selectors(options.wrt),
-            no_grad=_selectors(options.no_grad),
-            output=_selector(options.output),
-            devices=options.device.split(",") if options.device else None,
+            wrt=options.wrt,
+            no_grad=options.no_grad,
+            output=options.output,
+            devices=options.device,
             raise_on_failure=False,
             skip=options.skip,
             **{name: getattr(options, name) for name in OPTIONS},
@@ -99,13 +85,6 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
-    failures = [plain_fields(f, [n for n in f._fields if n != "ratio"]) for f in report.failures]
-    return {"failures": failures} | plain_fields(report, FIELDS)
-
-
-def _selectors(texts: list[str] | None) -> list[int | str] | None:
-    return [_selector(text) for text in texts] if texts else None
-
-
-def _selector(text: str | None) -> Any:
-    return int(text) if text is not None and text.isdigit() else text
+    failures = [failure._asdict() for failure in report.failures]
+    failures = [{name: x for name, x in found.items() if name != "ratio"} for found in failures]
+    return plain({"failures": failures} | {name: getattr(report, name) for name in FIELDS})

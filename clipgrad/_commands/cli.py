@@ -28,20 +28,15 @@ _COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command with these arguments, or those of the process.
 
     An error is one line. If a function of the user or this library has raised it, the line says
     that ``--traceback`` shows where.
 
-    Args:
-      argv: the arguments; ``None``: the arguments of the process.
-
     Returns:
       The exit code: 0 for success, 2 for an error, 130 if interrupted, 141 if nobody reads the
-      output any more, others by command.
-
-    Raises:
-      SystemExit: after ``--help`` and ``--version``, and with 2 for arguments that are wrong.
+      output any more, others by command. For ``--help``, ``--version`` and wrong arguments
+      `SystemExit` has it.
     """
     arguments = _parsed(argv)
     if arguments is None:

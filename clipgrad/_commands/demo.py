@@ -9,16 +9,12 @@ from clipgrad._commands.result import write_result
 from clipgrad._demo import TASKS, demo_figure, head, report, row, train
 from clipgrad._folders import mounted_folder
 
-DEMO_EPILOG = """\
-The models train on real data, for several seeds at once. The demo prints a table, and writes a
-figure (PNG) and all numbers (JSON).
-"""
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 
 
 def add_demo_parser(subparsers: Any) -> None:
     about = "Train small models without clipping, with gradient clips and with error clips."
-    parser = add_command(subparsers, "demo", about, DEMO_EPILOG, run_demo)
+    parser = add_command(subparsers, "demo", about, run_demo)
     add = parser.add_argument
     words = f"tasks to train, of {', '.join(TASKS)} (default: all)"
     add("--task", nargs="+", action="extend", choices=TASKS, metavar="NAME", help=words)
@@ -34,8 +30,8 @@ def add_demo_parser(subparsers: Any) -> None:
 def run_demo(options: argparse.Namespace) -> int:
     missing = [package for name, package in _EXTRAS.items() if not importlib.util.find_spec(name)]
     if missing:
-        instead = 'install it with: pip install "clipgrad[demo]"'
-        raise UsageError(f"needs {', '.join(missing)}; {instead}")
+        hint = 'install it with: pip install "clipgrad[demo]"'
+        raise UsageError(f"needs {', '.join(missing)}; {hint}")
     folder = mounted_folder("--out", options.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

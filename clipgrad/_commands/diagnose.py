@@ -1,9 +1,9 @@
 """`clipgrad diagnose module:loss`: a diagnosis on the command line."""
 
 import argparse
-import functools
 from typing import Any
 
+from clipgrad._commands.arguments import position_or_name
 from clipgrad._commands.function import (
     UsageError,
     add_command,
@@ -16,72 +16,50 @@ from clipgrad._commands.result import show_result
 from clipgrad._diagnose import GradientDiagnosis, diagnose
 from clipgrad._recorder import load_capture
 
-DIAGNOSE_EPILOG = """\
-examples:
-  clipgrad diagnose models:loss --args models:example_args --out diagnosis
-  clipgrad diagnose models:loss --capture captures/step_4000
-
-exit code:
-  0  nothing is wrong
-  1  there are findings
-  2  the diagnosis could not run, or could not be written and has no findings; one line says why
-"""
+EXAMPLES = (
+    "models:loss --args models:example_args --out diagnosis",
+    "models:loss --capture captures/step_4000",
+)
+CODES = "nothing is wrong", "there are findings"
+FIELDS = ("ok", "findings", "rows", "notes", "examples")
 
 
 def add_diagnose_parser(subparsers: Any) -> None:
     about = "Find the operation that makes a gradient NaN, explode, vanish, underflow or zero."
-    parser = add_command(subparsers, "diagnose", about, DIAGNOSE_EPILOG, run_diagnose)
+    parser = add_command(subparsers, "diagnose", about, run_diagnose, EXAMPLES, CODES)
     add = parser.add_argument
     add_function(add, "loss")
-    add(
-        "--capture",
-        metavar="PATH",
-        help="a capture of FlightRecorder; the arguments are its (params, batch), or the result "
-        "of the function in --args, called with the capture",
+    words = (
+        "a capture of FlightRecorder; the arguments are its (params, batch), or the result of the "
+        "function in --args, called with the capture"
     )
-    add(
-        "--argnums",
-        metavar="N",
-        type=int,
-        nargs="+",
-        default=[0],
-        help="positions of the arguments to differentiate (default: 0)",
-    )
-    add(
-        "--examples",
-        metavar="ARG",
-        nargs="+",
-        help="list the bad examples in these arguments, which have the axis of the batch",
-    )
+    add("--capture", metavar="PATH", help=words)
+    words = "positions of the arguments to differentiate (default: 0)"
+    add("--argnums", metavar="N", type=int, nargs="+", default=[0], help=words)
+    words = "list the bad examples in these arguments, which have the axis of the batch"
+    add("--examples", metavar="ARG", type=position_or_name, nargs="+", help=words)
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
-    find = functools.partial(_command_diagnosis, options)
-    return show_result(options, "diagnosis", find, ("ok", "findings", "rows", "notes", "examples"))
+    return show_result(options, "diagnosis", _diagnosis, FIELDS)
 
 
-def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
+def _diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
     function, examples = load(options.function), options.examples
     if options.capture:
         args = _captured(options.capture, options.args)
+        if options.args is None:
+            examples = examples or (1,)  # the whole batch of the capture
     else:
         args = arguments(options.function, function, options.args, 0)
-    if examples:
-        examples = [int(name) if name.isdigit() else name for name in examples]
-    elif options.capture and options.args is None:
-        examples = (1,)  # the whole batch of the capture
     argnums = tuple(options.argnums)
     return diagnose(function, args, argnums=argnums, has_aux=options.has_aux, examples=examples)
 
 
 def _captured(path: str, make_args: str | None) -> tuple:
-    """The arguments of a capture.
-
-    Raises:
-      UsageError: there is no capture, or the function of `--args` raises or makes no tuple.
-    """
+    """The arguments of a capture, or what the function of `--args` makes of it."""
     try:
         capture = load_capture(path)
     except FileNotFoundError as error:

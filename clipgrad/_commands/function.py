@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from clipgrad._commands.arguments import random_arguments
@@ -23,14 +23,24 @@ class UsageError(Exception):
 
 
 def add_command(
-    subparsers: Any, name: str, about: str, epilog: str, run: Callable[[Any], int]
+    subparsers: Any,
+    name: str,
+    about: str,
+    run: Callable[[Any], int],
+    examples: Sequence[str] = (),
+    codes: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """Add a subcommand, which one sentence describes, and text with examples."""
+    """Add a subcommand, which one sentence describes; `codes` are the meanings of 0 and 1."""
+    lines = [f"  clipgrad {name} {example}" for example in examples]
+    ends = [f"  {code}  {meaning}" for code, meaning in enumerate(codes)]
+    could_not = f"  {WRONG_USAGE}  the command could not run; one line says why"
     parser = subparsers.add_parser(
         name,
         help=about[:1].lower() + about[1:].rstrip("."),
         description=about,
-        epilog=epilog,
+        epilog="\n".join(["examples:", *lines, "", "exit code:", *ends, could_not])
+        if codes
+        else "",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
@@ -40,17 +50,10 @@ def add_command(
 
 def add_function(add: Callable[..., Any], kind: str = "function") -> None:
     """Add the function to look at, and its arguments, by `add_argument` of a parser or a group."""
-    add(
-        "function",
-        metavar=f"module:{kind}",
-        help=f"the {kind}; the module may be in the current folder",
-    )
-    add(
-        "--args",
-        metavar="ARGS",
-        help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
-        "the tuple of arguments",
-    )
+    words = f"the {kind}; the module may be in the current folder"
+    add("function", metavar=f"module:{kind}", help=words)
+    words = 'shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns the '
+    add("--args", metavar="ARGS", help=f"{words}tuple of arguments")
 
 
 def complain(arguments: argparse.Namespace, error: Exception) -> None:
@@ -83,16 +86,11 @@ def arguments(path: str, function: Callable, text: str | None, seed: int) -> tup
 
 
 def made_arguments(path: str, *given: Any) -> tuple:
-    """The arguments that a function such as `module:make_args` makes.
-
-    Raises:
-      UsageError: it raises, or makes no tuple.
-    """
+    """The arguments that a function such as `module:make_args` makes; `UsageError` as above."""
     made = _called(path, load(path), *given)
     if not isinstance(made, tuple):
-        raise UsageError(
-            f"{path}: got a {type(made).__name__} from it, expected the tuple of arguments"
-        )
+        kind = type(made).__name__
+        raise UsageError(f"{path}: got a {kind} from it, expected the tuple of arguments")
     return made
 
 

@@ -7,19 +7,10 @@ from clipgrad._commands.function import PASSED, UsageError, add_command
 from clipgrad._docs import docs_pages, docs_title
 from clipgrad._trees import nearest
 
-HELP_EPILOG = """\
-example:
-  clipgrad help nan
-
-exit code:
-  0  the page, or the list of the pages, is printed
-  2  there is no such page; one line names the pages there are
-"""
-
 
 def add_help_parser(subparsers: Any) -> None:
     about = "Print a page of the documentation; without a name, list the pages."
-    parser = add_command(subparsers, "help", about, HELP_EPILOG, run_help)
+    parser = add_command(subparsers, "help", about, run_help, ["nan"], ["printed"])
     parser.add_argument("page", nargs="?", help="the name of a page, such as nan")
 
 

@@ -120,40 +120,38 @@ def _normal_array(*shape):
 
 def add_selftest_parser(subparsers: Any) -> None:
     about = "Check every VJP of this library on every available device."
-    parser = add_command(subparsers, "selftest", about, "", run_selftest)
-    parser.add_argument(
-        "--device", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (default: all)"
-    )
+    parser = add_command(subparsers, "selftest", about, run_selftest)
+    words = f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (default: all)"
+    parser.add_argument("--device", type=lambda text: text.split(","), help=words)
 
 
 def run_selftest(options: argparse.Namespace) -> int:
-    kinds = options.device.split(",") if options.device else None
-    devices = find_devices(kinds)
+    devices = find_devices(options.device)
     if not devices.there:
-        raise UsageError(f"--device: got {options.device}, expected a device that is here")
-    check = functools.partial(check_grads, devices=kinds, raise_on_failure=False)
-    found, failed = list(cases()), 0
-    # Compiling is most of the work, and may be done at once.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as workers:
-        reports = workers.map(lambda case: check(case.function, case.args, order=case.order), found)
-        for case, report in zip(found, reports, strict=True):
-            failed += not report.ok
-            _say(report.ok, f"{case.name} ({report.seconds:.1f} s)")
-            if not report.ok:
-                print(report)
-    for law in laws():
-        same = _law_holds(law)
-        failed += not same
-        _say(same, law.name)
+        wanted = ",".join(options.device)
+        raise UsageError(f"--device: got {wanted}, expected a device that is here")
+    failed = 0
+    for ok, text in _results(options.device):
+        failed += not ok
+        print(f"{'ok    ' if ok else 'FAILED'} {text}", flush=True)
     absent = ", ".join(devices.absent) or "none"
     print(f"{failed} failed; devices: {', '.join(devices.there)}; not here, so not run: {absent}")
     return FAILED if failed else PASSED
 
 
-def _say(ok: bool, name: str) -> None:
-    print(f"{'ok    ' if ok else 'FAILED'} {name}", flush=True)
+def _results(kinds: list[str] | None) -> Iterator[tuple[bool, str]]:
+    """Whether each case and each law holds, and what is printed of it."""
 
+    def report_of(case: Case) -> Any:
+        found = case.function, case.args
+        return check_grads(*found, order=case.order, devices=kinds, raise_on_failure=False)
 
-def _law_holds(law: Law) -> bool:
-    pairs = zip(jax.tree.leaves(law.left), jax.tree.leaves(law.right), strict=True)
-    return all(np.allclose(left, right, rtol=1e-6, atol=1e-6) for left, right in pairs)
+    # Compiling is most of the work, and may be done at once.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as workers:
+        found = list(cases())
+        for case, report in zip(found, workers.map(report_of, found), strict=True):
+            details = "" if report.ok else f"\n{report}"
+            yield report.ok, f"{case.name} ({report.seconds:.1f} s){details}"
+    for law in laws():
+        pairs = zip(jax.tree.leaves(law.left), jax.tree.leaves(law.right), strict=True)
+        yield all(np.allclose(*pair, rtol=1e-6, atol=1e-6) for pair in pairs), law.name

@@ -28,43 +28,36 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     A name is a tag or the path of a module. A *tag* names a value where it is computed:
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
     `jax.named_scope`\ s around an operation, such as ``"Transformer/block_3/attn"``; flax Linen,
-    Haiku and Keras set one for each module. In flax NNX and Equinox it is the path of attributes,
-    such as ``"decoder/blocks/3/attn"``, in a model among the arguments. `list_names` lists the
-    names.
+    Haiku and Keras set one for each module. In a flax NNX or Equinox model among the arguments it
+    is the path of attributes, such as ``"decoder/blocks/3/attn"``. `list_names` lists the names.
 
     The variables of a module are its outputs: the values that are computed inside, and used or
     returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
-    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$; uses
-    inside the module are not clipped. Each call traces ``fun`` once, as `jax.jit` does; put the
-    training step into `jax.jit`, so that this happens only once.
+    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$.
 
-    A name may be a pattern: ``*`` stands for any text within a segment, ``**`` for any number of
-    segments, as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. It selects among the names
-    that `list_names` lists. An exact name overrides a pattern, and a tag overrides a module of the
-    same name.
+    In a pattern ``*`` stands for any text within a segment, ``**`` for any number of segments, as
+    in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. An exact name overrides a pattern, and a
+    tag overrides a module of the same name.
 
     Guarantees:
       * The result is bit-identical to the result of ``fun``, with its structure, weak types and
         shardings. (A compiled gradient with a clip that acts is another program, which XLA may
         round differently, and so is eager code that JAX compiles as a whole, as `jax.numpy.mean`.)
-      * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
-        `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
-        `jax.lax.custom_linear_solve`. Tags keep their meaning for `jax.checkpoint`.
+      * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
+        `jax.shard_map`, `jax.vmap` and of the matrix of `jax.lax.custom_linear_solve`.
+      * Each array is a separate variable, at each step of a scan. A module that is applied twice
+        with nothing between is one module.
       * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. A name that is
         only there is accepted here, and an error where the gradient is computed too, as by
         `train_step` and `value_and_grad_with_stats`.
-      * Each array is a separate variable, at each step of a scan. A module that is applied twice
-        with nothing between is one module.
-      * Inside a `jax.vmap` or a `jax.lax.map` in batches in ``fun`` a variable is the whole batch:
-        a norm rule measures all examples together, with a warning, and not each as
-        `clip_cotangent` does. A `jax.vmap` of the result clips each example.
-      * The caller's models keep their classes and structure; what ``fun`` changes in flax NNX
-        models among the arguments and in references (`jax.new_ref`) changes as without clips.
-      * A gradient that ``fun`` computes inside is part of its value, and is not clipped. If it is
-        what ``fun`` returns, as in ``error_clip_by_name(jax.grad(loss), rules)``, a warning says to
-        write ``jax.grad(error_clip_by_name(loss, rules))``.
-      * The result can be transformed again, with this or another clip, `jax.jit`, `jax.grad` or
-        `jax.vmap`; in forward mode if no clipped variable depends on the differentiated arguments.
+      * Inside a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures all
+        examples together, with a warning. A `jax.vmap` of the result clips each example.
+      * A gradient that ``fun`` computes inside is part of its value, and is not clipped; a warning
+        says so where ``fun`` returns it, as ``jax.grad(loss)`` does.
+      * What ``fun`` changes in flax NNX models among the arguments and in references
+        (`jax.new_ref`) changes as without clips.
+      * The result can be transformed again; in forward mode if no clipped variable depends on the
+        differentiated arguments. Each call traces ``fun`` once, as `jax.jit` does.
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
@@ -77,10 +70,10 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     Raises:
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
         needs parameters; when called, if the variables of a name are integers.
-      ValueError: when called, if a name or a pattern matches no variable, only unused ones, or one
-        inside a primitive that can't be entered, such as a `jax.custom_vjp`; if two patterns with
-        different rules match one name; if ``fun`` changes an NNX model that it closes over; when
-        differentiated, if a rule of a `jax.custom_vjp` closes over a differentiated value.
+      ValueError: when called, if a name or a pattern matches no variable that can be reached; if
+        two patterns with different rules match one name; if ``fun`` changes an NNX model that it
+        closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
+        differentiated value.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -114,41 +107,38 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rules", "probes"],
+    data_fields=["clips"],
     meta_fields=["modules", "active", "scopes"],
 )
 @dataclasses.dataclass(frozen=True)
 class ByName(_jaxpr.Hook):
     """Clips and watches variables with names; equations without them are left as they are."""
 
-    rules: dict[str, Any]
-    probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
+    clips: dict[str, tuple[Any, ClipStats | None]]  # the rule and the probe of each name
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
     active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
     scopes: _names.ScopePath = ()  # those around the program
 
     @classmethod
     def of(
-        cls,
-        names: Resolved,
-        probes: dict[str, ClipStats],
-        active: frozenset[Any] | None = None,
+        cls, names: Resolved, probes: dict[str, ClipStats], active: frozenset[Any] | None = None
     ) -> "ByName":
+        """The clips of these names; a probe has a leading axis for each scan around its name."""
+        clips = {name: (chosen.rule, probes.get(name)) for name, chosen in names.items()}
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
-        return cls({name: chosen.rule for name, chosen in names.items()}, probes, modules, active)
+        return cls(clips, modules, active)
 
     @property
     def is_reusable(self) -> bool:
-        return all(map(is_own, self.rules.values()))
+        return all(is_own(rule) for rule, _ in self.clips.values())
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped result of a tag; None for an equation with names inside."""
         name = equation.params.get("name")
-        if equation.primitive.name == "name" and name not in self.modules and self._has(name):
+        if equation.primitive.name == "name" and name in self.clips.keys() - self.modules:
             (tagged,) = _jaxpr.bind(equation, inputs)
             return [self._clip(name, tagged)]
-        inner = self._part_inside(equation)
-        return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
+        return None if self._part_inside(equation).clips else _jaxpr.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
         """The values of a program, clipped where they leave the modules of these names."""
@@ -157,26 +147,25 @@ class ByName(_jaxpr.Hook):
 
         def leave(_: Any, scopes: _names.ScopePath) -> Callable[[Any], Any] | None:
             name = "/".join((*self.scopes, *scopes))
-            watched = name in self.modules and self._has(name)
-            return functools.partial(self._clip, name) if watched else None
+            is_clipped = name in self.modules and name in self.clips
+            return functools.partial(self._clip, name) if is_clipped else None
 
         return _names.ModuleValues(self, jaxpr, leave, self.active)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
-        inner = self._part_inside(equation)
-        return {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
+        probes = ((name, probe) for name, (_, probe) in self._part_inside(equation).clips.items())
+        return {name: probe for name, probe in probes if probe is not None and probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
         """The clips inside of an equation, with the probes of this step."""
-        inner = self._part_inside(equation)
-        return dataclasses.replace(inner, probes=inner.probes | (step or {}))
-
-    def _has(self, name: Any) -> bool:
-        return name in self.rules or name in self.probes
+        inner, own = self._part_inside(equation), step or {}
+        clips = {name: (rule, own.get(name, probe)) for name, (rule, probe) in inner.clips.items()}
+        return dataclasses.replace(inner, clips=clips)
 
     def _clip(self, name: str, x: Any) -> Any:
-        return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
+        rule, probe = self.clips[name]
+        return clip_cotangent(x, rule, probe=probe)
 
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
@@ -184,12 +173,15 @@ class ByName(_jaxpr.Hook):
         scopes = (*self.scopes, *_names.path(equation)) if inner else ()
         found = (s.below(scopes) for p in inner for s in _names.sites(p) if not s.within)
         names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
-        rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
-        probes = {n: probe for n, probe in self.probes.items() if n in names}
+        clips = {
+            n: clip
+            for n, clip in self.clips.items()
+            if n in names and any(p is not None for p in clip)
+        }
         active = self.active
         if active is not None:
             active &= frozenset().union(*map(_names.variables_of_modules, inner))
-        return ByName(rules, probes, self.modules & names, active, scopes)
+        return ByName(clips, self.modules & names, active, scopes)
 
 
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:

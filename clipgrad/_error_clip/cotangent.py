@@ -1,6 +1,5 @@
 """Clipping the cotangent of a value: the one custom VJP of the clips."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,16 +23,15 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
 
     Guarantees:
       * The value is bit-identical to ``x``, and the program of the forward pass is unchanged.
-      * The cotangent is clipped once, after it is summed over all uses.
-      * Its structure, shapes and dtypes are kept, for every dtype of the thresholds.
+      * The cotangent is clipped once, after it is summed over all uses, and keeps its structure,
+        shapes and dtypes.
       * For the backward pass it saves only thresholds that are arrays, and ``x`` if the rule needs
         it (`AdaptiveClip`).
       * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay
         as they are; a custom rule sees ``None`` in their places.
-      * It works inside and outside of all transformations of JAX, and can be differentiated again.
-        Inside `jax.vmap` a norm rule measures each example; outside, the batch.
-      * JAX refuses forward mode (`jax.jvp`) through it, because forward mode has no cotangents;
-        pass ``rule=None`` where you need forward mode.
+      * It works inside and outside of all transformations of JAX but forward mode, which has no
+        cotangents (pass ``rule=None`` there), and can be differentiated again. Inside `jax.vmap` a
+        norm rule measures each example; outside, the batch.
 
     Args:
       x: a pytree of arrays.
@@ -60,11 +58,6 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
       >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), probe)
       >>> print(stats.norm, stats.clipped_norm)
       10.0 5.0
-
-    References:
-      Graves, Generating Sequences With Recurrent Neural Networks, 2013,
-      https://arxiv.org/abs/1308.0850: the derivatives with respect to the inputs of LSTM
-      layers are clipped.
     """
     rule = as_rule(rule)
     if probe is not None:
@@ -78,45 +71,42 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
         return x
     arrays = jax.tree.map(jnp.asarray, chosen)
     dtype = None if probe is None else probe.before.dtype.name
-    backward, thresholds = _trace_backward(rule, structure, dtype, arrays)
+    backward, saved = _trace_backward(rule, structure, dtype, arrays)
     # The probe varies as the arrays do, so that its cotangent is summed over the devices.
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     probe = jax.tree.map(lambda field: to_varying(field, axes), probe)
-    clipped = _clipped_identity(backward, arrays, thresholds, probe)
+    clipped = _clipped_identity(backward, arrays, saved, probe)
     return structure.unflatten(combine(clipped, rest))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Backward:
-    """The traced backward pass of one clip; static, since it closes over nothing traced."""
-
-    jaxpr: jex.core.Jaxpr
-    outputs: Any
-    needs_params: bool
 
 
 def _trace_backward(
     rule: Any, structure: Any, dtype: str | None, arrays: list[Any]
-) -> tuple[_Backward, Any]:
-    """The backward pass, with the arrays that the rule has or closes over as arguments.
+) -> tuple[Callable[..., Any], Any]:
+    """The backward pass, a function of what it saves and of the cotangents, and what it saves.
 
-    A backward pass may not close over tracers: inside of `jax.lax.scan` they would be values of
-    another trace by the time that it runs. A rule of this library is traced once for all
-    variables of a shape; any other may depend on state that changes, and is traced anew.
+    It saves the arrays that the rule has or closes over, since it may not close over tracers:
+    inside of `jax.lax.scan` they would be values of another trace by the time that it runs. A rule
+    of this library is traced once for all variables of a shape; any other may depend on state that
+    changes, and is traced anew.
     """
-    needs_params = getattr(rule, "needs_params", False)
     leaves, fields = jax.tree.flatten(rule)
     given, fixed = partition(leaves, is_array)
+    params = arrays if getattr(rule, "needs_params", False) else None
     static = structure, dtype, fields, tuple(fixed)
-    arguments = given, arrays, arrays if needs_params else None
     if rule is None or is_data(rule):
-        traced = _cached.trace(*static, *arguments)
+        traced = _cached.trace(*static, given, arrays, params)
         program, shapes = traced.jaxpr, traced.out_info
     else:
         run = functools.partial(_clipped_and_stats, *static)
-        program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
-    backward = _Backward(program.jaxpr, jax.tree.structure(shapes), needs_params)
-    return backward, (list(program.consts), given)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(given, arrays, params)
+    jaxpr, outputs = program.jaxpr, jax.tree.structure(shapes)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        constants, given, params = saved
+        run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(jaxpr, constants))
+        return outputs.unflatten(run(*jax.tree.leaves((given, cotangents, params))))
+
+    return backward, (list(program.consts), given, params)
 
 
 def _clipped_and_stats(
@@ -144,19 +134,16 @@ _cached = jax.jit(_clipped_and_stats, static_argnums=(0, 1, 2, 3))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _clipped_identity(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
+def _clipped_identity(backward: Any, arrays: Any, saved: Any, probe: Any) -> Any:
     return arrays
 
 
-def _clip_forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
-    return arrays, (thresholds, arrays if backward.needs_params else None)
+def _clip_forward(backward: Any, arrays: Any, saved: Any, probe: Any) -> Any:
+    return arrays, saved
 
 
-def _clip_backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
-    (constants, given), params = residuals
-    run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(backward.jaxpr, constants))
-    found = run(*jax.tree.leaves((given, cotangents, params)))
-    clipped, stats = jax.tree.unflatten(backward.outputs, found)
+def _clip_backward(backward: Any, saved: Any, cotangents: Any) -> Any:
+    clipped, stats = backward(saved, cotangents)
     return jax.tree.structure(cotangents).unflatten(clipped), None, stats
 
 

@@ -22,10 +22,10 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
     $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
 
     Guarantees:
-      * The result is bit-identical to the result of the function.
+      * The result is bit-identical to the result of the function, whose signature, name and
+        docstring are kept; ``__wrapped__`` is the plain function.
       * One rule for all inputs clips each input separately: a norm rule sees the tree of one
         input. ``self`` and ``cls`` of methods are not inputs, unless you name them.
-      * The signature, name and docstring are kept; ``__wrapped__`` is the plain function.
       * Everything that `clip_cotangent` guarantees.
 
     Args:

@@ -29,11 +29,10 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     Guarantees:
       * The result is bit-identical to the result of ``fun``, see `error_clip_by_name`.
-      * All operations are clipped inside `jax.jit`, `jax.lax.scan` (at each step),
-        `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`.
+      * Operations are clipped at any depth, at each step of a `jax.lax.scan`. A function with a
+        custom rule, such as `jax.custom_vjp`, is one operation.
       * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
         does not use itself. The next step of a scan uses the carry.
-      * A function with a custom rule, such as `jax.custom_vjp`, is one operation.
 
     A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
     inside a `jax.vmap` in ``fun`` the cotangent of the whole batch.

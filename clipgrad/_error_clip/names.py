@@ -18,10 +18,7 @@ def list_names(
 ) -> Names:
     r"""Lists the values inside a function that can be watched, and clipped, by name.
 
-    Names are tags, given by `jax.ad_checkpoint.checkpoint_name`, and the paths of modules: the
-    `jax.named_scope`\ s around an operation, which flax Linen, Haiku and Keras set for each of
-    their modules, and in an NNX or Equinox model among the arguments the attribute paths of its
-    submodules. See `error_clip_by_name`.
+    Names are tags and the paths of modules, see `error_clip_by_name`.
 
     Guarantees:
       * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.

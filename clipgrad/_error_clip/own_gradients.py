@@ -19,20 +19,13 @@ def warn_of_own_gradients(
 ) -> None:
     """Warns of clips in a program that differentiates what is clipped, as one of `jax.grad` does.
 
-    The gradient is then a value like any other, and no cotangent passes the clips. A loss is left
-    alone, whose gradients inside are differentiated once more: its first result is one number that
-    is computed from them.
-
-    Args:
-      program: the traced function.
-      names: the tags and modules that are clipped; ``None``: everything.
-      caller: the function that clips, for the warning.
-      stacklevel: as of `warnings.warn`.
+    The gradient is then a value like any other, and no cotangent passes the clips. A loss with
+    gradients inside is left alone: it is differentiated once more. ``names`` are the tags and
+    modules that are clipped; ``None``: everything.
     """
     if not _has_transposes(program) or _is_loss(program):
         return
-    placed = list(_with_transforms(program, frozenset(), ""))
-    inside = [n for n in names or () if all("jvp" in around for around in _around(n, placed))]
+    inside = [] if names is None else _inside_of_gradients(program, names)
     if names is None or inside:
         what, rules = ("", "rule") if names is None else (f" for {inside}", "rules")
         warnings.warn(
@@ -62,13 +55,24 @@ def _is_loss(program: Any, result: int = 0) -> bool:
     jaxpr, _ = _jaxpr.opened(program)
     if not jaxpr.outvars or jaxpr.outvars[result].aval.shape:
         return False
-    for e in jaxpr.eqns:
-        places = [i for i, made in enumerate(e.outvars) if made is jaxpr.outvars[result]]
-        if places and e.primitive.name in _jaxpr.JIT and not _transforms(e):
-            return _is_loss(_jaxpr.called_program(e), places[0])
-        if places:
-            return not _transforms(e)
-    return True
+    makers = (
+        (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars) if v is jaxpr.outvars[result]
+    )
+    e, place = next(makers, (None, 0))
+    if e is None or _transforms(e):
+        return e is None
+    is_call = e.primitive.name in _jaxpr.JIT
+    return not is_call or _is_loss(_jaxpr.called_program(e), place)
+
+
+def _inside_of_gradients(program: Any, names: Iterable[str]) -> list[str]:
+    """The names of which each variable is differentiated in the program."""
+    plain: set[str] = set()
+    for e, around, scopes in _with_transforms(program, frozenset(), ""):
+        if "jvp" not in around:
+            tag = {e.params["name"]} if e.primitive.name == "name" else set()
+            plain |= tag | {name for name in names if scopes.startswith(f"{name}/")}
+    return [name for name in names if name not in plain]
 
 
 def _with_transforms(
@@ -80,11 +84,3 @@ def _with_transforms(
         yield e, own, scopes
         for inner in _jaxpr.entered_programs(e)[0]:
             yield from _with_transforms(inner, own, scopes)
-
-
-def _around(name: str, placed: list[tuple[Any, Any, str]]) -> Iterator[frozenset[str]]:
-    """The transformations around each variable with a name."""
-    for e, around, scopes in placed:
-        is_tag = e.primitive.name == "name" and e.params["name"] == name
-        if is_tag or scopes.startswith(f"{name}/"):
-            yield around

@@ -47,21 +47,13 @@ def value_and_grad_with_stats(
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, and also returns statistics of the cotangents of named variables.
 
-    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a
-    pattern; see `error_clip_by_name`.
-
     Guarantees:
       * Value and gradient are the same as of
         ``jax.value_and_grad(error_clip_by_name(fun, rules))``; flax NNX models are differentiated
-        as in ``nnx.value_and_grad``, with respect to their ``nnx.Param`` (or what an
-        ``nnx.DiffState`` in ``argnums`` selects), and arguments with Equinox modules as in
-        ``eqx.filter_value_and_grad``.
-      * The statistics leave the compiled backward pass as the gradients do, without a callback;
-        under `jax.jit` unused statistics are not computed.
-      * Value and gradient are bit-identical if a compiled program does not use the statistics. If
-        it uses them, its rounding may change.
-      * A name that is only in a `jax.lax.while_loop`, where values have no cotangents, is an error;
-        if it is elsewhere too, it is clipped and counted there.
+        as in ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects their variables),
+        and arguments with Equinox modules as in ``eqx.filter_value_and_grad``.
+      * The statistics leave the compiled backward pass as the gradients do, without a callback.
+        Under `jax.jit` statistics that are not used are not computed, and change no bit.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
@@ -74,7 +66,8 @@ def value_and_grad_with_stats(
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      rules: a rule for each name or pattern; ``None`` in place of a rule: watch only.
+      rules: a rule for each name or pattern, see `error_clip_by_name`; ``None`` in place of a rule:
+        watch only.
       watch: further names and patterns to watch only; ``None``: all tags whose variables have
         cotangents, or all modules if there are no such tags.
 

@@ -34,33 +34,19 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NNXParameters:
-    """A tree with models of NNX, taken apart as `nnx.grad` does it.
+    """A tree with models of NNX, taken apart as `nnx.grad` does it."""
 
-    Attributes:
-      trained: the tree with an `nnx.State` of arrays in place of each model.
-      state: the arrays of the variables of models that are not trained.
-      graph: what NNX makes models of, with the variables.
-      structures: the structures of the variables that are trained, and of the others.
-      leaves: the leaves of the tree, a model as one.
-      structure: the tree's, with models as leaves.
-      is_trained: whether a variable at a path is trained.
-    """
-
-    trained: Any
-    state: list[Any]
-    graph: Any
-    structures: tuple[Any, Any]
-    leaves: list[Any]
-    structure: Any
-    is_trained: Callable[[Any, Any], bool]
+    trained: Any  # the tree with an `nnx.State` of arrays in place of each model
+    state: list[Any]  # the arrays of the variables of models that are not trained
+    graph: Any  # what NNX makes models of, with the variables
+    structures: tuple[Any, Any]  # of the variables that are trained, and of the others
+    leaves: list[Any]  # of the tree, a model as one
+    structure: Any  # of the tree, with models as leaves
+    is_trained: Callable[[Any, Any], bool]  # whether a variable at a path is trained
 
     @classmethod
     def of(cls, params: Any, wrt: Any) -> "NNXParameters":
-        """The parameters apart.
-
-        Raises:
-          ValueError: nothing in them is trained.
-        """
+        """The parameters apart; `ValueError` if nothing in them is trained."""
         leaves, structure = jax.tree.flatten(params, is_leaf=is_model)
         is_trained = trained_variables(wrt)
         graph, trained, state = _split_of(leaves, is_trained)
@@ -87,10 +73,7 @@ class NNXParameters:
         )
 
     def call(self, fun: Callable[..., Any], trained: Any, state: Any, *args: Any) -> Any:
-        """The result of ``fun(tree, *args)``, and the `Changes` in the models, or ``None``.
-
-        Submodules have their attribute paths as names.
-        """
+        """The result of ``fun(tree, *args)``, and the `Changes` in the models, or ``None``."""
         with explained():
             return with_names(lambda fun: self._called(fun, trained, state, args), fun)
 
@@ -130,10 +113,8 @@ class NNXParameters:
     def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
         """The keys of so many examples, as `nnx.split_rngs` makes them, by place in the state.
 
-        None, if a function of one example draws no random numbers by the state of a model.
-
-        Raises:
-          ValueError: the function changes something else in a model.
+        They are none if a function of one example draws no random numbers by the state of a model.
+        It is a `ValueError` if the function changes something else there.
         """
         found: list[str] = []
 
@@ -213,11 +194,7 @@ class NNXParameters:
 
 
 def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
-    """Whether a variable at a path in its model is trained: integers are not.
-
-    Raises:
-      TypeError: ``wrt`` is not a filter of NNX.
-    """
+    """Whether a variable at a path in its model is trained: integers are not."""
     nnx = flax_nnx()
     try:
         is_chosen = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)

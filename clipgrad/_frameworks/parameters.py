@@ -19,16 +19,10 @@ from clipgrad._trees import check_tree, combine, is_clippable, is_float_array, p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeParameters:
-    """A tree of arrays, perhaps with modules of Equinox, apart.
+    """A tree of arrays, perhaps with modules of Equinox, with the methods of `NNXParameters`."""
 
-    Attributes:
-      trained: what is differentiated: the tree with ``None`` in place of all else.
-      rest: the leaves that are not.
-      state: nothing; it has the methods of `NNXParameters`.
-    """
-
-    trained: Any
-    rest: list[Any]
+    trained: Any  # what is differentiated: the tree with ``None`` in place of all else
+    rest: list[Any]  # the leaves that are not
     state: None = None
 
     def whole(self, trained: Any) -> Any:
@@ -39,17 +33,13 @@ class TreeParameters:
     ) -> tuple[Any, None]:
         return fun(self.whole(trained), *args), None
 
-    def after(self, changes: None) -> "TreeParameters":
+    def _same(self, *_: Any) -> "TreeParameters":
         return self
 
-    def with_state(self, state: Any) -> "TreeParameters":
-        return self
+    after = with_state = unless = _same  # there is no state that changes
 
     def has_form_of(self, other: Any) -> bool:
         return other is self
-
-    def unless(self, condition: Any, other: Any) -> "TreeParameters":
-        return self
 
     def as_given(self, trained: Any) -> Any:
         return trained
@@ -70,10 +60,8 @@ def take_apart(params: Any, wrt: Any = None) -> Parameters:
     Of a model of flax NNX its ``nnx.Param`` are trained, or what the filter ``wrt`` selects; of a
     tree with Equinox modules its floating arrays; of another tree all floating leaves.
 
-    Raises:
-      ValueError: for a filter without an NNX model, a model without such variables, an
-        ``equinox.nn.State`` or a collection of Linen, which are not trained and would not be
-        updated, and for the state of a training.
+    Raises `ValueError` for a filter without an NNX model or that selects nothing, and for what is
+    not trained and would not be updated, as an ``equinox.nn.State`` or a state of training.
     """
     check_tree("params", params)
     check_no_collections(params)

@@ -18,9 +18,8 @@ def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
 
     The i-th has the examples i, i + parts, ...: so a sharded leading axis stays where it is.
     """
-    apart = jax.tree.map(
-        lambda x: jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])), batch
-    )
+    shape = lambda x: (x.shape[0] // parts, parts, *x.shape[1:])  # noqa: E731
+    apart = jax.tree.map(lambda x: jnp.reshape(x, shape(x)), batch)
     return lambda i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), apart)
 
 

@@ -30,10 +30,9 @@ _OWN = tuple(_FIELDS)
 def scalars(tree: Any) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
-    Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction``, ``nonfinite``
-    and ``zeros`` below their name, statistics of values ``norm``, ``rms``, ``max``, ``zeros`` and
-    ``nonfinite``. The clips of ``train_step``'s metrics, and those in the state of
-    an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
+    Statistics of clips and of values give their fields below their name, such as ``attn/norm``. The
+    clips of ``train_step``'s metrics, and those in the state of an optimizer, are called ``clip``;
+    ``clip_0``, ``clip_1``, ... if there are several.
 
     Guarantees:
       * Works under `jax.jit`. Values have at most one axis: one entry for each step of a scan, or

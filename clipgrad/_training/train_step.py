@@ -48,12 +48,7 @@ StepMetrics = dict[str, Any]
 
 @exportable
 class TrainState(NamedTuple):
-    """The state of a training step.
-
-    Attributes:
-      params: the parameters.
-      opt_state: the state of the optimizer.
-    """
+    """The state of a training step: the parameters, and the state of the optimizer."""
 
     params: Any
     opt_state: Any
@@ -112,30 +107,27 @@ def train_step(
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
         and then clipped once. A microbatch has every k-th example, so the devices that share the
         batch share each microbatch.
-      * The metrics have the statistics of every gradient clip with ``stats=True`` in the state of
-        the optimizer, in any wrapper: ``optax.MultiSteps``, ``optax.masked``, your own. A clip that
-        does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or in a
-        skipped step, has those of the step in which it last did.
-      * A model of flax NNX among the parameters is trained as by ``nnx.grad`` and
-        ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are updated, and its other state, such as
-        statistics of batches, is in the next state as ``loss_fn`` has left it. The model that you
-        pass to ``step.init`` does not change. A step that `skip_spikes` skips leaves both.
-      * Integers and booleans among the parameters stay as they are.
-      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are
-        overwritten by their gradient, as in ``flax.training.TrainState``, and not by the optimizer.
-        With ``accumulate`` the largest value of the microbatches counts.
+      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
+        in a skipped step, shows the statistics of the step in which it last did.
+      * A model of flax NNX is trained as by ``nnx.grad`` and ``nnx.Optimizer``, and its other
+        state, such as statistics of batches, is in the next state as ``loss_fn`` has left it. The
+        model that you pass to ``step.init`` does not change. A step that `skip_spikes` skips leaves
+        both.
+      * Integers and booleans among the parameters stay as they are. Leaves below flax's
+        ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are overwritten by their
+        gradient, as in ``flax.training.TrainState``, and not by the optimizer; with ``accumulate``
+        by the largest value of the microbatches.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
-        whole Equinox model: its floating arrays are trained, and its other leaves are kept. They
-        may be a model of flax NNX, or a tree with such models.
+        whole Equinox model, of which the floating arrays are trained, or a tree with models of flax
+        NNX.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
-      error_clip: a rule for each name of a variable inside ``loss_fn``, a tag, the path of a
-        module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
-        ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
-        batch, they are k times as large, so make a limit by value k times as large, too.
+      error_clip: a rule for each name or pattern inside ``loss_fn``, see `error_clip_by_name`;
+        ``None`` in place of a rule: watch only. With ``accumulate=k`` it sees the cotangents of one
+        microbatch: if the loss is a mean over the batch, make a limit by value k times as large.
       watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
         them to an axis that is kept, see `with_value_stats`.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
@@ -150,9 +142,9 @@ def train_step(
       The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
       clip) and ``nonfinite`` (the number of gradient elements that are NaN or inf), and
 
-      * with ``stats=True`` on a clip: ``clips`` (the `ClipStats` of each such clip, in the order of
-        the optimizer's state), and of the last one ``measured_norm`` (the L2 norm that the clip
-        measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
+      * with ``stats=True`` on a clip, in any wrapper: ``clips`` (the `ClipStats` of each such clip,
+        in the order of the optimizer's state), and of the last one ``measured_norm`` (the L2 norm
+        that the clip measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
         transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale`` (their
         ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``zeros`` is
         1 where the gradient is exactly zero);
@@ -165,8 +157,7 @@ def train_step(
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
-        of names to rules; by ``step.init``, for PRNG keys among parameters
-        that are not in an Equinox model.
+        of names to rules; by ``step.init``, for PRNG keys outside of an Equinox model.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
         the batch, a name can't be found or reached, a step has overwritten the state, or the
         optimizer's state has places for integer parameters.
@@ -184,10 +175,9 @@ def train_step(
     _check_arguments(loss_fn, accumulate)
     rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
     optimizer = as_optimizer("optimizer", optimizer)
-    watches = watch_values is not None
-    seen_loss = (
-        with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux) if watches else loss_fn
-    )
+    watches, seen_loss = watch_values is not None, loss_fn
+    if watches:
+        seen_loss = with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux)
     gradients = _gradients(seen_loss, has_aux or watches, rules)
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate)
@@ -283,10 +273,8 @@ def _gradients(
 
 
 def _metrics(grads: Any, opt_state: Any) -> StepMetrics:
-    found: StepMetrics = {
-        "grad_norm": global_norm(grads, axis_name=()),
-        "nonfinite": count_nonfinite(grads),
-    }
+    found: StepMetrics = {"grad_norm": global_norm(grads, axis_name=())}
+    found["nonfinite"] = count_nonfinite(grads)
     clips = [s for s in instances(opt_state, GradientClipState) if s.stats is not None]
     if clips:
         last = clips[-1].stats
@@ -296,8 +284,7 @@ def _metrics(grads: Any, opt_state: Any) -> StepMetrics:
         found["leaves"] = leaves
     if skips := instances(opt_state, SkipSpikesState):
         found["skipped"] = jnp.stack([s.skipped for s in skips]).any()
-        in_a_row = jnp.stack([s.nonfinite_consecutive for s in skips])
-        found["nonfinite_consecutive"] = in_a_row.max()
+        found["nonfinite_consecutive"] = jnp.stack([s.nonfinite_consecutive for s in skips]).max()
     return found
 
 
@@ -313,9 +300,7 @@ def _check_numbers(params: Any) -> None:
             )
 
 
-def _check_trained(
-    optimizer: optax.GradientTransformation, trained: Any, state: TrainState
-) -> None:
+def _check_trained(optimizer: Any, trained: Any, state: TrainState) -> None:
     """Raises `ValueError` for an optimizer's state with places for integers, as of momentum."""
     if jax.tree.structure(trained) == jax.tree.structure(state.params):
         return

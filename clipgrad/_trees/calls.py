@@ -11,7 +11,8 @@ from clipgrad._trees.trees import described, is_array
 Explained = TypeVar("Explained", bound=Callable[..., Any])
 
 # A keyword of optax, torch, jax.test_util, Paddle, a trainer or another function here, and the
-# keywords that stand for it: the first that the function takes is meant.
+# keywords that stand for it: the first that the function takes is meant. Those that are spelled
+# much alike, as ``no_grad_set``, are found without it.
 ALIASES = {
     "accumulation_steps": ["accumulate"],
     "atol": ["tolerance", "rtol"],
@@ -20,7 +21,6 @@ ALIASES = {
     "clip_norm": ["max_norm"],
     "clip_value": ["max"],
     "clipping_threshold": ["max_norm", "threshold", "max", "clipping"],
-    "device": ["devices"],
     "eps": ["delta"],
     "error_clip": ["rules"],
     "error_clip_by_name": ["error_clip", "rules"],
@@ -32,13 +32,8 @@ ALIASES = {
     "input_to_check": ["wrt"],
     "mask": ["where"],
     "max_delta": ["max"],
-    "max_grad_norm": ["max_norm"],
-    "microbatch_size": ["microbatch"],
-    "modes": ["mode"],
-    "no_grad_set": ["no_grad"],
     "norm_type": ["ord"],
     "numeric_grad_delta": ["delta"],
-    "output_name": ["output"],
     "raise_exception": ["raise_on_failure"],
     "reduction": ["reduce"],
     "rtol": ["tolerance"],
@@ -82,7 +77,7 @@ def _misfit(
     known = signature.parameters
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in known.values()):
         return ""
-    for wrong in [name for name in kwargs if name not in known]:
+    if wrong := next((name for name in kwargs if name not in known), None):
         own = next((name for name in ALIASES.get(wrong, []) if name in known), None)
         near = [own] if own else difflib.get_close_matches(wrong, known, 1)
         expected = near[0] if near else f"some of {', '.join(known)}"
@@ -91,17 +86,15 @@ def _misfit(
     positional = [name for name, p in known.items() if p.kind is not p.KEYWORD_ONLY]
     if len(args) <= len(positional):
         return ""
+    got = f"got {len(args)} positional arguments, expected"
     if not instead and "args" in positional:
         first = positional.index("args")
-        before = ", ".join(positional[:first])
-        return (
-            f"got {len(args)} positional arguments, expected those of {positional[0]} in one "
-            f"tuple; write {function.__name__}({before}, {_tuple_of(args[0], args[first:])})"
-        )
+        given = ", ".join([*positional[:first], _tuple_of(args[0], args[first:])])
+        return f"{got} those of {positional[0]} in one tuple; write {function.__name__}({given})"
     by_name = [f"{name}=" for name in known if name not in positional]
     hint = instead or (f"write the others by name, of {', '.join(by_name)}" if by_name else "")
-    most = f"{len(args)} positional arguments, expected at most {len(positional)}"
-    return f"got {most}, ({', '.join(positional)}){'; ' * bool(hint)}{hint}"
+    most = f"at most {len(positional)}, ({', '.join(positional)})"
+    return f"{got} {most}{'; ' * bool(hint)}{hint}"
 
 
 def _as_written(value: Any) -> str:

@@ -34,9 +34,6 @@ def zeros_for(values: Sequence[Any]) -> list[Any]:
 
 def overwrite(params: Any, values: Sequence[Any], keep: Any) -> Any:
     """The parameters with these next values, or as they are where ``keep`` holds."""
-    if all(value is None for value in values):
-        return params
-    flags = [value is None for value in values]
-    others, old = partition(params, flags)
+    others, old = partition(params, [value is None for value in values])
     pairs = zip(old, values, strict=True)
     return combine(others, [v if v is None else jnp.where(keep, o, v) for o, v in pairs])

@@ -17,11 +17,10 @@ Where = Any | Callable[[Any], Any] | str | None
 def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
     """For each path, such as ``"layers/0/kernel"``, whether an expression selects it.
 
-    This is the one language for leaves of trees, for ``where=``, ``measure=``, ``axis={...}``
-    and for the checker's ``wrt=`` and ``no_grad=``: an expression that is whole segments of a path
+    This is the one language for leaves of trees. An expression that is whole segments of a path
     selects the leaves at or below it: ``"kernel"`` selects ``"layers/0/kernel"`` and not
     ``"layers/0/out_kernel"``. Any other is a regular expression that is searched in the paths, as
-    ``"Dense"``, ``"^params/"`` or ``"kernel$"``. ``name`` is the argument's, for errors.
+    ``"^params/"`` or ``"kernel$"``. ``name`` is the argument's, for errors.
     """
     whole = [f"/{expression}/" in f"/{path}/" for path in paths]
     if any(whole):

@@ -143,16 +143,13 @@ def check_leaves(name: str, tree: Any) -> None:
         return
     path = next(path for path, leaf in with_paths(tree) if leaf is strange)
     place, kind = f" at {path!r}" if path else "", type(strange).__name__
+    hint = f"make {kind} a pytree with jax.tree_util.register_dataclass, or replace it with None"
     if isinstance(strange, np.ndarray | np.generic):
         hint = f"{strange.dtype} is not a dtype of JAX; write x.astype(...)"
     elif type(strange) is jax.ShapeDtypeStruct:
         hint = "to work with shapes only, write jax.eval_shape(function, ...)"
     elif hasattr(strange, "dtype"):
         hint = "write jax.numpy.asarray(x), or ref[...] for a reference"
-    else:
-        hint = (
-            f"make {kind} a pytree with jax.tree_util.register_dataclass, or replace it with None"
-        )
     raise TypeError(f"{name}: got a leaf of type {kind}{place}, expected arrays or numbers; {hint}")
 
 
@@ -167,15 +164,10 @@ def _is_strange(leaf: Any) -> bool:
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, list[Any]]:
-    """Takes leaves out of a tree; `combine` puts them back.
+    """The tree with ``None`` in place of leaves that are not chosen, and a list of these.
 
-    Args:
-      tree: a pytree; ``None`` in it counts as a leaf.
-      chosen: a function of a leaf, or for each leaf whether it is chosen.
-
-    Returns:
-      The tree with ``None`` in place of the leaves that are not chosen, and the list of all leaves
-      with ``None`` in place of those that are.
+    The list has ``None`` in place of leaves that are chosen, and `combine` puts it back. ``None``
+    in the tree counts as a leaf; ``chosen`` is a function of a leaf, or a flag for each leaf.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else chosen
