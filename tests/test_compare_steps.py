@@ -255,3 +255,10 @@ def test_the_report_of_a_step():
     assert str(found).startswith("output: an output differs: a/norm\n")
     assert "fun is 0.5 times other" in " ".join(str(found).split())
     assert np.isclose(found.findings[0].ratio, 0.5)
+
+
+def test_a_transposed_output_is_another_one_also_where_its_numbers_are_in_the_same_order():
+    x = numbers(6, seed=13)
+    pair = [lambda x, s=s: x.reshape(s) for s in ((2, 3), (3, 2))]
+    found = cg.compare(*pair, (x,), argnums=None)
+    assert not found.ok and "the shape is [2, 3] in fun, [3, 2] in other" in str(found)

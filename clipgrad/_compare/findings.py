@@ -1,6 +1,7 @@
 """The first place where two records differ, as findings."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -35,8 +36,11 @@ class Sides:
     def graphs(self, pair: Pair) -> list[Graph]:
         """The graphs that say what is behind a pair: if its names differ, that of the first."""
         row, its = self.rows(pair)
-        records = [self.a, self.b] if row.name == its.name else [self.a]
-        return [Graph(record) for record in records]
+        return self._graphs if row.name == its.name else self._graphs[:1]
+
+    @functools.cached_property
+    def _graphs(self) -> list[Graph]:
+        return [Graph(self.a), Graph(self.b)]
 
 
 def first(sides: Sides, with_arguments: bool) -> list[ComparisonFinding]:
@@ -112,10 +116,8 @@ def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
 
 def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, float | None]:
     if row.shape != its.shape:
-        return (
-            f"{row.name}: the shape is {list(row.shape)} in fun, {list(its.shape)} in other",
-            None,
-        )
+        shapes = f"{list(row.shape)} in fun, {list(its.shape)} in other"
+        return f"{row.name}: the shape is {shapes}", None
     if row.exact and its.exact or row.sketch is None or its.sketch is None:
         return f"{row.name}: its numbers differ, which are compared exactly", None
     x, y = row.sketch, its.sketch

@@ -74,7 +74,7 @@ def judge_rows(
         is_same = own.exact == other.exact and own.shape == other.shape
         moves = rtol is None and measured is not None and bool(np.any(measured))
         return Judgment(float(not is_same), 0.0, is_same or not moves)
-    if own.kind != "value" and own.kind != "cotangent" and own.size != other.size:
+    if own.kind != "value" and own.kind != "cotangent" and own.shape != other.shape:
         return Judgment(math.inf, 0.0)
     if own.sketch is None or other.sketch is None:
         is_known = own.sketch is not None or other.sketch is not None or own.exact or other.exact
