@@ -1,6 +1,5 @@
 """The search for wrong elements: references that are wrong too, blocks, ties, noise, order two."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

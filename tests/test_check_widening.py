@@ -1,6 +1,5 @@
 """Programs widened: every type inside every program, custom rules stripped; which are plain."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
