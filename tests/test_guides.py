@@ -17,7 +17,7 @@ from tests.test_coming_from import assert_pages_program_prints
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 GUIDES = [
-    "adaptive_thresholds", "bfloat16", "corner_cases", "custom_rules", "frameworks", "glossary",
+    "adaptive_thresholds", "bfloat16", "corner_cases", "frameworks", "glossary",
     "layout", "logging", "muon", "port", "published_clips", "recipes", "two_versions",
     "write_your_own",
 ]  # fmt: skip

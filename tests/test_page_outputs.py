@@ -7,9 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import compiled, held_out, multiples, report
-from tests import check_cases, check_functions, check_zoo, test_check_functions
-from tests.check_history import HISTORY as BUGS
+from benchmarks import compiled, multiples, report
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -226,50 +224,3 @@ def test_the_time_to_compile_on_the_design_page_is_what_was_stored():
     stored = [ratios("compilation", f"{work}, 1,000 leaves: compile", "optax")[0] for work in works]
     assert np.allclose(shown, stored, atol=0.006)
     assert ratios("compilation", "adaptive, 1,000 leaves: compile", "optax")[0] < stored[2]
-
-
-def test_the_pages_on_the_checker_count_its_tables():
-    small, right = len(check_zoo.PAIRS), len(check_functions.FUNCTIONS)
-    more = len(check_functions.MORE)
-    half = sum(bug.dtype in ("float16", "bfloat16") for bug in BUGS.values())
-    promised = (DOCS / "guarantees.md").read_text()
-    assert f"All of {small + len(BUGS)} wrong VJPs" in promised
-    assert f"{small} small bugs" in promised
-    both = sum(bug.dtype == "float32" for bug in BUGS.values())
-    assert f"{len(BUGS)} bugs modeled" in promised and half == 3 and len(BUGS) - both == 4
-    assert f"of which {both} are in float32\nand in float64" in promised
-    assert f"{right + more} right functions pass" in promised
-    assert f"{right} in float32 and in float64, {more} in float32" in promised
-    assert len(test_check_functions.SMOOTH) == 9
-    page = (DOCS / "check.md").read_text()
-    assert (
-        f"| {small} | {small} |" in page
-        and f"| {len(BUGS)}, three of them in half precision | {both} |" in page
-    )
-    assert f"| {right + more} | {right} |" in page
-    counts = f"{len(check_cases.WRONG)} wrong, {len(check_cases.RIGHT)} right"
-    assert f"(`tests/check_cases.py`) | {counts} |" in page
-
-
-JUDGES = {
-    "check_grads": "clipgrad",
-    "check_grads` today": "clipgrad today",
-    "jax.test_util.check_grads": "jax",
-    "torch.autograd.gradcheck": "torch",
-}
-
-
-def test_the_scores_of_checkers_are_those_of_the_verdicts_on_record():
-    kept = json.loads((ROOT / "benchmarks" / "held_out.json").read_text())
-    text = (DOCS / "check.md").read_text().split("| judged by |")[1].split("\n\n")[0]
-    shown = {}
-    for line in text.splitlines()[2:]:
-        name, dtype, *counts = (cell.strip(" `") for cell in line.strip("|").split("|"))
-        shown[f"{JUDGES[name]}, {dtype}"] = counts
-    assert shown.keys() == kept.keys()
-    for name, verdicts in kept.items():
-        found = held_out.score(verdicts)
-        missed = found["missed"] + found["raised on wrong"]
-        refused = found["refused"] + found["raised on right"]
-        each = f"{missed} of {found['wrong']}", f"{refused} of {found['right']}"
-        assert (*each, f"{found['unclear']} of 9") == tuple(shown[name])
