@@ -65,7 +65,7 @@ def test_a_wrong_one_exits_with_one_and_the_report(folder, capsys):
 
 @pytest.mark.exhaustive
 def test_all_options_reach_the_check(folder, capsys):
-    options = "--wrt 0/w --no-grad 1 --output y --mode full --delta 0.005 --points 1 --seed 3"
+    options = "--wrt 0/w --no-grad 1 --output y --mode full --points 1 --seed 3"
     rest = "--max-relative-error 0.01 --order 1 --device cpu --skip vmap --x64"
     words = [*options.split(), *rest.split()]
     assert command("check", "here:model", "--args", "here:make", *words) == 0
@@ -273,7 +273,6 @@ ALL_CHECKS = ", ".join(CHECKS)
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--delta 0", "delta: got 0.0, expected a positive number, such as 0.005, or None"),
         (
             "--skip vmap,speed --skip size",
             f"skip: got ['speed', 'size'], expected some of {ALL_CHECKS}",
@@ -292,8 +291,7 @@ def test_the_help_shows_choices_and_defaults(capsys):
         command("check", "--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "--order {1,2} 2 also checks the second derivative (default: 1)" in text
-    assert "--mode {auto,fast,full} auto: every element" in text
-    assert "(default: auto) --delta STEP an absolute step" in text
+    assert "--mode {auto,full} auto: single elements" in text
     assert f"such as vmap,jit; some of {ALL_CHECKS} --device" in text
 
 
