@@ -207,8 +207,6 @@ def test_absent_devices_are_not_run_and_alone_not_ok():
 def test_a_gradient_of_zero_everywhere_is_noted():
     report = cg.check_grads(jnp.round, (X + 0.1,))
     assert "the gradient is zero everywhere: does the output depend on the inputs?" in report.notes
-    report = cg.check_grads(jnp.round, (X + 0.1,), points=1)
-    assert "zero at this point, and no other was checked: does the output" in str(report)
 
 
 @pytest.mark.parametrize("function", [jnp.square, lambda x: jnp.sum(x**3), jnp.cosh])

@@ -66,7 +66,7 @@ def test_what_is_left_when_the_time_is_spent_is_not_verified():
         square, (jnp.ones(3),), mode="full", time_budget=1e-6, raise_on_failure=False
     )
     assert report.verified == 0 and not report.ok
-    assert "the time budget of 1e-06 s is spent" in report.not_run["jit"]
+    assert "the time budget of 1e-06 s is spent" in str(report)
     assert cg.check_grads(square, (jnp.ones(3),), time_budget=1e6).verified == 3
 
 

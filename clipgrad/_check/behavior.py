@@ -13,7 +13,7 @@ from clipgrad._check.log import Log
 from clipgrad._check.points import OWN, Point, masked_rows
 from clipgrad._check.report import Failure
 from clipgrad._check.theirs import Raised, theirs
-from clipgrad._check.verdict import slack_of
+from clipgrad._check.verdict import COMPILED, slack_of
 from clipgrad._check.witnesses import differentiated
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
@@ -76,7 +76,8 @@ def compare(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
     known, other = (np.where(np.isfinite(x), x, 0.0) for x in (expected, got))
     typical = point.typical(known[None])[0][point.leaf_of(np.arange(len(got)))]
     slack = slack_of(point.of.narrow, log.options.tolerance)
-    allowed = 0.0 if claim.exactly else slack(np.fmax(np.abs(known), np.abs(other)), typical)
+    allowed = slack(np.fmax(np.abs(known), np.abs(other)), COMPILED * typical)
+    allowed = 0.0 if claim.exactly else allowed
     off = np.where(got == expected, 0.0, np.abs(got - expected))
     off = np.where(np.isnan(got) & np.isnan(expected), 0.0, np.where(np.isnan(off), np.inf, off))
     bad = off > allowed

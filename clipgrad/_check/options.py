@@ -73,7 +73,7 @@ HABITS = {
     "atol": "the tolerance follows the dtype; for another write tolerance=...",
     "rtol": "the tolerance follows the dtype; for another write tolerance=...",
     "nondet_tol": 'to allow results that are not bit-identical write skip="determinism"',
-    "no_grad_set": "write no_grad=..., a name or a list of names",
+    "raise_exception": "write raise_on_failure=...",
 }
 
 

@@ -72,7 +72,8 @@ class Point:
         except Raised as error:
             self._log.note(f"no {name} in float64 ({error})")
             return None
-        return rows if np.isfinite(rows[:, self.finite]).all() else None
+        rows = np.where(self.finite, rows, 0.0)
+        return rows if np.isfinite(rows).all() else None
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:
         """The root mean square of each leaf, shape (cotangents, leaves)."""

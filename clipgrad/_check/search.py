@@ -59,22 +59,19 @@ class Search:
         self._evaluation = point.of.evaluation
         self._evaluation.set_point(point.xs)
 
-    def every(self) -> "Search":
-        """Move each element by itself."""
-        self._look(np.flatnonzero(self._point.finite))
-        self._move_together(np.flatnonzero(self.kinds == KINK))
-        return self
-
-    def run(self) -> "Search":
-        """Look at suspects one by one, and at the rest together."""
+    def run(self, full: bool = False) -> "Search":
+        """Look at suspects one by one, and at the rest together or, in `full`, one by one too."""
         suspects = self._suspects()
         if len(suspects):
             self._look_at_suspects(suspects)
         is_left = np.array(self._point.finite)
         is_left[suspects] = False
-        self._split([g for g in self._groups(is_left) if len(g)])
+        if full:
+            self._look(np.flatnonzero(is_left), self._target)
+        else:
+            self._split([g for g in self._groups(is_left) if len(g)])
         bent = np.flatnonzero(self.kinds == KINK)
-        if self._reference is None or np.isin(bent, suspects).any():
+        if full or self._reference is None or np.isin(bent, suspects).any():
             self._move_together(bent)
         return self
 
@@ -103,30 +100,30 @@ class Search:
 
     def _look_at_suspects(self, suspects: np.ndarray) -> None:
         """The majority of three at some of the suspects, the worst among them."""
-        judged, other = self._judged[:, suspects], self._reference[:, suspects]  # pyright: ignore
-        slack = self._slack_at(suspects, np.fmax(np.abs(judged), np.abs(other)))
-        excess = (np.abs(judged - other) / np.fmax(slack, 1e-300)).max(axis=0)
+        a, b = self._judged[:, suspects], self._reference[:, suspects]  # pyright: ignore
+        slack = self._slack_at(suspects, np.fmax(np.abs(a), np.abs(b)))
+        excess = (np.abs(a - b) / np.fmax(slack, 1e-300)).max(axis=0)
         order = suspects[np.argsort(-excess, kind="stable")]
         spread = order[:: max(1, len(order) // SPREAD)]
         chosen = np.unique(np.concatenate([order[:WORST], spread]))[: WORST + SPREAD]
-        self._look(chosen, suspects=True)
+        self._look(chosen, self._judged, suspects=True)
         kinds = set(self.kinds[chosen])
         if len(kinds) == 1:
             self.kinds[suspects] = self.kinds[chosen[0]]
         else:
             self.kinds[np.setdiff1d(suspects, chosen)] = UNSEEN
 
-    def _look(self, elements: np.ndarray, suspects: bool = False) -> None:
+    def _look(self, elements: np.ndarray, gradient: np.ndarray, suspects: bool = False) -> None:
         """Move elements one by one; what the reference is not right at either is disputed."""
-        point, batch = self._point, SINGLES if not suspects else len(elements)
-        for start in range(0, len(elements), batch):
-            some = elements[start : start + batch]
+        point = self._point
+        for start in range(0, len(elements), SINGLES):
+            some = elements[start : start + SINGLES]
             if self._log.is_late():
                 self.kinds[elements[start:]] = UNSEEN
                 return
             typical = (self._typical[:, point.leaf_of(some)] * point.scale[some]).T
             groups = [np.array([j]) for j in some]
-            found, ladder = self._measure(point.scale, groups, self._judged, typical)
+            found, ladder = self._measure(point.scale, groups, gradient, typical)
             bad = found.kind == WRONG
             if bad.any() and self._reference is not None:
                 other = judge(ladder, self._reference, self._slack, typical, alone=True)
@@ -135,9 +132,7 @@ class Search:
                 if bad.any():  # by less than their roundings in float64 they are not apart
                     room = ZERO * (point.rounding(IN_FLOAT64) * point.scale)[some]
                     found.kind[bad & (np.abs(found.numeric - found.analytic) <= room)] = OK
-            if suspects:
-                found = self._decided(some, found)
-            self._note(some, found)
+            self._note(some, self._decided(some, found) if suspects else found)
 
     def _decided(self, some: np.ndarray, found: Slopes) -> Slopes:
         """The verdict where slopes cannot tell a gradient from its reference: this decides."""
@@ -191,7 +186,7 @@ class Search:
         if self._reference is not None:
             return TIGHT
         own = self._slack.relative
-        return TIGHT._replace(relative=3e-5 if own <= 5e-3 else own, paddle=self._slack.paddle)
+        return TIGHT._replace(relative=3e-5 if own <= 5e-3 else own)
 
     def _kinds_along(self, groups: list[np.ndarray]) -> np.ndarray:
         """The verdict on each group as a whole: by two steps, and if they do not agree by all."""
@@ -224,7 +219,7 @@ class Search:
             small = [g for g in parts if len(g) <= SMALL]
             if small:
                 together = np.concatenate(small)
-                self._look(together[:SINGLES])
+                self._look(together[:SINGLES], self._target)
                 self.kinds[together[SINGLES:]] = UNSEEN
             groups = [g for g in parts if len(g) > SMALL]
             left -= len(groups)

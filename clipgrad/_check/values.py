@@ -16,6 +16,7 @@ from clipgrad._check.verdict import (
     LOOSER,
     NOISE,
     NOTES,
+    OK,
     ROUNDING,
     ROUNDINGS,
     UNSEEN,
@@ -76,7 +77,7 @@ class Found:
             numeric[k], error, analytic[k], behind, ahead, is_kink = self.numbers[int(wrong[k])]
             text = f"numeric {numeric[k]:.7g} +- {error:.0e}"
             text = f"kink: slopes {behind:.7g} and {ahead:.7g}" if is_kink else text
-        is_exact = not (self.kinds[start:stop] == UNSEEN).any()
+        is_exact = not (self.kinds[start:stop] == UNSEEN)[self.point.finite[start:stop]].any()
         disputes = DISPUTES if self.disputed[wrong].all() else ""
         hint = ratio_hint(numeric, analytic) or self._layout_hint(start, stop)
         return Failure(
@@ -126,9 +127,7 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
     """
     options, narrow = log.options, point.of.narrow
     if options.max_relative_error is not None:
-        slack = slack_of("float64")._replace(paddle=options.max_relative_error)
-        search = Search(point, point.gradient, slack, log).every()
-        return Found(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
+        return _by_paddles_rule(point, log, options.max_relative_error)
     own = slack_of(narrow, options.tolerance)
     rule = point.rule
     if rule is None and not point.of.evaluation.is_wide:
@@ -136,8 +135,7 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
         own = slack_of(name, options.tolerance, times=LOOSER)
     slack = own if rule is None else slack_of("float64", options.tolerance)
     judged = point.gradient if rule is None else rule
-    search = Search(point, judged, slack, log, point.plain)
-    search = search.every() if options.mode == "full" else search.run()
+    search = Search(point, judged, slack, log, point.plain).run(options.mode == "full")
     disputed = search.kinds == DISPUTED
     if disputes_fail and point.of.is_ruled:
         search.kinds[disputed] = WRONG
@@ -149,6 +147,16 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
         is_near_plain = (np.abs(point.gradient - point.plain) <= room).all(axis=0)
         search.kinds[(search.kinds == WRONG) & is_near_plain] = ROUNDING
     return found
+
+
+def _by_paddles_rule(point: Point, log: Log, most: float) -> Found:
+    """The verdict by |numeric - analytic| / |numeric|, absolute where |numeric| < 1e-3."""
+    search = Search(point, point.gradient, slack_of("float64"), log).run(full=True)
+    for j, (numeric, _, analytic, *_, is_kink) in search.numbers.items():
+        if search.kinds[j] in (OK, WRONG) and not is_kink:
+            size = 1.0 if abs(numeric) < 1e-3 else abs(numeric)
+            search.kinds[j] = WRONG if abs(numeric - analytic) > most * size else OK
+    return Found(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
 
 
 def _check_arithmetic(found: Found, r: np.ndarray, log: Log) -> None:

@@ -32,6 +32,8 @@ EXCUSED = 0.25
 # Slopes of what can only be evaluated in its own narrow type, and of tied elements moved together,
 # may be so many times further apart.
 LOOSER = 10.0
+# Two ways to compile one gradient add in other orders: so many times the roundings of its leaf.
+COMPILED = 20.0
 # One-sided slopes that are further apart than this part of them are a kink's.
 KINK_GAP = 0.02
 # An error above this part of the slope, and of the leaf's typical one, tells nothing.
@@ -65,20 +67,15 @@ def narrowest(names: Iterable[str]) -> str:
 class Slack(NamedTuple):
     """How far an element may be off, in parts of itself and of its leaf's typical gradient.
 
-    And by the least number that the type's arithmetic keeps. With `paddle` it is Paddle's published
-    rule: that part of the slope, and for slopes below a thousandth that number.
+    And by the least number that the type's arithmetic keeps.
     """
 
     relative: float
     floor: float
     least: float = 0.0
-    paddle: float | None = None
 
-    def __call__(self, larger: Any, typical: Any, numeric: Any = None) -> Any:
+    def __call__(self, larger: Any, typical: Any) -> Any:
         """The slack of an element, of the larger of two numbers for it."""
-        if self.paddle is not None:
-            size = np.abs(larger if numeric is None else numeric)
-            return self.paddle * np.where(size < 1e-3, 1.0, size)
         return self.relative * larger + self.floor * typical + self.least
 
 
@@ -124,7 +121,7 @@ def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: A
     """Whether two steps alone have the slopes of a gradient already."""
     numeric, _ = _extrapolated(ladder)
     numeric, (analytic, norm) = numeric[:, -1], _along(ladder, gradient)
-    allowed = slack(np.fmax(np.abs(numeric), norm), typical, numeric)
+    allowed = slack(np.fmax(np.abs(numeric), norm), typical)
     return (np.abs(numeric - analytic) <= allowed).all(axis=1)
 
 
@@ -143,10 +140,10 @@ def judge(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alon
     """
     numeric, error = settled(ladder)
     analytic, norm = _along(ladder, gradient)
-    allowed = slack(np.fmax(np.abs(numeric), norm), typical, numeric)
+    allowed = slack(np.fmax(np.abs(numeric), norm), typical)
     off = np.abs(numeric - analytic)
     size = np.fmax(np.fmax(np.abs(numeric), norm), typical if alone else 0.0)
-    is_noisy = ~(error <= NOISY * size + 100 * slack(0.0, typical, numeric))
+    is_noisy = ~(error <= NOISY * size + 100 * slack(0.0, typical))
     kind = np.where(off <= allowed + error, np.where(is_noisy, NOISE, OK), WRONG)
     is_kink, middle, width, at = _kink(ladder)
     inside = np.abs(analytic - middle) <= width + allowed
