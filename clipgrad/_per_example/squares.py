@@ -47,7 +47,7 @@ class Squares(NamedTuple):
         present = if_else(self.total == 0, NO_EXPONENT, self.exponent)
         most = jnp.max(present, axis=0, initial=NO_EXPONENT)
         most = if_else(most == NO_EXPONENT, 0, most)
-        scaled = times_power(self.total, 2 * (present - most))
+        scaled = times_power(self.total, 2 * (present - most[None]))
         return Squares(jnp.sum(scaled, axis=0), most)
 
     def norm(self, count: float = 1.0) -> Norm:
