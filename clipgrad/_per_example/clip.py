@@ -18,8 +18,8 @@ from clipgrad._per_example.batches import (
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.methods import direct_sums, sums_of_rows
-from clipgrad._per_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._per_example.methods import sums_by_norms, sums_of_elements
+from clipgrad._per_example.plan import Plan, parts_of, plan_of
 from clipgrad._per_example.subject import (
     PerExampleSubject,
     check_method,
@@ -195,9 +195,8 @@ def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, t
     """The sum of the clipped gradients; what the loss returned, statistics, and what is bad."""
     check_axes((params, batch))
     size, parts = part_count(batch, subject.microbatch)
-    if subject.why_direct(params) is not None:
-        return sums(functools.partial(direct_sums, subject), params, batch, parts)
-    program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
-    if subject.microbatch is None:
-        parts = parts_in_memory(program, size)
-    return sums(functools.partial(sums_of_rows, subject, program), params, batch, parts)
+    if subject.why_elements is not None:
+        return sums(functools.partial(sums_of_elements, subject), params, batch, parts)
+    program = ExampleProgram.of(subject, params, batch)
+    parts = parts_of(subject, program, size)
+    return sums(functools.partial(sums_by_norms, subject, program), params, batch, parts)
