@@ -328,7 +328,7 @@ def products_of_rounded_factors(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("method", ["one pass", "two passes"])
+@pytest.mark.parametrize("method", ["auto", "direct"])
 @pytest.mark.parametrize("kind", ["H200", "TPU"])
 def test_no_product_of_an_examples_clip_rounds_its_factors(kind, method):
     """The layers compute in bfloat16, so that products of float32 are those of the clip."""
@@ -346,28 +346,18 @@ def test_no_product_of_an_examples_clip_rounds_its_factors(kind, method):
     assert not products_of_rounded_factors(jax.jit(clip).lower(*args).compile().as_text())
 
 
-# Rows of a sequence; temporaries, and seconds on GPUs by estimate, as multiples of the plain
-# gradient's. One pass keeps all rows. Of fewer rows XLA adds up the products of two passes in parts
-# so that a GPU is filled, and has a buffer of up to 8 times a small leaf for them.
-PER_EXAMPLE = {"one pass": (32, 1.75, 2.5), "two passes": (128, 1.35, 3.5)}
-
-
-@pytest.mark.parametrize("method", PER_EXAMPLE)
 @every_kind
-def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind, method):
-    """Each device has the Gram matrices of its own examples: only sums are exchanged.
-
-    In one pass all at once; in two passes as the plain gradient's, some of them inside of the scan.
-    """
-    rows, temporaries, seconds = PER_EXAMPLE[method]
-    per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0), method=method)
+def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind):
+    """Each device has the rows and Gram matrices of its own examples: only sums are exchanged."""
+    rows, temporaries, seconds = 32, 1.75, 2.5  # multiples of the plain gradient's
+    per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0))
     facts = Facts.of(lambda *args: per_example(*args)[1], *layers_and_sequences(kind, rows))
     plain = facts_of_plain_gradient(kind, rows)
     # Of a program that fits into its fast memory the TPU's compiler counts no temporaries.
     assert facts.temporaries <= temporaries * max(plain.temporaries, 2**19)
     assert kind == "256 TPU" or facts.seconds <= seconds * plain.seconds
     assert facts.moved == 0 and facts.collectives <= plain.collectives
-    assert facts.collectives == (kind != "H200") or method == "two passes"
+    assert facts.collectives == (kind != "H200")
 
 
 @pytest.mark.kinds("kind", "axis_type")

@@ -117,9 +117,9 @@ def test_what_the_public_functions_are_made_of_does_not_import_them():
         for path in (PACKAGE / folder).glob("*.py"):
             if path.stem not in {*public, "__init__"}:
                 assert not {m.rpartition(".")[2] for m in imports(path)} & public, path
-    # What a term is knows nothing of programs.
-    terms = PACKAGE / "_per_example" / "terms.py"
-    assert not [m for m in imports(terms) if m.startswith("clipgrad._per_example")]
+    # What a product is knows nothing of programs.
+    products = PACKAGE / "_per_example" / "products.py"
+    assert not [m for m in imports(products) if m.startswith("clipgrad._per_example")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -101,7 +101,7 @@ CALLS = {
         f"each example, {method}": lambda method=method: cg.clip_per_example(
             loss, cg.ClipByGlobalNorm(0.1), method=method
         )(PARAMS, X[:, None])[1]
-        for method in ("direct", "one pass", "two passes")
+        for method in ("direct", "auto")
     },
     "step": lambda: stepped(
         cg.skip_spikes(optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(0.1)), halt=True),

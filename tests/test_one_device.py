@@ -1,21 +1,15 @@
 """On one CPU device a norm is one sum, and a second one only out of its range."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 import clipgrad._numerics as _numerics
-from benchmarks.per_example_temporaries import EXAMPLES, PROGRAMS
-from clipgrad._per_example import convolutions
-from clipgrad._per_example.convolutions import CHEAPER
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_bits import data, first_parameters, one_step
 from tests.test_nan import (  # noqa: F401
@@ -129,171 +123,3 @@ def test_units_of_explicit_shardings_are_clipped_and_watched(rule, key):
         clipped, theirs = jax.jit(lambda g: cg.clip_grads(g, rule, g))(spread)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), theirs, stats)
-
-
-def recurrence(params, x):
-    """The gradient of a weight is added up in the carry of a scan."""
-
-    def step(h, x):
-        gates = x @ params["in"] + h @ params["rec"]
-        return jnp.tanh(gates) * jax.nn.sigmoid(gates) + 0.5 * h, None
-
-    return jnp.sum(jax.lax.scan(step, 0 * x[0], x)[0] ** 2)
-
-
-@pytest.fixture(scope="module")
-def of_a_recurrence():
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        n: jax.random.normal(k, (32, 32)) / 8 for n, k in zip(("in", "rec"), keys, strict=False)
-    }
-    return params, jax.random.normal(keys[2], (16, 64, 32))
-
-
-def summed(method):
-    rule = cg.ClipByGlobalNorm(1.0)
-    per_example = cg.clip_per_example(recurrence, rule, reduce="sum", method=method)
-    return lambda params, batch: per_example(params, batch)[1]
-
-
-def test_two_passes_over_a_recurrence_need_the_memory_of_a_plain_gradient(of_a_recurrence):
-    """Half of the examples at a time: what both backward passes hold is no more than one of all."""
-
-    def plain(params, batch):
-        return jax.grad(lambda p: jnp.sum(jax.vmap(recurrence, (None, 0))(p, batch)))(params)
-
-    def compiled(function):
-        return jax.jit(function).lower(*of_a_recurrence).compile(RELEASED)
-
-    ours, direct = compiled(summed("two passes")), compiled(summed("direct"))
-    taken, least = (p.memory_analysis().temp_size_in_bytes for p in (ours, compiled(plain)))
-    assert taken <= 1.2 * least
-    for path, expected in direct(*of_a_recurrence).items():
-        found = ours(*of_a_recurrence)[path]
-        np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
-
-
-def temporaries(program, method):
-    return program.compiled(method, RELEASED).memory_analysis().temp_size_in_bytes
-
-
-def copied(program):
-    """The bytes of one example's images under the taps of a kernel, where an image is largest."""
-    kernels = [shape for shape in program.shapes.values() if len(shape) == 4]
-    pixels = math.prod(program.example[0][0][:2])
-    return max((4 * pixels * math.prod(shape[:3]) for shape in kernels), default=0)
-
-
-def drawn():
-    """The programs of four seeds, each once."""
-    found = {}
-    for name in sorted(PROGRAMS):
-        for seed in range(4):
-            program = PROGRAMS[name](np.random.default_rng(seed))
-            found.setdefault((name, str(program.shapes), str(program.example)), (name, seed))
-    return list(found.values())
-
-
-@pytest.mark.usefixtures("users_promotion")
-@pytest.mark.exhaustive
-@pytest.mark.ci("name")
-@pytest.mark.parametrize(("name", "seed"), drawn())
-def test_auto_holds_no_more_than_other_ways(name, seed):
-    """Where factors need more than the gradients of all examples, no more than any way.
-
-    Elsewhere it takes one pass for its time, and holds no more than the larger of the others.
-    """
-    program = PROGRAMS[name](np.random.default_rng(seed))
-    plan = program.clip("auto").plan(*program.arguments())
-    found = {method: temporaries(program, method) for method in ("auto", "two passes", "direct")}
-    auto = found.pop("auto")
-    if plan.bytes > plan.direct_bytes:
-        most = min(*found.values(), temporaries(program, "one pass"))
-    else:
-        most = max(found.values())
-    # A square, its exponent and a count of NaN and inf, for each leaf and example; and a fiftieth:
-    # one pass of scanned layers has 1.5 % more temporaries than the gradients of all examples. A
-    # convolution has the slices of one example's image, one for each tap, and half as much beside.
-    small = 12 * EXAMPLES * len(program.shapes) + most / 50 + 1.5 * copied(program)
-    assert auto <= most + small
-
-
-def of_kernel(rng, side):
-    """A loss of a kernel and an image, drawn with a kernel and a batch."""
-    count, pixels = int(rng.choice([2, 5, 12, 13])), int(rng.integers(side, side + 6))
-    channels, outputs = int(rng.integers(1, 5)), int(rng.choice([2, 8, 64]))
-    strides = tuple(int(n) for n in rng.integers(1, 3, 2))
-
-    def loss(kernel, x):
-        dims = ("NHWC", "HWIO", "NHWC")
-        options = {"dimension_numbers": dims, "rhs_dilation": (1, int(side < 3) + 1)}
-        y = jax.lax.conv_general_dilated(x[None], kernel, strides, [(1, 1), (0, 2)], **options)
-        return jnp.sum(jnp.sin(y))
-
-    given = (side, side, channels, outputs), (count, pixels, pixels + 1, channels)
-    return loss, *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in given)
-
-
-def test_the_gradient_of_a_kernel_is_the_same_for_some_examples_at_a_time(monkeypatch):
-    """Any convolution, on both sides of the decision."""
-    found, part_size = [], convolutions._part_size
-
-    def noted(size, parts):
-        some = part_size(size, parts)
-        found.append("even" if size % some == 0 else "with a rest")
-        return some
-
-    monkeypatch.setattr(convolutions, "_part_size", noted)
-    rng = np.random.default_rng(0)
-    drawn = [of_kernel(rng, n) for n in (1, 2, 2, 3, 3, 3, 4, 4)]
-
-    @jax.jit
-    def run():
-        results = {}
-        for method in ("one pass", "direct"):
-            for i, (loss, kernel, batch) in enumerate(drawn):
-                clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(2.0), method=method)
-                _, grads, stats = clip(kernel, batch)
-                results.setdefault(i, []).append((grads, stats.norm))
-        return results
-
-    kinds = set()
-    for loss, kernel, batch in drawn:
-        found.clear()
-        (leaf,) = cg.clip_per_example(loss, None).plan(kernel, batch).leaves
-        assert leaf.reason == CHEAPER  # what goes wrong would be direct
-        kinds.update(found or ["all"])
-    assert kinds == {"all", "even", "with a rest"}
-    for ours, direct in run().values():
-        for one, other in zip(ours, direct, strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
-
-
-def test_gram_matrices_of_long_rows_are_summed_in_pieces():
-    """Rows of 32768 numbers, of 1e-25 and of 1e25, of a weight that is used twice."""
-
-    def loss(w, example):
-        x, scale = example
-        return scale * (jnp.sum(jnp.sin(x @ w)) + jnp.sum(x[:2] @ w))
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    w = jax.random.normal(keys[0], (8, 32768))
-    batch = jax.random.normal(keys[1], (3, 4, 8)), jnp.array([1e-25, 1.0, 1e25])
-    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,), devices=jax.devices()[:1])
-
-    def norms_by(method):
-        found = cg.per_example_norms(loss, method=method)
-        apart = jax.shard_map(found, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
-        return jax.jit(lambda w, x: (found(w, x), apart(w, x))).lower(w, batch).compile()
-
-    ours, direct = norms_by("auto"), norms_by("direct")
-    assert "while" in ours.as_text() and "while" not in direct.as_text()
-    for found, expected in zip(ours(w, batch), direct(w, batch), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
-        assert np.all(np.isfinite(found)) and np.all(np.asarray(found) > 0)
-
-
-def test_rows_that_are_multiplied_with_themselves_are_read_once():
-    norms = cg.per_example_norms(lambda w, x: jnp.sum(jnp.sin(x @ w)))
-    program = str(jax.make_jaxpr(norms)(jnp.ones((8, 32768)), jnp.ones((3, 4, 8))))
-    assert program.count("slice_sizes=(3, 4, 2048)") == 1

@@ -120,8 +120,7 @@ PLACES = {
     "clip_grads": once,
     "gradient_clip": before_the_optimizer,
     "u_clip": by_u_clip,
-    "per example, one pass": functools.partial(of_each_example, method="one pass"),
-    "per example, two passes": functools.partial(of_each_example, method="two passes"),
+    "per example, by rows": functools.partial(of_each_example, method="auto"),
     "train_step": trained,
     "train_step(error_clip)": trained_with_error_clip,
 }
