@@ -67,10 +67,10 @@ def clip_per_example(
       * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and
         bfloat16 as well, whatever the default precision of products is where it runs: gradients are
         clipped and summed in float32, or float64 if the parameter is.
-      * The sum is rounded to the dtype of the parameter once, at the end, which may be more than the
-        share of one example: 1/256 of each element in bfloat16, 1/2048 in float16. If the bound
-        must hold for the result, keep the parameters in float32 and cast them inside the loss, as
-        in the second example: of 1,100 examples one moves it by ``max_norm * (1 + 1e-3)`` at most.
+      * The sum is rounded to the dtype of the parameter once, at the end, by up to 1/256 of each
+        element in bfloat16, 1/2048 in float16: that may be more than the share of one example. If
+        the bound must hold for the result, keep the parameters in float32 and cast them inside the
+        loss, as in the second example.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
         float32, up to rounding.
       * The microbatch bounds the memory: rows or gradients of so many examples, and one sum.
