@@ -1,7 +1,7 @@
-"""Programs whose gradients are followed to their products, each as a loss of one example.
+"""Programs in which weights are followed to where they meet data, each a loss of one example.
 
 A row is ``(params, batch, direct)``: shapes of random parameters, the batch, and which leaves are
-direct in the plan. Sizes are such that a gradient is larger than what it is the product of.
+direct in the plan. Sizes are such that a gradient is larger than its rows.
 """
 
 from typing import NamedTuple
@@ -72,7 +72,8 @@ def experts_as_a_batch_dimension(p, x):
 
 
 @program(
-    (4, 12), cut=(12, 2, 16), summed=(2, 6, 20), heads=(2, 6, 20), transposed=(16, 12),
+    (4, 12), "left right one other scaled",
+    cut=(12, 2, 16), summed=(2, 6, 20), heads=(2, 6, 20), transposed=(16, 12),
     flat=(12 * 16,), reshaped=(3, 4, 2, 8), left=(12, 8), right=(12, 10), one=(12, 16),
     other=(12, 16), scaled=(12, 16), axes=(12, 30),
 )  # fmt: skip
@@ -151,7 +152,7 @@ def embedding_tied_to_the_head(p, x):
     return total(jax.nn.log_softmax(jnp.tanh(p["e"][x] @ p["w"]) @ p["e"].T)[:, 0])
 
 
-@program([5, 6], e=(5, 6, 12))
+@program([5, 6], "e", e=(5, 6, 12))
 def embedding_with_two_indices(p, batch):
     first, second = batch
     return total(p["e"][first, second])
@@ -163,7 +164,7 @@ def expert_chosen_for_each_token(p, batch):
     return total(jnp.einsum("td,tdk->tk", x, p["w"][chosen]))
 
 
-@program((3, 12), w=(4, 12, 12))
+@program((3, 12), "w", w=(4, 12, 12))
 def layer_chosen_by_a_traced_index(p, x):
     index = jnp.int32(x[0, 0] > 0)
     return total(x @ jax.lax.dynamic_index_in_dim(p["w"], index, keepdims=False))
@@ -180,9 +181,8 @@ def convolved(x, k, dims, stride=1, padding="SAME", **options):
     )[0]
 
 
-@program((5, 4, 12), "each row whole", each=(3, 3, 12, 20), row=(20, 4, 3, 3), whole=(20, 3, 3, 2))
+@program((5, 4, 12), each=(3, 3, 12, 20), row=(20, 4, 3, 3), whole=(20, 3, 3, 2))
 def convolutions_at_many_positions(p, x):
-    """The gradient is made tap by tap, of rows of taps, and of all of them at once."""
     each = convolved(x, p["each"], ("NHWC", "HWIO", "NHWC"))
     rows = convolved(
         jnp.moveaxis(x[..., :4], -1, 0),
@@ -202,7 +202,7 @@ def convolution_with_stride_and_dilation(p, x):
     return total(convolved(x, p["k"], dims, 2, [(1, 2), (0, 1)], rhs_dilation=(2, 1)))
 
 
-@program((4, 4, 16), k=(3, 3, 4, 64))
+@program((4, 4, 16), "k", k=(3, 3, 4, 64))
 def grouped_convolution(p, x):
     dims = ("NHWC", "HWIO", "NHWC")
     return total(convolved(x, p["k"], dims, 2, feature_group_count=4))
@@ -281,7 +281,7 @@ def recurrence_through_stacked_layers(p, x):
     return total(jax.lax.scan(step, jnp.zeros(12), x)[0])
 
 
-@program((3, 12), w=(4, 12, 12))
+@program((3, 12), "w", w=(4, 12, 12))
 def scan_over_the_index_of_a_layer(p, x):
     def layer(x, i):
         return jnp.tanh(x @ p["w"][i]), None
@@ -304,7 +304,7 @@ _product.defvjp(
 )
 
 
-@program((3, 12), w=(12, 16))
+@program((3, 12), "w", w=(12, 16))
 def custom_rule(p, x):
     return total(_product(x, p["w"]))
 
@@ -317,16 +317,28 @@ def error_clip_inside(p, x):
     return total(cg.clip_cotangent(h @ p["v"], cg.ClipByGlobalNorm(0.5)))
 
 
+@program((3, 12), w=(3, 12, 12), v=(12, 12))
+def error_clip_inside_of_scanned_layers_with_remat(p, x):
+    import clipgrad as cg
+
+    @jax.checkpoint
+    def layer(h, w):
+        h = cg.clip_cotangent(jnp.tanh(h @ w), cg.ClipByGlobalNorm(0.2))
+        return h + jnp.sin(h @ p["v"]), None
+
+    return total(jax.lax.scan(layer, x, p["w"])[0])
+
+
 # weights that are changed or cut before they are used
 
 
-@program((3, 24), q=(24, 8), k=(24, 8), v=(24, 8))
+@program((3, 24), "q k v", q=(24, 8), k=(24, 8), v=(24, 8))
 def joined_kernels_that_are_cut_again(p, x):
     w = jnp.concatenate([p["q"], p["k"], p["v"]], axis=1)
     return total(jax.nn.softmax((x @ w[:, :8]) @ (x @ w[:, 8:16]).T) @ (x @ w[:, 16:]))
 
 
-@program((3, 30), "w", w=(40, 60))
+@program((3, 30), w=(40, 60))
 def kernel_reshaped_across_its_axes(p, x):
     return total(x @ p["w"].reshape(30, 80))
 
@@ -339,7 +351,7 @@ def kernel_doubled_again_and_again(p, x):
     return total(x @ w)
 
 
-@program((3, 3, 4), "a", a=(3, 3, 4, 8), b=(3, 3, 8, 16))
+@program((3, 3, 4), a=(3, 3, 4, 8), b=(3, 3, 8, 16))
 def strided_convolution_of_an_image_smaller_than_its_kernel(p, x):
     dims = ("NHWC", "HWIO", "NHWC")
     x = jnp.tanh(convolved(x, p["a"], dims, stride=2))
@@ -356,10 +368,10 @@ def first_state_that_is_a_weight(p, x):
     return total(jax.lax.scan(step, p["first"], p["w"])[0])
 
 
-# linear functions of a weight that all examples share
+# functions of a weight: direct
 
 
-@program((3, 12), "b c", b=(16,), c=(16,), v=(16, 16), w=(16, 16), first=(12, 16))
+@program((3, 12), "b c v w", b=(16,), c=(16,), v=(16, 16), w=(16, 16), first=(12, 16))
 def layers_stacked_in_the_loss(p, x):
     layers = [{"w": p["v"], "b": p["b"]}, {"w": p["w"], "b": p["c"]}]
     stack = jax.tree.map(lambda *w: jnp.stack(w), *layers)
@@ -367,13 +379,13 @@ def layers_stacked_in_the_loss(p, x):
     return total(jax.lax.scan(step, x @ p["first"], stack)[0])
 
 
-@program((2, 16), v=(16, 16), w=(16, 16))
+@program((2, 16), "v w", v=(16, 16), w=(16, 16))
 def layers_stacked_in_the_loss_of_which_one_is_not_trained(p, x):
     stack = jnp.stack([p["v"], jnp.full((16, 16), 0.1, x.dtype), p["w"]])
     return total(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0])
 
 
-@program((3, 16), "a b", w=(16, 20), a=(16, 2), b=(2, 20))
+@program((3, 16), "a b w", w=(16, 20), a=(16, 2), b=(2, 20))
 def merged_low_rank(p, x):
     return total(x @ (p["w"] + 2 * p["a"] @ p["b"]))
 
@@ -384,7 +396,8 @@ def merged_low_rank_over_a_fixed_weight_and_a_long_sequence(p, x):
     return total(x @ (w + 2 * p["a"] @ p["b"]))
 
 
-@program((3, 12), reversed=(12, 16), summed=(12, 20), rows=(24, 16), columns=(12, 20),
+@program((3, 12), "reversed summed rows columns upper selected masked bounded",
+         reversed=(12, 16), summed=(12, 20), rows=(24, 16), columns=(12, 20),
          upper=(12, 16), selected=(12, 9), masked=(12, 9), bounded=(12, 16))  # fmt: skip
 def linear_functions_of_weights(p, x):
     mask = np.random.default_rng(0).normal(size=(12, 9))
@@ -401,14 +414,14 @@ def linear_functions_of_weights(p, x):
     return sum(total(x @ w) for w in weights)
 
 
-@program((3, 12), v=(2, 12, 12), w=(12, 12))
+@program((3, 12), "v w", v=(2, 12, 12), w=(12, 12))
 def masks_in_scanned_and_rematerialized_layers(p, x):
     mask = np.random.default_rng(0).normal(size=(12, 12)) > 0
     layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ jnp.where(mask, w, 0.0)), None))
     return total(layer(jax.lax.scan(layer, x, p["v"])[0], p["w"])[0] @ p["w"])
 
 
-@program(20, e=(20, 12))
+@program(20, "e", e=(20, 12))
 def masked_embedding_tied_to_the_head(p, ids):
     mask = np.random.default_rng(0).normal(size=(20, 12)) > 0
     e = jnp.where(mask, p["e"], 0.0)
@@ -471,7 +484,7 @@ def long_sequence_over_a_small_kernel(p, x):
     return total(x @ p["w"])
 
 
-@program([(3, 12), (12,)], w=(12, 16), v=(16, 12))
+@program([(3, 12), (12,)], "v w", w=(12, 16), v=(16, 12))
 def weights_times_numbers_that_are_cast(p, batch):
     x, numbers = batch
     whole = jnp.broadcast_to(2 * numbers[:, None], p["w"].shape).astype(jnp.int32)

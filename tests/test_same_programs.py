@@ -51,7 +51,7 @@ cg.diagnose(sick, (params, x), argnums=(0, 1))
 cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)(params, x)
 rules = {"h": cg.ClipByNorm(0.1), "**/last_*": None}
 jax.jit(jax.grad(cg.error_clip_by_name(loss, rules)))(params, x)
-for method in "one pass", "two passes":
+for method in "auto", "direct":
     clipped = cg.clip_per_example(loss, cg.ClipByGlobalNorm(0.1), method=method)
     jax.jit(clipped)(params, x[:, None])
 cg.compare(loss, jax.jit(loss), (params, x))

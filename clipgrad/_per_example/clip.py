@@ -18,8 +18,8 @@ from clipgrad._per_example.batches import (
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.methods import direct_sums, sums_of_rows
-from clipgrad._per_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._per_example.methods import sums_by_norms, sums_of_elements
+from clipgrad._per_example.plan import Plan, parts_of, plan_of
 from clipgrad._per_example.subject import (
     PerExampleSubject,
     check_method,
@@ -48,8 +48,7 @@ def clip_per_example(
     $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
 
     or the sum alone, over the leading axis of the batch, of size $B$. The rule bounds the share of
-    each example in the sum. This makes training robust against outliers, and bounds the sensitivity
-    for differential privacy (this function does not add noise).
+    each example in the sum: against outliers, and for differential privacy (without its noise).
 
     The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
     layer and the cotangent of its output. So norm and clipped sum do not need this gradient:
@@ -57,36 +56,29 @@ def clip_per_example(
     $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
     \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
 
-    The second formula is one product over all examples. clipgrad follows each weight through the
-    program of the loss: through scans, `jax.jit` and `jax.checkpoint`, transposed, reshaped, cast
-    or cut. Where the weight meets data, in a dense layer, a convolution or a lookup, a tap hands
-    out the rows of $X$ and $Y$, in the one backward pass there is. A leaf that is used in another
-    way (a bias, a mask times a weight, a branch) is direct: JAX makes its gradient for each
+    clipgrad follows each weight through the program of the loss: through scans, `jax.jit` and
+    `jax.checkpoint`, transposed, reshaped, cast or cut. Where the weight meets data, in a dense
+    layer, a convolution or a lookup, a tap hands out the rows of $X$ and $Y$. A leaf that is used
+    in another way (a bias, a masked weight, a branch) is direct: JAX makes its gradient for each
     example, as `jax.vmap` of `jax.grad` does. ``plan`` shows what is done with each leaf, and why.
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
-      * Gradients are clipped and summed in float32, or float64 if the parameter is, and rounded to
-        the dtype of the parameter once, at the end. So one example adds
-        a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well,
-        and whatever the default precision of products is where it runs.
-      * That last rounding moves each element of the result by at most 1/256 of it in bfloat16,
-        1/2048 in float16, which may be more than the share of one example. If the bound must hold
-        for the result, keep the parameters in float32 and cast them inside the loss, as in the
-        second example. Then only the float32 sum is rounded: with 1,100 examples one of them
-        moves the result by at most ``max_norm * (1 + 1e-3)``.
+      * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and
+        bfloat16 as well, whatever the default precision of products is where it runs: gradients are
+        clipped and summed in float32, or float64 if the parameter is.
+      * The sum is rounded to the dtype of the parameter once, at the end, by up to 1/256 of each
+        element in bfloat16, 1/2048 in float16: that may be more than the share of one example. If
+        the bound must hold for the result, keep the parameters in float32 and cast them inside the
+        loss, as in the second example.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
         float32, up to rounding.
-      * The microbatch bounds the memory: besides one sum it holds the gradients of ``microbatch``
-        examples at a time (or their factors), for any size of the batch.
-      * Where products cancel, a norm from Gram matrices is too large rather than too small: the
-        rounding of a sum of $n$ terms, each wrong by at most $u = 2^{-24}$, is estimated as
-        $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
-      * Under `jax.jit` the batch may be sharded over Auto mesh axes. If the number of devices
-        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` and
-        `jax.pmap` the result is of the examples of one device: average or sum it over the axis. An
-        example must be whole on its device. Parameters that are in parts on several devices need
-        the ``axis_name`` of the rule.
+      * The microbatch bounds the memory: rows or gradients of so many examples, and one sum.
+      * Where products cancel, a norm is too large rather than too small: the estimated rounding of
+        a Gram sum is added. Elsewhere this is a few parts in a million of the norm.
+      * Under `jax.jit` the batch may be sharded over Auto mesh axes; if the number of devices
+        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` the result
+        is of the examples of one device, each of them whole: average or sum it over the axis.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
@@ -120,13 +112,11 @@ def clip_per_example(
       method ``plan(params, batch)`` shows what is done with each leaf, and the reason.
 
     Raises:
-      TypeError: if ``loss_fn`` is not a function, or ``rule`` is neither a rule nor a function nor
-        ``None``.
-      ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
-        unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
-        axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
-        without arrays, for arrays on Explicit mesh axes, for an ``axis_name`` that the examples are
-        spread over, and for a loss of one example that is not a floating scalar.
+      TypeError: if ``loss_fn`` is not a function, or ``rule`` is no rule, function or ``None``.
+      ValueError: for an option of another kind; when called, for a batch without a common leading
+        axis or one that ``microbatch`` does not divide, parameters without arrays, arrays on
+        Explicit mesh axes, an ``axis_name`` that the examples are spread over, and a loss of one
+        example that is not a floating scalar.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
 
@@ -195,9 +185,8 @@ def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, t
     """The sum of the clipped gradients; what the loss returned, statistics, and what is bad."""
     check_axes((params, batch))
     size, parts = part_count(batch, subject.microbatch)
-    if subject.why_direct(params) is not None:
-        return sums(functools.partial(direct_sums, subject), params, batch, parts)
-    program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
-    if subject.microbatch is None:
-        parts = parts_in_memory(program, size)
-    return sums(functools.partial(sums_of_rows, subject, program), params, batch, parts)
+    if subject.why_elements is not None:
+        return sums(functools.partial(sums_of_elements, subject), params, batch, parts)
+    program = ExampleProgram.of(subject, params, batch)
+    parts = parts_of(subject, program, size)
+    return sums(functools.partial(sums_by_norms, subject, program), params, batch, parts)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.course import LeafCourse, course_of
 from clipgrad._per_example.norms_of_rows import gram_squares
 from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.uses import Use
 from clipgrad._per_example.walk import Taps, Where, found_in
 from clipgrad._program import dependent_variables
@@ -47,19 +47,19 @@ class ExampleProgram:
     courses: tuple[LeafCourse, ...]
 
     @classmethod
-    def of(
-        cls, loss_fn: Callable[..., Any], has_aux: bool, params: Any, batch: Any
-    ) -> "ExampleProgram":
+    def of(cls, subject: PerExampleSubject, params: Any, batch: Any) -> "ExampleProgram":
         """The program for the first example of a batch."""
         params = jax.tree.map(jnp.asarray, params)
         example = jax.tree.map(lambda x: jnp.asarray(x)[0], batch)
-        traced = trace(loss_fn, (params, example), {})
+        traced = trace(subject.loss_fn, (params, example), {})
         leaves, count = jax.tree.leaves(params), len(jax.tree.leaves((params, example)))
         data = dependent_variables(traced.program, range(len(leaves), count))
         found = found_in(traced.program, len(leaves), data)
         courses = [course_of(i, leaf.shape, found) for i, leaf in enumerate(leaves)]
+        if subject.method == "direct":
+            courses = [LeafCourse("direct", "method='direct'")] * len(leaves)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        return cls(traced, has_aux, tuple(shapes), tuple(courses))
+        return cls(traced, subject.has_aux, tuple(shapes), tuple(courses))
 
     @functools.cached_property
     def numbers(self) -> dict[Where, int]:

@@ -1,4 +1,4 @@
-"""The ways to norms and to the clipped sum: from rows, or from the gradient of each example."""
+"""The ways to the clipped sum: by norms, or from the elements of each example's gradient."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import combine, map_clippable, partition, selected
 
 
-def sums_of_rows(
+def sums_by_norms(
     subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
@@ -40,32 +40,16 @@ def sums_of_rows(
     return structure.unflatten(sums), (value, scaling.stats)
 
 
-def squares_of_rows(
-    subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
-) -> dict[int, Squares]:
-    """The squares of the leaves that are measured, for each example."""
-    size = batch_size(examples)
-    _, found = program.gradients(params, examples)
-    chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
-    return {i: program.squares(i, found, size)[0] for i in chosen}
-
-
-def direct_gradients(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
-    """What the loss function returned, and the gradient of each example, in float32 or wider."""
-    loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
-    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
-    grads = jax.lax.optimization_barrier(grads)  # measured and summed as they were stored
-    return value, map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
-
-
-def direct_sums(
+def sums_of_elements(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics.
 
     The last result counts for ``nonfinite="error"`` what is NaN or inf, in each leaf and example.
     """
-    value, grads = direct_gradients(subject, params, examples)
+    loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
+    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
+    grads = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
     clip = functools.partial(_clipped, subject)
     clipped, *rest = jax.vmap(clip, in_axes=(0, None))(grads, params)
     return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), (value, *rest)

@@ -19,8 +19,7 @@ from clipgrad._per_example.batches import (
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.methods import direct_gradients, squares_of_rows
-from clipgrad._per_example.plan import Plan, parts_in_memory, plan_of
+from clipgrad._per_example.plan import Plan, parts_of, plan_of
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import (
     PerExampleSubject,
@@ -113,18 +112,14 @@ class PerExampleNorms:
 
     def _of_arrays(self, params: Any, batch: Any) -> Any:
         subject = self.subject
-        size, parts = part_count(batch, subject.microbatch)
+        size, _ = part_count(batch, subject.microbatch)
         check_axes((params, batch))
         with whole_examples(batch, self.axis_name):
             warn_of_parts("per_example_norms", subject.clipped(params), self.axis_name)
         params = on_each_device(params, batch)
-        if subject.why_direct(params) is not None:
-            return each(self._of_gradients, params, batch, parts)
-        program = ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch)
-        if subject.microbatch is None:
-            parts = parts_in_memory(program, size)
-        of_rows = functools.partial(squares_of_rows, subject, program)
-        return each(lambda p, x: self._norms(p, of_rows(p, x), batch_size(x)), params, batch, parts)
+        program = ExampleProgram.of(subject, params, batch)
+        of_some = functools.partial(self._of_some, program)
+        return each(of_some, params, batch, parts_of(subject, program, size))
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
@@ -132,12 +127,11 @@ class PerExampleNorms:
         apart = self.subject.apart(params, batch)
         return plan_of(apart.subject, apart.trained, apart.batch)
 
-    def _of_gradients(self, params: Any, examples: Any) -> Any:
-        _, grads = direct_gradients(self.subject, params, examples)
-        flags = self.subject.flags(params)
-        pairs = enumerate(zip(jax.tree.leaves(grads), flags, strict=True))
-        squares = {i: Squares.of(g) for i, (g, flag) in pairs if flag}
-        return self._norms(params, squares, batch_size(examples))
+    def _of_some(self, program: ExampleProgram, params: Any, examples: Any) -> Any:
+        size, (_, found) = batch_size(examples), program.gradients(params, examples)
+        chosen = [i for i, flag in enumerate(self.subject.flags(params)) if flag]
+        squares = {i: program.squares(i, found, size)[0] for i in chosen}
+        return self._norms(params, squares, size)
 
     def _norms(self, params: Any, squares: dict[int, Squares], size: int) -> Any:
         if self.axis_name:

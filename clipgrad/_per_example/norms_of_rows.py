@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.products import product
-from clipgrad._per_example.squares import Squares, exponent_of, largest, times_power
+from clipgrad._per_example.squares import Squares, dot_of_each, exponent_of, largest, times_power
 from clipgrad._per_example.uses import Rows, Use
 
 
@@ -71,8 +71,7 @@ def _of_one_key(parts: Sequence[Rows]) -> Squares:
     parts, exponents = _in_range(parts)
     total: Any = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(parts)), 2):
-        inner, error = _inner_products(parts[i], parts[j])
-        both = jnp.sum(inner, (0, 2, 3)) + error * jnp.sum(jnp.abs(inner), (0, 2, 3))
+        both = _inner_product(parts[i], parts[j])
         total += both if i == j else 2 * both
     return Squares(total, exponents)
 
@@ -115,18 +114,19 @@ def _scaled(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return times_power(x, -exponent[None, :, None, None])
 
 
-def _inner_products(a: Rows, b: Rows) -> tuple[jax.Array, float]:
-    """The inner products of the rows of two gradients, and the relative error of a sum of them.
+def _inner_product(a: Rows, b: Rows) -> jax.Array:
+    """The inner product of two gradients of each example, and what rounding may have taken of it.
 
     A sum of n terms, each wrong by at most u, is taken to be wrong by sqrt(n) u.
     """
-    left, right = _inner(a.left, b.left), _inner(a.right, b.right)
-    dense = [x for x in (*a, *b) if x.ndim == 4]
+    kind = max(accumulator(x) for x in (*a, *b) if x.ndim == 4)
+    left, right = (_inner(*side).astype(kind) for side in zip(a, b, strict=True))
     sides = zip(a, b, strict=True)
     lengths = [max(x.shape[3] if x.ndim == 4 else 1 for x in side) for side in sides]
     error = 4 + sum(map(math.sqrt, lengths))
-    unit = float(jnp.finfo(max(map(accumulator, dense))).eps) / 2
-    return left * right, error * unit
+    unit = float(jnp.finfo(kind).eps) / 2
+    total, size = dot_of_each(left, right, 1), dot_of_each(jnp.abs(left), jnp.abs(right), 1)
+    return total + error * unit * size
 
 
 def _inner(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -137,7 +137,4 @@ def _inner(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.swapaxes(_inner(b, a), 2, 3)
     if b.ndim == 3:
         return jnp.take_along_axis(a, b[:, :, None, :], axis=3).astype(accumulator(a))
-    if a.shape[2] == b.shape[2] == 1:
-        wide = [x.astype(max(accumulator(a), accumulator(b))) for x in (a, b)]
-        return jnp.sum(wide[0] * wide[1], axis=3, keepdims=True)
     return product([a, b], ["gbtn", "gbsn"], "gbts")

@@ -1,5 +1,6 @@
 """The plan for each leaf, and its cost, from shapes alone; and how many examples fit at once."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -73,35 +74,30 @@ class Plan(NamedTuple):
 
 def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     """The plan of a subject for parameters and a batch of these shapes."""
-    size, parts = part_count(batch, subject.microbatch)
-    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    shapes = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
-    whole = sum(map(_bytes, shapes))
-    if (why := subject.why_direct(params)) is not None:
-        count, asked = size // parts, [(path, s) for path, s in zip(paths, shapes, strict=True)]
-        leaves = [
-            LeafPlan(path, s.shape, "direct", 0, 0, count * _bytes(s), "") for path, s in asked
-        ]
-        return Plan("direct", why, tuple(leaves), count, count * whole, count * whole)
     found: list[ExampleProgram] = []
 
     def traced(params: Any, batch: Any) -> None:
-        found.append(ExampleProgram.of(subject.loss_fn, subject.has_aux, params, batch))
+        found.append(ExampleProgram.of(subject, params, batch))
 
+    why = subject.why_elements
+    if why is not None:
+        subject = dataclasses.replace(subject, method="direct")
+    size, _ = part_count(batch, subject.microbatch)
     jax.eval_shape(traced, params, batch)
     (program,) = found
-    if subject.microbatch is None:
-        parts = parts_in_memory(program, size)
-    count = size // parts
+    count = size // parts_of(subject, program, size)
+    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
     leaves = [
         LeafPlan(path, s.shape, c.norm, len(c.uses), c.rows, count * program.bytes_of(i), c.reason)
-        for i, (path, s, c) in enumerate(zip(paths, shapes, program.courses, strict=True))
+        for i, (path, s, c) in enumerate(zip(paths, program.leaves, program.courses, strict=True))
     ]
-    kept = sum(leaf.bytes for leaf in leaves)
-    return Plan("rows", _why(subject, parts), tuple(leaves), count, kept, count * whole)
+    method = "direct" if subject.method == "direct" else "rows"
+    kept, direct = sum(leaf.bytes for leaf in leaves), sum(map(_bytes, program.leaves))
+    reason = why or _how_many(subject, size // count)
+    return Plan(method, reason, tuple(leaves), count, kept, count * direct)
 
 
-def _why(subject: PerExampleSubject, parts: int) -> str:
+def _how_many(subject: PerExampleSubject, parts: int) -> str:
     if subject.microbatch is not None:
         return f"of {parts} microbatches, as asked"
     if parts == 1:
@@ -109,8 +105,10 @@ def _why(subject: PerExampleSubject, parts: int) -> str:
     return f"of one of {parts} parts of the examples at a time, since all need more memory"
 
 
-def parts_in_memory(program: ExampleProgram, size: int) -> int:
+def parts_of(subject: PerExampleSubject, program: ExampleProgram, size: int) -> int:
     """In how many parts the examples are taken, so that what is kept of one fits into memory."""
+    if subject.microbatch is not None or subject.method == "direct":
+        return size // (subject.microbatch or size)
     kept = size * sum(map(program.bytes_of, range(len(program.leaves))))
     devices = jax.device_count()
     room = devices * max(_ROOM, 2 * sum(map(_bytes, program.leaves)))

@@ -32,8 +32,8 @@ def axis_name_of(rule: Any) -> Any:
     return getattr(rule, "axis_name", None)
 
 
-def why_direct(rule: Any) -> str | None:
-    """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
+def why_elements(rule: Any) -> str | None:
+    """Why a rule needs each example's gradient itself; None if norms are enough."""
     reason = f"{rule!r} does not scale whole leaves by L2 norms"
     if axis_name_of(rule):
         return reason

@@ -64,17 +64,16 @@ class PerExampleSubject:
         examples = (batch, random) if random else batch
         return ApartSubject(subject, given.trained, examples, given, bool(random))
 
-    def why_direct(self, params: Any) -> str | None:
-        """Why the gradient of each example is made; None if it need not be."""
-        if self.method == "direct":
-            return "method='direct'"
+    @property
+    def why_elements(self) -> str | None:
+        """Why the elements of each example's gradient are needed; None if its norms are enough."""
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
-        return rules.why_direct(self.rule)
+        return rules.why_elements(self.rule)
 
     def warn_of_parts(self, params: Any) -> None:
         """Warns of parameters in parts on several devices, where no gradient meets the rule."""
-        if self.rule is not None and self.why_direct(params) is None:
+        if self.rule is not None and self.why_elements is None:
             axes = rules.axis_name_of(self.rule)
             warn_of_parts(type(self.rule).__name__, self.clipped(params), axes)
 
