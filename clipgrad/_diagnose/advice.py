@@ -1,7 +1,7 @@
 """Advice: a table of operations without a finite value or derivative at some point."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ DOUBLE_WHERE = "the double `where` below"
 _WITHIN_ONE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"
 # What a row is about: the elements of the operands where an operation goes wrong. So small a number
 # is zero where a processor computes with zero instead.
-WHEN: dict[str, Callable[[Sequence[float]], bool]] = {
+WHEN: dict[str, Callable[[Sequence[float]], Any]] = {
     "always": lambda values: True,
     "zero": lambda values: abs(values[0]) < np.finfo(np.float32).tiny,
     "log of zero": lambda values: values[0] in (0, -1),
@@ -47,7 +47,7 @@ class Suspect(NamedTuple):
     at: str
     computes: str
     when: str
-    primitives: tuple[str, ...]
+    primitives: Collection[str]
     functions: tuple[str, ...] = ()
     instead: str = DOUBLE_WHERE
     why: str = "{} has no finite derivative at 0"

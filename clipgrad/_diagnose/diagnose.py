@@ -64,7 +64,7 @@ def diagnose(
         computed from the other, or by step of a scan, over four orders of magnitude in all: growth
         by at least 1.05 a step, decay by at most 0.6, or a slower decay over thirty orders or until
         it rounds to zero. A decay is a note while all leaves keep a gradient.
-      * If the gradient of a leaf, or of a layer that a scan takes, is exactly zero, a "zero" finding
+      * If the gradient of a leaf, or of a layer of a scan, is exactly zero, a "zero" finding
         is the operation at which it is cut, with the reason: its result has a gradient, and its
         operand has none. What may be meant is a note, such as `jax.lax.stop_gradient`, a leaf that
         the loss does not read, or a factor of zero that has a gradient itself; a cut that nobody

@@ -236,7 +236,7 @@ def _cuts_at(tape: Tape, atom: Any) -> Seen:
 def _cuts_behind(tape: Tape, result: int) -> Seen:
     """What is behind a result of a program inside; a cut if it is a carry that nobody reads."""
     behind = _behind(tape, result, True)
-    if behind is None:
+    if behind is None or tape.within is None:
         return [], []
     is_next = behind[0] is not tape.within.entry.tape
     made = _maker(tape, tape.jaxpr.outvars[result])

@@ -13,7 +13,7 @@ FINITE, INF, NAN = 0, 1, 2
 def levels(x: Any, axes: int = 0) -> np.ndarray:
     """How bad an array is: all of it, or each part along its first axes."""
     if x is None or not holds_floats(x):
-        return np.zeros(np.shape(x)[:axes], int)
+        return np.zeros(() if x is None else np.shape(x)[:axes], int)
     array = wide(x)
     rest = tuple(range(axes, array.ndim))
     return np.where(np.isnan(array).any(rest), NAN, np.where(np.isinf(array).any(rest), INF, 0))

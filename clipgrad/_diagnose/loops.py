@@ -32,7 +32,7 @@ class InScan(Inside):
         self.carries: list = []  # with an axis of steps in front, behind the axes of devices
         self.of_carries: dict[int, Any] = {}  # the cotangents of the carry behind each step
         # Of the operands that are fixed: at which steps their cotangent is not zero, is not finite.
-        self.told: dict[int, np.ndarray] = {}
+        self.told: dict[int, Any] = {}
         self._steps: dict[int, Tape] = {}
 
     @classmethod

@@ -50,7 +50,8 @@ def measure(
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
     # In the order of the program, which is the same in all processes, as addresses are not.
-    whole = frozenset(own.site for own in sites if _is_whole(own.variable.aval.size, own.around))
+    avals: dict[Site, Any] = {own.site: own.variable.aval for own in sites}
+    whole = frozenset(s.site for s in sites if _is_whole(avals[s.site].size, s.around))
     probes = OrderedDict((s.site, _probe_of(s, s.site in whole)) for s in sites)
     silent = [own.site for own in sites if own.variable not in active]
     sent_none = {site: probes.pop(site) for site in silent}

@@ -46,7 +46,8 @@ class Runs:
 
     def executable(self, fun: Callable, *args: Any) -> Callable:
         """A function, compiled for arguments like these."""
-        lowered = low_jit(fun, keep_unused=True).lower(*args)
+        jitted: Any = low_jit(fun, keep_unused=True)
+        lowered = jitted.lower(*args)
         text, types = lowered.as_text(), tuple(map(str, map(jax.typeof, jax.tree.leaves(args))))
         if "callback" in text:  # the text does not have the function that is called
             return lowered.compile()

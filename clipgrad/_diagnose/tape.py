@@ -86,8 +86,8 @@ class Entry:
         return [type(a) is not Literal and a in self.tape.active for a in self.equation.invars]
 
     @functools.cached_property
-    def inside(self) -> "Inside | None":
-        """What opens the entry; None for one operation."""
+    def inside(self) -> Any:
+        """What opens the entry, of a class of `OPENINGS`; None for one operation."""
         if chooses_by_platform_of(self.equation):
             return None
         opening = OPENINGS.get(self.name)
@@ -178,6 +178,7 @@ class Inside:
 
     def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
         """What an input of a tape inside is outside of it."""
+        assert tape.within is not None
         return self.entry.tape, self.entry.equation.invars[number + tape.within.shift]
 
     def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
