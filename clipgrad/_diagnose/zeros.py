@@ -101,9 +101,9 @@ def _layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
             yield from _layers(*way) if way else ()
         elif entry.name in MOVES | {"mul", "div"}:
             yield from _layers(tape, entry.equation.outvars[0])
-    around = tape.within and tape.within.entry.inside
-    for j in results_of(tape, atom) if around else ():
-        yield from _layers(*around.output(tape, j, True))
+    if tape.within:
+        for j in results_of(tape, atom):
+            yield from _layers(*tape.within.entry.inside.output(tape, j, True))
 
 
 def _cuts_of_layers(entry: Entry, k: int, steps: Sequence[int]) -> list[Found]:
