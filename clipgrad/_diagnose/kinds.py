@@ -28,9 +28,9 @@ _ROWS = (
     Kind("raises", "an operation raises an error", BROKEN),
     Kind("vjp", "the backward pass creates NaN or inf", BROKEN),
     Kind("sum", "finite cotangents have a sum that is not finite", BROKEN),
+    Kind("underflow", "the gradient underflows", SIZE),
     Kind("grows", "the gradient grows in the backward pass", SIZE),
     Kind("shrinks", "the gradient shrinks in the backward pass", SIZE),
-    Kind("underflow", "the gradient underflows", SIZE),
     Kind("zero", "the gradient is exactly zero", MISSING),
 )
 KINDS = {kind.name: kind for kind in _ROWS}

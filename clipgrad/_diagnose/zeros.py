@@ -58,7 +58,8 @@ def zero_findings(
     for row in rows:
         groups.setdefault((row.best[0].place if row.best else (), row.layers), []).append(row)
     findings, notes = [], []
-    for own in groups.values():
+    order = lambda own: own[0].best[0].cut.entry.order if own[0].best else ()  # noqa: E731
+    for own in sorted(groups.values(), key=order):
         _, layers, best = own[0]
         leaves = [row.leaf for row in own]
         subject = f"the gradient of {first_few(leaves, _SHOWN)}{layers}"
