@@ -67,7 +67,7 @@ OVERFLOWING = frozenset(
     conv_general_dilated convert_element_type""".split()
 )
 _BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
-RULES = ("custom_vjp_call", "custom_jvp_call")
+RULED = ("custom_vjp_call", "custom_jvp_call")
 _SOLVES = ("custom_linear_solve", "triangular_solve", "lu", "cholesky", "linear_solve", "solve")
 MASKED_INPUT = (
     "mask its input, not only its result: with ok where it is finite, "
@@ -89,7 +89,7 @@ NEXT_STEPS = (
     (("vjp",), ("div",), "divisor tiny", "the backward pass computes 1 / x ** 2, which overflows"),
     (("vjp",), ("div",), "divisor zero", "the backward pass computes 1 / 0"),
     (("vjp",), ("atan2",), "all zero", "the backward pass computes 0 / 0"),
-    (("vjp",), RULES, "always",
+    (("vjp",), RULED, "always",
      "this rule is yours: cg.check_grads compares it with numerical slopes"),
 )  # fmt: skip
 # fmt: off

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from clipgrad._diagnose.probe import SUMS, Probe, Site, Summary, received, summary
+from clipgrad._diagnose.probe import SUM_COUNT, Probe, Site, Summary, received, summary
 from clipgrad._jaxpr import Widen, dtype_of, evaluate, jit_for_one_run, on_host
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32
@@ -31,7 +31,7 @@ class CotangentSite(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a run of the backward pass has measured."""
+    """The measurements of one run of the backward pass."""
 
     loss: float
     grads: list[Summary]  # of the inputs that are chosen
@@ -67,7 +67,7 @@ def measure(
         sent = [summary(grad, _is_whole(grad.size)) for grad in grads]
         return value, sent, measured
 
-    given, others = _split(inputs, chosen)
+    given, others = _given_and_others(inputs, chosen)
     value, grads, measured = on_host(run(given, others, list(probes.values())))
     sent = sent_none | dict(zip(probes, measured, strict=True))
     found = {site: received(numbers, site in whole) for site, numbers in sent.items()}
@@ -76,7 +76,7 @@ def measure(
     return Measured(float(value), own, found)
 
 
-def _split(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[list, list]:
+def _given_and_others(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[list, list]:
     """The inputs that are differentiated, and all others, with None for these."""
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     return [inputs[i] for i in chosen], others
@@ -90,7 +90,7 @@ def _merged(given: Sequence[Any], others: Sequence[Any], chosen: Sequence[int]) 
 def _probe_of(own: CotangentSite, is_whole: bool) -> np.ndarray:
     aval: Any = own.variable.aval
     lengths = tuple(length for _, length in own.around.axes) if own.around else ()
-    length = 1 + aval.size if is_whole else SUMS
+    length = 1 + aval.size if is_whole else SUM_COUNT
     dtype = np.finfo(at_least_float32(dtype_of(own.variable))).dtype
     return np.zeros((*lengths, length), dtype)
 
@@ -112,7 +112,7 @@ def rows_of_gradients(
         flat = [jnp.abs(g).reshape(*g.shape[:1], -1).astype(jnp.float32) for g in grads]
         return [jnp.linalg.norm(g, axis=-1) for g in flat]
 
-    return on_host(run(*_split(inputs, chosen)))
+    return on_host(run(*_given_and_others(inputs, chosen)))
 
 
 def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> list[float]:
@@ -125,7 +125,7 @@ def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) 
         loss = lambda given: evaluate(program, _merged(given, others, chosen), hook)[0]  # noqa: E731
         return [jnp.max(jnp.abs(g), initial=0) for g in jax.grad(loss)(given)]
 
-    return [float(x) for x in on_host(run(*_split(inputs, chosen)))]
+    return [float(x) for x in on_host(run(*_given_and_others(inputs, chosen)))]
 
 
 def joined(found: Summary, around: Place | None) -> Summary:
