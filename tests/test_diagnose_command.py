@@ -20,9 +20,6 @@ def well():
 
 def with_aux(y, x):
     return loss(x), y
-
-def penalized(w, x):
-    return jnp.sum(jnp.round(w) * x) + jnp.sum(w ** 2)
 """
 
 
@@ -61,17 +58,6 @@ def test_other_arguments_and_aux_are_options(models):
     what = ["diagnose", f"{models}:with_aux", "--args", "f32[2], f32[2]"]
     assert main([*what, "--argnums", "0", "--has-aux"]) in (0, 1)
     assert main([*what, "--argnums", "0"]) == 2
-
-
-@pytest.mark.parametrize("data", ["x", "1"])
-def test_data_is_an_option(models, capsys, data):
-    what = ["diagnose", f"{models}:penalized", "--args", "f32[2], f32[2]"]
-    assert main(what) == 0
-    assert main([*what, "--data", data]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "trains args[0]: the rest of it is 0: round is flat" in shown
-    assert main([*what, "--data", data, "y"]) == 2
-    assert "data: got 'y', expected the name or the position" in capsys.readouterr().err
 
 
 def test_without_shapes_the_command_to_write_is_this_one(models, capsys):

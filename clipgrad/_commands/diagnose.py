@@ -54,13 +54,6 @@ def add_diagnose_parser(subparsers: Any) -> None:
         nargs="+",
         help="list the bad examples in these arguments, which have the axis of the batch",
     )
-    add(
-        "--data",
-        metavar="ARG",
-        nargs="+",
-        help="find what only a penalty trains: parameters of whose gradient nothing is from these "
-        "arguments",
-    )
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
 
@@ -77,11 +70,11 @@ def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
         args, kwargs = _captured(options.capture, options.args)
     else:
         args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
-    examples, data = _named_arguments(options.examples), _named_arguments(options.data)
+    examples = _named_arguments(options.examples)
     if options.capture and options.args is None and examples is None:
         examples = (1,)  # the whole batch of the capture
     chosen = {"argnums": tuple(options.argnums), "has_aux": options.has_aux}
-    return diagnose(function, args, kwargs, **chosen, examples=examples, data=data)
+    return diagnose(function, args, kwargs, **chosen, examples=examples)
 
 
 def _named_arguments(arguments: list[str] | None) -> Any:
