@@ -100,9 +100,8 @@ def test_a_row_that_is_masked_throughout_and_dropped_later_is_named():
     params = {name: jax.random.normal(key, (4, 4)) for name, key in zip("qkv", keys, strict=False)}
     x, mask = jax.random.normal(keys[3], (2, 4, 4)), np.tril(np.ones((2, 4, 4), bool))
     mask[1, :, 0] = False
-    report = cg.diagnose(
-        attention, (params, x, mask, mask.any(-1, keepdims=True)), examples=(1, 2, 3)
-    )
+    args = params, x, mask, mask.any(-1, keepdims=True)
+    report = cg.diagnose(attention, args, examples=(1, 2, 3))
     (finding,) = report.findings
     assert finding.module == "attention"
     assert f"in softmax {at(attention, 'softmax')}" in finding.message

@@ -1,7 +1,7 @@
 """Advice: a table of operations without a finite value or derivative at some point."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ DOUBLE_WHERE = "the double `where` below"
 _WITHIN_ONE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"
 # What a row is about: the elements of the operands where an operation goes wrong. So small a number
 # is zero where a processor computes with zero instead.
-WHEN: dict[str, Callable[[Sequence[float]], bool]] = {
+WHEN: dict[str, Callable[[Sequence[float]], Any]] = {
     "always": lambda values: True,
     "zero": lambda values: abs(values[0]) < np.finfo(np.float32).tiny,
     "log of zero": lambda values: values[0] in (0, -1),
@@ -47,7 +47,7 @@ class Suspect(NamedTuple):
     at: str
     computes: str
     when: str
-    primitives: tuple[str, ...]
+    primitives: Collection[str]
     functions: tuple[str, ...] = ()
     instead: str = DOUBLE_WHERE
     why: str = "{} has no finite derivative at 0"
@@ -67,7 +67,7 @@ OVERFLOWING = frozenset(
     conv_general_dilated convert_element_type""".split()
 )
 _BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
-RULES = ("custom_vjp_call", "custom_jvp_call")
+RULED = ("custom_vjp_call", "custom_jvp_call")
 _SOLVES = ("custom_linear_solve", "triangular_solve", "lu", "cholesky", "linear_solve", "solve")
 MASKED_INPUT = (
     "mask its input, not only its result: with ok where it is finite, "
@@ -89,7 +89,7 @@ NEXT_STEPS = (
     (("vjp",), ("div",), "divisor tiny", "the backward pass computes 1 / x ** 2, which overflows"),
     (("vjp",), ("div",), "divisor zero", "the backward pass computes 1 / 0"),
     (("vjp",), ("atan2",), "all zero", "the backward pass computes 0 / 0"),
-    (("vjp",), RULES, "always",
+    (("vjp",), RULED, "always",
      "this rule is yours: cg.check_grads compares it with numerical slopes"),
 )  # fmt: skip
 # fmt: off

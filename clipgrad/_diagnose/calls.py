@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.parts import Group
+from clipgrad._diagnose.parts import EquationGroup
 from clipgrad._diagnose.runs import OnDevices
 from clipgrad._diagnose.tape import GROUP, Entry, Inside, Tape, Within, opening
 from clipgrad._jaxpr import CALLS, CUSTOM_RULES, JIT, REMAT, called_program, holds_floats, opened
@@ -29,7 +29,7 @@ class InCall(Inside):
     def program(self) -> Any:
         """The program."""
         equation = self.entry.equation
-        return equation.program if isinstance(equation, Group) else called_program(equation)
+        return equation.program if isinstance(equation, EquationGroup) else called_program(equation)
 
     @functools.cached_property
     def tape(self) -> Tape:
@@ -62,7 +62,7 @@ class InCall(Inside):
 
 def _equations_in(entry: Entry) -> list:
     part = entry.equation
-    return opened(part.program if isinstance(part, Group) else called_program(part))[0].eqns
+    return opened(part.program if isinstance(part, EquationGroup) else called_program(part))[0].eqns
 
 
 @opening("cond")

@@ -15,7 +15,7 @@ from clipgrad._diagnose.guilty import (
     is_of_users_rule,
     roots,
 )
-from clipgrad._diagnose.levels import is_zero, range_of
+from clipgrad._diagnose.levels import holds_zeros, range_of
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry, Tape
@@ -27,7 +27,7 @@ INDICES = frozenset(
     approx_top_k approx_max_k approx_min_k""".split()
 )
 ONE_SIDED = frozenset("relu maximum max leaky_relu relu6 hinge_loss reduce_max".split())
-CLIPS = frozenset("clip clamp minimum min hard_tanh hard_sigmoid hard_swish hard_silu".split())
+CLIPPING = frozenset("clip clamp minimum min hard_tanh hard_sigmoid hard_swish hard_silu".split())
 READERS = frozenset(
     """gather dynamic_slice slice concatenate pad reduce_max reduce_min stack unstack split
     select_and_gather_add reduce_window_max cummax cummin argsort""".split()
@@ -35,9 +35,9 @@ READERS = frozenset(
 WRITES = frozenset("scatter scatter_add scatter-add dynamic_update_slice scatter_mul".split())
 SETS = frozenset("scatter dynamic_update_slice".split())
 # The cotangents of these are added up, along an axis or over devices.
-SPREAD = frozenset("reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg".split())
-PRODUCTS = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
-STOPS = frozenset("stop_gradient map tree_map stop".split())
+ADDED_UP = frozenset("reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg".split())
+MULTIPLYING = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
+STOPPING = frozenset("stop_gradient map tree_map stop".split())
 _MASK = -1e30  # a logit below it is masked
 
 
@@ -175,7 +175,7 @@ def _facts(cut: Found, given: DiagnosisSubject, zero: Any) -> Facts:
         is_index = bool(INDICES & {label, name}) and name not in casts
         row = "cast" if name in casts else "index" if is_index else "comparison"
         return Facts(row, name=casts.get(name, ""))
-    if name in PRODUCTS:
+    if name in MULTIPLYING:
         return _of_product(entry, k, given, zero)
     if name == "select_n" and _is_random(roots(entry.tape, entry.equation.invars[:1]), given):
         return Facts("random")
@@ -185,10 +185,10 @@ def _facts(cut: Found, given: DiagnosisSubject, zero: Any) -> Facts:
 def _of_numbers(entry: Entry, k: int, label: str) -> str:
     name = entry.name
     low, high = range_of([entry.ins[k]])
-    is_clip = label in CLIPS
+    is_clip = label in CLIPPING
     is_read = name in WRITES and k > 0
     rows = (
-        ("silent", name in SPREAD),
+        ("silent", name in ADDED_UP),
         ("underflow", name == "convert_element_type"),
         ("saturated", not is_clip and label in ONE_SIDED and "relu" in label and low > 0),
         ("dead", not is_clip and (label in ONE_SIDED or name == "max") and name not in READERS),
@@ -211,7 +211,7 @@ def _of_softmax(entry: Entry, label: str, low: float) -> str:
 def _of_product(entry: Entry, k: int, given: DiagnosisSubject, zero: Any) -> Facts:
     other = 1 - k if k < 2 else 0
     atom = entry.equation.invars[other]
-    if not is_zero(entry.ins[other]):
+    if not holds_zeros(entry.ins[other]):
         low, high = range_of([np.abs(np.asarray(entry.ins[other]).astype(np.float64))])
         factor = high if entry.name != "div" else 1 / low if low else 0
         size = range_of([np.abs(np.asarray(g).astype(np.float64)) for g in entry.got])[1]
@@ -245,7 +245,7 @@ def _is_random(found: Roots, given: DiagnosisSubject) -> bool:
 
 
 # If one operand of these is zero, so is the result.
-_ABSORBING = PRODUCTS - {"div"}
+_ABSORBING = MULTIPLYING - {"div"}
 
 
 class ZeroSource(NamedTuple):
@@ -267,29 +267,31 @@ def zero_source(tape: Tape, atom: Any) -> ZeroSource:
                 return ZeroSource(number, None, is_state)
             holder = tape.within.entry.inside
             is_state = is_state or (isinstance(holder, InScan) and holder.is_carry(number))
-            tape, atom = _outside(tape, number)
+            tape, atom = _source_outside(tape, number)
         elif isinstance(entry.inside, InCall):
             tape, atom = entry.inside.result(entry.equation.outvars.index(atom), 0)
         else:
-            zeros = [a for a, x in zip(entry.equation.invars, entry.ins, strict=True) if is_zero(x)]
+            zeros = [
+                a for a, x in zip(entry.equation.invars, entry.ins, strict=True) if holds_zeros(x)
+            ]
             if all(tape.is_constant(a) for a in entry.equation.invars):
                 return ZeroSource(is_state=is_state)
             is_all = len(zeros) == len(entry.ins)
             is_part = entry.name in _ABSORBING and bool(zeros)
-            is_part = is_part or (entry.name == "div" and is_zero(entry.ins[0]))
+            is_part = is_part or (entry.name == "div" and holds_zeros(entry.ins[0]))
             if not (is_all or is_part):
                 return ZeroSource(None, entry, is_state)
             atom = zeros[0]
     return ZeroSource(is_state=is_state)
 
 
-def _outside(tape: Tape, number: int) -> tuple[Tape, Any]:
-    """What an input is outside of a program: of a carry what it begins with if that is 0."""
+def _source_outside(tape: Tape, number: int) -> tuple[Tape, Any]:
+    """The value that an input is outside of a program: of a carry the first, if that is 0."""
     assert tape.within is not None
     holder, now = tape.within.entry, tape.within.time
     inside = holder.inside
     if isinstance(inside, InScan) and inside.is_carry(number) and now:
-        if not is_zero(holder.ins[number]):
+        if not holds_zeros(holder.ins[number]):
             before = inside.step(inside.times[now - 1])
             return before, before.jaxpr.outvars[number - inside.fixed]
     return holder.tape, holder.equation.invars[number + tape.within.shift]

@@ -13,7 +13,7 @@ from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
 from clipgrad._diagnose.guilty import raised_from
 from clipgrad._diagnose.judge import broken, raised_in, tape_of
-from clipgrad._diagnose.kinds import BROKEN, KINDS, order_of
+from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS, order_of
 from clipgrad._diagnose.measure import Measured, measure
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import NO_MODELS, CapturedArgs, DiagnosisSubject, subject
@@ -29,7 +29,7 @@ from clipgrad._diagnose.units import (
     module_sites,
     units_and_rows,
 )
-from clipgrad._diagnose.zeros import zero_findings
+from clipgrad._diagnose.zeros import SHOWN_NAMES, zero_findings
 from clipgrad._errors import first_few, first_line
 from clipgrad._jaxpr import equations, settings_of_runs
 from clipgrad._names import placed_equations
@@ -64,7 +64,7 @@ def diagnose(
         computed from the other, or by step of a scan, over four orders of magnitude in all: growth
         by at least 1.05 a step, decay by at most 0.6, or a slower decay over thirty orders or until
         it rounds to zero. A decay is a note while all leaves keep a gradient.
-      * If the gradient of a leaf, or of a layer that a scan takes, is exactly zero, a "zero" finding
+      * If the gradient of a leaf, or of a layer of a scan, is exactly zero, a "zero" finding
         is the operation at which it is cut, with the reason: its result has a gradient, and its
         operand has none. What may be meant is a note, such as `jax.lax.stop_gradient`, a leaf that
         the loss does not read, or a factor of zero that has a gradient itself; a cut that nobody
@@ -165,7 +165,7 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
-    if not any(KINDS[finding.kind].severity == BROKEN for finding in findings):
+    if not any(FINDING_KINDS[finding.kind].severity == BROKEN for finding in findings):
         zeros, more = _zeros(given, measured)
         findings, notes = _with_zeros(findings, zeros), [*notes, *more]
     findings.sort(key=lambda finding: order_of(finding.kind))
@@ -181,16 +181,13 @@ def _underflows(
     return list(underflow_findings(rows, scaled_rows, given, measured.grads, scaled))
 
 
-_SHOWN = 4  # names of leaves in a note
-
-
 def _zeros(given: DiagnosisSubject, measured: Measured) -> tuple[list[GradientFinding], list[str]]:
     """The findings and notes on leaves, and layers of a scan, without a gradient."""
     of = dict(zip(given.chosen, measured.grads, strict=True))
     zero = [i for i, grad in of.items() if np.all(grad.zeros == 1)]
     read = sources_of_results(given.program)[0] if zero else ()
     unread = [given.names[i] for i in zero if i not in read]
-    notes = [f"the loss does not depend on {first_few(unread, _SHOWN)}"] if unread else []
+    notes = [f"the loss does not depend on {first_few(unread, SHOWN_NAMES)}"] if unread else []
     is_all = len(zero) == len(given.chosen) and measured.loss == 0
     zero = [i for i in zero if i in read]
     if not zero and not any(_may_have_lost_layers(given, i, of[i].zeros) for i in given.chosen):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.kinds import KINDS
+from clipgrad._diagnose.kinds import FINDING_KINDS
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
 from clipgrad._errors import folded
 
@@ -85,5 +85,5 @@ def _row_line(row: GradientRow) -> str:
 
 
 def _written_finding(finding: GradientFinding) -> str:
-    head = f"{finding.kind}: {KINDS[finding.kind].head}"
+    head = f"{finding.kind}: {FINDING_KINDS[finding.kind].head}"
     return "\n".join([head, folded(finding.message, "  ")])

@@ -94,7 +94,7 @@ def _of_references(equation: JaxprEqn, inputs: list) -> list:
 
 
 def _held(inputs: Sequence) -> list:
-    """What the references among some inputs hold."""
+    """The arrays that the references among some inputs hold."""
     return [x.value for x in inputs if type(x) is _Cell]
 
 

@@ -23,17 +23,17 @@ def diagnosis_figure(rows: Sequence[GradientRow], findings: Sequence[GradientFin
     norms = [float(np.sqrt(np.sum(np.square(row.norm)))) for row in rows]
     lines = [(row.file, row.line) for row in rows]
     at = [(lines.index((f.file, f.line)), f) for f in findings if (f.file, f.line) in lines]
-    _draw(panels[0], norms, at, "part, from the input to the loss", "norm of the cotangent")
+    _draw_norms(panels[0], norms, at, "part, from the input to the loss", "norm of the cotangent")
     for panel, row in zip(panels[1:], scans, strict=True):
         norms = over_steps(row)
         norms = norms[::-1] if row.reverse else norms
         at = [(f.step, f) for f in findings if f.step is not None and f.step < len(norms)]
         name = row.module or f"line {row.line}"
-        _draw(panel, norms, at, "step of the scan", f"norm of the state's cotangent, {name}")
+        _draw_norms(panel, norms, at, "step of the scan", f"norm of the state's cotangent, {name}")
     return chart
 
 
-def _draw(
+def _draw_norms(
     panel: Any, norms: Any, marks: list[tuple[int, GradientFinding]], label: str, title: str
 ) -> None:
     array = np.where(np.asarray(norms) > 0, norms, np.nan)

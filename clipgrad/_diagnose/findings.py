@@ -36,12 +36,12 @@ def value_finding(
     what = f"{_operation_at(entry, values)} is not finite, but its inputs are"
     if found.is_constant:
         values = []
-        what = f"{_name(entry)} takes a constant that is not finite, and the loss depends on it"
+        what = f"{_op(entry)} takes a constant that is not finite, and the loss depends on it"
     elif not np.isfinite(values).all() or any(map(level, entry.ins)):
         what = f"{_operation_at(entry, values)} is NaN, but none of its inputs is"
         what += _infinite_arguments(entry, given)
     if then:
-        what += f", and {_name(then.entry)} ({then.entry.place.location}) turns its inf into NaN"
+        what += f", and {_op(then.entry)} ({then.entry.place.location}) turns its inf into NaN"
     return _operation_finding("value", found, what, _advice(("value",), entry, values))
 
 
@@ -76,7 +76,7 @@ def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
         return function_finding("sum", f"{name} {finite}{_too_large(dtype)}", given)
     entry = found.entry
     is_carry = bool(found.steps) and entry.name == "scan"
-    name = "the carry of the scan" if is_carry else f"the value of {_name(entry)}"
+    name = "the carry of the scan" if is_carry else f"the value of {_op(entry)}"
     dtype = next(dtype_of(v) for v in entry.equation.outvars if holds_floats(v))
     length = entry.equation.params["length"] if is_carry else None
     advice = _too_large(dtype)
@@ -90,7 +90,7 @@ def data_finding(
     finding = value_finding(found, given)
     names = ", ".join(given.names[i] for i in sources)
     what = f"; it is computed from {names}" if names and found.entry else ""
-    what += f"; the VJP of {_name(reader)} ({reader.place.location}) reads it"
+    what += f"; the VJP of {_op(reader)} ({reader.place.location}) reads it"
     return dataclasses.replace(finding, message=finding.message + what)
 
 
@@ -99,7 +99,7 @@ def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> 
     if found is None:
         return function_finding("raises", f"a callback in it raises {error}", given)
     entry = found.entry
-    what = f"{_name(entry)} raises {error}"
+    what = f"{_op(entry)} raises {error}"
     if not found.is_backward and not any(map(level, entry.ins)):
         what += "; its operands are finite"
     return _operation_finding("raises", found, what, _advice(("raises",), entry, []))
@@ -165,16 +165,16 @@ def _values(entry: Entry, bad: Sequence[Any], of_own: bool = False) -> list[floa
     if entry.name == "gather" and not of_own:
         return _index_out_of_range(entry)
     if of_own:
-        pairs = [(x, _mask(b)) for x, b in zip(entry.ins, bad, strict=True) if level(b)]
+        pairs = [(x, _bad_elements(b)) for x, b in zip(entry.ins, bad, strict=True) if level(b)]
     else:
         results = [y for y in bad if holds_floats(y)]
-        mask = _mask(max(results, key=lambda y: (level(y), y.size))) if results else None
+        mask = _bad_elements(max(results, key=lambda y: (level(y), y.size))) if results else None
         pairs = [(x, mask) for x in entry.ins if holds_floats(x)]
     return [float(at_first(mask, x)) for x, mask in pairs if mask is not None]
 
 
-def _mask(x: Any) -> Any:
-    """Where an array is as bad as it is anywhere."""
+def _bad_elements(x: Any) -> Any:
+    """The elements of an array that are as bad as any of it."""
     return jnp.isnan(x) if level(x) == NAN else jnp.isinf(x)
 
 
@@ -197,10 +197,10 @@ def _operation_at(entry: Entry, values: Sequence[float]) -> str:
         array = _type(entry.equation.invars[0])
         return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
     numbers = ", ".join(f"{np.float64(value):.4g}" for value in values)
-    return f"{_name(entry)} at {numbers}" if numbers else _name(entry)
+    return f"{_op(entry)} at {numbers}" if numbers else _op(entry)
 
 
-def _name(entry: Entry) -> str:
+def _op(entry: Entry) -> str:
     return entry.place.operation
 
 
@@ -254,7 +254,7 @@ def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
     """The advice for an operation, of the first of some kinds that has one; "" if there is none."""
     for kind in kinds:
         if row := _suspect(kind, entry, values):
-            return f"; {row.advice(_name(entry))}"
+            return f"; {row.advice(_op(entry))}"
     is_foreign = entry.name in CUSTOM_RULES and not is_of_users_rule(entry)
     steps = (next_step(kind, entry.name, values) for kind in kinds if not is_foreign)
     step = next(filter(None, steps), None)
@@ -269,7 +269,7 @@ def _overflow(entry: Entry) -> str:
         return ""
     number = None
     if entry.name == "convert_element_type":
-        number = float(at_first(_mask(bad[0][1]), entry.got[0]))
+        number = float(at_first(_bad_elements(bad[0][1]), entry.got[0]))
     return _too_large(dtype_of(bad[0][1]), number)
 
 

@@ -1,4 +1,4 @@
-"""Which entry of a tape makes good into bad: three questions that go along it.
+"""The entry of a tape that makes good into bad: three questions that go along it.
 
 Where a value is from that is not finite leads from the loss to the arguments (`origin`). Where a
 cotangent is from that is not finite, and where one ends that is zero, lead from an argument to the
@@ -12,9 +12,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from clipgrad._diagnose.calls import InBranch, InCall
-from clipgrad._diagnose.levels import INF, NAN, is_zero, level, levels
+from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
-from clipgrad._diagnose.parts import Group
+from clipgrad._diagnose.parts import EquationGroup
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._jaxpr import (
     CUSTOM_RULES,
@@ -76,7 +76,7 @@ class Found(NamedTuple):
 
 
 def origin(tape: Tape, atom: Any, wanted: int, reader: Entry | None = None) -> Found:
-    """What made a value as bad as it is ``wanted``."""
+    """The entry or argument that made a value as bad as it is ``wanted``."""
     while True:
         if tape.is_constant(atom):
             return Found("value", reader, is_constant=True)
@@ -137,11 +137,11 @@ def value_at(tape: Tape, atom: Any, wanted: int) -> tuple[Found, Found | None]:
 # -- Where a cotangent is from.
 
 Way = tuple[Tape, Any]  # a tape, and a variable of it
-Seen = tuple[list[Way], list[Found]]  # where a question leads to, and what it has found
+LookedAt = tuple[list[Way], list[Found]]  # where a question leads to, and what it has found
 
 
-def _followed(look: Callable[[Tape, Any], Seen], start: Iterable[Way]) -> list[Found]:
-    """What a question finds on all ways from some values on."""
+def _followed(look: Callable[[Tape, Any], LookedAt], start: Iterable[Way]) -> list[Found]:
+    """All that a question finds on the ways from some values on."""
     todo, seen, found = list(start), set(), []
     while todo:
         way = todo.pop()
@@ -158,10 +158,12 @@ def faults(tape: Tape, atoms: Iterable[Any]) -> list[Found]:
     return _followed(_faults_at, [(tape, atom) for atom in atoms])
 
 
-def _faults_at(tape: Tape, atom: Any) -> Seen:
+def _faults_at(tape: Tape, atom: Any) -> LookedAt:
     if not level(tape.cotangents.get(atom)):
         return [], []
-    ways = [_behind(tape, j, False) for j in results_of(tape, atom) if level(tape.of_results[j])]
+    ways = [
+        _outside_of(tape, j, False) for j in results_of(tape, atom) if level(tape.of_results[j])
+    ]
     ways, found = [way for way in ways if way], []
     bad = [(entry, k) for entry, k in tape.uses[atom] if level(entry.back[k])]
     if not bad and not ways:
@@ -179,8 +181,8 @@ def _faults_at(tape: Tape, atom: Any) -> Seen:
     return ways, found
 
 
-def _behind(tape: Tape, result: int, is_zero: bool) -> Way | None:
-    """What a result of a program is outside of it; None for the loss."""
+def _outside_of(tape: Tape, result: int, is_zero: bool) -> Way | None:
+    """The variable outside of a program that a result of it is; None for the loss."""
     return tape.within and tape.within.entry.inside.output(tape, result, is_zero)
 
 
@@ -224,19 +226,19 @@ def cuts(tape: Tape, atom: Any) -> list[Found]:
     return _followed(_cuts_at, [(tape, atom)])
 
 
-def _cuts_at(tape: Tape, atom: Any) -> Seen:
-    live = [(e, k) for e, k in tape.uses[atom] if not is_zero(e.back[k])]
-    if live and is_zero(tape.cotangents.get(atom)):
+def _cuts_at(tape: Tape, atom: Any) -> LookedAt:
+    live = [(e, k) for e, k in tape.uses[atom] if not holds_zeros(e.back[k])]
+    if live and holds_zeros(tape.cotangents.get(atom)):
         return [], [Found("zero", *live[0], way=CANCELS)]
-    seen = [_cuts_of(entry, k) for entry, k in tape.uses[atom] if (entry, k) not in live]
+    seen = [_cuts_at_operand(entry, k) for entry, k in tape.uses[atom] if (entry, k) not in live]
     seen += [_cuts_behind(tape, j) for j in results_of(tape, atom)]
     return [way for ways, _ in seen for way in ways], [own for _, found in seen for own in found]
 
 
-def _cuts_behind(tape: Tape, result: int) -> Seen:
-    """What is behind a result of a program inside; a cut if it is a carry that nobody reads."""
-    behind = _behind(tape, result, True)
-    if behind is None:
+def _cuts_behind(tape: Tape, result: int) -> LookedAt:
+    """The way on from a result of a program inside; a cut if nobody reads this carry."""
+    behind = _outside_of(tape, result, True)
+    if behind is None or tape.within is None:
         return [], []
     is_next = behind[0] is not tape.within.entry.tape
     made = _maker(tape, tape.jaxpr.outvars[result])
@@ -260,7 +262,7 @@ def _maker(tape: Tape, atom: Any) -> Entry | None:
     return deeper or entry
 
 
-def _cuts_of(entry: Entry, k: int) -> Seen:
+def _cuts_at_operand(entry: Entry, k: int) -> LookedAt:
     """The cut of an operand without a cotangent, or where to look for it."""
     is_blind = entry.name in ("stop_gradient", "while") or not any(map(holds_floats, entry.outs))
     if isinstance(entry.inside, InWhile):
@@ -321,7 +323,7 @@ def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
 
 
 def raised_from(found: Found) -> Found | None:
-    """What is not finite in the operands of an operation that raises; None if all are finite."""
+    """The origin of what is not finite in the operands of an operation that raises, if any is."""
     entry = found.entry
     if found.is_backward:
         return None
@@ -332,7 +334,7 @@ def raised_from(found: Found) -> Found | None:
 
 
 class Roots(NamedTuple):
-    """What values are computed from: arguments, and operations."""
+    """The arguments and operations that values are computed from."""
 
     arguments: frozenset[int]
     operations: frozenset[str]
@@ -361,5 +363,5 @@ def roots(tape: Tape, atoms: Any) -> Roots:
 
 def _names_in(entry: Entry) -> set[str]:
     part = entry.equation
-    held = [part.program] if isinstance(part, Group) else held_programs(part)
+    held = [part.program] if isinstance(part, EquationGroup) else held_programs(part)
     return {entry.name, *(e.primitive.name for program in held for e in equations(program))}

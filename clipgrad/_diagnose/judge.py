@@ -1,4 +1,4 @@
-"""What made a loss or a gradient not finite, by its tape."""
+"""The findings on a loss or a gradient that is not finite, by its tape."""
 
 from collections.abc import Sequence
 from typing import Any

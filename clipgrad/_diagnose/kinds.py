@@ -8,7 +8,7 @@ from typing import NamedTuple
 BROKEN, SIZE, MISSING = "broken", "size", "missing"  # a NaN or an error, a wrong size, no gradient
 
 
-class Kind(NamedTuple):
+class FindingKind(NamedTuple):
     """A kind of finding.
 
     Attributes:
@@ -24,16 +24,16 @@ class Kind(NamedTuple):
 
 
 _ROWS = (
-    Kind("value", "the value is not finite", BROKEN),
-    Kind("raises", "an operation raises an error", BROKEN),
-    Kind("vjp", "the backward pass creates NaN or inf", BROKEN),
-    Kind("sum", "finite cotangents have a sum that is not finite", BROKEN),
-    Kind("grows", "the gradient grows in the backward pass", SIZE),
-    Kind("shrinks", "the gradient shrinks in the backward pass", SIZE),
-    Kind("underflow", "the gradient underflows", SIZE),
-    Kind("zero", "the gradient is exactly zero", MISSING),
+    FindingKind("value", "the value is not finite", BROKEN),
+    FindingKind("raises", "an operation raises an error", BROKEN),
+    FindingKind("vjp", "the backward pass creates NaN or inf", BROKEN),
+    FindingKind("sum", "finite cotangents have a sum that is not finite", BROKEN),
+    FindingKind("underflow", "the gradient underflows", SIZE),
+    FindingKind("grows", "the gradient grows in the backward pass", SIZE),
+    FindingKind("shrinks", "the gradient shrinks in the backward pass", SIZE),
+    FindingKind("zero", "the gradient is exactly zero", MISSING),
 )
-KINDS = {kind.name: kind for kind in _ROWS}
+FINDING_KINDS = {kind.name: kind for kind in _ROWS}
 _ORDER = {kind.name: i for i, kind in enumerate(_ROWS)}
 
 

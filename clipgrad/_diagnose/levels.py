@@ -1,4 +1,4 @@
-"""How bad numbers are: finite, inf or NaN, and whether there are any at all."""
+"""Levels of numbers: finite, inf or NaN, and whether there are any at all."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ FINITE, INF, NAN = 0, 1, 2
 
 
 def levels(x: Any, axes: int = 0) -> np.ndarray:
-    """How bad an array is: all of it, or each part along its first axes."""
+    """The level of an array: of all of it, or of each part along its first axes."""
     if x is None or not holds_floats(x):
-        return np.zeros(np.shape(x)[:axes], int)
+        return np.zeros(() if x is None else np.shape(x)[:axes], int)
     array = wide(x)
     rest = tuple(range(axes, array.ndim))
     return np.where(np.isnan(array).any(rest), NAN, np.where(np.isinf(array).any(rest), INF, 0))
 
 
 def level(x: Any) -> int:
-    """How bad an array is; `FINITE` if there is none."""
+    """The level of an array; `FINITE` if there is none."""
     return int(levels(x))
 
 
@@ -31,7 +31,7 @@ def wide(x: Any) -> np.ndarray:
     return array if is_known else array.astype(np.float32)
 
 
-def is_zero(x: Any) -> bool:
+def holds_zeros(x: Any) -> bool:
     """Whether there is nothing but zeros, or no array."""
     return x is None or not np.any(np.asarray(x))
 

@@ -32,7 +32,7 @@ class InScan(Inside):
         self.carries: list = []  # with an axis of steps in front, behind the axes of devices
         self.of_carries: dict[int, Any] = {}  # the cotangents of the carry behind each step
         # Of the operands that are fixed: at which steps their cotangent is not zero, is not finite.
-        self.told: dict[int, np.ndarray] = {}
+        self.told: dict[int, Any] = {}
         self._steps: dict[int, Tape] = {}
 
     @classmethod
@@ -164,7 +164,7 @@ class InScan(Inside):
         return self.step(t), self.step(t).jaxpr.outvars[number]
 
     def input(self, tape: Tape, number: int, wanted: int) -> tuple[Tape, Any]:
-        """What the step before ends with, or an operand."""
+        """The result of the step before, or an operand."""
         now = tape.within.time if tape.within else 0
         if not self.is_carry(number) or not now:
             return super().input(tape, number, wanted)
@@ -190,7 +190,7 @@ class InScan(Inside):
         return (tape, tape.jaxpr.invars[number]) if tape else None
 
     def output(self, tape: Tape, number: int, is_zero: bool) -> tuple[Tape, Any]:
-        """What the next step begins with, or a result.
+        """The input of the next step, or a result.
 
         Of what is not zero it is the step whose cotangent is bad first, going backward.
         """
@@ -227,7 +227,7 @@ class InScan(Inside):
             carry = self._tape([*entry.ins[: self.fixed], *carry, *own], t).results[: self.carried]
 
     def _by_step(self, x: Any) -> np.ndarray:
-        """How bad an array is at each step, on any device."""
+        """The level of an array at each step, on any device."""
         axes = self.entry.tape.runs.axes
         found = levels(x, axes + 1)
         return found.max(0) if axes else found
@@ -263,7 +263,7 @@ class InWhile(Inside):
         return tape, tape.jaxpr.outvars[number]
 
     def input(self, tape: Tape, number: int, wanted: int) -> tuple[Tape, Any]:
-        """What the iteration before ends with, or an operand."""
+        """The result of the iteration before, or an operand."""
         carry = number - (self.split - self.first)
         if carry >= 0 and tape.within:
             before = self._iteration(carry, wanted, tape.within.time)

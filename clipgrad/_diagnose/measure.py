@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from clipgrad._diagnose.probe import SUMS, Probe, Site, Summary, received, summary
-from clipgrad._jaxpr import Widen, dtype_of, evaluate, jit_by_size, on_host
+from clipgrad._diagnose.probe import SUM_COUNT, Probe, Site, Summary, received, summary
+from clipgrad._jaxpr import Widen, dtype_of, evaluate, on_host
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32
 from clipgrad._program import active_variables
@@ -31,7 +31,7 @@ class CotangentSite(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a run of the backward pass has measured."""
+    """The measurements of one run of the backward pass."""
 
     loss: float
     grads: list[Summary]  # of the inputs that are chosen
@@ -50,7 +50,8 @@ def measure(
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
     # In the order of the program, which is the same in all processes, as addresses are not.
-    whole = frozenset(own.site for own in sites if _is_whole(own.variable.aval.size, own.around))
+    avals: dict[Site, Any] = {own.site: own.variable.aval for own in sites}
+    whole = frozenset(s.site for s in sites if _is_whole(avals[s.site].size, s.around))
     probes = OrderedDict((s.site, _probe_of(s, s.site in whole)) for s in sites)
     silent = [own.site for own in sites if own.variable not in active]
     sent_none = {site: probes.pop(site) for site in silent}
@@ -66,7 +67,7 @@ def measure(
         sent = [summary(grad, _is_whole(grad.size)) for grad in grads]
         return value, sent, measured
 
-    given, others = _split(inputs, chosen)
+    given, others = _given_and_others(inputs, chosen)
     value, grads, measured = on_host(run(given, others, list(probes.values())))
     sent = sent_none | dict(zip(probes, measured, strict=True))
     found = {site: received(numbers, site in whole) for site, numbers in sent.items()}
@@ -75,7 +76,7 @@ def measure(
     return Measured(float(value), own, found)
 
 
-def _split(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[list, list]:
+def _given_and_others(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[list, list]:
     """The inputs that are differentiated, and all others, with None for these."""
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     return [inputs[i] for i in chosen], others
@@ -89,7 +90,7 @@ def _merged(given: Sequence[Any], others: Sequence[Any], chosen: Sequence[int]) 
 def _probe_of(own: CotangentSite, is_whole: bool) -> np.ndarray:
     aval: Any = own.variable.aval
     lengths = tuple(length for _, length in own.around.axes) if own.around else ()
-    length = 1 + aval.size if is_whole else SUMS
+    length = 1 + aval.size if is_whole else SUM_COUNT
     dtype = np.finfo(at_least_float32(dtype_of(own.variable))).dtype
     return np.zeros((*lengths, length), dtype)
 
@@ -111,7 +112,7 @@ def rows_of_gradients(
         flat = [jnp.abs(g).reshape(*g.shape[:1], -1).astype(jnp.float32) for g in grads]
         return [jnp.linalg.norm(g, axis=-1) for g in flat]
 
-    return on_host(run(*_split(inputs, chosen)))
+    return on_host(run(*_given_and_others(inputs, chosen)))
 
 
 def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> list[float]:
@@ -124,7 +125,7 @@ def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) 
         loss = lambda given: evaluate(program, _merged(given, others, chosen), hook)[0]  # noqa: E731
         return [jnp.max(jnp.abs(g), initial=0) for g in jax.grad(loss)(given)]
 
-    return [float(x) for x in on_host(run(*_split(inputs, chosen)))]
+    return [float(x) for x in on_host(run(*_given_and_others(inputs, chosen)))]
 
 
 def joined(found: Summary, around: Place | None) -> Summary:

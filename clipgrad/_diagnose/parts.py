@@ -10,42 +10,42 @@ from clipgrad._names import common_start, path
 
 # A program of more equations is run in parts: each equation alone costs a call, each part a
 # compilation, so that the two meet at some tens.
-_MANY = 24
+_LONG_PROGRAM = 24
 _FEW = 4  # equations that are not worth a compilation
 
 
-class Group(NamedTuple):
+class EquationGroup(NamedTuple):
     """Equations behind each other, which run as one."""
 
     program: Any
 
     @property
     def invars(self) -> list:
-        """What the equations read."""
+        """The values that the equations read."""
         return self.program.invars
 
     @property
     def outvars(self) -> list:
-        """What others read of their results."""
+        """Those of their results that others read."""
         return self.program.outvars
 
 
-def parts(jaxpr: Any) -> list[JaxprEqn | Group]:
+def parts_to_run(jaxpr: Any) -> list[JaxprEqn | EquationGroup]:
     """The equations of a program; of a long one by module, else so many together.
 
     Parts of equal modules are equal programs, which are compiled once.
     """
-    if len(jaxpr.eqns) <= _MANY:
+    if len(jaxpr.eqns) <= _LONG_PROGRAM:
         return list(jaxpr.eqns)
     read = _reads(jaxpr.eqns)
     read.update(v for v in jaxpr.outvars if type(v) is not Literal)
-    found: list[JaxprEqn | Group] = []
+    found: list[JaxprEqn | EquationGroup] = []
     for run in _runs(jaxpr.eqns):
         if len(run) < _FEW:
             found += run
         else:
             own = _reads(run)
-            found.append(Group(as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])))
+            found.append(EquationGroup(as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])))
     return found
 
 
@@ -62,7 +62,7 @@ def _runs(equations: list[JaxprEqn]) -> list[list[JaxprEqn]]:
         before = own[:depth]
     if 1 < len(found) <= len(equations) // _FEW:
         return found
-    return [equations[i : i + _MANY] for i in range(0, len(equations), _MANY)]
+    return [equations[i : i + _LONG_PROGRAM] for i in range(0, len(equations), _LONG_PROGRAM)]
 
 
 def _reads(equations: Iterable[JaxprEqn]) -> collections.Counter:

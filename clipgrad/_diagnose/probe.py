@@ -133,7 +133,7 @@ def _backward(is_whole: bool, probe: Any, cotangent: Any) -> Any:
 
 _identity.defvjp(lambda is_whole, x, probe: (x, probe), _backward)
 
-SUMS = 4  # the length of a summary of sums
+SUM_COUNT = 4  # the length of a summary of sums
 
 
 class Summary(NamedTuple):
@@ -150,13 +150,14 @@ def summary(cotangent: Any, is_whole: bool) -> jax.Array:
     """A cotangent as a vector: 1, and all of it, or its sums."""
     x = real_or_absolute(cotangent)
     x = x.astype(at_least_float32(x.dtype))
-    own = on_every_device(x).reshape(-1) if is_whole else _sums(x)
-    return jnp.concatenate([jnp.ones(1, x.dtype), own])
+    if not is_whole:
+        return _sums_of(x)
+    return jnp.concatenate([jnp.ones(1, x.dtype), on_every_device(x).reshape(-1)])
 
 
 @jax.jit
-def _sums(x: jax.Array) -> jax.Array:
-    """The share of zeros, the largest magnitude, and the sum of squares in units of that.
+def _sums_of(x: jax.Array) -> jax.Array:
+    """1, the share of zeros, the largest magnitude, and the sum of squares in units of that.
 
     XLA's CPU loops store what is compared or selected, or an absolute value that is used twice: a
     copy of the gradient for each. So here is none. Cotangents of one shape share what is traced.
@@ -164,7 +165,7 @@ def _sums(x: jax.Array) -> jax.Array:
     zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
     largest = jnp.max(jnp.abs(x))
     unit = x / jnp.where(largest == 0, 1, largest)
-    return jnp.stack([zeros, largest, jnp.sum(unit * unit)])
+    return jnp.stack([jnp.ones_like(zeros), zeros, largest, jnp.sum(unit * unit)])
 
 
 def _mean(x: jax.Array) -> jax.Array:

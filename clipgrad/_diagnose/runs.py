@@ -1,4 +1,4 @@
-"""How the parts of a program run: as JAX places them, or each one on all devices of a mesh."""
+"""Runs of the parts of a program: as JAX places them, or each on all devices of a mesh."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +46,8 @@ class Runs:
 
     def executable(self, fun: Callable, *args: Any) -> Callable:
         """A function, compiled for arguments like these."""
-        lowered = low_jit(fun, keep_unused=True).lower(*args)
+        jitted: Any = low_jit(fun, keep_unused=True)
+        lowered = jitted.lower(*args)
         text, types = lowered.as_text(), tuple(map(str, map(jax.typeof, jax.tree.leaves(args))))
         if "callback" in text:  # the text does not have the function that is called
             return lowered.compile()
@@ -61,7 +62,7 @@ class Runs:
             return bind(equation, inputs)
 
     def at(self, x: Any, step: int) -> Any:
-        """What an array has for a step, along its first axis."""
+        """The part of an array for a step, along its first axis."""
         return x[step]
 
     def constant(self, x: Any) -> Any:
@@ -90,7 +91,7 @@ class OnDevices(Runs):
         return lambda *xs: self._shard_map(one, (self._own,) * len(xs), self._own)(*xs)
 
     def spread(self, *operands: Any) -> list:
-        """What each device gets of the operands of the `shard_map`."""
+        """The part of each operand that a device gets."""
         specs = tuple(self.equation.params["in_specs"])
         return self._shard_map(lambda *xs: [x[None] for x in xs], specs, self._own)(*operands)
 
@@ -101,7 +102,7 @@ class OnDevices(Runs):
         return self._shard_map(one, (self._own,) * len(results), specs, False)(*results)
 
     def at(self, x: Any, step: int) -> Any:
-        """What an array has for a step, on each device."""
+        """The part of an array for a step, on each device."""
         return x[:, step]
 
     def constant(self, x: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
-from clipgrad._diagnose.parts import Group, as_program, parts
+from clipgrad._diagnose.parts import EquationGroup, as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
 from clipgrad._jaxpr import (
     chooses_by_platform,
@@ -44,7 +44,7 @@ def is_of_callback(error: Exception) -> bool:
 
 
 class Within(NamedTuple):
-    """Where a program is inside of an entry."""
+    """The place of a program inside of an entry."""
 
     entry: "Entry"
     shift: int = 0  # the operand that the first input is
@@ -67,13 +67,13 @@ class Entry:
     @property
     def name(self) -> str:
         """The name of the primitive."""
-        return GROUP if isinstance(self.equation, Group) else self.equation.primitive.name
+        return GROUP if isinstance(self.equation, EquationGroup) else self.equation.primitive.name
 
     @property
     def place(self) -> Any:
         """The place of the operation; of a group that of the program around."""
         around = self.tape.parent
-        return around if isinstance(self.equation, Group) else Place(self.equation, around)
+        return around if isinstance(self.equation, EquationGroup) else Place(self.equation, around)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -82,12 +82,12 @@ class Entry:
 
     @property
     def active(self) -> list[bool]:
-        """Which operands depend on what the loss is differentiated by."""
+        """For each operand whether it depends on what the loss is differentiated by."""
         return [type(a) is not Literal and a in self.tape.active for a in self.equation.invars]
 
     @functools.cached_property
-    def inside(self) -> "Inside | None":
-        """What opens the entry; None for one operation."""
+    def inside(self) -> Any:
+        """The object of a class of `OPENINGS` that opens the entry; None for one operation."""
         if chooses_by_platform_of(self.equation):
             return None
         opening = OPENINGS.get(self.name)
@@ -101,12 +101,12 @@ class Entry:
     @property
     def holds_programs(self) -> bool:
         """Whether there are programs inside, that are opened or not."""
-        return isinstance(self.equation, Group) or bool(held_programs(self.equation))
+        return isinstance(self.equation, EquationGroup) or bool(held_programs(self.equation))
 
     def run(self, *inputs: Any) -> list:
         """The results, for the operands of one device."""
         runs = self.tape.runs
-        if isinstance(self.equation, Group):
+        if isinstance(self.equation, EquationGroup):
             return evaluate(self.equation.program, inputs, runs.hook)
         if isinstance(runs, OnDevices) and runs.is_checked:
             pairs = zip(inputs, self.equation.invars, strict=True)
@@ -147,7 +147,7 @@ class Entry:
 
 def chooses_by_platform_of(equation: Any) -> bool:
     """Whether XLA chooses what is inside when it compiles."""
-    return not isinstance(equation, Group) and chooses_by_platform(equation)
+    return not isinstance(equation, EquationGroup) and chooses_by_platform(equation)
 
 
 class Inside:
@@ -173,19 +173,20 @@ class Inside:
         self.entry.backward()
 
     def result(self, number: int, wanted: int) -> tuple["Tape", Any] | None:
-        """What a result is inside, where it has become as bad as is ``wanted``."""
+        """The variable inside that a result is, where it has become as bad as is ``wanted``."""
         raise NotImplementedError
 
     def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
-        """What an input of a tape inside is outside of it."""
+        """The variable outside that an input of a tape inside is."""
+        assert tape.within is not None
         return self.entry.tape, self.entry.equation.invars[number + tape.within.shift]
 
     def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
-        """What an operand is inside, where its cotangent is bad, or where it is zero."""
+        """The variable inside that an operand is, where its cotangent is bad, or is zero."""
         return None
 
     def output(self, tape: "Tape", number: int, is_zero: bool) -> tuple["Tape", Any]:
-        """What a result of a tape inside is outside of it."""
+        """The variable outside that a result of a tape inside is."""
         return self.entry.tape, self.entry.equation.outvars[number]
 
     def rerun(self) -> None:
@@ -239,7 +240,7 @@ class Tape:
         self.uses: dict[Any, list[tuple[Entry, int]]] = collections.defaultdict(list)
         self.cotangents: dict[Any, Any] = {}
         self.of_results: list = [None] * len(self.jaxpr.outvars)
-        for equation in parts(self.jaxpr):
+        for equation in parts_to_run(self.jaxpr):
             self._forward(equation)
 
     @property
@@ -317,19 +318,19 @@ class Tape:
 def marked(numbers: Sequence[int], values: Sequence[Any], reached: set[int]) -> list:
     """Some values; ``reached`` gets the numbers whose cotangents are not zero by their type."""
     return [
-        _noted(functools.partial(reached.add, i), x) for i, x in zip(numbers, values, strict=True)
+        _watched(functools.partial(reached.add, i), x) for i, x in zip(numbers, values, strict=True)
     ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _noted(note: Callable[[], None], x: Any) -> Any:
+def _watched(note: Callable[[], None], x: Any) -> Any:
     return x
 
 
-def _note(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
+def _watch(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         note()
     return (cotangent,)
 
 
-_noted.defvjp(lambda note, x: (x.value, None), _note, symbolic_zeros=True)
+_watched.defvjp(lambda note, x: (x.value, None), _watch, symbolic_zeros=True)

@@ -50,7 +50,7 @@ def underflow_findings(
             step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
             around = f", in module {row.module}" if row.module else ""
             around += f", at step {step} of {row.scans[-1]}" if row.scans else ""
-            what = _told(np.max(lost), f"cotangent of {row.operation}", row.dtype, around)
+            what = _lost(np.max(lost), f"cotangent of {row.operation}", row.dtype, around)
             where = row.file, row.line, row.operation, row.module, step
             yield GradientFinding("underflow", *where, f"{row.location}: {what}")
             return
@@ -62,7 +62,7 @@ def underflow_findings(
     if shares:
         share, dtype, name = max(shares, key=lambda own: own[:2])
         more = f" ({len(shares)} arguments like it in all)" if len(shares) > 1 else ""
-        yield function_finding("underflow", _told(share, f"gradient of {name}", dtype, more), given)
+        yield function_finding("underflow", _lost(share, f"gradient of {name}", dtype, more), given)
 
 
 def _is_cured(scaled: Summary, largest: float) -> bool:
@@ -72,7 +72,7 @@ def _is_cured(scaled: Summary, largest: float) -> bool:
     return largest > 0 and (is_equal or bool(np.any(scaled.nonfinite)))
 
 
-def _told(share: Any, of: str, dtype: str, around: str) -> str:
+def _lost(share: Any, of: str, dtype: str, around: str) -> str:
     other = "bfloat16" if dtype == "float16" else "float32"
     return (
         f"{share:.0%} of the {of} is zero in {dtype} but not in float32{around}; scale the loss, "

@@ -75,13 +75,13 @@ def all_units(
     for v in jaxpr.outvars:
         if type(v) is not Literal:
             readers[v].add(None)
-    for run, inside in _runs(jaxpr, longest):
+    for run, inside in _units_of(jaxpr, longest):
         for inner in inside:
             yield from all_units(inner, Place(run[0], parent), longest)
-        yield _unit(run, parent, inside, readers)
+        yield _unit_of(run, parent, inside, readers)
 
 
-def _unit(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict) -> Unit:
+def _unit_of(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict) -> Unit:
     own = set(map(id, run))
     leaves = {
         v: Site(RESULT, Place(equation, parent).key, i)
@@ -96,7 +96,7 @@ def _unit(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict
     return Unit(run, parent, inside, leaves, carried)
 
 
-def _runs(jaxpr: Any, longest: int) -> Iterator[tuple[list[JaxprEqn], list]]:
+def _units_of(jaxpr: Any, longest: int) -> Iterator[tuple[list[JaxprEqn], list]]:
     """The equations of each unit, and the programs inside of one that is to be gone into."""
     run: list[JaxprEqn] = []
     for equation in jaxpr.eqns:

@@ -16,7 +16,7 @@ from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._docs import docs_page
 from clipgrad._errors import first_few
 
-_SHOWN = 4  # names of leaves, places and steps in a message
+SHOWN_NAMES = 4  # names of leaves, places and steps in a message
 
 
 class _Explained(NamedTuple):
@@ -52,16 +52,17 @@ def zero_findings(
         _Row(names[i], f" in layer {_few(steps)} of {len(entry.ins[k])}",
              _best(given, zero, _cuts_of_layers(entry, k, steps)))
         for i in given.chosen if i not in zero
-        for entry, k, steps in _layers(tape, tape.jaxpr.invars[i])
+        for entry, k, steps in _lost_layers(tape, tape.jaxpr.invars[i])
     ]  # fmt: skip
     groups: dict[tuple, list[_Row]] = {}
     for row in rows:
         groups.setdefault((row.best[0].place if row.best else (), row.layers), []).append(row)
     findings, notes = [], []
-    for own in groups.values():
+    order = lambda own: own[0].best[0].cut.entry.order if own[0].best else ()  # noqa: E731
+    for own in sorted(groups.values(), key=order):
         _, layers, best = own[0]
         leaves = [row.leaf for row in own]
-        subject = f"the gradient of {first_few(leaves, _SHOWN)}{layers}"
+        subject = f"the gradient of {first_few(leaves, SHOWN_NAMES)}{layers}"
         is_excused = is_all and bool(best) and best[0].cause.name in EXCUSED
         if not best:
             notes.append(f"{subject} is 0; diagnose did not find where it is cut")
@@ -87,7 +88,7 @@ def _best(given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]) 
 # -- Layers that a scan takes one by one.
 
 
-def _layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
+def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
     """The scans that take a value step by step, and the steps without a gradient, if not all."""
     for entry, k in tape.uses[atom]:
         inside = entry.inside
@@ -98,11 +99,12 @@ def _layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
                 yield entry, k, [int(t) for t in steps]
         elif inside and not isinstance(inside, InScan):
             way = inside.operand(k, is_zero=True) if entry.alive else None
-            yield from _layers(*way) if way else ()
+            yield from _lost_layers(*way) if way else ()
         elif entry.name in MOVES | {"mul", "div"}:
-            yield from _layers(tape, entry.equation.outvars[0])
-    for j in results_of(tape, atom) if tape.within else ():
-        yield from _layers(*tape.within.entry.inside.output(tape, j, True))
+            yield from _lost_layers(tape, entry.equation.outvars[0])
+    if tape.within:
+        for j in results_of(tape, atom):
+            yield from _lost_layers(*tape.within.entry.inside.output(tape, j, True))
 
 
 def _cuts_of_layers(entry: Entry, k: int, steps: Sequence[int]) -> list[Found]:
@@ -122,7 +124,7 @@ def _path_of(name: str) -> str:
 
 
 def _few(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values[:_SHOWN])) + ", ..." * (len(values) > _SHOWN)
+    return ", ".join(map(str, values[:SHOWN_NAMES])) + ", ..." * (len(values) > SHOWN_NAMES)
 
 
 def _text_of(subject: str, best: Sequence[_Explained]) -> str:
@@ -134,7 +136,7 @@ def _text_of(subject: str, best: Sequence[_Explained]) -> str:
         text += f", at step {cut.step} of {place.nest[-1]}"
     own = best[0].place
     others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
-    also = [next(e for e in best if e.place == place) for place in others[:_SHOWN]]
+    also = [next(e for e in best if e.place == place) for place in others[:SHOWN_NAMES]]
     if also:
         names = ", ".join(f"{e.cut.entry.place.location} ({e.cause.name})" for e in also)
         text += f"; also cut at {names}"
