@@ -21,7 +21,7 @@ FOUND_BY = {
         "Find the first module where two versions of a JAX loss differ: a kernel and its "
         "reference, a port, before and after a change, a run before and after a restart.",
         "compare; save_run; resumed run; restart; reference; faster kernel; regression; "
-        "differ; mismatch; compare_examples; neighbors; batch dependence; mask leak; "
+        "differ; mismatch; neighbors; batch dependence; mask leak; "
         "padding",
     ),
     "port": (
@@ -78,13 +78,6 @@ FOUND_BY = {
         "Moonlight; nanochat; max_grad_norm; clip norm; large language model; LLM; Muon; MuonClip; "
         "QK-clip; Newton-Schulz",
     ),
-    "custom_rules": (
-        "How to test the gradient of a Pallas kernel, a jax.custom_vjp or a jax.custom_jvp: "
-        "against finite differences, against a reference in jnp, in pytest, on CPU, GPU and "
-        "TPU.",
-        "Pallas; kernel; pallas_call; custom_vjp; custom_jvp; defvjp; "
-        "interpret; Triton; Mosaic; TPU; GPU; pytest",
-    ),
     "corner_cases": (
         "Complex numbers and holomorphic=True, why JAX's gradient is the conjugate of "
         "PyTorch's, anomaly detection, threads, derivatives at kinks such as relu at 0, and "
@@ -115,8 +108,10 @@ FOUND_BY = {
         "clipping; gradient noise scale",
     ),
     "check": (
-        "Check a VJP in JAX against finite differences.",
-        "gradcheck; gradient check; finite differences; check_grads",
+        "How to test the gradient of a function, a Pallas kernel, a jax.custom_vjp or a "
+        "jax.custom_jvp: against plain AD and finite differences in float64, in pytest.",
+        "gradcheck; gradient check; finite differences; check_grads; Pallas; kernel; pallas_call; "
+        "custom_vjp; custom_jvp; defvjp; interpret; Triton; Mosaic; pytest",
     ),
     "exploding": (
         "Why gradients vanish and explode, and what was invented against it.",
