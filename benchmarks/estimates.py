@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 import clipgrad as cg
 from benchmarks.compiled import host_transfers
-from benchmarks.peers import by_leaf, update_of
+from benchmarks.peers import by_leaf
 from benchmarks.roofline import Estimate
 
 H200 = pathlib.Path(__file__).parents[1] / "tests" / "h200.txtpb"
@@ -94,6 +94,11 @@ def loss_of(dtype: Any, layers: int, scanned: bool) -> Callable:
 def mean_of(loss: Callable) -> Callable:
     """The mean over the examples."""
     return lambda params, batch: jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+
+def update_of(tx: optax.GradientTransformation) -> Callable:
+    """An update with its state, which may hold statistics."""
+    return lambda grads, params=None: tx.update(grads, tx.init(grads), params)
 
 
 def clips(dtype: Any) -> Any:

@@ -21,7 +21,7 @@ FOUND_BY = {
         "Find the first module where two versions of a JAX loss differ: a kernel and its "
         "reference, a port, before and after a change, a run before and after a restart.",
         "compare; save_run; resumed run; restart; reference; faster kernel; regression; "
-        "differ; mismatch; compare_examples; neighbors; batch dependence; mask leak; "
+        "differ; mismatch; neighbors; batch dependence; mask leak; "
         "padding",
     ),
     "port": (

@@ -56,7 +56,7 @@ coming_from/paddle.md#gradient-check
 4_checking_gradients#what-happens-at-a-kink
     inputs that avoid numeric trouble: kinks, saturation
 # Composer: gradient clipping
-exploding.md#the-discovery-and-the-remedies
+exploding.md
     vanishing and exploding gradients, and where the idea comes from
 which_clip.md#where-in-the-chain
     the clip comes after the backward pass and before the step
