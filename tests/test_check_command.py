@@ -211,6 +211,7 @@ ALL_CHECKS = ", ".join(CHECKS)
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        ("--tolerance 2", "tolerance: got 2.0, expected a number between 0 and 1"),
         (
             "--skip vmap,speed --skip size",
             f"skip: got ['speed', 'size'], expected some of {ALL_CHECKS}",
@@ -229,7 +230,7 @@ def test_the_help_shows_choices_and_defaults(capsys):
         command("check", "--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "--order {1,2} 2 also checks the second derivative (default: 1)" in text
-    assert "--mode {auto,full} auto: single elements" in text
+    assert "--mode {auto,full} auto: single elements" in text and "(default: auto) --max" in text
     assert f"such as vmap,jit; some of {ALL_CHECKS} --device" in text
 
 

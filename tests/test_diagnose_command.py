@@ -60,12 +60,6 @@ def test_other_arguments_and_aux_are_options(models):
     assert main([*what, "--argnums", "0"]) == 2
 
 
-def test_without_shapes_the_command_to_write_is_this_one(models, capsys):
-    assert main(["diagnose", f"{models}:loss"]) == 2
-    shown = capsys.readouterr().err
-    assert f"write clipgrad diagnose {models}:loss --args" in shown and "check" not in shown
-
-
 @pytest.mark.parametrize("args, code", [("sick", 1), ("well", 2)])
 def test_a_folder_that_cannot_be_written_does_not_hide_a_finding(
     models, tmp_path, capsys, args, code

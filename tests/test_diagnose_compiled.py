@@ -34,7 +34,7 @@ def layers(count, bad=0):
 @pytest.fixture
 def programs(monkeypatch):
     """The programs that are run, in order."""
-    found, usual = [], _jaxpr.jit_for_one_run
+    found, usual = [], _jaxpr.jit_by_size
 
     def noting(program):
         def decorate(fun):
@@ -46,7 +46,7 @@ def programs(monkeypatch):
 
         return decorate
 
-    monkeypatch.setattr(measuring, "jit_for_one_run", noting)
+    monkeypatch.setattr(measuring, "jit_by_size", noting)
     return found
 
 

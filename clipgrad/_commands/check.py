@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "mode": (
         "{auto,full}",
         str,
-        "auto: every element, with help from plain AD in float64; full: with finite differences",
+        "auto: single elements where rule and plain AD differ, the rest together; full: each element by itself",
     ),
     "max_relative_error": ("ERROR", float, "Paddle's tolerance, such as 0.005"),
     "tolerance": ("ERROR", float, "the relative error that the backward may have"),

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from clipgrad._diagnose.probe import SUM_COUNT, Probe, Site, Summary, received, summary
-from clipgrad._jaxpr import Widen, dtype_of, evaluate, on_host
+from clipgrad._jaxpr import Widen, dtype_of, evaluate, jit_by_size, on_host
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32
 from clipgrad._program import active_variables
