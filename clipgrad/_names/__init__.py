@@ -21,9 +21,7 @@ from clipgrad._names.places import is_users as is_users
 from clipgrad._names.places import placed_equations as placed_equations
 from clipgrad._names.scopes import ScopePath as ScopePath
 from clipgrad._names.scopes import common_start as common_start
-from clipgrad._names.scopes import marks as marks
 from clipgrad._names.scopes import path as path
-from clipgrad._names.scopes import with_mark as with_mark
 from clipgrad._names.sites import NamedSite as NamedSite
 from clipgrad._names.sites import sites as sites
 from clipgrad._names.wanted import CLIPPED as CLIPPED

@@ -9,7 +9,6 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 ScopePath = tuple[str, ...]
-_MARK = "clipgrad.equation:"  # no scope of a user begins like this
 
 # JAX has no public name for the two kinds of entries of a name stack.
 with jax.named_scope("scope"):
@@ -25,7 +24,7 @@ def path(equation: JaxprEqn) -> ScopePath:
     is two scopes; entries of transformations such as `vmap` are none.
     """
     stack = equation.source_info.name_stack.stack
-    scopes = (e.name for e in stack if type(e) is _SCOPE and not e.name.startswith(_MARK))
+    scopes = (e.name for e in stack if type(e) is _SCOPE)
     return tuple(segment for name in scopes for segment in name.split("/") if segment)
 
 
@@ -34,24 +33,6 @@ def common_start(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
     columns = zip(*paths, strict=False)
     same = itertools.takewhile(lambda column: all(x == column[0] for x in column), columns)
     return tuple(column[0] for column in same)
-
-
-def with_mark(equation: JaxprEqn, program: int, position: int) -> JaxprEqn:
-    """The equation with a mark among its scopes: its position in a program of this number.
-
-    What JAX derives from the equation, such as its transpose, has the mark too.
-    """
-    info = equation.source_info
-    stack = info.name_stack.extend(f"{_MARK}{program}.{position}")
-    return equation.replace(source_info=info.replace(name_stack=stack))
-
-
-def marks(equation: JaxprEqn) -> list[tuple[int, int]]:
-    """The program and the position in each mark of an equation, see `with_mark`."""
-    stack = equation.source_info.name_stack.stack
-    names = [entry.name for entry in stack if type(entry) is _SCOPE]
-    parts = [name.removeprefix(_MARK).split(".") for name in names if name.startswith(_MARK)]
-    return [(int(program), int(position)) for program, position in parts]
 
 
 def is_mapped(equation: JaxprEqn) -> bool:
