@@ -7,9 +7,10 @@ from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import clip_tree
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.stats import ClipStats
-from clipgrad._trees import Where
+from clipgrad._trees import Where, explain_call
 
 
+@explain_call()
 def clip_grads(
     grads: Any,
     rule: Callable[..., Any] | None,

@@ -22,9 +22,10 @@ from clipgrad._clip.state import (
     next_state,
     next_threshold,
 )
-from clipgrad._trees import Where, partition, selected
+from clipgrad._trees import Where, explain_call, partition, selected
 
 
+@explain_call()
 def gradient_clip(
     rule: Callable[..., Any] | None,
     *,

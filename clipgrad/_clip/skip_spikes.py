@@ -13,7 +13,7 @@ from clipgrad._clip.thresholds import Window, check_between, unlimited
 from clipgrad._compat import exportable
 from clipgrad._frameworks import is_model
 from clipgrad._numerics import AxisName, global_norm, increment_if
-from clipgrad._trees import Where, instances, partition, selected
+from clipgrad._trees import Where, explain_call, instances, partition, selected
 
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
 # don't make an outlier of the next one.
@@ -59,6 +59,7 @@ class SkipSpikesState(NamedTuple):
         raise AttributeError(f"SkipSpikesState has no attribute {name!r}")
 
 
+@explain_call()
 def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,

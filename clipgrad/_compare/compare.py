@@ -14,8 +14,10 @@ from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
 from clipgrad._error_clip import check_call
+from clipgrad._trees import explain_call
 
 
+@explain_call()
 def compare(
     fun: Callable[..., Any] | str | os.PathLike,
     other: Callable[..., Any] | str | os.PathLike,

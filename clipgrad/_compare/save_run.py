@@ -9,8 +9,10 @@ from clipgrad._compare.losses import recorded_loss
 from clipgrad._compare.recording import Recording, plain_settings
 from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call
+from clipgrad._trees import explain_call
 
 
+@explain_call()
 def save_run(
     fun: Callable[..., Any],
     args: tuple,

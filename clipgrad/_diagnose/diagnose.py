@@ -34,8 +34,10 @@ from clipgrad._errors import first_few, first_line
 from clipgrad._jaxpr import equations, settings_of_runs
 from clipgrad._names import placed_equations
 from clipgrad._program import sources_of_results
+from clipgrad._trees import explain_call
 
 
+@explain_call()
 def diagnose(
     fun: Callable[..., Any],
     args: tuple,

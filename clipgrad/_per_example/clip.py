@@ -26,11 +26,12 @@ from clipgrad._per_example.subject import (
     check_params,
     scalar_loss,
 )
-from clipgrad._trees import Where
+from clipgrad._trees import Where, explain_call
 
 REDUCTIONS = ("mean", "sum")
 
 
+@explain_call()
 def clip_per_example(
     loss_fn: Callable[..., Any],
     rule: Callable[..., Any] | None,

@@ -27,9 +27,10 @@ from clipgrad._per_example.subject import (
     check_params,
     scalar_loss,
 )
-from clipgrad._trees import Where, is_none, with_paths
+from clipgrad._trees import Where, explain_call, is_none, with_paths
 
 
+@explain_call("write per_example_norms(loss)(params, x)")
 def per_example_norms(
     loss_fn: Callable[..., Any],
     *,
