@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._errors import first_few
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
-from clipgrad._trees import matches, nearest
+from clipgrad._trees import is_array, matches, nearest
 
 Sites = dict[NamedSite, int]
-_NAMED = (
-    "one with tagged variables or modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "
-    '"x"), or compute it in a module: with jax.named_scope("x"):; an NNX or Equinox model has '
-    "names if it is an argument: fun(model, ...)"
-)
 
 
 def sites_by_name(program: Any) -> dict[str, Sites]:
@@ -75,14 +74,28 @@ def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted
         for name in () if pattern in exact else _matched(pattern, there, caller, wanted):
             if name in exact:
                 continue
-            if name in names and names[name].rule is not rule:
+            if name in names and not _are_equal(names[name].rule, rule):
                 raise ValueError(
-                    f"{caller}: got {origin[name]!r} and {pattern!r} with a {wanted.choice} each, "
-                    f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
-                    f"{name!r} itself"
+                    f"{caller}: got {origin[name]!r} and {pattern!r} with different "
+                    f"{wanted.choice}s, which both match {name!r}, expected one {wanted.choice} "
+                    f"for it; add one for {name!r} itself"
                 )
             names[name], origin[name] = Chosen(_kind_of_sites(there[name]), rule), pattern
     return names
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two rules are the same, or have the same type and thresholds; tracers are unknown."""
+    (ours, structure), (theirs, other) = map(jax.tree.flatten, (first, second))
+    return structure == other and all(map(_is_same, ours, theirs))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
+        return a is b
+    if is_array(a) or is_array(b):
+        return jnp.result_type(a) == jnp.result_type(b) and bool(np.array_equal(a, b))
+    return bool(a == b)
 
 
 def _kind_of_sites(sites: Sites) -> str:
@@ -170,24 +183,13 @@ def watched_names(
     own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
     if not own and not any(map(wanted.has, found)):
         got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
-        raise ValueError(f"{caller}: got a function {got}, expected {_NAMED}")
-    return resolved(program, own or {"**": None}, caller, wanted)
-
-
-def why_none(there: Mapping[str, Sites]) -> str:
-    """The reason why none of some names can be watched."""
-    found = [site for sites in there.values() for site in sites]
-    if not found:
-        return f"there are no tags or modules, expected {_NAMED}"
-    closed = sorted({site.sealed for site in found if site.sealed})
-    names = first_few([*map(repr, there)], 4)
-    if closed:
-        return (
-            f"the values of {names} are inside of {' and '.join(closed)}, from where they can't be "
-            "reached; name an input or an output of it"
+        raise ValueError(
+            f"{caller}: got a function {got}, expected one with tagged variables or "
+            'modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute '
+            'it in a module: with jax.named_scope("x"):; an NNX or Equinox model has names if '
+            "it is an argument: fun(model, ...)"
         )
-    dtypes = ", ".join(sorted({site.dtype for site in found}))
-    return f"the values of {names} are {dtypes}, expected floating or complex values"
+    return resolved(program, own or {"**": None}, caller, wanted)
 
 
 def checked_watch(watch: Any) -> dict[str, Any] | None:
