@@ -15,7 +15,7 @@ from clipgrad._commands.function import FAILED, PASSED, add_command, add_functio
 from clipgrad._commands.result import plain
 from clipgrad._devices import PLATFORMS
 
-EXAMPLES = (
+CHECK_EXAMPLES = (
     "models:loss --args models:example_args --order 2",
     'models:norm --args "f32[8,16], f32[16]" --device cpu,gpu',
 )
@@ -34,13 +34,22 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "points": ("N", int, "number of points to check"),
     "seed": ("N", int, "seed of everything random"),
 }
-FIELDS = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
+REPORT_FIELDS = (
+    "ok",
+    "notes",
+    "not_run",
+    "evaluations",
+    "seconds",
+    "precision",
+    "devices",
+    "verified",
+)
 
 
 def add_check_parser(subparsers: Any) -> None:
     about = "Check the gradient of a function against finite differences."
     codes = "passed", "the gradient is wrong, or nothing was verified"
-    parser = add_command(subparsers, "check", about, run_check, EXAMPLES, codes)
+    parser = add_command(subparsers, "check", about, run_check, CHECK_EXAMPLES, codes)
     add = parser.add_argument_group("what to check").add_argument
     add_function(add)
     add = functools.partial(add, metavar="PATH", type=position_or_name)
@@ -87,4 +96,4 @@ def run_check(options: argparse.Namespace) -> int:
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
     failures = [failure._asdict() for failure in report.failures]
     failures = [{name: x for name, x in found.items() if name != "ratio"} for found in failures]
-    return plain({"failures": failures} | {name: getattr(report, name) for name in FIELDS})
+    return plain({"failures": failures} | {name: getattr(report, name) for name in REPORT_FIELDS})

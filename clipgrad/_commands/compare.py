@@ -15,22 +15,22 @@ from clipgrad._commands.function import (
 from clipgrad._commands.result import show_result
 from clipgrad._compare import WIDER_DTYPES, GradientComparison, compare
 
-EXAMPLES = (
+COMPARE_EXAMPLES = (
     "models:loss kernels:loss --args models:example_args",
     "models:loss float32 --args models:example_args --out comparison",
     "before.npz models:loss --args models:example_args",
     "models:step models:sharded_step --args models:state_and_batch --steps",
 )
-CODES = (
+COMPARE_CODES = (
     "the versions agree; with a dtype, no leaf of the gradient has lost its precision",
     "they differ, or nothing could be judged",
 )
-FIELDS = ("ok", "findings", "rows", "notes")
+COMPARISON_FIELDS = ("ok", "findings", "rows", "notes")
 
 
 def add_compare_parser(subparsers: Any) -> None:
     about = "Find the first place where two versions of a loss, or of a training step, differ."
-    parser = add_command(subparsers, "compare", about, run_compare, EXAMPLES, CODES)
+    parser = add_command(subparsers, "compare", about, run_compare, COMPARE_EXAMPLES, COMPARE_CODES)
     add = parser.add_argument
     add_function(add, "loss")
     words = f"the other version, a file of save_run, or a dtype: {' or '.join(WIDER_DTYPES)}"
@@ -48,26 +48,26 @@ def add_compare_parser(subparsers: Any) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    return show_result(options, "comparison", _comparison, FIELDS)
+    return show_result(options, "comparison", _command_comparison, COMPARISON_FIELDS)
 
 
-def _comparison(options: argparse.Namespace) -> GradientComparison:
+def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     texts = options.function, options.other
-    versions = _version(options.function), _version(options.other, is_other=True)
+    versions = _command_version(options.function), _command_version(options.other, is_other=True)
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
     argnums = options.argnums or [0]
     return compare(
         *versions,
-        _arguments(options, functions),
+        _command_arguments(options, functions),
         other_args=made_arguments(options.other_args) if options.other_args else None,
         argnums=None if options.steps else tuple(argnums) if argnums[1:] else argnums[0],
         has_aux=options.has_aux,
-        names=_renamed(options.name),
+        names=_renamed_pairs(options.name),
         rtol=options.rtol,
     )
 
 
-def _version(text: str, is_other: bool = False) -> Any:
+def _command_version(text: str, is_other: bool = False) -> Any:
     """A function, or the text itself if that is a file or a dtype."""
     if text.endswith(".npz") or os.path.isfile(text) or text in WIDER_DTYPES:
         return text
@@ -79,7 +79,7 @@ def _version(text: str, is_other: bool = False) -> Any:
     return load(text)
 
 
-def _arguments(options: argparse.Namespace, functions: list[str]) -> tuple | None:
+def _command_arguments(options: argparse.Namespace, functions: list[str]) -> tuple | None:
     if not functions:
         if options.args:
             got = f"--args: got {options.args!r} with two runs from files, expected none"
@@ -90,7 +90,7 @@ def _arguments(options: argparse.Namespace, functions: list[str]) -> tuple | Non
     return arguments(functions[0], load(functions[0]), options.args, 0)
 
 
-def _renamed(texts: list[str]) -> dict[str, str] | None:
+def _renamed_pairs(texts: list[str]) -> dict[str, str] | None:
     if wrong := [text for text in texts if text.count("=") != 1]:
         raise UsageError(f"--name: got {wrong[0]!r}, expected FUN=OTHER, such as 'layers_*=layers'")
     return dict(text.split("=") for text in texts) or None

@@ -16,17 +16,19 @@ from clipgrad._commands.result import show_result
 from clipgrad._diagnose import GradientDiagnosis, diagnose
 from clipgrad._recorder import load_capture
 
-EXAMPLES = (
+DIAGNOSE_EXAMPLES = (
     "models:loss --args models:example_args --out diagnosis",
     "models:loss --capture captures/step_4000",
 )
-CODES = "nothing is wrong", "there are findings"
-FIELDS = ("ok", "findings", "rows", "notes", "examples")
+DIAGNOSE_CODES = "nothing is wrong", "there are findings"
+DIAGNOSIS_FIELDS = ("ok", "findings", "rows", "notes", "examples")
 
 
 def add_diagnose_parser(subparsers: Any) -> None:
     about = "Find the operation that makes a gradient NaN, explode, vanish, underflow or zero."
-    parser = add_command(subparsers, "diagnose", about, run_diagnose, EXAMPLES, CODES)
+    parser = add_command(
+        subparsers, "diagnose", about, run_diagnose, DIAGNOSE_EXAMPLES, DIAGNOSE_CODES
+    )
     add = parser.add_argument
     add_function(add, "loss")
     words = (
@@ -43,10 +45,10 @@ def add_diagnose_parser(subparsers: Any) -> None:
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
-    return show_result(options, "diagnosis", _diagnosis, FIELDS)
+    return show_result(options, "diagnosis", _command_diagnosis, DIAGNOSIS_FIELDS)
 
 
-def _diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
+def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
     function, examples = load(options.function), options.examples
     if options.capture:
         args = _captured(options.capture, options.args)

@@ -189,9 +189,13 @@ def train_step(
         aux, values = _apart(aux, has_aux, accumulate) if watches else (aux, {})
         _check_trained(optimizer, given.trained, state)
         grads, overwriting = split_overwritten(grads)
-
         seen = combine(grads, zeros_for(overwriting))
-        extra = {"value": loss, "grad": seen, "value_fn": _value_fn(loss_fn, has_aux, given, batch)}
+
+        def value_fn(trained: Any) -> Any:
+            result, _ = given.call(loss_fn, trained, given.state, batch)
+            return result[0] if has_aux else result
+
+        extra = {"value": loss, "grad": seen, "value_fn": value_fn}
         updates, opt_state = optimizer.update(seen, state.opt_state, after.trained, **extra)
         params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state)}
@@ -236,18 +240,6 @@ def _apart(aux: Any, has_aux: bool, parts: int) -> tuple[Any, dict[str, ValueSta
     """The auxiliary results of a loss, and the statistics of its values, over microbatches."""
     aux, values = aux if has_aux else (None, aux)
     return aux, {name: s.over(0) for name, s in values.items()} if parts > 1 else values
-
-
-def _value_fn(
-    loss_fn: Callable[..., Any], has_aux: bool, given: Parameters, batch: Any
-) -> Callable[[Any], Any]:
-    """The loss as a function of what is trained, for an optimizer that searches along a line."""
-
-    def value(trained: Any) -> Any:
-        result, _ = given.call(loss_fn, trained, given.state, batch)
-        return result[0] if has_aux else result
-
-    return value
 
 
 def _gradients(
