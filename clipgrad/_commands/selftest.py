@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from clipgrad._check import check_grads
-from clipgrad._clip import RULES, AutoNorm, ClipByNorm, DropTokens, ErrorClipByValue
+from clipgrad._clip import RULES, AutoNorm, ClipByNorm, ErrorClipByValue
 from clipgrad._commands.function import FAILED, PASSED, UsageError, add_command
 from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
@@ -29,7 +29,6 @@ ACTIVE = (
     *(rule(0.3) for rule in RULES if rule.limits),
     ClipByNorm(0.3, axis=-1),
     AutoNorm(0.3),
-    DropTokens(1),
 )
 
 

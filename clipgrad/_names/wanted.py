@@ -3,14 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-
+from clipgrad._errors import first_few
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
-from clipgrad._trees import is_array, matches, nearest
+from clipgrad._trees import matches, nearest
 
 Sites = dict[NamedSite, int]
 _WITH_NAMES = (
@@ -79,28 +75,14 @@ def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted
         for name in () if pattern in exact else _matched(pattern, there, caller, wanted):
             if name in exact:
                 continue
-            if name in names and not _are_equal(names[name].rule, rule):
+            if name in names and names[name].rule is not rule:
                 raise ValueError(
-                    f"{caller}: got {origin[name]!r} and {pattern!r} with different "
-                    f"{wanted.choice}s, which both match {name!r}, expected one {wanted.choice} "
-                    f"for it; add one for {name!r} itself"
+                    f"{caller}: got {origin[name]!r} and {pattern!r} with a {wanted.choice} each, "
+                    f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
+                    f"{name!r} itself"
                 )
             names[name], origin[name] = Chosen(_kind_of_sites(there[name]), rule), pattern
     return names
-
-
-def _are_equal(first: Any, second: Any) -> bool:
-    """Whether two rules are the same, or have the same type and thresholds; tracers are unknown."""
-    (ours, structure), (theirs, other) = map(jax.tree.flatten, (first, second))
-    return structure == other and all(map(_is_same, ours, theirs))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
-        return a is b
-    if is_array(a) or is_array(b):
-        return jnp.result_type(a) == jnp.result_type(b) and bool(np.array_equal(a, b))
-    return bool(a == b)
 
 
 def _kind_of_sites(sites: Sites) -> str:
@@ -204,7 +186,8 @@ def why_none(there: Mapping[str, Sites]) -> str:
             f"the values of {names} are inside of {' and '.join(closed)}, from where they can't be "
             "reached; name an input or an output of it"
         )
-    return resolved(program, own or {"**": None}, caller, wanted)
+    dtypes = ", ".join(sorted({site.dtype for site in found}))
+    return f"the values of {names} are {dtypes}, expected floating or complex values"
 
 
 def checked_watch(watch: Any) -> dict[str, Any] | None:
