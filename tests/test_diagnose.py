@@ -768,3 +768,36 @@ def test_what_has_no_derivative_is_no_hindrance_beside_what_is_differentiated(lo
     assert cg.diagnose(loss, (ones, ones)).ok
     (finding,) = cg.diagnose(loss, (ones.at[1].set(0.0), ones)).findings
     assert (finding.kind, finding.operation) == ("vjp", "sqrt")
+
+
+@pytest.mark.parametrize("factor", [0.1, 1e3])
+def test_heads_beside_each_other_are_no_depth(factor):
+    def loss(heads, x):
+        return sum(factor**i * jnp.sum(jnp.tanh(x @ w)) for i, w in enumerate(heads))
+
+    found = cg.diagnose(loss, ([0.1 * jnp.eye(4)] * 8, jnp.ones(4)))
+    assert found.ok and not found.notes
+
+
+def test_under_vmap_a_finding_names_no_machinery_of_jax():
+    mapped = jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))
+    (finding,) = cg.diagnose(lambda x: jnp.sum(mapped(x)), (jnp.zeros((3, 4)),)).findings
+    assert finding.operation == "sqrt" and "batching" not in finding.message
+
+
+def test_equal_eigenvalues_have_a_cause_and_a_next_step():
+    loss = lambda a: jnp.sum(jnp.linalg.eigh(a)[1] * jnp.arange(9.0).reshape(3, 3))  # noqa: E731
+    (finding,) = cg.diagnose(loss, (jnp.eye(3),)).findings
+    assert finding.operation == "eigh" and "two of them are equal: " in finding.message
+
+
+def test_a_bad_rule_of_the_users_leads_to_the_checker():
+    (finding,) = cg.diagnose(lambda x: jnp.sum(bad_rule(2 * x)), (jnp.ones(3),)).findings
+    assert finding.message.endswith("cg.check_grads compares it with numerical slopes")
+
+
+def test_the_kinds_of_findings_are_those_of_the_page():
+    from clipgrad._diagnose.kinds import FINDING_KINDS
+
+    page = [name for row in rows("nan.md", "kind") for name in row[0].split(", ")]
+    assert sorted(page) == sorted(FINDING_KINDS)
