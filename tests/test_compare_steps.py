@@ -32,6 +32,10 @@ RIGHT = {f"{name}, {dtype}": functools.partial(make, dtype) for name, make in ST
          for dtype in ("float32", "bfloat16")} | OF_FLOAT32  # fmt: skip
 
 
+# Rounding decides outputs of these: a bias before a normalization under Adam, moments in bfloat16.
+UNDECIDED = {"Equinox, bfloat16", "NNX, float32", "NNX, bfloat16"}
+
+
 def in_core(names, core):
     return [n if n in core else pytest.param(n, marks=pytest.mark.exhaustive) for n in names]
 
@@ -54,8 +58,9 @@ def test_a_fault_of_a_trainer_is_found_where_it_is(name):
 def test_a_right_step_has_no_findings(name, users_promotion):
     step = RIGHT[name]()
     found = cg.compare(step.fun, step.other, step.args, other_args=step.other_args, argnums=None)
-    assert found.ok and not found.findings and not found.unmatched, str(found)
-    assert len(found.rows) >= 3
+    assert not found.unmatched and len(found.rows) >= 3, str(found)
+    assert {f.kind for f in found.findings} <= ({"not judged"} if name in UNDECIDED else set())
+    assert found.ok is not bool(found.findings), str(found)
 
 
 @pytest.mark.parametrize("name", in_core(MIXED_FAULTS, ["a leaf's gradient, 10 %"]))

@@ -110,10 +110,10 @@ def _values(a: Record, b: Record, names: Mapping[str, str] | None) -> tuple[list
         if len(same) == len(found):
             both = zip(found, same, strict=True)
             pairs += [Pair("value", own, other) for own, other in both]
-        elif not _has_a_name_too(a, found):
+        elif group[0]:  # what a scan outside of modules carries has no name
             unmatched.append(_unmatched(a, group, found, same, "fun", "other"))
     for group, found in groups[1].items():
-        if group not in groups[0] and not _has_a_name_too(b, found):
+        if group not in groups[0] and group[0]:
             unmatched.append(_unmatched(b, group, found, [], "other", "fun"))
     return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1])), unmatched
 
@@ -139,16 +139,9 @@ def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
     return groups
 
 
-def _has_a_name_too(record: Record, found: list[Instance]) -> bool:
-    """Whether all are carried by scans outside of modules, and are values with names, too."""
-    named = {e.target for e in record.edges if not e.scopes and not e.when}
-    return all(not record.rows[i].name and i in named for i, _ in found)
-
-
 def _unmatched(record: Record, group: Group, found: list, same: list, here: str, there: str) -> str:
     (name, view, shape), own = group, record.rows[found[0][0]].name
-    what = f"{view} {own}" if name else "value outside of all modules"
-    what += f" (as {name})" if name != own else ""
+    what = f"{view} {own}" + (f" (as {name})" if name != own else "")
     return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
 
 

@@ -104,13 +104,14 @@ class _PortLeaves:
         return Pair("gradient", (i, ()), (j, ()), judgment, order)
 
     def alone(self) -> list[Alone]:
-        """The gradients that were not compared."""
+        """The gradients that were not compared; of a buffer of torch there is none to compare."""
         compared = {p.own[0] for p in self.gradients()}
-        found = [
-            Alone("gradient", self.a.rows[i].name, f"gradient {self.a.rows[i].label}, only in JAX")
-            for i in self.a.of("gradient")
-            if i not in compared
-        ]
+        found = []
+        for i in self.a.of("gradient"):
+            row = self.a.rows[i]
+            is_known = self.equal[row.node] or self.permuted[row.node]
+            if i not in compared and not is_known:
+                found.append(Alone("gradient", row.name, f"gradient {row.label}, only in JAX"))
         where = "torch" if self.b.framework == TORCH else "other"
         for i in self.b.of("gradient"):
             name = self.b.rows[i].name
