@@ -86,7 +86,7 @@ class Point:
 
     @functools.cache  # noqa: B019
     def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:
-        """What roundings explain at each element, of plain AD or of the rule."""
+        """The distance that roundings explain at each element, of plain AD or of the rule."""
         most = np.zeros(self.gradient.shape[1])
         pairs = [(self.of.plain, self.plain)]
         pairs += [] if plain_alone or self.rule is self.plain else [(self.of.rule, self.rule)]

@@ -242,7 +242,7 @@ class Search:
         return [g for g in np.array_split(group, 16 if len(group) > 256 else 4) if len(g)]
 
     def _move_together(self, bent: np.ndarray) -> None:
-        """What is at kinks moves together once: several may not have what one may.
+        """Move elements at kinks together once: several may not have what one may.
 
         Those that bend up and those that bend down each by themselves.
         """

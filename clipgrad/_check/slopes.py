@@ -70,7 +70,7 @@ class Evaluation:
             self.base = self._values(0 * self.x, nowhere, np.zeros(1, np.int32), np.zeros(1))[0]
 
     def change(self, shift: np.ndarray) -> np.ndarray:
-        """How far each output moves at most, ahead and behind along a shift."""
+        """The most that each output moves by, ahead and behind along a shift."""
         everywhere, signs = np.zeros(len(shift), np.int32), np.asarray([1.0, -1.0])
         values = self._values(shift, everywhere, np.zeros(2, np.int32), signs)
         return np.abs(values - self.base).max(axis=0)
@@ -111,14 +111,14 @@ class Evaluation:
         return Ladder(ahead, behind, width, noise, h, made)
 
     def noise(self) -> np.ndarray:
-        """What one rounding of each number moves each output by, in the type it runs in."""
+        """The distance that one rounding of each number moves each output by, in its type."""
         if self._noise is None:
             eps = float(jnp.finfo(self.label).eps)
             self._noise = 0.5 * eps * np.abs(self.base) + self._moved(EXACT)
         return self._noise
 
     def _moved(self, parts: Parts) -> np.ndarray:
-        """What roundings move each output by; in the function's own type all of its own."""
+        """The distance that roundings move each output by; natively all of its own."""
         total, base = np.zeros(self._size), self.base
         if self._subject.program is None:
             return np.finfo(self._dtype).eps * np.abs(self.base)

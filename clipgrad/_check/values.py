@@ -96,7 +96,7 @@ class Found:
         )
 
     def _both(self, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What elements should be, by slopes or else plain AD, and what they are."""
+        """The numbers that elements should be, by slopes or else plain AD, and those they are."""
         point = self.point
         judged = point.gradient if point.rule is None else point.rule
         other = judged if point.plain is None else point.plain
@@ -189,7 +189,7 @@ def _check_arithmetic(found: Found, r: np.ndarray, log: Log) -> None:
 
 
 def _room(point: Point, rule: np.ndarray) -> np.ndarray:
-    """What rounding explains: what plain AD loses, or a rule whose terms cancel.
+    """The distance that rounding explains: that of plain AD, or of a rule whose terms cancel.
 
     A rule may lose some roundings of the largest effect of any element, and where all are as small,
     of the value itself.

@@ -65,7 +65,7 @@ def narrowest(names: Iterable[str]) -> str:
 
 
 class Slack(NamedTuple):
-    """How far an element may be off, in parts of itself and of its leaf's typical gradient.
+    """The most that an element may be off by, in parts of itself and of its leaf's gradient.
 
     And by the least number that the type's arithmetic keeps.
     """

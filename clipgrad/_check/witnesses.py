@@ -67,7 +67,7 @@ class Witness:
             return np.stack([vectors.gradient_vector(leaves) for leaves in found])
 
     def moved(self, xs, covectors: np.ndarray, parts: Parts, exact: np.ndarray) -> np.ndarray:
-        """What roundings move each element by: of several cotangents, for the one with the most.
+        """The distance that roundings move each element by, for the cotangent with the most.
 
         The root mean square of some runs, in which each number moves by `parts` of a rounding.
         """
@@ -120,7 +120,7 @@ class Witnesses(NamedTuple):
 def find_evaluation(
     subject: CheckSubject, notes: list[str], hold: bool = True
 ) -> tuple[Evaluation, Wide | None]:
-    """How slopes are measured: in float64 if it can be, or else in the function's own type."""
+    """The evaluation for slopes: in float64 if it can be, or else in the function's own type."""
     try:
         wide = Wide(subject.program)
         evaluation = Evaluation(subject, wide, hold)
