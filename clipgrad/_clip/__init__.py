@@ -18,10 +18,8 @@ from clipgrad._clip.global_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._clip.gradient_clip import gradient_clip as gradient_clip
 from clipgrad._clip.history import HistoryThreshold as HistoryThreshold
 from clipgrad._clip.limits import RULES as RULES
-from clipgrad._clip.limits import adaptive_threshold as adaptive_threshold
 from clipgrad._clip.limits import is_data as is_data
 from clipgrad._clip.limits import is_own as is_own
-from clipgrad._clip.limits import with_threshold as with_threshold
 from clipgrad._clip.nonfinite import check_policy as check_policy
 from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts
 from clipgrad._clip.nonfinite import raise_for_counts as raise_for_counts
@@ -37,7 +35,6 @@ from clipgrad._clip.skip_spikes import SkipSpikesState as SkipSpikesState
 from clipgrad._clip.skip_spikes import resume as resume
 from clipgrad._clip.skip_spikes import skip_spikes as skip_spikes
 from clipgrad._clip.state import GradientClipState as GradientClipState
-from clipgrad._clip.state import stats_in as stats_in
 from clipgrad._clip.stats import ClipStats as ClipStats
 from clipgrad._clip.stats import count_nonfinite as count_nonfinite
 from clipgrad._clip.stats import scaled_stats as scaled_stats

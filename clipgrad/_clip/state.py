@@ -20,7 +20,7 @@ from clipgrad._clip.stats import ClipStats, stats_dtype
 from clipgrad._clip.thresholds import unlimited
 from clipgrad._compat import exportable, to_varying, varying_axes
 from clipgrad._numerics import increment_if, largest
-from clipgrad._trees import clippable_paths, instances, unboxed
+from clipgrad._trees import clippable_paths, unboxed
 
 
 @exportable
@@ -152,9 +152,3 @@ def _as_before(stats: Any, before: Any) -> Any:
     return jax.tree.map(
         lambda new, old: to_varying(new.astype(old.dtype), varying_axes(old)), stats, before
     )
-
-
-def stats_in(state: Any) -> tuple[ClipStats, ...]:
-    """The statistics of all clips in the state of an optimizer, in the order of its leaves."""
-    clips = instances(state, GradientClipState)
-    return tuple(clip.stats for clip in clips if clip.stats is not None)

@@ -37,7 +37,6 @@ SETS = frozenset("scatter dynamic_update_slice".split())
 # The cotangents of these are added up, along an axis or over devices.
 ADDED_UP = frozenset("reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg".split())
 MULTIPLYING = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
-STOPPING = frozenset("stop_gradient map tree_map stop".split())
 _MASK = -1e30  # a logit below it is masked
 
 

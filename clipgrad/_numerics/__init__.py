@@ -21,7 +21,6 @@ from clipgrad._numerics.numbers import if_else as if_else
 from clipgrad._numerics.numbers import increment_if as increment_if
 from clipgrad._numerics.numbers import larger as larger
 from clipgrad._numerics.numbers import largest as largest
-from clipgrad._numerics.numbers import nan_unless as nan_unless
 from clipgrad._numerics.numbers import over as over
 from clipgrad._numerics.numbers import real_or_absolute as real_or_absolute
 from clipgrad._numerics.numbers import times as times
@@ -30,10 +29,8 @@ from clipgrad._numerics.numbers import widest as widest
 from clipgrad._numerics.numbers import with_real_dtype as with_real_dtype
 from clipgrad._numerics.ranges import root_of_sums as root_of_sums
 from clipgrad._numerics.ranges import stacked_sums as stacked_sums
-from clipgrad._numerics.ranges import sums_by_largest as sums_by_largest
 from clipgrad._numerics.ranges import sums_of_norm as sums_of_norm
 from clipgrad._numerics.ranges import three_squares as three_squares
 from clipgrad._numerics.reductions import Axes as Axes
 from clipgrad._numerics.reductions import reduced_together as reduced_together
-from clipgrad._numerics.sums_in_range import joined_leaves as joined_leaves
 from clipgrad._numerics.sums_in_range import sums_and_nonfinite as sums_and_nonfinite

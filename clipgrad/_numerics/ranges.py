@@ -148,25 +148,6 @@ def scale_of_largest(largest: jax.Array) -> jax.Array:
     return _range_scale(is_large, largest < 2.0**rule.low, largest)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=2)
-def sums_by_largest(size: jax.Array, largest: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The three sums of squares of magnitudes over some axes, where the largest is known.
-
-    They are read off one sum, of elements times the power of two that the largest needs: one pass
-    over the data, and no branch. The three are stacked along a last axis.
-    """
-    rule = _RANGES[size.dtype.name]
-    is_large = largest > 2.0 ** (rule.high - 10)
-    is_small = largest < 2.0 ** (rule.low - 5)
-    scale = _chosen_scale(is_large, is_small, largest)
-    total = jnp.sum(jnp.square(size * jnp.expand_dims(scale, axes)), axes)
-    inverse = 1 / scale
-    plain = total * inverse * inverse
-    down = if_else(is_large, total, if_else(is_small, 0, from_plain(plain)[0]))
-    up = if_else(is_small, total, plain * 2.0**rule.up * 2.0**rule.up)
-    return jnp.stack([down, plain, if_needed(if_else(is_large, 0, up), plain)], -1)
-
-
 def three_squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Squares scaled down, as they are, and scaled up."""
     down, up = scaled_squares(size)
