@@ -1,4 +1,4 @@
-"""What the values of a program depend on, and how far rounding moves them."""
+"""The dependence of each value of a program on its inputs, and the rounding of its results."""
 
 from clipgrad._program.dependence import active_variables as active_variables
 from clipgrad._program.dependence import dependence as dependence
