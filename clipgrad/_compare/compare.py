@@ -126,7 +126,7 @@ def compare(
                 if own is None
                 else recorded(version, own, *more).run(floor=is_measured)
             )
-        return _compared(*records, names, rtol, from_file)
+        return _compared(records[0], records[1], names, rtol, from_file)
 
 
 def _is_measured(record: Record) -> bool:
