@@ -115,7 +115,7 @@ HARMLESS = {
     ("_diagnose/notes.py", "kept"): "of integers",
     ("_gradient_clip/qk_clip.py", "of_heads"): "of finite factors",
     ("_per_example/squares.py", "over_axis"): "of integers",
-    ("_per_example/squares.py", "largest"): "of what is then squared and added up",
+    ("_per_example/squares.py", "largest_of_each"): "of what is then squared and added up",
     ("_recorder/flag.py", "_copied_flag"): "of integers",
     ("_thresholds/ema.py", "update"): "of finite norms",
     ("_thresholds/ema.py", "_jointly"): "of finite norms",
