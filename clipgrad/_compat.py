@@ -7,13 +7,17 @@ from typing import Any, TypeVar
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 T = TypeVar("T", bound=type)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which ``x`` differs; empty where they are not tracked."""
-    aval = jax.typeof(x)
+    """The manual mesh axes along which ``x``, or a variable of its type, differs.
+
+    They are empty where they are not tracked.
+    """
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(manual, "varying", None) or getattr(aval, "vma", None) or ())
 

@@ -111,7 +111,7 @@ HARMLESS = {
     ("_diagnose/notes.py", "kept"): "of integers",
     ("_per_example/grams.py", "_largest_exponent"): "of integers",
     ("_per_example/squares.py", "over_axis"): "of integers",
-    ("_per_example/squares.py", "largest"): "of what is then squared and added up",
+    ("_per_example/squares.py", "largest_of_each"): "of what is then squared and added up",
     ("_recorder/flag.py", "_copied_flag"): "of integers",
     ("_clip/ema.py", "update"): "of finite norms",
     ("_clip/ema.py", "_jointly"): "of finite norms",

@@ -101,7 +101,7 @@ def batch_size(batch: Any) -> int:
 def check_axes(tree: Any) -> None:
     """Refuses arrays whose types name the mesh axes that they are sharded over."""
     found = [explicit_sharding(x) for x in jax.tree.leaves(tree) if is_array(x)]
-    axes = {name for s in found if s is not None for name in _names(s)}
+    axes = {name for s in found if s is not None for name in _axis_names(s)}
     if axes:
         raise ValueError(
             f"batch: got arrays on the Explicit mesh axes {', '.join(map(repr, sorted(axes)))}, "
@@ -110,6 +110,6 @@ def check_axes(tree: Any) -> None:
         )
 
 
-def _names(sharding: Any) -> list[str]:
+def _axis_names(sharding: Any) -> list[str]:
     parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
     return [name for part in parts for name in part if name is not None]

@@ -1,4 +1,4 @@
-"""What is done with the gradient of each leaf, decided from shapes alone."""
+"""The course of each leaf's gradient, decided from shapes alone."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from clipgrad._per_example.norms_of_rows import gram_entries, group_and_row_count, have_grams
 from clipgrad._per_example.uses import Convolution, Use
-from clipgrad._per_example.walk import Found, Where
+from clipgrad._per_example.walk import EquationPath, Found
 
 # JAX makes the gradient of each example where it is smaller than its rows: they would be stored,
 # and it is stored in any case. A gradient that is about as large is left to its Gram matrices,
@@ -15,7 +15,7 @@ _FEW = 1.5
 
 
 class LeafCourse(NamedTuple):
-    """What is done with a leaf.
+    """The course of a leaf.
 
     Attributes:
       norm: ``"Gram"``: from Gram matrices of rows; ``"product"``: from the gradient of each
@@ -29,13 +29,13 @@ class LeafCourse(NamedTuple):
 
     norm: str
     reason: str
-    uses: tuple[tuple[Where, Use], ...] = ()
+    uses: tuple[tuple[EquationPath, Use], ...] = ()
     sums_each: bool = False
     rows: int = 0
 
 
 def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
-    """What is done with a leaf, by what a walk has found."""
+    """The course of a leaf, by its uses."""
     entries = [(where, use) for where, use in found.uses.items() if use.place.leaf == leaf]
     uses, size = [use for _, use in entries], math.prod(shape)
     if leaf in found.others:

@@ -16,14 +16,14 @@ from clipgrad._per_example.norms_of_rows import gram_squares
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.uses import Use
-from clipgrad._per_example.walk import Taps, Where, found_in
+from clipgrad._per_example.walk import EquationPath, Taps, found_in
 from clipgrad._program import dependent_variables
 from clipgrad._trees import is_array
 
 Each = jax.Array | None
 
 
-class Gradients(NamedTuple):
+class Stored(NamedTuple):
     """The gradients of examples, stored: by leaf as arrays, or by use as rows.
 
     Attributes:
@@ -62,7 +62,7 @@ class ExampleProgram:
         return cls(traced, subject.has_aux, tuple(shapes), tuple(courses))
 
     @functools.cached_property
-    def numbers(self) -> dict[Where, int]:
+    def numbers(self) -> dict[EquationPath, int]:
         """The number of each use whose rows are kept."""
         places = [where for course in self.courses for where, _ in course.uses]
         return {where: n for n, where in enumerate(places)}
@@ -83,7 +83,7 @@ class ExampleProgram:
         return [i for i, course in enumerate(self.courses) if course.norm == "direct"]
 
     def bytes_of(self, leaf: int) -> int:
-        """What is kept of one example for a leaf: rows, and a gradient that is made."""
+        """The bytes that are kept of one example for a leaf: rows, and a gradient that is made."""
         course, shape = self.courses[leaf], self.leaves[leaf]
         each = course.norm == "direct" or course.sums_each
         kept = shape.size * shape.dtype.itemsize if each else 0
@@ -93,31 +93,32 @@ class ExampleProgram:
             kept += math.prod(use.lengths) * sum(a.size * a.dtype.itemsize for a in arrays)
         return kept
 
-    def gradients(self, params: Any, batch: Any) -> tuple[Any, Gradients]:
-        """What the loss returned for each example, and the gradients."""
+    def gradients(self, params: Any, batch: Any) -> tuple[Any, Stored]:
+        """The results of the loss for each example, and the gradients."""
         leaves = [jnp.asarray(p) for p in jax.tree.leaves(params)]
         examples = [jnp.asarray(x) for x in jax.tree.leaves(batch)]
-        axes = frozenset[str]().union(*map(varying_axes, [*leaves, *examples]))
         depths = {n: len(use.lengths) for n, use in enumerate(self.uses)}
         sources = {n: d for n, d in depths.items() if self.x_of[n] == n}
 
-        def of_one(example: list[jax.Array]) -> tuple[Any, Gradients]:
+        def of_one(example: list[jax.Array]) -> tuple[Any, Stored]:
             direct = {i: leaves[i] for i in self.direct()}
-            given = direct, self._zeros(axes)
+            given = direct, self._zeros()
             run = lambda direct, zeros: self._loss(leaves, direct, zeros, example)  # noqa: E731
             value, pull, (result, xs) = jax.vjp(run, *given, has_aux=True)
             each, cts = pull(jnp.ones_like(value))
-            return result, Gradients(each, xs, cts)
+            return result, Stored(each, xs, cts)
 
-        out = 0, Gradients(0, sources, depths)  # type: ignore[arg-type]
+        out = 0, Stored(0, sources, depths)  # type: ignore[arg-type]
         result, found = jax.vmap(of_one, out_axes=out)(examples)
         # What norms are measured of, and what is summed, is what was stored: otherwise XLA may make
         # it a second time, and round differently.
-        return result, jax.lax.optimization_barrier(found)
+        return result, jax.tree.map(jax.lax.optimization_barrier, found)
 
-    def _zeros(self, axes: frozenset[str]) -> dict[int, jax.Array]:
+    def _zeros(self) -> dict[int, jax.Array]:
+        """The zeros that taps give the cotangents of results to."""
         make = lambda use: jnp.zeros((*use.lengths, *use.y.shape), use.y.dtype)  # noqa: E731
-        return {n: to_varying(make(use), axes) for n, use in enumerate(self.uses)}
+        pairs = enumerate(self.uses)
+        return {n: to_varying(make(use), varying_axes(use.y)) for n, use in pairs}
 
     def _loss(self, leaves: Any, direct: Any, zeros: Any, example: Any) -> tuple[Any, Any]:
         sources = {n: 1 - use.operand for n, use in enumerate(self.uses) if self.x_of[n] == n}
@@ -128,7 +129,7 @@ class ExampleProgram:
         value = result[0] if self.has_aux else result
         return jnp.asarray(value), (result, taps.seen)
 
-    def squares(self, leaf: int, found: Gradients, size: int) -> tuple[Squares, Each]:
+    def squares(self, leaf: int, found: Stored, size: int) -> tuple[Squares, Each]:
         """The squares of the gradients of a leaf; and these, where sums are made of them."""
         course = self.courses[leaf]
         if course.norm == "none":
@@ -139,12 +140,12 @@ class ExampleProgram:
         kept = each if course.norm == "direct" or course.sums_each else None
         return Squares.of(each), kept
 
-    def _rows(self, leaf: int, found: Gradients) -> tuple[list[Use], list, list]:
+    def _rows(self, leaf: int, found: Stored) -> tuple[list[Use], list, list]:
         numbers = [self.numbers[where] for where, _ in self.courses[leaf].uses]
         xs = [found.xs[self.x_of[n]] for n in numbers]
         return [self.uses[n] for n in numbers], xs, [found.cts[n] for n in numbers]
 
-    def _made(self, leaf: int, found: Gradients) -> jax.Array:
+    def _made(self, leaf: int, found: Stored) -> jax.Array:
         """The gradient of each example, made of rows."""
         shape = self.leaves[leaf].shape
         return sum(
@@ -152,7 +153,7 @@ class ExampleProgram:
             for use, x, ct in zip(*self._rows(leaf, found), strict=True)
         )  # type: ignore[return-value]
 
-    def total(self, leaf: int, found: Gradients, each: Each, weights: Each, ok: Each) -> jax.Array:
+    def total(self, leaf: int, found: Stored, each: Each, weights: Each, ok: Each) -> jax.Array:
         """The sum of the gradients of a leaf times weights, of the examples that are ``ok``."""
         kind, shape = self.leaves[leaf].dtype, self.leaves[leaf].shape
         if each is not None:
@@ -188,15 +189,15 @@ def _sum_of(each: jax.Array, weights: Each) -> jax.Array:
 
 
 def _where_ok(ok: Each, x: jax.Array, axis: int) -> jax.Array:
-    return x if ok is None else jnp.where(_along(ok, x, axis), x, jnp.zeros_like(x))
+    return x if ok is None else jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
 
 
 def _times(x: jax.Array, weights: Each, axis: int) -> jax.Array:
     if weights is None:
         return x
-    return times(x, _along(weights.astype(accumulator(x)), x, axis))
+    return times(x, _beside(weights.astype(accumulator(x)), x, axis))
 
 
-def _along(numbers: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+def _beside(numbers: jax.Array, x: jax.Array, axis: int) -> jax.Array:
     """The numbers of the examples, along their axis."""
     return numbers.reshape([-1 if i == axis else 1 for i in range(x.ndim)])

@@ -141,7 +141,7 @@ class PerExampleNorms:
             return Squares.stacked(list(squares.values()), size).over_axis().norm().value
         kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
         norms = {i: x.norm().value.astype(kinds[i]) for i, x in squares.items()}
-        return _by_path(params, norms)
+        return _with_paths_of(params, norms)
 
     def _over_devices(self, params: Any, squares: dict[int, Squares]) -> Any:
         """The norms of leaves that are in parts on several devices; each leaf varies on its own."""
@@ -149,9 +149,9 @@ class PerExampleNorms:
         whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
         if not self.per_leaf:
             return whole(list(own.values()))
-        return _by_path(params, {i: whole([norm]) for i, norm in own.items()})
+        return _with_paths_of(params, {i: whole([norm]) for i, norm in own.items()})
 
 
-def _by_path(params: Any, norms: dict[int, jax.Array]) -> dict[str, jax.Array]:
+def _with_paths_of(params: Any, norms: dict[int, jax.Array]) -> dict[str, jax.Array]:
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
     return {paths[i]: norm for i, norm in norms.items()}

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.products import product
-from clipgrad._per_example.squares import Squares, dot_of_each, exponent_of, largest, times_power
+from clipgrad._per_example.squares import (
+    Squares,
+    dot_of_each,
+    exponent_of,
+    largest_of_each,
+    times_power,
+)
 from clipgrad._per_example.uses import Rows, Use
 
 
@@ -31,7 +37,7 @@ def _are_apart(a: Use, b: Use) -> bool:
 
 
 def gram_entries(uses: Sequence[Use]) -> int:
-    """How many inner products the Gram matrices of one example have."""
+    """The number of inner products that the Gram matrices of one example have."""
     return sum(2 * groups * rows**2 for groups, rows in map(_extent, _by_key(uses)))
 
 
@@ -98,18 +104,18 @@ def _in_range(parts: Sequence[Rows]) -> tuple[list[Rows], jax.Array]:
         elif rows.right.ndim == 3:
             powers = [left + right, 0]
         sides = zip(rows, powers, strict=True)
-        found.append(Rows(*(x if x.ndim == 3 else _scaled(x, power) for x, power in sides)))
+        found.append(Rows(*(x if x.ndim == 3 else _near_one(x, power) for x, power in sides)))
     return found, left + right
 
 
 def _exponent(side: Sequence[jax.Array]) -> Any:
     """The largest exponent of each example in the arrays of a side; 0 of indices alone."""
-    sizes = [largest(x, (0, 2, 3)) for x in side if x.ndim == 4]
+    sizes = [largest_of_each(x, (0, 2, 3)) for x in side if x.ndim == 4]
     exponents = [exponent_of(size.astype(accumulator(size))) for size in sizes]
     return functools.reduce(jnp.maximum, exponents) if exponents else 0
 
 
-def _scaled(x: jax.Array, exponent: jax.Array) -> jax.Array:
+def _near_one(x: jax.Array, exponent: jax.Array) -> jax.Array:
     x = x.astype("float32") if x.dtype == jnp.float16 else x  # whose range is too small
     return times_power(x, -exponent[None, :, None, None])
 

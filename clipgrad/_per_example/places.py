@@ -1,4 +1,4 @@
-"""Where a view of a weight lies in its leaf.
+"""Places of views of weights in their leaves.
 
 A view is a leaf that was transposed, reshaped, cast or cut, or that a scan hands out step by step.
 Each axis of a view has a label, which says what axis of the leaf it is. So two views of one leaf
@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from clipgrad._jaxpr import bind
 
 Label = Any
-CASTS = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}
+KEEPING = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}
 RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 
 
@@ -46,8 +46,8 @@ class Scan(NamedTuple):
     axis: Label | None = None
 
 
-class Place(NamedTuple):
-    """Where a view lies in its leaf.
+class ViewPlace(NamedTuple):
+    """The place of a view in its leaf.
 
     Attributes:
       leaf: the number of the leaf.
@@ -66,27 +66,27 @@ class Place(NamedTuple):
     steps: tuple[Step, ...] = ()
 
     @classmethod
-    def of_leaf(cls, leaf: int, shape: Sequence[int]) -> "Place":
+    def of_leaf(cls, leaf: int, shape: Sequence[int]) -> "ViewPlace":
         """The place of a whole leaf."""
         return cls(leaf, _labels(len(shape)), tuple((0, n) for n in shape))
 
-    def in_scan(self, length: int, is_along: bool) -> "Place":
+    def in_scan(self, length: int, is_along: bool) -> "ViewPlace":
         """The place of what a step of a scan gets: one index of the first axis, or all."""
         if not is_along:
             return self._replace(scans=(*self.scans, Scan(length, False)))
         scan = Scan(length, True, self.labels[0])
         return self._replace(labels=self.labels[1:], scans=(*self.scans, scan))
 
-    def meets(self, other: "Place") -> bool:
+    def meets(self, other: "ViewPlace") -> bool:
         """Whether both are of the same part of a leaf, or of parts that overlap."""
         pairs = zip(self.box, other.box, strict=True)
         return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
 
-    def results(self, equation: JaxprEqn) -> list["Place | None"]:
+    def results(self, equation: JaxprEqn) -> list["ViewPlace | None"]:
         """The places of the results of an equation of the view alone; ``None``: not followed."""
         name, params = equation.primitive.name, equation.params
         old, new = (v.aval.shape for v in (equation.invars[0], equation.outvars[0]))  # type: ignore
-        if name in CASTS:
+        if name in KEEPING:
             return [self]
         if name == "transpose":
             labels = tuple(self.labels[i] for i in params["permutation"])
@@ -116,12 +116,12 @@ class Place(NamedTuple):
         total = total.reshape(jax.eval_shape(way, like).shape)
         return jax.linear_transpose(way, like)(total)[0]
 
-    def _after(self, equation: JaxprEqn, result: int = 0, **changed: Any) -> "Place":
+    def _after(self, equation: JaxprEqn, result: int = 0, **changed: Any) -> "ViewPlace":
         depth = sum(scan.is_along for scan in self.scans)
         step = Step(depth, equation, result)
         return self._replace(steps=(*self.steps, step), **changed)
 
-    def _reshaped(self, equation: JaxprEqn, old: Sequence[int], new: Sequence[int]) -> "Place":
+    def _reshaped(self, equation: JaxprEqn, old: Sequence[int], new: Sequence[int]) -> "ViewPlace":
         if [n for n in old if n != 1] == [n for n in new if n != 1]:
             rest = iter([k for k, n in zip(self.labels, old, strict=True) if n != 1])
             labels = tuple(None if n == 1 else next(rest) for n in new)
@@ -129,7 +129,7 @@ class Place(NamedTuple):
         frame = (*self.frame, (self.labels, tuple(new)))
         return self._after(equation, labels=_labels(len(new), frame), frame=frame)
 
-    def _cut(self, equation: JaxprEqn, result: int, cut: Sequence[tuple[int, int]]) -> "Place":
+    def _cut(self, equation: JaxprEqn, result: int, cut: Sequence[tuple[int, int]]) -> "ViewPlace":
         box = list(self.box)
         for label, (start, stop) in zip(self.labels, cut, strict=True):
             if label is not None:
@@ -137,10 +137,10 @@ class Place(NamedTuple):
                 box[label[1]] = first + start, first + stop
         return self._after(equation, result, box=tuple(box))
 
-    def _split(self, equation: JaxprEqn, shape: Sequence[int]) -> list["Place | None"]:
+    def _split(self, equation: JaxprEqn, shape: Sequence[int]) -> list["ViewPlace | None"]:
         axis, sizes = equation.params["axis"], equation.params["sizes"]
         stops = [int(n) for n in np.cumsum(sizes)]
-        found: list[Place | None] = []
+        found: list[ViewPlace | None] = []
         for i, (size, stop) in enumerate(zip(sizes, stops, strict=True)):
             cut = [(0, n) for n in shape]
             cut[axis] = stop - size, stop
@@ -148,7 +148,7 @@ class Place(NamedTuple):
         return found
 
 
-def is_followed(x: Any) -> bool:
+def has_views(x: Any) -> bool:
     """Whether views of an array are followed: real floating numbers of 16 to 64 bits."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 16
 

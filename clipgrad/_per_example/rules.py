@@ -52,12 +52,12 @@ def clipped(rule: Any, where: Any, grads: Any, params: Any) -> tuple[Any, ClipSt
 
 
 def bad_counts(grads: Any) -> Any:
-    """How many elements of each leaf are NaN or inf, for `raise_for_counts`."""
+    """The number of elements of each leaf that are NaN or inf, for `raise_for_counts`."""
     return nonfinite_counts(grads)
 
 
 class Scaling(NamedTuple):
-    """By what the gradients of the examples are scaled.
+    """The numbers by which the gradients of the examples are scaled.
 
     Attributes:
       weights: of each leaf, the numbers of the examples.
@@ -86,13 +86,15 @@ def scaling_of(rule: Any, leave_out: bool, params: Sequence[Any], squares: Squar
     by_leaf = rule is not None and rule.acts_on != "tree"
     alike = kinds if by_leaf else list(dict.fromkeys(kinds))
     ones = [jnp.ones((), kind) for kind in alike]
-    form = functools.partial(_by_leaf if by_leaf else _of_all, rule, list(params), ones)
+    form = functools.partial(
+        _scales_by_leaf if by_leaf else _scales_of_all, rule, list(params), ones
+    )
     numbers, stats = jax.vmap(form, in_axes=(1, 0))(squares, bad)
     places = range(len(kinds)) if by_leaf else [alike.index(kind) for kind in kinds]
     return Scaling([numbers[i] for i in places], ok, stats)
 
 
-def _of_all(
+def _scales_of_all(
     rule: Any, params: Any, ones: list, leaves: Squares, bad: jax.Array
 ) -> tuple[list[jax.Array], ClipStats]:
     """One number for all leaves of a dtype: XLA would compute the number of each leaf again."""
@@ -107,7 +109,7 @@ def _of_all(
     return rule.scale(ones, [whole]), _stats(norm, limit, rule.changes(norm, limit), bad, total)
 
 
-def _by_leaf(
+def _scales_by_leaf(
     rule: Any, params: Any, ones: list, leaves: Squares, bad: jax.Array
 ) -> tuple[list[jax.Array], ClipStats]:
     dtype, mean = stats_dtype(params), type(rule) is ClipByBlockRMS

@@ -24,7 +24,7 @@ class Squares(NamedTuple):
         x = real_or_absolute(x)
         x = x.astype(accumulator(x))
         axes = tuple(range(1, x.ndim))
-        exponent = exponent_of(largest(x, axes))
+        exponent = exponent_of(largest_of_each(x, axes))
         scaled = times_power(x, -exponent[(..., *[None] * len(axes))])
         return cls(dot_of_each(scaled, scaled, 0), exponent)
 
@@ -70,7 +70,7 @@ def dot_of_each(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     return jnp.einsum(x, labels, y, labels, [axis], precision="highest")
 
 
-def largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def largest_of_each(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """The largest absolute value along axes; 0 of none."""
     return jnp.max(jnp.abs(x), axis=tuple(axes), initial=0)
 

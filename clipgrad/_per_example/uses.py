@@ -1,4 +1,4 @@
-"""What a weight does to data in one place: a dense product, a convolution or a lookup of rows.
+"""Uses of a weight, where it meets data: a dense product, a convolution or a lookup of rows.
 
 The gradient of a weight for one example is a sum, over the places, of products of rows of ``x``,
 what went in, and of the cotangent ``ct`` of what came out. Both have the axes of the scans around
@@ -20,7 +20,7 @@ from jax.lax import Precision
 
 from clipgrad._jaxpr import bind
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.places import Label, Place, is_followed
+from clipgrad._per_example.places import Label, ViewPlace, has_views
 from clipgrad._per_example.products import product
 
 EXAMPLES = ("examples",)
@@ -61,7 +61,7 @@ class Use:
 
     equation: JaxprEqn
     operand: int  # which of the inputs is the view
-    place: Place
+    place: ViewPlace
     source: Hashable  # uses of one source have the same x
 
     @property
@@ -94,7 +94,7 @@ class Use:
 
     @property
     def key(self) -> Hashable:
-        """Where the gradient lies, and what of it is on which side: rows of one key add up."""
+        """The place of the gradient, and what of it is on which side: rows of one key add up."""
         sides = self.sides
         own = [tuple(k for k in side if k[0] == "leaf") for side in (*sides[:1], *sides[2:])]
         groups, *numbers = own
@@ -143,7 +143,7 @@ class Use:
         raise NotImplementedError
 
     def expanded(self, x: jax.Array) -> jax.Array:
-        """What meets the view, with an axis for each of its labels."""
+        """The data that meets the view, with an axis for each of its labels."""
         return x
 
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
@@ -221,9 +221,9 @@ class Convolution(Use):
         numbers = self.equation.params["dimension_numbers"]
         rows = [("row", i) for i in range(len(self.view) - 2)]
         outputs, inputs, *taps = map(self.axis, numbers.rhs_spec)
-        x = _in_order(numbers.lhs_spec, [("row", -1), inputs, *rows])
+        x = _at_places(numbers.lhs_spec, [("row", -1), inputs, *rows])
         x[numbers.lhs_spec[1] : numbers.lhs_spec[1]] = taps
-        return x, _in_order(numbers.out_spec, [("row", -1), outputs, *rows])
+        return x, _at_places(numbers.out_spec, [("row", -1), outputs, *rows])
 
     def expanded(self, x: jax.Array) -> jax.Array:
         """The patches of x: what each tap sees, with the axes of taps before that of inputs."""
@@ -236,7 +236,7 @@ class Convolution(Use):
         lhs, rhs, out = params["dimension_numbers"]
         pairs = zip(params["padding"], params["lhs_dilation"], strict=True)
         edges = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), d - 1) for (a, b), d in pairs)]
-        padded = lax.pad(x, jnp.zeros((), x.dtype), _in_order(lhs, edges))
+        padded = lax.pad(x, jnp.zeros((), x.dtype), _at_places(lhs, edges))
         positions = [self.y.shape[i] for i in out[2:]]
         taps, strides = [self.view[i] for i in rhs[2:]], params["window_strides"]
         sizes, found = [x.shape[i] for i in lhs[:2]], []
@@ -245,7 +245,7 @@ class Convolution(Use):
             ends = zip(start, positions, strides, strict=True)
             stop = [first + (count - 1) * step + 1 for first, count, step in ends]
             limits = [0, 0, *start], [*sizes, *stop], [1, 1, *strides]
-            found.append(lax.slice(padded, *(_in_order(lhs, each) for each in limits)))
+            found.append(lax.slice(padded, *(_at_places(lhs, each) for each in limits)))
         stacked, axis = jnp.stack(found, lhs[1]), lhs[1]
         return stacked.reshape(*stacked.shape[:axis], *taps, *stacked.shape[axis + 1 :])
 
@@ -308,7 +308,7 @@ class Lookup(Use):
         return bind(self.equation, [w, x])[0]
 
 
-def _in_order(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def _at_places(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
     """Values, each at its place."""
     found: list[Any] = [None] * len(places)
     for i, value in zip(places, values, strict=True):
@@ -329,7 +329,7 @@ def _in_rows(
 
 
 def use_of(
-    equation: JaxprEqn, operand: int, place: Place, source: Hashable, is_data: bool
+    equation: JaxprEqn, operand: int, place: ViewPlace, source: Hashable, is_data: bool
 ) -> Use | None:
     """The use of a view by an equation, if its gradient is a sum of products of rows.
 
@@ -342,7 +342,7 @@ def use_of(
     use = kind(equation, operand, place, source)
     if kind is Lookup:
         return use if operand == 0 and _has_rows(params, use) else None
-    if not (is_data or use.y.size < math.prod(use.view)) or not is_followed(use.x):
+    if not (is_data or use.y.size < math.prod(use.view)) or not has_views(use.x):
         return None
     if kind is Dense:
         return use

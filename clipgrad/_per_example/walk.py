@@ -18,26 +18,26 @@ from clipgrad._jaxpr import (
     opened,
     scan_counts,
 )
-from clipgrad._per_example.places import Place, is_followed
+from clipgrad._per_example.places import ViewPlace, has_views
 from clipgrad._per_example.uses import Use, use_of
 
 # The first result of an equation, behind those of the equations around it.
-Where = tuple[Var, ...]
+EquationPath = tuple[Var, ...]
 
 
 @dataclasses.dataclass
 class Found:
-    """What the weights of a program do.
+    """The uses of the weights of a program.
 
     Attributes:
       uses: where a view of a leaf meets data.
       others: for each leaf that is used in another way, how.
     """
 
-    uses: dict[Where, Use] = dataclasses.field(default_factory=dict)
+    uses: dict[EquationPath, Use] = dataclasses.field(default_factory=dict)
     others: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def end(self, places: Sequence[Place | None], reason: str) -> None:
+    def end(self, places: Sequence[ViewPlace | None], reason: str) -> None:
         """Notes that views are not followed any further."""
         for place in places:
             if place is not None:
@@ -48,7 +48,7 @@ def found_in(program: Any, count: int, data: frozenset[Var]) -> Found:
     """The uses of the first ``count`` inputs of a program; ``data`` depends on the example."""
     jaxpr, found = opened(program)[0], Found()
     leaves = [
-        Place.of_leaf(i, v.aval.shape) if is_followed(v.aval) else None
+        ViewPlace.of_leaf(i, v.aval.shape) if has_views(v.aval) else None
         for i, v in enumerate(jaxpr.invars[:count])
     ]
     rest = [None] * (len(jaxpr.invars) - count)
@@ -65,9 +65,9 @@ class _Search:
     found: Found
     data: frozenset[Var]
 
-    def along(self, program: Any, inputs: Sequence[Place | None], where: Where) -> list:
+    def along(self, program: Any, inputs: Sequence[ViewPlace | None], where: EquationPath) -> list:
         jaxpr = opened(program)[0]
-        places: dict[Any, Place | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        places: dict[Any, ViewPlace | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         read = lambda v: None if isinstance(v, Literal) else places.get(v)  # noqa: E731
         for equation in jaxpr.eqns:
             own = [read(v) for v in equation.invars]
@@ -76,7 +76,7 @@ class _Search:
                 places.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _results(self, equation: JaxprEqn, inputs: list, where: Where) -> list:
+    def _results(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
         name, inner = equation.primitive.name, (*where, equation.outvars[0])
         if name in JIT | CALLS:
             return self.along(called_program(equation), inputs, inner)
@@ -91,12 +91,12 @@ class _Search:
             return [None]
         if len(inputs) == 1:
             results = inputs[0].results(equation)
-            if None not in results and all(is_followed(v.aval) for v in equation.outvars):
+            if None not in results and all(has_views(v.aval) for v in equation.outvars):
                 return results
         self.found.end(inputs, f"used by {name}")
         return [None] * len(equation.outvars)
 
-    def _scanned(self, equation: JaxprEqn, inputs: list, where: Where) -> list:
+    def _scanned(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
         (constants, carries), length = scan_counts(equation), equation.params["length"]
         self.found.end(inputs[constants:][:carries], "carried by a scan")
         entered = [
@@ -108,7 +108,9 @@ class _Search:
         self.found.end(results, "scan returns it")
         return [None] * len(results)
 
-    def _is_use(self, equation: JaxprEqn, operand: int, place: Place, where: Where) -> bool:
+    def _is_use(
+        self, equation: JaxprEqn, operand: int, place: ViewPlace, where: EquationPath
+    ) -> bool:
         if equation.primitive.name not in ("dot_general", "conv_general_dilated", "gather"):
             return False
         x = equation.invars[1 - operand]
@@ -137,7 +139,11 @@ class Taps(Hook):
     has_notes = True
 
     def __init__(
-        self, numbers: Mapping[Where, int], sources: Mapping[int, int], zeros: Any, where: Where
+        self,
+        numbers: Mapping[EquationPath, int],
+        sources: Mapping[int, int],
+        zeros: Any,
+        where: EquationPath,
     ):
         self._numbers, self._sources, self._zeros, self._where = numbers, sources, zeros, where
         self._around = {place[:n] for place in numbers for n in range(1, len(place))}
@@ -175,7 +181,7 @@ class Taps(Hook):
         return Taps(self._numbers, self._sources, zeros, where)
 
     def noted(self) -> dict[int, jax.Array]:
-        """What met the weights in this program."""
+        """The data that met the weights in this program."""
         return self.seen
 
     def note(self, equation: JaxprEqn, inputs: list, notes: list) -> None:
