@@ -18,7 +18,7 @@ from clipgrad._check.verdict import (
     VERIFIED,
     WRONG,
     Ladder,
-    judge,
+    judge_slopes,
     slack_of,
 )
 from tests.check_zoo import custom
@@ -37,13 +37,16 @@ H = 2.0 ** -np.arange(4.0, 33, 4)
 
 def verdict(function, analytic, noise=0.0):
     """The kind of a slope at 0 by the ladder of float64."""
-    sides = [np.asarray([(s * (function(s * h) - function(0.0)) / h) for h in H]) for s in (1, -1)]
+    slope = lambda s: np.asarray([s * (function(s * h) - function(0.0)) / h for h in H])  # noqa: E731
+    sides = [slope(s) for s in (1, -1)]
     ahead, behind = (side[None, :, None] for side in sides)
     noises = (noise / H)[None, :, None]
     moves = [(np.ones((1, 1)), np.zeros(1, int))]
     ladder = Ladder(ahead, behind, np.abs(ahead - behind) / 2, noises, H, moves)
     typical = np.ones((1, 1))
-    return judge(ladder, np.asarray([[analytic]]), slack_of("float64"), typical, True).kind[0]
+    return judge_slopes(ladder, np.asarray([[analytic]]), slack_of("float64"), typical, True).kind[
+        0
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from clipgrad._check import vectors
 from clipgrad._check.log import Log
 from clipgrad._check.points import OWN, Point, masked_rows
 from clipgrad._check.report import Failure
-from clipgrad._check.theirs import Raised, theirs
-from clipgrad._check.verdict import COMPILED, slack_of
+from clipgrad._check.theirs import TheirError, theirs
+from clipgrad._check.verdict import ORDERS, slack_of
 from clipgrad._check.witnesses import differentiated
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
@@ -56,11 +56,11 @@ def check_behavior(point: Point, log: Log) -> None:
             continue
         log.evaluations += 2
         try:
-            compared = [compare(point, name, claim, log) for claim in claims(point, log)]
+            compared = [compared_claim(point, name, claim, log) for claim in claims(point, log)]
             log.failures += [failure for failure in compared if failure][:2]
         except NotRun as reason:
             log.not_run[name] = str(reason)
-        except Raised as error:
+        except TheirError as error:
             if error.is_lacking:
                 log.not_run[name] = str(error)
             else:
@@ -68,7 +68,7 @@ def check_behavior(point: Point, log: Log) -> None:
                 log.failures.append(Failure(name, where, f"the gradient raises {error}"))
 
 
-def compare(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
+def compared_claim(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
     """Compare two computations of one gradient; a failure names the worst element."""
     got, expected = claim.got, claim.expected
     if np.array_equal(got, expected, equal_nan=True):
@@ -76,7 +76,7 @@ def compare(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
     known, other = (np.where(np.isfinite(x), x, 0.0) for x in (expected, got))
     typical = point.typical(known[None])[0][point.leaf_of(np.arange(len(got)))]
     slack = slack_of(point.of.narrow, log.options.tolerance)
-    allowed = slack(np.fmax(np.abs(known), np.abs(other)), COMPILED * typical)
+    allowed = slack(np.fmax(np.abs(known), np.abs(other)), ORDERS * typical)
     allowed = 0.0 if claim.exactly else allowed
     off = np.where(got == expected, 0.0, np.abs(got - expected))
     off = np.where(np.isnan(got) & np.isnan(expected), 0.0, np.where(np.isnan(off), np.inf, off))
@@ -172,14 +172,14 @@ def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: Callable
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
         return theirs(lambda: jax.block_until_ready(_jaxpr.low_jit(gradient)(*inputs)))
-    except Raised as error:
+    except TheirError as error:
         if error.is_lacking:
             raise
         if not point.of.is_ruled:
             raise NotRun(f"JAX's own derivative raises {error}") from error
         try:
             theirs(forward)
-        except Raised as other:
+        except TheirError as other:
             raise NotRun(f"the function itself raises {other}") from other
         raise
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract, vectors
-from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compared_claim
 from clipgrad._check.further import check_further_points
 from clipgrad._check.log import Log
 from clipgrad._check.options import Options, require_mapping, with_hints
@@ -17,7 +17,7 @@ from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
-from clipgrad._check.theirs import NotNearby, Raised, theirs
+from clipgrad._check.theirs import NotNearby, TheirError, theirs
 from clipgrad._check.values import check_point
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
@@ -192,7 +192,7 @@ def _is_bound(subject_on: Callable, device: Any) -> bool:
         subject = theirs(subject_on, device)
         vjp = differentiated(subject, subject.inputs)
         theirs(vjp.pull, vjp.outputs)
-    except Raised as error:
+    except TheirError as error:
         text = f"{type(error.original).__name__} {error.original}"
         return any(word in text for word in OTHER_DEVICES)
     return False
@@ -206,7 +206,7 @@ def _checked(subject: CheckSubject, log: Log) -> Point | None:
         reasons = "; ".join([f"it raises {error}", *log.notes])
         text = f"the function cannot be evaluated at a point nearby: {reasons}"
         raise ValueError(text) from error.original
-    except Raised as error:
+    except TheirError as error:
         detail = f"it raises {error} when it is called again"
         log.failures.append(Failure("determinism", subject.names[0], detail))
         return None
@@ -258,7 +258,7 @@ def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
         failures += contract.primal(subject, vjp.outputs, "differentiated")
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, u)
-    except Raised as error:
+    except TheirError as error:
         failure = _not_differentiated(subject, error)
         log.fail([failure])
         log.note(str(failure))
@@ -279,7 +279,7 @@ def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
     """The witnesses; None where the function fails another way as it is compiled."""
     try:
         of = find_witnesses(subject, log.notes)
-    except Raised:
+    except TheirError:
         compiled = theirs(_jaxpr.low_jit(subject.fun), subject.inputs)
         failures = contract.primal(subject, compiled, "compiled")
         log.fail([failure._replace(check="jit") for failure in failures])
@@ -319,11 +319,11 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
     log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
     for row, expected in zip(gradient, point.computed, strict=True):
-        failure = compare(point, "devices", Claim(row, expected, text), log)
+        failure = compared_claim(point, "devices", Claim(row, expected, text), log)
         log.fail([failure] if failure else [])
 
 
-def _not_differentiated(subject: CheckSubject, error: Raised) -> Failure:
+def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
     """The failure where `jax.vjp` raises an error."""
     closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
     detail = f"differentiation raises {error}"

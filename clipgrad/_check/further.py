@@ -3,15 +3,15 @@
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.behavior import Claim, compare
+from clipgrad._check.behavior import Claim, compared_claim
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, further
-from clipgrad._check.theirs import Raised
+from clipgrad._check.theirs import TheirError
 from clipgrad._check.values import Found, check_point, is_near
 from clipgrad._check.verdict import DISPUTED, NOISE, VERIFIED, WRONG
 from clipgrad._check.witnesses import differentiated
 
-KEPT = "what is equal, zero or symmetric is kept; what is wrong there alone was not seen"
+STRUCTURE = "what is equal, zero or symmetric is kept; what is wrong there alone was not seen"
 
 
 def check_further_points(point: Point, log: Log) -> None:
@@ -23,16 +23,16 @@ def check_further_points(point: Point, log: Log) -> None:
         where = "at a second point " if k == 1 else "at a further point "
         if not log.has_time("points"):
             return
-        if not any(_check_there(point, log, k, where, keeps) for keeps in (False, True)):
+        if not any(_check_at(point, log, k, where, keeps) for keeps in (False, True)):
             log.not_run["points"] = "the function is not finite at points nearby"
             return
     again = point.vjp(point.covectors[0])
     text = "the first pull-back, called again after another point was differentiated"
-    failure = compare(point, "points", Claim(again, point.computed[0], text), log)
+    failure = compared_claim(point, "points", Claim(again, point.computed[0], text), log)
     log.fail([failure] if failure else [])
 
 
-def _check_there(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
+def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     """Check a further point; False where the function is not meant for it."""
     of, seed = point.of, log.options.seed + k
     xs = further(of.subject, seed, keeps)
@@ -40,7 +40,7 @@ def _check_there(point: Point, log: Log, k: int, where: str, keeps: bool) -> boo
         vjp = differentiated(of.subject, xs)
         there = Point(of, vjp, xs, point.covectors, log)
         of.evaluation.set_point(xs)
-    except Raised as error:  # a callback may refuse what has no structure
+    except TheirError as error:  # a callback may refuse what has no structure
         if keeps:
             log.note(f"{where}the function raises {error}")
         return False
@@ -52,7 +52,7 @@ def _check_there(point: Point, log: Log, k: int, where: str, keeps: bool) -> boo
         return False
     right = "right at the point that you passed; "
     log.fail([f._replace(detail=right + f.detail) for f in failures])
-    for note in [*found.notes(where), *([f"{where}{KEPT}"] if keeps else [])]:
+    for note in [*found.notes(where), *([f"{where}{STRUCTURE}"] if keeps else [])]:
         log.notes += [] if note.replace(where, "", 1) in log.notes else [note]
     is_seen = (log.kinds == NOISE) & np.isin(found.kinds, VERIFIED)
     log.kinds = np.where(is_seen, found.kinds, log.kinds)

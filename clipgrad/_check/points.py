@@ -10,7 +10,7 @@ import numpy as np
 
 from clipgrad._check import vectors
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.theirs import Raised
+from clipgrad._check.theirs import TheirError
 from clipgrad._check.verdict import TIMES
 from clipgrad._check.witnesses import VJP, Witness, Witnesses
 from clipgrad._program import Parts
@@ -56,7 +56,7 @@ class Point:
         self.of, self.vjp, self.xs, self.covectors, self._log = of, vjp, list(xs), covectors, log
         self.ranges = of.subject.ranges
         found = vjp.rows(covectors) if found is None else found
-        self.finite = np.isfinite(found).all(axis=0)
+        self.finite: np.ndarray = np.asarray(np.isfinite(found).all(axis=0))
         self.computed, self.gradient = found, np.where(self.finite, found, 0.0)
         self.scale = np.concatenate([scale_of(x) for x in xs])
         self.plain = self._exact(of.plain, "plain AD")
@@ -69,7 +69,7 @@ class Point:
             return None
         try:
             rows = witness.at(self.xs, self.covectors)
-        except Raised as error:
+        except TheirError as error:
             self._log.note(f"no {name} in float64 ({error})")
             return None
         rows = np.where(self.finite, rows, 0.0)

@@ -12,6 +12,7 @@ import numpy as np
 
 from clipgrad._check.points import CONSTANTS, IN_FLOAT64, Point, dense_numbers
 from clipgrad._check.verdict import (
+    BELOW_ROUNDING,
     DISPUTED,
     KINK,
     LOOSER,
@@ -19,17 +20,16 @@ from clipgrad._check.verdict import (
     OK,
     UNSEEN,
     WRONG,
-    ZERO,
     Slack,
     Slopes,
     agree_at_once,
-    judge,
+    judge_slopes,
 )
 
 WORST, SPREAD, SINGLES = 8, 16, 64  # elements that are moved one by one
 GROUPS = 40  # at most, before the rest is left unseen
 FEW_GROUPS = 24  # with more, thirds of them are moved first
-SMALL = 16  # elements of a group that is looked at one by one
+FEW_ELEMENTS = 16  # elements of a group that is looked at one by one
 # Of plain AD along a dense direction: one wrong element among n weighs 1 / sqrt(n).
 TIGHT = Slack(1e-6, 1e-16)
 
@@ -91,8 +91,8 @@ class Search:
             a, b = judged[:, found], other[:, found]
             slack = self._slack_at(found, np.fmax(np.abs(a), np.abs(b)))
             apart = np.abs(a - b) > slack + point.rounding(CONSTANTS)[found]
-            is_zero = point.is_zero((judged, other), ZERO)
-            found = found[apart.any(axis=0) & ~is_zero[found]]
+            is_zero = point.is_zero((judged, other), BELOW_ROUNDING)[found]
+            found = found[np.any(apart, axis=0) & ~is_zero]
         return found
 
     def _slack_at(self, elements: np.ndarray, larger: Any) -> np.ndarray:
@@ -126,11 +126,11 @@ class Search:
             found, ladder = self._measure(point.scale, groups, gradient, typical)
             bad = found.kind == WRONG
             if bad.any() and self._reference is not None:
-                other = judge(ladder, self._reference, self._slack, typical, alone=True)
+                other = judge_slopes(ladder, self._reference, self._slack, typical, alone=True)
                 bad &= other.kind == WRONG
                 found.kind[bad] = DISPUTED
                 if bad.any():  # by less than their roundings in float64 they are not apart
-                    room = ZERO * (point.rounding(IN_FLOAT64) * point.scale)[some]
+                    room = BELOW_ROUNDING * (point.rounding(IN_FLOAT64) * point.scale)[some]
                     found.kind[bad & (np.abs(found.numeric - found.analytic) <= room)] = OK
             self._note(some, self._decided(some, found) if suspects else found)
 
@@ -162,7 +162,7 @@ class Search:
         slack = slack or self._slack
         covectors, evaluation = self._point.covectors, self._evaluation
         ladder = evaluation.ladder(along, groups, covectors)
-        return judge(ladder, gradient, slack, typical, alone), ladder
+        return judge_slopes(ladder, gradient, slack, typical, alone), ladder
 
     def _along(self, groups: Sequence[np.ndarray]) -> np.ndarray:
         along, seed = np.array(self._point.scale), self._log.options.seed
@@ -216,12 +216,12 @@ class Search:
             parts = []
             for group, kind in zip(groups, self._kinds_along(groups), strict=True):
                 parts += self._parts(group, kind)
-            small = [g for g in parts if len(g) <= SMALL]
+            small = [g for g in parts if len(g) <= FEW_ELEMENTS]
             if small:
                 together = np.concatenate(small)
                 self._look(together[:SINGLES], self._target)
                 self.kinds[together[SINGLES:]] = UNSEEN
-            groups = [g for g in parts if len(g) > SMALL]
+            groups = [g for g in parts if len(g) > FEW_ELEMENTS]
             left -= len(groups)
 
     def _parts(self, group: np.ndarray, kind: int) -> list[np.ndarray]:
@@ -233,11 +233,11 @@ class Search:
             kind = DISPUTED
         # Without a reference, what is wrong may hide between the slopes of others at kinks; and of
         # few, those at kinks are told from the others.
-        is_told = self._reference is None or len(group) <= SMALL
+        is_told = self._reference is None or len(group) <= FEW_ELEMENTS
         if kind != WRONG and not (kind == KINK and is_told and len(group) > 1):
             self.kinds[group] = kind
             return []
-        if len(group) <= SMALL:
+        if len(group) <= FEW_ELEMENTS:
             return [group]
         return [g for g in np.array_split(group, 16 if len(group) > 256 else 4) if len(g)]
 

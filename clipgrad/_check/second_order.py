@@ -5,7 +5,7 @@ from clipgrad._check.log import Log
 from clipgrad._check.points import Point, cotangents
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
-from clipgrad._check.theirs import Raised, theirs
+from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.values import check_point
 from clipgrad._check.witnesses import differentiated, find_witnesses
 
@@ -26,7 +26,7 @@ def check_second_order(point: Point, log: Log) -> None:
         of = find_witnesses(subject, notes, point.of)
         covectors = cotangents(subject, log.options.seed)
         second = Point(of, vjp, subject.inputs, covectors, log)
-    except Raised as error:
+    except TheirError as error:
         detail = f"the VJP cannot be differentiated: it raises {error}"
         log.failures.append(Failure(NAME, point.of.subject.names[0], detail))
         return

@@ -13,22 +13,22 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import vectors
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, in_float64
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.theirs import NotNearby, Raised, ran, theirs
+from clipgrad._check.theirs import NotNearby, TheirError, ran, theirs
 from clipgrad._check.verdict import SAME_VALUES, TIMES, Ladder, narrowest
 from clipgrad._program import Parts, rounded, rounded_in_float64
 
 # Binary exponents of the steps, in units of the scale of each element: from steps that no rounding
 # spoils to steps within which no kink lies; and the two of a first look.
 EXPONENTS = {"float64": range(4, 33, 4), "float32": range(2, 11), "float16": range(1, 5)}
-QUICK = {"float64": slice(3, 5), "float32": slice(2, 4), "float16": slice(1, 3)}
+TWO_STEPS = {"float64": slice(3, 5), "float32": slice(2, 4), "float16": slice(1, 3)}
 # Every other step is this multiple of a power of two, so that no period divides them all; it has 17
 # binary digits, which leave room for those of a float32 beside a step of 2 ** -32.
 ODD = round(1.37 * 2**16) / 2**16
 # At most so many moves are measured by one call, and so many numbers come back.
-MOVES, NUMBERS = 128, 2**23
-RUNS = 4  # of the function with other roundings
+MOVES, OUTPUTS_AT_ONCE = 128, 2**23
+RUNS_OF_FUNCTION = 4  # of the function with other roundings
 LONG = 5000  # moves that get a progress bar, where tqdm is installed
-EXACT, OWN = Parts(0.0, 0.0), Parts(1.0, 1.0)
+AS_EXACT, AS_COMPUTED = Parts(0.0, 0.0), Parts(1.0, 1.0)
 
 
 class Evaluation:
@@ -48,14 +48,14 @@ class Evaluation:
         name = self.label if self.label in EXPONENTS else "float16"
         self.steps = 2.0 ** -np.asarray(EXPONENTS[name], float)
         self.steps[1::2] *= ODD
-        self.quick = self.steps[QUICK[name]]
+        self.quick = self.steps[TWO_STEPS[name]]
         self._subject, self._wide = subject, wide
         self._hook = wide.held() if hold and wide is not None and wide.stops else None
         self._dtype: Any = np.float64 if self.is_wide else np.float32
         wider = vectors.wide_dtype if self.is_wide else lambda dtype: dtype
         self._like = [jax.ShapeDtypeStruct(x.shape, wider(x.dtype)) for x in subject.inputs]
         self._size = int(vectors.offsets(subject.outputs)[-1])
-        self._batch = 2 * int(np.clip(NUMBERS // max(2 * self._size, 1), 1, MOVES // 2))
+        self._batch = 2 * int(np.clip(OUTPUTS_AT_ONCE // max(2 * self._size, 1), 1, MOVES // 2))
         is_traced = subject.program is not None
         self._run = _jaxpr.low_jit(self._looped) if is_traced else self._looped_in_python
         self._rounded = _jaxpr.low_jit(self._rounded_outputs)
@@ -114,7 +114,7 @@ class Evaluation:
         """The distance that one rounding of each number moves each output by, in its type."""
         if self._noise is None:
             eps = float(jnp.finfo(self.label).eps)
-            self._noise = 0.5 * eps * np.abs(self.base) + self._moved(EXACT)
+            self._noise = 0.5 * eps * np.abs(self.base) + self._moved(AS_EXACT)
         return self._noise
 
     def _moved(self, parts: Parts) -> np.ndarray:
@@ -126,10 +126,10 @@ class Evaluation:
         if not self.is_wide:
             base, leaves = vectors.to_numpy(self._subject.fun(list(self._point))), self._point
         with in_float64() if self.is_wide else contextlib.nullcontext():
-            for seed in range(1, RUNS + 1):
+            for seed in range(1, RUNS_OF_FUNCTION + 1):
                 off = vectors.to_numpy(self._rounded(leaves, np.uint32(seed), parts)) - base
                 total += np.where(np.isfinite(off), off, 0.0) ** 2
-        return np.sqrt(total / RUNS)
+        return np.sqrt(total / RUNS_OF_FUNCTION)
 
     def _rounded_outputs(self, leaves, seed, parts):
         if self.is_wide:
@@ -141,7 +141,7 @@ class Evaluation:
         own = vectors.to_numpy(self._subject.outputs)
         size, off = map(vectors.root_mean_square, (own, self.base - own))
         if off > SAME_VALUES * size + np.finfo(np.float32).tiny:
-            if off > 10 * vectors.root_mean_square(self._moved(OWN)):
+            if off > 10 * vectors.root_mean_square(self._moved(AS_COMPUTED)):
                 raise Unsupported("its values differ from those of the function")
 
     def _made(self, along: np.ndarray, group: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -168,7 +168,7 @@ class Evaluation:
         with in_float64() if self.is_wide else contextlib.nullcontext():
             try:
                 found = ran(self._run, x, along, place, *padded, np.int32(len(moves)))
-            except Raised as error:
+            except TheirError as error:
                 raise NotNearby(str(error)) from error.original
             return np.asarray(found, np.float64)[: len(moves)]
 

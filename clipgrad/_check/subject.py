@@ -16,7 +16,7 @@ from clipgrad._check.selection import (
     select,
     simple_paths,
 )
-from clipgrad._check.theirs import Raised, theirs
+from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._jaxpr import holds_floats
 
 Leaves = list[jax.Array]
@@ -126,7 +126,7 @@ def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
     """The function as a program, or None if it cannot be traced."""
     try:
         return theirs(jax.make_jaxpr(fun), inputs)
-    except Raised:
+    except TheirError:
         return None
 
 

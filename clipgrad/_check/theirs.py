@@ -8,7 +8,7 @@ import jax
 from clipgrad._errors import first_line
 
 
-class Raised(Exception):
+class TheirError(Exception):
     """Code of others raised an error, which is the cause of this one.
 
     Nothing else is caught in the checker: a fault of its own ends it, and weakens no check.
@@ -25,7 +25,7 @@ class Raised(Exception):
         return "UNIMPLEMENTED" in str(self.original)
 
 
-class NotNearby(Raised):
+class NotNearby(TheirError):
     """The function raised it at a point near the given one."""
 
 
@@ -33,26 +33,26 @@ def theirs(call: Callable[..., Any], *args: Any) -> Any:
     """The result of a call of a function that is under test, or of JAX about it.
 
     Raises:
-      Raised: it raises any error.
+      TheirError: it raises any error.
     """
     try:
         return call(*args)
-    except Raised:
+    except TheirError:
         raise
     except Exception as error:
-        raise Raised(first_line(error)) from error
+        raise TheirError(first_line(error)) from error
 
 
 def ran(program: Any, *args: Any) -> Any:
     """The results of a compiled program of ours, which calls `theirs`, once they are there.
 
     Raises:
-      Raised: their part of it raises an error, or what is compiled fails. Where it cannot be
+      TheirError: their part of it raises an error, or what is compiled fails. Where it cannot be
         traced the fault is ours, and its error is raised as it is.
     """
     try:
         return theirs(lambda: jax.block_until_ready(program(*args)))
-    except Raised:
+    except TheirError:
         if hasattr(program, "trace"):
             program.trace(*args)
         raise

@@ -11,17 +11,17 @@ from clipgrad._check.points import OF_RULE, OWN, Point
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Search
 from clipgrad._check.verdict import (
+    BELOW_ROUNDING,
     DISPUTED,
-    EXCUSED,
     LOOSER,
     NOISE,
     NOTES,
     OK,
     ROUNDING,
     ROUNDINGS,
+    TRUSTED,
     UNSEEN,
     WRONG,
-    ZERO,
     narrowest,
     slack_of,
 )
@@ -29,9 +29,9 @@ from clipgrad._check.verdict import (
 # Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:
 # results rounded to bfloat16 spread by 0.4 %, so a missing factor of 2 is still seen there.
 SAME_RATIO = 0.01
-EXACT = 1e-3
+THOUSANDTH = 1e-3
 LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
-SHOWN = 64  # wrong elements of the arithmetic of which the numbers are kept
+NUMBERED = 64  # wrong elements of the arithmetic of which the numbers are kept
 DISPUTES = (
     "; plain AD has the gradient of the rule there, and the function has other slopes: where it is "
     "not meant to be differentiated, choose another point"
@@ -174,21 +174,21 @@ def _check_arithmetic(found: Found, r: np.ndarray, log: Log) -> None:
         bad[start:stop] = (np.abs(a - b) > allowed).any(axis=0)
     bad &= point.finite & (kinds != WRONG)
     if bad.any():
-        bad &= ~point.is_zero((g, r), ZERO)
+        bad &= ~point.is_zero((g, r), BELOW_ROUNDING)
     some = np.flatnonzero(bad)
     if not len(some):
         return
     off = np.abs(g[:, some] - r[:, some])
-    is_explained = (off <= _room(point, r)[some]).all(axis=0)
+    is_explained = (off <= _explained_room(point, r)[some]).all(axis=0)
     size = np.abs(r[:, some]) + typical[:, point.leaf_of(some)]
-    is_sure = (off <= EXCUSED * size).all(axis=0) | point.is_zero((r,), 1.0)[some]
+    is_sure = (off <= TRUSTED * size).all(axis=0) | point.is_zero((r,), 1.0)[some]
     kinds[some] = np.where(is_explained, np.where(is_sure, ROUNDING, NOISE), WRONG)
-    for k in np.flatnonzero(~is_explained)[:SHOWN]:
+    for k in np.flatnonzero(~is_explained)[:NUMBERED]:
         c, j = int(np.argmax(off[:, k])), int(some[k])
         found.numbers[j] = (r[c, j], 0.0, g[c, j], r[c, j], r[c, j], False)
 
 
-def _room(point: Point, rule: np.ndarray) -> np.ndarray:
+def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:
     """The distance that rounding explains: that of plain AD, or of a rule whose terms cancel.
 
     A rule may lose some roundings of the largest effect of any element, and where all are as small,
@@ -214,11 +214,11 @@ def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
         return "; analytic is 0 throughout"
     if np.ptp(ratio) > SAME_RATIO * min(abs(middle), abs(middle - 1)):
         return ""
-    meaning = " (the sign)" if abs(middle + 1) < EXACT else ""
-    digits = 4 if abs(middle - 1) > EXACT else 8
+    meaning = " (the sign)" if abs(middle + 1) < THOUSANDTH else ""
+    digits = 4 if abs(middle - 1) > THOUSANDTH else 8
     return f"; analytic/numeric is {middle:.{digits}g} throughout{meaning}"
 
 
 def is_near(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two matrices are the same but for a thousandth."""
-    return bool(np.allclose(a, b, rtol=EXACT, atol=EXACT * vectors.root_mean_square(a)))
+    return bool(np.allclose(a, b, rtol=THOUSANDTH, atol=THOUSANDTH * vectors.root_mean_square(a)))

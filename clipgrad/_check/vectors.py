@@ -8,54 +8,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Array = Any
+from clipgrad._trees import wide_dtype as wide_dtype
+from clipgrad._trees import widened_leaf as widened_leaf
+
+Leaf = Any
 
 
-def is_complex(leaf: Array) -> bool:
+def is_complex(leaf: Leaf) -> bool:
     """Whether the numbers of a leaf are complex."""
     return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
-def real_name(leaf: Array) -> str:
+def real_name(leaf: Leaf) -> str:
     """The name of the type of a leaf's real numbers."""
     return np.dtype(jnp.finfo(leaf.dtype).dtype).name
 
 
-def wide_dtype(dtype: Any) -> np.dtype:
-    """The 64-bit dtype of the same kind; integers and the rest stay as they are."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return np.dtype(np.complex128)
-    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def widened_leaf(leaf: Array) -> np.ndarray:
-    """A leaf in NumPy, in float64 or complex128."""
-    return np.asarray(leaf).astype(wide_dtype(leaf.dtype), copy=False)
-
-
-def real_size(leaf: Array) -> int:
+def real_size(leaf: Leaf) -> int:
     """The number of a leaf's real numbers."""
     return leaf.size * (2 if is_complex(leaf) else 1)
 
 
-def offsets(leaves: Sequence[Array]) -> np.ndarray:
+def offsets(leaves: Sequence[Leaf]) -> np.ndarray:
     """The place of each leaf in the vector; the last entry is the vector's length."""
     return np.cumsum([0] + [real_size(leaf) for leaf in leaves])
 
 
-def areas(leaves: Sequence[Array]) -> list[tuple[int, int]]:
+def areas(leaves: Sequence[Leaf]) -> list[tuple[int, int]]:
     """The range of each leaf in the vector."""
     places = offsets(leaves)
     return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
 
 
-def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
+def to_vector(leaves: Sequence[Leaf], dtype: Any) -> jax.Array:
     """Flatten traced leaves into one real vector."""
     parts = [_real_parts(leaf, jnp).astype(dtype) for leaf in leaves]
     return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
 
 
-def from_vector(vector: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
+def from_vector(vector: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
     """Cut a traced real vector into leaves."""
     leaves = []
     for leaf, (start, stop) in zip(like, areas(like), strict=True):
@@ -66,7 +57,7 @@ def from_vector(vector: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
     return leaves
 
 
-def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
+def to_numpy(leaves: Sequence[Leaf]) -> np.ndarray:
     """Flatten concrete leaves into one vector of float64."""
     found = np.empty(int(offsets(leaves)[-1]))
     for leaf, (start, stop) in zip(leaves, areas(leaves), strict=True):
@@ -74,7 +65,7 @@ def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
     return found
 
 
-def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
+def leaves_of(vector: np.ndarray, like: Sequence[Leaf]) -> list[np.ndarray]:
     """Cut a real vector into NumPy arrays like `like`."""
     leaves = []
     for leaf, (start, stop) in zip(like, areas(like), strict=True):
@@ -85,17 +76,17 @@ def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
     return leaves
 
 
-def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
+def gradient_vector(cotangents: Sequence[Leaf]) -> np.ndarray:
     """The real gradient: JAX hands back the conjugate of d/d(re) + i d/d(im)."""
     return to_numpy([np.conj(leaf) if is_complex(leaf) else leaf for leaf in cotangents])
 
 
-def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
+def cotangent_leaves(vector: np.ndarray, like: Sequence[Leaf]) -> list[jax.Array]:
     """The cotangent whose real part of `ct * dy` is the inner product of `vector` and dy."""
     return [jax.device_put(np.conj(leaf)) for leaf in leaves_of(vector, like)]
 
 
-def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
+def stacked(rows: Sequence[Sequence[Leaf]]) -> list[np.ndarray]:
     """Lists of leaves, stacked leaf by leaf along a new leading axis."""
     return [np.stack([np.asarray(x) for x in leaves]) for leaves in zip(*rows, strict=True)]
 
@@ -106,7 +97,7 @@ def root_mean_square(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.abs(finite) ** 2))) if finite.size else 0.0
 
 
-def _real_parts(leaf: Array, xp: Any) -> Any:
+def _real_parts(leaf: Leaf, xp: Any) -> Any:
     if is_complex(leaf):
         leaf = xp.stack([leaf.real, leaf.imag], -1)
     return xp.ravel(leaf)

@@ -26,14 +26,14 @@ ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
 TIMES = 3.0
 # A gradient below so many of its own roundings in float64 is zero: outputs are rounded too, and
 # their rounding is divided by a step.
-ZERO = 200.0
+BELOW_ROUNDING = 200.0
 # What rounding explains is verified if it is this part of the element and its leaf, or less.
-EXCUSED = 0.25
+TRUSTED = 0.25
 # Slopes of what can only be evaluated in its own narrow type, and of tied elements moved together,
 # may be so many times further apart.
 LOOSER = 10.0
 # Two ways to compile one gradient add in other orders: so many times the roundings of its leaf.
-COMPILED = 20.0
+ORDERS = 20.0
 # One-sided slopes that are further apart than this part of them are a kink's.
 KINK_GAP = 0.02
 # An error above this part of the slope, and of the leaf's typical one, tells nothing.
@@ -120,12 +120,14 @@ class Slopes(NamedTuple):
 def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any) -> np.ndarray:
     """Whether two steps alone have the slopes of a gradient already."""
     numeric, _ = _extrapolated(ladder)
-    numeric, (analytic, norm) = numeric[:, -1], _along(ladder, gradient)
+    numeric, (analytic, norm) = numeric[:, -1], _gradient_along(ladder, gradient)
     allowed = slack(np.fmax(np.abs(numeric), norm), typical)
     return (np.abs(numeric - analytic) <= allowed).all(axis=1)
 
 
-def judge(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alone: bool) -> Slopes:
+def judge_slopes(
+    ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alone: bool
+) -> Slopes:
     """Judge a gradient by slopes: right, wrong, at a kink, or too noisy to tell.
 
     The slopes of a smooth function settle on one value, those at a kink on two, noise does not
@@ -139,7 +141,7 @@ def judge(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alon
       alone: whether each direction moves one element.
     """
     numeric, error = settled(ladder)
-    analytic, norm = _along(ladder, gradient)
+    analytic, norm = _gradient_along(ladder, gradient)
     allowed = slack(np.fmax(np.abs(numeric), norm), typical)
     off = np.abs(numeric - analytic)
     size = np.fmax(np.fmax(np.abs(numeric), norm), typical if alone else 0.0)
@@ -155,7 +157,7 @@ def judge(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alon
     return Slopes(*(np.take_along_axis(c, worst[:, None], 1)[:, 0] for c in columns))
 
 
-def _along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _gradient_along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The gradient along each direction as it was moved last, and the length of its terms."""
     terms = [gradient[:, group] * made[-1] for made, group in ladder.moves]
     return np.stack([t.sum(axis=1) for t in terms]), np.stack(

@@ -12,12 +12,12 @@ from clipgrad._check import vectors
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.theirs import Raised, ran, theirs
+from clipgrad._check.theirs import TheirError, ran, theirs
 from clipgrad._check.verdict import narrowest
 from clipgrad._program import Parts, rounded_in_float64
 
 Call = Callable[[list, _jaxpr.Hook | None], Any]
-RUNS = 6  # of a gradient with other roundings
+RUNS_OF_GRADIENT = 6  # of a gradient with other roundings
 
 
 class VJP(NamedTuple):
@@ -78,10 +78,10 @@ class Witness:
             self._moved = run
             with in_float64():
                 leaves = [np.asarray(x) for x in given]
-                for seed in range(1, RUNS + 1):
+                for seed in range(1, RUNS_OF_GRADIENT + 1):
                     off = vectors.gradient_vector(run(leaves, np.uint32(seed), parts)) - own
                     total += np.where(np.isfinite(off), off, 0.0) ** 2
-            most = np.fmax(most, np.sqrt(total / RUNS))
+            most = np.fmax(most, np.sqrt(total / RUNS_OF_GRADIENT))
         return most
 
     def _given(self, xs, u: np.ndarray) -> list:
@@ -127,7 +127,7 @@ def find_evaluation(
         evaluation.set_point(subject.inputs)
         evaluation.require_same_values()
         return evaluation, wide
-    except (Unsupported, Raised) as error:
+    except (Unsupported, TheirError) as error:
         notes.append(f"evaluation in float64 is not possible ({error})")
         evaluation = Evaluation(subject, None)
         evaluation.set_point(subject.inputs)
@@ -147,13 +147,13 @@ def find_witnesses(
     types = _jaxpr.computed_types(program) if program is not None else set()
     is_ruled = has_rules(subject) if of is None else of.is_ruled
     if wide is not None:
-        plain = _plain(subject, wide if of is None else of.plain and of.plain.call)
+        plain = _plain_ad(subject, wide if of is None else of.plain and of.plain.call)
         rule = plain if of is None and not is_ruled else _rule(subject, notes)
     narrow, loops = narrowest([*subject.dtypes, *types]), _stops_by_numbers(program)
     return Witnesses(subject, rule, plain, evaluation, narrow, is_ruled, loops)
 
 
-def _plain(subject: CheckSubject, function: Call | None) -> Witness | None:
+def _plain_ad(subject: CheckSubject, function: Call | None) -> Witness | None:
     count = len(subject.inputs)
     if function is None:
         return None
@@ -171,7 +171,7 @@ def _rule(subject: CheckSubject, notes: list[str]) -> Witness | None:
     seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
     try:
         return Witness(Wide(theirs(jax.make_jaxpr(pull_back), [*subject.inputs, *seeds])), subject)
-    except (Unsupported, Raised) as error:
+    except (Unsupported, TheirError) as error:
         notes.append(f"no rule in float64 ({error})")
         return None
 
