@@ -11,7 +11,7 @@ from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compared_claim
 from clipgrad._check.further import check_further_points
 from clipgrad._check.log import Log
-from clipgrad._check.options import Options, require_mapping, with_hints
+from clipgrad._check.options import Options
 from clipgrad._check.points import Point, cotangents
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.second_order import check_second_order
@@ -22,13 +22,18 @@ from clipgrad._check.values import check_point
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._devices import find_devices, moved
+from clipgrad._trees import check_arguments, explain_call
 
 # In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
 OTHER_DEVICES = ("incompatible devices", "DeviceAssignmentMismatch", "does not match the sharding")
 BOUND = "a mesh, a sharding or an array that the function holds is on other devices"
 
 
-@with_hints
+@explain_call(
+    eps="the step follows the scale of each element; numerical_grad(delta=...) takes one",
+    delta="the step follows the scale of each element; numerical_grad(delta=...) takes one",
+    nondet_tol='to allow results that are not bit-identical write skip="determinism"',
+)
 def check_grads(
     fun: Callable,
     args: tuple,
@@ -150,7 +155,7 @@ def check_grads(
       1911, https://doi.org/10.1098/rsta.1911.0009.
     """
     __tracebackhide__ = True
-    require_mapping(kwargs)
+    check_arguments(fun, args, kwargs)
     require_arrays(args, kwargs or {})
     own = max_relative_error, tolerance, min_verified, time_budget
     log = Log(Options(order, mode, *own, points, seed, skip))

@@ -7,15 +7,16 @@ import jax
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.options import require_delta, with_hints
+from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
-from clipgrad._check.selection import Selector, leaf_names, parameter_names
+from clipgrad._check.selection import Selector, leaf_names
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
+from clipgrad._trees import check_arguments, explain_call, parameter_names
 
 
-@with_hints
+@explain_call()
 def numerical_grad(
     fun: Callable,
     args: tuple,
@@ -71,6 +72,7 @@ def numerical_grad(
       PaddlePaddle, Auto Gradient Checker Design, 2017, which has ``get_numerical_gradient``:
       https://github.com/PaddlePaddle/Paddle/blob/3f5dfc67752d885d2a4bb777fa27cf04d7927e06/doc/design/auto_gradient_check.md.
     """
+    check_arguments(fun, args)
     require_delta(delta)
     if isinstance(wrt, (list, tuple)):
         return tuple(

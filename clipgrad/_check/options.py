@@ -1,11 +1,8 @@
 """The options of a check, listed once; what is refused, and what to write instead."""
 
 import dataclasses
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
@@ -63,42 +60,3 @@ def _is_count(value: Any, least: int) -> bool:
 
 def _refuse(name: str, got: Any, expected: str) -> None:
     raise ValueError(f"{name}: got {got!r}, expected {expected}")
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-# The arguments of torch, JAX and Paddle that most ask for, and what to write here.
-HABITS = {
-    "eps": "the step follows the scale of each element; numerical_grad(delta=...) takes one",
-    "atol": "the tolerance follows the dtype; for another write tolerance=...",
-    "rtol": "the tolerance follows the dtype; for another write tolerance=...",
-    "nondet_tol": 'to allow results that are not bit-identical write skip="determinism"',
-    "raise_exception": "write raise_on_failure=...",
-}
-
-
-def with_hints(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose errors about unknown arguments say what to write instead."""
-    parameters = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        __tracebackhide__ = True
-        for name in kwargs:
-            if name not in parameters:
-                nearest = difflib.get_close_matches(name, parameters, 1)
-                hint = HABITS.get(name) or (f"did you mean {nearest[0]}=?" if nearest else "")
-                text = f"{function.__name__}() got an unexpected keyword argument {name!r}"
-                raise TypeError(f"{text}; {hint}" if hint else text)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def require_mapping(kwargs: Any) -> None:
-    """Refuse an order, a step or the like in the place of the keyword arguments."""
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        hint = f"; write order={kwargs!r}" if isinstance(kwargs, int) else ""
-        raise TypeError(
-            f"kwargs: got {kwargs!r}, expected a mapping of fun's keyword arguments, or None{hint}"
-        )

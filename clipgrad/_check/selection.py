@@ -1,9 +1,8 @@
 """The leaves of a tree that an expression means: a position, a name, a path, or several."""
 
-import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,16 +21,6 @@ def leaf_names(tree: Any, root: str) -> list[str]:
 def simple_paths(tree: Any) -> list[str]:
     """Leaf paths with their parts separated by slashes."""
     return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-
-def parameter_names(fun: Callable, count: int) -> list[str]:
-    """The names of the first `count` positional parameters, as far as they have names."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
 
 
 def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:

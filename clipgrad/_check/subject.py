@@ -12,7 +12,6 @@ from clipgrad._check import vectors
 from clipgrad._check.selection import (
     Selector,
     leaf_names,
-    parameter_names,
     select,
     simple_paths,
 )
@@ -68,10 +67,6 @@ class CheckSubject(NamedTuple):
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, tracers, and numbers that JAX cannot take."""
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
-        )
     _trees.check_tree("args", (args, kwargs))
     _trees.check_concrete("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
@@ -169,7 +164,7 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 
 
 def _input_paths(fun, args, kwargs):
-    parameters = parameter_names(fun, len(args))
+    parameters = _trees.parameter_names(fun, len(args))
     paths = []
     for path in simple_paths(args):
         first, _, rest = path.partition("/")

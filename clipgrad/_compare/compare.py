@@ -14,7 +14,7 @@ from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
 from clipgrad._error_clip import check_call
-from clipgrad._trees import explain_call
+from clipgrad._trees import check_arguments, described, explain_call
 
 
 @explain_call()
@@ -102,12 +102,9 @@ def compare(
       >>> found.ok, found.findings[0].kind, found.findings[0].module
       (False, 'value', 'hidden')
     """
+    if args is not None:
+        check_arguments(other if _is_path(fun) else fun, args, kwargs)
     _check_comparison(fun, other, other_args, argnums, names, rtol)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(
-            f"kwargs: got {type(kwargs).__name__}, expected a mapping, such as a dict; the "
-            "arguments are one tuple: compare(fun, other, (params, x))"
-        )
     named = dict(kwargs or {})
     with plain_settings():
         if isinstance(other, str) and not _is_path(other):
@@ -193,7 +190,7 @@ def _check_comparison(
             )
     elif not callable(other) and not _is_path(other):
         raise TypeError(
-            f"other: got {other!r}, expected a function of the same arguments, the path of a run, "
+            f"other: got {described(other)}, expected a function of the same arguments, the path of a run, "
             f"or the name of a dtype, one of {', '.join(WIDER_DTYPES)}"
         )
     if other_args is not None and not isinstance(other_args, tuple):

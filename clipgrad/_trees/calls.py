@@ -44,12 +44,13 @@ ALIASES = {
 }
 
 
-def explain_call(instead: str = "") -> Callable[[Explained], Explained]:
+def explain_call(instead: str = "", **keywords: str) -> Callable[[Explained], Explained]:
     """A decorator: a call that does not fit the signature is an error that says what to write.
 
     Args:
       instead: what to write in place of more positional arguments than there are parameters. A
         function of ``(fun, args)`` needs none.
+      **keywords: what to write in place of a keyword that no other keyword stands for.
     """
 
     def decorate(function: Explained) -> Explained:
@@ -61,7 +62,7 @@ def explain_call(instead: str = "") -> Callable[[Explained], Explained]:
             try:
                 return function(*args, **kwargs)
             except TypeError:
-                if wrong := _misfit(function, signature, args, kwargs, instead):
+                if wrong := _misfit(function, signature, args, kwargs, instead, keywords):
                     raise TypeError(f"{function.__name__}: {wrong}") from None
                 raise
 
@@ -71,7 +72,12 @@ def explain_call(instead: str = "") -> Callable[[Explained], Explained]:
 
 
 def _misfit(
-    function: Any, signature: inspect.Signature, args: Any, kwargs: Any, instead: str
+    function: Any,
+    signature: inspect.Signature,
+    args: Any,
+    kwargs: Any,
+    instead: str,
+    keywords: dict[str, str],
 ) -> str:
     """The error of a call that does not fit; empty for one that does."""
     known = signature.parameters
@@ -79,6 +85,8 @@ def _misfit(
         return ""
     if wrong := next((name for name in kwargs if name not in known), None):
         own = next((name for name in ALIASES.get(wrong, []) if name in known), None)
+        if not own and wrong in keywords:
+            return f"got {wrong}={_as_written(kwargs[wrong])}; {keywords[wrong]}"
         near = [own] if own else difflib.get_close_matches(wrong, known, 1)
         expected = near[0] if near else f"some of {', '.join(known)}"
         value = f"={_as_written(kwargs[wrong])}"
