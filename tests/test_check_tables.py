@@ -58,10 +58,10 @@ def test_a_right_gradient_passes(name, dtype):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "name"), LIMITS)
 def test_a_known_limit_is_what_it_is_said_to_be(kind, name):
-    """A wrong one passes, or nothing of it was verified; a right one fails."""
+    """In one type at least a wrong one passes, or nothing of it was verified; a right one fails."""
     row = (WRONG if kind == "wrong" else RIGHT)[name]
-    report = run(row, row.dtypes[0])
-    assert report.ok == (kind == "wrong") or "nothing was verified" in str(report), str(report)
+    reports = [run(row, dtype) for dtype in row.dtypes]
+    assert any(r.ok == (kind == "wrong") or "nothing was verified" in str(r) for r in reports)
 
 
 @pytest.mark.exhaustive

@@ -74,7 +74,8 @@ def compared_claim(point: Point, check: str, claim: Claim, log: Log) -> Failure 
     if np.array_equal(got, expected, equal_nan=True):
         return None
     known, other = (np.where(np.isfinite(x), x, 0.0) for x in (expected, got))
-    typical = point.typical(known[None])[0][point.leaf_of(np.arange(len(got)))]
+    sizes = point.typical(known[None])[0]
+    typical = np.repeat(sizes, [stop - start for start, stop in point.ranges])
     slack = slack_of(point.of.narrow, log.options.tolerance)
     allowed = slack(np.fmax(np.abs(known), np.abs(other)), ORDERS * typical)
     allowed = 0.0 if claim.exactly else allowed

@@ -57,7 +57,8 @@ class Point:
         self.ranges = of.subject.ranges
         found = vjp.rows(covectors) if found is None else found
         self.finite: np.ndarray = np.asarray(np.isfinite(found).all(axis=0))
-        self.computed, self.gradient = found, np.where(self.finite, found, 0.0)
+        self.computed = found
+        self.gradient = found if self.finite.all() else np.where(self.finite, found, 0.0)
         self.scale = np.concatenate([scale_of(x) for x in xs])
         self.plain = self._exact(of.plain, "plain AD")
         self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
@@ -72,7 +73,7 @@ class Point:
         except TheirError as error:
             self._log.note(f"no {name} in float64 ({error})")
             return None
-        rows = np.where(self.finite, rows, 0.0)
+        rows = rows if self.finite.all() else np.where(self.finite, rows, 0.0)
         return rows if np.isfinite(rows).all() else None
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:

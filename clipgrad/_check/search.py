@@ -175,8 +175,10 @@ class Search:
         x, found = self._evaluation.x, []
         for start, stop in self._point.ranges:
             own = np.flatnonzero(is_left[start:stop]) + start
-            _, place, counts = np.unique(x[own], return_inverse=True, return_counts=True)
-            is_tied = counts[place] > 1 if len(own) else np.zeros(0, bool)
+            order = np.sort(x[own])
+            repeated = np.unique(order[1:][order[1:] == order[:-1]])
+            del order
+            is_tied = np.isin(x[own], repeated) if len(repeated) else np.zeros(len(own), bool)
             found += [own[~is_tied], own[is_tied]]
         return found
 

@@ -159,10 +159,13 @@ def judge_slopes(
 
 def _gradient_along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The gradient along each direction as it was moved last, and the length of its terms."""
-    terms = [gradient[:, group] * made[-1] for made, group in ladder.moves]
-    return np.stack([t.sum(axis=1) for t in terms]), np.stack(
-        [np.sqrt(np.square(t).sum(axis=1)) for t in terms]
-    )
+    shape = len(ladder.moves), len(gradient)
+    total, norm = np.zeros(shape), np.zeros(shape)
+    for k, (made, group) in enumerate(ladder.moves):
+        for c, row in enumerate(gradient):  # one by one, for the memory of large groups
+            terms = row[group] * made[-1]
+            total[k, c], norm[k, c] = terms.sum(), np.linalg.norm(terms)
+    return total, norm
 
 
 def _taken(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
