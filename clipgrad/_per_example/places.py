@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import bind
 
 Label = Any
@@ -112,7 +113,7 @@ class ViewPlace(NamedTuple):
                 x = step(x)
             return x
 
-        like = jax.ShapeDtypeStruct(tuple(shape), total.dtype)
+        like = to_varying(jnp.zeros(tuple(shape), total.dtype), varying_axes(total))
         total = total.reshape(jax.eval_shape(way, like).shape)
         return jax.linear_transpose(way, like)(total)[0]
 

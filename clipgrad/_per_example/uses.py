@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import bind
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.places import Label, ViewPlace, has_views
@@ -173,11 +174,11 @@ class Use:
     def _transposed(self, x: jax.Array, ct: jax.Array) -> jax.Array:
         """`total` by JAX's own transpose of the operation."""
         kind = accumulator(ct)
-        shape = jnp.zeros(self.view, kind)
+        weight = to_varying(jnp.zeros(self.view, kind), varying_axes(ct))
 
         def of_one(x: jax.Array, ct: jax.Array) -> jax.Array:
             run = jax.vmap(self._again, (0, None))
-            return jax.linear_transpose(lambda w: run(x, w), shape)(ct)[0]
+            return jax.linear_transpose(lambda w: run(x, w), weight)(ct)[0]
 
         x, ct = (self._folded(values) for values in (x, ct))
         found = jax.vmap(of_one)(x, ct.astype(kind))
