@@ -439,8 +439,8 @@ def test_a_call_inside_of_a_transformation_is_told(transform, options):
     "call, error, words",
     [
         (lambda: cg.compare(1, small(), ARGS), TypeError, "fun: got"),
-        (lambda: cg.compare(small(), 1, ARGS), TypeError, "other: got 1, expected a function"),
-        (lambda: cg.compare(small(), small(), ARGS[0]), TypeError, "args: got ArrayImpl"),
+        (lambda: cg.compare(small(), 1, ARGS), TypeError, "other: got int, expected a function"),
+        (lambda: cg.compare(small(), small(), ARGS[0]), TypeError, "args: got float32.*write"),
         (
             lambda: cg.compare(small(), small(), ARGS, other_args=list(ARGS)),
             TypeError, "other_args: got list, expected a tuple",
@@ -449,7 +449,7 @@ def test_a_call_inside_of_a_transformation_is_told(transform, options):
         (lambda: cg.compare(small(), small(), ARGS, rtol=-1.0), ValueError, "rtol: got -1.0"),
         (lambda: cg.compare(small(), small(), ARGS, argnums=2), ValueError, "argnums: got 2"),
         (lambda: cg.compare(small(), small(), ARGS[0], ARGS[1]), TypeError, "expected a tuple"),
-        (lambda: cg.compare(small(), small(), ARGS, ARGS[1]), TypeError, "args: got the arguments of fun one by one"),
+        (lambda: cg.compare(small(), small(), ARGS, ARGS[1]), TypeError, r"kwargs: got float32\["),
         (
             lambda: cg.compare(small(), small(), ARGS, argnums=None, has_aux=True),
             ValueError, "has_aux: got True with argnums=None",

@@ -44,20 +44,20 @@ def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("page", "question"),
+    ("page", "question", "most"),
     [
-        ("port", "# Port a model"),
-        ("two_versions", "A version in a file"),
-        ("two_versions", "Is the resumed run"),
-        ("two_versions", "Does an example depend"),
+        ("port", "# Port a model", 12),
+        ("two_versions", "A version in a file", 12),
+        ("two_versions", "Is the resumed run", 20),  # with the training step that it compares
+        ("two_versions", "Does an example depend", 12),
     ],
 )
-def test_an_answer_is_a_program_of_twelve_lines(page, question):
+def test_an_answer_is_a_short_program(page, question, most):
     assert page == "two_versions" or f"]({page}.md)" in text_of("two_versions")
     (section,) = (s for s in text_of(page).split("\n## ") if s.startswith(question))
     program = "".join(re.findall(r"```py(?:thon)?\n(.*?)```", section, re.DOTALL))
     assert program
-    assert sum(bool(line.strip()) for line in program.splitlines()) <= 12
+    assert sum(bool(line.strip()) for line in program.splitlines()) <= most
 
 
 @pytest.mark.exhaustive

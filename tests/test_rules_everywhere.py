@@ -86,8 +86,7 @@ PLACES = {
     "error_clip_everywhere": everywhere,
     "clip_grads": once,
     "gradient_clip": before_the_optimizer,
-    "per example, one pass": functools.partial(of_each_example, method="one pass"),
-    "per example, two passes": functools.partial(of_each_example, method="two passes"),
+    "per example, direct": functools.partial(of_each_example, method="direct"),
     "train_step": trained,
     "train_step(error_clip)": trained_with_error_clip,
 }

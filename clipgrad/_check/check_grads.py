@@ -338,7 +338,17 @@ def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
             f"{', '.join(closing)} close over a traced value; pass it to the function as an "
             "argument, or leave what it depends on out with wrt or no_grad"
         )
-    return Failure("cotangent", subject.names[0], detail)
+    return Failure("cotangent", _not_differentiable(subject), detail)
+
+
+def _not_differentiable(subject: CheckSubject) -> str:
+    """The name of the first input by which `jax.vjp` raises an error where it is alone."""
+    for k, name in enumerate(subject.names):
+        try:
+            theirs(jax.vjp, subject.alone(k), subject.inputs[k])
+        except TheirError:
+            return name
+    return subject.names[0]
 
 
 def _are_near(first, second, relative: float) -> bool:

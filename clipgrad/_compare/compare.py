@@ -9,11 +9,11 @@ from clipgrad._compare.file import load_record
 from clipgrad._compare.names import same_leaves
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
-from clipgrad._compare.recording import plain_settings
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
 from clipgrad._error_clip import check_call
+from clipgrad._jaxpr import settings_of_runs
 from clipgrad._trees import check_arguments, described, explain_call
 
 
@@ -102,11 +102,13 @@ def compare(
       >>> found.ok, found.findings[0].kind, found.findings[0].module
       (False, 'value', 'hidden')
     """
-    if args is not None:
-        check_arguments(other if _is_path(fun) else fun, args, kwargs)
+    if args is not None and not _is_path(fun):
+        check_arguments(fun, args, kwargs)
+    elif callable(other):
+        check_arguments(other, () if args is None else args, kwargs)
     _check_comparison(fun, other, other_args, argnums, names, rtol)
     named = dict(kwargs or {})
-    with plain_settings():
+    with settings_of_runs():
         if isinstance(other, str) and not _is_path(other):
             check_call(fun, args, kwargs)
             call: Any = fun, args, named, argnums, has_aux

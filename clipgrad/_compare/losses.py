@@ -1,6 +1,7 @@
 """Recording a loss and its gradient."""
 
 import collections
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,7 +54,8 @@ def recorded_loss(
 
     given = own.inputs, taps
     record = table.record(own.program, own.inputs)
-    return table.recording(record, trace(both, given, {}), given, returned)
+    recording = table.recording(record, trace(both, given, {}), given, returned)
+    return dataclasses.replace(recording, given=own)
 
 
 def gradient_paths(own: DiagnosisSubject, argnums: int | Sequence[int]) -> dict[int, str]:

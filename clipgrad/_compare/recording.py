@@ -1,12 +1,11 @@
 """Recording a program: its rows, and the compiled programs that give their numbers."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +26,13 @@ from clipgrad._compare.numbers import (
 )
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
+from clipgrad._diagnose import (
+    DiagnosisSubject,
+    is_of_callback,
+    raised_finding,
+    raised_in,
+    told_error,
+)
 from clipgrad._jaxpr import (
     Hook,
     Traced,
@@ -45,13 +51,6 @@ from clipgrad._program import rounded
 Numbers = dict[int, np.ndarray]  # the sketches of rows
 
 
-@contextlib.contextmanager
-def plain_settings() -> Iterator[None]:
-    """A context without JAX's own ways of finding NaN and of forbidding transfers."""
-    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-        yield
-
-
 @dataclasses.dataclass
 class Recording:
     """A function that was traced once, and whose record can be made.
@@ -64,6 +63,7 @@ class Recording:
       returned: the rows of the arrays that it returns.
       sketched: for values and for cotangents the row of each position.
       axes: of each position the axes before a sketch; see `by_steps`.
+      given: the loss, if it is one.
     """
 
     record: Record
@@ -72,6 +72,7 @@ class Recording:
     returned: list[int]
     sketched: tuple[dict[Any, int], dict[Any, int]]
     axes: dict[Any, list[tuple[bool, bool]]]
+    given: DiagnosisSubject | None = None
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -80,7 +81,7 @@ class Recording:
         how far rounding moves the numbers: in eight runs of one compiled program.
         """
         run = self._compiled if dtype is None else self._jitted(Widen(dtype))
-        found, hashes, whole = self._numbers(run(self.leaves))
+        found, hashes, whole = self._numbers(self._called(run))
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i in {*found, *hashes}:
             rows[i].sketch, rows[i].exact = found.get(i), hashes.get(i, "")
@@ -91,6 +92,18 @@ class Recording:
         for row in rows:
             with_one_copy(row)
         return record
+
+    def _called(self, run: Callable[[list], list]) -> list:
+        """The arrays of a run; `ValueError` with the operation whose callback raises an error."""
+        try:
+            return run(self.leaves)
+        except Exception as error:
+            if self.given is None or not is_of_callback(error):
+                raise
+            finding = raised_finding(raised_in(self.given), told_error(error), self.given)
+            raise ValueError(
+                f"{finding.message}; clipgrad.diagnose follows its operands back"
+            ) from error
 
     def measure(self, record: Record, own: Numbers | None = None) -> None:
         """Add how far rounding moves numbers of a record to it; by default those of arrays."""

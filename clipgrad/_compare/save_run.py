@@ -6,9 +6,10 @@ from typing import Any
 
 from clipgrad._compare.file import check_path, save_record
 from clipgrad._compare.losses import recorded_loss
-from clipgrad._compare.recording import Recording, plain_settings
+from clipgrad._compare.recording import Recording
 from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call
+from clipgrad._jaxpr import settings_of_runs
 from clipgrad._trees import explain_call
 
 
@@ -69,7 +70,7 @@ def save_run(
     """
     check_call(fun, args, kwargs)
     check_path(path)
-    with plain_settings():
+    with settings_of_runs():
         save_record(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
 
 

@@ -4,10 +4,11 @@ import functools
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._jaxpr import (
@@ -15,6 +16,7 @@ from clipgrad._jaxpr import (
     JIT,
     called_program,
     device_count,
+    manual_axes,
     opened,
 )
 from clipgrad._names.scopes import ScopePath, path
@@ -101,6 +103,30 @@ class Place(NamedTuple):
     def nest(self) -> tuple[int, ...]:
         """The lengths of the scans around the equation, outermost first."""
         return tuple(equation.params["length"] for equation in self.scans)
+
+    def device(self, found: Iterable[tuple[int, ...]]) -> str | None:
+        """The coordinates of the first of some devices, such as "data=5".
+
+        Axes along which it is all of them are left out; None if it is every device. ``found`` has
+        for each device its number in each `shard_map` around, outermost first.
+        """
+        maps = [e for e in reversed(self.chain[1:]) if e.primitive.name == "shard_map"]
+        sizes = {a: e.params["mesh"].shape[a] for e in maps for a in manual_axes(e)}
+        shapes = [[sizes[a] for a in manual_axes(e)] for e in maps]
+        places = {
+            tuple(int(i) for n, s in zip(own, shapes, strict=True) for i in np.unravel_index(n, s))
+            for own in found
+        }
+        left = list(sizes)
+        for axis in sizes:
+            at = left.index(axis)
+            without = {place[:at] + place[at + 1 :] for place in places}
+            if len(places) == sizes[axis] * len(without):
+                places, left = without, left[:at] + left[at + 1 :]
+        first = min(places, default=())
+        # A `pmap` without a name has JAX's own.
+        names = ["pmap" if axis.startswith("_internal_pmap") else axis for axis in left]
+        return ", ".join(f"{a}={i}" for a, i in zip(names, first, strict=True)) or None
 
     @property
     def _frames(self) -> list[Any]:

@@ -138,7 +138,7 @@ def clip_per_example(
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
       Privacy, 2016, https://arxiv.org/abs/1607.00133.
     """
-    rule = rules.as_rule(rule)
+    rule = rules.as_rule(rule, of="gradients")
     rules.check_policy(nonfinite)
     check_method(method)
     if reduce not in REDUCTIONS:

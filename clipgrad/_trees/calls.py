@@ -125,12 +125,16 @@ def check_arguments(fun: Any, args: Any, kwargs: Any = None) -> None:
     """
     if not callable(fun):
         hint = "; write the function itself, without calling it" if is_array(fun) else ""
-        raise TypeError(f"fun: got {described(fun)}, expected a function{hint}")
+        got = repr(fun) if isinstance(fun, bool | int | float | str) else described(fun)
+        raise TypeError(f"fun: got {got}, expected a function{hint}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        if isinstance(args, tuple) and isinstance(kwargs, int | float | str):
+        if isinstance(args, tuple):
+            is_option = isinstance(kwargs, bool | int | float | str)
+            got = repr(kwargs) if is_option else described(kwargs)
+            hint = "; write an option by its name" if is_option else ""
             raise TypeError(
-                f"kwargs: got {kwargs!r}, expected a mapping of fun's keyword arguments, such as a "
-                "dict; write an option by its name"
+                f"kwargs: got {got}, expected a mapping of fun's keyword arguments, such as a "
+                f"dict{hint}"
             )
         raise TypeError(
             "args: got the arguments of fun one by one, expected a tuple of them; write "
