@@ -104,15 +104,12 @@ HARMLESS = {
     ("_numerics/reductions.py", "merged"): "of integers",
     ("_jaxpr/elements.py", "at_first"): "on every device",
     ("_compare/sketches.py", "_sizes"): "of finite elements",
-    ("_diagnose/cotangents.py", "_cotangent_sums"): "a sum beside it says whether there is NaN",
-    ("_diagnose/edges.py", "reduced"): "numbers in a message, which nothing is decided by",
-    ("_diagnose/flags.py", "badness"): "of integers",
-    ("_diagnose/flags.py", "of"): "of integers",
-    ("_diagnose/notes.py", "kept"): "of integers",
-    ("_per_example/grams.py", "_largest_exponent"): "of integers",
+    ("_diagnose/loops.py", "_by_step"): "of levels, which are integers",
+    ("_diagnose/measure.py", "run"): "of gradients that are finite",
+    ("_diagnose/probe.py", "_sums_of"): "a sum beside it says whether there is NaN",
     ("_per_example/squares.py", "over_axis"): "of integers",
     ("_per_example/squares.py", "largest_of_each"): "of what is then squared and added up",
-    ("_recorder/flag.py", "_copied_flag"): "of integers",
+    ("_recorder/flag.py", "_copied_numbers"): "of integers",
     ("_clip/ema.py", "update"): "of finite norms",
     ("_clip/ema.py", "_jointly"): "of finite norms",
     ("_training/accumulate.py", "averaged"): "along an axis that no device cuts",
@@ -120,7 +117,7 @@ HARMLESS = {
 }
 
 
-HOST = ("_check", "_demo")  # methods there are of NumPy's arrays
+HOST = {"_check", "_demo"}  # methods there are of NumPy's arrays
 
 
 def extremes_of(path):
@@ -135,7 +132,7 @@ def extremes_of(path):
         called = node.func if isinstance(node, ast.Call) else None
         for own, bases in ((node, ("jnp", "lax", "jax.lax")), (called, None)):
             if isinstance(own, ast.Attribute) and own.attr in EXTREMES:
-                of, is_method = ast.unparse(own.value), path.parent.name not in HOST
+                of, is_method = ast.unparse(own.value), not {path.parent.name, path.stem} & HOST
                 if of in bases if bases else is_method and of != "np":
                     yield name
         for child in ast.iter_child_nodes(node):

@@ -7,7 +7,7 @@ from clipgrad._check.behavior import Claim, compared_claim
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, further
 from clipgrad._check.theirs import TheirError
-from clipgrad._check.values import Found, check_point, is_near
+from clipgrad._check.values import CheckedPoint, check_point, is_near
 from clipgrad._check.verdict import DISPUTED, NOISE, VERIFIED, WRONG
 from clipgrad._check.witnesses import differentiated
 
@@ -59,7 +59,7 @@ def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     return True
 
 
-def _reads_one_triangle(found: Found) -> bool:
+def _reads_one_triangle(found: CheckedPoint) -> bool:
     """Whether a wrong leaf was a symmetric matrix, both triangles of which plain AD takes as one.
 
     Then the function is meant for symmetric matrices.

@@ -39,7 +39,7 @@ DISPUTES = (
 
 
 @dataclasses.dataclass
-class Found:
+class CheckedPoint:
     """The verdict at a point, and what to show of it."""
 
     point: Point
@@ -119,7 +119,7 @@ class Found:
         return "" if is_same else "; analytic is the transpose of numeric"
 
 
-def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
+def check_point(point: Point, log: Log, disputes_fail: bool) -> CheckedPoint:
     """The verdict at a point.
 
     The rule in float64 must agree with plain AD and slopes; the gradient as it was computed must
@@ -139,7 +139,7 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
     disputed = search.kinds == DISPUTED
     if disputes_fail and point.of.is_ruled:
         search.kinds[disputed] = WRONG
-    found = Found(point, search.kinds, search.numbers, disputed)
+    found = CheckedPoint(point, search.kinds, search.numbers, disputed)
     if rule is not None:
         _check_arithmetic(found, rule, log)
     elif point.plain is not None and (search.kinds == WRONG).any():
@@ -149,17 +149,17 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> Found:
     return found
 
 
-def _by_paddles_rule(point: Point, log: Log, most: float) -> Found:
+def _by_paddles_rule(point: Point, log: Log, most: float) -> CheckedPoint:
     """The verdict by |numeric - analytic| / |numeric|, absolute where |numeric| < 1e-3."""
     search = Search(point, point.gradient, slack_of("float64"), log).run(full=True)
     for j, (numeric, _, analytic, *_, is_kink) in search.numbers.items():
         if search.kinds[j] in (OK, WRONG) and not is_kink:
             size = 1.0 if abs(numeric) < 1e-3 else abs(numeric)
             search.kinds[j] = WRONG if abs(numeric - analytic) > most * size else OK
-    return Found(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
+    return CheckedPoint(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
 
 
-def _check_arithmetic(found: Found, r: np.ndarray, log: Log) -> None:
+def _check_arithmetic(found: CheckedPoint, r: np.ndarray, log: Log) -> None:
     """The gradient as it was computed is the rule's in float64, to its type or to rounding."""
     point, kinds, g, typical = (
         found.point,

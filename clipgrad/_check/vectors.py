@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipgrad._trees import is_complex as is_complex
 from clipgrad._trees import wide_dtype as wide_dtype
 from clipgrad._trees import widened_leaf as widened_leaf
 
 Leaf = Any
-
-
-def is_complex(leaf: Leaf) -> bool:
-    """Whether the numbers of a leaf are complex."""
-    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
 def real_name(leaf: Leaf) -> str:

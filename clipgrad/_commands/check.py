@@ -25,7 +25,8 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "mode": (
         "{auto,full}",
         str,
-        "auto: single elements where rule and plain AD differ, the rest together; full: each element by itself",
+        "auto: single elements where rule and plain AD differ, the rest together; full: each "
+        "element by itself",
     ),
     "max_relative_error": ("ERROR", float, "Paddle's tolerance, such as 0.005"),
     "tolerance": ("ERROR", float, "the relative error that the backward may have"),

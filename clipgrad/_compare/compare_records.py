@@ -41,7 +41,7 @@ def result(sides: Sides, findings: list, with_arguments: bool) -> GradientCompar
         notes += _inner_differences(sides, with_arguments)
     notes += _other_types(sides) + _other_circumstances(sides.a, sides.b)
     unmatched = [*sides.matching.unmatched, *(own.text for own in sides.matching.alone)]
-    parts = tuple(findings), _rows(sides), tuple(unmatched), tuple(dict.fromkeys(notes))
+    parts = tuple(findings), _rows_of_both(sides), tuple(unmatched), tuple(dict.fromkeys(notes))
     return GradientComparison(not findings, *parts)
 
 
@@ -98,7 +98,7 @@ def _other_circumstances(a: Record, b: Record) -> list[str]:
     return ["; ".join(found)] if found else []
 
 
-def _rows(sides: Sides) -> tuple[ComparisonRow, ...]:
+def _rows_of_both(sides: Sides) -> tuple[ComparisonRow, ...]:
     """The values, with their cotangents, and the outputs of steps."""
     nodes = sides.a.rows
     back: dict[tuple, Pair] = {(nodes[p.own[0]].node, p.own[1]): p for p in sides.of("cotangent")}

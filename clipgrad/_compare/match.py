@@ -61,7 +61,7 @@ def match(a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | N
       ValueError: an expression of ``names`` fits no value of the first record, or leads to none of
         the second.
     """
-    values, unmatched = _values(a, b, names)
+    values, unmatched = _named_values(a, b, names)
     pairs, alone = [*values, *_cotangents(a, b, values)], []
     for kind in ("argument", "output", "gradient"):
         rows = a.of(kind), b.of(kind)
@@ -99,7 +99,9 @@ def _judged(
     return found, alone, list(texts)
 
 
-def _values(a: Record, b: Record, names: Mapping[str, str] | None) -> tuple[list[Pair], list[str]]:
+def _named_values(
+    a: Record, b: Record, names: Mapping[str, str] | None
+) -> tuple[list[Pair], list[str]]:
     ours, theirs = Renamed(dict(names or {})), Renamed({})
     theirs.patterns = [y for x, y in ours.rules if "*" in y and "*" not in x]
     groups = _groups(a, ours), _groups(b, theirs)

@@ -30,7 +30,7 @@ class _Batch(NamedTuple):
 
     def has(self, name: str, x: Any) -> bool:
         """Whether an array of the subject is cut."""
-        return _has_rows(x, self.size) and _place_of(name) in self.places
+        return _is_batched(x, self.size) and _place_of(name) in self.places
 
     def changed(
         self, args: tuple, kwargs: Mapping[str, Any], change: Callable[[Any], Any]
@@ -40,13 +40,13 @@ class _Batch(NamedTuple):
         def own(place: str, tree: Any) -> Any:
             if place not in self.places:
                 return tree
-            return jax.tree.map(lambda x: change(x) if _has_rows(x, self.size) else x, tree)
+            return jax.tree.map(lambda x: change(x) if _is_batched(x, self.size) else x, tree)
 
         changed = tuple(own(argument_name(i), x) for i, x in enumerate(args))
         return changed, {key: own(argument_name(key), x) for key, x in kwargs.items()}
 
 
-def _has_rows(x: Any, size: int) -> bool:
+def _is_batched(x: Any, size: int) -> bool:
     return np.ndim(x) > 0 and np.shape(x)[0] == size
 
 
@@ -94,7 +94,7 @@ def _batch_of(given: DiagnosisSubject, args: tuple, kwargs: Any, examples: Any) 
     batch = _Batch(_rows_of(given, places), places)
     moved = {_place_of(given.names[i]) for i in given.chosen}
     pairs = zip(given.names, given.inputs, strict=True)
-    rows = [_place_of(name) for name, x in pairs if _has_rows(x, batch.size)]
+    rows = [_place_of(name) for name, x in pairs if _is_batched(x, batch.size)]
     others = [place for place in dict.fromkeys(rows) if place not in {*places, *moved}]
     if others and isinstance(examples, str | int):
         raise ValueError(

@@ -28,7 +28,7 @@ def trace(
     """Trace a function.
 
     With ``only_read`` the program is not to be evaluated: what custom rules close over stays
-    inside, since their derivatives would be traced to find it, for a loop in a loop again and again.
+    inside. To find it, their derivatives would be traced, for a loop in a loop again and again.
 
     JAX and NumPy arrays are traced, and `jax.ShapeDtypeStruct` as one; all other leaves (Python
     numbers, strings, functions) reach the function as they are, and those that it returns are kept.

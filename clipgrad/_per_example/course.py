@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from clipgrad._per_example.norms_of_rows import gram_entries, group_and_row_count, have_grams
 from clipgrad._per_example.uses import Convolution, Use
-from clipgrad._per_example.walk import EquationPath, Found
+from clipgrad._per_example.walk import EquationPath, WalkedProgram
 
 # JAX makes the gradient of each example where it is smaller than its rows: they would be stored,
 # and it is stored in any case. A gradient that is about as large is left to its Gram matrices,
 # which are smaller than both.
-_FEW = 1.5
+_FEW_PLACES = 1.5
 
 
 class LeafCourse(NamedTuple):
@@ -34,7 +34,7 @@ class LeafCourse(NamedTuple):
     rows: int = 0
 
 
-def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
+def course_of(leaf: int, shape: Sequence[int], found: WalkedProgram) -> LeafCourse:
     """The course of a leaf, by its uses."""
     entries = [(where, use) for where, use in found.uses.items() if use.place.leaf == leaf]
     uses, size = [use for _, use in entries], math.prod(shape)
@@ -43,7 +43,7 @@ def course_of(leaf: int, shape: Sequence[int], found: Found) -> LeafCourse:
     if not uses:
         return LeafCourse("none", "not used")
     numbers = sum(map(_stored, uses))
-    if numbers > _FEW * size and all(map(_is_made_by_jax, uses)):
+    if numbers > _FEW_PLACES * size and all(map(_is_made_by_jax, uses)):
         return LeafCourse("direct", "its gradient is smaller than its rows")
     rows = sum(math.prod(group_and_row_count(use)) for use in uses)
     if not have_grams(uses):

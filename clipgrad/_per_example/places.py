@@ -22,7 +22,7 @@ KEEPING = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}
 RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 
 
-class Step(NamedTuple):
+class ViewStep(NamedTuple):
     """One result of an equation with one input, done along the axes of the scans around it."""
 
     depth: int
@@ -64,7 +64,7 @@ class ViewPlace(NamedTuple):
     box: tuple[tuple[int, int], ...]
     frame: tuple[Any, ...] = ()
     scans: tuple[Scan, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ViewStep, ...] = ()
 
     @classmethod
     def of_leaf(cls, leaf: int, shape: Sequence[int]) -> "ViewPlace":
@@ -119,7 +119,7 @@ class ViewPlace(NamedTuple):
 
     def _after(self, equation: JaxprEqn, result: int = 0, **changed: Any) -> "ViewPlace":
         depth = sum(scan.is_along for scan in self.scans)
-        step = Step(depth, equation, result)
+        step = ViewStep(depth, equation, result)
         return self._replace(steps=(*self.steps, step), **changed)
 
     def _reshaped(self, equation: JaxprEqn, old: Sequence[int], new: Sequence[int]) -> "ViewPlace":

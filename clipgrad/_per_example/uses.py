@@ -27,7 +27,7 @@ from clipgrad._per_example.products import product
 EXAMPLES = ("examples",)
 
 
-class Sides(NamedTuple):
+class FactorRows(NamedTuple):
     """The axes of rows: what both sides have, the rows, and the numbers of x and of ct."""
 
     groups: list[Label]
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         return all(x.ndim == 4 and x.shape[0] == x.shape[2] == 1 for x in self)
 
     @classmethod
-    def of(cls, sides: Sides, x: jax.Array, ct: jax.Array) -> "Rows":
+    def of(cls, sides: FactorRows, x: jax.Array, ct: jax.Array) -> "Rows":
         """The rows, with the side of the first labels on the left."""
         return cls(x, ct) if sides.x <= sides.ct else cls(ct, x)
 
@@ -102,13 +102,13 @@ class Use:
         return self.place.frame, self.place.box, groups, frozenset(numbers)
 
     @functools.cached_property
-    def sides(self) -> Sides:
+    def sides(self) -> FactorRows:
         """The axes of the rows."""
         x, ct = (set(own) for own in self.labels)
         weights = [{k for k in own if k[0] in ("leaf", "view", "along")} for own in (x, ct)]
         groups = weights[0] & weights[1]
         rows = (x & ct) - groups - {EXAMPLES}
-        return Sides(*map(sorted, (groups, rows, weights[0] - groups, weights[1] - groups)))
+        return FactorRows(*map(sorted, (groups, rows, weights[0] - groups, weights[1] - groups)))
 
     @functools.cached_property
     def labels(self) -> tuple[list[Label], list[Label]]:
@@ -275,10 +275,10 @@ class Lookup(Use):
         return [("row", i) for i in rows], ct
 
     @functools.cached_property
-    def sides(self) -> Sides:
+    def sides(self) -> FactorRows:
         """The axes of the rows, in which an index stands for a row of numbers."""
         groups, rows, x, ct = Use.sides.func(self)  # type: ignore[attr-defined]
-        return Sides(groups, rows, [*x, self.axis(self.along_axis)], ct)
+        return FactorRows(groups, rows, [*x, self.axis(self.along_axis)], ct)
 
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
         """The indices of the rows, and the cotangents; 0 where an index is out of range."""
@@ -318,7 +318,7 @@ def _at_places(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
 
 
 def _in_rows(
-    values: jax.Array, labels: Sequence[Label], sides: Sides, numbers: Sequence[Label]
+    values: jax.Array, labels: Sequence[Label], sides: FactorRows, numbers: Sequence[Label]
 ) -> jax.Array:
     """(groups, examples, rows, numbers)."""
     order = [*sides.groups, EXAMPLES, *sides.rows, *numbers]

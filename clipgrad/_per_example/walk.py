@@ -26,7 +26,7 @@ EquationPath = tuple[Var, ...]
 
 
 @dataclasses.dataclass
-class Found:
+class WalkedProgram:
     """The uses of the weights of a program.
 
     Attributes:
@@ -44,9 +44,9 @@ class Found:
                 self.others.setdefault(place.leaf, reason)
 
 
-def found_in(program: Any, count: int, data: frozenset[Var]) -> Found:
+def found_in(program: Any, count: int, data: frozenset[Var]) -> WalkedProgram:
     """The uses of the first ``count`` inputs of a program; ``data`` depends on the example."""
-    jaxpr, found = opened(program)[0], Found()
+    jaxpr, found = opened(program)[0], WalkedProgram()
     leaves = [
         ViewPlace.of_leaf(i, v.aval.shape) if has_views(v.aval) else None
         for i, v in enumerate(jaxpr.invars[:count])
@@ -62,7 +62,7 @@ def found_in(program: Any, count: int, data: frozenset[Var]) -> Found:
 class _Search:
     """The places of the variables of a program, from shapes alone."""
 
-    found: Found
+    found: WalkedProgram
     data: frozenset[Var]
 
     def along(self, program: Any, inputs: Sequence[ViewPlace | None], where: EquationPath) -> list:
