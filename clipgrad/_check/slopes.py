@@ -25,7 +25,7 @@ TWO_STEPS = {"float64": slice(3, 5), "float32": slice(2, 4), "float16": slice(1,
 # binary digits, which leave room for those of a float32 beside a step of 2 ** -32.
 ODD = round(1.37 * 2**16) / 2**16
 # At most so many moves are measured by one call, and so many numbers come back.
-SHIFTS, OUTPUTS_AT_ONCE = 128, 2**23
+SLOPE_MOVES, OUTPUTS_AT_ONCE = 128, 2**23
 RUNS_OF_FUNCTION = 4  # of the function with other roundings
 LONG = 5000  # moves that get a progress bar, where tqdm is installed
 AS_EXACT, AS_COMPUTED = Parts(0.0, 0.0), Parts(1.0, 1.0)
@@ -55,7 +55,9 @@ class Evaluation:
         wider = vectors.wide_dtype if self.is_wide else lambda dtype: dtype
         self._like = [jax.ShapeDtypeStruct(x.shape, wider(x.dtype)) for x in subject.inputs]
         self._size = int(vectors.offsets(subject.outputs)[-1])
-        self._batch = 2 * int(np.clip(OUTPUTS_AT_ONCE // max(2 * self._size, 1), 1, SHIFTS // 2))
+        self._batch = 2 * int(
+            np.clip(OUTPUTS_AT_ONCE // max(2 * self._size, 1), 1, SLOPE_MOVES // 2)
+        )
         is_traced = subject.program is not None
         self._run = _jaxpr.low_jit(self._looped) if is_traced else self._looped_in_python
         self._rounded = _jaxpr.low_jit(self._rounded_outputs)

@@ -192,8 +192,8 @@ def _check_comparison(
             )
     elif not callable(other) and not _is_path(other):
         raise TypeError(
-            f"other: got {described(other)}, expected a function of the same arguments, the path of a "
-            f"run, or the name of a dtype, one of {', '.join(WIDER_DTYPES)}"
+            f"other: got {described(other)}, expected a function of the same arguments, the path "
+            f"of a run, or the name of a dtype, one of {', '.join(WIDER_DTYPES)}"
         )
     if other_args is not None and not isinstance(other_args, tuple):
         raise TypeError(

@@ -50,7 +50,7 @@ class Cause(NamedTuple):
     is_note: bool  # whether it may be meant
 
 
-class CauseRow(NamedTuple):
+class Zero(NamedTuple):
     """A sentence of the table, with places for the facts."""
 
     text: str
@@ -62,53 +62,53 @@ class CauseRow(NamedTuple):
 # What is meant to detach comes last: a cut that nobody chooses is the finding beside it.
 DETACHED = 8
 CAUSES = {
-    "branch": CauseRow("it is read only in a branch of the cond that is not taken",
+    "branch": Zero("it is read only in a branch of the cond that is not taken",
                   "check the predicate; a branch that is not taken trains nothing"),
-    "stop_gradient": CauseRow("{label} detaches it", "if that is meant, leave it out of argnums",
+    "stop_gradient": Zero("{label} detaches it", "if that is meant, leave it out of argnums",
                          DETACHED, True),
-    "custom rule": CauseRow("the rule of {operation} returns zeros for operand {operand}",
+    "custom rule": Zero("the rule of {operation} returns zeros for operand {operand}",
                        "compare it with numerical slopes by cg.check_grads"),
-    "flat": CauseRow("{label} is flat everywhere, so its derivative is 0",
+    "flat": Zero("{label} is flat everywhere, so its derivative is 0",
                 "x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through", -0.2),
-    "cast": CauseRow("a cast to {dtype} has no derivative",
+    "cast": Zero("a cast to {dtype} has no derivative",
                 "keep it floating, or let the gradient through by a custom VJP", 1),
-    "index": CauseRow("the indices of {label} have no derivative",
+    "index": Zero("the indices of {label} have no derivative",
                  "multiply by the values, or by their softmax", 2),
-    "comparison": CauseRow("a comparison ({label}) has no derivative",
+    "comparison": Zero("a comparison ({label}) has no derivative",
                       "use a smooth function such as jax.nn.sigmoid", 3),
-    "one element": CauseRow("{label} over an axis of length 1 is constant",
+    "one element": Zero("{label} over an axis of length 1 is constant",
                        "if a choice is meant, weigh by the softmax over all, before one is chosen",
                        -0.1),
-    "dead": CauseRow("{label} is flat at all {size:,} elements of its input, {numbers}",
+    "dead": Zero("{label} is flat at all {size:,} elements of its input, {numbers}",
                 "a smaller step or bias, or a leaky form, lets the gradient through"),
-    "saturated": CauseRow("{label} is saturated at all {size:,} elements of its input, {numbers}",
+    "saturated": Zero("{label} is saturated at all {size:,} elements of its input, {numbers}",
                      "scale its input, or compute with its logarithm"),
-    "clipped": CauseRow("{label} clips all {size:,} elements of its input, {numbers}",
+    "clipped": Zero("{label} clips all {size:,} elements of its input, {numbers}",
                    "widen its bounds, or scale its input"),
-    "where": CauseRow("the {label} takes the other side at every element",
+    "where": Zero("the {label} takes the other side at every element",
                  "check its mask: the condition, its axis, and what it is for"),
-    "not read": CauseRow("{label} reads or writes no element of it that has a cotangent",
+    "not read": Zero("{label} reads or writes no element of it that has a cotangent",
                     "check the indices, and what else is read there", 0.5),
-    "overwritten": CauseRow("what {label} puts there is overwritten before it is read",
+    "overwritten": Zero("what {label} puts there is overwritten before it is read",
                        "check the indices; in a scan add to the carry, or return it as an output"),
-    "zero factor": CauseRow("it is multiplied by {source}", "check what makes these zeros"),
-    "underflow": CauseRow("a cotangent of {largest:.2g} is less than {dtype} can hold",
+    "zero factor": Zero("it is multiplied by {source}", "check what makes these zeros"),
+    "underflow": Zero("a cotangent of {largest:.2g} is less than {dtype} can hold",
                      "scale the loss, or compute in float32"),
-    "cancels": CauseRow("the cotangents of its uses are not zero, but their sum is",
+    "cancels": Zero("the cotangents of its uses are not zero, but their sum is",
                    "the loss does not depend on it here, as where a value is subtracted from "
                    "itself, or over an axis of length 1", -0.1),
     # What may be meant.
-    "trains later": CauseRow("it is multiplied by {source} and has a gradient: its first update ends "
+    "trains later": Zero("it is multiplied by {source} and has a gradient: its first update ends "
                         "that", "", 0, True),
-    "zero factors": CauseRow("it is multiplied by {source}, and whose gradient is 0 too: neither ever "
+    "zero factors": Zero("it is multiplied by {source}, and whose gradient is 0 too: neither ever "
                         "trains", "start one of the two from other values"),
-    "constant zeros": CauseRow("it is multiplied by constant zeros, as an initial state is", "", 0.3,
+    "constant zeros": Zero("it is multiplied by constant zeros, as an initial state is", "", 0.3,
                           True),
-    "random": CauseRow("random numbers alone decide that it is multiplied by 0 or left out, as a layer "
+    "random": Zero("random numbers alone decide that it is multiplied by 0 or left out, as a layer "
                   "that is dropped", "", 0, True),
-    "stationary": CauseRow("its input is 0 throughout, where {label} is flat",
+    "stationary": Zero("its input is 0 throughout, where {label} is flat",
                       "start from other values", 1.5, True),
-    "silent": CauseRow("the cotangents along an axis add up to 0", "", 0.5, True),
+    "silent": Zero("the cotangents along an axis add up to 0", "", 0.5, True),
 }  # fmt: skip
 SILENT = "silent"
 # Of a loss that is 0 these are what one wants, such as a hinge loss without a violation.

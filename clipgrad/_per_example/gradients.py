@@ -157,7 +157,9 @@ class ExampleProgram:
         """The sum of the gradients of a leaf times weights, of the examples that are ``ok``."""
         kind, shape = self.leaves[leaf].dtype, self.leaves[leaf].shape
         if each is not None:
-            return _summed(_where_ok(ok, with_real_dtype(each, accumulator(each)), 0), weights)
+            return _sum_over_examples(
+                _where_ok(ok, with_real_dtype(each, accumulator(each)), 0), weights
+            )
         if self.courses[leaf].norm == "none":
             return jnp.zeros(shape, accumulator(jnp.zeros((), kind)))
         return sum(
@@ -179,7 +181,7 @@ def _weighted(use: Use, x: jax.Array, ct: jax.Array, weights: Each, ok: Each) ->
     return use.total(x, ct)
 
 
-def _summed(each: jax.Array, weights: Each) -> jax.Array:
+def _sum_over_examples(each: jax.Array, weights: Each) -> jax.Array:
     """The sum of the gradients times weights; a product, which a CPU adds up 5 times as fast."""
     if weights is None:
         return jnp.sum(each, axis=0)
