@@ -440,7 +440,7 @@ def test_the_gradients_have_the_structure_and_dtypes_of_the_parameters():
 @pytest.mark.parametrize(
     "wrong, error, match",
     [
-        ({"rule": 0.1}, TypeError, r"rule: got 0.1 .* did you mean ErrorClipByValue\(max=0.1\)"),
+        ({"rule": 0.1}, TypeError, r"rule: got 0.1 .* did you mean ClipByGlobalNorm\(0.1\)"),
         ({"rule": cg.ClipByNorm(lambda t: 1.0)}, TypeError, "max_norm: got a schedule"),
         ({"reduce": "max"}, ValueError, "reduce: got 'max', expected one of mean, sum"),
         ({"microbatch": 0}, ValueError, "microbatch: got 0, expected a positive integer or None"),
