@@ -38,7 +38,7 @@ def optimizer() -> optax.GradientTransformation:
         cg.clip_by_norm(cg.EMAThreshold(warmup=8)),
         cg.clip_by_global_norm(cg.HistoryThreshold(window=32)),
         cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.5, 1000)),
-        cg.skip_spikes(optax.sgd(0.01, momentum=0.9), window=32, max_consecutive=4),
+        cg.skip_spikes(optax.sgd(0.01, momentum=0.9), window=32),
     )
 
 
