@@ -157,7 +157,8 @@ def train_step(
 
     Raises:
       TypeError: if ``loss_fn`` is not a function, ``optimizer`` not a gradient transformation, or
-        ``error_clip`` not a mapping of names to rules; by ``step.init``, for PRNG keys outside of an Equinox model.
+        ``error_clip`` not a mapping of names to rules; by ``step.init``, for PRNG keys outside
+        of an Equinox model.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
         the batch, a name can't be found or reached, a step has overwritten the state, or the
         optimizer's state has places for integer parameters.
