@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping
 
-# The names of torch and optax that are used most, and a name that is near to a wrong one.
+# The names of torch and optax that are used most.
 NAMES = {
     "apply_if_finite": "skip_spikes(optimizer)",
     "clip": "clip_by_value(max)",
@@ -19,16 +19,14 @@ def hint(name: str, public: Mapping[str, str]) -> str:
 
     ``public`` has the module of each public name.
     """
-    if ours := NAMES.get(name):
+    if ours := {_letters(theirs): ours for theirs, ours in NAMES.items()}.get(_letters(name)):
         return f"; write clipgrad.{ours}"
-    known = [*public, *NAMES]
-    found = difflib.get_close_matches(_letters(name), map(_letters, known), n=1, cutoff=0.8)
+    found = difflib.get_close_matches(_letters(name), map(_letters, public), n=1, cutoff=0.8)
     if not found:
         return ""
-    same = [own for own in known if _letters(own) == found[0]]  # ClipByNorm and clip_by_norm
+    same = [own for own in public if _letters(own) == found[0]]  # ClipByNorm and clip_by_norm
     near = max(same, key=lambda own: difflib.SequenceMatcher(None, name, own).ratio())
-    place = f"{public[near]}.{near}" if near in public else f"clipgrad.{NAMES[near]}"
-    return f"; write {place}"
+    return f"; write {public[near]}.{near}"
 
 
 def _letters(name: str) -> str:

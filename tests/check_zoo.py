@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clipgrad._check.behavior import BEHAVIORS
 from jax import lax
+
+from clipgrad._check.behavior import BEHAVIORS
 
 # Of a wrong rule that values alone show: what they find is found beside other checks too.
 VALUES_ALONE = {"skip": tuple(BEHAVIORS)}

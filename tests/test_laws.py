@@ -269,6 +269,18 @@ def test_derivatives_through_a_clip_are_finite(case, apply, scale, key):
     chex.assert_tree_all_finite(derivatives_through(case.make, apply)(grads, LIMIT, params))
 
 
+@pytest.mark.exhaustive
+@every_case
+def test_a_hessian_at_zero_is_that_of_the_identity(case):
+    factor = 1.0 if case.limits else float(case.make(LIMIT)(1e-6)) / 1e-6
+
+    def half_square(grads):
+        return jnp.sum(case.make(LIMIT)(grads, jnp.ones((2, 2))) ** 2) / 2
+
+    hessian = jax.hessian(half_square)(jnp.zeros((2, 2))).reshape(4, 4)
+    np.testing.assert_allclose(hessian, factor**2 * np.eye(4), rtol=1e-4)
+
+
 @pytest.mark.kinds("case", "apply", "bad")
 @everywhere
 @every_scaling

@@ -131,10 +131,10 @@ MIXED = "scanned layers"  # with a stack of kernels, and biases that are direct
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "make",
-    [lambda c: cg.ClipByNorm(c), lambda c: cg.ClipByBlockRMS(c / 10), lambda c: None],
-    ids=["norm", "block rms", "off"],
+    [cg.ClipByNorm, lambda c: cg.ClipByBlockRMS(c / 10), cg.AutoNorm, lambda c: None],
+    ids=["norm", "block rms", "auto norm", "off"],
 )
-def test_rules_by_leaf_and_none_equal_the_direct_method(make):
+def test_other_rules_of_norms_and_none_equal_the_direct_method(make):
     params, batch = arguments(MIXED)
     loss, rule = PROGRAMS[MIXED].loss, make(0.3)
 

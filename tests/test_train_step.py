@@ -236,6 +236,8 @@ def test_a_clip_that_does_not_act_in_a_step_shows_the_last_in_which_it_did(key):
 def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
     with pytest.raises(TypeError, match=r"loss_fn: got an optax.*; write train_step\(loss_fn, opt"):
         cg.train_step(optax.sgd(0.1), lambda params, batch: 0.0)
+    with pytest.raises(TypeError, match=r"loss_fn: got float, expected a function of \(params, b"):
+        cg.train_step(0.5, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

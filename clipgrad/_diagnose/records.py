@@ -11,7 +11,7 @@ class GradientFinding:
     """Something wrong with a gradient.
 
     Attributes:
-      kind: "value", "vjp", "raises", "grows", "shrinks", "underflow" or "zero".
+      kind: "value", "vjp", "sum", "raises", "grows", "shrinks", "underflow" or "zero".
       file: the file of the user's line.
       line: its number.
       operation: JAX's name of the operation, or the name of the function with a rule of its own.

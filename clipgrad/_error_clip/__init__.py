@@ -1,4 +1,10 @@
-"""Clips of cotangents inside of the backward pass: on a value, a function, by name, everywhere."""
+"""Clips of cotangents inside of the backward pass: on a value, a function, by name, everywhere.
+
+All of them are one identity, whose backward pass applies a rule to the cotangent, once it has been
+summed over all uses of the value. By name and everywhere, a traced program is evaluated again with
+this identity behind the values that are meant. A backward pass returns only cotangents, so
+statistics leave it as the cotangent of a further argument, the probe.
+"""
 
 from clipgrad._error_clip.by_name import error_clip_by_name as error_clip_by_name
 from clipgrad._error_clip.cotangent import clip_cotangent as clip_cotangent

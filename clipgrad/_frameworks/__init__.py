@@ -1,4 +1,9 @@
-"""Models of flax NNX and Equinox: attribute paths, state, leaves that are not arrays."""
+"""Models of flax and Equinox as trees of arrays.
+
+A model is taken apart into what is trained, the state that a call changes, and all else. So a
+function of models becomes a function of arrays, which JAX can differentiate and compile. Afterwards
+the model gets its changed state back, as from the framework's own ``grad``.
+"""
 
 from clipgrad._frameworks.equinox import equinox_value_and_grad as equinox_value_and_grad
 from clipgrad._frameworks.equinox import has_modules as has_modules

@@ -1,7 +1,8 @@
 """Evaluate a jaxpr again with a hook at each equation, nested programs included.
 
-Only this package knows how JAX's higher-order primitives store their programs, and how their
-parameters differ between versions of JAX.
+Only this room knows how JAX's higher-order primitives store their programs, and how their
+parameters differ between versions of JAX. An evaluation enters these programs, and applies their
+primitive again to what becomes of them. A program can also be evaluated in a wider floating type.
 """
 
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered

@@ -1,4 +1,10 @@
-"""Names of values: tags, scopes of modules, attribute paths, and the place of an operation."""
+"""Names of the values of a program, which nobody has to edit for it.
+
+A value has a name if `checkpoint_name` tagged it, if it leaves a `jax.named_scope`, which modules
+of flax, Haiku and Equinox push, or if it leaves a submodule of an NNX or Equinox model. Patterns
+choose among these names. An operation has a place, too: its module, and its line in the user's
+files.
+"""
 
 from clipgrad._names.attribute_names import flax_nnx as flax_nnx
 from clipgrad._names.attribute_names import is_equinox as is_equinox

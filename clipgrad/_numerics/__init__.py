@@ -1,4 +1,9 @@
-"""Sums, norms and dtypes, exact where float16 and float32 overflow."""
+"""Sums and norms that neither overflow nor underflow, on any device and sharding.
+
+A norm is a root divided by a power of two. In the ordinary range the power is 1, and the root is
+that of a plain sum of squares, as in optax. Out of that range the elements are scaled before they
+are squared. Squares are summed in float32, in float64 if a leaf is float64.
+"""
 
 from clipgrad._numerics.calls import for_each as for_each
 from clipgrad._numerics.norms import AxisName as AxisName

@@ -276,8 +276,11 @@ def _root(count: float, total: jax.Array, scale: jax.Array) -> Norm:
 
 
 def _nothing(total: jax.Array) -> float:
-    """A small sum of squares to divide by the root of, in place of 0."""
-    return 2.0 ** (jnp.finfo(total.dtype).minexp + 6)
+    """A small sum of squares to divide by the root of, in place of 0.
+
+    A second derivative divides by the third power of that root, which must not be 0.
+    """
+    return 2.0 ** (jnp.finfo(total.dtype).minexp // 2 - 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -317,7 +320,8 @@ def _weights_of_norms(
 ) -> list[jax.Array]:
     """The derivative of each norm by its elements; 0 where the norm is 0."""
     roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
-    scales = groups.per_leaf([n.scale for n in norms], leaves)
+    # No scale at 0: twice the large one of small numbers would be inf in a second derivative.
+    scales = groups.per_leaf([jnp.where(n.root == 0, 0, n.scale) for n in norms], leaves)
     units = [
         over(times(with_real_dtype(g, r.dtype.name), s), r)
         for g, s, r in zip(leaves, scales, roots, strict=True)

@@ -39,7 +39,7 @@ def why_elements(rule: Any) -> str | None:
         return reason
     if rule is None or type(rule) is ClipByBlockRMS:
         return None
-    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2:
+    if type(rule) is AutoNorm or type(rule) is ClipByGlobalNorm and rule.ord == 2:
         return None
     if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
         return None

@@ -1,4 +1,9 @@
-"""The dependence of each value of a program on its inputs, and the rounding of its results."""
+"""The dependence of each value of a program on its inputs, and the rounding of its results.
+
+Rounding answers whether a difference could be rounding: a traced program runs again with each
+number moved by one rounding of its own type, up or down as a seed says. The checker and `compare`
+read how far the results move. There is no second model of rounding in this library.
+"""
 
 from clipgrad._program.dependence import active_variables as active_variables
 from clipgrad._program.dependence import dependence as dependence

@@ -1,4 +1,9 @@
-"""A training step with clips, and its metrics."""
+"""A training step with clips, and its metrics.
+
+`train_step` makes one compiled function of a loss and an optimizer, from a state and a batch to the
+next state and metrics. The metrics are what the clips, the watched values and `skip_spikes` found.
+`scalars` makes one flat dictionary of them, which loggers take.
+"""
 
 from clipgrad._training.accumulate import microbatches as microbatches
 from clipgrad._training.accumulate import scan_sums as scan_sums

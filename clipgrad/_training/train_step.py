@@ -156,8 +156,9 @@ def train_step(
       * with ``has_aux``: ``aux`` (stacked over microbatches).
 
     Raises:
-      TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
-        of names to rules; by ``step.init``, for PRNG keys outside of an Equinox model.
+      TypeError: if ``loss_fn`` is not a function, ``optimizer`` not a gradient transformation, or
+        ``error_clip`` not a mapping of names to rules; by ``step.init``, for PRNG keys outside
+        of an Equinox model.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
         the batch, a name can't be found or reached, a step has overwritten the state, or the
         optimizer's state has places for integer parameters.
@@ -210,10 +211,12 @@ def train_step(
 
 
 def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
-    if isinstance(loss_fn, optax.GradientTransformation):
+    is_optimizer = isinstance(loss_fn, optax.GradientTransformation)
+    if is_optimizer or not callable(loss_fn):
+        got = "an optax.GradientTransformation" if is_optimizer else type(loss_fn).__name__
         raise TypeError(
-            "loss_fn: got an optax.GradientTransformation, expected a function of (params, batch); "
-            "write train_step(loss_fn, optimizer)"
+            f"loss_fn: got {got}, expected a function of (params, batch); write "
+            "train_step(loss_fn, optimizer)"
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")

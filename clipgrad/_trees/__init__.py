@@ -1,4 +1,10 @@
-"""Leaves of pytrees: paths, patterns, and which of them a clip acts on."""
+"""Leaves of pytrees, and arguments of calls.
+
+Each leaf has a path, such as ``layers/0/kernel``. A leaf is clipped if it is floating or complex;
+all others pass through. One function selects leaves: by a tree of booleans, a function, or an
+expression on paths. Calls such as ``check_grads(fun, args)`` are read here, too, and the keywords
+of other libraries are answered with those of this one.
+"""
 
 from clipgrad._trees.calls import argument_name as argument_name
 from clipgrad._trees.calls import check_arguments as check_arguments

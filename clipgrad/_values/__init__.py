@@ -1,4 +1,9 @@
-"""The values with names inside of a function."""
+"""The named values of a program, seen, measured or replaced while it is evaluated again.
+
+A hook gets each value that has a wanted name, and the program goes on with what the hook returns.
+Statistics of a value are sums, so they add up over steps, places and devices. They leave the
+program as further results, and the values stay as they are.
+"""
 
 from clipgrad._values.hook import KeyedNotes as KeyedNotes
 from clipgrad._values.hook import NamedValue as NamedValue
