@@ -252,7 +252,7 @@ FAULTS = {
     ),
     "a sum over microbatches": StepFault(
         {"local": micro_gradient(lambda g, b: jax.tree.map(lambda x: x * MICRO, g))},
-        GRADIENT, 1 / MICRO, "microbatches",
+        GRADIENT, 1 / MICRO,  # compare tells the factor, but not that it is that of microbatches
     ),
     "the mean of variances": StepFault({"moments": mean_of_variances}, ("0/variance",)),
     "one key for all devices": StepFault({"key": shared_key}, (*GRADIENT, "0/mean")),

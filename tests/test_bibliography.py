@@ -31,7 +31,7 @@ def test_the_rules_thresholds_and_clips_name_their_papers():
     assert {
         "AdaptiveClip", "ClipByBlockRMS", "ClipByGlobalNorm", "ClipByNorm", "ClipByValue",
         "EMAThreshold", "HistoryThreshold", "PercentileThreshold", "ZScoreThreshold",
-        "apply_gradient_clipping", "check_grads", "clip_cotangent", "clip_per_example",
+        "apply_gradient_clipping", "check_grads", "clip_per_example",
         "error_clip", "error_clip_everywhere", "numerical_grad", "skip_spikes",
         "suggest_threshold",
     } <= set(CITED)  # fmt: skip

@@ -250,12 +250,12 @@ def test_ties_beside_large_values_are_verified_to_what_their_noise_leaves():
 
 
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("factor", [1, 7])
-def test_a_slope_lost_in_the_noise_of_large_values_is_not_verified(factor, wide):
-    """float64 keeps nothing of a sine beside 1e20."""
+@pytest.mark.parametrize(("factor", "says"), [(1, "nothing was verified"), (7, "elements wrong")])
+def test_where_slopes_are_lost_in_the_noise_of_large_values_plain_ad_decides(factor, says, wide):
+    """float64 keeps nothing of a sine beside 1e20: slopes verify no rule, plain AD refutes one."""
     with jax.enable_x64(wide):
         large = custom(lambda x: 1e20 + jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
-        assert "nothing was verified" in str(failed(large, jnp.asarray([0.4, 1.2]), mode="full"))
+        assert says in str(failed(large, jnp.asarray([0.4, 1.2]), mode="full"))
 
 
 @pytest.mark.parametrize("wide", [True, False])

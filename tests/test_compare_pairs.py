@@ -48,10 +48,15 @@ def compared_in_mixed_precision(parts, scan=True):
     return cg.compare(model(**kinds), model(**kinds | parts), make_args(), **names)
 
 
+# Rounding decides a gradient of these, such as one of positions in bfloat16: `ok` is strict.
+UNDECIDED = {"attention in blocks"}
+
+
 @pytest.mark.parametrize("name", rows(MIXED))
 def test_a_right_version_in_mixed_precision_has_no_findings(name):
     found = compared_in_mixed_precision(MIXED[name])
-    assert found.ok and not found.findings, str(found)
+    assert {f.kind for f in found.findings} <= ({"not judged"} if name in UNDECIDED else set())
+    assert found.ok is not bool(found.findings), str(found)
     assert len(found.rows) >= 9
 
 

@@ -26,14 +26,18 @@ TABLE = {
 }
 
 
-# What numbers alone name one module later; in bfloat16 rounding explains some mistakes, such as an
-# epsilon of 1e-3 for 1e-5.
+# Numbers alone name one module later what is left out, or gets another value that agrees (the
+# residual, and the value before it). In bfloat16 rounding explains some mistakes, such as an epsilon
+# of 1e-3 for 1e-5.
+LATER = {"no final norm", "no residual", "norm after"}
 KNOWN = {
     "gru": {"last but one"},
-    "decoder": {"no final norm"},
-    "decoder scanned": {"no final norm", "embedding scaled"},
-    "decoder bfloat16": {"no final norm", "norm epsilon", "mean in the norm"},
+    "decoder": LATER,
+    "decoder scanned": LATER | {"embedding scaled"},
+    "decoder bfloat16": LATER | {"norm epsilon", "mean in the norm"},
 }
+# Rounding decides a gradient of these: `ok` is strict.
+UNDECIDED = {"decoder bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["gru", *(pytest.param(n, marks=DEAR) for n in [*TABLE][1:])])
@@ -42,7 +46,8 @@ def test_a_right_port_is_silent_and_each_bug_is_named_at_its_module(name):
     bugs = models.BUGS[name.split()[0]]
     found = models.compared(run, loss, make(models.numbers(run)), range(-1, len(bugs)))
     right = next(found)
-    assert right.ok and not right.findings, str(right)
+    assert {f.kind for f in right.findings} <= ({"not judged"} if name in UNDECIDED else set())
+    assert right.ok is not bool(right.findings), str(right)
     assert len(right.rows) > 5 and not any(
         x.startswith("values only in t") for x in right.unmatched
     )
@@ -132,7 +137,8 @@ def test_the_command_compares_with_a_file_of_torch(tmp_path, monkeypatch, capsys
     assert "no difference beyond rounding" in capsys.readouterr().out
     assert main([*command, "portmodels:twice"]) == 1
     found = " ".join(capsys.readouterr().out.split())
-    assert "layers/fc/kernel is not" in found, found
+    # Those arguments are told from which the first value that differs is made.
+    assert "layers/norm/scale is not layers.*.norm.weight" in found, found
     assert "value: the values differ from here on: Net/layers" in found, found
     assert main(["compare", "portmodels:right", command[1], "--args", "portmodels:args"]) == 0
     assert main([*command[:3]]) == 2
@@ -199,7 +205,7 @@ def test_nchw_beside_nhwc(run, changes, module):
     found = cg.compare(models.FOLDER / f"{run}.npz", convolutions("train" in run, **changes), args)
     if module is None:
         # A bias before a normalization has no gradient but rounding.
-        own = [note for note in found.notes if "rounding decides here" not in note]
+        own = [note for note in found.notes if not note.endswith("zero but for rounding")]
         assert found.ok and not found.findings and not own, str(found)
         assert not any("array" in text for text in found.unmatched), str(found)
     else:

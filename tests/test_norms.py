@@ -226,7 +226,9 @@ def test_each_of_many_sums_has_its_own_range_in_every_form(form, by, dtype):
         wide = np.abs(x.astype(np.complex128))
         with np.errstate(invalid="ignore"):
             expected = np.sqrt(np.sum(wide * wide, axis, keepdims=True)).astype(np.float32)
-        np.testing.assert_allclose(root, expected, rtol=2e-6)
+        # A CPU adds up several operands of one reduction one by one.
+        rtol = 5e-6 if form is forms._in_one_reduction else 2e-6
+        np.testing.assert_allclose(root, expected, rtol=rtol)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

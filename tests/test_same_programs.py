@@ -56,9 +56,9 @@ for method in "auto", "direct":
     jax.jit(clipped)(params, x[:, None])
 cg.compare(loss, jax.jit(loss), (params, x))
 tx = optax.chain(cg.adaptive_grad_clip(0.01, stats=True), optax.adam(1e-3))
-learned = {"h": cg.ClipByNorm(cg.EMAThreshold())}
-step = cg.train_step(loss, tx, error_clip=learned, watch_values=["**"])
-state = step.init(params, x)
+fixed = {"h": cg.ClipByNorm(0.1)}
+step = cg.train_step(loss, tx, error_clip=fixed, watch_values=["**"])
+state = step.init(params)
 step(state, x)
 """
 

@@ -186,46 +186,6 @@ def test_metrics_name_the_leaves_that_are_exactly_zero_without_another_pass():
     assert "leaves" not in plain(state, jnp.asarray(X))[1]
 
 
-@pytest.mark.exhaustive  # which has orbax
-@pytest.mark.usefixtures("users_promotion")
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adam(0.1),
-        optax.sgd(0.1, momentum=0.9),
-        optax.chain(cg.clip_by_global_norm(1.0, stats="per_leaf"), optax.sgd(0.1)),
-    ],
-    ids=["adam", "momentum", "per leaf"],
-)
-def test_the_recorder_warns_once_of_leaves_without_a_gradient(optimizer, tmp_path):
-    step, state = steps(optimizer)
-    state, metrics = step(state, jnp.asarray(X))
-    with cg.FlightRecorder(tmp_path) as recorder:
-        call = r"'gate' was exactly zero .* call clipgrad.diagnose\(loss, \(params, batch\)\)"
-        with pytest.warns(UserWarning, match=call):
-            recorder.record(state, X, loss=metrics["loss"])
-        state, metrics = step(state, jnp.asarray(X))
-        recorder.record(state, X)  # a warning would be an error
-
-
-@pytest.mark.exhaustive  # which has orbax
-@pytest.mark.usefixtures("users_promotion")
-@pytest.mark.parametrize(
-    "optimizer, batch, loss",
-    [
-        (optax.adam(0.1), X, 0.0),  # the loss is 0
-        (optax.adam(0.1), 0 * X, None),  # all leaves are zero
-        (optax.adam(0.1, mu_dtype=jnp.float16), X, None),  # by rounding, maybe
-        (optax.sgd(0.1), X, None),  # nothing shows it
-    ],
-    ids=["loss of 0", "all zero", "narrow moments", "no moments"],
-)
-def test_the_recorder_does_not_warn_where_zeros_say_nothing(optimizer, batch, loss, tmp_path):
-    step, state = steps(optimizer)
-    state, _ = step(state, jnp.asarray(batch))
-    cg.FlightRecorder(tmp_path).record(state, batch, loss=loss)
-
-
 # -- Programs of other tests.
 
 

@@ -69,8 +69,9 @@ class _PortLeaves:
                 self.permuted[i] = [] if self.equal[i] else candidates.permuted(a.rows[i], known[0])
         found = {each.at for every in self.equal.values() for each in every}
         found |= {at for every in self.permuted.values() for at in every}
-        names = [row.name for row in rows]
+        self._names = names = [row.name for row in rows]
         self.covered = {name for at in found for name in _covers(rows[at].name, names)}
+        self._unequal = [row for at, row in enumerate(rows) if at not in found]
 
     def gradients(self) -> list[Pair]:
         """Each gradient beside that of an equal parameter, in the same order of axes.
@@ -130,8 +131,15 @@ class _PortLeaves:
         if self.permuted[i]:
             its = self.b.rows[self._others[self.permuted[i][0]]]
             return f"{row.label} is not {its.name}, but has the same numbers in another order"
-        same = [its.name for its in self.left() if its.size == row.size]
-        return f"{row.label} is not {same[0]}" if same else ""
+        left = [*self.left(), *(its for its in self._unequal if self._is_left(its.name))]
+        same = [its.name for its in left if its.size == row.size]
+        return f"{row.label} is not {' or '.join(same[:2])}" if same else ""
+
+    def _is_left(self, name: str) -> bool:
+        """Whether an array of parts is left: a part of one with equal parts, or a whole stack."""
+        is_covered = self.covered.issuperset(_covers(name, self._names))
+        is_part = re.fullmatch(r"[^*+]*\[[^*+]*", name) and not name.startswith("args[")
+        return bool(is_part and is_covered or re.fullmatch(r"[^\[+]*\*[^\[+]*", name))
 
     def _is_whole(self, name: str) -> bool:
         return (

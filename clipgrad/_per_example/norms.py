@@ -80,7 +80,8 @@ def per_example_norms(
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
       >>> loss = lambda w, example: jnp.dot(w, example)
-      >>> cg.per_example_norms(loss)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.6, 0.8]]))
+      >>> norms = cg.per_example_norms(loss)
+      >>> norms(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.6, 0.8]])).round(5)
       Array([5., 1.], dtype=float32)
 
     References:
