@@ -27,14 +27,14 @@ TABLE = {
 
 
 # Numbers alone name one module later what is left out, or gets another value that agrees (the
-# residual, and the value before it). In bfloat16 rounding explains some mistakes, such as an epsilon
-# of 1e-3 for 1e-5.
+# residual, and the value before it). In bfloat16 rounding explains some mistakes, such as an
+# epsilon of 1e-3 for 1e-5, and a GELU for a SiLU is named at the layer around it.
 LATER = {"no final norm", "no residual", "norm after"}
 KNOWN = {
     "gru": {"last but one"},
     "decoder": LATER,
     "decoder scanned": LATER | {"embedding scaled"},
-    "decoder bfloat16": LATER | {"norm epsilon", "mean in the norm"},
+    "decoder bfloat16": LATER | {"norm epsilon", "mean in the norm", "gelu"},
 }
 # Rounding decides a gradient of these: `ok` is strict.
 UNDECIDED = {"decoder bfloat16"}
@@ -53,6 +53,7 @@ def test_a_right_port_is_silent_and_each_bug_is_named_at_its_module(name):
     )
     missed = set()
     for (bug, module), wrong in zip(bugs.items(), found, strict=True):
+        assert not wrong.ok, bug
         kind, place = next(((f.kind, f.module or "") for f in wrong.findings), ("", "-"))
         last = place.split("/")[-1]
         if kind != "value" or not last.startswith(module) or bool(last) != bool(module):
