@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from clipgrad._diagnose.parts import EquationGroup, as_program, parts_to_run
@@ -24,6 +23,7 @@ from clipgrad._jaxpr import (
     held_programs,
     holds_floats,
     opened,
+    watched,
 )
 from clipgrad._names import Place
 
@@ -318,19 +318,5 @@ class Tape:
 def marked(numbers: Sequence[int], values: Sequence[Any], reached: set[int]) -> list:
     """Some values; ``reached`` gets the numbers whose cotangents are not zero by their type."""
     return [
-        _watched(functools.partial(reached.add, i), x) for i, x in zip(numbers, values, strict=True)
+        watched(functools.partial(reached.add, i), x) for i, x in zip(numbers, values, strict=True)
     ]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(note: Callable[[], None], x: Any) -> Any:
-    return x
-
-
-def _watch(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        note()
-    return (cotangent,)
-
-
-_watched.defvjp(lambda note, x: (x.value, None), _watch, symbolic_zeros=True)

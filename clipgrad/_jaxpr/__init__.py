@@ -7,6 +7,7 @@ primitive again to what becomes of them. A program can also be evaluated in a wi
 
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
+from clipgrad._jaxpr.closures import watched as watched
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
 from clipgrad._jaxpr.compiled import jit_by_size as jit_by_size
 from clipgrad._jaxpr.compiled import low_jit as low_jit

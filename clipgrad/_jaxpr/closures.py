@@ -253,7 +253,7 @@ def _traced_vjp(equation: JaxprEqn, moved: list[int]) -> _Rules:
     def forward(inputs):
         def call(*chosen):
             pairs = zip(moved, chosen, strict=True)
-            marked = {i: _marked(functools.partial(reached.add, i), x) for i, x in pairs}
+            marked = {i: watched(functools.partial(reached.add, i), x) for i, x in pairs}
             return bind(equation, [marked.get(i, x) for i, x in enumerate(inputs)])
 
         return jax.vjp(call, *(inputs[i] for i in moved))
@@ -342,7 +342,7 @@ _CONVERSIONS = {"custom_vjp_call": _explicit_vjp, "custom_jvp_call": _explicit_j
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _marked(note: Callable[[], None], x: Any) -> Any:
+def watched(note: Callable[[], None], x: Any) -> Any:
     """``x``; calls ``note`` if the cotangent that comes back to it is not zero by its type."""
     return x
 
@@ -353,7 +353,7 @@ def _mark_backward(note: Callable[[], None], residuals: None, cotangent: Any) ->
     return (cotangent,)
 
 
-_marked.defvjp(lambda note, x: (x.value, None), _mark_backward, symbolic_zeros=True)
+watched.defvjp(lambda note, x: (x.value, None), _mark_backward, symbolic_zeros=True)
 
 
 def _floating(values: Sequence, like: Sequence | None = None) -> list:
