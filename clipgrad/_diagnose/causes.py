@@ -15,7 +15,7 @@ from clipgrad._diagnose.guilty import (
     is_of_users_rule,
     roots,
 )
-from clipgrad._diagnose.levels import holds_zeros, range_of
+from clipgrad._diagnose.levels import holds_zeros, range_of, wide
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry, Tape
@@ -211,9 +211,9 @@ def _of_product(entry: Entry, k: int, given: DiagnosisSubject, zero: Any) -> Fac
     other = 1 - k if k < 2 else 0
     atom = entry.equation.invars[other]
     if not holds_zeros(entry.ins[other]):
-        low, high = range_of([np.abs(np.asarray(entry.ins[other]).astype(np.float64))])
+        low, high = range_of([np.abs(wide(entry.ins[other]).astype(np.float64))])
         factor = high if entry.name != "div" else 1 / low if low else 0
-        size = range_of([np.abs(np.asarray(g).astype(np.float64)) for g in entry.got])[1]
+        size = range_of([np.abs(wide(g).astype(np.float64)) for g in entry.got])[1]
         if size * factor < float(jnp.finfo(entry.ins[k].dtype).tiny):
             return Facts("underflow", largest=size * factor)
         if entry.name != "mul":

@@ -10,7 +10,7 @@ import numpy as np
 
 from clipgrad._diagnose.advice import MASKED_INPUT, OVERFLOWING, Suspect, next_step, suspect
 from clipgrad._diagnose.guilty import MASKING, Found, is_of_users_rule
-from clipgrad._diagnose.levels import INF, NAN, level, levels
+from clipgrad._diagnose.levels import INF, NAN, level, levels, wide
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
@@ -180,7 +180,7 @@ def _bad_elements(x: Any) -> Any:
 
 def _index_out_of_range(entry: Entry) -> list[float]:
     params, axes_of_devices = entry.equation.params, entry.tape.runs.axes
-    indices = np.asarray(entry.ins[1]).astype(np.int64)
+    indices = wide(entry.ins[1]).astype(np.int64)
     shape = entry.ins[0].shape[axes_of_devices:]
     axes = params["dimension_numbers"].start_index_map
     last = np.array([shape[axis] - params["slice_sizes"][axis] for axis in axes])

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from clipgrad._jaxpr import holds_floats
+from clipgrad._jaxpr import holds_floats, on_host
 
 FINITE, INF, NAN = 0, 1, 2
 
@@ -25,15 +26,15 @@ def level(x: Any) -> int:
 
 
 def wide(x: Any) -> np.ndarray:
-    """Numbers on the host, in a type that NumPy knows."""
-    array = np.asarray(x)
+    """Numbers on the host, also those that other processes hold, in a type that NumPy knows."""
+    array = on_host(x) if isinstance(x, jax.Array) else np.asarray(x)
     is_known = array.dtype.kind in "fciub"
     return array if is_known else array.astype(np.float32)
 
 
 def holds_zeros(x: Any) -> bool:
     """Whether there is nothing but zeros, or no array."""
-    return x is None or not np.any(np.asarray(x))
+    return x is None or not np.any(wide(x))
 
 
 def range_of(xs: Sequence[Any]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._diagnose.levels import level, levels
+from clipgrad._diagnose.levels import level, levels, wide
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
 from clipgrad._jaxpr import called_program, evaluate, holds_floats, scan_counts
 
@@ -87,7 +87,7 @@ class InScan(Inside):
         for i, own in zip(ways, found, strict=True):
             entry.back[i] = own if i in reached and entry.active[i] else None
         self.of_carries = dict(zip([j for j in given if j < self.carried], cotangents, strict=True))
-        flags = [np.asarray(x) for x in told]
+        flags = [wide(x) for x in told]
         flags = [x.any(0) if runs.axes else x for x in flags]
         self.told = dict(zip([i for i in ways if i < self.fixed], flags, strict=True))
 
@@ -214,7 +214,7 @@ class InScan(Inside):
         """The steps at which a result has a cotangent, in the order in which they run."""
         stacked = [g for g in self.entry.got[self.carried :] if g is not None]
         axes = self.entry.tape.runs.axes
-        found = [np.asarray(x) != 0 for x in [*self.of_carries.values(), *stacked]]
+        found = [wide(x) != 0 for x in [*self.of_carries.values(), *stacked]]
         masks = [x.any(tuple(a for a in range(x.ndim) if a != axes)) for x in found]
         return [t for t in self.times if any(mask[t] for mask in masks)]
 

@@ -9,6 +9,7 @@ import numpy as np
 from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
 from clipgrad._diagnose.findings import inside_of
 from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
+from clipgrad._diagnose.levels import wide
 from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -94,7 +95,7 @@ def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]
         inside = entry.inside
         if isinstance(inside, InScan) and k >= inside.split and entry.back[k] is not None:
             axes = tuple(a for a in range(entry.ins[k].ndim) if a != tape.runs.axes)
-            steps = np.flatnonzero(~np.any(np.asarray(entry.back[k]) != 0, axis=axes))
+            steps = np.flatnonzero(~np.any(wide(entry.back[k]) != 0, axis=axes))
             if 0 < len(steps) < inside.length:
                 yield entry, k, [int(t) for t in steps]
         elif inside and not isinstance(inside, InScan):
