@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tests import (
@@ -128,11 +129,16 @@ LIMITS: dict[tuple[str, str], str] = {
     ("right", "roots_by_iteration_in_tenths"): "not converged in float64: write tolerance=...",
     ("right", "root_by_halving_thirty_times"): "not converged in float64: write tolerance=...",
     ("right", "root_by_bisection"): "bisection has no slopes",
+    ("right", "a_jit_that_donates_its_input"): "it cannot be called twice: check it undonated",
     ("right", "rounding_to_24_bits"): "a staircase of JAX's own: nothing was verified",
     ("right", "rounding_to_small_steps"): "a staircase of JAX's own: nothing was verified",
-    ("right", "a_product_beside_a_cholesky_decomposition"): "one triangle alone is read",
-    (
-        "right",
-        "a_product_with_itself_beside_a_decomposition_that_reads_one_triangle",
-    ): "one triangle alone is read",
 }
+# JAX 0.12 has another derivative of a Cholesky decomposition, with which these are accepted.
+if jax.__version_info__ < (0, 11):
+    LIMITS |= {
+        ("right", f"a_product_{name}"): "one triangle alone is read"
+        for name in (
+            "beside_a_cholesky_decomposition",
+            "with_itself_beside_a_decomposition_that_reads_one_triangle",
+        )
+    }
