@@ -29,6 +29,8 @@ ELSEWHERE = {
     "clip_gradnorm": r"clip_grads\(grads, ClipByGlobalNorm\(max_norm\)\), or clip_by_global_norm",
     "grad_norm": r"global_norm\(grads\)",
     "clip": r"clip_by_value\(max\)",
+    "adaptive_error_clip": r"ErrorClipByValue\(max\), with a number from value_and_grad_with_stats",
+    "SUGGESTED_THRESHOLDS": "published.SUGGESTED_THRESHOLDS",
 }
 MISSPELT = {
     "clip_by_globalnorm": "clip_by_global_norm", "ClipByGlobalnorm": "ClipByGlobalNorm",

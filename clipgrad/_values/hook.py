@@ -43,9 +43,9 @@ class ValueHook(_jaxpr.Hook):
     they are zeros. `jit` and `remat` stay, and custom rules and linear solves are left whole. A
     `jax.pmap` or other primitive that is not entered is left whole, too.
 
-    The notes of a program are a dictionary, by default from positions in it: what is inside of an
-    equation has the number of the equation, and of the program in it, before. The same program has
-    the same positions each time. See `named_values` for what is there.
+    The notes of a program are a dictionary from positions in it: what is inside of an equation has
+    the number of the equation, and of the program in it, before. The same program has the same
+    positions each time. See `named_values` for what is there.
 
     A subclass says what is noted, and is decorated by `value_hook`.
 
@@ -75,28 +75,14 @@ class ValueHook(_jaxpr.Hook):
         del seen, tap
         return x
 
-    def key(self, seen: Seen) -> Key:
-        """The key of a note in its own program."""
-        return seen.position
-
-    def key_around(self, equation: Any, program: int, key: Key) -> Key:
-        """The key outside of an equation, of a note of the ``program``-th program inside of it."""
-        del equation
-        return (self._number, program, *key)
-
     def keys_inside(self, number: int) -> KeyedNotes:
         """The taps inside of an equation, by their keys there but for the number of the program."""
         return {key[1:]: tap for key, tap in self.taps.items() if key[0] == number and len(key) > 3}
 
     def joined(self, first: Any, second: Any) -> Any:
-        """The note of two steps of a loop, or of two values with one key."""
+        """The note of two steps of a loop."""
         del first
         return second
-
-    def over_devices(self, equation: Any, key: Key, note: Any) -> Any:
-        """The note kept outside of a `shard_map`, of a note whose leading axis is over devices."""
-        del equation, key
-        return note
 
     # What follows is the evaluation.
 
@@ -158,12 +144,10 @@ class ValueHook(_jaxpr.Hook):
 
     def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
         """Keep the notes of the programs inside of an equation."""
-        del inputs
-        on_devices = equation.primitive.name == "shard_map"
+        del equation, inputs
         for program, own in enumerate(notes):
             for key, note in own.items():
-                note = self.over_devices(equation, key, note) if on_devices else note
-                self._keep(self.key_around(equation, program, key), note)
+                self._keep((self._number, program, *key), note)
 
     def empty(self, shapes: Any) -> Any:
         return jax.tree.map(self._varying, super().empty(shapes))
@@ -195,14 +179,11 @@ class ValueHook(_jaxpr.Hook):
         if not _jaxpr.holds_floats(x) or not self.wants(name, kind, used):
             return x
         seen = Seen(name, kind, (self._number, output, depth))
-        key = self.key(seen)
-        self._keep(key, self._once(x, self.note_of(seen, _names.look(x))))
-        return self.replaced(seen, x, self.taps.get(key))
+        self._keep(seen.position, self._once(x, self.note_of(seen, _names.look(x))))
+        return self.replaced(seen, x, self.taps.get(seen.position))
 
     def _keep(self, key: Key, note: Any) -> None:
-        notes = self._notes
-        note = self.joined(notes[key], note) if key in notes else note
-        notes[key] = jax.tree.map(_names.aside, note)
+        self._notes[key] = jax.tree.map(_names.aside, note)
 
     def _once(self, x: jax.Array, note: Any) -> Any:
         """A note on one of the devices that hold the same value; zeros on the others."""
@@ -250,6 +231,11 @@ class NamedValue(NamedTuple):
     kind: str
     place: _names.Place
     variable: Var
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The leading axes of its notes: the scans and the `shard_map`s around, with lengths."""
+        return self.place.parent.axes if self.place.parent else ()
 
     @property
     def in_while(self) -> bool:

@@ -19,7 +19,14 @@ from clipgrad._names import (
     sites_by_name,
     watched_names,
 )
-from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
+from clipgrad._values.hook import (
+    KeyedNotes,
+    NamedValue,
+    Seen,
+    ValueHook,
+    named_values,
+    value_hook,
+)
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[str] | Mapping[str, int | None] | None
@@ -103,9 +110,11 @@ def with_value_stats(
 
     def measured(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        hook, common = _measure(traced.program, axes)
+        hook, scans = _measure(traced.program, axes)
         result = traced.evaluate(args, kwargs, hook)
-        stats = _stats_by_name(hook.noted(), common)
+        values = [v for v in named_values(traced.program) if v.position in hook.noted()]
+        hook.check_untracked(values)
+        stats = _stats_by_name(values, hook.noted(), scans)
         if isinstance(fun, Pure):
             changes, result = result
             return changes, _with_stats_behind(result, stats, has_aux)
@@ -142,10 +151,7 @@ def _checked_axes(watch: Any) -> dict[str, int | None] | None:
 
 @value_hook(choices=["watched"])
 class _Measure(ValueHook):
-    """Measures values by name; all that share a name and the scans around are joined at once.
-
-    The key of a note is the name, and the lengths of the scans between its program and the value.
-    """
+    """Measures the values of some names."""
 
     # For each name its kind, whether its values are used, the axis that is kept, and the dtype of
     # its statistics.
@@ -168,24 +174,17 @@ class _Measure(ValueHook):
             _check_whole(seen.name, axis, varying_axes(x) & self.axes)
         return ValueStats.of(x, axis, dtype)
 
-    def key(self, seen: Seen) -> tuple[str, tuple[int, ...]]:
-        """The name; there is no scan between."""
-        return seen.name, ()
-
-    def key_around(self, equation: Any, program: int, key: Any) -> Any:
-        """The key with the length of a scan in front of the others."""
-        name, nest = key
-        is_scan = equation.primitive.name == "scan"
-        return name, (equation.params["length"], *nest) if is_scan else nest
-
     def joined(self, first: ValueStats, second: ValueStats) -> ValueStats:
         return first.joined(second)
 
-    def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
-        *_, axis, _ = self._by_name[key[0]]
-        if axis is not None and not equation.params["check_vma"]:
-            _check_whole(key[0], axis, frozenset(_jaxpr.manual_axes(equation)))
-        return note.over(0)
+    def check_untracked(self, values: Iterable[NamedValue]) -> None:
+        """Refuses to keep an axis where JAX does not track what varies along a mesh."""
+        for value in values:
+            axis = self._by_name[value.name][2]
+            maps = (e for e in value.place.chain[1:] if e.primitive.name == "shard_map")
+            meshes = (_jaxpr.manual_axes(e) for e in maps if not e.params["check_vma"])
+            if axis is not None:
+                _check_whole(value.name, axis, frozenset().union(*meshes))
 
 
 def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
@@ -231,11 +230,17 @@ def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
         )
 
 
-def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, ValueStats]:
+def _stats_by_name(
+    values: Iterable[NamedValue], notes: KeyedNotes, scans: dict[str, int]
+) -> dict[str, ValueStats]:
     """The statistics of each name, with the axes of the scans that its values share."""
     found: dict[str, ValueStats] = {}
-    for (name, nest), stats in notes.items():
-        for _ in nest[common[name] :]:
-            stats = stats.over(common[name])
-        found[name] = found[name].joined(stats) if name in found else stats
-    return {name: found[name] for name in common}
+    for value in values:
+        stats, axis = notes[value.position], 0
+        for kind, _ in value.axes:
+            if kind == "scan" and axis < scans[value.name]:
+                axis += 1
+            else:
+                stats = stats.over(axis)
+        found[value.name] = found[value.name].joined(stats) if value.name in found else stats
+    return {name: found[name] for name in scans}
