@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
@@ -224,6 +224,7 @@ class NamedValue(NamedTuple):
       kind: ``"tag"`` or ``"module"``.
       place: the equation that computes it, and those around.
       variable: the result of the equation.
+      used: whether the program uses it.
     """
 
     position: tuple[int, ...]
@@ -231,11 +232,24 @@ class NamedValue(NamedTuple):
     kind: str
     place: _names.Place
     variable: Var
+    used: bool = True
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The leading axes of its notes: the scans and the `shard_map`s around, with lengths."""
         return self.place.parent.axes if self.place.parent else ()
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """The axes of the meshes around along which it may differ."""
+        maps = (e for e in self.place.chain[1:] if e.primitive.name == "shard_map")
+        tracked = varying_axes(self.variable.aval)
+        return frozenset(
+            axis
+            for e in maps
+            for axis in _jaxpr.manual_axes(e)
+            if axis in tracked or not e.params["check_vma"]
+        )
 
     @property
     def in_while(self) -> bool:
@@ -249,14 +263,10 @@ def named_values(program: Any) -> Iterator[NamedValue]:
         for output, variable in enumerate(equation.outvars):
             if not _jaxpr.holds_floats(variable):
                 continue
-            position = (*own, output)
             if equation.primitive.name == "name" and not _names.is_mark(equation):
-                yield NamedValue((*position, 0), equation.params["name"], "tag", place, variable)
-            for left in _left(jaxpr, equation, variable):
-                name = "/".join((*scopes, *left))
-                yield NamedValue((*position, len(left)), name, "module", place, variable)
-
-
-def _left(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[_names.ScopePath]:
-    exit = _names.exits(jaxpr).get(variable)
-    return exit.left if exit else _names.left_unused(jaxpr, equation, variable)
+                name, used = equation.params["name"], _names.is_used(jaxpr, variable)
+                yield NamedValue((*own, output, 0), name, "tag", place, variable, used)
+            exit = _names.exits(jaxpr).get(variable)
+            for left in exit.left if exit else _names.left_unused(jaxpr, equation, variable):
+                position, name = (*own, output, len(left)), "/".join((*scopes, *left))
+                yield NamedValue(position, name, "module", place, variable, exit is not None)

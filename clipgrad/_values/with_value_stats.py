@@ -3,22 +3,14 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._compat import varying_axes
 from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
-from clipgrad._names import (
-    VALUES,
-    NamedSite,
-    checked_watch,
-    common_nest,
-    sites_by_name,
-    watched_names,
-)
+from clipgrad._names import VALUES, Resolved, checked_watch, common_start, watched_names
 from clipgrad._values.hook import (
     KeyedNotes,
     NamedValue,
@@ -110,11 +102,11 @@ def with_value_stats(
 
     def measured(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        hook, scans = _measure(traced.program, axes)
+        chosen = watched_names(traced.program, axes, _OF_VALUES, VALUES)
+        values = _values_by_name(traced.program, chosen)
+        hook = _Measure(watched=tuple(_watched(c, values[name]) for name, c in chosen.items()))
         result = traced.evaluate(args, kwargs, hook)
-        values = [v for v in named_values(traced.program) if v.position in hook.noted()]
-        hook.check_untracked(values)
-        stats = _stats_by_name(values, hook.noted(), scans)
+        stats = {name: _joined_stats(values[name], hook.noted()) for name in chosen}
         if isinstance(fun, Pure):
             changes, result = result
             return changes, _with_stats_behind(result, stats, has_aux)
@@ -149,98 +141,91 @@ def _checked_axes(watch: Any) -> dict[str, int | None] | None:
     return {name: None if axis is None else operator.index(axis) for name, axis in watch.items()}
 
 
+def _values_by_name(program: Any, chosen: Resolved) -> dict[str, list[NamedValue]]:
+    """The values that each name measures: if nothing uses some of its values, the others."""
+    found: dict[str, list[NamedValue]] = {name: [] for name in chosen}
+    for value in named_values(program):
+        if value.name in chosen and value.kind == chosen[value.name].kind:
+            found[value.name].append(value)
+    return {name: [v for v in own if v.used] or own for name, own in found.items()}
+
+
+class _Watched(NamedTuple):
+    """A name that is measured."""
+
+    name: str
+    kind: str
+    used: bool  # whether its values are used
+    axis: int | None  # the axis that is kept
+    dtype: str  # of its statistics
+
+
+def _watched(chosen: Any, values: list[NamedValue]) -> _Watched:
+    if chosen.rule is not None:
+        _check_axis(chosen.rule, values)
+    wide = any(v.variable.aval.dtype in ("float64", "complex128") for v in values)
+    name, used, dtype = values[0].name, values[0].used, "float64" if wide else "float32"
+    return _Watched(name, chosen.kind, used, chosen.rule, dtype)
+
+
 @value_hook(choices=["watched"])
 class _Measure(ValueHook):
     """Measures the values of some names."""
 
-    # For each name its kind, whether its values are used, the axis that is kept, and the dtype of
-    # its statistics.
-    watched: tuple[tuple[str, str, bool, int | None, str], ...] = ()
+    watched: tuple[_Watched, ...] = ()
 
     @property
     def is_reusable(self) -> bool:
         return True
 
     def wants(self, name: str, kind: str, used: bool) -> bool:
-        return self._by_name.get(name, ())[:2] == (kind, used)
+        own = self._by_name.get(name)
+        return own is not None and (own.kind, own.used) == (kind, used)
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, tuple[Any, ...]]:
-        return {name: (kind, *rest) for name, kind, *rest in self.watched}
+    def _by_name(self) -> dict[str, _Watched]:
+        return {own.name: own for own in self.watched}
 
     def note_of(self, seen: Seen, x: jax.Array) -> ValueStats:
-        *_, axis, dtype = self._by_name[seen.name]
-        if axis is not None:
-            _check_whole(seen.name, axis, varying_axes(x) & self.axes)
-        return ValueStats.of(x, axis, dtype)
+        own = self._by_name[seen.name]
+        return ValueStats.of(x, own.axis, own.dtype)
 
     def joined(self, first: ValueStats, second: ValueStats) -> ValueStats:
         return first.joined(second)
 
-    def check_untracked(self, values: Iterable[NamedValue]) -> None:
-        """Refuses to keep an axis where JAX does not track what varies along a mesh."""
-        for value in values:
-            axis = self._by_name[value.name][2]
-            maps = (e for e in value.place.chain[1:] if e.primitive.name == "shard_map")
-            meshes = (_jaxpr.manual_axes(e) for e in maps if not e.params["check_vma"])
-            if axis is not None:
-                _check_whole(value.name, axis, frozenset().union(*meshes))
 
-
-def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
-    """Refuses to keep an axis of values that may differ along axes of a mesh."""
-    if meshes:
+def _check_axis(axis: int, values: list[NamedValue]) -> None:
+    """Raises `ValueError` unless the values have this axis, of one length, which no mesh cuts."""
+    got = f"{_OF_VALUES}: got the axis {axis} for {values[0].name!r}"
+    shapes = [v.variable.aval.shape for v in values]
+    if wrong := [shape for shape in shapes if not -len(shape) <= axis < len(shape)]:
         raise ValueError(
-            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values may differ between the "
-            f"devices along {', '.join(map(repr, sorted(meshes)))}, expected values that are the "
-            f"same on all, since JAX does not say which axes a mesh cuts; watch={{{name!r}: None}} "
+            f"{got}, expected an axis of all its values, one of which has the shape {wrong[0]}"
+        )
+    lengths = sorted({shape[axis] for shape in shapes})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{got}, whose values have the lengths {lengths} there, expected one length; tag the "
+            "value you mean with checkpoint_name"
+        )
+    if meshes := frozenset().union(*(v.varying for v in values)):
+        raise ValueError(
+            f"{got}, whose values may differ between the devices along "
+            f"{', '.join(map(repr, sorted(meshes)))}, expected values that are the same on all, "
+            f"since JAX does not say which axes a mesh cuts; watch={{{values[0].name!r}: None}} "
             "measures whole values, and ValueStats.of(x, axis) inside of the shard_map a part"
         )
 
 
-def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
-    """The hook that measures these names, and the number of scans that the values of each share."""
-    chosen = watched_names(program, axes, _OF_VALUES, VALUES)
-    there = sites_by_name(program)
-    own = {name: list(VALUES.own(there[name])) for name in chosen}
-    watched = []
-    for name, (kind, axis) in chosen.items():
-        if axis is not None:
-            _check_axis(name, axis, own[name])
-        wide = any(site.dtype in ("float64", "complex128") for site in own[name])
-        used = any(site.used for site in own[name])
-        watched.append((name, kind, used, axis, "float64" if wide else "float32"))
-    common = {name: len(common_nest(sites)) for name, sites in own.items()}
-    return _Measure(watched=tuple(watched)), common
-
-
-def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
-    """Raises `ValueError` if there is no such axis, or if it is not of one length."""
-    for site in sites:
-        if not -len(site.shape) <= axis < len(site.shape):
-            raise ValueError(
-                f"{_OF_VALUES}: got the axis {axis} for {name!r}, expected an axis of all its "
-                f"values, one of which has the shape {site.shape}"
-            )
-    lengths = sorted({site.shape[axis] for site in sites})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values have the lengths "
-            f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
-        )
-
-
-def _stats_by_name(
-    values: Iterable[NamedValue], notes: KeyedNotes, scans: dict[str, int]
-) -> dict[str, ValueStats]:
-    """The statistics of each name, with the axes of the scans that its values share."""
-    found: dict[str, ValueStats] = {}
+def _joined_stats(values: list[NamedValue], notes: KeyedNotes) -> ValueStats:
+    """The statistics of some values, with the axes of the scans that they share."""
+    shared, found = len(common_start(v.place.nest for v in values)), []
     for value in values:
         stats, axis = notes[value.position], 0
         for kind, _ in value.axes:
-            if kind == "scan" and axis < scans[value.name]:
+            if kind == "scan" and axis < shared:
                 axis += 1
             else:
                 stats = stats.over(axis)
-        found[value.name] = found[value.name].joined(stats) if value.name in found else stats
-    return {name: found[name] for name in scans}
+        found.append(stats)
+    return functools.reduce(ValueStats.joined, found)
