@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_function
@@ -163,7 +164,7 @@ class _Watched(NamedTuple):
 def _watched(chosen: Any, values: list[NamedValue]) -> _Watched:
     if chosen.rule is not None:
         _check_axis(chosen.rule, values)
-    wide = any(v.variable.aval.dtype in ("float64", "complex128") for v in values)
+    wide = any(_jaxpr.dtype_of(v.variable) in ("float64", "complex128") for v in values)
     name, used, dtype = values[0].name, values[0].used, "float64" if wide else "float32"
     return _Watched(name, chosen.kind, used, chosen.rule, dtype)
 
@@ -197,7 +198,7 @@ class _Measure(ValueHook):
 def _check_axis(axis: int, values: list[NamedValue]) -> None:
     """Raises `ValueError` unless the values have this axis, of one length, which no mesh cuts."""
     got = f"{_OF_VALUES}: got the axis {axis} for {values[0].name!r}"
-    shapes = [v.variable.aval.shape for v in values]
+    shapes = [np.shape(v.variable.aval) for v in values]
     if wrong := [shape for shape in shapes if not -len(shape) <= axis < len(shape)]:
         raise ValueError(
             f"{got}, expected an axis of all its values, one of which has the shape {wrong[0]}"
