@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
@@ -231,7 +230,7 @@ class NamedValue(NamedTuple):
     name: str
     kind: str
     place: _names.Place
-    variable: Var
+    variable: Any
     used: bool = True
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_function
@@ -198,7 +197,7 @@ class _Measure(ValueHook):
 def _check_axis(axis: int, values: list[NamedValue]) -> None:
     """Raises `ValueError` unless the values have this axis, of one length, which no mesh cuts."""
     got = f"{_OF_VALUES}: got the axis {axis} for {values[0].name!r}"
-    shapes = [np.shape(v.variable.aval) for v in values]
+    shapes = [v.variable.aval.shape for v in values]
     if wrong := [shape for shape in shapes if not -len(shape) <= axis < len(shape)]:
         raise ValueError(
             f"{got}, expected an axis of all its values, one of which has the shape {wrong[0]}"
