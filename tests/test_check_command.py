@@ -113,8 +113,7 @@ def test_what_cannot_be_run_exits_with_two_and_one_line(folder, capsys, function
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("layer.py::dense", "layer:dense"),
-        ("./layer.py:dense", "layer:dense"),
+        ("./layer.py::dense", "layer:dense"),
         ("pkg/layer.py:Dense.apply", "pkg.layer:Dense.apply"),
         ("pkg.layer.dense", "pkg.layer:dense"),
         ("layer.py", "layer:function"),

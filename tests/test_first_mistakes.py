@@ -213,6 +213,8 @@ def test_arguments_that_are_no_tuple_are_answered_by_the_tuple(reader, given):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_result_in_place_of_a_function_is_refused(reader):
+    with pytest.raises(TypeError, match="^fun: got 3, expected a function"):
+        READERS[reader](3, (W, X))
     with pytest.raises(TypeError, match=r"^fun: got float32\[\], expected a function; write the f"):
         READERS[reader](loss(W, X), (W, X))
 

@@ -2,7 +2,9 @@
 
 import collections
 import enum
+import functools
 import json
+import operator
 import pathlib
 import subprocess
 import sys
@@ -289,16 +291,14 @@ def damaged(manifest):
     """Manifests with something taken out or replaced, at every place."""
     text = json.dumps(manifest)
     yield from (text[:-3], "[]", "3", "[" * 5000, '{"format": 3}', '{"format": "x"}')
-    for path in paths(manifest):
-        for edit in ("remove", "number", "list"):
+    for *around, key in paths(manifest):
+        for edit in ([], 3.5, [[]]):
             copy = json.loads(text)
-            part = copy
-            for key in path[:-1]:
-                part = part[key]
-            if edit == "remove":
-                del part[path[-1]]
+            part = functools.reduce(operator.getitem, around, copy)
+            if edit == []:
+                del part[key]
             else:
-                part[path[-1]] = 3.5 if edit == "number" else [[]]
+                part[key] = edit
             yield json.dumps(copy)
 
 
@@ -306,8 +306,7 @@ def paths(data, path=()):
     items = data.items() if isinstance(data, dict) else enumerate(data)
     for key, value in items if isinstance(data, dict | list) else ():
         yield (*path, key)
-        if isinstance(value, dict | list):
-            yield from paths(value, (*path, key))
+        yield from paths(value, (*path, key)) if isinstance(value, dict | list) else ()
 
 
 def test_a_damaged_manifest_is_an_error_that_says_so_or_does_no_harm(tmp_path):

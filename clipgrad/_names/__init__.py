@@ -37,4 +37,5 @@ from clipgrad._names.wanted import Resolved as Resolved
 from clipgrad._names.wanted import checked_watch as checked_watch
 from clipgrad._names.wanted import common_nest as common_nest
 from clipgrad._names.wanted import resolved as resolved
+from clipgrad._names.wanted import sites_by_name as sites_by_name
 from clipgrad._names.wanted import watched_names as watched_names

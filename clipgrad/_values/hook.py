@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
@@ -42,9 +43,9 @@ class ValueHook(_jaxpr.Hook):
     they are zeros. `jit` and `remat` stay, and custom rules and linear solves are left whole. A
     `jax.pmap` or other primitive that is not entered is left whole, too.
 
-    The notes of a program are a dictionary from positions in it: what is inside of an equation has
-    the number of the equation, and of the program in it, before. The same program has the same
-    positions each time. See `named_values` for what is there.
+    The notes of a program are a dictionary, by default from positions in it: what is inside of an
+    equation has the number of the equation, and of the program in it, before. The same program has
+    the same positions each time. See `named_values` for what is there.
 
     A subclass says what is noted, and is decorated by `value_hook`.
 
@@ -74,14 +75,28 @@ class ValueHook(_jaxpr.Hook):
         del seen, tap
         return x
 
+    def key(self, seen: Seen) -> Key:
+        """The key of a note in its own program."""
+        return seen.position
+
+    def key_around(self, equation: Any, program: int, key: Key) -> Key:
+        """The key outside of an equation, of a note of the ``program``-th program inside of it."""
+        del equation
+        return (self._number, program, *key)
+
     def keys_inside(self, number: int) -> KeyedNotes:
         """The taps inside of an equation, by their keys there but for the number of the program."""
         return {key[1:]: tap for key, tap in self.taps.items() if key[0] == number and len(key) > 3}
 
     def joined(self, first: Any, second: Any) -> Any:
-        """The note of two steps of a loop."""
+        """The note of two steps of a loop, or of two values with one key."""
         del first
         return second
+
+    def over_devices(self, equation: Any, key: Key, note: Any) -> Any:
+        """The note kept outside of a `shard_map`, of a note whose leading axis is over devices."""
+        del equation, key
+        return note
 
     # What follows is the evaluation.
 
@@ -143,10 +158,12 @@ class ValueHook(_jaxpr.Hook):
 
     def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
         """Keep the notes of the programs inside of an equation."""
-        del equation, inputs
+        del inputs
+        on_devices = equation.primitive.name == "shard_map"
         for program, own in enumerate(notes):
             for key, note in own.items():
-                self._keep((self._number, program, *key), note)
+                note = self.over_devices(equation, key, note) if on_devices else note
+                self._keep(self.key_around(equation, program, key), note)
 
     def empty(self, shapes: Any) -> Any:
         return jax.tree.map(self._varying, super().empty(shapes))
@@ -178,11 +195,14 @@ class ValueHook(_jaxpr.Hook):
         if not _jaxpr.holds_floats(x) or not self.wants(name, kind, used):
             return x
         seen = Seen(name, kind, (self._number, output, depth))
-        self._keep(seen.position, self._once(x, self.note_of(seen, _names.look(x))))
-        return self.replaced(seen, x, self.taps.get(seen.position))
+        key = self.key(seen)
+        self._keep(key, self._once(x, self.note_of(seen, _names.look(x))))
+        return self.replaced(seen, x, self.taps.get(key))
 
     def _keep(self, key: Key, note: Any) -> None:
-        self._notes[key] = jax.tree.map(_names.aside, note)
+        notes = self._notes
+        note = self.joined(notes[key], note) if key in notes else note
+        notes[key] = jax.tree.map(_names.aside, note)
 
     def _once(self, x: jax.Array, note: Any) -> Any:
         """A note on one of the devices that hold the same value; zeros on the others."""
@@ -223,32 +243,13 @@ class NamedValue(NamedTuple):
       kind: ``"tag"`` or ``"module"``.
       place: the equation that computes it, and those around.
       variable: the result of the equation.
-      used: whether the program uses it.
     """
 
     position: tuple[int, ...]
     name: str
     kind: str
     place: _names.Place
-    variable: Any
-    used: bool = True
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The leading axes of its notes: the scans and the `shard_map`s around, with lengths."""
-        return self.place.parent.axes if self.place.parent else ()
-
-    @property
-    def varying(self) -> frozenset[str]:
-        """The axes of the meshes around along which it may differ."""
-        maps = (e for e in self.place.chain[1:] if e.primitive.name == "shard_map")
-        tracked = varying_axes(self.variable.aval)
-        return frozenset(
-            axis
-            for e in maps
-            for axis in _jaxpr.manual_axes(e)
-            if axis in tracked or not e.params["check_vma"]
-        )
+    variable: Var
 
     @property
     def in_while(self) -> bool:
@@ -262,10 +263,14 @@ def named_values(program: Any) -> Iterator[NamedValue]:
         for output, variable in enumerate(equation.outvars):
             if not _jaxpr.holds_floats(variable):
                 continue
+            position = (*own, output)
             if equation.primitive.name == "name" and not _names.is_mark(equation):
-                name, used = equation.params["name"], _names.is_used(jaxpr, variable)
-                yield NamedValue((*own, output, 0), name, "tag", place, variable, used)
-            exit = _names.exits(jaxpr).get(variable)
-            for left in exit.left if exit else _names.left_unused(jaxpr, equation, variable):
-                position, name = (*own, output, len(left)), "/".join((*scopes, *left))
-                yield NamedValue(position, name, "module", place, variable, exit is not None)
+                yield NamedValue((*position, 0), equation.params["name"], "tag", place, variable)
+            for left in _left(jaxpr, equation, variable):
+                name = "/".join((*scopes, *left))
+                yield NamedValue((*position, len(left)), name, "module", place, variable)
+
+
+def _left(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[_names.ScopePath]:
+    exit = _names.exits(jaxpr).get(variable)
+    return exit.left if exit else _names.left_unused(jaxpr, equation, variable)

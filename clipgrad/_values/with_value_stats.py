@@ -3,22 +3,23 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._compat import varying_axes
 from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
-from clipgrad._names import VALUES, Resolved, checked_watch, common_start, watched_names
-from clipgrad._values.hook import (
-    KeyedNotes,
-    NamedValue,
-    Seen,
-    ValueHook,
-    named_values,
-    value_hook,
+from clipgrad._names import (
+    VALUES,
+    NamedSite,
+    checked_watch,
+    common_nest,
+    sites_by_name,
+    watched_names,
 )
+from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[str] | Mapping[str, int | None] | None
@@ -102,11 +103,9 @@ def with_value_stats(
 
     def measured(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        chosen = watched_names(traced.program, axes, _OF_VALUES, VALUES)
-        values = _values_by_name(traced.program, chosen)
-        hook = _Measure(watched=tuple(_watched(c, values[name]) for name, c in chosen.items()))
+        hook, common = _measure(traced.program, axes)
         result = traced.evaluate(args, kwargs, hook)
-        stats = {name: _joined_stats(values[name], hook.noted()) for name in chosen}
+        stats = _stats_by_name(hook.noted(), common)
         if isinstance(fun, Pure):
             changes, result = result
             return changes, _with_stats_behind(result, stats, has_aux)
@@ -141,91 +140,102 @@ def _checked_axes(watch: Any) -> dict[str, int | None] | None:
     return {name: None if axis is None else operator.index(axis) for name, axis in watch.items()}
 
 
-def _values_by_name(program: Any, chosen: Resolved) -> dict[str, list[NamedValue]]:
-    """The values that each name measures: if nothing uses some of its values, the others."""
-    found: dict[str, list[NamedValue]] = {name: [] for name in chosen}
-    for value in named_values(program):
-        if value.name in chosen and value.kind == chosen[value.name].kind:
-            found[value.name].append(value)
-    return {name: [v for v in own if v.used] or own for name, own in found.items()}
-
-
-class _Watched(NamedTuple):
-    """A name that is measured."""
-
-    name: str
-    kind: str
-    used: bool  # whether its values are used
-    axis: int | None  # the axis that is kept
-    dtype: str  # of its statistics
-
-
-def _watched(chosen: Any, values: list[NamedValue]) -> _Watched:
-    if chosen.rule is not None:
-        _check_axis(chosen.rule, values)
-    wide = any(_jaxpr.dtype_of(v.variable) in ("float64", "complex128") for v in values)
-    name, used, dtype = values[0].name, values[0].used, "float64" if wide else "float32"
-    return _Watched(name, chosen.kind, used, chosen.rule, dtype)
-
-
 @value_hook(choices=["watched"])
 class _Measure(ValueHook):
-    """Measures the values of some names."""
+    """Measures values by name; all that share a name and the scans around are joined at once.
 
-    watched: tuple[_Watched, ...] = ()
+    The key of a note is the name, and the lengths of the scans between its program and the value.
+    """
+
+    # For each name its kind, whether its values are used, the axis that is kept, and the dtype of
+    # its statistics.
+    watched: tuple[tuple[str, str, bool, int | None, str], ...] = ()
 
     @property
     def is_reusable(self) -> bool:
         return True
 
     def wants(self, name: str, kind: str, used: bool) -> bool:
-        own = self._by_name.get(name)
-        return own is not None and (own.kind, own.used) == (kind, used)
+        return self._by_name.get(name, ())[:2] == (kind, used)
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, _Watched]:
-        return {own.name: own for own in self.watched}
+    def _by_name(self) -> dict[str, tuple[Any, ...]]:
+        return {name: (kind, *rest) for name, kind, *rest in self.watched}
 
     def note_of(self, seen: Seen, x: jax.Array) -> ValueStats:
-        own = self._by_name[seen.name]
-        return ValueStats.of(x, own.axis, own.dtype)
+        *_, axis, dtype = self._by_name[seen.name]
+        if axis is not None:
+            _check_whole(seen.name, axis, varying_axes(x) & self.axes)
+        return ValueStats.of(x, axis, dtype)
+
+    def key(self, seen: Seen) -> tuple[str, tuple[int, ...]]:
+        """The name; there is no scan between."""
+        return seen.name, ()
+
+    def key_around(self, equation: Any, program: int, key: Any) -> Any:
+        """The key with the length of a scan in front of the others."""
+        name, nest = key
+        is_scan = equation.primitive.name == "scan"
+        return name, (equation.params["length"], *nest) if is_scan else nest
 
     def joined(self, first: ValueStats, second: ValueStats) -> ValueStats:
         return first.joined(second)
 
+    def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
+        *_, axis, _ = self._by_name[key[0]]
+        if axis is not None and not equation.params["check_vma"]:
+            _check_whole(key[0], axis, frozenset(_jaxpr.manual_axes(equation)))
+        return note.over(0)
 
-def _check_axis(axis: int, values: list[NamedValue]) -> None:
-    """Raises `ValueError` unless the values have this axis, of one length, which no mesh cuts."""
-    got = f"{_OF_VALUES}: got the axis {axis} for {values[0].name!r}"
-    shapes = [v.variable.aval.shape for v in values]
-    if wrong := [shape for shape in shapes if not -len(shape) <= axis < len(shape)]:
+
+def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
+    """Refuses to keep an axis of values that may differ along axes of a mesh."""
+    if meshes:
         raise ValueError(
-            f"{got}, expected an axis of all its values, one of which has the shape {wrong[0]}"
-        )
-    lengths = sorted({shape[axis] for shape in shapes})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"{got}, whose values have the lengths {lengths} there, expected one length; tag the "
-            "value you mean with checkpoint_name"
-        )
-    if meshes := frozenset().union(*(v.varying for v in values)):
-        raise ValueError(
-            f"{got}, whose values may differ between the devices along "
-            f"{', '.join(map(repr, sorted(meshes)))}, expected values that are the same on all, "
-            f"since JAX does not say which axes a mesh cuts; watch={{{values[0].name!r}: None}} "
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values may differ between the "
+            f"devices along {', '.join(map(repr, sorted(meshes)))}, expected values that are the "
+            f"same on all, since JAX does not say which axes a mesh cuts; watch={{{name!r}: None}} "
             "measures whole values, and ValueStats.of(x, axis) inside of the shard_map a part"
         )
 
 
-def _joined_stats(values: list[NamedValue], notes: KeyedNotes) -> ValueStats:
-    """The statistics of some values, with the axes of the scans that they share."""
-    shared, found = len(common_start(v.place.nest for v in values)), []
-    for value in values:
-        stats, axis = notes[value.position], 0
-        for kind, _ in value.axes:
-            if kind == "scan" and axis < shared:
-                axis += 1
-            else:
-                stats = stats.over(axis)
-        found.append(stats)
-    return functools.reduce(ValueStats.joined, found)
+def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
+    """The hook that measures these names, and the number of scans that the values of each share."""
+    chosen = watched_names(program, axes, _OF_VALUES, VALUES)
+    there = sites_by_name(program)
+    own = {name: list(VALUES.own(there[name])) for name in chosen}
+    watched = []
+    for name, (kind, axis) in chosen.items():
+        if axis is not None:
+            _check_axis(name, axis, own[name])
+        wide = any(site.dtype in ("float64", "complex128") for site in own[name])
+        used = any(site.used for site in own[name])
+        watched.append((name, kind, used, axis, "float64" if wide else "float32"))
+    common = {name: len(common_nest(sites)) for name, sites in own.items()}
+    return _Measure(watched=tuple(watched)), common
+
+
+def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
+    """Raises `ValueError` if there is no such axis, or if it is not of one length."""
+    for site in sites:
+        if not -len(site.shape) <= axis < len(site.shape):
+            raise ValueError(
+                f"{_OF_VALUES}: got the axis {axis} for {name!r}, expected an axis of all its "
+                f"values, one of which has the shape {site.shape}"
+            )
+    lengths = sorted({site.shape[axis] for site in sites})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values have the lengths "
+            f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
+        )
+
+
+def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, ValueStats]:
+    """The statistics of each name, with the axes of the scans that its values share."""
+    found: dict[str, ValueStats] = {}
+    for (name, nest), stats in notes.items():
+        for _ in nest[common[name] :]:
+            stats = stats.over(common[name])
+        found[name] = found[name].joined(stats) if name in found else stats
+    return {name: found[name] for name in common}
