@@ -86,27 +86,19 @@ def _contained(node: Any) -> Any:
 
 def restored(like: Any, found: Any, name: str) -> Any:
     """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings."""
-    known = _held_values(name, found)
-    leaves = [
-        _leaf_like(path, leaf, known, name) for path, leaf in _held_values("like", like).items()
-    ]
-    if known:
+    known, own = _held_values(name, found), _held_values("like", like)
+    more = [path for path, leaf in own.items() if path not in known and _is_stored(leaf)]
+    less = [path for path in known if path not in own]
+    if more or less:
         raise ValueError(
-            f"like: got a tree without {listed(known)}, which {name} of the capture has; "
-            "expected one with the same paths"
+            f"like: got a tree with other paths than {name} of the capture: {listed(more)} only in "
+            f"the tree, {listed(less)} only in the capture; expected its paths: {listed(known)}"
         )
+    leaves = [_leaf_like(p, leaf, known[p]) if p in known else leaf for p, leaf in own.items()]
     return with_leaves(like, leaves)
 
 
-def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
-    if path not in known and not _is_stored(leaf):
-        return leaf
-    if path not in known:
-        raise ValueError(
-            f"like: got {path!r}, which {name} of the capture does not have, expected its paths: "
-            f"{listed(known)}"
-        )
-    other = known.pop(path)
+def _leaf_like(path: str, leaf: Any, other: Any) -> Any:
     got, expected = (
         (tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__)))
         for x in (leaf, other)
