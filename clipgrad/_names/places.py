@@ -111,7 +111,7 @@ class Place(NamedTuple):
         """
         around = next(e for e in self.chain[1:] if e.primitive.name == "shard_map")
         axes = list(manual_axes(around))
-        is_meant = np.zeros([around.params["mesh"].shape[axis] for axis in axes], bool)
+        is_meant: Any = np.zeros([around.params["mesh"].shape[axis] for axis in axes], bool)
         is_meant.flat[np.ravel(list(numbers))] = True
         for axis in manual_axes(around):
             at = axes.index(axis)
