@@ -1,12 +1,8 @@
 """Clip cotangents and gradients in JAX, and check gradients."""
 
-import importlib
 import importlib.metadata
-import sys
 import typing
-import warnings
 
-from clipgrad import _lazily
 from clipgrad import published as published
 from clipgrad import types as types
 from clipgrad._clip import AdaptiveClip as AdaptiveClip
@@ -37,6 +33,7 @@ from clipgrad._error_clip import error_clip_by_name as error_clip_by_name
 from clipgrad._error_clip import error_clip_everywhere as error_clip_everywhere
 from clipgrad._error_clip import list_names as list_names
 from clipgrad._error_clip import value_and_grad_with_stats as value_and_grad_with_stats
+from clipgrad._lazily import attributes as _attributes
 from clipgrad._numerics import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._per_example import per_example_norms as per_example_norms
@@ -69,22 +66,7 @@ _LATER = {
     "HaltedError": "_recorder",
     "load_capture": "_recorder",
 }
-_later, __dir__ = _lazily.attributes(__name__, _LATER)
+__getattr__, __dir__ = _attributes(__name__, _LATER)
 if not typing.TYPE_CHECKING:
     _public = {name for name in {*globals(), *_LATER} if not name.startswith("_")}
-    __all__ = sorted(_public - {"importlib", "published", "sys", "types", "typing", "warnings"})
-
-
-def __getattr__(name: str) -> typing.Any:
-    if name in _LATER or name.startswith("_"):
-        return _later(name)
-    for module in (types, published):
-        if name in module.__all__:
-            place = f"{module.__name__}.{name}"
-            warnings.warn(f"clipgrad.{name} is now {place}", DeprecationWarning, stacklevel=2)
-            return getattr(module, name)
-    here = sys.modules[__name__]
-    modules = {own: m.__name__ for m in (here, types, published) for own in m.__all__}
-    hint = importlib.import_module("clipgrad._elsewhere").hint(name, modules)
-    message = f"module 'clipgrad' has no attribute {name!r}{hint}"
-    raise AttributeError(message, name=name, obj=here)
+    __all__ = sorted(_public - {"importlib", "published", "types", "typing"})

@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._chart import empty_chart
 
-# Of the compiler, for what runs for milliseconds and would compile for seconds if done with care.
+# Of the compiler, for what runs for milliseconds and would compile for seconds with care.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-CHUNKS = 10  # of the steps of a training: how often the progress bar moves
+CHUNKS = 10  # equal ones, for one program: how often the progress bar moves
 PLAIN, NORM, VALUE = "no clipping", "gradient clip: norm", "gradient clip: value"
 ERROR, BOTH = "error clip", "error clip + norm"
 IF_FINITE, ZERO_NANS = "optax.apply_if_finite", "optax.zero_nans"
@@ -156,26 +156,24 @@ BLANK_PATCHES = Task(
 TEXT_LENGTH, TEXT_WIDTH, TEST_ROWS = 40, 96, 256
 
 
-def load_text(length: int = TEXT_LENGTH) -> dict[str, jax.Array]:
-    """Rows of numbered characters; the alphabet has an entry for each that there is."""
+def load_text(length: int = TEXT_LENGTH) -> dict[str, Any]:
+    """Rows of numbered characters, and how many characters there are."""
     from pydoc_data.topics import topics
 
     text = "".join(topics[name] for name in sorted(topics))
     alphabet, numbers = np.unique(list(text), return_inverse=True)
     rows = numbers[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     rows = jnp.asarray(np.random.default_rng(0).permutation(rows), jnp.int32)
-    train, test, size = rows[TEST_ROWS:], rows[:TEST_ROWS], len(alphabet)
-    return {"train": train, "test": test, "alphabet": jnp.arange(size)}
+    return {"train": rows[TEST_ROWS:], "test": rows[:TEST_ROWS], "size": len(alphabet)}
 
 
 def init_text(data: Any, random: np.random.Generator) -> Any:
-    size = len(data["alphabet"])
     return {
-        "embed": normal(random, size, TEXT_WIDTH, scale=0.1),
+        "embed": normal(random, data["size"], TEXT_WIDTH, scale=0.1),
         "cell": normal(random, TEXT_WIDTH, TEXT_WIDTH, scale=TEXT_WIDTH**-0.5),
         "cell_bias": np.zeros((1, TEXT_WIDTH), np.float32),
-        "out": normal(random, TEXT_WIDTH, size, scale=0.05),
-        "out_bias": np.zeros((1, 1, size), np.float32),
+        "out": normal(random, TEXT_WIDTH, data["size"], scale=0.05),
+        "out_bias": np.zeros((1, 1, data["size"]), np.float32),
     }
 
 
@@ -240,12 +238,11 @@ def train(task: Task, seeds: int, advance: Callable[[int], Any]) -> Iterator[Run
     one = lambda key, step: task.sample(data, jax.random.fold_in(key, step))  # noqa: E731
     batches = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)), compiler_options=QUICK)
     evaluate = jax.jit(jax.vmap(task.evaluate, (0, 0, None)), compiler_options=QUICK)
-    most = max(1, task.steps // CHUNKS)
-    size = max(d for d in range(1, most + 1) if task.steps % d == 0)  # one program for all chunks
+    size = next(d for d in range(max(1, task.steps // CHUNKS), 0, -1) if task.steps % d == 0)
     for arm in task.arms:
         optimizer = arm.wrap(optax.chain(cg.gradient_clip(arm.gradient_clip), task.optimizer))
-        some_steps = jax.vmap(_training_steps(task, arm, optimizer))
-        steps = jax.jit(some_steps, compiler_options=task.options)
+        steps = jax.vmap(_training_steps(task, arm, optimizer))
+        steps = jax.jit(steps, compiler_options=task.options)
         carry = params, jax.jit(jax.vmap(optimizer.init), compiler_options=QUICK)(params)
         history = []
         for start in range(0, task.steps, size):
@@ -274,12 +271,6 @@ def _training_steps(
     return functools.partial(jax.lax.scan, step)
 
 
-def over_seeds(of: Callable[..., Any], curves: np.ndarray) -> np.ndarray:
-    """A number of each column, as `np.max` of it, without what is not finite; NaN of nothing."""
-    columns = (column[np.isfinite(column)] for column in curves.reshape(-1, curves.shape[-1]).T)
-    return np.array([of(column) if column.size else np.nan for column in columns])
-
-
 def span(values: np.ndarray) -> str:
     """The range of some numbers, for people: ``0.914..0.930, 2 NaN``."""
     finite = values[np.isfinite(values)]
@@ -292,8 +283,10 @@ def span(values: np.ndarray) -> str:
 
 def head(task: Task, run: Run) -> str:
     names = TABLE_LINE.format("", "goal", "finite", "max gradient norm", " | ".join(run.metrics))
-    goal = f"goal: {task.goal}  ({len(run.loss)} seeds, {task.steps} steps)"
-    return "\n".join([f"{task.name}: {task.summary}", goal, names, "-" * len(names)])
+    return f"""{task.name}: {task.summary}
+goal: {task.goal}  ({len(run.loss)} seeds, {task.steps} steps)
+{names}
+{"-" * len(names)}"""
 
 
 def row(run: Run) -> str:
@@ -340,7 +333,8 @@ def _draw_curves(panel: Any, quantity: str, curves: dict[str, np.ndarray], up: f
     panel.grid(True, alpha=0.25)
     lost = []
     for label, values in curves.items():
-        low, middle, high = (over_seeds(of, values) for of in (np.min, np.median, np.max))
+        finite = np.ma.masked_invalid(values.reshape(-1, values.shape[-1]))
+        low, middle, high = (of(finite, axis=0) for of in (np.ma.min, np.ma.median, np.ma.max))
         steps = np.arange(1, len(middle) + 1)
         panel.plot(steps, middle, color=COLORS[label], label=label)
         panel.fill_between(steps, low, high, color=COLORS[label], alpha=0.15, linewidth=0)

@@ -14,9 +14,7 @@ from clipgrad._demo import TASKS, Arm, Run, demo_figure, head, row, span
 
 pytestmark = pytest.mark.exhaustive
 
-NAN, INF = math.nan, math.inf
-# Almost all of the time goes into compiling: programs of twenty steps need no good code.
-HASTY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+NAN = math.nan
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +59,14 @@ def test_only_an_error_clip_trains_every_layer_on_blank_patches(label, content):
 
 
 def test_a_recurrent_task_has_the_gradient_norm_at_each_time_step(monkeypatch):
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=HASTY))
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=_demo.QUICK))
     task = TASKS["char-rnn"]
     arms, steps = [arm for arm in task.arms if arm.label == _demo.BOTH], []
+    task = task._replace(arms=arms, steps=4, options=_demo.QUICK)
     with jax.numpy_dtype_promotion("standard"):
-        (run,) = _demo.train(task._replace(arms=arms, steps=4, options=HASTY), 2, steps.append)
+        (run,) = _demo.train(
+            task._replace(arms=arms, steps=4, options=_demo.QUICK), 2, steps.append
+        )
     assert run.through_time.shape == (2, 4, 40) and sum(steps) == 4
     assert (0 < run.through_time).all()
     assert (run.through_time <= 3e-4 * math.sqrt(12 * 96) * (1 + 1e-5)).all()
@@ -84,19 +85,6 @@ def made_up(*curves, labels=(_demo.PLAIN, _demo.ERROR)):
 ENDING = made_up([[4.0, NAN, NAN], [4.0, 3.5, NAN]], [[4.0, 3.0, 2.0], [4.0, 3.2, 2.4]])
 
 
-@pytest.mark.parametrize(
-    "values, text",
-    [
-        ([0.9141, 0.93], "0.914..0.930"),
-        ([0.5, 0.5001], "0.500"),
-        ([NAN, NAN], "NaN"),
-        ([1.0, NAN, 3.0, INF], "1.00..3.00, 2 NaN"),
-    ],
-)
-def test_a_range_says_how_many_are_lost(values, text):
-    assert span(np.array(values)) == text
-
-
 def test_the_table_shows_each_arm_in_a_line():
     task, runs = ENDING
     _, goal, names, line = head(task, runs[0]).splitlines()
@@ -106,11 +94,13 @@ def test_the_table_shows_each_arm_in_a_line():
     plain, clipped = map(row, runs)
     assert plain.split() == "no clipping 0 of 2 0 of 2 NaN NaN".split()
     assert clipped.split() == "error clip 2 of 2 2 of 2 40.0 2.00..2.40".split()
+    assert span(np.array([1.0, NAN, 3.0, math.inf])) == "1.00..3.00, 2 NaN"
 
 
 def test_the_figure_says_what_ends_in_nan_and_cuts_an_explosion():
     losses, norms = demo_figure([ENDING]).subfigs[0].axes
     assert losses.get_title("right") == norms.get_title("right") == "no clipping: NaN in 2 of 2"
+    np.testing.assert_array_equal(losses.lines[0].get_ydata().filled(0), [4.0, 3.5, 0])
     losses, _ = demo_figure([made_up([[1.0, 1e30, 1.0]], [[1.0] * 3])]).subfigs[0].axes
     assert losses.get_ylim()[1] < 1e10
     assert losses.get_title("right") == "off the scale: up to 1e+30"

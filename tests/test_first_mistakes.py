@@ -29,6 +29,8 @@ ELSEWHERE = {
     "clip_gradnorm": r"clip_grads\(grads, ClipByGlobalNorm\(max_norm\)\), or clip_by_global_norm",
     "grad_norm": r"global_norm\(grads\)",
     "clip": r"clip_by_value\(max\)",
+    "adaptive_error_clip": r"ErrorClipByValue\(max\), with a number from value_and_grad_with_stats",
+    "SUGGESTED_THRESHOLDS": "published.SUGGESTED_THRESHOLDS",
 }
 MISSPELT = {
     "clip_by_globalnorm": "clip_by_global_norm", "ClipByGlobalnorm": "ClipByGlobalNorm",
@@ -211,6 +213,8 @@ def test_arguments_that_are_no_tuple_are_answered_by_the_tuple(reader, given):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_result_in_place_of_a_function_is_refused(reader):
+    with pytest.raises(TypeError, match="^fun: got 3, expected a function"):
+        READERS[reader](3, (W, X))
     with pytest.raises(TypeError, match=r"^fun: got float32\[\], expected a function; write the f"):
         READERS[reader](loss(W, X), (W, X))
 

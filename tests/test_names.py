@@ -108,18 +108,3 @@ def test_what_nothing_uses_does_not_count_beside_values_of_its_name_that_somethi
     assert (name.shape, name.sites, name.cotangent) == (X.shape, 1, False)
     stats = cg.with_value_stats(scanned, watch=["net"])(X)[1]["net"]
     np.testing.assert_array_equal(stats.size, [X.size] * 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ((3, (X,)), "fun: got 3, expected a function"),
-        ((model, X), r"args: got float32.*, expected a tuple; for one argument write \(x,\)"),
-        ((model, [X]), r"args: got list, expected a tuple"),
-        ((model, (X,), [2.0]), "kwargs: got list, expected a mapping"),
-    ],
-    ids=lambda value: str(type(value).__name__),
-)
-def test_wrong_arguments_are_refused(arguments, match):
-    with pytest.raises(TypeError, match=match):
-        cg.list_names(*arguments)

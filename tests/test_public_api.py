@@ -12,13 +12,13 @@ import jax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import HOMES, NAMES, public
+from tests.helpers import NAMES, public
 
 ROOT = pathlib.Path(__file__).parents[1]
 # These need orbax, which README's command does not install, or compile for seconds.
 EXTRA = {
     *("clipgrad._recorder.capture", "clipgrad._recorder.recorder"),
-    *("clipgrad._per_example.clip", "clipgrad._per_example.norms", "clipgrad._compare.examples"),
+    *("clipgrad._per_example.clip", "clipgrad._per_example.norms"),
 }
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in EXTRA else ())
@@ -41,15 +41,6 @@ def test_exports_are_sorted_and_explicit(module, later):
     assert rooms == sorted(rooms)
     # What only type checkers import is loaded when it is used.
     assert {name: room for indent, room, name in exports if indent} == later
-
-
-@pytest.mark.parametrize("name", [*cg.types.__all__, *cg.published.__all__])
-def test_a_name_that_has_moved_says_where_it_is(name):
-    place = f"{HOMES[name].__name__}.{name}"
-    with pytest.warns(DeprecationWarning, match=f"^clipgrad.{name} is now {place}$"):
-        assert getattr(cg, name) is public(name)
-    with pytest.raises(AttributeError, match=f"; write {place}$"):
-        getattr(cg, name[:3] + name[2:])
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,6 @@ DTYPES = {
 }  # fmt: skip
 SHAPE = re.compile(r"(\w+)\[([\d\s,]*)\]")
 INTEGERS = 4
-WIDE = ("float64", "complex128", "int64")
 
 
 def position_or_name(text: str) -> int | str:
@@ -40,18 +39,15 @@ def random_arguments(text: str, seed: int) -> tuple:
 
 
 def _draw(rng: np.random.Generator, name: str, sizes: str) -> Any:
-    dtype = DTYPES.get(name, name)
-    if dtype not in DTYPES.values():
+    if DTYPES.get(name, name) not in DTYPES.values():
         raise ValueError(f"--args: got {name!r}, expected a dtype, one of {', '.join(DTYPES)}")
-    if dtype in WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+    dtype = jnp.dtype(DTYPES.get(name, name))
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"--args: got {name!r}, expected a type of 32 bits or less; for 64 bits add --x64"
         )
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
-    if dtype.startswith("complex"):
-        values = rng.normal(size=shape) + 1j * rng.normal(size=shape)
-    elif dtype in ("int32", "int64", "uint32", "bool"):
-        values = rng.integers(0, 2 if name == "bool" else INTEGERS, shape)
-    else:
-        values = rng.normal(size=shape)
-    return jnp.asarray(values, dtype)
+    if dtype.kind in "biu":
+        return jnp.asarray(rng.integers(0, 2 if dtype.kind == "b" else INTEGERS, shape), dtype)
+    values = rng.normal(size=shape)
+    return jnp.asarray(values + 1j * rng.normal(size=shape) if dtype.kind == "c" else values, dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from clipgrad._commands.function import PASSED, UsageError, add_command
 from clipgrad._commands.result import write_result
 from clipgrad._demo import TASKS, demo_figure, head, report, row, train
-from clipgrad._folders import mounted_folder
+from clipgrad._recorder import mounted_folder
 
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._commands.function import FAILED, PASSED, complain
-from clipgrad._folders import mounted_folder
+from clipgrad._recorder import mounted_folder
 
 
 def show_result(

@@ -104,29 +104,24 @@ class Place(NamedTuple):
         """The lengths of the scans around the equation, outermost first."""
         return tuple(equation.params["length"] for equation in self.scans)
 
-    def device(self, found: Iterable[tuple[int, ...]]) -> str | None:
-        """The coordinates of the first of some devices, such as "data=5".
+    def device(self, numbers: Iterable[Any]) -> str | None:
+        """The coordinates of the first of some devices of a `shard_map`, such as "data=5".
 
-        Axes along which it is all of them are left out; None if it is every device. ``found`` has
-        for each device its number in each `shard_map` around, outermost first.
+        Axes along which it is all of them are left out; None if it is every device.
         """
-        maps = [e for e in reversed(self.chain[1:]) if e.primitive.name == "shard_map"]
-        sizes = {a: e.params["mesh"].shape[a] for e in maps for a in manual_axes(e)}
-        shapes = [[sizes[a] for a in manual_axes(e)] for e in maps]
-        places = {
-            tuple(int(i) for n, s in zip(own, shapes, strict=True) for i in np.unravel_index(n, s))
-            for own in found
-        }
-        left = list(sizes)
-        for axis in sizes:
-            at = left.index(axis)
-            without = {place[:at] + place[at + 1 :] for place in places}
-            if len(places) == sizes[axis] * len(without):
-                places, left = without, left[:at] + left[at + 1 :]
-        first = min(places, default=())
+        around = next(e for e in self.chain[1:] if e.primitive.name == "shard_map")
+        axes = list(manual_axes(around))
+        is_meant: Any = np.zeros([around.params["mesh"].shape[axis] for axis in axes], bool)
+        is_meant.flat[np.ravel(list(numbers))] = True
+        for axis in manual_axes(around):
+            at = axes.index(axis)
+            if (is_meant.any(at) == is_meant.all(at)).all():
+                is_meant = is_meant.any(at)
+                axes.remove(axis)
         # A `pmap` without a name has JAX's own.
-        names = ["pmap" if axis.startswith("_internal_pmap") else axis for axis in left]
-        return ", ".join(f"{a}={i}" for a, i in zip(names, first, strict=True)) or None
+        names = ["pmap" if axis.startswith("_internal_pmap") else axis for axis in axes]
+        first = np.argwhere(is_meant)[0]
+        return ", ".join(f"{name}={i}" for name, i in zip(names, first, strict=True)) or None
 
     @property
     def _frames(self) -> list[Any]:

@@ -1,6 +1,6 @@
 """The variables of a program that names and patterns choose."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clipgrad._errors import first_few
@@ -66,35 +66,25 @@ def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted
     that can be reached.
     """
     there = sites_by_name(program)
-    exact = {name: rule for name, rule in rules.items() if name in there or "*" not in name}
-    for name in exact:
-        _check_found(name, {name: there[name]} if name in there else {}, there, caller, wanted)
-    names = {name: Chosen(_kind_of_sites(there[name]), rule) for name, rule in exact.items()}
+    patterns = {pattern for pattern in rules if pattern not in there and "*" in pattern}
+    names: Resolved = {}
     origin: dict[str, str] = {}
-    for pattern, rule in rules.items():
-        for name in () if pattern in exact else _matched(pattern, there, caller, wanted):
-            if name in exact:
-                continue
-            if name in names and names[name].rule is not rule:
+    for given in sorted(rules, key=patterns.__contains__):
+        is_own = matches if given in patterns else str.__eq__
+        found = {name: sites for name, sites in there.items() if is_own(given, name)}
+        listed = [name for name, sites in found.items() if wanted.lists(sites)]
+        if given not in patterns or not listed:
+            _check_found(given, found, there, caller, wanted)
+        for name in listed if given in patterns else found:
+            first = origin.setdefault(name, given)
+            if first in patterns and rules[first] is not rules[given]:
                 raise ValueError(
-                    f"{caller}: got {origin[name]!r} and {pattern!r} with a {wanted.choice} each, "
+                    f"{caller}: got {first!r} and {given!r} with a {wanted.choice} each, "
                     f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
                     f"{name!r} itself"
                 )
-            names[name], origin[name] = Chosen(_kind_of_sites(there[name]), rule), pattern
+            names.setdefault(name, Chosen(next(iter(there[name])).kind, rules[given]))
     return names
-
-
-def _kind_of_sites(sites: Sites) -> str:
-    return next(iter(sites)).kind
-
-
-def _matched(pattern: str, there: dict[str, Sites], caller: str, wanted: Wanted) -> Iterator[str]:
-    found = {name: sites for name, sites in there.items() if matches(pattern, name)}
-    listed = [name for name, sites in found.items() if wanted.lists(sites)]
-    if not listed:
-        _check_found(pattern, found, there, caller, wanted)
-    yield from listed
 
 
 def _check_found(

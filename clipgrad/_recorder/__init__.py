@@ -8,5 +8,6 @@ from before it. State and batch are then written to a folder, the capture, and t
 
 from clipgrad._recorder.capture import Capture as Capture
 from clipgrad._recorder.capture import load_capture as load_capture
+from clipgrad._recorder.folders import mounted_folder as mounted_folder
 from clipgrad._recorder.recorder import FlightRecorder as FlightRecorder
 from clipgrad._recorder.recorder import HaltedError as HaltedError

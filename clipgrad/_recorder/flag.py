@@ -13,7 +13,7 @@ from clipgrad._errors import first_few
 from clipgrad._frameworks import without_variables
 from clipgrad._numerics import largest
 from clipgrad._training import scalars
-from clipgrad._trees import instances
+from clipgrad._trees import donated_leaf, instances
 
 _OWN_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
 _NAMED_LEAVES = 4
@@ -43,7 +43,7 @@ def copied_flag(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, j
       ValueError: the state was donated.
     """
     small = jax.tree.map(lambda i: leaves[i], place)
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(small)):
+    if donated_leaf(small) is not None:
         raise ValueError(
             "state: got buffers that the step has overwritten, expected the state that the step "
             "returned; call state = step(state, batch), then record(state, batch)"

@@ -13,7 +13,7 @@ import numpy as np
 
 from clipgrad._errors import first_few
 from clipgrad._frameworks import with_leaves
-from clipgrad._trees import is_array
+from clipgrad._trees import check_tree, is_array
 
 Path = tuple[str | int, ...]
 _STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct
@@ -25,6 +25,7 @@ def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     The content of a box of flax, such as ``flax.linen.Partitioned``, stands in place of the box.
     """
     is_leaf = lambda x: not is_value(x) or _is_box(x)  # noqa: E731
+    check_tree(name, tree)
     found: dict[Path, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         path = tuple(_plain_key(name, key) for key in keys)
@@ -58,24 +59,25 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, kind) and len(jax.tree.leaves(x)) == 1
 
 
+class _Parts(dict):
+    """A container, in the making."""
+
+
 def nested(leaves: Mapping[Path, Any]) -> Any:
     """The tree of these leaves: lists where the keys are 0, 1, ..., and dictionaries."""
-    whole: dict[Any, Any] = {}
-    inner: list[tuple[dict[Any, Any], Any]] = []  # what holds each container, the outer ones first
+    whole = _Parts()
     for path, leaf in leaves.items():
-        node, key = whole, ""
-        for following in path:
-            if key not in node:
-                node[key] = {}
-                inner.append((node, key))
-            node, key = node[key], following
-        node[key] = leaf
-    for node, key in reversed(inner):
-        node[key] = _container(node[key])
-    return whole.get("", {})
+        node = whole
+        for key in path[:-1]:
+            node = node.setdefault(key, _Parts())
+        node[path[-1]] = leaf
+    return _contained(whole)
 
 
-def _container(parts: dict[Any, Any]) -> Any:
+def _contained(node: Any) -> Any:
+    if type(node) is not _Parts:
+        return node
+    parts = {key: _contained(part) for key, part in node.items()}
     if set(parts) == set(range(len(parts))):
         return [parts[i] for i in range(len(parts))]
     is_mixed = len(set(map(type, parts))) > 1  # JAX sorts keys
@@ -84,27 +86,19 @@ def _container(parts: dict[Any, Any]) -> Any:
 
 def restored(like: Any, found: Any, name: str) -> Any:
     """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings."""
-    known = _held_values(name, found)
-    leaves = [
-        _leaf_like(path, leaf, known, name) for path, leaf in _held_values("like", like).items()
-    ]
-    if known:
+    known, own = _held_values(name, found), _held_values("like", like)
+    more = [path for path, leaf in own.items() if path not in known and _is_stored(leaf)]
+    less = [path for path in known if path not in own]
+    if more or less:
         raise ValueError(
-            f"like: got a tree without {listed(known)}, which {name} of the capture has; "
-            "expected one with the same paths"
+            f"like: got a tree with other paths than {name} of the capture: {listed(more)} only in "
+            f"the tree, {listed(less)} only in the capture; expected its paths: {listed(known)}"
         )
+    leaves = [_leaf_like(p, leaf, known[p]) if p in known else leaf for p, leaf in own.items()]
     return with_leaves(like, leaves)
 
 
-def _leaf_like(path: str, leaf: Any, known: dict[str, Any], name: str) -> Any:
-    if path not in known and not _is_stored(leaf):
-        return leaf
-    if path not in known:
-        raise ValueError(
-            f"like: got {path!r}, which {name} of the capture does not have, expected its paths: "
-            f"{listed(known)}"
-        )
-    other = known.pop(path)
+def _leaf_like(path: str, leaf: Any, other: Any) -> Any:
     got, expected = (
         (tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__)))
         for x in (leaf, other)

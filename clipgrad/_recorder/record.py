@@ -12,7 +12,7 @@ import numpy as np
 from clipgrad._recorder.files import is_writable
 from clipgrad._recorder.flag import Flag
 from clipgrad._recorder.paths import leaves_by_path, path_text
-from clipgrad._trees import check_tree, is_array, path_string
+from clipgrad._trees import is_array, path_string
 
 
 @dataclasses.dataclass
@@ -21,10 +21,8 @@ class StepRecord:
 
     copy: Any  # of the flag, a small array that may not have arrived yet
     norms: Any  # on the device
-    batch: Any
-    key: Any
+    inputs: dict[str, Any]  # batch, key and extra
     step: Any  # None if the user gave none
-    extra: dict[str, Any]
     before: int | None = None  # the number of steps before it; None if it was not looked at
     is_done: bool = False  # whether all was done that its flag asks for
 
@@ -37,7 +35,7 @@ class StepRecord:
     def steps(self) -> int:
         """The number of steps in the dispatch, if the batch has an entry for each; else 1."""
         count = self.flag.count - (self.flag.count if self.before is None else self.before)
-        leaves = jax.tree.leaves(self.batch)
+        leaves = jax.tree.leaves(self.inputs["batch"])
         is_stacked = bool(leaves) and all(np.shape(leaf)[:1] == (count,) for leaf in leaves)
         return count if count > 1 and is_stacked else 1
 
@@ -56,14 +54,12 @@ def kept_tree(name: str, tree: Any) -> Any:
       TypeError: a leaf, or a key of a dictionary, can't be written.
       ValueError: a buffer was donated, or a process of several has an array of its own.
     """
-    check_tree(name, tree)
     leaves_by_path(name, tree)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept_leaf(name, path, leaf), tree)
 
 
 def check_writable(name: str, tree: Any) -> None:
     """Raises `TypeError` for a key or an array that can't be written; objects are left out."""
-    check_tree(name, tree)
     for path, leaf in leaves_by_path(name, tree).items():
         if is_array(leaf):
             _check_writable_dtype(f"{name}: got {{}} at {path_text(path)!r}", leaf)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._folders import mounted_folder
 from clipgrad._recorder.files import MANIFEST, orbax, write
-from clipgrad._recorder.flag import Flag, copied_flag, find_flag, warning_of_zeros
+from clipgrad._recorder.flag import copied_flag, find_flag, warning_of_zeros
+from clipgrad._recorder.folders import mounted_folder
 from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
 
 # Some numbers of each step: enough to see a trend, and less than one small array in all.
@@ -114,14 +114,13 @@ class FlightRecorder:
         self.keep, self.max_captures, self.raise_on_halt = keep, max_captures, raise_on_halt
         self.captures: list[pathlib.Path] = []
         self._records: collections.deque[StepRecord] = collections.deque()
-        self._past: collections.deque[tuple] = collections.deque(maxlen=_STATISTICS)
+        self._past: collections.deque[dict] = collections.deque(maxlen=_STATISTICS)
         self._place: Any = None  # of the flag in the trees that `record` gets
         self._structure: Any = None
         self._newest: Callable[[], Any] = lambda: None
         self._count = 0  # of the steps that were looked at
         self._halted_at: int | None = None
         self._unwritten: StepRecord | None = None
-        self._is_first = True
 
     def record(
         self, state: Any, batch: Any, *, key: Any = None, step: Any = None, **extra: Any
@@ -147,21 +146,19 @@ class FlightRecorder:
         """
         params = extra.pop("params", None)
         leaves, structure = jax.tree.flatten((state, params))
-        if self._structure is None or structure != self._structure:
+        is_first = self._structure is None
+        if is_first or structure != self._structure:
             check_writable("state", state)
             check_writable("params", params)
             self._place, self._structure = find_flag(structure), structure
-        given = {"batch": batch, "key": key} | extra
-        kept = {name: kept_tree(name, value) for name, value in given.items()}
+        inputs = {"batch": kept_tree("batch", batch), "key": kept_tree("key", key)}
+        inputs["extra"] = {name: kept_tree(name, value) for name, value in extra.items()}
         number, (flag, norms) = _step_number(step), copied_flag(self._place, leaves)
         flag.copy_to_host_async()
-        data = {name: kept.pop(name) for name in ("batch", "key")}
-        self._records.append(StepRecord(flag, norms, **data, step=number, extra=kept))
+        self._records.append(StepRecord(flag, norms, inputs, number))
         self._newest = held_weakly(leaves, structure)
-        if self._is_first:
-            self._is_first = False
-            if warning := warning_of_zeros(state, extra.get("loss")):
-                warnings.warn(warning, UserWarning, stacklevel=2)
+        if is_first and (warning := warning_of_zeros(state, extra.get("loss"))):
+            warnings.warn(warning, UserWarning, stacklevel=2)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
 
@@ -207,8 +204,8 @@ class FlightRecorder:
         if record.before is None:
             record.before, self._count = self._count, flag.count
             row = {"step": flag.count - 1 if record.step is None else record.step} | record.norms
-            row |= {name: x for name, x in record.extra.items() if _is_number(x)}
-            self._past.append((flag.count, row))
+            row |= {name: x for name, x in record.inputs["extra"].items() if _is_number(x)}
+            self._past.append(row)
         halted_at = flag.halted_at if flag.halted else None
         if halted_at is not None and halted_at != self._halted_at:
             self._unwritten = record
@@ -244,11 +241,11 @@ class FlightRecorder:
         step, flag = _step_of(record), record.flag
         names = [f"step_{step}", *(f"step_{step}_{i}" for i in range(1, self.max_captures + 1))]
         paths = [path for path in map(self.directory.joinpath, names) if not path.exists()]
-        meta = {"step": step, "halted_at": flag.halted_at, "statistics": self._statistics(flag)}
+        meta = {"step": step, "halted_at": flag.halted_at, "statistics": self._statistics()}
         state, params = self._newest() or (None, None)
         content = {"state": state} | ({} if params is None else {"params": params})
         if record.has_bad_step:
-            content |= {"batch": record.batch, "key": record.key, "extra": record.extra}
+            content |= record.inputs
             place = flag.halted_at - (flag.count - record.steps)
             meta |= {"steps": record.steps, "step_in_batch": place} if record.steps > 1 else {}
             if self._place.microbatch is not None:
@@ -260,10 +257,9 @@ class FlightRecorder:
             )
         return write(paths, content, meta | _circumstances())
 
-    def _statistics(self, flag: Flag) -> dict[str, list]:
+    def _statistics(self) -> dict[str, list]:
         """The numbers of the steps up to the bad one, by name."""
-        past = [row for count, row in self._past if count <= flag.count]
-        rows = [{name: _plain_number(x) for name, x in row.items()} for row in past]
+        rows = [{name: _plain_number(x) for name, x in row.items()} for row in self._past]
         names = {name: None for row in rows for name in row}
         return {name: [row.get(name) for row in rows] for name in names}
 
@@ -314,10 +310,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain_number(number: Any) -> Any:
-    """A number as JSON has it; None for a buffer that was donated meanwhile."""
+    """A number, or text, as JSON has it; None for a buffer that was donated meanwhile."""
     if isinstance(number, jax.Array) and number.is_deleted():
         return None
-    if type(number) in (bool, int, float, str):
-        return number
     plain = np.asarray(number).item()
     return plain if isinstance(plain, bool | int | str) else float(plain)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
@@ -266,11 +266,7 @@ def named_values(program: Any) -> Iterator[NamedValue]:
             position = (*own, output)
             if equation.primitive.name == "name" and not _names.is_mark(equation):
                 yield NamedValue((*position, 0), equation.params["name"], "tag", place, variable)
-            for left in _left(jaxpr, equation, variable):
+            exit = _names.exits(jaxpr).get(variable)
+            for left in exit.left if exit else _names.left_unused(jaxpr, equation, variable):
                 name = "/".join((*scopes, *left))
                 yield NamedValue((*position, len(left)), name, "module", place, variable)
-
-
-def _left(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[_names.ScopePath]:
-    exit = _names.exits(jaxpr).get(variable)
-    return exit.left if exit else _names.left_unused(jaxpr, equation, variable)
