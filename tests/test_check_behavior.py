@@ -232,7 +232,7 @@ def test_a_time_budget_counts_the_first_program_too(budget):
 
 
 @pytest.mark.parametrize(
-    "where", ["search.Search.run", "slopes.Evaluation._made", "points.scale_of"]
+    "where", ["search.Search.run", "slopes.Evaluation._values", "points.scale_of"]
 )
 def test_a_fault_of_the_checker_itself_is_an_error(where, monkeypatch):
     def broken(*args, **kwargs):
@@ -245,6 +245,6 @@ def test_a_fault_of_the_checker_itself_is_an_error(where, monkeypatch):
 
 def test_a_fault_inside_of_a_compiled_program_of_the_checker_is_an_error(monkeypatch):
     """Traced with the function under test, it is told from what that raises."""
-    monkeypatch.setattr("clipgrad._check.vectors.from_vector", lambda *args: 1 / 0)
+    monkeypatch.setattr("clipgrad._check.vectors.to_vector", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cg.check_grads(jnp.sin, (X,))

@@ -89,7 +89,7 @@ def test_leaves_become_a_real_vector_and_back(dtype):
     assert vector.dtype == np.float64 and vector.size == vectors.offsets(leaves)[-1]
     traced = jax.jit(lambda leaves: vectors.to_vector(leaves, jnp.float32))(leaves)
     np.testing.assert_array_equal(traced, vector)
-    back = jax.jit(lambda v: vectors.from_vector(v, leaves))(traced)
+    back = jax.jit(lambda v: vectors.leaves_of(v, leaves))(traced)
     for own, *others in zip(leaves, vectors.leaves_of(vector, leaves), back, strict=True):
         for other in others:
             np.testing.assert_array_equal(np.asarray(own), np.asarray(other))

@@ -41,12 +41,10 @@ def verdict(function, analytic, noise=0.0):
     sides = [slope(s) for s in (1, -1)]
     ahead, behind = (side[None, :, None] for side in sides)
     noises = (noise / H)[None, :, None]
-    moves = [(np.ones((1, 1)), np.zeros(1, int))]
-    ladder = Ladder(ahead, behind, np.abs(ahead - behind) / 2, noises, H, moves)
-    typical = np.ones((1, 1))
-    return judge_slopes(ladder, np.asarray([[analytic]]), slack_of("float64"), typical, True).kind[
-        0
-    ]
+    along, groups = np.ones(1), [np.zeros(1, int)]
+    ladder = Ladder(ahead, behind, np.abs(ahead - behind) / 2, noises, H, along, groups)
+    gradient, typical = np.asarray([[analytic]]), np.ones((1, 1))
+    return judge_slopes(ladder, gradient, slack_of("float64"), typical).kind[0]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract, vectors
-from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compared_claim
-from clipgrad._check.further import check_further_points
+from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
 from clipgrad._check.options import Options
 from clipgrad._check.points import Point, cotangents
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
-from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.theirs import NotNearby, TheirError, theirs
@@ -323,9 +322,8 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
     log.devices.append(kind)
     log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
-    for row, expected in zip(gradient, point.computed, strict=True):
-        failure = compared_claim(point, "devices", Claim(row, expected, text), log)
-        log.fail([failure] if failure else [])
+    rows = zip(gradient, point.computed, strict=True)
+    compare(point, "devices", [Claim(row, expected, text) for row, expected in rows], log)
 
 
 def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
@@ -353,9 +351,8 @@ def _not_differentiable(subject: CheckSubject) -> str:
 
 def _are_near(first, second, relative: float) -> bool:
     """Whether two calls have the same outputs."""
-    pairs = list(zip(first, second, strict=True))
-    same = (
-        np.allclose(*map(vectors.widened_leaf, pair), rtol=relative, atol=0.0, equal_nan=True)
-        for pair in pairs
+    wide = [[vectors.widened_leaf(x) for x in leaves] for leaves in (first, second)]
+    return all(
+        a.shape == b.shape and np.allclose(a, b, rtol=relative, atol=0.0, equal_nan=True)
+        for a, b in zip(*wide, strict=True)
     )
-    return all(a.shape == b.shape for a, b in pairs) and all(same)

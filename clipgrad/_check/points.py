@@ -55,6 +55,7 @@ class Point:
     ):
         self.of, self.vjp, self.xs, self.covectors, self._log = of, vjp, list(xs), covectors, log
         self.ranges = of.subject.ranges
+        self._leaf = np.repeat(np.arange(len(self.ranges)), [b - a for a, b in self.ranges])
         found = vjp.rows(covectors) if found is None else found
         self.finite: np.ndarray = np.asarray(np.isfinite(found).all(axis=0))
         self.computed = found
@@ -77,13 +78,9 @@ class Point:
         return rows if np.isfinite(rows).all() else None
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:
-        """The root mean square of each leaf, shape (cotangents, leaves)."""
+        """The root mean square of the leaf of each element, shape (cotangents, inputs)."""
         sizes = [np.sqrt(np.mean(gradient[:, a:b] ** 2, axis=1)) for a, b in self.ranges]
-        return np.stack(sizes, axis=1)
-
-    def leaf_of(self, elements: np.ndarray) -> np.ndarray:
-        """The number of the leaf of each element."""
-        return np.searchsorted([stop for _, stop in self.ranges], elements, "right")
+        return np.stack(sizes, axis=1)[:, self._leaf]
 
     @functools.cache  # noqa: B019
     def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:
