@@ -251,8 +251,7 @@ def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
     again, u = theirs(subject.fun, subject.inputs), cotangents(subject, log.options.seed)[0]
     log.evaluations += 3
-    relative = 0.0 if are_on_cpu(subject.outputs) else 1e-3
-    if not _are_near(subject.outputs, again, relative):
+    if contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
         text = "two calls of the function give different values (randomness or side effects?)"
         log.fail([Failure("determinism", subject.output_names[0], text)])
     failures = contract.finite_values(subject)
@@ -347,12 +346,3 @@ def _not_differentiable(subject: CheckSubject) -> str:
         except TheirError:
             return name
     return subject.names[0]
-
-
-def _are_near(first, second, relative: float) -> bool:
-    """Whether two calls have the same outputs."""
-    wide = [[vectors.widened_leaf(x) for x in leaves] for leaves in (first, second)]
-    return all(
-        a.shape == b.shape and np.allclose(a, b, rtol=relative, atol=0.0, equal_nan=True)
-        for a, b in zip(*wide, strict=True)
-    )

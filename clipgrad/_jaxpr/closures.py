@@ -2,8 +2,8 @@
 
 The rules of a `jax.custom_vjp` or `jax.custom_jvp` are Python functions, which JAX calls when it
 differentiates. They may close over values of the function that was traced, and these are nothing
-any more when its program is evaluated again. Here they become arguments. Only those of the program
-itself: JAX does not differentiate such a function inside of `jit`, `scan` or another program.
+any more when its program is evaluated again. Here they become arguments; but for those of functions
+in a mapped scan, whose programs JAX traces again when it maps them.
 """
 
 import functools
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.evaluate import Hook, ProgramValues, bind, evaluate
-from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, equations, opened
+from clipgrad._jaxpr.programs import called_program, equations, opened, read_once
 
-_DIFFERENTIATED = CUSTOM_RULES - {"custom_vmap_call"}
+# Of a variable, or of the identity of an equation's parameters and the number of a result.
+Known = dict[Any, Any]
 
 
 def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
@@ -29,16 +30,34 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 
     It is the same program if no rule closes over a value of it.
     """
-    found = {id(equation): _closing_rules(equation) for equation in opened(program)[0].eqns}
-    if not any(found.values()):
+    if not _closes(program):
         return program
-    return jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, _Explicit(found)))(*inputs)
+    return jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, _Explicit()))(*inputs)
 
 
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
-    found = (equation for equation in equations(program) if _closing_rules(equation))
+    found = (e for e in equations(program) if _is_ruled(e) and _closing_rules(e))
     return list(dict.fromkeys(_function_name(equation, "func_src_info") for equation in found))
+
+
+def _is_ruled(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+
+
+@read_once
+def _closes(jaxpr: Any) -> bool:
+    """Whether a rule, in a program or in one inside it that is differentiated, closes over a value.
+
+    No tracer is kept, which would keep its trace.
+    """
+    return any(
+        _closing_rules(e) is not None if _is_ruled(e) else _closes_inside(e) for e in jaxpr.eqns
+    )
+
+
+def _closes_inside(equation: JaxprEqn) -> bool:
+    return any(map(_closes, jaxprs_in_params(equation.params)))
 
 
 class _Rules(NamedTuple):
@@ -57,43 +76,52 @@ class _Rules(NamedTuple):
 class _Explicit(Hook):
     """Gives custom rules what they close over as arguments; all else stays as it is."""
 
-    def __init__(self, found: dict[int, _Rules | None]):
-        self._found, self._results = found, {}
+    def __init__(self):
+        self._known: Known = {}
 
-    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence:
-        rules = self._found[id(equation)]
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results of a custom rule; None for an equation with such rules inside."""
+        rules = _closing_rules(equation) if _is_ruled(equation) else None
         if rules is None:
-            return bind(equation, inputs)
+            return None if _closes_inside(equation) else bind(equation, inputs)
         known = {id(tracer): self._value(tracer) for tracer in rules.closed}
         known = {place: value for place, value in known.items() if value is not None}
         return _explicit(equation, rules, list(known))(list(known.values()), list(inputs))
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
-        self._results[id(equation.params)] = outputs
+        own = enumerate(outputs)
+        self._known |= {(id(equation.params), number): value for number, value in own}
         return outputs
 
     def values(self, jaxpr: Any) -> ProgramValues:
-        self._values = ProgramValues(self)
-        return self._values
+        return _Noted(self, self._known)
 
     def _value(self, tracer: Any) -> Any:
         """The present value of a tracer of the program that was traced; None for another tracer."""
         variable, made = getattr(tracer, "val", None), getattr(tracer, "parent", None)
         if isinstance(variable, Literal):
             return jnp.asarray(variable.val)
-        try:
-            return self._values.read(variable)
-        except (KeyError, TypeError):
-            # JAX 0.10.0 drops the variables that no equation uses: to be closed over is no use.
-            outputs = self._results.get(id(getattr(made, "params", None)), ())
-            own = zip(getattr(made, "outvars", ()), outputs, strict=False)
-            return next((value for v, value in own if v is variable), None)
+        if isinstance(variable, Var) and variable in self._known:
+            return self._known[variable]
+        # JAX 0.10.0 drops the variables that no equation uses: to be closed over is no use.
+        numbers = (i for i, v in enumerate(getattr(made, "outvars", ())) if v is variable)
+        return self._known.get((id(getattr(made, "params", None)), next(numbers, None)))
+
+
+class _Noted(ProgramValues):
+    """Notes the values of variables."""
+
+    def __init__(self, hook: Hook, known: Known):
+        super().__init__(hook)
+        self._known = known
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        super().write(variables, values)
+        self._known.update(zip(variables, values, strict=True))
 
 
 def _closing_rules(equation: JaxprEqn) -> _Rules | None:
     """The rules of an equation if they close over a value, as far as they can be traced."""
-    if equation.primitive.name not in _DIFFERENTIATED:
-        return None
     try:
         rules = _traced(equation)
     except jax.errors.UnexpectedTracerError as error:
