@@ -65,10 +65,10 @@ def check_grads(
 
         rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
 
-    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6; for the gradient as it is
-    computed it is that of the narrowest type that f computes in: 1e-6 for float64, 5e-4 for
-    float32, 1e-2 for float16, 5e-2 for bfloat16. Where f cannot run in float64, slopes in its own
-    type judge the gradient to ten times this, and the report says so first.
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6. For the gradient as it is
+    computed it follows the narrowest type that f computes in: 5e-4 for float32, 1e-2 for float16,
+    5e-2 for bfloat16. Where f cannot run in float64, slopes in its own type judge the gradient to
+    ten times this, and the report says so first.
 
     Guarantees:
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
@@ -76,8 +76,8 @@ def check_grads(
         quarter of itself and its leaf is not verified, though rounding explains it.
       * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
         equal maxima, are also moved together.
-      * A further point is generic: no elements are equal or zero and no matrices symmetric. Only
-        where plain AD does not have the function's slopes there, these stay so, and a note says so.
+      * At a further point nothing is equal, zero or symmetric; only where plain AD does not have
+        the function's slopes there, this stays, and a note says so.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them.
       * The same seed gives the same report. The number of evaluations of a right function does not
         depend on the number of its elements. A fault of the checker itself is raised as an error.
