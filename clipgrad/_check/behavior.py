@@ -79,7 +79,8 @@ def _broken(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
     if np.array_equal(got, expected, equal_nan=True):
         return None
     known, other = (np.where(np.isfinite(x), x, 0.0) for x in (expected, got))
-    slack, typical = slack_of(point.of.narrow, log.options.tolerance), point.typical(known[None])[0]
+    slack = slack_of(point.of.narrow, log.options.tolerance)
+    typical = point.typical(known[None])[0, point.leaf]
     allowed = slack(np.fmax(np.abs(known), np.abs(other)), ORDERS * typical)
     allowed = 0.0 if claim.exactly else allowed
     off = np.where(got == expected, 0.0, np.abs(got - expected))

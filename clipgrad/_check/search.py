@@ -87,15 +87,15 @@ class Search:
         judged, other, point = self._judged, self._reference, self._point
         if other is None or other is judged:
             return np.zeros(0, int)
-        off = np.abs(judged - other)
-        slack = self._slack(np.fmax(np.abs(judged), np.abs(other)), self._typical)
-        bad = (off > slack).any(axis=0) & point.finite
-        if bad.any():
-            bad &= (off > slack + point.rounding(CONSTANTS)).any(axis=0)
-            bad &= ~point.is_zero((judged, other), BELOW_ROUNDING)
-        found = np.flatnonzero(bad)
-        excess = (off[:, found] / np.fmax(slack[:, found], 1e-300)).max(axis=0)
-        return found[np.argsort(-excess, kind="stable")]
+        excess = point.excess(judged, other, self._slack, self._typical)
+        found = np.flatnonzero((excess > 1) & point.finite)
+        if len(found):
+            a, b, typical = judged[:, found], other[:, found], self._typical[:, point.leaf[found]]
+            slack = self._slack(np.fmax(np.abs(a), np.abs(b)), typical)
+            apart = np.abs(a - b) > slack + point.rounding(CONSTANTS)[found]
+            is_zero = point.is_zero((judged, other), BELOW_ROUNDING)[found]
+            found = found[np.any(apart, axis=0) & ~is_zero]
+        return found[np.argsort(-excess[found], kind="stable")]
 
     def _look_at_suspects(self, suspects: np.ndarray) -> None:
         """The majority of three at some of the suspects, the worst among them."""
@@ -113,7 +113,7 @@ class Search:
             if self._log.is_late():
                 self.kinds[elements[start:]] = UNSEEN
                 return
-            typical = (self._typical[:, some] * point.scale[some]).T
+            typical = (self._typical[:, point.leaf[some]] * point.scale[some]).T
             ladder = self._ladder(point.scale, [np.array([j]) for j in some])
             found = judge_slopes(ladder, gradient, self._slack, typical)
             bad = found.kind == WRONG

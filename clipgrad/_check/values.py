@@ -162,18 +162,17 @@ def _by_paddles_rule(point: Point, log: Log, most: float) -> CheckedPoint:
 def _check_arithmetic(found: CheckedPoint, r: np.ndarray, log: Log) -> None:
     """The gradient as it was computed is the rule's in float64, to its type or to rounding."""
     point, kinds, g = found.point, found.kinds, found.point.gradient
-    slack, typical = slack_of(point.of.narrow, log.options.tolerance), point.typical(r)
-    off = np.abs(g - r)
-    bad = (off > slack(np.fmax(np.abs(g), np.abs(r)), typical)).any(axis=0)
-    bad &= point.finite & (kinds != WRONG)
+    slack = slack_of(point.of.narrow, log.options.tolerance)
+    typical = point.typical(r)
+    bad = (point.excess(g, r, slack, typical) > 1) & point.finite & (kinds != WRONG)
     if bad.any():
         bad &= ~point.is_zero((g, r), BELOW_ROUNDING)
     some = np.flatnonzero(bad)
     if not len(some):
         return
-    off = off[:, some]
+    off = np.abs(g[:, some] - r[:, some])
     is_explained = (off <= _explained_room(point, r)[some]).all(axis=0)
-    size = np.abs(r[:, some]) + typical[:, some]
+    size = np.abs(r[:, some]) + typical[:, point.leaf[some]]
     is_sure = (off <= TRUSTED * size).all(axis=0) | point.is_zero((r,), 1.0)[some]
     kinds[some] = np.where(is_explained, np.where(is_sure, ROUNDING, NOISE), WRONG)
     for k in np.flatnonzero(~is_explained)[:NUMBERED]:
