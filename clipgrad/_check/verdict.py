@@ -107,20 +107,23 @@ class Ladder(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """The verdict on some directions: arrays of one entry for each, of the worst cotangent."""
+    """The verdict on some directions: arrays of one entry for each, of the worst cotangent.
 
-    kind: np.ndarray
-    numeric: np.ndarray
-    error: np.ndarray
-    analytic: np.ndarray
-    ahead: np.ndarray
-    behind: np.ndarray
-    is_kink: np.ndarray
+    Or the verdict on one direction, numbers.
+    """
 
-    def of_one(self, k: int, scale: float) -> "Slopes":
+    kind: Any
+    numeric: Any
+    error: Any
+    analytic: Any
+    ahead: Any
+    behind: Any
+    is_kink: Any
+
+    def of_one(self, k: int, scale: Any) -> "Slopes":
         """The verdict on one direction, for a unit of an input of this scale."""
         kind, *numbers, is_kink = (column[k] for column in self)
-        return Slopes(kind, *(float(x / scale) for x in numbers), is_kink)  # pyright: ignore
+        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink])
 
 
 def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndarray:
