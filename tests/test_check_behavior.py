@@ -38,11 +38,6 @@ def test_a_gradient_that_raises_under_jit_fails_if_the_function_does_not():
     assert checks(custom(lambda x: jnp.sin(x), backward)) >= {"jit", "vmap"}
 
 
-def test_a_cotangent_of_another_shape_fails():
-    wrong = custom(lambda x: jnp.sum(x), lambda r, g: (jnp.ones((3, 1)) * g,))
-    assert "cotangent" in checks(wrong)
-
-
 def test_outputs_differentiated_alone_must_agree_with_zero_cotangents():
     def forward(x):
         return (jnp.sin(x.value), x.value**2), x.value
@@ -232,7 +227,7 @@ def test_a_time_budget_counts_the_first_program_too(budget):
 
 
 @pytest.mark.parametrize(
-    "where", ["search.Search.run", "slopes.Evaluation._made", "points.scale_of"]
+    "where", ["search.Search.run", "slopes.Evaluation._values", "points.scale_of"]
 )
 def test_a_fault_of_the_checker_itself_is_an_error(where, monkeypatch):
     def broken(*args, **kwargs):
@@ -245,6 +240,6 @@ def test_a_fault_of_the_checker_itself_is_an_error(where, monkeypatch):
 
 def test_a_fault_inside_of_a_compiled_program_of_the_checker_is_an_error(monkeypatch):
     """Traced with the function under test, it is told from what that raises."""
-    monkeypatch.setattr("clipgrad._check.vectors.from_vector", lambda *args: 1 / 0)
+    monkeypatch.setattr("clipgrad._check.vectors.to_vector", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cg.check_grads(jnp.sin, (X,))

@@ -165,7 +165,3 @@ def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(erro
 
     found = report(custom(lambda x: ones * x, backward), jnp.arange(4.0))
     assert ("jit" in {failure.check for failure in found.failures}) == fails
-
-
-def noise_at(check):
-    return check.noise(check.subject.inputs)(np.arange(check.gradient.shape[1]))

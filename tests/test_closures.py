@@ -55,17 +55,6 @@ def in_vmap(z, c, **how):
     return jax.vmap(lambda z: solve(z, c, **how) * solve(z, 2 * c, forward=False, **how))(z)
 
 
-def in_scan_of_vmap(z, c, **how):
-    """JAX traces the body twice, and what it closes over is an input the second time."""
-    first = c[0]
-
-    def one(z):
-        step = lambda h, _: (jnp.tanh(solve(h, first, **how)), None)  # noqa: E731
-        return jax.lax.scan(step, z, length=2)[0]
-
-    return jax.vmap(one)(z)
-
-
 def in_loop(z, c, **how):
     """The closures are over the carry, the input and the index of a step."""
 
@@ -75,7 +64,7 @@ def in_loop(z, c, **how):
     return jax.lax.scan(jax.checkpoint(step), z, 1 / (2 + jnp.arange(3.0)))[0]
 
 
-NESTS = [closures, in_remat, in_cond, in_vmap, in_scan_of_vmap, in_loop]
+NESTS = [closures, in_remat, in_cond, in_vmap, in_loop]
 ALLOWED_BY_JAX = [closures, in_vmap]
 
 

@@ -1,6 +1,6 @@
 """Checks of how a gradient behaves: repeated, scaled, compiled, batched, in parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -56,8 +56,7 @@ def check_behavior(point: Point, log: Log) -> None:
             continue
         log.evaluations += 2
         try:
-            compared = [compared_claim(point, name, claim, log) for claim in claims(point, log)]
-            log.failures += [failure for failure in compared if failure][:2]
+            compare(point, name, claims(point, log), log)
         except NotRun as reason:
             log.not_run[name] = str(reason)
         except TheirError as error:
@@ -68,15 +67,20 @@ def check_behavior(point: Point, log: Log) -> None:
                 log.failures.append(Failure(name, where, f"the gradient raises {error}"))
 
 
-def compared_claim(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
-    """Compare two computations of one gradient; a failure names the worst element."""
+def compare(point: Point, check: str, claims: Iterable[Claim], log: Log) -> None:
+    """Compare each two computations of one gradient; two failures of a check are enough."""
+    found = [_broken(point, check, claim, log) for claim in claims]
+    log.fail([failure for failure in found if failure][:2])
+
+
+def _broken(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
+    """The failure of a claim, which names the worst element."""
     got, expected = claim.got, claim.expected
     if np.array_equal(got, expected, equal_nan=True):
         return None
     known, other = (np.where(np.isfinite(x), x, 0.0) for x in (expected, got))
-    sizes = point.typical(known[None])[0]
-    typical = np.repeat(sizes, [stop - start for start, stop in point.ranges])
     slack = slack_of(point.of.narrow, log.options.tolerance)
+    typical = point.typical(known[None])[0, point.leaf]
     allowed = slack(np.fmax(np.abs(known), np.abs(other)), ORDERS * typical)
     allowed = 0.0 if claim.exactly else allowed
     off = np.where(got == expected, 0.0, np.abs(got - expected))
@@ -144,32 +148,25 @@ def jit(point: Point, log: Log) -> Claims:
     """The gradient under `jax.jit` is the eager one."""
     subject = point.of.subject
     u = vectors.cotangent_leaves(point.covectors[0], subject.outputs)
-    forward = lambda: jax.eval_shape(subject.fun, list(point.xs))  # noqa: E731
-    got = _compiled(point, subject.pull_back, (point.xs, u), forward)
-    yield Claim(
-        vectors.gradient_vector(got), point.computed[0], "under jax.jit, compared with eager"
-    )
+    got = _compiled(point, subject.pull_back, (point.xs, u), (subject.fun, point.xs))
+    text = "under jax.jit, compared with eager"
+    yield Claim(vectors.gradient_vector(got), point.computed[0], text)
 
 
 def vmap(point: Point, log: Log) -> Claims:
     """Under `jax.vmap`, over cotangents and over points, rows are those found one by one."""
     subject, both = point.of.subject, vectors.stacked([point.xs, point.xs])
-    pairs = [vectors.cotangent_leaves(u, subject.outputs) for u in point.covectors]
-    pairs = vectors.stacked(pairs)
-    forward = lambda: jax.eval_shape(jax.vmap(subject.fun), both)  # noqa: E731
-    over_points = _compiled(point, jax.vmap(subject.pull_back), (both, pairs), forward)
-    over_cotangents = _compiled(
-        point, jax.vmap(subject.pull_back, (None, 0)), (point.xs, pairs), forward
-    )
-    for found in (over_points, over_cotangents):
+    pairs = vectors.stacked([vectors.cotangent_leaves(u, subject.outputs) for u in point.covectors])
+    for xs, axes in ((both, (0, 0)), (point.xs, (None, 0))):
+        mapped = jax.vmap(subject.pull_back, axes)
+        found = _compiled(point, mapped, (xs, pairs), (jax.vmap(subject.fun), both))
         for k in (0, 1):
             row = vectors.gradient_vector([np.asarray(leaf)[k] for leaf in found])
-            yield Claim(
-                row, point.computed[k], f"under jax.vmap, row {k} compared with the row alone"
-            )
+            text = f"under jax.vmap, row {k} compared with the row alone"
+            yield Claim(row, point.computed[k], text)
 
 
-def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: Callable) -> list:
+def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: tuple) -> list:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
         return theirs(lambda: jax.block_until_ready(_jaxpr.low_jit(gradient)(*inputs)))
@@ -179,7 +176,7 @@ def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: Callable
         if not point.of.is_ruled:
             raise NotRun(f"JAX's own derivative raises {error}") from error
         try:
-            theirs(forward)
+            theirs(jax.eval_shape, *forward)
         except TheirError as other:
             raise NotRun(f"the function itself raises {other}") from other
         raise

@@ -8,13 +8,12 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract, vectors
-from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compared_claim
-from clipgrad._check.further import check_further_points
+from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
 from clipgrad._check.options import Options
 from clipgrad._check.points import Point, cotangents
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
-from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.theirs import NotNearby, TheirError, theirs
@@ -66,10 +65,10 @@ def check_grads(
 
         rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
 
-    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6; for the gradient as it is
-    computed it is that of the narrowest type that f computes in: 1e-6 for float64, 5e-4 for
-    float32, 1e-2 for float16, 5e-2 for bfloat16. Where f cannot run in float64, slopes in its own
-    type judge the gradient to ten times this, and the report says so first.
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6. For the gradient as it is
+    computed it follows the narrowest type that f computes in: 5e-4 for float32, 1e-2 for float16,
+    5e-2 for bfloat16. Where f cannot run in float64, slopes in its own type judge the gradient to
+    ten times this, and the report says so first.
 
     Guarantees:
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
@@ -77,8 +76,8 @@ def check_grads(
         quarter of itself and its leaf is not verified, though rounding explains it.
       * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
         equal maxima, are also moved together.
-      * A further point is generic: no elements are equal or zero and no matrices symmetric. Only
-        where plain AD does not have the function's slopes there, these stay so, and a note says so.
+      * At a further point nothing is equal, zero or symmetric; only where plain AD does not have
+        the function's slopes there, this stays, and a note says so.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them.
       * The same seed gives the same report. The number of evaluations of a right function does not
         depend on the number of its elements. A fault of the checker itself is raised as an error.
@@ -252,8 +251,7 @@ def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
     again, u = theirs(subject.fun, subject.inputs), cotangents(subject, log.options.seed)[0]
     log.evaluations += 3
-    relative = 0.0 if are_on_cpu(subject.outputs) else 1e-3
-    if not _are_near(subject.outputs, again, relative):
+    if contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
         text = "two calls of the function give different values (randomness or side effects?)"
         log.fail([Failure("determinism", subject.output_names[0], text)])
     failures = contract.finite_values(subject)
@@ -323,9 +321,8 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
     log.devices.append(kind)
     log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
-    for row, expected in zip(gradient, point.computed, strict=True):
-        failure = compared_claim(point, "devices", Claim(row, expected, text), log)
-        log.fail([failure] if failure else [])
+    rows = zip(gradient, point.computed, strict=True)
+    compare(point, "devices", [Claim(row, expected, text) for row, expected in rows], log)
 
 
 def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
@@ -349,13 +346,3 @@ def _not_differentiable(subject: CheckSubject) -> str:
         except TheirError:
             return name
     return subject.names[0]
-
-
-def _are_near(first, second, relative: float) -> bool:
-    """Whether two calls have the same outputs."""
-    pairs = list(zip(first, second, strict=True))
-    same = (
-        np.allclose(*map(vectors.widened_leaf, pair), rtol=relative, atol=0.0, equal_nan=True)
-        for pair in pairs
-    )
-    return all(a.shape == b.shape for a, b in pairs) and all(same)

@@ -13,8 +13,13 @@ from clipgrad._check.verdict import RELATIVE
 from clipgrad._jaxpr import holds_floats
 
 
-def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
-    """The function called and the function differentiated have the same outputs."""
+def primal(
+    subject: CheckSubject, outputs: Sequence[jax.Array], how: str, relative: float | None = None
+) -> list[Failure]:
+    """The function called and the function differentiated have the same outputs.
+
+    To a relative error, or to a tenth of what gradients may be off by.
+    """
     failures = []
     for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
         failures += [
@@ -23,16 +28,14 @@ def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> lis
             if (a := getattr(called, what)) != (b := getattr(other, what))
         ]
         if called.shape == other.shape:
-            failures += _same_value(name, called, other, how)
+            failures += _same_value(name, called, other, how, relative)
     return failures
 
 
-def _same_value(name, called, other, how) -> list[Failure]:
-    precision = vectors.real_name(called)
+def _same_value(name, called, other, how, relative) -> list[Failure]:
+    own = RELATIVE[vectors.real_name(called)] / 10 if relative is None else relative
     called, other = vectors.widened_leaf(called), vectors.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
-    # A tenth of what gradients may be off by, and a hundredth of the typical value.
-    own = RELATIVE[precision] / 10
     bad = ~np.isclose(other, called, own, own / 10 * size, equal_nan=True)
     if not bad.any():
         return []

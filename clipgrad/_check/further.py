@@ -1,16 +1,19 @@
-"""The values once more at further points, and then the first pull-back again."""
+"""The values once more: at further points, and then of the VJP, in second order."""
 
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.behavior import Claim, compared_claim
+from clipgrad._check.behavior import Claim, compare
 from clipgrad._check.log import Log
-from clipgrad._check.points import Point, further
-from clipgrad._check.theirs import TheirError
+from clipgrad._check.points import Point, cotangents, further
+from clipgrad._check.report import Failure
+from clipgrad._check.subject import CheckSubject, traced
+from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.values import CheckedPoint, check_point, is_near
 from clipgrad._check.verdict import DISPUTED, NOISE, VERIFIED, WRONG
-from clipgrad._check.witnesses import differentiated
+from clipgrad._check.witnesses import differentiated, find_witnesses
 
+SECOND = "second order"
 STRUCTURE = "what is equal, zero or symmetric is kept; what is wrong there alone was not seen"
 
 
@@ -28,8 +31,7 @@ def check_further_points(point: Point, log: Log) -> None:
             return
     again = point.vjp(point.covectors[0])
     text = "the first pull-back, called again after another point was differentiated"
-    failure = compared_claim(point, "points", Claim(again, point.computed[0], text), log)
-    log.fail([failure] if failure else [])
+    compare(point, "points", [Claim(again, point.computed[0], text)], log)
 
 
 def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
@@ -76,3 +78,45 @@ def _reads_one_triangle(found: CheckedPoint) -> bool:
         if is_symmetric and is_near(parts, np.swapaxes(parts, -2, -3)):
             return True
     return False
+
+
+def check_second_order(point: Point, log: Log) -> None:
+    """The second order, if it is asked for and the first is right."""
+    if log.options.order < 2 or not log.has_time(SECOND):
+        return
+    if log.failures:
+        log.not_run[SECOND] = "the first order fails"
+        return
+    notes: list[str] = []
+    try:
+        subject = _vjp(point)
+        vjp = differentiated(subject, subject.inputs)
+        of = find_witnesses(subject, notes, point.of)
+        covectors = cotangents(subject, log.options.seed)
+        second = Point(of, vjp, subject.inputs, covectors, log)
+    except TheirError as error:
+        detail = f"the VJP cannot be differentiated: it raises {error}"
+        log.failures.append(Failure(SECOND, point.of.subject.names[0], detail))
+        return
+    found = check_point(second, log, disputes_fail=True)
+    log.failures += found.failures(check=SECOND)
+    log.notes += [f"{SECOND}: {note}" for note in [*notes, *found.notes()]]
+    log.evaluations += of.evaluation.count
+
+
+def _vjp(point: Point) -> CheckSubject:
+    """The VJP as a function to be checked, of inputs and cotangent."""
+    subject, count = point.of.subject, len(point.xs)
+
+    def gradient(leaves):
+        return subject.pull_back(leaves[:count], leaves[count:])
+
+    inputs = [*point.xs, *vectors.cotangent_leaves(point.covectors[0], subject.outputs)]
+    return subject._replace(
+        fun=gradient,
+        program=traced(gradient, inputs),
+        inputs=inputs,
+        names=[*subject.names, *(f"cotangent of {name}" for name in subject.output_names)],
+        outputs=theirs(gradient, inputs),
+        output_names=[f"gradient of {name}" for name in subject.names],
+    )

@@ -27,15 +27,15 @@ MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Options:
     """The arguments of `check_grads` that select no leaves; it documents them."""
 
-    order: int = 1
-    mode: str = "auto"
-    max_relative_error: float | None = None
-    tolerance: float | None = None
-    min_verified: float | None = None
-    time_budget: float | None = None
-    points: int = 2
-    seed: int = 0
-    skip: Collection[str] = frozenset()
+    order: int
+    mode: str
+    max_relative_error: float | None
+    tolerance: float | None
+    min_verified: float | None
+    time_budget: float | None
+    points: int
+    seed: int
+    skip: Collection[str]
 
     def __post_init__(self):
         """Refuse values that make no sense."""

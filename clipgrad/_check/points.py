@@ -11,7 +11,7 @@ import numpy as np
 from clipgrad._check import vectors
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError
-from clipgrad._check.verdict import TIMES
+from clipgrad._check.verdict import TIMES, Slack
 from clipgrad._check.witnesses import VJP, Witness, Witnesses
 from clipgrad._program import Parts
 
@@ -42,6 +42,7 @@ class Point:
       rule: the rule's in float64, or None.
       plain: plain AD's, or None; the same array where they are one witness.
       scale: of each element, a power of two, about |x|.
+      leaf: of each element, the number of its leaf.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Point:
     ):
         self.of, self.vjp, self.xs, self.covectors, self._log = of, vjp, list(xs), covectors, log
         self.ranges = of.subject.ranges
+        leaves = np.arange(len(self.ranges), dtype=np.int32)
+        self.leaf = np.repeat(leaves, [b - a for a, b in self.ranges])
         found = vjp.rows(covectors) if found is None else found
         self.finite: np.ndarray = np.asarray(np.isfinite(found).all(axis=0))
         self.computed = found
@@ -81,9 +84,14 @@ class Point:
         sizes = [np.sqrt(np.mean(gradient[:, a:b] ** 2, axis=1)) for a, b in self.ranges]
         return np.stack(sizes, axis=1)
 
-    def leaf_of(self, elements: np.ndarray) -> np.ndarray:
-        """The number of the leaf of each element."""
-        return np.searchsorted([stop for _, stop in self.ranges], elements, "right")
+    def excess(self, a: np.ndarray, b: np.ndarray, slack: Slack, typical: Any) -> np.ndarray:
+        """How far apart two gradients are at each element, in parts of what they may be."""
+        found = []  # leaf by leaf, for the memory
+        for k, (start, stop) in enumerate(self.ranges):
+            x, y = a[:, start:stop], b[:, start:stop]
+            allowed = slack(np.fmax(np.abs(x), np.abs(y)), typical[:, k, None])
+            found.append((np.abs(x - y) / np.fmax(allowed, 1e-300)).max(axis=0))
+        return np.concatenate(found)
 
     @functools.cache  # noqa: B019
     def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:

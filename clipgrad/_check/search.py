@@ -18,8 +18,10 @@ from clipgrad._check.verdict import (
     LOOSER,
     NOISE,
     OK,
+    RELATIVE,
     UNSEEN,
     WRONG,
+    Ladder,
     Slack,
     Slopes,
     agree_at_once,
@@ -30,8 +32,9 @@ WORST, SPREAD, SINGLES = 8, 16, 64  # elements that are moved one by one
 GROUPS = 40  # at most, before the rest is left unseen
 FEW_GROUPS = 24  # with more, thirds of them are moved first
 FEW_ELEMENTS = 16  # elements of a group that is looked at one by one
-# Of plain AD along a dense direction: one wrong element among n weighs 1 / sqrt(n).
-TIGHT = Slack(1e-6, 1e-16)
+# Along a dense direction one wrong element among n weighs 1 / sqrt(n): the slack of plain AD in
+# float64, and of a gradient in float32 without a reference.
+TIGHT, TIGHT_FLOAT32 = 1e-6, 3e-5
 
 
 class Search:
@@ -39,7 +42,7 @@ class Search:
 
     Attributes:
       kinds: of each element.
-      numbers: of an element: slope, error, gradient, and if it is a kink's both slopes.
+      numbers: of an element, for a unit of it.
     """
 
     def __init__(
@@ -54,8 +57,12 @@ class Search:
         self._reference = reference
         self._target = judged if reference is None else reference
         self.kinds = np.where(point.finite, np.int8(OK), np.int8(UNSEEN))
-        self.numbers: dict[int, tuple] = {}
+        self.numbers: dict[int, Slopes] = {}
         self._typical = point.typical(self._target)
+        self._overall = np.abs(self._target * point.scale).max(initial=0.0)
+        own = TIGHT_FLOAT32 if slack.relative <= 10 * RELATIVE["float32"] else slack.relative
+        relative = own if reference is None else TIGHT
+        self._slack_along = Slack(relative, 0.0, 1e-16 * self._overall)
         self._evaluation = point.of.evaluation
         self._evaluation.set_point(point.xs)
 
@@ -76,42 +83,27 @@ class Search:
         return self
 
     def _suspects(self) -> np.ndarray:
-        """The elements at which the gradient and its reference are apart by more than rounding."""
+        """Where the gradient and its reference are apart by more than rounding, the worst first."""
         judged, other, point = self._judged, self._reference, self._point
         if other is None or other is judged:
             return np.zeros(0, int)
-        found = []
-        for leaf, (start, stop) in enumerate(point.ranges):
-            a, b = judged[:, start:stop], other[:, start:stop]
-            slack = self._slack(np.fmax(np.abs(a), np.abs(b)), self._typical[:, leaf, None])
-            bad = (np.abs(a - b) > slack).any(axis=0) & point.finite[start:stop]
-            found.append(np.flatnonzero(bad) + start)
-        found = np.concatenate(found)
+        excess = point.excess(judged, other, self._slack, self._typical)
+        found = np.flatnonzero((excess > 1) & point.finite)
         if len(found):
-            a, b = judged[:, found], other[:, found]
-            slack = self._slack_at(found, np.fmax(np.abs(a), np.abs(b)))
+            a, b, typical = judged[:, found], other[:, found], self._typical[:, point.leaf[found]]
+            slack = self._slack(np.fmax(np.abs(a), np.abs(b)), typical)
             apart = np.abs(a - b) > slack + point.rounding(CONSTANTS)[found]
             is_zero = point.is_zero((judged, other), BELOW_ROUNDING)[found]
             found = found[np.any(apart, axis=0) & ~is_zero]
-        return found
-
-    def _slack_at(self, elements: np.ndarray, larger: Any) -> np.ndarray:
-        return self._slack(larger, self._typical[:, self._point.leaf_of(elements)])
+        return found[np.argsort(-excess[found], kind="stable")]
 
     def _look_at_suspects(self, suspects: np.ndarray) -> None:
         """The majority of three at some of the suspects, the worst among them."""
-        a, b = self._judged[:, suspects], self._reference[:, suspects]  # pyright: ignore
-        slack = self._slack_at(suspects, np.fmax(np.abs(a), np.abs(b)))
-        excess = (np.abs(a - b) / np.fmax(slack, 1e-300)).max(axis=0)
-        order = suspects[np.argsort(-excess, kind="stable")]
-        spread = order[:: max(1, len(order) // SPREAD)]
-        chosen = np.unique(np.concatenate([order[:WORST], spread]))[: WORST + SPREAD]
+        spread = suspects[:: max(1, len(suspects) // SPREAD)]
+        chosen = np.unique(np.concatenate([suspects[:WORST], spread]))[: WORST + SPREAD]
         self._look(chosen, self._judged, suspects=True)
         kinds = set(self.kinds[chosen])
-        if len(kinds) == 1:
-            self.kinds[suspects] = self.kinds[chosen[0]]
-        else:
-            self.kinds[np.setdiff1d(suspects, chosen)] = UNSEEN
+        self.kinds[np.setdiff1d(suspects, chosen)] = kinds.pop() if len(kinds) == 1 else UNSEEN
 
     def _look(self, elements: np.ndarray, gradient: np.ndarray, suspects: bool = False) -> None:
         """Move elements one by one; what the reference is not right at either is disputed."""
@@ -121,12 +113,12 @@ class Search:
             if self._log.is_late():
                 self.kinds[elements[start:]] = UNSEEN
                 return
-            typical = (self._typical[:, point.leaf_of(some)] * point.scale[some]).T
-            groups = [np.array([j]) for j in some]
-            found, ladder = self._measure(point.scale, groups, gradient, typical)
+            typical = (self._typical[:, point.leaf[some]] * point.scale[some]).T
+            ladder = self._ladder(point.scale, [np.array([j]) for j in some])
+            found = judge_slopes(ladder, gradient, self._slack, typical)
             bad = found.kind == WRONG
             if bad.any() and self._reference is not None:
-                other = judge_slopes(ladder, self._reference, self._slack, typical, alone=True)
+                other = judge_slopes(ladder, self._reference, self._slack, typical)
                 bad &= other.kind == WRONG
                 found.kind[bad] = DISPUTED
                 if bad.any():  # by less than their roundings in float64 they are not apart
@@ -153,16 +145,10 @@ class Search:
     def _note(self, some: np.ndarray, found: Slopes) -> None:
         self.kinds[some] = found.kind
         for k, j in enumerate(some):
-            numbers = (found.numeric, found.error, found.analytic, found.behind, found.ahead)
-            own = [float(column[k] / self._point.scale[j]) for column in numbers]
-            self.numbers[int(j)] = (*own, bool(found.is_kink[k]))
+            self.numbers[int(j)] = found.of_one(k, self._point.scale[j])
 
-    def _measure(self, along, groups, gradient, typical, alone=True, slack=None):
-        """The verdict on a gradient along groups, of which two steps may be enough; the ladder."""
-        slack = slack or self._slack
-        covectors, evaluation = self._point.covectors, self._evaluation
-        ladder = evaluation.ladder(along, groups, covectors)
-        return judge_slopes(ladder, gradient, slack, typical, alone), ladder
+    def _ladder(self, along, groups, steps=None) -> Ladder:
+        return self._evaluation.ladder(along, groups, self._point.covectors, steps)
 
     def _along(self, groups: Sequence[np.ndarray]) -> np.ndarray:
         along, seed = np.array(self._point.scale), self._log.options.seed
@@ -175,33 +161,20 @@ class Search:
         x, found = self._evaluation.x, []
         for start, stop in self._point.ranges:
             own = np.flatnonzero(is_left[start:stop]) + start
-            order = np.sort(x[own])
-            repeated = np.unique(order[1:][order[1:] == order[:-1]])
-            del order
-            is_tied = np.isin(x[own], repeated) if len(repeated) else np.zeros(len(own), bool)
+            _, same, counts = np.unique(x[own], return_inverse=True, return_counts=True)
+            is_tied = counts[same] > 1
             found += [own[~is_tied], own[is_tied]]
         return found
 
-    @property
-    def _slack_along(self) -> Slack:
-        """That of dense directions: plain AD's in float64, else a part of the own one's."""
-        if self._reference is not None:
-            return TIGHT
-        own = self._slack.relative
-        return TIGHT._replace(relative=3e-5 if own <= 5e-3 else own)
-
     def _kinds_along(self, groups: list[np.ndarray]) -> np.ndarray:
         """The verdict on each group as a whole: by two steps, and if they do not agree by all."""
-        overall = np.abs(self._target * self._point.scale).max(initial=0.0)
-        evaluation, along = self._evaluation, self._along(groups)
-        quick = evaluation.ladder(along, groups, self._point.covectors, evaluation.quick)
-        kinds = np.full(len(groups), OK)
-        rest = np.flatnonzero(~agree_at_once(quick, self._target, self._slack_along, overall))
+        along = self._along(groups)
+        quick = self._ladder(along, groups, self._evaluation.quick)
+        kinds = np.where(agree_at_once(quick, self._target, self._slack_along), OK, WRONG)
+        rest = np.flatnonzero(kinds)
         if len(rest):
-            own = [groups[k] for k in rest]
-            kinds[rest] = self._measure(
-                along, own, self._target, overall, alone=False, slack=self._slack_along
-            )[0].kind
+            ladder = self._ladder(along, [groups[k] for k in rest])
+            kinds[rest] = judge_slopes(ladder, self._target, self._slack_along).kind
         return kinds
 
     def _split(self, groups: list[np.ndarray]) -> None:
@@ -231,8 +204,6 @@ class Search:
         if kind == NOISE and self._reference is not None:
             is_zero = self._point.is_zero((self._target,), 1.0)[group]
             kind = OK if is_zero.all() else NOISE
-        if kind == WRONG and len(group) == 1 and self._reference is not None:
-            kind = DISPUTED
         # Without a reference, what is wrong may hide between the slopes of others at kinks; and of
         # few, those at kinks are told from the others.
         is_told = self._reference is None or len(group) <= FEW_ELEMENTS
@@ -248,17 +219,16 @@ class Search:
 
         Those that bend up and those that bend down each by themselves.
         """
-        point, along = self._point, np.zeros(len(self.kinds))
-        overall = np.abs(self._judged * point.scale).max(initial=0.0)
-        slack = Slack(LOOSER * self._slack.relative, 1e-12)
+        along, scale = np.zeros(len(self.kinds)), self._point.scale
+        slack = Slack(LOOSER * self._slack.relative, 0.0, 1e-12 * self._overall)
         known = (self.numbers.get(int(j)) for j in bent)
-        bends = np.asarray([0.0 if n is None else np.sign(n[4] - n[3]) for n in known])
+        bends = np.asarray([0.0 if n is None else np.sign(n.ahead - n.behind) for n in known])
         for sign in (1.0, -1.0):
             group = bent[bends != -sign]
             if len(group) < 2 or self._log.is_late():
                 continue
-            along[group] = point.scale[group].max()
-            found, _ = self._measure(along, [group], self._judged, overall, False, slack)
+            along[group] = scale[group].max()
+            found = judge_slopes(self._ladder(along, [group]), self._judged, slack)
             if found.kind[0] == WRONG:
                 self.kinds[group] = WRONG
-                self._note(group[:1], Slopes(*(np.asarray(c) for c in found)))
+                self._note(group[:1], found)

@@ -109,8 +109,7 @@ class Evaluation:
         ahead, behind, width = np.concatenate(sides, axis=1).reshape(shape)
         spread = 0.0 if steps is not None else np.square(covectors) @ np.square(self.noise())
         noise = TIMES * np.sqrt(spread) / h[:, None] + np.zeros_like(ahead)
-        made = [(self._made(along, group, h), group) for group in groups]
-        return Ladder(ahead, behind, width, noise, h, made)
+        return Ladder(ahead, behind, width, noise, h, along, groups)
 
     def noise(self) -> np.ndarray:
         """The distance that one rounding of each number moves each output by, in its type."""
@@ -121,17 +120,14 @@ class Evaluation:
 
     def _moved(self, parts: Parts) -> np.ndarray:
         """The distance that roundings move each output by; natively all of its own."""
-        total, base = np.zeros(self._size), self.base
         if self._subject.program is None:
             return np.finfo(self._dtype).eps * np.abs(self.base)
-        leaves = [np.asarray(x) for x in self._point]
+        leaves, base = [np.asarray(x) for x in self._point], self.base
         if not self.is_wide:
             base, leaves = vectors.to_numpy(self._subject.fun(list(self._point))), self._point
+        run = lambda seed: vectors.to_numpy(self._rounded(leaves, seed, parts))  # noqa: E731
         with in_float64() if self.is_wide else contextlib.nullcontext():
-            for seed in range(1, RUNS_OF_FUNCTION + 1):
-                off = vectors.to_numpy(self._rounded(leaves, np.uint32(seed), parts)) - base
-                total += np.where(np.isfinite(off), off, 0.0) ** 2
-        return np.sqrt(total / RUNS_OF_FUNCTION)
+            return spread(run, base, RUNS_OF_FUNCTION)
 
     def _rounded_outputs(self, leaves, seed, parts):
         if self.is_wide:
@@ -145,19 +141,6 @@ class Evaluation:
         if off > SAME_VALUES * size + np.finfo(np.float32).tiny:
             if off > 10 * vectors.root_mean_square(self._moved(AS_COMPUTED)):
                 raise Unsupported("its values differ from those of the function")
-
-    def _made(self, along: np.ndarray, group: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The move of a group divided by its step, as the inputs can hold it: (steps, group)."""
-        if self.is_wide:
-            return along[group][None]
-        found = np.zeros((len(steps), len(group)))
-        for k, h in enumerate(steps):
-            shift = np.zeros(len(along))
-            shift[group] = h * along[group]
-            sides = (vectors.leaves_of(self.x + s * shift, self._like) for s in (1, -1))
-            plus, minus = map(vectors.to_numpy, sides)
-            found[k] = (plus - minus)[group] / (2 * h)
-        return found
 
     def _values(self, along, place, moves: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The outputs after each move: of the elements in that place, by a step along `along`."""
@@ -186,15 +169,24 @@ class Evaluation:
         return np.stack([self._outputs(x, along, place == k, h) for k, h in each])
 
     def _outputs(self, x, along, is_moved, step):
-        leaves = vectors.from_vector(x + step * jnp.where(is_moved, along, 0 * along), self._like)
+        leaves = vectors.leaves_of(x + step * jnp.where(is_moved, along, 0 * along), self._like)
         wide = self._wide
         if wide is None:
             return vectors.to_vector(theirs(self._subject.fun, leaves), self._dtype)
         call = lambda xs: vectors.to_vector(theirs(wide, xs, self._hook), self._dtype)  # noqa: E731
         if self._hook is None:
             return call(leaves)
-        pairs = zip(vectors.from_vector(x, self._like), leaves, strict=True)
+        pairs = zip(vectors.leaves_of(x, self._like), leaves, strict=True)
         return jax.vmap(call, axis_name=AXIS)([jnp.stack(pair) for pair in pairs])[1]
+
+
+def spread(run: Callable[[np.uint32], np.ndarray], base: np.ndarray, runs: int) -> np.ndarray:
+    """The root mean square of what some runs, each with a seed of its own, are off from a base."""
+    total = np.zeros(base.shape)
+    for seed in range(1, runs + 1):
+        off = run(np.uint32(seed)) - base
+        total += np.where(np.isfinite(off), off, 0.0) ** 2
+    return np.sqrt(total / runs)
 
 
 @contextlib.contextmanager

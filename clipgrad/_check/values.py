@@ -22,6 +22,7 @@ from clipgrad._check.verdict import (
     TRUSTED,
     UNSEEN,
     WRONG,
+    Slopes,
     narrowest,
     slack_of,
 )
@@ -44,7 +45,7 @@ class CheckedPoint:
 
     point: Point
     kinds: np.ndarray
-    numbers: dict[int, tuple]
+    numbers: dict[int, Slopes]
     disputed: np.ndarray
 
     def notes(self, where: str = "") -> list[str]:
@@ -66,17 +67,16 @@ class CheckedPoint:
         return found
 
     def _failure(self, start: int, stop: int, wrong: np.ndarray, where: str, check: str) -> Failure:
-        known = [j for j in wrong if int(j) in self.numbers]
         numeric, analytic = self._both(wrong)
         off = np.abs(numeric - analytic)
-        if known:
-            off = np.where(np.isin(wrong, known), off, -1)
-        k = int(np.argmax(np.where(np.isfinite(off), off, 0)))
+        is_known = np.isin(wrong, [*self.numbers])
+        off = np.where(is_known | ~is_known.any(), np.where(np.isfinite(off), off, 0.0), -1.0)
+        k = int(np.argmax(off))
         error, text = np.nan, f"numeric {numeric[k]:.7g}"
-        if known:
-            numeric[k], error, analytic[k], behind, ahead, is_kink = self.numbers[int(wrong[k])]
-            text = f"numeric {numeric[k]:.7g} +- {error:.0e}"
-            text = f"kink: slopes {behind:.7g} and {ahead:.7g}" if is_kink else text
+        if known := self.numbers.get(int(wrong[k])):
+            error, text = known.error, f"{text} +- {known.error:.0e}"
+            sides = f"kink: slopes {known.behind:.7g} and {known.ahead:.7g}"
+            text = sides if known.is_kink else text
         is_exact = not (self.kinds[start:stop] == UNSEEN)[self.point.finite[start:stop]].any()
         disputes = DISPUTES if self.disputed[wrong].all() else ""
         hint = ratio_hint(numeric, analytic) or self._layout_hint(start, stop)
@@ -103,14 +103,14 @@ class CheckedPoint:
         row = np.argmax(np.abs(judged[:, wrong] - other[:, wrong]), axis=0)
         numeric, analytic = other[row, wrong].copy(), judged[row, wrong].copy()
         for k, j in enumerate(wrong):
-            if int(j) in self.numbers:
-                numeric[k], _, analytic[k] = self.numbers[int(j)][:3]
+            if known := self.numbers.get(int(j)):
+                numeric[k], analytic[k] = known.numeric, known.analytic
         return numeric, analytic
 
     def _layout_hint(self, start: int, stop: int) -> str:
         """A remark if a square leaf's gradient is the transpose of plain AD's."""
         point = self.point
-        leaf = point.xs[int(point.leaf_of(np.array([start]))[0])]
+        leaf = point.xs[point.ranges.index((start, stop))]
         is_square = leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1] > 1
         if point.plain is None or not is_square or leaf.size != stop - start:
             return ""
@@ -152,27 +152,19 @@ def check_point(point: Point, log: Log, disputes_fail: bool) -> CheckedPoint:
 def _by_paddles_rule(point: Point, log: Log, most: float) -> CheckedPoint:
     """The verdict by |numeric - analytic| / |numeric|, absolute where |numeric| < 1e-3."""
     search = Search(point, point.gradient, slack_of("float64"), log).run(full=True)
-    for j, (numeric, _, analytic, *_, is_kink) in search.numbers.items():
-        if search.kinds[j] in (OK, WRONG) and not is_kink:
-            size = 1.0 if abs(numeric) < 1e-3 else abs(numeric)
-            search.kinds[j] = WRONG if abs(numeric - analytic) > most * size else OK
+    for j, own in search.numbers.items():
+        if search.kinds[j] in (OK, WRONG) and not own.is_kink:
+            size = 1.0 if abs(own.numeric) < 1e-3 else abs(own.numeric)
+            search.kinds[j] = WRONG if abs(own.numeric - own.analytic) > most * size else OK
     return CheckedPoint(point, search.kinds, search.numbers, np.zeros(len(search.kinds), bool))
 
 
 def _check_arithmetic(found: CheckedPoint, r: np.ndarray, log: Log) -> None:
     """The gradient as it was computed is the rule's in float64, to its type or to rounding."""
-    point, kinds, g, typical = (
-        found.point,
-        found.kinds,
-        found.point.gradient,
-        found.point.typical(r),
-    )
-    slack, bad = slack_of(point.of.narrow, log.options.tolerance), np.zeros(len(kinds), bool)
-    for leaf, (start, stop) in enumerate(point.ranges):
-        a, b = g[:, start:stop], r[:, start:stop]
-        allowed = slack(np.fmax(np.abs(a), np.abs(b)), typical[:, leaf, None])
-        bad[start:stop] = (np.abs(a - b) > allowed).any(axis=0)
-    bad &= point.finite & (kinds != WRONG)
+    point, kinds, g = found.point, found.kinds, found.point.gradient
+    slack = slack_of(point.of.narrow, log.options.tolerance)
+    typical = point.typical(r)
+    bad = (point.excess(g, r, slack, typical) > 1) & point.finite & (kinds != WRONG)
     if bad.any():
         bad &= ~point.is_zero((g, r), BELOW_ROUNDING)
     some = np.flatnonzero(bad)
@@ -180,12 +172,12 @@ def _check_arithmetic(found: CheckedPoint, r: np.ndarray, log: Log) -> None:
         return
     off = np.abs(g[:, some] - r[:, some])
     is_explained = (off <= _explained_room(point, r)[some]).all(axis=0)
-    size = np.abs(r[:, some]) + typical[:, point.leaf_of(some)]
+    size = np.abs(r[:, some]) + typical[:, point.leaf[some]]
     is_sure = (off <= TRUSTED * size).all(axis=0) | point.is_zero((r,), 1.0)[some]
     kinds[some] = np.where(is_explained, np.where(is_sure, ROUNDING, NOISE), WRONG)
     for k in np.flatnonzero(~is_explained)[:NUMBERED]:
         c, j = int(np.argmax(off[:, k])), int(some[k])
-        found.numbers[j] = (r[c, j], 0.0, g[c, j], r[c, j], r[c, j], False)
+        found.numbers[j] = Slopes(WRONG, r[c, j], 0.0, g[c, j], r[c, j], r[c, j], False)
 
 
 def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:

@@ -42,32 +42,20 @@ def to_vector(leaves: Sequence[Leaf], dtype: Any) -> jax.Array:
     return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
 
 
-def from_vector(vector: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
-    """Cut a traced real vector into leaves."""
-    leaves = []
-    for leaf, (start, stop) in zip(like, areas(like), strict=True):
-        part = lax.slice_in_dim(vector, start, stop)
-        if is_complex(leaf):
-            part = lax.complex(part[::2], part[1::2])
-        leaves.append(part.astype(leaf.dtype).reshape(leaf.shape))
-    return leaves
-
-
 def to_numpy(leaves: Sequence[Leaf]) -> np.ndarray:
     """Flatten concrete leaves into one vector of float64."""
-    found = np.empty(int(offsets(leaves)[-1]))
-    for leaf, (start, stop) in zip(leaves, areas(leaves), strict=True):
-        found[start:stop] = _real_parts(widened_leaf(leaf), np)
-    return found
+    parts = [_real_parts(widened_leaf(leaf), np) for leaf in leaves]
+    return np.concatenate(parts, dtype=np.float64) if parts else np.zeros(0)
 
 
-def leaves_of(vector: np.ndarray, like: Sequence[Leaf]) -> list[np.ndarray]:
-    """Cut a real vector into NumPy arrays like `like`."""
+def leaves_of(vector: Any, like: Sequence[Leaf]) -> list[Any]:
+    """Cut a real vector, of NumPy or traced, into leaves."""
     leaves = []
     for leaf, (start, stop) in zip(like, areas(like), strict=True):
         part = vector[start:stop]
         if is_complex(leaf):
-            part = part[::2] + 1j * part[1::2]
+            is_numpy = isinstance(part, np.ndarray)
+            part = part[::2] + 1j * part[1::2] if is_numpy else lax.complex(part[::2], part[1::2])
         leaves.append(part.astype(leaf.dtype).reshape(leaf.shape))
     return leaves
 

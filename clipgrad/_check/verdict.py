@@ -6,7 +6,7 @@ not, it is disputed. Two numbers agree where they are apart by no more than a st
 three times what one measured rounding moves them by.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ class Slack(NamedTuple):
     floor: float
     least: float = 0.0
 
-    def __call__(self, larger: Any, typical: Any) -> Any:
+    def __call__(self, larger: Any, typical: Any = 0.0) -> Any:
         """The slack of an element, of the larger of two numbers for it."""
         return self.relative * larger + self.floor * typical + self.least
 
@@ -93,8 +93,8 @@ class Ladder(NamedTuple):
     """One-sided slopes, shape (directions, steps, cotangents), from the largest step down.
 
     `width` is half the difference of both, summed without sign over the outputs; `noise` is what
-    the measured rounding of the function may do to a slope. `moves` are the directions as the
-    inputs could hold them, one for each step or one for all, and where they are not zero.
+    the measured rounding of the function may do to a slope. A direction is `along` at the elements
+    of its group, and zero at the others.
     """
 
     ahead: np.ndarray
@@ -102,32 +102,39 @@ class Ladder(NamedTuple):
     width: np.ndarray
     noise: np.ndarray
     steps: np.ndarray
-    moves: list[tuple[np.ndarray, np.ndarray]]
+    along: np.ndarray
+    groups: Sequence[np.ndarray]
 
 
 class Slopes(NamedTuple):
-    """The verdict on some directions: arrays of one entry for each, of the worst cotangent."""
+    """The verdict on some directions: arrays of one entry for each, of the worst cotangent.
 
-    kind: np.ndarray
-    numeric: np.ndarray
-    error: np.ndarray
-    analytic: np.ndarray
-    ahead: np.ndarray
-    behind: np.ndarray
-    is_kink: np.ndarray
+    Or the verdict on one direction, numbers.
+    """
+
+    kind: Any
+    numeric: Any
+    error: Any
+    analytic: Any
+    ahead: Any
+    behind: Any
+    is_kink: Any
+
+    def of_one(self, k: int, scale: Any) -> "Slopes":
+        """The verdict on one direction, for a unit of an input of this scale."""
+        kind, *numbers, is_kink = (column[k] for column in self)
+        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink])
 
 
-def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any) -> np.ndarray:
+def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndarray:
     """Whether two steps alone have the slopes of a gradient already."""
     numeric, _ = _extrapolated(ladder)
     numeric, (analytic, norm) = numeric[:, -1], _gradient_along(ladder, gradient)
-    allowed = slack(np.fmax(np.abs(numeric), norm), typical)
+    allowed = slack(np.fmax(np.abs(numeric), norm))
     return (np.abs(numeric - analytic) <= allowed).all(axis=1)
 
 
-def judge_slopes(
-    ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any, alone: bool
-) -> Slopes:
+def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any = 0.0) -> Slopes:
     """Judge a gradient by slopes: right, wrong, at a kink, or too noisy to tell.
 
     The slopes of a smooth function settle on one value, those at a kink on two, noise does not
@@ -137,14 +144,13 @@ def judge_slopes(
       ladder: the slopes.
       gradient: shape (cotangents, elements).
       slack: how far they may be apart.
-      typical: of each direction, the typical effect of an element of its leaf.
-      alone: whether each direction moves one element.
+      typical: of directions of one element, the typical effect of an element of its leaf.
     """
     numeric, error = settled(ladder)
     analytic, norm = _gradient_along(ladder, gradient)
     allowed = slack(np.fmax(np.abs(numeric), norm), typical)
     off = np.abs(numeric - analytic)
-    size = np.fmax(np.fmax(np.abs(numeric), norm), typical if alone else 0.0)
+    size = np.fmax(np.fmax(np.abs(numeric), norm), typical)
     is_noisy = ~(error <= NOISY * size + 100 * slack(0.0, typical))
     kind = np.where(off <= allowed + error, np.where(is_noisy, NOISE, OK), WRONG)
     is_kink, middle, width, at = _kink(ladder)
@@ -158,14 +164,10 @@ def judge_slopes(
 
 
 def _gradient_along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient along each direction as it was moved last, and the length of its terms."""
-    shape = len(ladder.moves), len(gradient)
-    total, norm = np.zeros(shape), np.zeros(shape)
-    for k, (made, group) in enumerate(ladder.moves):
-        for c, row in enumerate(gradient):  # one by one, for the memory of large groups
-            terms = row[group] * made[-1]
-            total[k, c], norm[k, c] = terms.sum(), np.linalg.norm(terms)
-    return total, norm
+    """The gradient along each direction, and the length of its terms."""
+    terms = (gradient[:, group] * ladder.along[group] for group in ladder.groups)
+    total, norm = zip(*((t.sum(axis=1), np.linalg.norm(t, axis=1)) for t in terms), strict=True)
+    return np.stack(total), np.stack(norm)
 
 
 def _taken(values: np.ndarray, steps: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import vectors
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
-from clipgrad._check.slopes import Evaluation
+from clipgrad._check.slopes import Evaluation, spread
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError, ran, theirs
 from clipgrad._check.verdict import narrowest
@@ -74,14 +74,11 @@ class Witness:
         most = np.zeros(exact.shape[1])
         for u, own in zip(covectors, exact, strict=True):
             given = self._given(xs, u)
-            run, total = self._moved or self._traced(given), np.zeros(len(own))
-            self._moved = run
+            self._moved = moved = self._moved or self._traced(given)
+            leaves = [np.asarray(x) for x in given]
+            run = lambda s, m=moved, x=leaves: vectors.gradient_vector(m(x, s, parts))  # noqa: E731
             with in_float64():
-                leaves = [np.asarray(x) for x in given]
-                for seed in range(1, RUNS_OF_GRADIENT + 1):
-                    off = vectors.gradient_vector(run(leaves, np.uint32(seed), parts)) - own
-                    total += np.where(np.isfinite(off), off, 0.0) ** 2
-            most = np.fmax(most, np.sqrt(total / RUNS_OF_GRADIENT))
+                most = np.fmax(most, spread(run, own, RUNS_OF_GRADIENT))
         return most
 
     def _given(self, xs, u: np.ndarray) -> list:

@@ -37,14 +37,12 @@ from clipgrad._jaxpr.programs import entered_programs as entered_programs
 from clipgrad._jaxpr.programs import equations as equations
 from clipgrad._jaxpr.programs import held_programs as held_programs
 from clipgrad._jaxpr.programs import manual_axes as manual_axes
-from clipgrad._jaxpr.programs import map_programs as map_programs
 from clipgrad._jaxpr.programs import opened as opened
 from clipgrad._jaxpr.programs import read_once as read_once
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
 from clipgrad._jaxpr.programs import side_effects as side_effects
 from clipgrad._jaxpr.programs import tracked_programs as tracked_programs
 from clipgrad._jaxpr.programs import value_programs as value_programs
-from clipgrad._jaxpr.rebind import scan_again as scan_again
 from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace
 from clipgrad._jaxpr.widen import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS

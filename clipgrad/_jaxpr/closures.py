@@ -2,12 +2,12 @@
 
 The rules of a `jax.custom_vjp` or `jax.custom_jvp` are Python functions, which JAX calls when it
 differentiates. They may close over values of the function that was traced, and these are nothing
-any more when its program is evaluated again. Here they become arguments.
+any more when its program is evaluated again. Here they become arguments; but for those of functions
+in a mapped scan, whose programs JAX traces again when it maps them.
 """
 
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +19,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, j
 
 from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.evaluate import Hook, ProgramValues, bind, evaluate
-from clipgrad._jaxpr.programs import called_program, opened, read_once
+from clipgrad._jaxpr.programs import called_program, equations, opened, read_once
 
-# By program. No tracer is kept, which would keep its trace.
-_MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-
-# A variable, or the identity of an equation's parameters and the number of a result.
-ClosurePlace = Any
-Known = dict[ClosurePlace, Any]
+# Of a variable, or of the identity of an equation's parameters and the number of a result.
+Known = dict[Any, Any]
 
 
 def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
@@ -36,219 +32,109 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
     """
     if not _closes(program):
         return program
-    return jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, _Explicit({})))(*inputs)
+    return jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, _Explicit()))(*inputs)
 
 
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
-    found = (e for e in _custom_equations(program) if _has_closure(e, set()))
+    found = (e for e in equations(program) if _is_ruled(e) and _closing_rules(e))
     return list(dict.fromkeys(_function_name(equation, "func_src_info") for equation in found))
 
 
-class _Rules(NamedTuple):
-    """The rules of an equation, traced.
+def _is_ruled(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
 
-    Of a `custom_vjp`: from inputs to results and residuals, and from residuals and cotangents to
-    the cotangents of the inputs ``reached``; all others are zero, and not computed. Of a
-    `custom_jvp`: from inputs and the tangents of those that are ``moved`` to both of the results.
+
+@read_once
+def _closes(jaxpr: Any) -> bool:
+    """Whether a rule, in a program or in one inside it that is differentiated, closes over a value.
+
+    No tracer is kept, which would keep its trace.
+    """
+    return any(
+        _closing_rules(e) is not None if _is_ruled(e) else _closes_inside(e) for e in jaxpr.eqns
+    )
+
+
+def _closes_inside(equation: JaxprEqn) -> bool:
+    return any(map(_closes, jaxprs_in_params(equation.params)))
+
+
+class _Rules(NamedTuple):
+    """The rules of an equation, traced, and what they close over.
+
+    From inputs to results and residuals; and from residuals and cotangents to the cotangents of the
+    inputs ``reached``: all others are zero, and not computed.
     """
 
     programs: tuple[Any, ...] = ()
-    moved: Sequence[int] = ()  # the inputs that the function may be differentiated by
     reached: Sequence[int] = ()
+    closed: Sequence[Tracer] = ()
     error: Exception | None = None  # why they can't be traced
-
-    def given(self, number: int, known: Known) -> Any:
-        """A program with these values in place of the tracers."""
-        jaxpr, constants = opened(self.programs[number])
-        return ClosedJaxpr(jaxpr, [known.get(_place(x), x) for x in constants])
-
-    def check(self, equation: JaxprEqn, closed: list, inputs: dict[int, Any]) -> None:
-        """Raises `ValueError` if the equation can't be differentiated by these values.
-
-        Inputs, by their numbers, may be what the function closed over when it was traced first.
-        """
-        first = equation.params["num_consts"]
-        held = [x for i, x in inputs.items() if i >= first and i not in self.moved]
-        found = next(filter(holds_floats, [*closed, *held]), None)
-        if self.error is not None:
-            over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
-        elif found is not None:
-            over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
-        else:
-            return
-        kind = equation.primitive.name.removesuffix("_call")
-        where, name = _function_name(equation, "func_src_info"), _function_name(equation)
-        raise ValueError(
-            f"fun: got the jax.{kind} function {where}, whose rules close over {over}; expected "
-            f"rules that take it as an argument: call {name}(..., value), and return its "
-            "derivative from the rules; if it needs none, close over jax.lax.stop_gradient(value)"
-        ) from self.error
 
 
 class _Explicit(Hook):
     """Gives custom rules what they close over as arguments; all else stays as it is."""
 
-    def __init__(self, known: Known):
-        self._known = known
+    def __init__(self):
+        self._known: Known = {}
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a custom rule; None for an equation with such rules inside."""
-        if equation.primitive.name in _CONVERSIONS:
-            return self._converted(equation, inputs)
-        programs = jaxprs_in_params(equation.params)
-        return None if any(map(_closes, programs)) else bind(equation, inputs)
+        rules = _closing_rules(equation) if _is_ruled(equation) else None
+        if rules is None:
+            return None if _closes_inside(equation) else bind(equation, inputs)
+        known = {id(tracer): self._value(tracer) for tracer in rules.closed}
+        known = {place: value for place, value in known.items() if value is not None}
+        return _explicit(equation, rules, list(known))(list(known.values()), list(inputs))
+
+    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
+        own = enumerate(outputs)
+        self._known |= {(id(equation.params), number): value for number, value in own}
+        return outputs
 
     def values(self, jaxpr: Any) -> ProgramValues:
         return _Noted(self, self._known)
 
-    def _converted(self, equation: JaxprEqn, inputs: list) -> Sequence:
-        try:
-            rules, closed = _rules(equation), _closed_over(equation)
-        except jax.errors.UnexpectedTracerError as error:
-            rules, closed = _Rules(error=error), {}
-        except Exception:
-            return bind(equation, inputs)
-        values = {place: self._value(tracer) for place, tracer in closed.items()}
-        known = {place: value for place, value in values.items() if value is not None}
-        if not known and not equation.params["num_consts"] and rules.error is None:
-            return bind(equation, inputs)
-        call = _CONVERSIONS[equation.primitive.name](equation, rules, list(known))
-        return call(list(known.values()), list(inputs))
-
     def _value(self, tracer: Any) -> Any:
         """The present value of a tracer of the program that was traced; None for another tracer."""
-        if isinstance(getattr(tracer, "val", None), Literal):
-            return jnp.asarray(tracer.val.val)
-        places = _place(tracer), _place_of_result(tracer)
-        return next((self._known[place] for place in places if place in self._known), None)
+        variable, made = getattr(tracer, "val", None), getattr(tracer, "parent", None)
+        if isinstance(variable, Literal):
+            return jnp.asarray(variable.val)
+        if isinstance(variable, Var) and variable in self._known:
+            return self._known[variable]
+        # JAX 0.10.0 drops the variables that no equation uses: to be closed over is no use.
+        numbers = (i for i, v in enumerate(getattr(made, "outvars", ())) if v is variable)
+        return self._known.get((id(getattr(made, "params", None)), next(numbers, None)))
 
 
 class _Noted(ProgramValues):
-    """Notes the values of variables by their places."""
+    """Notes the values of variables."""
 
     def __init__(self, hook: Hook, known: Known):
         super().__init__(hook)
         self._known = known
-        self._params = None  # of the equation whose results are written next
-
-    def inputs(self, equation: JaxprEqn) -> list:
-        self._params = equation.params
-        return super().inputs(equation)
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         super().write(variables, values)
         self._known.update(zip(variables, values, strict=True))
-        own = enumerate(values) if self._params is not None else ()
-        self._known.update(((id(self._params), i), value) for i, value in own)
 
 
-def _place(tracer: Any) -> ClosurePlace:
-    """The variable of a tracer, in whose place the program that was traced has its value."""
-    variable = getattr(tracer, "val", None)
-    return variable if isinstance(variable, Var) else id(tracer)
-
-
-def _place_of_result(tracer: Any) -> ClosurePlace:
-    """The place of a tracer as a result of an equation.
-
-    JAX 0.10.0 drops the variables that no equation uses, and to be closed over is no use.
-    """
-    variable = getattr(tracer, "val", None)
-    made: Any = getattr(tracer, "parent", None)
-    outputs = list(getattr(made, "outvars", ()))
-    return (id(made.params), outputs.index(variable)) if variable in outputs else None
-
-
-@read_once
-def _closes(jaxpr: Any) -> bool:
-    """Whether a function with a rule, in a program or in one inside it, closes over its values."""
-    own = (equation for equation in jaxpr.eqns if equation.primitive.name in _CONVERSIONS)
-    inside = any(map(_closes, _inner_programs(jaxpr)))
-    return inside or any(_has_closure(equation, set(jaxpr.constvars)) for equation in own)
-
-
-def _inner_programs(jaxpr: Any) -> Iterator[Any]:
-    """The programs that derivatives may reach: the program of a function with a rule is not one."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name not in _CONVERSIONS:
-            yield from jaxprs_in_params(equation.params)
-
-
-def _has_closure(equation: JaxprEqn, constants: set[Var]) -> bool:
-    """Whether a function closes over a value, as far as its rule can be traced."""
-    if any(x not in constants for x in equation.invars[: equation.params["num_consts"]]):
-        return True
+def _closing_rules(equation: JaxprEqn) -> _Rules | None:
+    """The rules of an equation if they close over a value, as far as they can be traced."""
     try:
-        return bool(_closed_over(equation))
-    except jax.errors.UnexpectedTracerError:
-        return True
-    except Exception:
-        return False
+        rules = _traced(equation)
+    except jax.errors.UnexpectedTracerError as error:
+        return _Rules(error=error)
+    except Exception:  # JAX raises it where it differentiates
+        return None
+    return rules if rules.closed else None
 
 
-def _closed_over(equation: JaxprEqn, known: Known | None = None) -> Known:
-    """The tracers that the rules of an equation close over, and those that rules in them do.
-
-    A rule may use the function that it is of, so this ends where nothing is new.
-    """
-    found, programs = dict(known or {}), _rules(equation).programs
-    for program in programs:
-        tracers = (x for x in opened(program)[1] if isinstance(x, Tracer))
-        found |= {_place(tracer): tracer for tracer in tracers}
-    if known is not None and len(found) == len(known):
-        return found
-    for inner in (e for program in programs for e in _custom_equations(program)):
-        found = _closed_over(inner, found)
-    return found
-
-
-def _custom_equations(program: Any) -> Iterator[JaxprEqn]:
-    """The functions with rules of a program and of those inside it that derivatives may reach."""
-    jaxpr = opened(program)[0]
-    yield from (e for e in jaxpr.eqns if e.primitive.name in _CONVERSIONS)
-    for inner in _inner_programs(jaxpr):
-        yield from _custom_equations(inner)
-
-
-def _rules(equation: JaxprEqn) -> _Rules:
-    """Trace the rules of an equation, as JAX does where it differentiates.
-
-    An input may be what the function closed over when it was traced the first time, and JAX raises
-    an error where that is differentiated.
-    """
-    trace = _traced_jvp if equation.primitive.name == "custom_jvp_call" else _traced_vjp
+def _traced(equation: JaxprEqn) -> _Rules:
+    """Trace the rules of an equation, as JAX does where it differentiates."""
     own = range(equation.params["num_consts"], len(equation.invars))
-    floating = [i for i in own if holds_floats(equation.invars[i])]
-    key = opened(called_program(equation))[0]
-    if key in _MOVED:  # where a trace has failed, JAX forgets what an earlier one has found
-        return trace(equation, _MOVED[key])
-    if not floating:
-        return _Rules()
-    try:
-        return trace(equation, floating)
-    except jax.errors.UnexpectedTracerError:
-        raise
-    except Exception as error:
-        moved = [i for i in floating if len(floating) > 1 and _is_traceable(trace, equation, i)]
-        if not moved:
-            raise error
-        _MOVED[key] = moved
-        return trace(equation, moved)
-
-
-def _is_traceable(trace: Callable[..., Any], equation: JaxprEqn, moved: int) -> bool:
-    try:
-        trace(equation, [moved])
-    except jax.errors.UnexpectedTracerError:
-        raise
-    except Exception:
-        return False
-    return True
-
-
-def _traced_vjp(equation: JaxprEqn, moved: list[int]) -> _Rules:
-    reached: set[int] = set()
+    moved, reached = [i for i in own if holds_floats(equation.invars[i])], set()
 
     def forward(inputs):
         def call(*chosen):
@@ -267,78 +153,60 @@ def _traced_vjp(equation: JaxprEqn, moved: list[int]) -> _Rules:
         return [x for i, x in zip(moved, found, strict=True) if i in reached]
 
     second = jax.make_jaxpr(backward)(residuals, _floating(outputs))
-    return _Rules((first, second), moved, [i for i in moved if i in reached])
+    constants = [x for program in (first, second) for x in opened(program)[1]]
+    closed = {id(x): x for x in constants if isinstance(x, Tracer)}
+    return _Rules((first, second), sorted(reached), list(closed.values()))
 
 
-def _traced_jvp(equation: JaxprEqn, moved: list[int]) -> _Rules:
-    def both(inputs, tangents):
-        def call(*chosen):
-            new = dict(zip(moved, chosen, strict=True))
-            return bind(equation, [new.get(i, x) for i, x in enumerate(inputs)])
+def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[..., list]:
+    """The function of an equation, of what its rules close over and its inputs."""
+    count = len(equation.outvars)
 
-        outputs, found = jax.jvp(call, tuple(inputs[i] for i in moved), tuple(tangents))
-        return outputs, _floating(found, outputs)
-
-    inputs = [variable.aval for variable in equation.invars]
-    program = jax.make_jaxpr(both)(inputs, [inputs[i] for i in moved])
-    return _Rules((program,), moved)
-
-
-def _primal(equation: JaxprEqn) -> Callable[..., list]:
-    """The function itself, which needs nothing of what its rules alone close over."""
-
-    def call(closed, inputs):
+    def primal(values, inputs):  # it needs nothing of what its rules alone close over
         return jaxpr_as_fun(called_program(equation))(*inputs)
 
-    call.__name__ = _function_name(equation)
-    return call
+    def evaluated(number, values, inputs):
+        known = dict(zip(closed, values, strict=True))
+        jaxpr, constants = opened(rules.programs[number])
+        constants = [known.get(id(x), x) for x in constants]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs)
 
-
-def _explicit_vjp(equation: JaxprEqn, rules: _Rules, places: list) -> Callable[..., list]:
-    """The function of a `custom_vjp` equation, of what its rules close over and its inputs."""
-    count, call = len(equation.outvars), jax.custom_vjp(_primal(equation))
-
-    def forward(closed, inputs):
-        differentiated = {i: x.value for i, x in enumerate(inputs) if x.perturbed}
-        rules.check(equation, [x.value for x in closed if x.perturbed], differentiated)
-        closed, inputs = jax.tree.map(lambda x: x.value, (closed, inputs))
-        known = dict(zip(places, closed, strict=True))
-        found = evaluate(rules.given(0, known), inputs, _Explicit(known))
-        return found[:count], (found[count:], closed)
+    def forward(values, inputs):
+        held = [*values, *inputs[: equation.params["num_consts"]]]
+        _check(equation, rules, [x.value for x in held if x.perturbed])
+        values, inputs = jax.tree.map(lambda x: x.value, (values, inputs))
+        found = evaluated(0, values, inputs)
+        return found[:count], (found[count:], values)
 
     def backward(residuals, cotangents):
-        saved, closed = residuals
-        known = dict(zip(places, closed, strict=True))
+        saved, values = residuals
         arrays = map(_instantiated, _floating(cotangents, equation.outvars))
-        found = evaluate(rules.given(1, known), [*saved, *arrays], _Explicit(known))
+        found = evaluated(1, values, [*saved, *arrays])
         given = dict(zip(rules.reached, found, strict=True))
         return None, [given.get(i) for i in range(len(equation.invars))]
 
+    primal.__name__ = _function_name(equation)
+    call = jax.custom_vjp(primal)
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
 
 
-def _explicit_jvp(equation: JaxprEqn, rules: _Rules, places: list) -> Callable[..., list]:
-    """The function of a `custom_jvp` equation, of what its rule closes over and its inputs."""
-    call = jax.custom_jvp(_primal(equation))
-
-    def both(primals, tangents):
-        (closed, inputs), (closed_tangents, tangents) = primals, tangents
-        pairs = zip([*closed, *inputs], [*closed_tangents, *tangents], strict=True)
-        differentiated = [None if isinstance(t, SymbolicZero) else x for x, t in pairs]
-        count = len(closed)
-        rules.check(equation, differentiated[:count], dict(enumerate(differentiated[count:])))
-        known = dict(zip(places, closed, strict=True))
-        arrays = [_instantiated(tangents[i]) for i in rules.moved]
-        found = evaluate(rules.given(0, known), [*inputs, *arrays], _Explicit(known))
-        outputs = found[: len(equation.outvars)]
-        return outputs, _with_float0(found[len(outputs) :], outputs)
-
-    call.defjvp(both, symbolic_zeros=True)
-    return call
-
-
-_CONVERSIONS = {"custom_vjp_call": _explicit_vjp, "custom_jvp_call": _explicit_jvp}
+def _check(equation: JaxprEqn, rules: _Rules, differentiated: list) -> None:
+    """Raises `ValueError` if the rules were not traced, or close over what is differentiated."""
+    found = next(filter(holds_floats, differentiated), None)
+    if rules.error is not None:
+        over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
+    elif found is not None:
+        over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
+    else:
+        return
+    kind = equation.primitive.name.removesuffix("_call")
+    where, name = _function_name(equation, "func_src_info"), _function_name(equation)
+    raise ValueError(
+        f"fun: got the jax.{kind} function {where}, whose rules close over {over}; expected "
+        f"rules that take it as an argument: call {name}(..., value), and return its "
+        "derivative from the rules; if it needs none, close over jax.lax.stop_gradient(value)"
+    ) from rules.error
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

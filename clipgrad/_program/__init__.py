@@ -12,7 +12,6 @@ from clipgrad._program.dependence import sources_of_results as sources_of_result
 from clipgrad._program.rounded import Parts as Parts
 from clipgrad._program.rounded import measuring as measuring
 from clipgrad._program.rounded import mixed as mixed
-from clipgrad._program.rounded import moved_by_rounding as moved_by_rounding
 from clipgrad._program.rounded import one_promotion as one_promotion
 from clipgrad._program.rounded import rounded as rounded
 from clipgrad._program.rounded import rounded_in_float64 as rounded_in_float64

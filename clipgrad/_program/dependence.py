@@ -60,16 +60,13 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     Those of programs inside are among them. Only such a variable has a cotangent. One of a program
     with several calls is among them if it depends on the inputs in one of the calls.
     """
-    return frozenset(_active_walk(program, inputs).variables)
 
-
-def _active_walk(program: Any, inputs: Iterable[int]) -> "_Walk":
     def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
         return equation.primitive.name != "stop_gradient" and holds_floats(variable)
 
     walk = _Walk(differentiated_programs, is_differentiated)
     walk.start(program, [i for i in inputs if holds_floats(opened(program)[0].invars[i])])
-    return walk
+    return frozenset(walk.variables)
 
 
 class _Walk:

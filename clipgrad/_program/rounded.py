@@ -328,16 +328,6 @@ def mixed(bits: Any) -> Any:
     return bits
 
 
-def moved_by_rounding(x: Any, seed: Any) -> Any:
-    """Numbers, each moved by one rounding of its type, but for small whole numbers."""
-    if not holds_floats(x) or not x.size:
-        return x
-    with one_promotion():
-        limits, salt = jnp.finfo(x.dtype), jnp.asarray(seed, jnp.uint32)
-        least = NEIGHBOR * float(limits.smallest_subnormal)
-        return _to_neighbors(x, salt, float(limits.eps), least)
-
-
 def measuring(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Decorates what measures values, and is no part of a program: `rounded` leaves it whole."""
     function.__name__ = MEASURE
