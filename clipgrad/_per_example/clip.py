@@ -177,9 +177,7 @@ class ClipPerExample:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
-        check_params(params, shapes=True)
-        apart = self.subject.apart(params, batch)
-        return plan_of(apart.subject, apart.trained, apart.batch)
+        return plan_of(self.subject, params, batch)
 
 
 def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:

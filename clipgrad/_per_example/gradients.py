@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,11 @@ from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import Traced, evaluate, trace
 from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.course import LeafCourse, course_of
-from clipgrad._per_example.norms_of_rows import gram_squares
-from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.norms_of_arrays import norms_of_array
+from clipgrad._per_example.norms_of_rows import gram_norms
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.uses import Use
-from clipgrad._per_example.walk import EquationPath, Taps, found_in
+from clipgrad._per_example.uses import EquationPath, Use
+from clipgrad._per_example.walk import Taps, found_in
 from clipgrad._program import dependent_variables
 from clipgrad._trees import is_array
 
@@ -64,13 +65,12 @@ class ExampleProgram:
     @functools.cached_property
     def numbers(self) -> dict[EquationPath, int]:
         """The number of each use whose rows are kept."""
-        places = [where for course in self.courses for where, _ in course.uses]
-        return {where: n for n, where in enumerate(places)}
+        return {use.path: n for n, use in enumerate(self.uses)}
 
     @functools.cached_property
     def uses(self) -> list[Use]:
         """The uses whose rows are kept."""
-        return [use for course in self.courses for _, use in course.uses]
+        return [use for course in self.courses for use in course.uses]
 
     @functools.cached_property
     def x_of(self) -> list[int]:
@@ -87,8 +87,8 @@ class ExampleProgram:
         course, shape = self.courses[leaf], self.leaves[leaf]
         each = course.norm == "direct" or course.sums_each
         kept = shape.size * shape.dtype.itemsize if each else 0
-        for n in (self.numbers[where] for where, _ in course.uses):
-            use = self.uses[n]
+        for use in course.uses:
+            n = self.numbers[use.path]
             arrays = [use.y, use.x] if self.x_of[n] == n else [use.y]
             kept += math.prod(use.lengths) * sum(a.size * a.dtype.itemsize for a in arrays)
         return kept
@@ -112,7 +112,10 @@ class ExampleProgram:
         result, found = jax.vmap(of_one, out_axes=out)(examples)
         # What norms are measured of, and what is summed, is what was stored: otherwise XLA may make
         # it a second time, and round differently.
-        return result, jax.tree.map(jax.lax.optimization_barrier, found)
+        found = jax.tree.map(jax.lax.optimization_barrier, found)
+        kept = [i for i, course in enumerate(self.courses) if course.sums_each]
+        each = found.each | {i: self._made(i, found) for i in kept}
+        return result, found._replace(each=each)
 
     def _zeros(self) -> dict[int, jax.Array]:
         """The zeros that taps give the cotangents of results to."""
@@ -129,21 +132,21 @@ class ExampleProgram:
         value = result[0] if self.has_aux else result
         return jnp.asarray(value), (result, taps.seen)
 
-    def squares(self, leaf: int, found: Stored, size: int) -> tuple[Squares, Each]:
-        """The squares of the gradients of a leaf; and these, where sums are made of them."""
-        course = self.courses[leaf]
-        if course.norm == "none":
-            return Squares.none(size), None
-        if course.norm == "Gram":
-            return gram_squares(*self._rows(leaf, found)), None
-        each = found.each[leaf] if course.norm == "direct" else self._made(leaf, found)
-        kept = each if course.norm == "direct" or course.sums_each else None
-        return Squares.of(each), kept
+    def norms(self, leaf: int, found: Stored, size: int) -> jax.Array:
+        """The norms of the gradients of a leaf."""
+        if leaf in found.each:
+            return norms_of_array(found.each[leaf])
+        norm = self.courses[leaf].norm
+        if norm == "none":
+            return jnp.zeros(size, accumulator(self.leaves[leaf]))
+        if norm == "Gram":
+            return gram_norms(*self._rows(leaf, found))
+        return norms_of_array(self._made(leaf, found))
 
-    def _rows(self, leaf: int, found: Stored) -> tuple[list[Use], list, list]:
-        numbers = [self.numbers[where] for where, _ in self.courses[leaf].uses]
-        xs = [found.xs[self.x_of[n]] for n in numbers]
-        return [self.uses[n] for n in numbers], xs, [found.cts[n] for n in numbers]
+    def _rows(self, leaf: int, found: Stored) -> tuple[Sequence[Use], list, list]:
+        uses = self.courses[leaf].uses
+        numbers = [self.numbers[use.path] for use in uses]
+        return uses, [found.xs[self.x_of[n]] for n in numbers], [found.cts[n] for n in numbers]
 
     def _made(self, leaf: int, found: Stored) -> jax.Array:
         """The gradient of each example, made of rows."""
@@ -153,27 +156,35 @@ class ExampleProgram:
             for use, x, ct in zip(*self._rows(leaf, found), strict=True)
         )  # type: ignore[return-value]
 
-    def total(self, leaf: int, found: Stored, each: Each, weights: Each, ok: Each) -> jax.Array:
-        """The sum of the gradients of a leaf times weights, of the examples that are ``ok``."""
-        kind, shape = self.leaves[leaf].dtype, self.leaves[leaf].shape
+    def total(self, leaf: int, found: Stored, weights: Each) -> jax.Array:
+        """The sum of the gradients of a leaf times weights."""
+        like, each = self.leaves[leaf], found.each.get(leaf)
         if each is not None:
-            return _sum_over_examples(
-                _where_ok(ok, with_real_dtype(each, accumulator(each)), 0), weights
-            )
+            return _sum_over_examples(with_real_dtype(each, accumulator(each)), weights)
         if self.courses[leaf].norm == "none":
-            return jnp.zeros(shape, accumulator(jnp.zeros((), kind)))
+            return jnp.zeros(like.shape, accumulator(like))
         return sum(
-            use.place.to_leaf(_weighted(use, x, ct, weights, ok), shape)
+            use.place.to_leaf(_weighted(use, x, ct, weights), like.shape)
             for use, x, ct in zip(*self._rows(leaf, found), strict=True)
         )  # type: ignore[return-value]
 
+    def left_out(self, found: Stored, ok: Each) -> Stored:
+        """The gradients with 0 in place of those of examples that are not ``ok``."""
+        if ok is None:
+            return found
+        depths = {n: len(use.lengths) for n, use in enumerate(self.uses)}
 
-def _weighted(use: Use, x: jax.Array, ct: jax.Array, weights: Each, ok: Each) -> jax.Array:
+        def zero(x: jax.Array, axis: int = 0) -> jax.Array:
+            return jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
+
+        each = {i: zero(g) for i, g in found.each.items()}
+        rows = ({n: zero(x, depths[n]) for n, x in part.items()} for part in found[1:])
+        return Stored(each, *rows)
+
+
+def _weighted(use: Use, x: jax.Array, ct: jax.Array, weights: Each) -> jax.Array:
     """The sum of gradients times weights: these multiply x, or ct, in float32 or wider."""
     axis = len(use.lengths)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        x = _where_ok(ok, x, axis)
-    ct = _where_ok(ok, ct, axis)
     if weights is not None and use.scales_x(x, ct):
         x = _times(x.astype(accumulator(x)), weights, axis)
     elif weights is not None:
@@ -190,13 +201,7 @@ def _sum_over_examples(each: jax.Array, weights: Each) -> jax.Array:
     return jnp.einsum("b...,b->...", each, weights.astype(each.dtype), precision="highest")
 
 
-def _where_ok(ok: Each, x: jax.Array, axis: int) -> jax.Array:
-    return x if ok is None else jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
-
-
-def _times(x: jax.Array, weights: Each, axis: int) -> jax.Array:
-    if weights is None:
-        return x
+def _times(x: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
     return times(x, _beside(weights.astype(accumulator(x)), x, axis))
 
 

@@ -10,7 +10,6 @@ from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example import rules
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import combine, map_clippable, partition, selected
 
@@ -22,19 +21,13 @@ def sums_by_norms(
     leaves, structure = jax.tree.flatten(params)
     value, found = program.gradients(params, examples)
     chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
-    size = batch_size(examples)
-    measured = {i: program.squares(i, found, size) for i in range(len(leaves))}
-    squares = [measured[i][0] for i in chosen]
-    scaling = rules.scaling_of(
-        subject.rule,
-        subject.nonfinite == "zero",
-        [leaves[i] for i in chosen],
-        Squares.stacked(squares, size),
-    )
+    size, leave_out = batch_size(examples), subject.nonfinite == "zero"
+    norms = [program.norms(i, found, size) for i in chosen]
+    scaling = rules.scaling_of(subject.rule, leave_out, [leaves[i] for i in chosen], norms)
     weights = dict(zip(chosen, scaling.weights, strict=True))
-    ok = {i: scaling.ok for i in chosen}
+    clean = program.left_out(found, scaling.ok)
     sums = [
-        program.total(i, found, measured[i][1], weights.get(i), ok.get(i))
+        program.total(i, clean if i in weights else found, weights.get(i))
         for i in range(len(leaves))
     ]
     return structure.unflatten(sums), (value, scaling.stats)

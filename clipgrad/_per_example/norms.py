@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from clipgrad._numerics import AxisName, accumulator, tree_norm, warn_of_parts
+from clipgrad._numerics import AxisName, tree_norm, warn_of_parts
 from clipgrad._per_example.batches import (
     batch_size,
     check_axes,
@@ -19,8 +18,8 @@ from clipgrad._per_example.batches import (
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
+from clipgrad._per_example.norms_of_arrays import norms_of_array, stacked
 from clipgrad._per_example.plan import Plan, parts_of, plan_of
-from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import (
     PerExampleSubject,
     check_method,
@@ -125,34 +124,19 @@ class PerExampleNorms:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
-        check_params(params, shapes=True)
-        apart = self.subject.apart(params, batch)
-        return plan_of(apart.subject, apart.trained, apart.batch)
+        return plan_of(self.subject, params, batch)
 
     def _of_some(self, program: ExampleProgram, params: Any, examples: Any) -> Any:
         size, (_, found) = batch_size(examples), program.gradients(params, examples)
         chosen = [i for i, flag in enumerate(self.subject.flags(params)) if flag]
-        squares = {i: program.squares(i, found, size)[0] for i in chosen}
-        return self._norms(params, squares, size)
-
-    def _norms(self, params: Any, squares: dict[int, Squares], size: int) -> Any:
-        if self.axis_name:
-            return self._over_devices(params, squares)
+        norms = {i: program.norms(i, found, size) for i in chosen}
+        if self.axis_name:  # each leaf varies on its own
+            whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
+        elif self.per_leaf:
+            whole = lambda norms: norms[0]  # noqa: E731
+        else:
+            whole = lambda norms: norms_of_array(stacked(norms))  # noqa: E731
         if not self.per_leaf:
-            return Squares.stacked(list(squares.values()), size).over_axis().norm().value
-        kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
-        norms = {i: x.norm().value.astype(kinds[i]) for i, x in squares.items()}
-        return _with_paths_of(params, norms)
-
-    def _over_devices(self, params: Any, squares: dict[int, Squares]) -> Any:
-        """The norms of leaves that are in parts on several devices; each leaf varies on its own."""
-        own = {i: x.norm().value for i, x in squares.items()}
-        whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
-        if not self.per_leaf:
-            return whole(list(own.values()))
-        return _with_paths_of(params, {i: whole([norm]) for i, norm in own.items()})
-
-
-def _with_paths_of(params: Any, norms: dict[int, jax.Array]) -> dict[str, jax.Array]:
-    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    return {paths[i]: norm for i, norm in norms.items()}
+            return whole(list(norms.values()))
+        paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
+        return {paths[i]: whole([norm]) for i, norm in norms.items()}

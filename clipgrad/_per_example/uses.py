@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.lax import Precision
 
 from clipgrad._compat import to_varying, varying_axes
@@ -25,6 +25,9 @@ from clipgrad._per_example.places import Label, ViewPlace, has_views
 from clipgrad._per_example.products import product
 
 EXAMPLES = ("examples",)
+
+# The first result of an equation, behind those of the equations around it.
+EquationPath = tuple[Var, ...]
 
 
 class FactorRows(NamedTuple):
@@ -60,10 +63,15 @@ class Rows(NamedTuple):
 class Use:
     """An equation in which a view of a weight meets data."""
 
+    path: EquationPath
     equation: JaxprEqn
     operand: int  # which of the inputs is the view
     place: ViewPlace
-    source: Hashable  # uses of one source have the same x
+
+    @property
+    def source(self) -> Hashable:
+        """What is equal for uses with the same x."""
+        return self.path[:-1], self.equation.invars[1 - self.operand]
 
     @property
     def view(self) -> tuple[int, ...]:
@@ -330,7 +338,7 @@ def _in_rows(
 
 
 def use_of(
-    equation: JaxprEqn, operand: int, place: ViewPlace, source: Hashable, is_data: bool
+    path: EquationPath, equation: JaxprEqn, operand: int, place: ViewPlace, is_data: bool
 ) -> Use | None:
     """The use of a view by an equation, if its gradient is a sum of products of rows.
 
@@ -340,7 +348,7 @@ def use_of(
     kind = {"dot_general": Dense, "conv_general_dilated": Convolution, "gather": Lookup}.get(name)
     if kind is None:
         return None
-    use = kind(equation, operand, place, source)
+    use = kind(path, equation, operand, place)
     if kind is Lookup:
         return use if operand == 0 and _has_rows(params, use) else None
     if not (is_data or use.y.size < math.prod(use.view)) or not has_views(use.x):

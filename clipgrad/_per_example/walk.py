@@ -19,10 +19,7 @@ from clipgrad._jaxpr import (
     scan_counts,
 )
 from clipgrad._per_example.places import ViewPlace, has_views
-from clipgrad._per_example.uses import Use, use_of
-
-# The first result of an equation, behind those of the equations around it.
-EquationPath = tuple[Var, ...]
+from clipgrad._per_example.uses import EquationPath, Use, use_of
 
 
 @dataclasses.dataclass
@@ -34,7 +31,7 @@ class WalkedProgram:
       others: for each leaf that is used in another way, how.
     """
 
-    uses: dict[EquationPath, Use] = dataclasses.field(default_factory=dict)
+    uses: list[Use] = dataclasses.field(default_factory=list)
     others: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def end(self, places: Sequence[ViewPlace | None], reason: str) -> None:
@@ -87,8 +84,12 @@ class _Search:
         if name == "scan":
             return self._scanned(equation, inputs, inner)
         views = [i for i, place in enumerate(inputs) if place]
-        if len(views) == 1 and self._is_use(equation, views[0], inputs[views[0]], where):
-            return [None]
+        if len(views) == 1:
+            is_data = any(isinstance(x, Var) and x in self.data for x in equation.invars)
+            use = use_of(inner, equation, views[0], inputs[views[0]], is_data)
+            if use is not None:
+                self.found.uses.append(use)
+                return [None]
         if len(inputs) == 1:
             results = inputs[0].results(equation)
             if None not in results and all(has_views(v.aval) for v in equation.outvars):
@@ -107,18 +108,6 @@ class _Search:
         results = self.along(called_program(equation), entered, where)
         self.found.end(results, "scan returns it")
         return [None] * len(results)
-
-    def _is_use(
-        self, equation: JaxprEqn, operand: int, place: ViewPlace, where: EquationPath
-    ) -> bool:
-        if equation.primitive.name not in ("dot_general", "conv_general_dilated", "gather"):
-            return False
-        x = equation.invars[1 - operand]
-        is_data = isinstance(x, Var) and x in self.data
-        use = use_of(equation, operand, place, (where, x), is_data)
-        if use is not None:
-            self.found.uses[*where, equation.outvars[0]] = use
-        return use is not None
 
 
 @jax.custom_vjp
