@@ -15,22 +15,12 @@ _FEW_PLACES = 1.5
 
 
 class LeafCourse(NamedTuple):
-    """The course of a leaf.
-
-    Attributes:
-      norm: ``"Gram"``: from Gram matrices of rows; ``"product"``: from the gradient of each
-        example, made of rows; ``"direct"``: from the gradient of each example, as JAX makes it;
-        ``"none"``: the leaf is not used.
-      reason: why.
-      uses: where it meets data, if rows are kept.
-      sums_each: whether the clipped sum is made of the gradients that the norms are from.
-      rows: how many rows one example has.
-    """
+    """The course of a leaf, as in `LeafPlan`."""
 
     norm: str
     reason: str
-    uses: tuple[Use, ...] = ()
-    sums_each: bool = False
+    uses: tuple[Use, ...] = ()  # if rows are kept
+    sums_each: bool = False  # whether the clipped sum is made of the gradients of the norms
     rows: int = 0
 
 

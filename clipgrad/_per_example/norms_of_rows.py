@@ -26,7 +26,7 @@ from clipgrad._per_example.norms_of_arrays import (
     times_power,
 )
 from clipgrad._per_example.products import product
-from clipgrad._per_example.uses import Rows, Use
+from clipgrad._per_example.uses import Factors, Rows, Use
 
 
 def have_grams(uses: Sequence[Use]) -> bool:
@@ -65,10 +65,10 @@ def group_and_row_count(use: Use) -> tuple[int, int]:
     return math.prod(sizes[k] for k in groups), math.prod(sizes[k] for k in rows)
 
 
-def gram_norms(uses: Sequence[Use], xs: Sequence[Any], cts: Sequence[Any]) -> jax.Array:
+def gram_norms(factors: Sequence[Factors]) -> jax.Array:
     """The norms of the gradients of a leaf that uses with comparable rows have."""
-    arrays = {use: pair for use, *pair in zip(uses, xs, cts, strict=True)}
-    each = [_of_one_key([u.rows(*arrays[u]) for u in own]) for own in _by_key(uses)]
+    rows = {use: use.rows(x, ct) for use, x, ct in factors}
+    each = [_of_one_key([rows[use] for use in own]) for own in _by_key(list(rows))]
     return each[0] if len(each) == 1 else norms_of_array(stacked(each))
 
 

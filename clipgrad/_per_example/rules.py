@@ -1,4 +1,4 @@
-"""All that this room asks of rules, clips and statistics."""
+"""The scales of the gradients of examples by a rule, from their norms."""
 
 import functools
 from collections.abc import Sequence
@@ -14,15 +14,9 @@ from clipgrad._clip import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipStats,
-    clip_grads,
-    nonfinite_counts,
     scaled_stats,
     stats_dtype,
 )
-from clipgrad._clip import as_rule as as_rule
-from clipgrad._clip import check_policy as check_policy
-from clipgrad._clip import is_rule as is_rule
-from clipgrad._clip import raise_for_counts as raise_for_counts
 from clipgrad._numerics import Norm, accumulator, tree_norm
 from clipgrad._per_example.norms_of_arrays import stacked
 
@@ -34,26 +28,11 @@ def axis_name_of(rule: Any) -> Any:
 
 def why_elements(rule: Any) -> str | None:
     """Why a rule needs each example's gradient itself; None if norms are enough."""
-    reason = f"{rule!r} does not scale whole leaves by L2 norms"
-    if axis_name_of(rule):
-        return reason
-    if rule is None or type(rule) is ClipByBlockRMS:
+    scales = type(rule) in (AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm)
+    of_leaves = scales and getattr(rule, "axis", None) is None and not axis_name_of(rule)
+    if rule is None or of_leaves and getattr(rule, "ord", 2) == 2:
         return None
-    if type(rule) is AutoNorm or type(rule) is ClipByGlobalNorm and rule.ord == 2:
-        return None
-    if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
-        return None
-    return reason
-
-
-def clipped(rule: Any, where: Any, grads: Any, params: Any) -> tuple[Any, ClipStats]:
-    """The gradient of one example, clipped as it is."""
-    return clip_grads(grads, rule, params, where=where, nonfinite="propagate")
-
-
-def bad_counts(grads: Any) -> Any:
-    """The number of elements of each leaf that are NaN or inf, for `raise_for_counts`."""
-    return nonfinite_counts(grads)
+    return f"{rule!r} does not scale whole leaves by L2 norms"
 
 
 class Scaling(NamedTuple):
