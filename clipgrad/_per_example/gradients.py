@@ -20,7 +20,7 @@ from clipgrad._per_example.walk import Taps, WalkedProgram
 from clipgrad._trees import is_array
 
 
-class Gradients(NamedTuple):
+class ExampleGradients(NamedTuple):
     """The gradients of examples: by leaf as arrays, or as factors of the leaf's uses.
 
     Attributes:
@@ -31,13 +31,13 @@ class Gradients(NamedTuple):
     each: dict[int, jax.Array]
     factors: dict[int, list[Factors]]
 
-    def left_out(self, ok: Each) -> "Gradients":
+    def left_out(self, ok: Each) -> "ExampleGradients":
         """With 0 in place of the gradients of examples that are not ``ok``."""
         if ok is None:
             return self
         each = {i: zero_unless(ok, g, 0) for i, g in self.each.items()}
         factors = {i: [f.left_out(ok) for f in own] for i, own in self.factors.items()}
-        return Gradients(each, factors)
+        return ExampleGradients(each, factors)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class ExampleProgram:
                 kept += math.prod(use.lengths) * sum(a.size * a.dtype.itemsize for a in arrays)
         return kept
 
-    def gradients(self, params: Any, batch: Any) -> tuple[Any, Gradients]:
+    def gradients(self, params: Any, batch: Any) -> tuple[Any, ExampleGradients]:
         """The results of the loss for each example, and the gradients."""
         leaves = [jnp.asarray(p) for p in jax.tree.leaves(params)]
         examples = [jnp.asarray(x) for x in jax.tree.leaves(batch)]
@@ -113,7 +113,7 @@ class ExampleProgram:
             factors.setdefault(use.place.leaf, []).append(own)
         made = [i for i, course in enumerate(self.courses) if course.sums_each]
         each |= {i: self._made(i, factors[i]) for i in made}
-        return result, Gradients(each, factors)
+        return result, ExampleGradients(each, factors)
 
     def _zeros(self) -> dict[int, jax.Array]:
         """The zeros that taps give the cotangents of results to."""
@@ -130,7 +130,7 @@ class ExampleProgram:
         value = result[0] if self.has_aux else result
         return jnp.asarray(value), (result, taps.seen)
 
-    def norms(self, leaf: int, found: Gradients, size: int) -> jax.Array:
+    def norms(self, leaf: int, found: ExampleGradients, size: int) -> jax.Array:
         """The norms of the gradients of a leaf."""
         if leaf in found.each:
             return norms_of_array(found.each[leaf])
@@ -148,7 +148,7 @@ class ExampleProgram:
             for use, x, ct in factors
         )  # type: ignore[return-value]
 
-    def total(self, leaf: int, found: Gradients, weights: Each) -> jax.Array:
+    def total(self, leaf: int, found: ExampleGradients, weights: Each) -> jax.Array:
         """The sum of the gradients of a leaf times weights."""
         like, each = self.leaves[leaf], found.each.get(leaf)
         if each is not None:

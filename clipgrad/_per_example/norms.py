@@ -18,7 +18,7 @@ from clipgrad._per_example.batches import (
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.norms_of_arrays import norms_of_array, stacked
+from clipgrad._per_example.norms_of_arrays import norms_of_array, side_by_side
 from clipgrad._per_example.plan import Plan, parts_of, plan_of
 from clipgrad._per_example.subject import (
     PerExampleSubject,
@@ -131,7 +131,7 @@ class PerExampleNorms:
         elif self.per_leaf:
             whole = lambda norms: norms[0]  # noqa: E731
         else:
-            whole = lambda norms: norms_of_array(stacked(norms))  # noqa: E731
+            whole = lambda norms: norms_of_array(side_by_side(norms))  # noqa: E731
         if not self.per_leaf:
             return (), whole(list(norms.values()))
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]

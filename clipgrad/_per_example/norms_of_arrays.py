@@ -24,7 +24,7 @@ def roots_of_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sqrt(dot_of_each(scaled, scaled, 0)), exponent
 
 
-def stacked(norms: Sequence[jax.Array]) -> jax.Array:
+def side_by_side(norms: Sequence[jax.Array]) -> jax.Array:
     """The norms of several arrays, of the shape (examples, arrays), in the widest dtype."""
     return jnp.stack([norm.astype(widest(norms)) for norm in norms], axis=1)
 

@@ -22,7 +22,7 @@ from clipgrad._per_example.norms_of_arrays import (
     largest_of_each,
     norms_of_array,
     roots_of_array,
-    stacked,
+    side_by_side,
     times_power,
 )
 from clipgrad._per_example.products import product
@@ -69,7 +69,7 @@ def gram_norms(factors: Sequence[Factors]) -> jax.Array:
     """The norms of the gradients of a leaf that uses with comparable rows have."""
     rows = {use: use.rows(x, ct) for use, x, ct in factors}
     each = [_of_one_key([rows[use] for use in own]) for own in _by_key(list(rows))]
-    return each[0] if len(each) == 1 else norms_of_array(stacked(each))
+    return each[0] if len(each) == 1 else norms_of_array(side_by_side(each))
 
 
 def _of_one_key(parts: Sequence[Rows]) -> jax.Array:

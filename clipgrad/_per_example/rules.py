@@ -18,7 +18,7 @@ from clipgrad._clip import (
     stats_dtype,
 )
 from clipgrad._numerics import Norm, accumulator, tree_norm
-from clipgrad._per_example.norms_of_arrays import stacked
+from clipgrad._per_example.norms_of_arrays import side_by_side
 
 
 def axis_name_of(rule: Any) -> Any:
@@ -56,7 +56,7 @@ def scaling_of(
 
     ``leave_out``: examples whose gradient is not finite in one of the leaves.
     """
-    each, ok = stacked(norms), None
+    each, ok = side_by_side(norms), None
     # Nobody knows how many elements of a leaf whose norm is not finite are bad: all count.
     sizes = np.asarray([jnp.size(p) for p in params], each.dtype)
     finite = jnp.isfinite(each)

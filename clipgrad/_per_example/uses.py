@@ -71,7 +71,7 @@ class Use:
 
     @property
     def source(self) -> Hashable:
-        """What is equal for uses with the same x."""
+        """A key that uses with the same x share."""
         return self.path[:-1], self.equation.invars[1 - self.operand]
 
     @property
