@@ -208,11 +208,6 @@ def grouped_convolution(p, x):
     return total(convolved(x, p["k"], dims, 2, feature_group_count=4))
 
 
-@program((3, 3, 4), "k", k=(3, 3, 1, 4))
-def depthwise_convolution(p, x):
-    return total(convolved(x, p["k"], ("NHWC", "HWIO", "NHWC"), feature_group_count=4))
-
-
 @program((12, 5), k=(16, 12, 5))
 def convolution_of_rank_one(p, x):
     return total(convolved(x, p["k"], ("NCH", "OIH", "NCH")))
@@ -343,14 +338,6 @@ def kernel_reshaped_across_its_axes(p, x):
     return total(x @ p["w"].reshape(30, 80))
 
 
-@program((3, 12), "w", w=(12, 12))
-def kernel_doubled_again_and_again(p, x):
-    w = p["w"] / 2**20
-    for _ in range(20):
-        w = w + w.T
-    return total(x @ w)
-
-
 @program((3, 3, 4), a=(3, 3, 4, 8), b=(3, 3, 8, 16))
 def strided_convolution_of_an_image_smaller_than_its_kernel(p, x):
     dims = ("NHWC", "HWIO", "NHWC")
@@ -379,21 +366,9 @@ def layers_stacked_in_the_loss(p, x):
     return total(jax.lax.scan(step, x @ p["first"], stack)[0])
 
 
-@program((2, 16), "v w", v=(16, 16), w=(16, 16))
-def layers_stacked_in_the_loss_of_which_one_is_not_trained(p, x):
-    stack = jnp.stack([p["v"], jnp.full((16, 16), 0.1, x.dtype), p["w"]])
-    return total(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0])
-
-
 @program((3, 16), "a b w", w=(16, 20), a=(16, 2), b=(2, 20))
 def merged_low_rank(p, x):
     return total(x @ (p["w"] + 2 * p["a"] @ p["b"]))
-
-
-@program((12, 8), "a b", a=(8, 2), b=(2, 9))
-def merged_low_rank_over_a_fixed_weight_and_a_long_sequence(p, x):
-    w = jnp.full((8, 9), 0.1, x.dtype)
-    return total(x @ (w + 2 * p["a"] @ p["b"]))
 
 
 @program((3, 12), "reversed summed rows columns upper selected masked bounded",
@@ -421,56 +396,13 @@ def masks_in_scanned_and_rematerialized_layers(p, x):
     return total(layer(jax.lax.scan(layer, x, p["v"])[0], p["w"])[0] @ p["w"])
 
 
-@program(20, "e", e=(20, 12))
-def masked_embedding_tied_to_the_head(p, ids):
-    mask = np.random.default_rng(0).normal(size=(20, 12)) > 0
-    e = jnp.where(mask, p["e"], 0.0)
-    return total(e[ids] @ e.T)
-
-
 # what is direct
-
-
-@program((3, 12), "v w", v=(12, 16), w=(16, 20))
-def masks_of_the_example(p, x):
-    own = x[0, :, None] * x[1, :, None] * jnp.arange(16, dtype=x.dtype)[None] / 16
-    mask = jnp.arange(320, dtype=x.dtype).reshape(16, 20) > 160 + 100 * x[0, 0]
-    return total(jnp.sin(x @ (p["v"] * own)) @ jnp.where(mask, p["w"], 0.0))
-
-
-@program((2, 12), "w", w=(12, 16))
-def masked_weight_of_a_recurrence(p, x):
-    mask = np.random.default_rng(0).normal(size=(16, 16)) > 0
-    w = jnp.concatenate([p["w"], p["w"][:4]])
-    step = lambda h, x: (jnp.sin(x[0] + h @ jnp.where(mask, w, 0.0)), None)  # noqa: E731
-    return total(jax.lax.scan(step, jnp.ones(16, x.dtype), x)[0])
 
 
 @program((3, 12), "w g", w=(12, 16), g=(16,), v=(16, 9))
 def weight_normalization(p, x):
     w = p["w"] * (p["g"] * jax.lax.rsqrt(jnp.sum(p["w"] ** 2, 0)))[None]
     return total(jnp.tanh(x @ w) @ p["v"])
-
-
-@jax.custom_batching.custom_vmap
-def _both(x, c):
-    return jnp.tanh(x), jnp.cos(c)
-
-
-@_both.def_vmap
-def _both_of_each(size, mapped, x, c):
-    """All results have an axis for the examples, though one is the same for all."""
-    of_each = [v if own else jnp.stack([v] * size) for own, v in zip(mapped, (x, c), strict=True)]
-    return (jnp.tanh(of_each[0]), jnp.cos(of_each[1])), (True, True)
-
-
-@program((3, 12), w=(12, 16), v=(12, 16))
-def what_a_branch_or_a_rule_of_vmap_makes_differ(p, x):
-    ones = jnp.ones(12, x.dtype)
-    chosen = jax.lax.cond(x[0, 0] > 0, lambda c: c, lambda c: -0.5 * c, ones)
-    h, own = _both(x, 0.3 * ones)
-    by_branch = jnp.sin(x[0] @ p["w"]) * (chosen @ p["w"])
-    return total(by_branch) + total(jnp.sin(h[0] @ p["v"]) * (own @ p["v"]))
 
 
 @program((3, 12), "w", w=(12, 16), v=(12, 16))
@@ -482,15 +414,6 @@ def weight_in_a_branch(p, x):
 @program((40, 4), "w", w=(4, 6))
 def long_sequence_over_a_small_kernel(p, x):
     return total(x @ p["w"])
-
-
-@program([(3, 12), (12,)], "v w", w=(12, 16), v=(16, 12))
-def weights_times_numbers_that_are_cast(p, batch):
-    x, numbers = batch
-    whole = jnp.broadcast_to(2 * numbers[:, None], p["w"].shape).astype(jnp.int32)
-    mask = jnp.broadcast_to(numbers.astype(jnp.int32), p["v"].shape).astype(bool)
-    h = jnp.tanh(x @ (p["w"] * whole.astype(x.dtype)))
-    return total(h @ (p["v"] * mask.astype(x.dtype)))
 
 
 @program((3, 12), w=(12, 16), u=(7,))

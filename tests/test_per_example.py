@@ -137,24 +137,6 @@ def test_a_microbatch_may_be_an_integer_of_numpy():
 # precision
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "dtype, leaves, shape, element, limit",
-    [("float16", 1, (2**20,), 1e-4, 0.01), ("bfloat16", 40, (25,), 1.0, 1.0)],
-    ids=["float16", "bfloat16"],
-)
-def test_the_bound_holds_in_narrow_dtypes(dtype, leaves, shape, element, limit):
-    """Where a norm in the dtype of the gradient underflows to 0, or stalls at 16."""
-    params = [jnp.zeros(shape, dtype)] * leaves
-    batch = [jnp.full((2, *shape), element, dtype)] * leaves
-    rule = cg.ClipByGlobalNorm(limit)
-    _, grads, _ = clipped(linear, rule, reduce="sum")(params, batch)
-    assert all(g.dtype == dtype for g in grads)
-    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads))
-    # One rounding to the dtype at the end: 2 ** -9 at most, and half of 2 ** -24 in float16.
-    assert norm <= 2 * limit * (1 + 2**-8) and norm > 1.99 * limit
-
-
 MANY = 1100
 PATHS = {
     "all at once": ({}, lambda f: f),
@@ -314,10 +296,9 @@ def test_every_method_traces_the_loss_once(method, microbatch, key):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("microbatch", [None, 16])
-def test_a_batch_over_eight_devices_gives_the_result_of_one(microbatch, key):
+def test_microbatches_over_eight_devices_give_the_result_of_one(key):
     params, batch = data(key, 32)
-    per_example = clipped(loss, NORM, microbatch=microbatch)
+    per_example = clipped(loss, NORM, microbatch=16)
     expected = per_example(params, batch)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

@@ -1,6 +1,6 @@
 """Small forms of public models, each example clipped by every method: against `vmap(grad)`.
 
-They have the structure of flax's examples (WMT, lm1b, ImageNet, seq2seq, ogbg, gemma) and
+They have the structure of flax's examples (WMT, gemma, ImageNet, seq2seq) and
 of models of NNX, Equinox and Haiku: the same modules in the same order, with few features.
 """
 
@@ -73,11 +73,9 @@ class Block(nn.Module):
 class Translation(nn.Module):
     """The transformer for WMT: one table for source, target and logits."""
 
-    rows: int = WORDS
-
     @nn.compact
     def __call__(self, source, target):
-        embed = nn.Embed(self.rows, WIDTH)
+        embed = nn.Embed(WORDS, WIDTH)
         places = self.param("places", nn.initializers.normal(), (LENGTH, WIDTH))
         x = Block()(embed(source) + places, nn.make_attention_mask(source > 0, source > 0))
         shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
@@ -89,9 +87,10 @@ class Translation(nn.Module):
         return embed.attend(nn.LayerNorm()(y)) / WIDTH**0.5
 
 
-def translation(rows):
+@model(r"places|.*/(bias|scale)")
+def wmt():
     source, target = words(), words(seed=1)
-    net = Translation(rows)
+    net = Translation()
     params = started(net, source, target)
 
     def loss(p, example):
@@ -101,59 +100,34 @@ def translation(rows):
     return loss, params, (source, target)
 
 
-@model(r"places|.*/(bias|scale)")
-def wmt():
-    return translation(WORDS)
-
-
-@model(r"places|.*/(bias|scale)")
-def wmt_with_a_table_that_is_larger_than_its_factors():
-    return translation(50 * WORDS)
-
-
 class Language(nn.Module):
-    """The decoder of lm1b, or of gemma with layers that are scanned and computed again."""
-
-    scanned: bool = False
+    """The decoder of gemma, with layers that are scanned and computed again."""
 
     @nn.compact
     def __call__(self, inputs):
         x = nn.Embed(WORDS, WIDTH)(jnp.pad(inputs[:, :-1], ((0, 0), (1, 0))))
         mask = nn.make_causal_mask(inputs)
-        if self.scanned:
 
-            class Layer(nn.Module):
-                @nn.compact
-                def __call__(self, x, _):
-                    return Block()(x, mask), None
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return Block()(x, mask), None
 
-            axes, split = {"params": 0}, {"params": True}
-            layers = nn.scan(nn.remat(Layer), variable_axes=axes, split_rngs=split, length=2)
-            x, _ = layers()(x, None)
-        else:
-            for _ in range(2):
-                x = Block()(x, mask)
+        axes, split = {"params": 0}, {"params": True}
+        layers = nn.scan(nn.remat(Layer), variable_axes=axes, split_rngs=split, length=2)
+        x, _ = layers()(x, None)
         return nn.Dense(WORDS)(nn.LayerNorm()(x))
-
-
-def language(scanned):
-    inputs = words()
-    params = started(Language(scanned), inputs)
-
-    def loss(p, x):
-        return cross_entropy(Language(scanned).apply({"params": p}, x[None]), x[None])
-
-    return loss, params, inputs
-
-
-@model(r".*/(bias|scale)")
-def lm1b():
-    return language(False)
 
 
 @model(r".*/(bias|scale)")
 def scanned_layers():
-    return language(True)
+    inputs = words()
+    params = started(Language(), inputs)
+
+    def loss(p, x):
+        return cross_entropy(Language().apply({"params": p}, x[None]), x[None])
+
+    return loss, params, inputs
 
 
 class ResNet(nn.Module):
@@ -208,29 +182,6 @@ def seq2seq():
         return cross_entropy(logits, target[:, 1:])
 
     return loss, params, (source, target)
-
-
-class GraphNet(nn.Module):
-    """Two steps of messages along edges, as in ogbg-molpcba; the last edge is padding."""
-
-    @nn.compact
-    def __call__(self, nodes, edges, senders, receivers):
-        nodes, edges = nn.Dense(WIDTH)(nodes), nn.Dense(WIDTH)(edges)
-        for _ in range(2):
-            joined = jnp.concatenate([edges, nodes[senders], nodes[receivers]], axis=-1)
-            edges = edges + nn.relu(nn.Dense(WIDTH)(joined))
-            got = jax.ops.segment_sum(edges, receivers, nodes.shape[0])
-            h = nn.relu(nn.Dense(WIDTH)(jnp.concatenate([nodes, got], axis=-1)))
-            nodes = nn.LayerNorm()(nodes + h)
-        return nn.Dense(1)(jnp.mean(nodes, axis=0))
-
-
-@model(r".*/(bias|scale)|Dense_1/kernel")
-def graph_net():
-    ends = jax.random.randint(jax.random.key(2), (2, EXAMPLES, 7), 0, 5)
-    batch = numbers(5, 9), numbers(7, 4), *ends
-    params = started(GraphNet(), *(x[0] for x in batch))
-    return lambda p, g: jnp.sum(GraphNet().apply({"params": p}, *g) ** 2), params, batch
 
 
 class NnxTransformer(nnx.Module):
@@ -367,7 +318,7 @@ def computing_in(loss, dtype):
 @pytest.mark.kinds()
 @pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["scanned layers", "resnet", "graph net", "equinox recurrent"])
+@pytest.mark.parametrize("name", ["scanned layers", "resnet", "equinox recurrent"])
 def test_norms_of_a_public_model_in_half_precision_are_as_near_as_those_of_vmap_of_grad(
     name, dtype
 ):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import explicit_sharding, to_varying, varying_axes
 from clipgrad._numerics import AxisName, whole_along
-from clipgrad._training import microbatches, scan_sums, wide_zeros
+from clipgrad._training import microbatches, scan_sums
 from clipgrad._trees import check_tree, is_array, path_string
 
 
@@ -28,29 +28,16 @@ def part_count(batch: Any, microbatch: int | None) -> tuple[int, int]:
     return size, size // (microbatch or size)
 
 
-def sums(
-    of_some: Callable[[Any, Any], tuple[Any, Any]], params: Any, batch: Any, parts: int
+def of_parts(
+    of_some: Callable[[Any, Any], tuple[Any, Any]], zeros: Any, params: Any, batch: Any, parts: int
 ) -> tuple[Any, Any]:
     """The sum of the first results over parts of a batch, and the second ones in its order."""
     if parts == 1:
         return of_some(params, batch)
     part = microbatches(batch, parts)
-    zeros = jax.tree.map(wide_zeros, params, params)
-    total, rest = scan_sums(lambda i: of_some(params, part(i)), zeros, parts)
-    return total, _in_order(rest)
-
-
-def each(of_some: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> Any:
-    """The results for each example, in the order of the batch."""
-    if parts == 1:
-        return of_some(params, batch)
-    part = microbatches(batch, parts)
-    return _in_order(jax.lax.map(lambda i: of_some(params, part(i)), jnp.arange(parts)))
-
-
-def _in_order(rest: Any) -> Any:
-    """From (parts, examples, ...) to one axis of examples."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), rest)
+    run = lambda _, i: (*of_some(params, part(i)), None)  # noqa: E731
+    (total, _), rest = scan_sums(run, zeros, parts)
+    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rest)
 
 
 def on_each_device(params: Any, batch: Any) -> Any:

@@ -8,24 +8,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example import rules
+from clipgrad._clip import as_rule, check_policy, raise_for_counts
 from clipgrad._per_example.batches import (
     check_axes,
     check_microbatch,
+    of_parts,
     on_each_device,
     part_count,
-    sums,
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
 from clipgrad._per_example.methods import sums_by_norms, sums_of_elements
 from clipgrad._per_example.plan import Plan, parts_of, plan_of
+from clipgrad._per_example.rules import axis_name_of
 from clipgrad._per_example.subject import (
     PerExampleSubject,
     check_method,
     check_params,
     scalar_loss,
 )
+from clipgrad._training import wide_zeros
 from clipgrad._trees import Where, explain_call
 
 REDUCTIONS = ("mean", "sum")
@@ -108,9 +110,9 @@ def clip_per_example(
       integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``; ``aux`` and the
       `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
-      were clipped. ``stats.nonfinite`` counts all elements of a leaf whose norm is not finite,
-      unless all is direct and ``nonfinite`` is not ``"zero"``. Such statistics are not private. Its
-      method ``plan(params, batch)`` shows what is done with each leaf, and the reason.
+      were clipped. Where norms are enough, ``stats.nonfinite`` counts all elements of a leaf whose
+      norm is not finite. Such statistics are not private. Its method ``plan(params, batch)`` shows
+      what is done with each leaf, and the reason.
 
     Raises:
       TypeError: if ``loss_fn`` is not a function, or ``rule`` is no rule, function or ``None``.
@@ -138,8 +140,8 @@ def clip_per_example(
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
       Privacy, 2016, https://arxiv.org/abs/1607.00133.
     """
-    rule = rules.as_rule(rule, of="gradients")
-    rules.check_policy(nonfinite)
+    rule = as_rule(rule, of="gradients")
+    check_policy(nonfinite)
     check_method(method)
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
@@ -162,12 +164,12 @@ class ClipPerExample:
         check_params(params)
         apart = self.subject.apart(params, batch)
         size, _ = part_count(apart.batch, self.subject.microbatch)
-        with whole_examples(apart.batch, rules.axis_name_of(self.subject.rule)):
+        with whole_examples(apart.batch, axis_name_of(self.subject.rule)):
             apart.subject.warn_of_parts(apart.trained)
             params = on_each_device(apart.trained, apart.batch)
             total, (value, stats, *counts) = _summed(apart.subject, params, apart.batch)
         for of_leaves in counts:  # the direct method has them
-            rules.raise_for_counts(of_leaves)
+            raise_for_counts(of_leaves)
         mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
         grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
         loss, aux = value if self.subject.has_aux else (value, None)
@@ -177,17 +179,17 @@ class ClipPerExample:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
-        check_params(params, shapes=True)
-        apart = self.subject.apart(params, batch)
-        return plan_of(apart.subject, apart.trained, apart.batch)
+        return plan_of(self.subject, params, batch)
 
 
 def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:
     """The sum of the clipped gradients; what the loss returned, statistics, and what is bad."""
     check_axes((params, batch))
     size, parts = part_count(batch, subject.microbatch)
-    if subject.why_elements is not None:
-        return sums(functools.partial(sums_of_elements, subject), params, batch, parts)
-    program = ExampleProgram.of(subject, params, batch)
-    parts = parts_of(subject, program, size)
-    return sums(functools.partial(sums_by_norms, subject, program), params, batch, parts)
+    if subject.why_elements is None:
+        program = ExampleProgram.of(subject, params, batch)
+        parts = parts_of(subject, program, size)
+        of_some = functools.partial(sums_by_norms, subject, program)
+    else:
+        of_some = functools.partial(sums_of_elements, subject)
+    return of_parts(of_some, jax.tree.map(wide_zeros, params, params), params, batch, parts)

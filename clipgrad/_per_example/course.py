@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from clipgrad._per_example.norms_of_rows import gram_entries, group_and_row_count, have_grams
 from clipgrad._per_example.uses import Convolution, Use
-from clipgrad._per_example.walk import EquationPath, WalkedProgram
+from clipgrad._per_example.walk import WalkedProgram
 
 # JAX makes the gradient of each example where it is smaller than its rows: they would be stored,
 # and it is stored in any case. A gradient that is about as large is left to its Gram matrices,
@@ -15,29 +15,18 @@ _FEW_PLACES = 1.5
 
 
 class LeafCourse(NamedTuple):
-    """The course of a leaf.
-
-    Attributes:
-      norm: ``"Gram"``: from Gram matrices of rows; ``"product"``: from the gradient of each
-        example, made of rows; ``"direct"``: from the gradient of each example, as JAX makes it;
-        ``"none"``: the leaf is not used.
-      reason: why.
-      uses: where it meets data, if rows are kept.
-      sums_each: whether the clipped sum is made of the gradients that the norms are from.
-      rows: how many rows one example has.
-    """
+    """The course of a leaf, as in `LeafPlan`."""
 
     norm: str
     reason: str
-    uses: tuple[tuple[EquationPath, Use], ...] = ()
-    sums_each: bool = False
+    uses: tuple[Use, ...] = ()  # if rows are kept
+    sums_each: bool = False  # whether the clipped sum is made of the gradients of the norms
     rows: int = 0
 
 
 def course_of(leaf: int, shape: Sequence[int], found: WalkedProgram) -> LeafCourse:
     """The course of a leaf, by its uses."""
-    entries = [(where, use) for where, use in found.uses.items() if use.place.leaf == leaf]
-    uses, size = [use for _, use in entries], math.prod(shape)
+    uses, size = [use for use in found.uses if use.place.leaf == leaf], math.prod(shape)
     if leaf in found.others:
         return LeafCourse("direct", found.others[leaf])
     if not uses:
@@ -52,7 +41,7 @@ def course_of(leaf: int, shape: Sequence[int], found: WalkedProgram) -> LeafCour
         is_gram = gram_entries(uses) <= max(size, 2)
         reason = "Gram matrices are " + ("smaller" if is_gram else "larger") + " than it"
     norm = "Gram" if is_gram else "product"
-    return LeafCourse(norm, reason, tuple(entries), not is_gram and size <= numbers, rows)
+    return LeafCourse(norm, reason, tuple(uses), not is_gram and size <= numbers, rows)
 
 
 def _is_made_by_jax(use: Use) -> bool:

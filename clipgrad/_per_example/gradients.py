@@ -10,31 +10,34 @@ import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import Traced, evaluate, trace
-from clipgrad._numerics import accumulator, times, with_real_dtype
+from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.course import LeafCourse, course_of
-from clipgrad._per_example.norms_of_rows import gram_squares
-from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.norms_of_arrays import norms_of_array
+from clipgrad._per_example.norms_of_rows import gram_norms
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.uses import Use
-from clipgrad._per_example.walk import EquationPath, Taps, found_in
-from clipgrad._program import dependent_variables
+from clipgrad._per_example.uses import Each, Factors, Use, weighted, zero_unless
+from clipgrad._per_example.walk import Taps, WalkedProgram
 from clipgrad._trees import is_array
 
-Each = jax.Array | None
 
-
-class Stored(NamedTuple):
-    """The gradients of examples, stored: by leaf as arrays, or by use as rows.
+class ExampleGradients(NamedTuple):
+    """The gradients of examples: by leaf as arrays, or as factors of the leaf's uses.
 
     Attributes:
-      each: (examples, ...) for each leaf that is direct.
-      xs: what went into uses, by the number of the first use of a source.
-      cts: the cotangents of what came out of uses, by their numbers.
+      each: (examples, ...) for each leaf that is direct, or whose sum is made of these.
+      factors: for each leaf that has rows.
     """
 
     each: dict[int, jax.Array]
-    xs: dict[int, jax.Array]
-    cts: dict[int, jax.Array]
+    factors: dict[int, list[Factors]]
+
+    def left_out(self, ok: Each) -> "ExampleGradients":
+        """With 0 in place of the gradients of examples that are not ``ok``."""
+        if ok is None:
+            return self
+        each = {i: zero_unless(ok, g, 0) for i, g in self.each.items()}
+        factors = {i: [f.left_out(ok) for f in own] for i, own in self.factors.items()}
+        return ExampleGradients(each, factors)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,9 +55,8 @@ class ExampleProgram:
         params = jax.tree.map(jnp.asarray, params)
         example = jax.tree.map(lambda x: jnp.asarray(x)[0], batch)
         traced = trace(subject.loss_fn, (params, example), {})
-        leaves, count = jax.tree.leaves(params), len(jax.tree.leaves((params, example)))
-        data = dependent_variables(traced.program, range(len(leaves), count))
-        found = found_in(traced.program, len(leaves), data)
+        leaves = jax.tree.leaves(params)
+        found = WalkedProgram.of(traced.program, len(leaves))
         courses = [course_of(i, leaf.shape, found) for i, leaf in enumerate(leaves)]
         if subject.method == "direct":
             courses = [LeafCourse("direct", "method='direct'")] * len(leaves)
@@ -62,15 +64,9 @@ class ExampleProgram:
         return cls(traced, subject.has_aux, tuple(shapes), tuple(courses))
 
     @functools.cached_property
-    def numbers(self) -> dict[EquationPath, int]:
-        """The number of each use whose rows are kept."""
-        places = [where for course in self.courses for where, _ in course.uses]
-        return {where: n for n, where in enumerate(places)}
-
-    @functools.cached_property
     def uses(self) -> list[Use]:
         """The uses whose rows are kept."""
-        return [use for course in self.courses for _, use in course.uses]
+        return [use for course in self.courses for use in course.uses]
 
     @functools.cached_property
     def x_of(self) -> list[int]:
@@ -87,32 +83,37 @@ class ExampleProgram:
         course, shape = self.courses[leaf], self.leaves[leaf]
         each = course.norm == "direct" or course.sums_each
         kept = shape.size * shape.dtype.itemsize if each else 0
-        for n in (self.numbers[where] for where, _ in course.uses):
-            use = self.uses[n]
-            arrays = [use.y, use.x] if self.x_of[n] == n else [use.y]
-            kept += math.prod(use.lengths) * sum(a.size * a.dtype.itemsize for a in arrays)
+        for n, use in enumerate(self.uses):
+            if use.place.leaf == leaf:
+                arrays = [use.y, use.x] if self.x_of[n] == n else [use.y]
+                kept += math.prod(use.lengths) * sum(a.size * a.dtype.itemsize for a in arrays)
         return kept
 
-    def gradients(self, params: Any, batch: Any) -> tuple[Any, Stored]:
+    def gradients(self, params: Any, batch: Any) -> tuple[Any, ExampleGradients]:
         """The results of the loss for each example, and the gradients."""
         leaves = [jnp.asarray(p) for p in jax.tree.leaves(params)]
         examples = [jnp.asarray(x) for x in jax.tree.leaves(batch)]
         depths = {n: len(use.lengths) for n, use in enumerate(self.uses)}
-        sources = {n: d for n, d in depths.items() if self.x_of[n] == n}
+        sources = {self.x_of[n]: depth for n, depth in depths.items()}
 
-        def of_one(example: list[jax.Array]) -> tuple[Any, Stored]:
+        def of_one(example: list[jax.Array]) -> Any:
             direct = {i: leaves[i] for i in self.direct()}
-            given = direct, self._zeros()
             run = lambda direct, zeros: self._loss(leaves, direct, zeros, example)  # noqa: E731
-            value, pull, (result, xs) = jax.vjp(run, *given, has_aux=True)
-            each, cts = pull(jnp.ones_like(value))
-            return result, Stored(each, xs, cts)
+            value, pull, (result, xs) = jax.vjp(run, direct, self._zeros(), has_aux=True)
+            return result, xs, *pull(jnp.ones_like(value))
 
-        out = 0, Stored(0, sources, depths)  # type: ignore[arg-type]
-        result, found = jax.vmap(of_one, out_axes=out)(examples)
+        out = 0, sources, 0, depths
+        result, *stored = jax.vmap(of_one, out_axes=out)(examples)
         # What norms are measured of, and what is summed, is what was stored: otherwise XLA may make
         # it a second time, and round differently.
-        return result, jax.tree.map(jax.lax.optimization_barrier, found)
+        xs, each, cts = jax.tree.map(jax.lax.optimization_barrier, stored)
+        factors: dict[int, list[Factors]] = {}
+        for n, use in enumerate(self.uses):
+            own = Factors(use, xs[self.x_of[n]], cts[n])
+            factors.setdefault(use.place.leaf, []).append(own)
+        made = [i for i, course in enumerate(self.courses) if course.sums_each]
+        each |= {i: self._made(i, factors[i]) for i in made}
+        return result, ExampleGradients(each, factors)
 
     def _zeros(self) -> dict[int, jax.Array]:
         """The zeros that taps give the cotangents of results to."""
@@ -121,64 +122,41 @@ class ExampleProgram:
         return {n: to_varying(make(use), varying_axes(use.y)) for n, use in pairs}
 
     def _loss(self, leaves: Any, direct: Any, zeros: Any, example: Any) -> tuple[Any, Any]:
-        sources = {n: 1 - use.operand for n, use in enumerate(self.uses) if self.x_of[n] == n}
-        taps = Taps(self.numbers, sources, zeros, ())
+        own = zip(self.uses, range(len(self.uses)), self.x_of, strict=True)
+        taps = Taps({use.path: (1 - use.operand, x, n) for use, n, x in own}, zeros)
         own = [direct.get(i, leaf) for i, leaf in enumerate(leaves)]
         inputs = [x for x in (*own, *example) if is_array(x)]
         result = self.traced.result(evaluate(self.traced.program, inputs, taps))
         value = result[0] if self.has_aux else result
         return jnp.asarray(value), (result, taps.seen)
 
-    def squares(self, leaf: int, found: Stored, size: int) -> tuple[Squares, Each]:
-        """The squares of the gradients of a leaf; and these, where sums are made of them."""
-        course = self.courses[leaf]
-        if course.norm == "none":
-            return Squares.none(size), None
-        if course.norm == "Gram":
-            return gram_squares(*self._rows(leaf, found)), None
-        each = found.each[leaf] if course.norm == "direct" else self._made(leaf, found)
-        kept = each if course.norm == "direct" or course.sums_each else None
-        return Squares.of(each), kept
+    def norms(self, leaf: int, found: ExampleGradients, size: int) -> jax.Array:
+        """The norms of the gradients of a leaf."""
+        if leaf in found.each:
+            return norms_of_array(found.each[leaf])
+        if leaf not in found.factors:
+            return jnp.zeros(size, accumulator(self.leaves[leaf]))
+        own = found.factors[leaf]
+        is_gram = self.courses[leaf].norm == "Gram"
+        return gram_norms(own) if is_gram else norms_of_array(self._made(leaf, own))
 
-    def _rows(self, leaf: int, found: Stored) -> tuple[list[Use], list, list]:
-        numbers = [self.numbers[where] for where, _ in self.courses[leaf].uses]
-        xs = [found.xs[self.x_of[n]] for n in numbers]
-        return [self.uses[n] for n in numbers], xs, [found.cts[n] for n in numbers]
-
-    def _made(self, leaf: int, found: Stored) -> jax.Array:
+    def _made(self, leaf: int, factors: list[Factors]) -> jax.Array:
         """The gradient of each example, made of rows."""
         shape = self.leaves[leaf].shape
         return sum(
             jax.vmap(lambda g, place=use.place: place.to_leaf(g, shape))(use.each(x, ct))
-            for use, x, ct in zip(*self._rows(leaf, found), strict=True)
+            for use, x, ct in factors
         )  # type: ignore[return-value]
 
-    def total(self, leaf: int, found: Stored, each: Each, weights: Each, ok: Each) -> jax.Array:
-        """The sum of the gradients of a leaf times weights, of the examples that are ``ok``."""
-        kind, shape = self.leaves[leaf].dtype, self.leaves[leaf].shape
+    def total(self, leaf: int, found: ExampleGradients, weights: Each) -> jax.Array:
+        """The sum of the gradients of a leaf times weights."""
+        like, each = self.leaves[leaf], found.each.get(leaf)
         if each is not None:
-            return _sum_over_examples(
-                _where_ok(ok, with_real_dtype(each, accumulator(each)), 0), weights
-            )
-        if self.courses[leaf].norm == "none":
-            return jnp.zeros(shape, accumulator(jnp.zeros((), kind)))
-        return sum(
-            use.place.to_leaf(_weighted(use, x, ct, weights, ok), shape)
-            for use, x, ct in zip(*self._rows(leaf, found), strict=True)
-        )  # type: ignore[return-value]
-
-
-def _weighted(use: Use, x: jax.Array, ct: jax.Array, weights: Each, ok: Each) -> jax.Array:
-    """The sum of gradients times weights: these multiply x, or ct, in float32 or wider."""
-    axis = len(use.lengths)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        x = _where_ok(ok, x, axis)
-    ct = _where_ok(ok, ct, axis)
-    if weights is not None and use.scales_x(x, ct):
-        x = _times(x.astype(accumulator(x)), weights, axis)
-    elif weights is not None:
-        ct = _times(ct.astype(accumulator(ct)), weights, axis)
-    return use.total(x, ct)
+            return _sum_over_examples(with_real_dtype(each, accumulator(each)), weights)
+        if leaf not in found.factors:
+            return jnp.zeros(like.shape, accumulator(like))
+        own = found.factors[leaf]
+        return sum(f.use.place.to_leaf(f.total(weights), like.shape) for f in own)  # type: ignore
 
 
 def _sum_over_examples(each: jax.Array, weights: Each) -> jax.Array:
@@ -186,20 +164,5 @@ def _sum_over_examples(each: jax.Array, weights: Each) -> jax.Array:
     if weights is None:
         return jnp.sum(each, axis=0)
     if jnp.iscomplexobj(each):
-        return jnp.sum(_times(each, weights, 0), axis=0)
+        return jnp.sum(weighted(each, weights, 0), axis=0)
     return jnp.einsum("b...,b->...", each, weights.astype(each.dtype), precision="highest")
-
-
-def _where_ok(ok: Each, x: jax.Array, axis: int) -> jax.Array:
-    return x if ok is None else jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
-
-
-def _times(x: jax.Array, weights: Each, axis: int) -> jax.Array:
-    if weights is None:
-        return x
-    return times(x, _beside(weights.astype(accumulator(x)), x, axis))
-
-
-def _beside(numbers: jax.Array, x: jax.Array, axis: int) -> jax.Array:
-    """The numbers of the examples, along their axis."""
-    return numbers.reshape([-1 if i == axis else 1 for i in range(x.ndim)])

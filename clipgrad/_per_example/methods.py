@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._clip import clip_grads, count_nonfinite, nonfinite_counts
 from clipgrad._numerics import accumulator, with_real_dtype
-from clipgrad._per_example import rules
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.rules import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import combine, map_clippable, partition, selected
 
@@ -22,19 +22,13 @@ def sums_by_norms(
     leaves, structure = jax.tree.flatten(params)
     value, found = program.gradients(params, examples)
     chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
-    size = batch_size(examples)
-    measured = {i: program.squares(i, found, size) for i in range(len(leaves))}
-    squares = [measured[i][0] for i in chosen]
-    scaling = rules.scaling_of(
-        subject.rule,
-        subject.nonfinite == "zero",
-        [leaves[i] for i in chosen],
-        Squares.stacked(squares, size),
-    )
+    size, leave_out = batch_size(examples), subject.nonfinite == "zero"
+    norms = [program.norms(i, found, size) for i in chosen]
+    scaling = scaling_of(subject.rule, leave_out, [leaves[i] for i in chosen], norms)
     weights = dict(zip(chosen, scaling.weights, strict=True))
-    ok = {i: scaling.ok for i in chosen}
+    clean = found.left_out(scaling.ok)
     sums = [
-        program.total(i, found, measured[i][1], weights.get(i), ok.get(i))
+        program.total(i, clean if i in weights else found, weights.get(i))
         for i in range(len(leaves))
     ]
     return structure.unflatten(sums), (value, scaling.stats)
@@ -58,15 +52,11 @@ def sums_of_elements(
 def _clipped(subject: PerExampleSubject, grads: Any, params: Any) -> tuple[Any, Any, Any]:
     """The clipped gradient of one example, the statistics, and what is bad."""
     chosen, rest = partition(grads, selected(subject.where, grads))
-    if subject.nonfinite == "propagate":
-        return *rules.clipped(subject.rule, subject.where, grads, params), {}
-    if subject.nonfinite == "error":
-        found = rules.clipped(subject.rule, subject.where, grads, params)
-        return *found, rules.bad_counts(chosen)
-    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(chosen)]
-    ok = functools.reduce(jnp.logical_and, finite, jnp.ones((), bool))
-    kept = combine(jax.tree.map(lambda g: jnp.where(ok, g, jnp.zeros_like(g)), chosen), rest)
-    clipped, stats = rules.clipped(subject.rule, subject.where, kept, params)
-    kind, pairs = stats.nonfinite.dtype, zip(jax.tree.leaves(chosen), finite, strict=True)
-    bad = sum((jnp.where(f, 0.0, float(g.size)).astype(kind) for g, f in pairs), stats.nonfinite)
-    return clipped, stats._replace(nonfinite=bad), {}
+    counts, bad = nonfinite_counts(chosen), count_nonfinite(chosen)
+    if subject.nonfinite == "zero":
+        kept = jax.tree.map(lambda g: jnp.where(bad == 0, g, jnp.zeros_like(g)), chosen)
+        grads = combine(kept, rest)
+    clipped, stats = clip_grads(grads, subject.rule, params, where=subject.where)
+    if subject.nonfinite == "zero":
+        stats = stats._replace(nonfinite=bad.astype(stats.nonfinite.dtype))
+    return clipped, stats, counts if subject.nonfinite == "error" else {}

@@ -6,21 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from clipgrad._numerics import AxisName, accumulator, tree_norm, warn_of_parts
+from clipgrad._numerics import AxisName, tree_norm, warn_of_parts
 from clipgrad._per_example.batches import (
     batch_size,
     check_axes,
     check_microbatch,
-    each,
+    of_parts,
     on_each_device,
     part_count,
     whole_examples,
 )
 from clipgrad._per_example.gradients import ExampleProgram
+from clipgrad._per_example.norms_of_arrays import norms_of_array, side_by_side
 from clipgrad._per_example.plan import Plan, parts_of, plan_of
-from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import (
     PerExampleSubject,
     check_method,
@@ -46,9 +45,7 @@ def per_example_norms(
 
     $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i$$
 
-    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
-    layer and the cotangent of its output, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
-    \rangle$. So the norm does not need this gradient.
+    It does not need this gradient, see `clip_per_example`.
 
     Guarantees:
       * A norm is the `global_norm` of the example's gradient to about 1e-5, and where products
@@ -107,52 +104,35 @@ class PerExampleNorms:
         """The norms of the gradients of the examples."""
         check_params(params)
         apart = self.subject.apart(params, batch)
-        own = dataclasses.replace(self, subject=apart.subject)
-        norms = own._of_arrays(apart.trained, apart.batch)
-        apart.note()
-        return norms
-
-    def _of_arrays(self, params: Any, batch: Any) -> Any:
-        subject = self.subject
+        subject, params, batch, *_ = apart
         size, _ = part_count(batch, subject.microbatch)
         check_axes((params, batch))
         with whole_examples(batch, self.axis_name):
             warn_of_parts("per_example_norms", subject.clipped(params), self.axis_name)
         params = on_each_device(params, batch)
         program = ExampleProgram.of(subject, params, batch)
-        of_some = functools.partial(self._of_some, program)
-        return each(of_some, params, batch, parts_of(subject, program, size))
+        of_some = functools.partial(self._of_some, subject, program)
+        norms = of_parts(of_some, (), params, batch, parts_of(subject, program, size))[1]
+        apart.note()
+        return norms
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
-        check_params(params, shapes=True)
-        apart = self.subject.apart(params, batch)
-        return plan_of(apart.subject, apart.trained, apart.batch)
+        return plan_of(self.subject, params, batch)
 
-    def _of_some(self, program: ExampleProgram, params: Any, examples: Any) -> Any:
+    def _of_some(
+        self, subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
+    ) -> tuple[Any, Any]:
         size, (_, found) = batch_size(examples), program.gradients(params, examples)
-        chosen = [i for i, flag in enumerate(self.subject.flags(params)) if flag]
-        squares = {i: program.squares(i, found, size)[0] for i in chosen}
-        return self._norms(params, squares, size)
-
-    def _norms(self, params: Any, squares: dict[int, Squares], size: int) -> Any:
-        if self.axis_name:
-            return self._over_devices(params, squares)
+        chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
+        norms = {i: program.norms(i, found, size) for i in chosen}
+        if self.axis_name:  # each leaf varies on its own
+            whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
+        elif self.per_leaf:
+            whole = lambda norms: norms[0]  # noqa: E731
+        else:
+            whole = lambda norms: norms_of_array(side_by_side(norms))  # noqa: E731
         if not self.per_leaf:
-            return Squares.stacked(list(squares.values()), size).over_axis().norm().value
-        kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
-        norms = {i: x.norm().value.astype(kinds[i]) for i, x in squares.items()}
-        return _with_paths_of(params, norms)
-
-    def _over_devices(self, params: Any, squares: dict[int, Squares]) -> Any:
-        """The norms of leaves that are in parts on several devices; each leaf varies on its own."""
-        own = {i: x.norm().value for i, x in squares.items()}
-        whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
-        if not self.per_leaf:
-            return whole(list(own.values()))
-        return _with_paths_of(params, {i: whole([norm]) for i, norm in own.items()})
-
-
-def _with_paths_of(params: Any, norms: dict[int, jax.Array]) -> dict[str, jax.Array]:
-    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    return {paths[i]: norm for i, norm in norms.items()}
+            return (), whole(list(norms.values()))
+        paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
+        return (), {paths[i]: whole([norm]) for i, norm in norms.items()}

@@ -15,15 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.products import product
-from clipgrad._per_example.squares import (
-    Squares,
+from clipgrad._per_example.norms_of_arrays import (
+    as_numbers,
     dot_of_each,
     exponent_of,
     largest_of_each,
+    norms_of_array,
+    roots_of_array,
+    side_by_side,
     times_power,
 )
-from clipgrad._per_example.uses import Rows, Use
+from clipgrad._per_example.products import product
+from clipgrad._per_example.uses import Factors, Rows, Use
 
 
 def have_grams(uses: Sequence[Use]) -> bool:
@@ -62,16 +65,15 @@ def group_and_row_count(use: Use) -> tuple[int, int]:
     return math.prod(sizes[k] for k in groups), math.prod(sizes[k] for k in rows)
 
 
-def gram_squares(uses: Sequence[Use], xs: Sequence[Any], cts: Sequence[Any]) -> Squares:
-    """The squares of the norms of a leaf that uses with comparable rows have."""
-    arrays = {use: pair for use, *pair in zip(uses, xs, cts, strict=True)}
-    each = [_of_one_key([u.rows(*arrays[u]) for u in own]) for own in _by_key(uses)]
-    size = each[0].total.shape[0]
-    return each[0] if len(each) == 1 else Squares.stacked(each, size).over_axis()
+def gram_norms(factors: Sequence[Factors]) -> jax.Array:
+    """The norms of the gradients of a leaf that uses with comparable rows have."""
+    rows = {use: use.rows(x, ct) for use, x, ct in factors}
+    each = [_of_one_key([rows[use] for use in own]) for own in _by_key(list(rows))]
+    return each[0] if len(each) == 1 else norms_of_array(side_by_side(each))
 
 
-def _of_one_key(parts: Sequence[Rows]) -> Squares:
-    """The squares, in which all left sides have one power of two, and all right sides."""
+def _of_one_key(parts: Sequence[Rows]) -> jax.Array:
+    """The norms, in which all left sides have one power of two, and all right sides."""
     if len(parts) == 1 and parts[0].is_outer:
         return _of_outer(parts[0])
     parts, exponents = _in_range(parts)
@@ -79,15 +81,15 @@ def _of_one_key(parts: Sequence[Rows]) -> Squares:
     for i, j in itertools.combinations_with_replacement(range(len(parts)), 2):
         both = _inner_product(parts[i], parts[j])
         total += both if i == j else 2 * both
-    return Squares(total, exponents)
+    return as_numbers(jnp.sqrt(total), exponents)
 
 
-def _of_outer(rows: Rows) -> Squares:
-    """The squares of one row on each side, as of a dense layer without positions."""
-    left, right = (Squares.of(jnp.swapaxes(x, 0, 1)) for x in rows)
+def _of_outer(rows: Rows) -> jax.Array:
+    """The norms of one row on each side, as of a dense layer without positions."""
+    (left, first), (right, second) = (roots_of_array(jnp.swapaxes(x, 0, 1)) for x in rows)
     lengths = [math.sqrt(x.shape[0] * x.shape[3]) for x in rows]
-    error = (4 + sum(lengths)) * float(jnp.finfo(left.total.dtype).eps) / 2
-    return Squares(left.total * right.total * (1 + error), left.exponent + right.exponent)
+    error = (4 + sum(lengths)) * float(jnp.finfo(left.dtype).eps) / 4
+    return as_numbers(left * right * (1 + error), first + second)
 
 
 def _in_range(parts: Sequence[Rows]) -> tuple[list[Rows], jax.Array]:

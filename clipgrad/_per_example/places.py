@@ -5,13 +5,13 @@ Each axis of a view has a label, which says what axis of the leaf it is. So two 
 can be compared, whatever was done to them.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._compat import to_varying, varying_axes
@@ -94,14 +94,9 @@ class ViewPlace(NamedTuple):
             return [self._after(equation, labels=labels)]
         if name in RESHAPES and math.prod(old) == math.prod(new):
             return [self._reshaped(equation, old, new)]
-        if self.frame:
-            return [None] * len(equation.outvars)
-        if name == "slice" and not params["strides"]:
-            cut = zip(params["start_indices"], params["limit_indices"], strict=True)
-            return [self._cut(equation, 0, list(cut))]
-        if name == "split":
-            return self._split(equation, old)
-        return [None] * len(equation.outvars)
+        cuts = [] if self.frame else _cuts(name, params, old)
+        found: list[ViewPlace | None] = [self._cut(equation, *cut) for cut in enumerate(cuts)]
+        return found or [None] * len(equation.outvars)
 
     def to_leaf(self, total: jax.Array, shape: Sequence[int]) -> jax.Array:
         """An array that lies as the view, with the axes of scans in front, as the leaf lies."""
@@ -138,15 +133,17 @@ class ViewPlace(NamedTuple):
                 box[label[1]] = first + start, first + stop
         return self._after(equation, result, box=tuple(box))
 
-    def _split(self, equation: JaxprEqn, shape: Sequence[int]) -> list["ViewPlace | None"]:
-        axis, sizes = equation.params["axis"], equation.params["sizes"]
-        stops = [int(n) for n in np.cumsum(sizes)]
-        found: list[ViewPlace | None] = []
-        for i, (size, stop) in enumerate(zip(sizes, stops, strict=True)):
-            cut = [(0, n) for n in shape]
-            cut[axis] = stop - size, stop
-            found.append(self._cut(equation, i, cut))
-        return found
+
+def _cuts(name: str, params: Any, shape: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """From where to where each result of an operation goes along each axis; none: another one."""
+    if name == "slice" and not params["strides"]:
+        return [list(zip(params["start_indices"], params["limit_indices"], strict=True))]
+    if name != "split":
+        return []
+    axis, stops = params["axis"], itertools.accumulate(params["sizes"])
+    whole = [(0, n) for n in shape]
+    pairs = zip(params["sizes"], stops, strict=True)
+    return [[*whole[:axis], (stop - n, stop), *whole[axis + 1 :]] for n, stop in pairs]
 
 
 def has_views(x: Any) -> bool:

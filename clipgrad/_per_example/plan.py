@@ -8,7 +8,7 @@ import jax
 
 from clipgrad._per_example.batches import part_count
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.subject import PerExampleSubject, check_params
 from clipgrad._trees import is_none, with_paths
 
 # Rows, most of which a plain gradient keeps as well, are kept of all examples up to this, on each
@@ -74,6 +74,8 @@ class Plan(NamedTuple):
 
 def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     """The plan of a subject for parameters and a batch of these shapes."""
+    check_params(params, shapes=True)
+    subject, params, batch, *_ = subject.apart(params, batch)
     found: list[ExampleProgram] = []
 
     def traced(params: Any, batch: Any) -> None:

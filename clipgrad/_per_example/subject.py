@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._clip import is_rule
 from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
 from clipgrad._numerics import warn_of_parts
 from clipgrad._per_example import rules
@@ -47,6 +48,11 @@ class PerExampleSubject:
         Each example has keys of its own where a model of flax NNX draws random numbers.
         """
         given = take_apart(params, self.wrt)
+        if not jax.tree.leaves(given.trained):
+            raise ValueError(
+                f"params: got {params!r:.60}, expected a tree with an array to differentiate with "
+                "respect to; write (params, batch), in this order"
+            )
         if jax.tree.structure(given.trained) == jax.tree.structure(params):
             return ApartSubject(self, params, batch, given, False)
         size = batch_size(batch)
@@ -116,21 +122,13 @@ class ApartSubject(NamedTuple):
 
 
 def check_method(method: str) -> None:
-    if method in METHODS:
-        return
-    old = method in ("one pass", "two passes")
-    hint = "; write method='auto', with microbatch= where memory is short" if old else ""
-    raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}{hint}")
+    if method not in METHODS:
+        raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
 
 
 def check_params(params: Any, shapes: bool = False) -> None:
     """Refuses parameters that JAX would refuse with less help; ``shapes``: arrays may be shapes."""
     check_tree("params", params)
-    if not jax.tree.leaves(params):
-        raise ValueError(
-            f"params: got {params!r:.60}, expected a tree with an array to differentiate with "
-            "respect to; write (params, batch), in this order"
-        )
     if has_modules(params):
         return
     kinds = (bool, int, float, complex, np.generic, *([jax.ShapeDtypeStruct] if shapes else []))
@@ -153,8 +151,8 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 
     It is not traced once more for that.
     """
-    if rules.is_rule(loss_fn) or not callable(loss_fn):
-        hint = "; write the loss before the rule" if rules.is_rule(loss_fn) else ""
+    if is_rule(loss_fn) or not callable(loss_fn):
+        hint = "; write the loss before the rule" if is_rule(loss_fn) else ""
         raise TypeError(
             f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
             f"of (params, example){hint}"

@@ -15,16 +15,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.lax import Precision
 
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import bind
-from clipgrad._numerics import accumulator
+from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.places import Label, ViewPlace, has_views
 from clipgrad._per_example.products import product
 
+Each = jax.Array | None  # a number for each example
 EXAMPLES = ("examples",)
+
+# The first result of an equation, behind those of the equations around it.
+EquationPath = tuple[Var, ...]
 
 
 class FactorRows(NamedTuple):
@@ -60,10 +64,15 @@ class Rows(NamedTuple):
 class Use:
     """An equation in which a view of a weight meets data."""
 
+    path: EquationPath
     equation: JaxprEqn
     operand: int  # which of the inputs is the view
     place: ViewPlace
-    source: Hashable  # uses of one source have the same x
+
+    @property
+    def source(self) -> Hashable:
+        """A key that uses with the same x share."""
+        return self.path[:-1], self.equation.invars[1 - self.operand]
 
     @property
     def view(self) -> tuple[int, ...]:
@@ -103,12 +112,12 @@ class Use:
 
     @functools.cached_property
     def sides(self) -> FactorRows:
-        """The axes of the rows."""
+        """The axes of the rows; an index has the axis that it is along."""
         x, ct = (set(own) for own in self.labels)
-        weights = [{k for k in own if k[0] in ("leaf", "view", "along")} for own in (x, ct)]
-        groups = weights[0] & weights[1]
+        every = {*self.along, *self.axes}
+        groups = x & ct & every
         rows = (x & ct) - groups - {EXAMPLES}
-        return FactorRows(*map(sorted, (groups, rows, weights[0] - groups, weights[1] - groups)))
+        return FactorRows(*map(sorted, (groups, rows, every - ct, (every & ct) - groups)))
 
     @functools.cached_property
     def labels(self) -> tuple[list[Label], list[Label]]:
@@ -149,14 +158,9 @@ class Use:
 
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
         """The rows of the gradients of all examples."""
-        sides = self.sides
-        left, right = (
-            _in_rows(values, own, sides, numbers)
-            for values, own, numbers in zip(
-                (self.expanded(x), ct), self.labels, (sides.x, sides.ct), strict=True
-            )
-        )
-        return Rows.of(sides, left, right)
+        sides, (own, others) = self.sides, self.labels
+        x = _in_rows(self.expanded(x), own, sides, sides.x)
+        return Rows.of(sides, x, _in_rows(ct, others, sides, sides.ct))
 
     def each(self, x: jax.Array, ct: jax.Array) -> jax.Array:
         """The gradient of each example: (examples, scans along the leaf, view)."""
@@ -164,15 +168,10 @@ class Use:
         return product([self.expanded(x), ct], self.labels, out)
 
     def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
-        """The sum of the gradients of all examples: (scans along the leaf, view)."""
-        return product([x, ct], self.labels, [*self.along, *self.axes])
+        """The sum of the gradients of all examples: (scans along the leaf, view).
 
-    def scales_x(self, x: Any, ct: Any) -> bool:
-        """Whether a coefficient multiplies x: what it multiplies is copied."""
-        return x.size < ct.size
-
-    def _transposed(self, x: jax.Array, ct: jax.Array) -> jax.Array:
-        """`total` by JAX's own transpose of the operation."""
+        By JAX's own transpose of the operation.
+        """
         kind = accumulator(ct)
         weight = to_varying(jnp.zeros(self.view, kind), varying_axes(ct))
 
@@ -214,6 +213,10 @@ class Dense(Use):
         both = [self.axis(i) for i in batch[own]]
         return x, [*both, *(free + rows if own == 0 else rows + free)]
 
+    def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
+        """The sum of the gradients of all examples, a product of their rows."""
+        return product([x, ct], self.labels, [*self.along, *self.axes])
+
 
 class Convolution(Use):
     """A `jax.lax.conv_general_dilated` without groups; rows are what each tap of a kernel sees."""
@@ -250,10 +253,6 @@ class Convolution(Use):
         stacked, axis = jnp.stack(found, lhs[1]), lhs[1]
         return stacked.reshape(*stacked.shape[:axis], *taps, *stacked.shape[axis + 1 :])
 
-    def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
-        """The sum of the gradients of all examples, without patches."""
-        return self._transposed(x, ct)
-
     def _again(self, x: jax.Array, w: jax.Array) -> jax.Array:
         precise = {"precision": (Precision.HIGHEST,) * 2, "preferred_element_type": None}
         return bind(self.equation, [x.astype(w.dtype), w], **precise)[0]
@@ -274,12 +273,6 @@ class Lookup(Use):
         ct = [next(others) if i in offsets else ("row", i) for i in range(len(self.y.shape))]
         return [("row", i) for i in rows], ct
 
-    @functools.cached_property
-    def sides(self) -> FactorRows:
-        """The axes of the rows, in which an index stands for a row of numbers."""
-        groups, rows, x, ct = Use.sides.func(self)  # type: ignore[attr-defined]
-        return FactorRows(groups, rows, [*x, self.axis(self.along_axis)], ct)
-
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
         """The indices of the rows, and the cotangents; 0 where an index is out of range."""
         x, labels, size = x[..., 0], self.labels, self.view[self.along_axis]
@@ -297,16 +290,49 @@ class Lookup(Use):
         x, ct = (jnp.expand_dims(jnp.moveaxis(v, axis, 0), axis + 1) for v in (x, ct))
         return jax.vmap(self.total)(x, ct)
 
-    def total(self, x: jax.Array, ct: jax.Array) -> jax.Array:
-        """The sum of the gradients of all examples, added up row by row."""
-        return self._transposed(x, ct)
-
-    def scales_x(self, x: Any, ct: Any) -> bool:
-        """A coefficient can't multiply an index."""
-        return False
-
     def _again(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return bind(self.equation, [w, x])[0]
+
+
+class Factors(NamedTuple):
+    """The factors of the gradients by a use: what went in, and cotangents of what came out."""
+
+    use: Use
+    x: jax.Array
+    ct: jax.Array
+
+    def left_out(self, ok: jax.Array) -> "Factors":
+        """With 0 in place of the factors of examples that are not ``ok``."""
+        axis = len(self.use.lengths)
+        return Factors(self.use, *(zero_unless(ok, x, axis) for x in (self.x, self.ct)))
+
+    def total(self, weights: Each) -> jax.Array:
+        """The sum of gradients times weights: these multiply x, or ct, in float32 or wider.
+
+        What is multiplied is copied, so it is the smaller one, but no index.
+        """
+        use, x, ct = self
+        axis = len(use.lengths)
+        if weights is None:
+            return use.total(x, ct)
+        if x.size < ct.size and has_views(x):
+            return use.total(weighted(x, weights, axis), ct)
+        return use.total(x, weighted(ct, weights, axis))
+
+
+def weighted(x: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
+    """An array times the weights of the examples along an axis, in float32 or wider."""
+    x = with_real_dtype(x, accumulator(x))
+    return times(x, _beside(weights.astype(accumulator(x)), x, axis))
+
+
+def zero_unless(ok: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """0 in place of what belongs to examples along an axis that are not ``ok``."""
+    return jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
+
+
+def _beside(numbers: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    return numbers.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
 
 
 def _at_places(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -329,21 +355,16 @@ def _in_rows(
     return values.reshape(groups, examples, rows, -1)
 
 
-def use_of(
-    equation: JaxprEqn, operand: int, place: ViewPlace, source: Hashable, is_data: bool
-) -> Use | None:
-    """The use of a view by an equation, if its gradient is a sum of products of rows.
-
-    What meets the view may be the same for all examples, if that is hardly larger than the view.
-    """
+def use_of(path: EquationPath, equation: JaxprEqn, operand: int, place: ViewPlace) -> Use | None:
+    """The use of a view by an equation, if its gradient is a sum of products of rows."""
     name, params = equation.primitive.name, equation.params
     kind = {"dot_general": Dense, "conv_general_dilated": Convolution, "gather": Lookup}.get(name)
     if kind is None:
         return None
-    use = kind(equation, operand, place, source)
+    use = kind(path, equation, operand, place)
     if kind is Lookup:
         return use if operand == 0 and _has_rows(params, use) else None
-    if not (is_data or use.y.size < math.prod(use.view)) or not has_views(use.x):
+    if not has_views(use.x):
         return None
     if kind is Dense:
         return use

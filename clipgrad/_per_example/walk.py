@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._jaxpr import (
     CALLS,
@@ -19,10 +19,7 @@ from clipgrad._jaxpr import (
     scan_counts,
 )
 from clipgrad._per_example.places import ViewPlace, has_views
-from clipgrad._per_example.uses import Use, use_of
-
-# The first result of an equation, behind those of the equations around it.
-EquationPath = tuple[Var, ...]
+from clipgrad._per_example.uses import EquationPath, Use, use_of
 
 
 @dataclasses.dataclass
@@ -34,38 +31,31 @@ class WalkedProgram:
       others: for each leaf that is used in another way, how.
     """
 
-    uses: dict[EquationPath, Use] = dataclasses.field(default_factory=dict)
+    uses: list[Use] = dataclasses.field(default_factory=list)
     others: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def end(self, places: Sequence[ViewPlace | None], reason: str) -> None:
+    def _end(self, places: Sequence[ViewPlace | None], reason: str) -> None:
         """Notes that views are not followed any further."""
         for place in places:
             if place is not None:
                 self.others.setdefault(place.leaf, reason)
 
+    @classmethod
+    def of(cls, program: Any, count: int) -> "WalkedProgram":
+        """The uses of the first ``count`` inputs of a program, from shapes alone."""
+        jaxpr, found = opened(program)[0], cls()
+        leaves = [
+            ViewPlace.of_leaf(i, v.aval.shape) if has_views(v.aval) else None
+            for i, v in enumerate(jaxpr.invars[:count])
+        ]
+        rest = [None] * (len(jaxpr.invars) - count)
+        found.others |= {i: "not real numbers" for i, place in enumerate(leaves) if place is None}
+        results = found._along(program, [*leaves, *rest], ())
+        found._end(results, "it is a result of the loss")
+        return found
 
-def found_in(program: Any, count: int, data: frozenset[Var]) -> WalkedProgram:
-    """The uses of the first ``count`` inputs of a program; ``data`` depends on the example."""
-    jaxpr, found = opened(program)[0], WalkedProgram()
-    leaves = [
-        ViewPlace.of_leaf(i, v.aval.shape) if has_views(v.aval) else None
-        for i, v in enumerate(jaxpr.invars[:count])
-    ]
-    rest = [None] * (len(jaxpr.invars) - count)
-    found.others |= {i: "not real numbers" for i, place in enumerate(leaves) if place is None}
-    results = _Search(found, data).along(program, [*leaves, *rest], ())
-    found.end(results, "it is a result of the loss")
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Search:
-    """The places of the variables of a program, from shapes alone."""
-
-    found: WalkedProgram
-    data: frozenset[Var]
-
-    def along(self, program: Any, inputs: Sequence[ViewPlace | None], where: EquationPath) -> list:
+    def _along(self, program: Any, inputs: Sequence[ViewPlace | None], where: EquationPath) -> list:
+        """The places of the results."""
         jaxpr = opened(program)[0]
         places: dict[Any, ViewPlace | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         read = lambda v: None if isinstance(v, Literal) else places.get(v)  # noqa: E731
@@ -79,46 +69,37 @@ class _Search:
     def _results(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
         name, inner = equation.primitive.name, (*where, equation.outvars[0])
         if name in JIT | CALLS:
-            return self.along(called_program(equation), inputs, inner)
+            return self._along(called_program(equation), inputs, inner)
         if name in REMAT:
-            results = self.along(called_program(equation), inputs, inner)
-            self.found.end(results, f"{name} returns it")
+            results = self._along(called_program(equation), inputs, inner)
+            self._end(results, f"{name} returns it")
             return [None] * len(results)
         if name == "scan":
             return self._scanned(equation, inputs, inner)
         views = [i for i, place in enumerate(inputs) if place]
-        if len(views) == 1 and self._is_use(equation, views[0], inputs[views[0]], where):
-            return [None]
+        if len(views) == 1:
+            use = use_of(inner, equation, views[0], inputs[views[0]])
+            if use is not None:
+                self.uses.append(use)
+                return [None]
         if len(inputs) == 1:
             results = inputs[0].results(equation)
             if None not in results and all(has_views(v.aval) for v in equation.outvars):
                 return results
-        self.found.end(inputs, f"used by {name}")
+        self._end(inputs, f"used by {name}")
         return [None] * len(equation.outvars)
 
     def _scanned(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
         (constants, carries), length = scan_counts(equation), equation.params["length"]
-        self.found.end(inputs[constants:][:carries], "carried by a scan")
+        self._end(inputs[constants:][:carries], "carried by a scan")
         entered = [
             place and place.in_scan(length, i >= constants)
             for i, place in enumerate([*inputs[:constants], *inputs[constants + carries :]])
         ]
         entered[constants:constants] = [None] * carries
-        results = self.along(called_program(equation), entered, where)
-        self.found.end(results, "scan returns it")
+        results = self._along(called_program(equation), entered, where)
+        self._end(results, "scan returns it")
         return [None] * len(results)
-
-    def _is_use(
-        self, equation: JaxprEqn, operand: int, place: ViewPlace, where: EquationPath
-    ) -> bool:
-        if equation.primitive.name not in ("dot_general", "conv_general_dilated", "gather"):
-            return False
-        x = equation.invars[1 - operand]
-        is_data = isinstance(x, Var) and x in self.data
-        use = use_of(equation, operand, place, (where, x), is_data)
-        if use is not None:
-            self.found.uses[*where, equation.outvars[0]] = use
-        return use is not None
 
 
 @jax.custom_vjp
@@ -130,55 +111,52 @@ def tap(y: jax.Array, zero: jax.Array) -> jax.Array:
 tap.defvjp(lambda y, zero: (y, None), lambda _, ct: (ct, ct))
 
 
+@dataclasses.dataclass
 class Taps(Hook):
     """Taps the results of uses, and hands out what meets the weights there.
 
-    What comes from one source is handed out once, under the number of its first use.
+    Attributes:
+      taps: which input of a use is handed out, its number, and the number of the use.
+      zeros: by the numbers of uses.
+      where: the equations around the program.
+      seen: what met the weights, by their numbers.
     """
 
+    taps: Mapping[EquationPath, tuple[int, int, int]]
+    zeros: dict[int, jax.Array]
+    where: EquationPath = ()
+    seen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     has_notes = True
-
-    def __init__(
-        self,
-        numbers: Mapping[EquationPath, int],
-        sources: Mapping[int, int],
-        zeros: Any,
-        where: EquationPath,
-    ):
-        self._numbers, self._sources, self._zeros, self._where = numbers, sources, zeros, where
-        self._around = {place[:n] for place in numbers for n in range(1, len(place))}
-        self.seen: dict[int, jax.Array] = {}
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, tapped; None where programs inside have uses."""
-        place = (*self._where, equation.outvars[0])
-        if place in self._numbers:
-            return [self._tapped(self._numbers[place], equation, inputs)]
-        if place not in self._around:
+        place = (*self.where, equation.outvars[0])
+        if place in self.taps:
+            source, x, number = self.taps[place]
+            self.seen[x] = inputs[source]
+            return [tap(bind(equation, inputs)[0], self.zeros[number])]
+        if not self._inside(equation):
             return bind(equation, inputs)
         if equation.primitive.name not in JIT:
             return None
         inner = self.inside(equation, ())  # in place: nothing is kept from call to call
         results = evaluate(called_program(equation), inputs, inner)
-        self.seen |= inner.seen
+        self.note(equation, inputs, [inner.seen])
         return results
 
-    def _tapped(self, number: int, equation: JaxprEqn, inputs: list) -> jax.Array:
-        if number in self._sources:
-            self.seen[number] = inputs[self._sources[number]]
-        return tap(bind(equation, inputs)[0], self._zeros[number])
+    def _inside(self, equation: JaxprEqn) -> list[int]:
+        """The numbers of the uses inside of an equation."""
+        place = (*self.where, equation.outvars[0])
+        return [n for path, (*_, n) in self.taps.items() if path[: len(place)] == place]
 
     def steps(self, equation: JaxprEqn) -> dict[int, jax.Array]:
         """The zeros of the uses inside of a scan, which has one of each for each step."""
-        place = (*self._where, equation.outvars[0])
-        own = [n for other, n in self._numbers.items() if other[: len(place)] == place]
-        return {n: self._zeros[n] for n in own}
+        return {n: self.zeros[n] for n in self._inside(equation)}
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Taps":
         """The taps of a program inside."""
-        zeros = step if isinstance(step, dict) else self._zeros
-        where = (*self._where, equation.outvars[0])
-        return Taps(self._numbers, self._sources, zeros, where)
+        zeros = step if isinstance(step, dict) else self.zeros
+        return Taps(self.taps, zeros, (*self.where, equation.outvars[0]))
 
     def noted(self) -> dict[int, jax.Array]:
         """The data that met the weights in this program."""

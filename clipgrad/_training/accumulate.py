@@ -23,16 +23,13 @@ def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
     return lambda i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), apart)
 
 
-def scan_sums(f: Callable[[Any], tuple[Any, Any]], zeros: Any, parts: int) -> tuple[Any, Any]:
-    """The sum of the first results of ``f(i)`` from ``zeros`` on, and the second ones stacked."""
-    (total, _), rest = _scan_sums(lambda _, i: (*f(i), None), zeros, None, parts)
-    return total, rest
-
-
-def _scan_sums(
-    f: Callable[[Any, Any], tuple[Any, Any, Any]], zeros: Any, state: Any, parts: int
+def scan_sums(
+    f: Callable[[Any, Any], tuple[Any, Any, Any]], zeros: Any, parts: int, state: Any = None
 ) -> tuple[tuple[Any, Any], Any]:
-    """The sums of ``f(state, i)``, whose third result is the state of the next."""
+    """The sum of the first results of ``f(state, i)``, and the last state; the second, stacked.
+
+    The third result is the state of the next.
+    """
 
     def body(carried: Any, i: jax.Array) -> tuple[Any, Any]:
         total, state = carried
@@ -78,7 +75,7 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
         like, *_ = jax.eval_shape(of_part, params.state, 0)
         trained, _ = split_overwritten(params.trained)
         zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
-        sums, (aux, stats, overwriting) = _scan_sums(of_part, zeros, params.state, parts)
+        sums, (aux, stats, overwriting) = scan_sums(of_part, zeros, parts, params.state)
         total, state = sums
         loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)
         # All start from the same history, and each puts the largest number that it met into it.
