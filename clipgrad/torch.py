@@ -19,7 +19,16 @@ except ImportError as error:
         "clipgrad.torch needs PyTorch, which is not installed; write pip install torch"
     ) from error
 
-from clipgrad._compare import THE_LOSS, TORCH, Record, Row, check_path, save_record, turned_sketches
+from clipgrad._compare import (
+    THE_LOSS,
+    TORCH,
+    Edge,
+    Record,
+    Row,
+    check_path,
+    save_record,
+    turned_sketches,
+)
 
 __all__ = ["save_run"]
 
@@ -67,11 +76,11 @@ def save_run(
     """
     _check_call(module, loss_fn, args, path)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    named = ((f"args[{i}]", x) for i, arg in enumerate(args) for x in _tensors_of(arg))
-    table = _Table()
-    for name, x in named:
-        table.add(_tensor_row("argument", name, x, view="argument"))
-    watch = _Watch(module, table)
+    record = Record(framework=TORCH)
+    for i, arg in enumerate(args):
+        for x in _tensors_of(arg):
+            _add(record, _tensor_row("argument", f"args[{i}]", x, view="argument"))
+    watch = _Watch(module, record)
     try:
         with torch.enable_grad(), torch.random.fork_rng():
             loss = loss_fn(module, *args)
@@ -81,32 +90,25 @@ def save_run(
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
-    table.add(_tensor_row("output", THE_LOSS, loss.reshape(())))
-    for name, x, gradient, owner in _parameters(module, gradients):
-        turned = "stack" if "*" in name else "all"
-        kinds = {"view": "parameter", "owner": owner, "turned": turned}
-        node = table.add(_tensor_row("argument", name, x, **kinds))
+    _add(record, _tensor_row("output", THE_LOSS, loss.reshape(())))
+    nodes: dict[str, int] = {}
+    for name, x, gradient, wholes in _parameters(module, gradients):
+        kinds = {"view": "parameter", "turned": "stack" if "*" in name else "all"}
+        nodes[name] = _add(record, _tensor_row("argument", name, x, **kinds))
+        record.edges += [Edge(nodes[whole], nodes[name]) for whole in wholes]
         if gradient is not None:
-            table.add(_tensor_row("gradient", name, gradient, **kinds), node)
+            _add(record, _tensor_row("gradient", name, gradient, **kinds), nodes[name])
     for name, x in buffers.items():
         if x.is_floating_point():
-            table.add(_tensor_row("argument", name, x, view="buffer"))
-    facts, notes = _torch_facts(module, loss)
-    save_record(Record(table.rows, framework=TORCH, circumstances=facts, notes=notes), path)
+            _add(record, _tensor_row("argument", name, x, view="buffer"))
+    record.circumstances, record.notes = _torch_facts(module, loss)
+    save_record(record, path)
 
 
-class _Table:
-    """The rows of a run, in the order in which they are seen."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def add(self, row: Row, node: int | None = None) -> int:
-        """Add a row; a cotangent or a gradient has the number of its value or argument."""
-        number = len(self.rows)
-        row.node, row.position = number if node is None else node, (number, 0, 0)
-        self.rows.append(row)
-        return number
+def _add(record: Record, row: Row, node: int | None = None) -> int:
+    """Add a row, in the order in which rows are seen."""
+    row.position = (len(record.rows), 0, 0, *row.position[3:])
+    return record.add(row, node)
 
 
 def _check_call(module: Any, loss_fn: Any, args: Any, path: Any) -> None:
@@ -152,8 +154,8 @@ def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> tuple[dict[str,
 class _Watch:
     """Hooks on every module, which see values when they are computed."""
 
-    def __init__(self, module: torch.nn.Module, table: _Table) -> None:
-        self._table = table
+    def __init__(self, module: torch.nn.Module, record: Record) -> None:
+        self._record = record
         self._known: dict[int, tuple[Any, int, Any]] = {}
         self._handles: list[Any] = []
         for name, own in module.named_modules():
@@ -186,8 +188,7 @@ class _Watch:
     def _note(self, name: str, view: str, module: Any, x: Any) -> None:
         if not x.is_floating_point() and not x.is_complex():
             return
-        row = self._value_row(name, view, module, x, self._sketches(x))
-        number = self._table.add(row)
+        number = self._add(name, view, module, x, self._sketches(x))
         if x.requires_grad and view == "module":
             x.register_hook(functools.partial(self._keep, number))
 
@@ -195,14 +196,12 @@ class _Watch:
         """Note the value at each step, as one row."""
         steps = x.unbind(axis)
         found = np.stack([turned_sketches(_numpy_of(step), "all") for step in steps])
-        self._table.add(self._value_row(name, "module", module, steps[0], found))
-        self._table.rows[-1].around = (len(steps),)
-        self._table.rows[-1].position = (len(self._table.rows) - 1, 0, 0, 0, 0)
+        around = {"around": (len(steps),), "position": (0, 0, 0, 0, 0)}
+        self._add(name, "module", module, steps[0], found, **around)
 
-    def _value_row(self, name: str, view: str, module: Any, x: Any, sketches: Any) -> Row:
-        row = _tensor_row("value", name, x, view=view, sketch=sketches)
-        row.line, row.owner = _calling_line(), type(module).__name__
-        return row
+    def _add(self, name: str, view: str, module: Any, x: Any, sketch: Any, **more: Any) -> int:
+        more |= {"line": _calling_line(), "owner": type(module).__name__}
+        return _add(self._record, _tensor_row("value", name, x, view=view, sketch=sketch, **more))
 
     def _sketches(self, x: torch.Tensor) -> Any:
         """The sketches of a tensor; what leaves a module mostly enters another as it is."""
@@ -213,8 +212,8 @@ class _Watch:
         return found
 
     def _keep(self, number: int, cotangent: torch.Tensor) -> None:
-        own = self._table.rows[number]
-        self._table.add(_tensor_row("cotangent", own.name, cotangent, view=own.view), number)
+        own = self._record.rows[number]
+        _add(self._record, _tensor_row("cotangent", own.name, cotangent, view=own.view), number)
 
 
 def _calling_line() -> str:
@@ -227,38 +226,36 @@ def _calling_line() -> str:
 
 def _parameters(
     module: torch.nn.Module, gradients: dict[str, Any]
-) -> Iterator[tuple[str, torch.Tensor, Any, str]]:
-    """The parameters, each with its gradient and the class of its module.
+) -> Iterator[tuple[str, torch.Tensor, Any, tuple[str, ...]]]:
+    """The parameters, each with its gradient and the names of those that it is made of.
 
     Fused ones are there in parts, too, those of layers in a list as a stack, and of recurrent
     modules the sums of two biases, of which others have one.
     """
     known = dict(module.named_parameters())
     for name, x in known.items():
-        own = module.get_submodule(name.rpartition(".")[0])
-        gradient, owner = gradients.get(name), type(own).__name__
-        yield name, x, gradient, owner
-        yield from _parameter_parts(name, own, x, gradient)
-        other = known.get(name.replace("bias_ih", "bias_hh"))
-        if "bias_ih" in name and other is not None:
-            both = f"{name}+{name.rpartition('.')[2].replace('bias_ih', 'bias_hh')}"
-            yield both, x + other, gradient, owner
-            yield from _parameter_parts(both, own, x + other, gradient)
+        yield name, x, gradients.get(name), ()
+    for name, x in known.items():
+        own, gradient = module.get_submodule(name.rpartition(".")[0]), gradients.get(name)
+        yield from _parameter_parts(name, own, x, gradient, (name,))
+        hidden = name.replace("bias_ih", "bias_hh")
+        if "bias_ih" in name and hidden in known:
+            both, wholes = f"{name}+{hidden.rpartition('.')[2]}", (name, hidden)
+            yield both, x + known[hidden], gradient, wholes
+            yield from _parameter_parts(both, own, x + known[hidden], gradient, wholes)
     for stack, names in _stacks(known).items():
-        owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
         grads = [g for n in names if (g := gradients.get(n)) is not None]
         gradient = torch.stack(grads) if len(grads) == len(names) else None
-        yield stack, torch.stack([known[n].detach() for n in names]), gradient, owner
+        yield stack, torch.stack([known[n].detach() for n in names]), gradient, tuple(names)
 
 
 def _parameter_parts(
-    name: str, own: Any, x: Any, gradient: Any
-) -> Iterator[tuple[str, Any, Any, str]]:
+    name: str, own: Any, x: Any, gradient: Any, wholes: tuple[str, ...]
+) -> Iterator[tuple[str, Any, Any, tuple[str, ...]]]:
     for axis in {0, x.ndim - 1}:
-        parts = _fused_parts(name, own, x, axis)
         grads = dict(_fused_parts(name, own, gradient, axis))
-        for part, own_part in parts:
-            yield part, own_part, grads.get(part), type(own).__name__
+        for part, own_part in _fused_parts(name, own, x, axis):
+            yield part, own_part, grads.get(part), wholes
 
 
 def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:

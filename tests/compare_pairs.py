@@ -1,6 +1,5 @@
 """Pairs of losses as people write them: with a planted difference, and equal ones."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -182,25 +181,6 @@ def masked_args(draw):
     return {"w": draw(6, 9), "v": draw(9, 4)}, draw(10, 6)
 
 
-def by_hand(hand):
-    def loss(params, x):
-        with scope("hidden"):
-            own = jnp.sum(x[:, :, None] * params["a"][None], 1) if hand else x @ params["a"]
-            h = jnp.tanh(own)
-        with scope("softmax"):
-            z = h @ params["b"]
-            large = jnp.exp(z)
-            found = large / large.sum(-1, keepdims=True) if hand else jax.nn.softmax(z)
-        return -jnp.mean(jnp.log(found[:, 0]))
-
-    return loss
-
-
-def by_hand_args(draw, kind):
-    a, x = draw(5, 7) * {"saturated": 100, "tiny": 1e-30}[kind], draw(6, 5)
-    return {"a": a, "b": draw(7, 4)}, x
-
-
 def planted(fun: Callable, args: Callable, found: tuple, *wrong: Any, **parts: Any) -> LossPair:
     """A loss, and the same made with a fault."""
     return LossPair(fun(), fun(*wrong, **parts), args, found)
@@ -221,10 +201,4 @@ EQUAL = {
     "rows over devices, tracked": LossPair(centered(), by_rows(check=True), rows_args),
     "mean in parts": LossPair(long_mean(1), long_mean(500), long_mean_args),
     "masks": LossPair(masked(-1e9), masked(-jnp.inf), masked_args),
-    **{
-        f"by hand, {kind}": LossPair(
-            by_hand(False), by_hand(True), functools.partial(by_hand_args, kind=kind)
-        )
-        for kind in ("saturated", "tiny")
-    },
 }  # fmt: skip

@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests import compare_trainers
 from tests.compare_trainers import AXIS, mesh, numbers, placed
 
 
@@ -110,28 +109,6 @@ def of_this_library(dtype):
     return RightStep(one, four, args, (placed(args[0]), placed(args[1], AXIS)))
 
 
-def of_equinox(dtype):
-    import equinox as eqx
-
-    model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
-    optimizer = optax.adam(1e-2)
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
-
-    @eqx.filter_jit
-    def step(model, opt_state, batch):
-        def loss(model):
-            arrays, rest = eqx.partition((model, batch[0]), eqx.is_array)
-            own, x = eqx.combine(jax.tree.map(lambda x: x.astype(dtype), arrays), rest)
-            return squares(jax.vmap(own)(x), batch[1])
-
-        value, grads = eqx.filter_value_and_grad(loss)(model)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return eqx.apply_updates(model, updates), opt_state, value
-
-    own, placed_batch = (model, opt_state, batch()), placed(batch(), AXIS)
-    return RightStep(step, step, own, (model, opt_state, placed_batch))
-
-
 def of_nnx(dtype):
     from flax import nnx
 
@@ -139,12 +116,6 @@ def of_nnx(dtype):
 
     (step, state), rows = (nnx.jit(object_step), nnx_objects(dtype)), jnp.asarray(BATCHES[0])
     return RightStep(step, step, (state, rows), (state, placed(rows, AXIS)))
-
-
-def of_experts_in_microbatches():
-    args = (compare_trainers.new_state(), compare_trainers.new_batch(weighted=True))
-    local = compare_trainers.micro_gradient(lambda grads, batch: grads)
-    return RightStep(compare_trainers.plain_step, compare_trainers.sharded_step(local=local), args)
 
 
 def synchronized_variance():
@@ -176,12 +147,10 @@ STEPS = {
     "FSDP": lambda dtype: by_the_compiler(dtype, **SPLIT),
     "accumulation": accumulated,
     "train_step": of_this_library,
-    "Equinox": of_equinox,
     "NNX": of_nnx,
 }
 OF_FLOAT32 = {
     "synchronized variance": synchronized_variance,
-    "experts and microbatches": of_experts_in_microbatches,
 }
 
 

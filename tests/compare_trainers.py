@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-DEVICES, ROWS, WIDTH, MICRO = 8, 4, 6, 4
+DEVICES, ROWS, WIDTH = 8, 4, 6
 LIMIT, RATE, DECAY = 0.05, 0.1, 0.01
 AXIS = "data"
 
@@ -47,14 +47,11 @@ def new_state():
     }
 
 
-def new_batch(weighted=False):
-    weights = np.ones((DEVICES, ROWS), np.float32)
-    if weighted:
-        weights = np.random.default_rng(8).integers(0, 3, weights.shape).astype(np.float32)
+def new_batch():
     return {
         "x": numbers(DEVICES, ROWS, WIDTH, seed=9),
         "y": numbers(DEVICES, ROWS, seed=10),
-        "weight": jnp.asarray(weights),
+        "weight": jnp.ones((DEVICES, ROWS)),
     }
 
 
@@ -198,28 +195,6 @@ def norms_added(grads, local):
     return norms(grads, local)[0], all_of(jnp.sqrt(squares(grads["experts"])))
 
 
-def micro_gradient(combine):
-    """Gradients of microbatches of one row, and how they are combined."""
-
-    def run(params, batch, key):
-        total, _, hidden = local_gradient(params, batch, key)
-        kept = jax.random.bernoulli(key, 0.8, hidden.shape).astype(hidden.dtype)
-
-        def row_loss(params, row, kept):
-            hidden = jnp.tanh((row["x"] + lax.stop_gradient(params["frozen"][0])) @ params["w"])
-            mixed = hidden * kept + jnp.tanh(hidden @ params["experts"])
-            return row["weight"] * (mixed @ params["out"] - row["y"]) ** 2
-
-        def body(carry, row):
-            return jax.tree.map(jnp.add, carry, jax.grad(row_loss)(params, *row)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        grads, _ = lax.scan(body, zeros, (batch, kept))
-        return total, combine(grads, batch), hidden
-
-    return run
-
-
 def in_bfloat16(grads, weight):
     narrow = {k: g.astype(jnp.bfloat16).astype(jnp.float32) for k, g in grads.items()}
     return reduced(narrow, weight)
@@ -249,10 +224,6 @@ FAULTS = {
     ),
     "norms of parts added": StepFault(
         {"norms": norms_added}, ("1/expert_norm",)
-    ),
-    "a sum over microbatches": StepFault(
-        {"local": micro_gradient(lambda g, b: jax.tree.map(lambda x: x * MICRO, g))},
-        GRADIENT, 1 / MICRO,  # compare tells the factor, but not that it is that of microbatches
     ),
     "the mean of variances": StepFault({"moments": mean_of_variances}, ("0/variance",)),
     "one key for all devices": StepFault({"key": shared_key}, (*GRADIENT, "0/mean")),

@@ -1,4 +1,4 @@
-"""Models of flax: restarts by orbax, what these lose, and a port from Linen to NNX."""
+"""Models of flax: a port from Linen to NNX."""
 
 import functools
 
@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from flax.training.train_state import TrainState
 
 import clipgrad as cg
 
@@ -22,54 +21,16 @@ def square(x):
     return jnp.mean(x**2)
 
 
-# ---- flax, Linen and NNX ----
-
-
 class LinenNet(linen.Module):
-    """Two layers; between them a normalization that keeps statistics, unless they are alone."""
-
-    alone: bool = False
+    """Two layers."""
 
     @linen.compact
     def __call__(self, x):
-        x = linen.Dense(8, name="up")(x)
-        if not self.alone:
-            x = linen.BatchNorm(use_running_average=False, name="norm")(x)
-            x = linen.Dropout(0.3, deterministic=False)(x)
-        return linen.Dense(1, name="out")(x)
-
-
-class Trained(TrainState):
-    """A state with statistics and a key."""
-
-    mean: dict
-    key: jax.Array
-
-
-def linen_state():
-    params, mean = (LinenNet().init(jax.random.key(0), BATCHES[0])[k] for k in KINDS)
-    return Trained.create(apply_fn=apply, params=params, tx=ADAM, mean=mean, key=jax.random.key(1))
-
-
-KINDS = "params", "batch_stats"
-apply = LinenNet().apply
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def linen_step(state, batch):
-    use, key = jax.random.split(state.key)
-
-    def loss(params):
-        given = {"params": params, "batch_stats": state.mean}
-        out, new = state.apply_fn(given, batch, rngs={"dropout": use}, mutable="batch_stats")
-        return square(out), new["batch_stats"]
-
-    (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    return state.apply_gradients(grads=grads).replace(mean=mean, key=key), {"loss": value}
+        return linen.Dense(1, name="out")(linen.Dense(8, name="up")(x))
 
 
 class NnxNet(nnx.Module):
-    """The same in NNX, where the counter of dropout is in the model."""
+    """The same in NNX; between them a normalization and dropout, unless they are alone."""
 
     def __init__(self, alone=False, dtype="float32"):
         kinds = {"rngs": nnx.Rngs(0, dropout=1), "dtype": dtype}
@@ -95,11 +56,8 @@ def object_step(state, batch):
     return (model, optimizer), {"loss": value}
 
 
-# ---- a port ----
-
-
 def of_linen(params, x):
-    return square(LinenNet(alone=True).apply({"params": params}, x))
+    return square(LinenNet().apply({"params": params}, x))
 
 
 def ported(params):
@@ -113,7 +71,7 @@ def ported(params):
 
 def test_a_port_from_linen_to_nnx():
     x, of_nnx = BATCHES[0], lambda net, x: square(net(x))
-    params = LinenNet(alone=True).init(jax.random.key(0), x)["params"]
+    params = LinenNet().init(jax.random.key(0), x)["params"]
     names = {"LinenNet/up": "up", "LinenNet/out": "out"}
     against = functools.partial(cg.compare, of_linen, of_nnx, (params, x), names=names)
     found = against(other_args=(ported(params), x))

@@ -5,11 +5,11 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import clipgrad as cg
-from clipgrad._commands.cli import main
 from tests import port_models as models
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -111,39 +111,17 @@ def test_parameters_that_differ_are_named_first():
     assert found.findings[0].path == "args[1]", str(found)
 
 
-MODULE = """
-import jax
-from tests import port_models as models
-
-def right(params, x, y):
-    return models.layers(params, x, y, -1)
-
-def args():
-    return models.layers_args(models.numbers("layers"))
-
-def twice():
-    params, x, y = args()
-    layers = jax.tree.map(lambda w: w[:1].repeat(3, 0).at[2].set(w[2]), params["layers"])
-    return params | {"layers": layers}, x, y
-"""
-
-
 @DEAR
-def test_the_command_compares_with_a_file_of_torch(tmp_path, monkeypatch, capsys):
-    """Layers under `nn.scan` beside a list of modules; one layer is copied twice."""
-    (tmp_path / "portmodels.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    command = ["compare", str(models.FOLDER / "layers.npz"), "portmodels:right", "--args"]
-    assert main([*command, "portmodels:args"]) == 0
-    assert "no difference beyond rounding" in capsys.readouterr().out
-    assert main([*command, "portmodels:twice"]) == 1
-    found = " ".join(capsys.readouterr().out.split())
+def test_a_layer_that_is_copied_twice_is_told_by_the_stack_of_its_list():
+    """Layers under `nn.scan` beside a list of modules."""
+    params, x, y = models.layers_args(models.numbers("layers"))
+    layers = jax.tree.map(lambda w: w[:1].repeat(3, 0).at[2].set(w[2]), params["layers"])
+    loss = lambda p, x, y: models.layers(p, x, y, -1)  # noqa: E731
+    given = params | {"layers": layers}, x, y
+    found = " ".join(str(cg.compare(models.FOLDER / "layers.npz", loss, given)).split())
     # Those arguments are told from which the first value that differs is made.
     assert "layers/norm/scale is not layers.*.norm.weight" in found, found
     assert "value: the values differ from here on: Net/layers" in found, found
-    assert main(["compare", "portmodels:right", command[1], "--args", "portmodels:args"]) == 0
-    assert main([*command[:3]]) == 2
-    assert "--args" in capsys.readouterr().err
 
 
 # ---- a convolution net in Flax: NHWC beside NCHW ----

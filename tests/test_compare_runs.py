@@ -137,8 +137,6 @@ def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
     np.testing.assert_allclose(sizes, [np.linalg.norm(numbers), abs(numbers).max()])
     assert rows["gradient", "out"].node == out.node and rows["cotangent", "read"].moved is not None
     assert right.stat().st_size < 90_000
-    with np.load(right) as found:
-        assert {*found.files} == {"header", "sketch", "moved"}
 
 
 def test_a_record_is_read_as_it_was_written(right, tmp_path):
@@ -224,8 +222,8 @@ def foreign(right, path):
     yield "a damaged file", lambda: np.savez(path, header=np.ones(3))
     pickled = np.array([{}], object)
     yield "a damaged file", lambda: np.savez(path, header=pickled, allow_pickle=True)
-    changes = [lambda h, a: a.pop("sketch"), lambda h, a: a.update(moved=a["moved"][1:])]
-    changes += [lambda h, a: a.update(sketch=a["sketch"][:5], moved=a["moved"][:5])]
+    changes = [lambda h, a: a.pop("numbers1"), lambda h, a: a.update(numbers1=a["numbers1"][:0])]
+    changes += [lambda h, a: h["rows"][1].update(node=99)]
     for name in ("format", "rows", "edges", "scopes", "devices", "circumstances"):
         changes.append(lambda h, a, name=name: h.pop(name))
     for change in changes:
@@ -245,11 +243,11 @@ def test_what_is_no_run_is_said_in_a_sentence(right, tmp_path):
         assert what in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [3, 5])
 def test_a_file_of_another_format_is_said_to_be_one(version, right, tmp_path):
     path = tmp_path / "other.npz"
     rewritten(right, path, lambda header, arrays: header.update(format=version))
-    with pytest.raises(ValueError, match=f"of format {version}, expected format 3, which this ver"):
+    with pytest.raises(ValueError, match=f"of format {version}, expected format 4, which this ver"):
         cg.compare(path, right)
 
 

@@ -33,7 +33,7 @@ RIGHT = {f"{name}, {dtype}": functools.partial(make, dtype) for name, make in ST
 
 
 # Rounding decides outputs of these: a bias before a normalization under Adam, moments in bfloat16.
-UNDECIDED = {"Equinox, bfloat16", "NNX, float32", "NNX, bfloat16"}
+UNDECIDED = {"NNX, float32", "NNX, bfloat16"}
 
 
 def in_core(names, core):

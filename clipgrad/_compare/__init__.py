@@ -11,6 +11,7 @@ from clipgrad._compare.file import check_path as check_path
 from clipgrad._compare.file import save_record as save_record
 from clipgrad._compare.record import THE_LOSS as THE_LOSS
 from clipgrad._compare.record import TORCH as TORCH
+from clipgrad._compare.record import Edge as Edge
 from clipgrad._compare.record import Record as Record
 from clipgrad._compare.record import Row as Row
 from clipgrad._compare.result import GradientComparison as GradientComparison

@@ -5,15 +5,14 @@ of computation. Parameters do, too, and the gradients are compared in the order 
 the parameters are equal. No names are read.
 """
 
-import dataclasses
-from collections.abc import Sequence
+import collections
 from typing import NamedTuple
 
 import numpy as np
 
 from clipgrad._compare.judge import Judgment, judge_sketches
 from clipgrad._compare.match import instances_of
-from clipgrad._compare.record import ENTERS, Instance, Record, Row
+from clipgrad._compare.record import ENTERS, Record, Row
 from clipgrad._compare.sketches import (
     LARGEST_AT,
     LENGTH,
@@ -28,6 +27,8 @@ NEAR = 0.3  # a relative distance of sketches above which two arrays are not com
 SAME_NORM = 1e-5  # of two norms of the same numbers
 FLOORS = 2  # the rounding of the other framework is as large as that of the program, and is added
 
+Known = tuple[np.ndarray, np.ndarray]  # a sketch, shape (515,), and how far rounding moves it
+
 
 class Equal(NamedTuple):
     """An array of equal numbers in the other record: its number, its order of axes, how near."""
@@ -37,70 +38,92 @@ class Equal(NamedTuple):
     judgment: Judgment
 
 
-@dataclasses.dataclass
-class Candidates:
-    """Arrays of one record, to be found by their numbers; those of one size are compared at once.
+class EqualRows:
+    """The rows of one kind in two records, and for each of the first those that are equal.
 
-    Args:
-      rows: the row of each array.
-      sketches: its sketches, shape (orders, 515).
+    Attributes:
+      own, others: the instances of both records, in the order of time.
+      known: the numbers of each of the first, or None.
+      equal: those of the second that are equal to each of the first, in their nearest orders.
+      covered: those of the second that are equal to any.
     """
 
-    rows: Sequence[Row]
-    sketches: Sequence[np.ndarray]
+    def __init__(self, a: Record, b: Record, kind: str, rtol: float | None) -> None:
+        self.a, self.b, self.rtol = a, b, rtol
+        self.own, self.others = instances_of(a, kind), instances_of(b, kind)
+        self.known = [numbers_at(a.rows[i], steps) for i, steps in self.own]
+        self._sketches = [sketches_in_orders(b.rows[j], steps) for j, steps in self.others]
+        self._of_size: dict[int, list[int]] = collections.defaultdict(list)
+        for j, sketches in enumerate(self._sketches):
+            if len(sketches):
+                self._of_size[self.other(j).size].append(j)
+        self.equal = [self._equal(i) for i in range(len(self.own))]
+        self.covered = {found.at for every in self.equal for found in every}
 
-    def __post_init__(self) -> None:
-        self._by_size: dict[int, list[int]] = {}
-        for i, row in enumerate(self.rows):
-            if len(self.sketches[i]):
-                self._by_size.setdefault(row.size, []).append(i)
-        self._stacked = {
-            size: np.concatenate([self.sketches[i] for i in found])
-            for size, found in self._by_size.items()
-        }
+    def row(self, i: int) -> Row:
+        return self.a.rows[self.own[i][0]]
 
-    def of_size(self, size: int) -> list[int]:
-        return self._by_size.get(size, [])
+    def other(self, j: int) -> Row:
+        return self.b.rows[self.others[j][0]]
 
-    def equal(
-        self, row: Row, own: np.ndarray, moved: np.ndarray, rtol: float | None
-    ) -> list[Equal]:
-        """The arrays that a sketch, shape (515,), is equal to, each in its nearest order."""
-        found, at = [], 0
-        far = _sketch_distances(own, self._stacked.get(row.size, np.zeros((0, LENGTH))))
-        for i in self.of_size(row.size):
-            count = len(self.sketches[i])
-            near = [k for k in range(count) if far[at + k] < NEAR]
-            at += count
-            judged = [(k, self.judged(row, own, moved, i, k, rtol)) for k in near]
-            agree = [(k, j) for k, j in judged if j.agrees]
-            if agree:
-                order, judgment = min(agree, key=lambda each: each[1].difference)
-                found.append(Equal(i, order, judgment))
-        return found
+    def of_size(self, i: int) -> list[int]:
+        """Those of the second record that are as large as one of the first."""
+        return self._of_size[self.row(i).size]
 
-    def permuted(self, row: Row, own: np.ndarray) -> list[int]:
-        """The arrays that have the same numbers in an order that is none of their axes.
+    def partner(self, i: int) -> Equal | None:
+        """The equal row that is nearest in the order of computation."""
+        here = i / len(self.own)
+        far = lambda found: abs(here - found.at / len(self.others))  # noqa: E731
+        return min(self.equal[i], key=far, default=None)
+
+    def permuted(self, i: int) -> list[int]:
+        """Those that have the same numbers in an order that is none of their axes.
 
         Such as the kernel behind an image that is flattened: the norm and the largest are equal.
         """
-        sizes = slice(NORM_AT, LARGEST_AT + 1)
-        is_same = lambda i: np.allclose(self.sketches[i][0][sizes], own[sizes], SAME_NORM, 0)  # noqa: E731
-        return [i for i in self.of_size(row.size) if own[NORM_AT] and is_same(i)]
+        known, sizes = self.known[i], slice(NORM_AT, LARGEST_AT + 1)
+        if known is None or self.equal[i] or not known[0][NORM_AT]:
+            return []
+        is_same = lambda j: np.allclose(self._sketches[j][0][sizes], known[0][sizes], SAME_NORM, 0)  # noqa: E731
+        return [j for j in self.of_size(i) if is_same(j)]
 
-    def nearest(self, row: Row, own: np.ndarray, moved: np.ndarray, at: int) -> Equal:
-        """The judgment of one array in the order of axes that is nearest."""
-        order = int(np.argmin(_sketch_distances(own, self.sketches[at])))
-        return Equal(at, order, self.judged(row, own, moved, at, order, None))
+    def left(self, i: int, after: int) -> Equal | None:
+        """A row as large as one without an equal that no other is equal to, or None.
 
-    def judged(
-        self, row: Row, own: np.ndarray, moved: np.ndarray, at: int, order: int, rtol: float | None
-    ) -> Judgment:
-        eps = max(row.eps, self.rows[at].eps)
-        return judge_sketches(own, self.sketches[at][order], FLOORS * moved, eps, rtol)
+        The first after a row of the other record, and one that enters or leaves alike.
+        """
+        is_entering = self.row(i).view == ENTERS
+        found = [j for j in self.of_size(i) if j not in self.covered]
+        alike = [j for j in found if (self.other(j).view == ENTERS) == is_entering]
+        j = min(alike or found, key=lambda j: (j <= after, abs(j - after)), default=None)
+        known = self.known[i]
+        if j is None or known is None:
+            return None
+        return self._judged(i, j, int(np.argmin(_distances(known[0], self._sketches[j]))))
+
+    def _equal(self, i: int) -> list[Equal]:
+        found: list[Equal] = []
+        if (known := self.known[i]) is None:
+            return found
+        for j in self.of_size(i):
+            near = np.flatnonzero(_distances(known[0], self._sketches[j]) < NEAR)
+            agree = [e for k in near if (e := self._judged(i, j, int(k))).judgment.agrees]
+            found += [min(agree, key=lambda e: e.judgment.difference)] if agree else []
+        return found
+
+    def _judged(self, i: int, j: int, order: int) -> Equal:
+        known, sketch = self.known[i], self._sketches[j][order]
+        assert known is not None  # it has candidates
+        return Equal(j, order, judged(self.row(i), known, self.other(j), sketch, self.rtol))
 
 
-def _sketch_distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+def judged(row: Row, known: Known, its: Row, sketch: np.ndarray, rtol: float | None) -> Judgment:
+    """The judgment of a row beside one of another framework, in an order of axes."""
+    own, moved = known
+    return judge_sketches(own, sketch, FLOORS * moved, max(row.eps, its.eps), rtol)
+
+
+def _distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for start in (0, NUMBERS):
@@ -111,9 +134,9 @@ def _sketch_distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     return found
 
 
-def numbers_at(row: Row, steps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
-    """The sketch of a row at some steps, shape (515,), and its floor; None if not known as one."""
-    if row.sketch is None or row.turned or row.sketch[steps].shape[0] != 1:
+def numbers_at(row: Row, steps: tuple[int, ...] = ()) -> Known | None:
+    """The numbers of a row at some steps; None if they are not known as one array."""
+    if row.sketch is None or row.turned:
         return None
     own = row.sketch[steps][0]
     return own, np.zeros(LENGTH) if row.moved is None else row.moved[steps][0]
@@ -124,46 +147,3 @@ def sketches_in_orders(row: Row, steps: tuple[int, ...] = ()) -> np.ndarray:
     if row.whole is not None and row.size and not row.turned:
         return turned_sketches(widened_leaf(np.asarray(row.whole)), "all")
     return np.zeros((0, LENGTH)) if row.sketch is None else row.sketch[steps]
-
-
-@dataclasses.dataclass
-class EqualValues:
-    """The values of a record, and for each those of another one that are equal."""
-
-    a: Record
-    b: Record
-    rtol: float | None
-
-    def __post_init__(self) -> None:
-        self.own, self.others = instances_of(self.a), instances_of(self.b)
-        rows = [self.b.rows[i] for i, _ in self.others]
-        pairs = zip(rows, self.others, strict=True)
-        self.candidates = Candidates(
-            rows, [sketches_in_orders(r, steps) for r, (_, steps) in pairs]
-        )
-        self.known = [numbers_at(self.a.rows[i], steps) for i, steps in self.own]
-        self.equal = [
-            [] if known is None else self.candidates.equal(self.a.rows[i], *known, self.rtol)
-            for known, (i, _) in zip(self.known, self.own, strict=True)
-        ]
-        self.covered = {found.at for every in self.equal for found in every}
-
-    def partner(self, i: int) -> Equal | None:
-        """The equal value that is nearest in the order of computation."""
-        here = i / len(self.own)
-        far = lambda found: abs(here - found.at / len(self.others))  # noqa: E731
-        return min(self.equal[i], key=far, default=None)
-
-    def left(self, i: int, after: int) -> int | None:
-        """A value as large as one without an equal that no other is equal to, or None.
-
-        The first after a value of the other record, and one that enters or leaves alike.
-        """
-        row = self.a.rows[self.own[i][0]]
-        found = [j for j in self.candidates.of_size(row.size) if j not in self.covered]
-        is_entering = row.view == ENTERS
-        alike = [j for j in found if (self.candidates.rows[j].view == ENTERS) == is_entering]
-        return min(alike or found, key=lambda j: (j <= after, abs(j - after)), default=None)
-
-    def instance(self, j: int) -> Instance:
-        return self.others[j]

@@ -33,9 +33,9 @@ def compare(
     r"""Finds the first place where two versions of a loss, or of a training step, differ.
 
     Each version is traced once and runs in one compiled program, unedited. Of each named value (a
-    tag, or what leaves a module or a step of a scan) and of its cotangent only 256 sums with random
-    signs leave the program: the norm of the difference of two such sketches is the norm of the
-    difference of the values, to about 10 %. So a comparison has the memory of a gradient.
+    tag, or what leaves a module or a step of a scan) and of its cotangent only a sketch leaves the
+    program, 256 sums with random signs: the norm of the difference of two sketches is the norm of
+    the difference of the values, to about 10 %. So a comparison has the memory of a gradient.
 
     A value differs if its relative difference is above four roundings of its dtype, and above what
     rounding does there: the program of ``fun`` runs eight more times with each result, each term of
@@ -50,17 +50,16 @@ def compare(
         values before, which agree, and this one.
       * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
         it names the module of the operations that use the value, such as one with a wrong rule.
-      * If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
+        If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
       * If outputs and gradients agree, what differs inside is a note.
       * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
         Integers, booleans and keys are compared by value, whatever their width.
       * What rounding moves by more than 10 % is judged only by differences of four times that. A
         gradient that is zero but for rounding in both versions is a note.
       * With ``argnums=None`` the outputs are compared by path. An "output" finding comes before
-        the findings of outputs that are computed from it, and has the factor between the versions,
-        if one explains the difference.
-      * The path of a run stands for its function, with the same findings. If the runs had other
-        arguments, a finding of kind "argument" is the first.
+        those computed from it, and has the factor between the versions, if one explains it.
+      * The path of a run stands for its function. If the runs had other arguments, a finding of
+        kind "argument" is the first.
       * Versions whose parameters have no path in common, such as a run of torch, are matched by
         their numbers, in any order of axes.
       * With the name of a dtype as ``other``, findings are of kind "rounding": the value at which
@@ -117,19 +116,15 @@ def compare(
         from_file = None in given
         more: Any = named, argnums, has_aux, from_file or other_args is not None
         records: list[Record] = []
-        for run, own in zip((fun, other), given, strict=True):
-            is_measured = rtol is None and not any(map(_is_measured, records))
-            version: Any = run
-            records.append(
-                load_record(version)
-                if own is None
-                else recorded(version, own, *more).run(floor=is_measured)
-            )
+        versions: Any = fun, other
+        for run, own in zip(versions, given, strict=True):
+            if own is None:
+                records.append(load_record(run))
+            else:
+                is_measured = any(row.moved is not None for r in records for row in r.rows)
+                floor = rtol is None and not is_measured
+                records.append(recorded(run, own, *more).run(floor=floor))
         return _compared(records[0], records[1], names, rtol, from_file)
-
-
-def _is_measured(record: Record) -> bool:
-    return any(row.moved is not None for row in record.rows)
 
 
 def _compared(

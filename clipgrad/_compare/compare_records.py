@@ -21,7 +21,7 @@ def compare_records(
     Raises:
       ValueError: no output and no gradient is in both; or as of `match`.
     """
-    sides = Sides(a, b, match(a, b, names, rtol))
+    sides = Sides(a, b, match(a, b, names, rtol, with_arguments))
     if not any(sides.of(kind) for kind in ("output", "gradient")):
         theirs = [b.rows[i].name for i in (*b.of("output"), *b.of("gradient"))][:MOST_NAMES]
         ours = [a.rows[i].name for i in (*a.of("output"), *a.of("gradient"))][:MOST_NAMES]
@@ -29,18 +29,18 @@ def compare_records(
             f"other: got outputs {theirs}, expected the outputs of fun, {ours}; return trees with "
             "the same paths, and write argnums=None for both or for none"
         )
-    return result(sides, first(sides, with_arguments), with_arguments)
+    return result(sides, first(sides))
 
 
-def result(sides: Sides, findings: list, with_arguments: bool) -> GradientComparison:
+def result(sides: Sides, findings: list) -> GradientComparison:
     """The result of findings, with the rows of the table and notes."""
     notes = [*sides.a.notes, *sides.b.notes, *undecided(sides)]
     if sides.a.is_loss and sides.b.is_loss and not sides.of("value"):
         notes.append("no named value was matched; name values by names=, or tag them")
     if not any(p.judgment.differs for kind in ("output", "gradient") for p in sides.of(kind)):
-        notes += _inner_differences(sides, with_arguments)
+        notes += _inner_differences(sides)
     notes += _other_types(sides) + _other_circumstances(sides.a, sides.b)
-    unmatched = [*sides.matching.unmatched, *(own.text for own in sides.matching.alone)]
+    unmatched = [*sides.matching.unmatched, *(own.message for own in sides.matching.alone)]
     parts = tuple(findings), _rows_of_both(sides), tuple(unmatched), tuple(dict.fromkeys(notes))
     return GradientComparison(not findings, *parts)
 
@@ -65,10 +65,10 @@ def undecided(sides: Sides) -> list[str]:
     return found
 
 
-def _inner_differences(sides: Sides, with_arguments: bool) -> list[str]:
+def _inner_differences(sides: Sides) -> list[str]:
     """Notes of what differs inside of versions whose outputs and gradients agree."""
     found = []
-    for kind in ("argument", "value", "cotangent") if with_arguments else ("value", "cotangent"):
+    for kind in ("argument", "value", "cotangent"):
         bad = [sides.rows(p)[0].label for p in sides.of(kind) if p.judgment.differs]
         if bad:
             names = first_few(list(dict.fromkeys(bad)), MOST_NAMES)

@@ -6,14 +6,14 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from clipgrad._compare.record import FIRST_STEP, LAST_STEP, NEXT_STEP, Edge
+from clipgrad._compare.record import Edge
 from clipgrad._jaxpr import opened, scan_counts, value_programs
 from clipgrad._names import ScopePath, path
 
-When = frozenset[tuple[str, int]]
-# The rows that a variable is computed from, each with how scans are crossed on the way; and the
-# scopes of the operations on the way, as the bits of a number.
-RowOrigins = dict[tuple[int, When], int]
+Carried = frozenset[int]  # the depths of scans, as of an edge
+# The rows that a variable is computed from, each with the scans that carry it on; and the scopes of
+# the operations on the way, as the bits of a number.
+RowOrigins = dict[tuple[int, Carried], int]
 
 
 class Walk:
@@ -33,7 +33,7 @@ class Walk:
         self, program: Any, inputs: Sequence[int], places: dict[tuple, list[int]], rows: Any
     ) -> None:
         self._places, self._rows = places, rows
-        self._edges: collections.Counter[tuple[int, int, When]] = collections.Counter()
+        self._edges: collections.Counter[tuple[int, int, Carried]] = collections.Counter()
         # Of each scope in a program: the numbers of operations and programs around that.
         self._numbers: dict[tuple[tuple, ScopePath], int] = {}
         given = [({(i, frozenset()): 0}, 0) for i in inputs]
@@ -48,18 +48,18 @@ class Walk:
         known = [(around, "/".join(scope)) for around, scope in self._numbers]
         names: dict[str, int] = {}
         found = []
-        for (source, target, when), bits in self._edges.items():
+        for (source, target, carried), bits in self._edges.items():
             inside = self._rows[target].position[:-3]
             on_the_way = (known[i] for i in range(bits.bit_length()) if bits >> i & 1)
             within = {name for around, name in on_the_way if around[: len(inside)] == inside}
             scopes = tuple(names.setdefault(name, len(names)) for name in sorted(within))
-            found.append(Edge(source, target, tuple(sorted(when)), scopes))
+            found.append(Edge(source, target, tuple(sorted(carried)), scopes))
         return found, list(names)
 
     def lead(self, own: RowOrigins, row: int) -> None:
         """Add the edges from origins to a row."""
-        for (source, when), scopes in own.items():
-            self._edges[source, row, when] |= scopes
+        for (source, carried), scopes in own.items():
+            self._edges[source, row, carried] |= scopes
 
     def _program(
         self, program: Any, given: list, around: tuple, scopes: ScopePath, depth: int
@@ -113,7 +113,8 @@ class Walk:
         if name == "while":
             constants = equation.params["body_nconsts"]
             start = inputs[equation.params["cond_nconsts"] :]
-            ends = self._twice(programs[0], start, constants, (*here, 0), scope, depth, None)
+            carried = len(start) - constants
+            ends = self._twice(programs[0], start, constants, carried, (*here, 0), scope, depth)
             return [self._both(pair) for pair in zip(start[constants:], ends, strict=True)]
         given = inputs[len(inputs) - len(opened(programs[0])[0].invars) :]
         return self._program(programs[0], given, (*here, 0), scope, depth)
@@ -126,29 +127,18 @@ class Walk:
     ) -> list[tuple[RowOrigins, int]]:
         """The results of a scan: what its last step carries on, and what all steps return."""
         constants, carried = scan_counts(equation)
-        first = slice(constants, constants + carried)
-        given = list(inputs)
-        given[first] = [(_crossing(own, FIRST_STEP, depth), age) for own, age in inputs[first]]
         (body,) = value_programs(equation)
-        found = self._twice(body, given, constants, inside, scope, depth + 1, depth, carried)
-        left = []
-        for i, (own, age) in enumerate(found):
-            ends: RowOrigins = {}
-            for (source, when), scopes in own.items():
-                kept = {(what, d) for what, d in when if d != depth}
-                is_inside = self._rows[source].position[: len(inside)] == inside
-                kept |= {(LAST_STEP, depth)} if is_inside and i < carried else set()
-                key = source, frozenset(kept)
-                ends[key] = ends.get(key, 0) | scopes
-            left.append((ends, age))
-        return left
+        found = self._twice(body, inputs, constants, carried, inside, scope, depth + 1, depth)
+        return [
+            (self._carried(own, inside, depth, i < carried), age)
+            for i, (own, age) in enumerate(found)
+        ]
 
     def _twice(
-        self, body: Any, given: list, constants: int, inside: tuple, scope: ScopePath, depth: int,
-        crossed: int | None, carried: int | None = None,
+        self, body: Any, given: list, constants: int, carried: int, inside: tuple, scope: ScopePath,
+        depth: int, crossed: int | None = None,
     ) -> list[tuple[RowOrigins, int]]:  # fmt: skip
         """The results of the body of a loop: what a step carries on is known in the next one."""
-        carried = len(given) - constants if carried is None else carried
         first, count = given[constants : constants + carried], len(opened(body)[0].eqns)
         carry, found = first, []
         for _ in range(2):
@@ -157,21 +147,19 @@ class Walk:
             for i, (own, age) in enumerate(found[:carried]):
                 found[i] = self._through((*inside, count, i), own), age
             later = [
-                (own if crossed is None else _crossing(own, NEXT_STEP, crossed), first[i][1])
+                (own if crossed is None else self._carried(own, inside, crossed), first[i][1])
                 for i, (own, _) in enumerate(found[:carried])
             ]
             carry = [self._both(pair) for pair in zip(first, later, strict=True)]
         return found
 
-
-def _crossing(own: RowOrigins, what: str, depth: int) -> RowOrigins:
-    """The origins, across the start of a scan or from a step to the next.
-
-    What comes from before the scan and goes on unchanged is there at any step.
-    """
-    found: RowOrigins = {}
-    for (source, when), scopes in own.items():
-        is_older = (FIRST_STEP, depth) in when
-        key = source, when - {(FIRST_STEP, depth)} if is_older else when | {(what, depth)}
-        found[key] = found.get(key, 0) | scopes
-    return found
+    def _carried(
+        self, own: RowOrigins, inside: tuple, depth: int, is_carried: bool = True
+    ) -> RowOrigins:
+        """The origins of what a step of a scan carries on, or of what it returns at each step."""
+        found: RowOrigins = {}
+        for (source, depths), scopes in own.items():
+            is_inside = self._rows[source].position[: len(inside)] == inside
+            key = source, depths | {depth} if is_inside and is_carried else depths - {depth}
+            found[key] = found.get(key, 0) | scopes
+        return found

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import math
 import os
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from clipgrad._compare.record import Edge, Record, Row
 from clipgrad._compare.sketches import LENGTH, orders_of
 
-RECORD_FORMAT = 3
+RECORD_FORMAT = 4
 _NUMBERS_OF_ROWS = ("sketch", "moved")
 
 
@@ -58,7 +58,7 @@ def load_record(path: str | os.PathLike) -> Record:
             header = json.loads(found["header"].tobytes())
             version = header["format"]
             if version == RECORD_FORMAT:
-                return _unpacked(header, *(found[name] for name in _NUMBERS_OF_ROWS))
+                return _unpacked(header, found)
     except Exception as error:
         what = f"a damaged file ({type(error).__name__}: {error})"
         raise ValueError(_sentence(path, what)) from error
@@ -71,59 +71,41 @@ def load_record(path: str | os.PathLike) -> Record:
 
 def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The table as plain data, and its numbers, equal ones once."""
-    known: dict[bytes, int] = {}
-    parts: dict[str, list[np.ndarray]] = {
-        name: [np.zeros((0, LENGTH))] for name in _NUMBERS_OF_ROWS
-    }
-    rows, count = [], 0
+    names: dict[tuple, str] = {}
+    rows, arrays = [], {}
+    wide = any("64" in row.dtype or row.dtype == "complex128" for row in record.rows)
     for row in record.rows:
         plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        for name in (*_NUMBERS_OF_ROWS, "whole"):
-            del plain[name]
-        if row.sketch is not None:
-            moved = np.zeros_like(row.sketch) if row.moved is None else row.moved
-            key = row.sketch.tobytes() + moved.tobytes()
-            if key not in known:
-                known[key] = count
-                for name, x in zip(_NUMBERS_OF_ROWS, (row.sketch, moved), strict=True):
-                    parts[name].append(x.reshape(-1, LENGTH))
-                count += len(parts["sketch"][-1])
-            plain["numbers"] = known[key], row.sketch.shape[:-1], row.moved is not None
+        del plain["whole"]
+        for kind in _NUMBERS_OF_ROWS:
+            if (x := plain[kind]) is not None:
+                plain[kind] = names.setdefault((x.shape, x.tobytes()), f"numbers{len(names)}")
+                with np.errstate(over="ignore"):
+                    arrays[plain[kind]] = x.astype(np.float64 if wide else np.float32)
         rows.append(plain)
-    wide = any("64" in row.dtype or row.dtype == "complex128" for row in record.rows)
-    dtype = np.float64 if wide else np.float32
-    with np.errstate(over="ignore"):
-        arrays = {name: np.concatenate(x).astype(dtype) for name, x in parts.items()}
     header = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     return header | {"format": RECORD_FORMAT, "rows": rows}, arrays
 
 
-def _unpacked(header: dict[str, Any], sketch: np.ndarray, moved: np.ndarray) -> Record:
-    for x in (sketch, moved):
-        if x.ndim != 2 or x.shape != (len(sketch), LENGTH) or x.dtype.kind != "f":
-            raise ValueError(f"an array of {x.dtype} and shape {x.shape}")
-    rows = []
+def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Record:
+    record = Record(devices=tuple(header["devices"]))
     for plain in header["rows"]:
-        at, shape, is_measured = plain.pop("numbers", (0, None, False))
-        known = {key: tuple(x) for key, x in plain.items() if isinstance(x, list)}
-        row = Row(**plain | known)
-        if shape is not None:
-            own = slice(at, at + math.prod(shape))
-            row.sketch = sketch[own].astype(np.float64).reshape(*shape, LENGTH)
-            row.moved = (
-                moved[own].astype(np.float64).reshape(*shape, LENGTH) if is_measured else None
-            )
-            if (*row.steps,) != tuple(shape[:-1]) or not 0 <= row.node < len(header["rows"]):
-                raise ValueError(f"a row of shape {shape} with steps {row.steps}")
-            if row.turned and shape[-1] != len(orders_of(row.shape, row.turned)):
-                raise ValueError(f"a row with {shape[-1]} orders of axes")
-        rows.append(row)
-    edges = [
-        Edge(source, target, tuple((what, d) for what, d in when), tuple(scopes))
-        for source, target, when, scopes in header["edges"]
-    ]
+        known: dict[str, Any] = {
+            k: tuple(x) if isinstance(x, list) else x for k, x in plain.items()
+        }
+        row = Row(**known)
+        orders = len(orders_of(row.shape, row.turned))
+        for kind in _NUMBERS_OF_ROWS:
+            if name := plain[kind]:
+                x = arrays[name].astype(np.float64)
+                if x.shape != (*row.steps, orders, LENGTH):
+                    raise ValueError(f"{kind} of shape {x.shape} for {orders} orders of axes")
+                setattr(row, kind, x)
+        record.add(row, range(len(header["rows"]))[row.node])
+    for source, target, carried, scopes in header["edges"]:
+        record.edges.append(Edge(source, target, tuple(carried), tuple(scopes)))
     rest = {name: header[name] for name in ("scopes", "framework", "circumstances", "notes")}
-    return Record(rows, edges, devices=tuple(header["devices"]), **rest)
+    return dataclasses.replace(record, **rest)
 
 
 def _write_file(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from clipgrad._compare.judge import Judgment
-from clipgrad._compare.match import Alone, Matching, Pair, pairs_of
+from clipgrad._compare.match import Matching, Pair
 from clipgrad._compare.ratios import factor_text, ratio
-from clipgrad._compare.record import ENTERS, LAST_STEP, Graph, Record, Row
+from clipgrad._compare.record import ENTERS, Graph, Record, Row
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NUMBERS, scalar_of
 from clipgrad._compare.slices import Slice, made_from, module_of, used_by
@@ -28,7 +28,7 @@ class Sides:
     matching: Matching
 
     def of(self, kind: str) -> list[Pair]:
-        return pairs_of(self.matching.pairs, kind)
+        return [p for p in self.matching.pairs if p.kind == kind]
 
     def rows(self, pair: Pair) -> tuple[Row, Row]:
         return self.a.rows[pair.own[0]], self.b.rows[pair.other[0]]
@@ -42,18 +42,27 @@ class Sides:
     def _graphs(self) -> list[Graph]:
         return [Graph(self.a), Graph(self.b)]
 
+    @property
+    def agreeing(self) -> list[Pair]:
+        """The values that agree."""
+        return [p for p in self.of("value") if p.judgment.agrees]
 
-def first(sides: Sides, with_arguments: bool) -> list[ComparisonFinding]:
+    def module_behind(self, pair: Pair) -> str | None:
+        """The common module of the operations between a pair and the values that agree."""
+        return module_of(made_from(pair, self.agreeing, self.graphs(pair)))
+
+
+def first(sides: Sides) -> list[ComparisonFinding]:
     """Arguments, the first value, outputs, or else the cotangent, or else gradients; then others.
 
     If all outputs and gradients were compared, are judged and agree, there are none.
     """
     bad = {k: [p for p in sides.of(k) if p.judgment.differs] for k in
            ("argument", "value", "output", "cotangent", "gradient")}  # fmt: skip
-    rest = [_lacking(own) for own in sides.matching.alone]
+    rest = sides.matching.alone
     if not bad["output"] and not bad["gradient"]:
         return rest or not_judged(sides)
-    found = argument_findings(sides, bad["argument"]) if with_arguments else []
+    found = argument_findings(sides, bad["argument"])
     is_loss = sides.a.is_loss and sides.b.is_loss
     if bad["value"]:
         found.append(first_value(sides, bad["value"][0]))
@@ -66,11 +75,6 @@ def first(sides: Sides, with_arguments: bool) -> list[ComparisonFinding]:
     elif not bad["value"]:
         found += [_gradient_finding(sides, p) for p in bad["gradient"]]
     return [*found, *rest]
-
-
-def _lacking(own: Alone) -> ComparisonFinding:
-    kind = "grads" if own.kind == "gradient" else "output"
-    return ComparisonFinding(kind, own.text, path=own.path)
 
 
 def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFinding]:
@@ -86,31 +90,25 @@ def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFindi
 def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     """The first value that differs; its module is that of the operations behind it."""
     row, _ = sides.rows(pair)
-    values = sides.of("value")
+    values, module = sides.of("value"), sides.module_behind(pair)
     before = [p for p in values[: values.index(pair)] if p.judgment.agrees]
-    module = module_of(made_from(pair, before, sides.graphs(pair)))
     to = f"that enters {row.name}" if row.view == ENTERS else f"of {row.label}"
     text = f"the value {to} {difference_text(pair.judgment)}"
-    growth = growth_of(pair.judgment, [p.judgment for p in before])
-    return at_line("value", text, row, row.name if module is None else module, pair, growth)
+    return at_line("value", text, row, row.name if module is None else module, pair, before)
 
 
 def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
-    row, _ = sides.rows(pair)
-    values = [p for p in sides.of("value") if p.judgment.agrees]
-    module = module_of(made_from(pair, values, sides.graphs(pair)))
+    count = len(sides.agreeing)
     text = f"the loss {difference_text(pair.judgment)}; "
-    text += f"all {len(values)} named values agree" if values else "no named value was matched"
-    growth = growth_of(pair.judgment, [p.judgment for p in values])
-    return at_line("value", text, row, module or "", pair, growth)
+    text += f"all {count} named values agree" if count else "no named value was matched"
+    module = sides.module_behind(pair) or ""
+    return at_line("value", text, sides.rows(pair)[0], module, pair, sides.agreeing)
 
 
 def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     row, its = sides.rows(pair)
-    values = [p for p in sides.of("value") if p.judgment.agrees]
-    module = module_of(made_from(pair, values, sides.graphs(pair))) or None
     text, factor = _output_text(sides, pair, row, its)
-    found = at_line("output", text, row, module, pair, None)
+    found = at_line("output", text, row, sides.module_behind(pair) or None, pair)
     return dataclasses.replace(found, path=row.name, ratio=factor)
 
 
@@ -137,15 +135,14 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     cotangents = sides.of("cotangent")
     later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
     slices = used_by(pair, later, sides.graphs(pair))
-    user, step = _user(slices[0], pair)
+    user, step = _user(slices[0])
     slices = _one_sided(sides, slices)
     module = module_of(slices)
     module = user if module is None else module
     to = f"what enters {row.name}" if row.view == ENTERS else row.name
     text = f"the cotangent that {module or 'what follows'} passes back to {to} "
     text += f"{difference_text(pair.judgment)}; all values agree"
-    growth = growth_of(pair.judgment, [p.judgment for p in later])
-    return dataclasses.replace(at_line("vjp", text, row, module, pair, growth), step=step)
+    return dataclasses.replace(at_line("vjp", text, row, module, pair, later), step=step)
 
 
 def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
@@ -162,15 +159,14 @@ def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
     return found if any(own.steps for own in found) else slices
 
 
-def _user(own: Slice, pair: Pair) -> tuple[str, int | None]:
+def _user(own: Slice) -> tuple[str, int | None]:
     """The name of the first user of a value, and its step in the scans around both."""
     if not own.steps:
         return "", None
     rows = own.graph.record.rows
     edge, at, to = own.steps[0]
-    depth = min(len(pair.own[1]) - sum(what == LAST_STEP for what, _ in edge.when), len(to[1]))
     name = rows[to[0]].name if rows[to[0]].kind == "value" else ""
-    return name, rows[at[0]].step(to[1][:depth])
+    return name, rows[at[0]].step(to[1][: own.graph.shared(edge)])
 
 
 def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
@@ -178,15 +174,8 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     later = [p for p in sides.of("cotangent") if p.judgment.is_judged]
     module = module_of(used_by(pair, later, sides.graphs(pair)))
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
-    found = at_line("grads", f"{text}; values and cotangents agree", row, module or "", pair, None)
+    found = at_line("grads", f"{text}; values and cotangents agree", row, module or "", pair)
     return dataclasses.replace(found, path=row.name)
-
-
-def growth_of(found: Judgment, before: Sequence[Judgment]) -> float | None:
-    """The ratio of a difference to the largest one before; None if there are none."""
-    largest = max((j.difference for j in before if j.is_judged), default=0.0)
-    known = largest and math.isfinite(largest) and math.isfinite(found.difference)
-    return found.difference / largest if known else None
 
 
 def difference_text(own: Judgment) -> str:
@@ -203,14 +192,16 @@ def difference_text(own: Judgment) -> str:
 
 
 def at_line(
-    kind: str, text: str, row: Row, module: str | None, pair: Pair, growth: float | None
+    kind: str, text: str, row: Row, module: str | None, pair: Pair, before: Sequence[Pair] = ()
 ) -> ComparisonFinding:
-    """A finding at the line of a row."""
+    """A finding at the line of a row, and how much its difference is above those before."""
     file, _, line = row.line.rpartition(":")
     where = (file, int(line)) if line.isdigit() else (None, None)
-    step = row.step(pair.own[1])
     text = f"{Location(*where, None)}: {text}" if file else text
-    return ComparisonFinding(kind, text, module, step, *where, growth)
+    largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
+    growth = pair.judgment.difference / largest if largest else math.inf
+    known = growth if math.isfinite(growth) and math.isfinite(largest) else None
+    return ComparisonFinding(kind, text, module, row.step(pair.own[1]), *where, known)
 
 
 def not_judged(sides: Sides) -> list[ComparisonFinding]:

@@ -1,7 +1,7 @@
 """Real differences: beyond a dtype's rounding, and beyond what rounding does to the numbers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class Judgment(NamedTuple):
         return self.is_judged and self.difference <= self.tolerance
 
 
-def floor_of(own: dict[int, np.ndarray], runs: Iterable[dict]) -> dict[int, np.ndarray]:
+def floor_of(own: Mapping[int, Any], runs: Iterable[Mapping]) -> dict[int, np.ndarray]:
     """The movement of numbers by rounding: the root mean square over runs of each."""
     total, count = {key: np.zeros(x.shape) for key, x in own.items()}, 0
     for run in runs:
@@ -64,10 +64,9 @@ def _distances(own: np.ndarray, moved: np.ndarray) -> np.ndarray:
 def judge_rows(
     own: Row, other: Row, at: Any, its: Any, rtol: float | None, floors: float = 1
 ) -> Judgment | None:
-    """Compare a row with another one, each at some steps or at some index of its sketch.
+    """Compare a row with another one, each at some steps; None where no numbers are known.
 
-    None where they can't be compared: no numbers are known, or they are on other devices. The
-    floor is the first row's or else the other's, so many times.
+    The floor is the first row's or else the other's, so many times.
     """
     measured = own.moved if own.moved is not None else other.moved
     if own.exact and other.exact:
@@ -80,8 +79,6 @@ def judge_rows(
         is_known = own.sketch is not None or other.sketch is not None or own.exact or other.exact
         return Judgment(1.0, 0.0) if is_known and own.kind == "output" else None
     x, y = own.sketch[at], other.sketch[its]
-    if x.shape != y.shape:
-        return None
     moved = np.zeros(x.shape)
     if rtol is None and measured is not None:
         moved = floors * measured[at if own.moved is not None else its]
@@ -124,7 +121,8 @@ def judge(
       eps: one rounding of the dtype.
       rtol: the tolerance that replaces all this, or None.
     """
-    own, other, floor = _with_room(*map(np.ravel, (own, other, floor)))
+    # With room for differences and sums of the largest numbers.
+    own, other, floor = (np.ravel(x) * 2.0**-4 for x in (own, other, floor))
     is_stable = _relative(_norm(floor[np.isfinite(own)]), _norm(own[np.isfinite(own)])) <= UNJUDGED
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
@@ -147,12 +145,6 @@ def judge(
 def _relative(distance: float, size: float) -> float:
     """A distance relative to a size: nothing is no difference, also beside nothing."""
     return 0.0 if distance == 0 else math.inf if size == 0 else float(distance / size)
-
-
-def _with_room(*arrays: np.ndarray) -> list[np.ndarray]:
-    """The arrays, or all times a power of two if differences of the largest would overflow."""
-    largest = max(np.max(np.abs(x), where=np.isfinite(x), initial=0) for x in arrays)
-    return [x * 2.0**-4 for x in arrays] if largest > np.finfo(np.float64).max / 16 else [*arrays]
 
 
 def _norm(x: np.ndarray) -> float:

@@ -6,15 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from clipgrad._compare.hook import Sketches
 from clipgrad._compare.numbers import plain_row
 from clipgrad._compare.record import THE_LOSS
-from clipgrad._compare.recording import Recording, Table
+from clipgrad._compare.recording import Recording, recording_of
 from clipgrad._diagnose import DiagnosisSubject, subject
-from clipgrad._jaxpr import evaluate, opened, trace
-from clipgrad._program import active_variables
+from clipgrad._jaxpr import opened
 
 
 def recorded_loss(
@@ -27,35 +23,12 @@ def recorded_loss(
 ) -> Recording:
     """Trace a loss, and its gradient with sketches of values and cotangents."""
     own = subject(fun, args, kwargs, argnums, has_aux)
-    active = active_variables(own.program, own.chosen)
     paths = gradient_paths(own, argnums)
     names = [paths.get(i, name) for i, name in enumerate(own.names)]
     inputs = list(zip(names, own.inputs, strict=True))
-    is_tapped = lambda v: not v.in_while and v.variable in active  # noqa: E731
-    table = Table(own.program, inputs, with_arguments, is_tapped)
-    loss_row = plain_row("output", THE_LOSS, opened(own.program)[0].outvars[0].aval)
-    returned = [table.add_output(loss_row, 0)]
-    for i, path in paths.items():
-        row = plain_row("gradient", path, own.inputs[i])
-        returned.append(table.add(row, table.arguments[i]))
-    taps = table.taps()
-
-    def loss(moving: list, taps: dict, inputs: list) -> tuple:
-        every, hook = list(inputs), Sketches(taps=taps)
-        for i, x in zip(paths, moving, strict=True):
-            every[i] = x
-        (value,) = evaluate(own.program, every, hook)
-        return value, hook.noted()
-
-    def both(inputs: list, taps: dict) -> tuple:
-        run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (value, notes), (grads, cotangents) = run([inputs[i] for i in paths], taps, inputs)
-        return [value, *grads], notes, cotangents
-
-    given = own.inputs, taps
-    record = table.record(own.program, own.inputs)
-    recording = table.recording(record, trace(both, given, {}), given, returned)
-    return dataclasses.replace(recording, given=own)
+    loss = plain_row("output", THE_LOSS, opened(own.program)[0].outvars[0].aval)
+    found = recording_of(own.program, inputs, [loss], paths, with_arguments)
+    return dataclasses.replace(found, given=own)
 
 
 def gradient_paths(own: DiagnosisSubject, argnums: int | Sequence[int]) -> dict[int, str]:

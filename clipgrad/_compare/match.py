@@ -1,6 +1,7 @@
 """Rows that are the same in two records: by kind, name, shape, and order in time."""
 
 import collections
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from typing import NamedTuple
 from clipgrad._compare.judge import Judgment, judge_rows
 from clipgrad._compare.names import Renamed, same_leaves
 from clipgrad._compare.record import Instance, Record
+from clipgrad._compare.result import ComparisonFinding
 
 Group = tuple[str, str, tuple[int, ...]]
 NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)
@@ -35,24 +37,27 @@ class Pair(NamedTuple):
         return self.other if side else self.own
 
 
-class Alone(NamedTuple):
-    """An output or a gradient that was not compared: its path, and why."""
-
-    kind: str
-    path: str
-    text: str
-
-
 class Matching(NamedTuple):
-    """The pairs, judged; what was not compared, and texts of other rows without a partner."""
+    """The pairs, judged; findings of what was not compared, and texts of other rows left alone."""
 
     pairs: list[Pair]
-    alone: list[Alone]
+    alone: list[ComparisonFinding]
     unmatched: list[str]
 
 
-def match(a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | None) -> Matching:
-    """Match and judge the rows of two records.
+def alone(kind: str, path: str, text: str) -> ComparisonFinding:
+    """The finding of an output or a gradient that was not compared."""
+    return ComparisonFinding("grads" if kind == "gradient" else kind, text, path=path)
+
+
+def match(
+    a: Record,
+    b: Record,
+    names: Mapping[str, str] | None,
+    rtol: float | None,
+    with_arguments: bool,
+) -> Matching:
+    """Match and judge the rows of two records; arguments if they should be equal.
 
     As many values of the second record as of the first are matched one by one, in the order of
     time: n calls of a module with n steps of a scan.
@@ -60,43 +65,42 @@ def match(a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | N
     Raises:
       ValueError: an expression of ``names`` fits no value of the first record, or leads to none of
         the second.
-    """
+    """  # fmt: skip
     values, unmatched = _named_values(a, b, names)
-    pairs, alone = [*values, *_cotangents(a, b, values)], []
-    for kind in ("argument", "output", "gradient"):
+    pairs, found = [*values, *_cotangents(a, b, values)], []
+    for kind in ("argument", "output", "gradient")[not with_arguments :]:
         rows = a.of(kind), b.of(kind)
         paths = [[r.rows[i].name for i in of] for r, of in zip((a, b), rows, strict=True)]
         same = same_leaves(*paths)
-        found = [Pair(kind, (rows[0][i], ()), (rows[1][j], ())) for i, j in same.items()]
-        pairs += sorted(found, key=lambda p: a.rows[p.own[0]].time())
+        own = [Pair(kind, (rows[0][i], ()), (rows[1][j], ())) for i, j in same.items()]
+        pairs += sorted(own, key=lambda p: a.rows[p.own[0]].time())
         only = [(rows[0][i], a, "fun") for i in range(len(paths[0])) if i not in same]
         only += [(rows[1][j], b, "other") for j in range(len(paths[1])) if j not in same.values()]
-        if kind != "argument":
-            for i, record, where in only:
-                name, path = record.rows[i].label, record.rows[i].name
-                alone.append(Alone(kind, path, f"{kind} {name}, only in {where}"))
+        for i, record, where in only if kind != "argument" else ():
+            name, path = record.rows[i].label, record.rows[i].name
+            found.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
-    return Matching(judged, [*alone, *others], [*unmatched, *texts])
+    return Matching(judged, [*found, *others], [*unmatched, *texts])
 
 
 def _judged(
     a: Record, b: Record, pairs: list[Pair], rtol: float | None
-) -> tuple[list[Pair], list[Alone], list[str]]:
-    """The pairs with judgments; gradients of another shape; what is on other devices."""
-    found, alone, texts = [], [], {}
+) -> tuple[list[Pair], list[ComparisonFinding], list[str]]:
+    """The pairs with judgments; gradients of another shape; what differs between devices."""
+    found, others, texts = [], [], {}
     for p in pairs:
         row, its = a.rows[p.own[0]], b.rows[p.other[0]]
         if p.kind == "gradient" and row.shape != its.shape:
             shapes = f"{list(row.shape)} in fun, {list(its.shape)} in other"
             text = f"gradient {row.label}, of another shape: {shapes}"
-            alone.append(Alone(p.kind, row.name, text))
+            others.append(alone(p.kind, row.name, text))
             continue
         judgment = judge_rows(row, its, p.own[1], p.other[1], rtol)
         if judgment is not None:
             found.append(p._replace(judgment=judgment))
         elif p.kind == "value":
             texts[f"{row.view} {row.name}: not the same on each device, in one version"] = None
-    return found, alone, list(texts)
+    return found, others, list(texts)
 
 
 def _named_values(
@@ -120,11 +124,11 @@ def _named_values(
     return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1])), unmatched
 
 
-def instances_of(record: Record) -> list[Instance]:
-    """The values of a record at each step, in the order of time."""
+def instances_of(record: Record, kind: str = "value") -> list[Instance]:
+    """The rows of a kind at each step, in the order of time."""
     found = [
         (i, steps)
-        for i in record.of("value")
+        for i in record.of(kind)
         for steps in itertools.product(*map(range, record.rows[i].steps))
     ]
     return sorted(found, key=lambda at: record.rows[at[0]].time(at[1]))
@@ -132,12 +136,10 @@ def instances_of(record: Record) -> list[Instance]:
 
 def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
     groups: dict[Group, list[Instance]] = collections.defaultdict(list)
-    keys: dict[int, Group] = {}
-    for i in record.of("value"):
-        row = record.rows[i]
-        keys[i] = renamed(row.name), row.view, row.shape
+    name = functools.cache(renamed)
     for at in instances_of(record):
-        groups[keys[at[0]]].append(at)
+        row = record.rows[at[0]]
+        groups[name(row.name), row.view, row.shape].append(at)
     return groups
 
 
@@ -154,7 +156,3 @@ def _cotangents(a: Record, b: Record, values: list[Pair]) -> list[Pair]:
         for p in values
         if p.own[0] in rows[0] and p.other[0] in rows[1]
     ]
-
-
-def pairs_of(pairs: list[Pair], kind: str) -> list[Pair]:
-    return [p for p in pairs if p.kind == kind]

@@ -37,51 +37,44 @@ def plain_row(kind: str, name: str, x: Any, **more: Any) -> Row:
     return Row(kind, name, tuple(host.shape), str(host.dtype), **more)
 
 
-def sketched(host: Any, of_key: bool = False) -> tuple[np.ndarray | None, str]:
-    """The sketch of a host array, shape (1, 515), or None; of what is exact a hash of its values.
-
-    Integers and booleans of any width have the hash of the 64 bits that they stand for.
-    """
-    if not isinstance(host, np.ndarray) or host.dtype.kind not in "biufcV":
-        return None, digest(repr(host).encode())
-    if of_key:
-        return None, digest(np.ascontiguousarray(host).tobytes())
-    if holds_floats(host):
-        return host_sketch(widened_leaf(host))[None], ""
-    is_large = host.dtype == np.uint64 and bool(np.any(host >> np.uint64(63)))
-    whole = np.ascontiguousarray(host.astype(np.uint64 if is_large else np.int64))
-    return host_sketch(host)[None], digest(f"{is_large}".encode() + whole.tobytes())
-
-
 def with_numbers(row: Row, x: Any) -> Row:
-    """The row with the sketch and the hash of an array."""
-    row.sketch, row.exact = sketched(host_array(x), is_key(x))
+    """The row with an array and its sketch; of what is exact with a hash of its values.
+
+    Integers and booleans of any width have the hash of the 64 bits that they stand for. Keys and
+    what is no number have no sketch.
+    """
+    row.whole = host = host_array(x)
+    if not isinstance(host, np.ndarray) or host.dtype.kind not in "biufcV":
+        row.exact = digest(repr(host).encode())
+    elif is_key(x):
+        row.exact = digest(np.ascontiguousarray(host).tobytes())
+    elif holds_floats(host):
+        row.sketch = host_sketch(widened_leaf(host))[None]
+    else:
+        is_large = host.dtype == np.uint64 and bool(np.any(host >> np.uint64(63)))
+        whole = np.ascontiguousarray(host.astype(np.uint64 if is_large else np.int64))
+        row.sketch = host_sketch(host)[None]
+        row.exact = digest(f"{is_large}".encode() + whole.tobytes())
     return row
 
 
-def by_steps(x: np.ndarray, axes: list[tuple[bool, bool]]) -> np.ndarray:
-    """Sketches as (..., devices, 515), in the order of time.
+def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
+    """The sketches of a row, whose axes ``devices`` are over these, as (..., devices, 515).
 
-    Args:
-      x: shape (..., 515).
-      axes: for each whether it is of a scan, not of devices; and whether this is in reverse.
+    Its steps are in the order of time.
     """
-    order = sorted(range(len(axes)), key=lambda i: not axes[i][0])
-    scans = sum(is_scan for is_scan, _ in axes)
-    x = np.transpose(np.asarray(x, np.float64), (*order, len(axes)))
-    x = np.flip(x, tuple(i for i, own in enumerate(order[:scans]) if axes[own][1]))
-    return x.reshape(*x.shape[:scans], -1, LENGTH)
+    x = np.moveaxis(np.asarray(x, np.float64), devices, range(-1 - len(devices), -1))
+    lengths = [n for n in row.around if n]
+    x = np.flip(x, tuple(i for i, n in enumerate(lengths) if n < 0))
+    return x.reshape(*x.shape[: len(lengths)], -1, LENGTH)
 
 
 def with_one_copy(row: Row) -> None:
-    """Keep one copy of what is the same on every device that holds it."""
-    if row.sketch is None or row.sketch.shape[-2] == 1 or row.turned:
-        return
+    """Keep one copy of what is the same on every device that holds it, and of other values none."""
+    assert row.sketch is not None  # of a value
     flat = row.sketch.reshape(-1, *row.sketch.shape[-2:])
     used = np.any(flat, axis=(0, 2))
     first = int(np.argmax(used))
-    is_same = bool(np.all(flat[:, used] == flat[:, first : first + 1]))
-    # The cotangents of parts are summed later, also those that happen to be equal.
-    if used.sum() <= 1 or is_same and row.kind == "value":
-        row.sketch = row.sketch[..., first, :][..., None, :]
-        row.moved = None if row.moved is None else row.moved[..., first, :][..., None, :]
+    is_same = np.all(flat[:, used] == flat[:, first : first + 1])
+    one = lambda x: x[..., first, None, :] if is_same and x is not None else None  # noqa: E731
+    row.sketch, row.moved = one(row.sketch), one(row.moved)

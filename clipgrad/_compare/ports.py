@@ -2,24 +2,22 @@
 
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from clipgrad._compare.by_numbers import (
     FLOORS,
-    Candidates,
-    Equal,
-    EqualValues,
+    EqualRows,
+    judged,
     numbers_at,
     sketches_in_orders,
 )
 from clipgrad._compare.compare_records import result
 from clipgrad._compare.findings import MOST_NAMES, Sides, first
 from clipgrad._compare.judge import judge, judge_rows
-from clipgrad._compare.match import Alone, Matching, Pair
-from clipgrad._compare.record import ENTERS, TORCH, Graph, Record, Row
+from clipgrad._compare.match import Matching, Pair, alone
+from clipgrad._compare.record import ENTERS, TORCH, Graph, Record
 from clipgrad._compare.result import ComparisonFinding, GradientComparison
 from clipgrad._compare.sketches import NORM_AT
 from clipgrad._compare.slices import descends, made_from
@@ -30,146 +28,128 @@ MOST_SHOWN = 12
 
 def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComparison:
     """Compare a loss in JAX with one whose rows have other names."""
-    leaves = _PortLeaves(a, b, rtol)
-    values = EqualValues(a, b, rtol)
+    leaves, values = _Arguments(a, b), EqualRows(a, b, "value", rtol)
     (loss,), (its,) = a.of("output"), b.of("output")
     judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=FLOORS)
     assert judgment is not None  # of two scalars
     output = Pair("output", (loss, ()), (its, ()), judgment)
-    matched = _equal_pairs(values)
-    gradients = leaves.gradients()
+    matched, gradients = _equal_pairs(values), leaves.gradients(rtol)
     differs = judgment.differs or any(p.judgment.differs for p in gradients)
     found = _first_unequal(values, matched) if differs else None
     bad = [found] if found else []
     pairs = sorted([*matched, *bad], key=lambda p: a.rows[p.own[0]].time(p.own[1]))
     pairs += [output, *_equal_cotangents(values, matched), *gradients]
-    sides = Sides(a, b, Matching(pairs, leaves.alone(), _texts_alone(values, leaves)))
-    findings = first(sides, with_arguments=False)
+    sides = Sides(a, b, Matching(pairs, leaves.alone(gradients), _texts_alone(values, leaves)))
+    findings = first(sides)
     if found:
         findings = _with_other(findings, found, values)
     if found or judgment.differs:
         findings = [*_other_arguments(found or output, matched, leaves), *findings]
-    return result(sides, findings, with_arguments=False)
+    return result(sides, findings)
 
 
-class _PortLeaves:
-    """The arguments of a record, and for each those of another that are equal."""
+class _Arguments(EqualRows):
+    """The arguments of a record, and for each those of another that are equal.
 
-    def __init__(self, a: Record, b: Record, rtol: float | None) -> None:
-        self.a, self.b, self._rtol = a, b, rtol
-        self._others = b.of("argument")
-        rows = [b.rows[j] for j in self._others]
-        candidates = Candidates(rows, [sketches_in_orders(row) for row in rows])
-        self.equal: dict[int, list[Equal]] = {}
-        self.permuted: dict[int, list[int]] = {}
-        for i in a.of("argument"):
-            self.equal[i], self.permuted[i] = [], []
-            if known := numbers_at(a.rows[i], ()):
-                self.equal[i] = candidates.equal(a.rows[i], *known, None)
-                self.permuted[i] = [] if self.equal[i] else candidates.permuted(a.rows[i], known[0])
-        found = {each.at for every in self.equal.values() for each in every}
-        found |= {at for every in self.permuted.values() for at in every}
-        self._names = names = [row.name for row in rows]
-        self.covered = {name for at in found for name in _covers(rows[at].name, names)}
-        self._unequal = [row for at, row in enumerate(rows) if at not in found]
+    Attributes:
+      numbers: the number of each argument among them, by its row.
+      found: those of the first that are equal to one of the second, or have its numbers.
+    """
 
-    def gradients(self) -> list[Pair]:
+    def __init__(self, a: Record, b: Record) -> None:
+        super().__init__(a, b, "argument", None)
+        self.where = "torch" if b.framework == TORCH else "other"
+        self._permuted = [self.permuted(i) for i in range(len(self.own))]
+        self.numbers = {row: i for i, (row, _) in enumerate(self.own)}
+        found = {self.others[j][0] for j in (*self.covered, *sum(self._permuted, []))}
+        arguments = {row for row, _ in self.others}
+        self._wholes: dict[int, set[int]] = {}  # of stacks, sums and parts of other arguments
+        for source, target, *_ in b.edges:
+            if target in arguments:
+                self._wholes.setdefault(target, set()).add(source)
+        self._covered = {whole for row in found for whole in self._wholes.get(row, {row})}
+        self._unequal = arguments - found
+
+    def is_known(self, i: int) -> bool:
+        """Whether an argument is equal to one, or has its numbers in another order."""
+        return bool(self.equal[i] or self._permuted[i])
+
+    def gradients(self, rtol: float | None) -> list[Pair]:
         """Each gradient beside that of an equal parameter, in the same order of axes.
 
         Of several equal parameters, such as biases of zeros, it is the one with the nearest. Where
         a parameter is permuted, the norms of the gradients are compared.
         """
-        grads = {self.b.rows[i].node: i for i in self.b.of("gradient")}
+        grads = {self.b.rows[j].node: j for j in self.b.of("gradient")}
         found = []
         for i in self.a.of("gradient"):
-            node = self.a.rows[i].node
-            places = [(each.at, each.order) for each in self.equal[node]]
-            places += [(at, None) for at in self.permuted[node]]
-            of = ((grads.get(self._others[at]), order) for at, order in places)
-            pairs = [self._gradient(i, j, order) for j, order in of if j is not None]
+            at = self.numbers[self.a.rows[i].node]
+            places = [(each.at, each.order) for each in self.equal[at]]
+            places += [(j, None) for j in self._permuted[at]]
+            of = ((grads.get(self.others[j][0]), order) for j, order in places)
+            pairs = [self._gradient(i, j, order, rtol) for j, order in of if j is not None]
             key = lambda p: (p.judgment.differs, p.judgment.difference)  # noqa: E731
             found += [min(pairs, key=key)] if pairs else []
         return found
 
-    def _gradient(self, i: int, j: int, order: int | None) -> Pair:
+    def _gradient(self, i: int, j: int, order: int | None, rtol: float | None) -> Pair:
         row, its = self.a.rows[i], self.b.rows[j]
-        known = numbers_at(row, ())
+        known, sketches = numbers_at(row), sketches_in_orders(its)
         assert known is not None  # a gradient is one array
-        candidates = Candidates([its], [sketches_in_orders(its)])
         if order is None:
-            own, other = (x[NORM_AT : NORM_AT + 1] for x in (known[0], candidates.sketches[0][0]))
+            own, other = (x[NORM_AT : NORM_AT + 1] for x in (known[0], sketches[0]))
             moved = FLOORS * np.array([np.linalg.norm(known[1][:NORM_AT])])
-            judgment = judge(own, other, moved, max(row.eps, its.eps), self._rtol)
+            judgment = judge(own, other, moved, max(row.eps, its.eps), rtol)
         else:
-            judgment = candidates.judged(row, *known, 0, order, self._rtol)
+            judgment = judged(row, known, its, sketches[order], rtol)
         return Pair("gradient", (i, ()), (j, ()), judgment, order)
 
-    def alone(self) -> list[Alone]:
+    def alone(self, gradients: Sequence[Pair]) -> list[ComparisonFinding]:
         """The gradients that were not compared; of a buffer of torch there is none to compare."""
-        compared = {p.own[0] for p in self.gradients()}
-        found = []
-        for i in self.a.of("gradient"):
-            row = self.a.rows[i]
-            is_known = self.equal[row.node] or self.permuted[row.node]
-            if i not in compared and not is_known:
-                found.append(Alone("gradient", row.name, f"gradient {row.label}, only in JAX"))
-        where = "torch" if self.b.framework == TORCH else "other"
-        for i in self.b.of("gradient"):
-            name = self.b.rows[i].name
-            if self._is_whole(name) and name not in self.covered:
-                found.append(Alone("gradient", name, f"gradient {name}, only in {where}"))
-        return found
+        compared, rows = {p.own[0] for p in gradients}, self.a.rows
+        only = [
+            ("JAX", rows[i].label, rows[i].name)
+            for i in self.a.of("gradient")
+            if i not in compared and not self.is_known(self.numbers[rows[i].node])
+        ]
+        left, others = self.left_whole(), (self.b.rows[j] for j in self.b.of("gradient"))
+        only += [(self.where, row.name, row.name) for row in others if row.node in left]
+        return [
+            alone("gradient", path, f"gradient {name}, only in {where}")
+            for where, name, path in only
+        ]
 
-    def left(self) -> list[Row]:
-        """The whole arguments of the other record that none is equal to."""
-        rows = [self.b.rows[j] for j in self._others]
-        return [r for r in rows if self._is_whole(r.name) and r.name not in self.covered]
+    def left_whole(self) -> list[int]:
+        """The rows of the other record's whole arguments that none is equal to."""
+        rows = [row for row, _ in self.others]
+        return [row for row in rows if row not in self._wholes and row not in self._covered]
 
     def text(self, i: int) -> str:
         """The text of an argument without an equal, if the other record has one as large."""
-        row = self.a.rows[i]
-        if self.permuted[i]:
-            its = self.b.rows[self._others[self.permuted[i][0]]]
-            return f"{row.label} is not {its.name}, but has the same numbers in another order"
-        left = [*self.left(), *(its for its in self._unequal if self._is_left(its.name))]
-        same = [its.name for its in left if its.size == row.size]
-        return f"{row.label} is not {' or '.join(same[:2])}" if same else ""
+        label, size = self.row(i).label, self.row(i).size
+        if self._permuted[i]:
+            name = self.other(self._permuted[i][0]).name
+            return f"{label} is not {name}, but has the same numbers in another order"
+        left = [*self.left_whole(), *filter(self._is_left, self._wholes)]
+        same = [self.b.rows[row].name for row in left if self.b.rows[row].size == size]
+        return f"{label} is not {' or '.join(same[:2])}" if same else ""
 
-    def _is_left(self, name: str) -> bool:
-        """Whether an array of parts is left: a part of one with equal parts, or a whole stack."""
-        is_covered = self.covered.issuperset(_covers(name, self._names))
-        is_part = re.fullmatch(r"[^*+]*\[[^*+]*", name) and not name.startswith("args[")
-        return bool(is_part and is_covered or re.fullmatch(r"[^\[+]*\*[^\[+]*", name))
-
-    def _is_whole(self, name: str) -> bool:
-        return (
-            self.b.framework != TORCH or name.startswith("args[") or not re.search(r"[*\[+]", name)
-        )
+    def _is_left(self, row: int) -> bool:
+        """Whether an array is left: a stack, or a part of one that has equal parts."""
+        wholes, is_stack = self._wholes[row], self.b.rows[row].turned == "stack"
+        return row in self._unequal and (is_stack or len(wholes) == 1 and wholes <= self._covered)
 
 
-def _covers(name: str, every: Sequence[str]) -> list[str]:
-    """The names of the whole parameters that an array is, stacks, sums or is a part of."""
-    if name.startswith("args["):
-        return [name]
-    module = name.split("+")[0].rpartition(".")[0]
-    found = []
-    for i, own in enumerate(name.split("[")[0].split("+")):
-        whole = f"{module}.{own}" if i and module else own
-        pattern = re.compile(re.escape(whole).replace(r"\*", r"\d+"))
-        found += [other for other in every if pattern.fullmatch(other)]
-    return found
+def _equal_pairs(values: EqualRows) -> list[Pair]:
+    found = [(values.partner(i), own) for i, own in enumerate(values.own)]
+    return [
+        Pair("value", own, values.others[equal.at], equal.judgment, equal.order)
+        for equal, own in found
+        if equal is not None
+    ]
 
 
-def _equal_pairs(values: EqualValues) -> list[Pair]:
-    found = []
-    for i, own in enumerate(values.own):
-        if (equal := values.partner(i)) is not None:
-            other = values.instance(equal.at)
-            found.append(Pair("value", own, other, equal.judgment, equal.order))
-    return found
-
-
-def _equal_cotangents(values: EqualValues, matched: Sequence[Pair]) -> list[Pair]:
+def _equal_cotangents(values: EqualRows, matched: Sequence[Pair]) -> list[Pair]:
     """The cotangents of values that agree; of what enters it depends on what else uses it."""
     a, b = values.a, values.b
     own, theirs = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
@@ -180,89 +160,82 @@ def _equal_cotangents(values: EqualValues, matched: Sequence[Pair]) -> list[Pair
         if i is None or j is None or ENTERS in views:
             continue
         known = numbers_at(a.rows[i], p.own[1])
-        its = Candidates([b.rows[j]], [sketches_in_orders(b.rows[j], p.other[1])])
-        if known and p.order is not None and p.order < len(its.sketches[0]):
-            judgment = its.judged(a.rows[i], *known, 0, p.order, values.rtol)
+        sketches = sketches_in_orders(b.rows[j], p.other[1])
+        if known and p.order is not None and p.order < len(sketches):
+            judgment = judged(a.rows[i], known, b.rows[j], sketches[p.order], values.rtol)
             found.append(Pair("cotangent", (i, p.own[1]), (j, p.other[1]), judgment, p.order))
     return found
 
 
-def _first_unequal(values: EqualValues, matched: Sequence[Pair]) -> Pair | None:
+def _first_unequal(values: EqualRows, matched: Sequence[Pair]) -> Pair | None:
     """The first value without an equal that the loss, and no value that agrees, is computed from.
 
     The other record must have a value as large that is left. What agrees is computed from another
     value only if the other framework cuts its modules otherwise.
     """
-    graph = Graph(values.a)
+    graph, after = Graph(values.a), -1
     ends = {p.own for p in matched if p.judgment.difference <= p.judgment.tolerance / 2}
     (loss,) = values.a.of("output")
-    partners, after = {p.own: p for p in matched}, -1
     for i, own in enumerate(values.own):
-        if own in partners:
-            after = values.partner(i).at  # pyright: ignore[reportOptionalMemberAccess]
-        elif (known := values.known[i]) and values.a.rows[own[0]].view != ENTERS:
-            j = values.left(i, after)
-            if j is None or descends(graph, own, ends) or not descends(graph, own, {(loss, ())}):
+        if equal := values.partner(i):
+            after = equal.at
+        elif values.row(i).view != ENTERS and (near := values.left(i, after)):
+            if descends(graph, own, ends) or not descends(graph, own, {(loss, ())}):
                 continue
-            near = values.candidates.nearest(values.a.rows[own[0]], *known, j)
             if near.judgment.differs:
-                return Pair("value", own, values.instance(j), near.judgment, near.order)
+                return Pair("value", own, values.others[near.at], near.judgment, near.order)
     return None
 
 
 def _with_other(
-    findings: list[ComparisonFinding], pair: Pair, values: EqualValues
+    findings: list[ComparisonFinding], pair: Pair, values: EqualRows
 ) -> list[ComparisonFinding]:
     """The findings, of which the value has its place in the other record."""
-    at = next((i for i, f in enumerate(findings) if f.kind == "value"), None)
-    if at is None:
-        return findings
     row, its = values.a.rows[pair.own[0]], values.b.rows[pair.other[0]]
-    finding, text = findings[at], findings[at].message
+    text = ""
     if values.b.framework == TORCH:
         verb = "enters" if its.view == ENTERS else "leaves"
         text += f"; in torch it {verb} {its.name or 'the model'} ({its.owner}"
         text += f", {os.path.basename(its.line)})" if its.line else ")"
     if row.shape != its.shape:
         text += f", of shape {list(its.shape)} beside {list(row.shape)}"
-    findings[at] = dataclasses.replace(finding, message=text)
-    return findings
+    return [
+        dataclasses.replace(f, message=f.message + text) if f.kind == "value" else f
+        for f in findings
+    ]
 
 
 def _other_arguments(
-    pair: Pair, agreeing: Sequence[Pair], leaves: _PortLeaves
+    pair: Pair, agreeing: Sequence[Pair], leaves: _Arguments
 ) -> list[ComparisonFinding]:
     """The finding of arguments without an equal that the first value that differs is made from.
 
     Where the other record has an array as large that is left.
     """
-    a = leaves.a
-    (own,) = made_from(pair, agreeing, [Graph(a)], with_all=True)
+    (own,) = made_from(pair, agreeing, [Graph(leaves.a)], with_all=True)
     sources = dict.fromkeys(to[0] for _, _, to in own.steps)
-    bad = [i for i in sources if a.rows[i].kind == "argument" and not leaves.equal[i]]
-    texts = {a.rows[i].name: leaves.text(i) for i in bad if leaves.text(i)}
+    bad = [i for row in sources if (i := leaves.numbers.get(row)) is not None]
+    bad = [i for i in bad if not leaves.equal[i]]
+    texts = {leaves.row(i).name: leaves.text(i) for i in bad if leaves.text(i)}
     if not texts:
         return []
     text = f"{len(texts)} of the arguments differ: {first_few([*texts.values()], MOST_NAMES)}"
     return [ComparisonFinding("argument", text, path=next(iter(texts)))]
 
 
-def _texts_alone(values: EqualValues, leaves: _PortLeaves) -> list[str]:
+def _texts_alone(values: EqualRows, leaves: _Arguments) -> list[str]:
     """Texts of the values and arrays that only one of the records has."""
-    a, b = values.a, values.b
-    where = "torch" if b.framework == TORCH else "other"
-    equal = {
-        a.rows[i].name for (i, _), found in zip(values.own, values.equal, strict=True) if found
-    }
-    covered = {values.candidates.rows[j].name for j in values.covered}
-    names = "JAX", [a.rows[i].name for i, _ in values.own], equal
-    others = where, [row.name for row in values.candidates.rows], covered
+    own = {values.row(i).name: None for i in range(len(values.own))}
+    theirs = {values.other(j).name: None for j in range(len(values.others))}
+    equal = {values.row(i).name for i, found in enumerate(values.equal) if found}
+    covered = {values.other(j).name for j in values.covered}
     found = []
-    for side, every, known in (names, others):
-        if alone := [name for name in dict.fromkeys(every) if name and name not in known]:
-            found.append(f"values only in {side}: {first_few(alone, MOST_SHOWN)}")
-    ours = [f"{a.rows[i].label} {list(a.rows[i].shape)}" for i, e in leaves.equal.items() if not e]
-    theirs = [f"{row.name} {list(row.shape)}" for row in leaves.left()]
-    for side, alone in (("JAX", ours), (where, theirs)):
-        found += [f"arrays only in {side}: {', '.join(alone)}"] if alone else []
+    for side, names, known in (("JAX", own, equal), (leaves.where, theirs, covered)):
+        if left := [name for name in names if name and name not in known]:
+            found.append(f"values only in {side}: {first_few(left, MOST_SHOWN)}")
+    ours = [leaves.row(i) for i, equal in enumerate(leaves.equal) if not equal]
+    others = [leaves.b.rows[row] for row in leaves.left_whole()]
+    for side, rows in (("JAX", ours), (leaves.where, others)):
+        texts = [f"{row.label} {list(row.shape)}" for row in rows]
+        found += [f"arrays only in {side}: {', '.join(texts)}"] if texts else []
     return found

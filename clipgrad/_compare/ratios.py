@@ -15,21 +15,17 @@ def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
     Source: the least squares fit, :math:`r = \langle b, a\rangle / \lVert b\rVert^2`.
     """
     a, b = np.ravel(own), np.ravel(other)
-    if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b))):
+    scale = max(np.max(np.abs(x), initial=0) for x in (a, b))
+    if not np.isfinite(scale) or not np.any(a):
         return None
-    scales = [float(np.max(np.abs(x), initial=0)) for x in (a, b)]
-    if not all(scales):
+    a, b = a / scale, b / scale  # squares do not overflow
+    square = np.vdot(b, b)
+    factor = float(np.vdot(b, a) / square) if square else math.inf
+    if not math.isfinite(factor):
         return None
-    a, b = a / scales[0], b / scales[1]  # squares of what is left neither over- nor underflow
-    found = float(np.vdot(b, a) / np.vdot(b, b))
-    left = np.linalg.norm(a - found * b)
-    most = max(CLOSE, tolerance) * np.linalg.norm(a)
-    parts = [scale / max(scales) for scale in scales]
-    difference = np.linalg.norm(a * parts[0] - b * parts[1])
-    if left > most or left * parts[0] > EXPLAINED * difference:
-        return None
-    factor = found * (scales[0] / scales[1])
-    return factor if math.isfinite(factor) else None
+    left = np.linalg.norm(a - factor * b)
+    is_close = left <= max(CLOSE, tolerance) * np.linalg.norm(a)
+    return factor if is_close and left <= EXPLAINED * np.linalg.norm(a - b) else None
 
 
 def factor_text(factor: float, devices: tuple[int, ...]) -> str:

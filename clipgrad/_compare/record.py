@@ -1,13 +1,14 @@
 """The record of a run: a table of the arrays that were seen, and the edges between them."""
 
+import collections
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-FIRST_STEP, NEXT_STEP, LAST_STEP = "first", "next", "last"
 ENTERS = "enters"  # the view of a value that enters a module
 THE_LOSS = "the loss"
 JAX, TORCH = "jax", "torch"
@@ -38,8 +39,8 @@ class Row:
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
         first axis.
       exact: a hash of the values of integers, keys and text; "" for floating numbers.
-      sketch: shape (..., copies, 515), steps first; a copy is a device or an order of axes. None
-        for keys and text, and where no numbers are known.
+      sketch: shape (..., orders, 515), steps first. None for keys and text, and where no numbers
+        are known, as of what is not the same on each device.
       moved: how far rounding moves the sketch; None where this was not measured.
       whole: the numbers on the host, for other orders of axes; not in a file.
     """
@@ -103,16 +104,17 @@ class Edge(NamedTuple):
     """From a row to a row that is computed from it without a row between.
 
     Attributes:
-      source, target: the rows.
-      when: for depths of scans: ("first", d), to the first step of a scan around the target;
-        ("next", d), from a step to the next; ("last", d), from the last step.
+      source, target: the rows; of an array made of parameters of torch, such as a stack, its parts
+        and itself.
+      carried: the depths of scans that carry it on: to the next step of a scan around both, or from
+        the last step of one around the source alone.
       scopes: the numbers of the scopes of the operations on the way.
     """
 
     source: int
     target: int
-    when: tuple[tuple[str, int], ...]
-    scopes: tuple[int, ...]
+    carried: tuple[int, ...] = ()
+    scopes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -129,13 +131,19 @@ class Record:
       notes: what else there is to know of the run.
     """
 
-    rows: list[Row]
+    rows: list[Row] = dataclasses.field(default_factory=list)
     edges: list[Edge] = dataclasses.field(default_factory=list)
     scopes: list[str] = dataclasses.field(default_factory=list)
     framework: str = JAX
     devices: tuple[int, ...] = ()
     circumstances: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, row: Row, node: int | None = None) -> int:
+        """Add a row, with the number of its value or argument if it has one; return its own."""
+        self.rows.append(row)
+        row.node = len(self.rows) - 1 if node is None else node
+        return len(self.rows) - 1
 
     def of(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
@@ -151,59 +159,46 @@ class Graph:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self._into: dict[int, list[tuple[Edge, int]]] = {}
-        self._out_of: dict[int, list[tuple[Edge, int]]] = {}
+        self._into: dict[int, list[Edge]] = collections.defaultdict(list)
+        self._out_of: dict[int, list[Edge]] = collections.defaultdict(list)
         for edge in record.edges:
-            known = edge, self._shared(edge)
-            self._into.setdefault(edge.target, []).append(known)
-            self._out_of.setdefault(edge.source, []).append(known)
+            self._into[edge.target].append(edge)
+            self._out_of[edge.source].append(edge)
 
     def node(self, at: Instance) -> Instance:
         return self.record.rows[at[0]].node, at[1]
 
     def before(self, at: Instance) -> list[tuple[Edge, Instance]]:
         """The instances that one is computed from; of all steps of a scan the last stands there."""
-        row, found = self.record.rows, []
-        for edge, shared in self._into.get(at[0], []):
-            steps = list(at[1])
-            starts = [d for what, d in edge.when if what == FIRST_STEP]
-            if any(steps[d] for d in starts if shared <= d < len(steps)):
-                continue  # it reaches the first step alone
-            if _goes_on(steps, edge, shared, -1, row[edge.source].steps):
-                lengths = row[edge.source].steps[shared:]
-                source = (*steps[:shared], *(n - 1 for n in lengths))
-                found.append((edge, (edge.source, source)))
-        return found
+        return self._followed(at, -1)
 
     def after(self, at: Instance) -> list[tuple[Edge, Instance]]:
         """The instances that are computed from one; of all steps the first stands there."""
-        rows, found = self.record.rows, []
-        for edge, shared in self._out_of.get(at[0], []):
-            steps, lengths = list(at[1]), rows[edge.source].steps
-            ends = [d for what, d in edge.when if what == LAST_STEP]
-            if any(steps[d] != lengths[d] - 1 for d in ends if shared <= d < len(steps)):
-                continue
-            if _goes_on(steps, edge, shared, 1, rows[edge.target].steps):
-                target = (*steps[:shared], *(0 for _ in rows[edge.target].steps[shared:]))
-                found.append((edge, (edge.target, target)))
+        return self._followed(at, 1)
+
+    def _followed(self, at: Instance, way: int) -> list[tuple[Edge, Instance]]:
+        found = []
+        for edge in (self._into if way < 0 else self._out_of)[at[0]]:
+            end = edge.source if way < 0 else edge.target
+            if (steps := self._moved(edge, at[1], way)) is not None:
+                lengths = self.record.rows[end].steps[len(steps) :]
+                rest = (n - 1 if way < 0 else 0 for n in lengths)
+                found.append((edge, (end, (*steps, *rest))))
         return found
 
-    def _shared(self, edge: Edge) -> int:
+    def _moved(self, edge: Edge, steps: tuple[int, ...], way: int) -> list[int] | None:
+        """The steps of the scans around both ends, at the other one; None if it is not reached."""
+        shared, lengths = self.shared(edge), self.record.rows[edge.source].steps
+        left = [d for d in edge.carried if d >= shared]
+        if way > 0 and any(steps[d] != lengths[d] - 1 for d in left):
+            return None
+        found = [at + way * (d in edge.carried) for d, at in enumerate(steps[:shared])]
+        is_there = all(0 <= at < n for at, n in zip(found, lengths, strict=False))
+        return found if is_there else None
+
+    def shared(self, edge: Edge) -> int:
         """The number of scans around both ends."""
         source, target = self.record.rows[edge.source], self.record.rows[edge.target]
         pairs = zip(source.position[:-3:2], target.position[:-3:2], source.around, strict=False)
-        shared = 0
-        for own, other, steps in pairs:
-            if own != other:
-                break
-            shared += bool(steps)
-        return shared
-
-
-def _goes_on(steps: list[int], edge: Edge, shared: int, way: int, lengths: Any) -> bool:
-    """Go to the next step, or the one before, where an edge does; whether there is one."""
-    for d in (d for what, d in edge.when if what == NEXT_STEP and d < shared):
-        steps[d] += way
-        if not 0 <= steps[d] < lengths[d]:
-            return False
-    return True
+        same = itertools.takewhile(lambda own: own[0] == own[1], pairs)
+        return sum(bool(steps) for *_, steps in same)

@@ -5,22 +5,18 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from clipgrad._compare.edges import Walk
-from clipgrad._compare.hook import seen_values
+from clipgrad._compare.hook import Sketches, seen_values
 from clipgrad._compare.judge import RUNS, floor_of
 from clipgrad._compare.numbers import (
     by_steps,
-    host_array,
-    is_key,
     plain_row,
-    sketched,
     with_numbers,
     with_one_copy,
 )
@@ -37,18 +33,18 @@ from clipgrad._jaxpr import (
     Hook,
     Traced,
     Widen,
-    device_count,
-    dtype_of,
     equations,
     evaluate,
     jit_by_size,
     on_host,
     opened,
+    trace,
 )
 from clipgrad._names import Place
-from clipgrad._program import rounded
+from clipgrad._program import active_variables, rounded
+from clipgrad._values import NamedValue
 
-Numbers = dict[int, np.ndarray]  # the sketches of rows
+MEASURED = "value", "cotangent", "output", "gradient"  # the kinds of rows that rounding moves
 
 
 @dataclasses.dataclass
@@ -61,8 +57,7 @@ class Recording:
         positions.
       leaves: the inputs of the traced program.
       returned: the rows of the arrays that it returns.
-      sketched: for values and for cotangents the row of each position.
-      axes: of each position the axes before a sketch; see `by_steps`.
+      devices: the axes of a sketch that are over devices, by the row of the value.
       given: the loss, if it is one.
     """
 
@@ -70,8 +65,7 @@ class Recording:
     traced: Traced
     leaves: list[Any]
     returned: list[int]
-    sketched: tuple[dict[Any, int], dict[Any, int]]
-    axes: dict[Any, list[tuple[bool, bool]]]
+    devices: dict[int, tuple[int, ...]]
     given: DiagnosisSubject | None = None
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
@@ -81,16 +75,11 @@ class Recording:
         how far rounding moves the numbers: in eight runs of one compiled program.
         """
         run = self._compiled if dtype is None else self._jitted(Widen(dtype))
-        found, hashes, whole = self._numbers(self._called(run))
-        rows = [dataclasses.replace(row) for row in self.record.rows]
-        for i in {*found, *hashes}:
-            rows[i].sketch, rows[i].exact = found.get(i), hashes.get(i, "")
-            rows[i].whole = whole.get(i) if self.record.is_loss else None
-        record = dataclasses.replace(self.record, rows=rows)
+        record = dataclasses.replace(self.record, rows=self._rows(self._called(run)))
         if floor:
-            self.measure(record, found)
-        for row in rows:
-            with_one_copy(row)
+            self.measure(record)
+        for i in self.devices:
+            with_one_copy(record.rows[i])
         return record
 
     def _called(self, run: Callable[[list], list]) -> list:
@@ -105,14 +94,14 @@ class Recording:
                 f"{finding.message}; clipgrad.diagnose follows its operands back"
             ) from error
 
-    def measure(self, record: Record, own: Numbers | None = None) -> None:
-        """Add how far rounding moves numbers of a record to it; by default those of arrays."""
+    def measure(self, record: Record, kinds: Sequence[str] = MEASURED) -> None:
+        """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
-        if own is None:
-            own = {i: x for i in self.returned if (x := rows[i].sketch) is not None}
         run = jit_by_size(program)(lambda leaves, seed: rounded(program, leaves, seed))
-        runs = (self._numbers(run(self.leaves, jnp.uint32(i)))[0] for i in range(1, 1 + RUNS))
-        for i, x in floor_of(own, runs).items():
+        runs = (self._rows(run(self.leaves, jnp.uint32(i))) for i in range(1, 1 + RUNS))
+        chosen = [i for kind in kinds for i in record.of(kind) if rows[i].sketch is not None]
+        own = {i: rows[i].sketch for i in chosen}
+        for i, x in floor_of(own, ({i: own[i].sketch for i in chosen} for own in runs)).items():
             rows[i].moved = x
 
     @functools.cached_property
@@ -125,96 +114,103 @@ class Recording:
             lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
         )
 
-    def _numbers(self, outputs: Sequence) -> tuple[Numbers, dict[int, str], dict[int, Any]]:
-        """The sketches of rows, the hashes of those that are exact, and arrays on the host."""
+    def _rows(self, outputs: Sequence) -> list[Row]:
+        """The rows with the numbers of a run; of a loss with the arrays themselves, too."""
         results, *notes = self.traced.result(outputs)
-        found, hashes = {}, {}
-        whole = {i: host_array(x) for i, x in zip(self.returned, results, strict=True)}
+        rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in zip(self.returned, results, strict=True):
-            own, text = sketched(whole[i], is_key(x))
-            found |= {} if own is None else {i: own}
-            hashes |= {i: text} if text else {}
-        for rows, own in zip(self.sketched, notes, strict=True):
-            for position, x in on_host({k: own[k] for k in rows}).items():
-                found[rows[position]] = by_steps(x, self.axes[position])
-        return found, hashes, whole
+            with_numbers(rows[i], x)
+            if not self.record.is_loss:
+                rows[i].whole = None
+        for kind, own in zip(("value", "cotangent"), on_host(notes), strict=True):
+            for i in self.record.of(kind):
+                x = own[rows[i].position]
+                rows[i].sketch = by_steps(x, rows[i], self.devices.get(i, ()))
+        return rows
 
 
-class Table:
-    """The rows of a program, and the edges between them.
+def recording_of(
+    program: Any,
+    inputs: Sequence[tuple[str, Any]],
+    outputs: Sequence[Row],
+    gradients: Mapping[int, str],
+    with_arguments: bool,
+) -> Recording:
+    """The recording of a program.
 
     Args:
       program: the program.
       inputs: its inputs, with their names.
-      with_arguments: whether the numbers of the arguments are recorded.
-      taps: whether a value has a cotangent that can be reached.
+      outputs: the rows of its outputs, without their places.
+      gradients: the paths of the gradients of its first output, by the numbers of inputs.
+      with_arguments: whether the numbers of the inputs are recorded.
     """
-
-    def __init__(
-        self, program: Any, inputs: Sequence[tuple[str, Any]], with_arguments: bool,
-        taps: Callable[[Any], bool] = lambda value: False,
-    ) -> None:  # fmt: skip
-        self.rows: list[Row] = []
-        self.seen = seen_values(program)
-        self._jaxpr = opened(program)[0]
-        self.arguments = [self.add(plain_row("argument", name, x)) for name, x in inputs]
-        for i, (_, x) in zip(self.arguments, inputs, strict=True):
-            if with_arguments:
-                self.rows[i] = with_numbers(self.rows[i], x)
-                self.rows[i].whole = x
-        places, self.values = collections.defaultdict(list), {}
-        for v in self.seen:
-            self.values[v.position] = row = self.add(_value_row("value", v))
-            places[v.position[:-1]].append(row)
-        self.cotangents = {
-            v.position: self.add(_value_row("cotangent", v), self.values[v.position])
-            for v in self.seen
-            if taps(v)
-        }
-        self.walk = Walk(program, self.arguments, places, self.rows)
-
-    def add(self, row: Row, node: int | None = None) -> int:
-        self.rows.append(row)
-        row.node = len(self.rows) - 1 if node is None else node
-        return len(self.rows) - 1
-
-    def add_output(self, row: Row, result: int) -> int:
-        """Add a row for a result of the program."""
-        variable = self._jaxpr.outvars[result]
-        makers = (e for e in self._jaxpr.eqns if any(v is variable for v in e.outvars))
-        row.line = _line_of(next(map(Place, makers), None))
-        row.position = (self.walk.ages[result], 0, 0)
-        number = self.add(row)
-        self.walk.lead(self.walk.results[result], number)
-        return number
-
-    def taps(self) -> dict[Any, jax.Array]:
-        """Zeros for each cotangent, whose own cotangents are sketches."""
-        return {
-            v.position: jnp.zeros((*_sketch_axes(v)[0], LENGTH), sketch_dtype(dtype_of(v.variable)))
-            for v in self.seen
-            if v.position in self.cotangents
-        }
-
-    def record(self, program: Any, inputs: Sequence[Any], notes: Sequence[str] = ()) -> Record:
-        edges, scopes = self.walk.edges()
-        more = {"devices": device_counts(inputs, program), "circumstances": circumstances()}
-        return Record(self.rows, edges, scopes, notes=list(notes), **more)
-
-    def recording(self, record: Record, traced: Traced, given: Any, returned: list) -> Recording:
-        axes = {v.position: _sketch_axes(v)[1] for v in self.seen}
-        rows = self.values, self.cotangents
-        return Recording(record, traced, jax.tree.leaves(given), returned, rows, axes)
+    arrays = [x for _, x in inputs]
+    record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
+    for name, x in inputs:
+        row = plain_row("argument", name, x)
+        if with_arguments:
+            with_numbers(row, x).whole = x
+        record.add(row)
+    active = active_variables(program, gradients) if gradients else frozenset()
+    places, devices = collections.defaultdict(list), {}
+    for v in seen_values(program):
+        at = record.add(_value_row("value", v))
+        places[v.position[:-1]].append(at)
+        if over := _axes_of_devices(v):
+            devices[at] = over
+        elif v.variable in active and not v.in_while:
+            record.add(_value_row("cotangent", v), at)
+    walk = Walk(program, range(len(inputs)), places, record.rows)
+    returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(outputs)]
+    for i, path in gradients.items():
+        returned.append(record.add(plain_row("gradient", path, arrays[i]), i))
+    record.edges, record.scopes = walk.edges()
+    cotangents = (record.rows[i] for i in record.of("cotangent"))
+    taps = {r.position: jnp.zeros((*r.steps, LENGTH), sketch_dtype(r.dtype)) for r in cotangents}
+    traced = trace(functools.partial(_evaluated, program, [*gradients]), (arrays, taps), {})
+    return Recording(record, traced, jax.tree.leaves((arrays, taps)), returned, devices)
 
 
-def _value_row(kind: str, v: Any) -> Row:
-    aval, around = v.variable.aval, []
+def _evaluated(program: Any, moving: Sequence[int], inputs: list, taps: dict) -> tuple:
+    """The outputs, the gradients of the first one, and the sketches of values and cotangents."""
+
+    def outputs(moved: dict, taps: dict) -> tuple:
+        hook = Sketches(taps=taps)
+        found = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
+        return found, hook.noted()
+
+    if not moving:
+        return *outputs({}, {}), {}
+    moved = {i: inputs[i] for i in moving}
+    (loss,), pull_back, notes = jax.vjp(outputs, moved, taps, has_aux=True)
+    grads, cotangents = pull_back([jnp.ones_like(loss)])
+    return [loss, *(grads[i] for i in moving)], notes, cotangents
+
+
+def _with_output(record: Record, walk: Walk, program: Any, number: int, row: Row) -> int:
+    """Add the row of an output of the program, with its line and its age."""
+    jaxpr = opened(program)[0]
+    makers = (e for e in jaxpr.eqns if any(v is jaxpr.outvars[number] for v in e.outvars))
+    row.line, row.position = _line_of(next(map(Place, makers), None)), (walk.ages[number], 0, 0)
+    at = record.add(row)
+    walk.lead(walk.results[number], at)
+    return at
+
+
+def _value_row(kind: str, v: NamedValue) -> Row:
+    around = []
     for e in reversed(v.place.chain[1:]):
         length = e.params["length"] if e.primitive.name == "scan" else 0
         around.append(-length if length and e.params["reverse"] else length)
-    line = _line_of(v.place)
-    more = {"view": v.kind, "position": v.position, "around": tuple(around), "line": line}
-    return plain_row(kind, v.name, aval, **more)
+    more = {"view": v.kind, "position": v.position, "around": tuple(around)}
+    return plain_row(kind, v.name, v.variable.aval, line=_line_of(v.place), **more)
+
+
+def _axes_of_devices(v: NamedValue) -> tuple[int, ...]:
+    """The axes before a sketch that are over devices, not over the steps of a scan."""
+    axes = v.place.parent.axes if v.place.parent else ()
+    return tuple(i for i, (name, _) in enumerate(axes) if name == "shard_map")
 
 
 def _line_of(place: Place | None) -> str:
@@ -224,13 +220,6 @@ def _line_of(place: Place | None) -> str:
             return f"{place.location.file}:{place.location.line}"
         place = place.parent
     return ""
-
-
-def _sketch_axes(v: Any) -> tuple[list[int], list[tuple[bool, bool]]]:
-    """The lengths of the axes before a sketch, and what they are; see `by_steps`."""
-    around = [e for e in reversed(v.place.chain[1:]) if e.primitive.name in ("scan", "shard_map")]
-    lengths = [e.params["length"] if "length" in e.params else device_count(e) for e in around]
-    return lengths, [(e.primitive.name == "scan", bool(e.params.get("reverse"))) for e in around]
 
 
 def circumstances() -> dict[str, Any]:
@@ -244,14 +233,10 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def device_counts(inputs: Sequence[Any], program: Any = None) -> tuple[int, ...]:
+def device_counts(inputs: Sequence[Any], program: Any) -> tuple[int, ...]:
     """The numbers of devices, along each axis of a mesh and in all."""
-    every = list(equations(program)) if program else []
-    shardings = [x.sharding for x in inputs if isinstance(x, jax.Array)]
-    found = {len(sharding.device_set) for sharding in shardings}
-    holders = [*shardings, *(e.params.get("sharding") for e in every)]
-    meshes = [getattr(x, "mesh", None) for x in holders] + [e.params.get("mesh") for e in every]
-    for mesh in meshes:
-        if sizes := dict(getattr(mesh, "shape", None) or {}).values():
-            found |= {math.prod(sizes), *sizes}
-    return tuple(sorted(n for n in found if n > 1))
+    holders = [e.params.get(kind) for e in equations(program) for kind in ("mesh", "sharding")]
+    holders += [x.sharding for x in inputs if isinstance(x, jax.Array)]
+    meshes = (getattr(holder, "mesh", holder) for holder in holders)
+    shapes = [tuple(dict(getattr(mesh, "shape", None) or {}).values()) for mesh in meshes]
+    return tuple(sorted({n for own in shapes for n in (math.prod(own), *own) if n > 1}))

@@ -1,7 +1,6 @@
 """The result of a comparison, for people and for programs: its findings and its rows."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -118,27 +117,33 @@ class GradientComparison:
         """
         chart, rows = empty_chart(10, 5), self.rows
         panel = chart.subplots()
-        shown = [_draw_differences(panel, rows, what) for what in _CURVE_COLORS]
-        if any(shown):
-            panel.set_yscale("log")
+        for what, color in _CURVE_COLORS.items():
+            _draw_curve(panel, [getattr(row, what) for row in rows], ".-", color, what)
+            tolerance = [getattr(row, f"{what}_tolerance") for row in rows]
+            _draw_curve(panel, tolerance, ":", color, f"{what}: what rounding explains")
+        if panel.lines:
             panel.legend()
-        panel.set_ylabel("relative difference")
-        panel.set_xlabel("depth, from the input to the output")
+        panel.set(ylabel="relative difference", xlabel="depth, from the input to the output")
         at = range(0, len(rows), max(1, -(-len(rows) // _MOST_LABELS)))
         steps = ["" if row.step is None else f", {row.step}" for row in rows]
         labels = [f"{rows[i].module[-32:]}{steps[i]}" for i in at]
         panel.set_xticks(list(at), labels, rotation=60, ha="right", fontsize=7)
-        for finding in self.findings:
-            name = finding.path if finding.module is None else finding.module
+        for f in self.findings:
+            name = f.path if f.module is None else f.module
             is_at = [f"{x.module}/".startswith(f"{name}/") for x in rows]  # or inside of the module
-            places = [i for i, x in enumerate(rows) if is_at[i] and finding.step in (None, x.step)]
-            if places:
-                place = (places[0], 0.95)
-                panel.axvline(places[0], color="#D55E00", linestyle="--")
-                panel.annotate(
-                    finding.kind, place, xycoords=("data", "axes fraction"), color="#D55E00"
-                )
+            places = [i for i, x in enumerate(rows) if is_at[i] and f.step in (None, x.step)]
+            for at in places[:1]:
+                panel.axvline(at, color="#D55E00", linestyle="--")
+                panel.annotate(f.kind, (at, 0.95), xycoords=("data", "axes fraction"))
         return chart
+
+
+def _draw_curve(panel: Any, numbers: list, style: str, color: str, label: str) -> None:
+    """Draw what is above zero, if there is anything."""
+    x = np.asarray(numbers, np.float64)  # None is NaN
+    is_shown = (x > 0) & np.isfinite(x)
+    if is_shown.any():
+        panel.semilogy(np.where(is_shown, x, np.nan), style, color=color, label=label)
 
 
 def _written(finding: ComparisonFinding) -> str:
@@ -169,16 +174,3 @@ def _line(row: ComparisonRow) -> str:
     step = "" if row.step is None else row.step
     cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"
     return f"{name:<{_NAME_WIDTH}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
-
-
-def _draw_differences(panel: Any, rows: Sequence[ComparisonRow], what: str) -> bool:
-    """Draw differences above zero, and their tolerance; return whether there are any."""
-    curves = []
-    for name in (what, f"{what}_tolerance"):
-        array = np.asarray([getattr(row, name) for row in rows], np.float64)  # None is NaN
-        curves.append(np.where((array > 0) & np.isfinite(array), array, np.nan))
-    style = {"color": _CURVE_COLORS[what]}
-    if np.isfinite(curves[1]).any():
-        panel.plot(curves[0], marker=".", label=what, **style)
-        panel.plot(curves[1], linestyle=":", label=f"{what}: what rounding explains", **style)
-    return any(np.isfinite(curve).any() for curve in curves)

@@ -56,17 +56,12 @@ def save_run(
       OSError: the file cannot be written.
 
     Example:
-      >>> import clipgrad as cg, jax, jax.numpy as jnp, os, tempfile
-      >>> def loss(w, x, scale=1.0):
-      ...     with jax.named_scope("hidden"):
-      ...         h = jnp.tanh(x @ w) * scale
-      ...     return jnp.mean(h**2)
+      >>> import clipgrad as cg, jax.numpy as jnp, os, tempfile
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
       >>> args, path = (jnp.ones((3, 2)), jnp.ones((4, 3))), os.path.join(tempfile.mkdtemp(), "run")
       >>> cg.save_run(loss, args, path)
       >>> cg.compare(path, loss, args).ok
       True
-      >>> cg.compare(path, lambda w, x: loss(w, x, scale=1.1), args).findings[0].module
-      'hidden'
     """
     check_call(fun, args, kwargs)
     check_path(path)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from clipgrad._compare.match import Pair
-from clipgrad._compare.record import LAST_STEP, NEXT_STEP, Edge, Graph, Instance
+from clipgrad._compare.record import Edge, Graph, Instance
 from clipgrad._names import common_start
 
 Step = tuple[Edge, Instance, Instance]  # an edge, from where and to where it was followed
@@ -67,7 +67,8 @@ def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[
     found = []
     for side, graph in enumerate(graphs):
         ends = {graph.node(p.at(side)) for p in later}
-        found.append(Slice(graph, _walked(graph.node(pair.at(side)), ends, graph.after, _nearest)))
+        nearest = functools.partial(_nearest, graph)
+        found.append(Slice(graph, _walked(graph.node(pair.at(side)), ends, graph.after, nearest)))
     return found
 
 
@@ -93,7 +94,7 @@ def _walked(
     return found
 
 
-def _nearest(steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
-    crossed = {NEXT_STEP: 1, LAST_STEP: 2}
-    far = [max((crossed.get(what, 0) for what, _ in e.when), default=0) for e, _ in steps]
+def _nearest(graph: Graph, steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
+    """The uses at the same step, or else in the next one, or else behind the scan."""
+    far = [max((1 + (d >= graph.shared(e)) for d in e.carried), default=0) for e, _ in steps]
     return [step for step, own in zip(steps, far, strict=True) if own == min(far)]

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from clipgrad._compare.hook import Sketches
 from clipgrad._compare.numbers import plain_row, with_numbers
-from clipgrad._compare.recording import Recording, Table
+from clipgrad._compare.recording import Recording, recording_of
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
-from clipgrad._jaxpr import Traced, evaluate, opened, trace
+from clipgrad._jaxpr import opened, trace
 from clipgrad._trees import check_concrete, donated_leaf, is_array, path_string
 
 WHOLE_OUTPUT = "the output"  # the path of an output that is one array
@@ -51,37 +50,24 @@ def recorded_step(
 def _recording(
     function: Callable[..., Any], args: tuple, kwargs: dict, with_arguments: bool
 ) -> Recording:
-    fixed: dict[str, Any] = {}
-    paths: list[str] = []
-
-    def arrays(*args: Any, **kwargs: Any) -> list:
-        leaves = output_paths(function(*args, **kwargs))
-        fixed.update({p: x for p, x in leaves.items() if not isinstance(x, jax.Array)})
-        paths[:] = [p for p in leaves if p not in fixed]
-        return [leaves[p] for p in paths]
-
-    program = trace(arrays, args, kwargs).program
-    check_concrete("fun", opened(program)[1])
-    inputs = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
-    given = [(p, x) for p, x in _given(args, kwargs) if is_array(x)]
-    table = Table(program, given, with_arguments)
-    avals = [v.aval for v in opened(program)[0].outvars]
-    returned = [
-        table.add_output(plain_row("output", p, aval), i)
-        for i, (p, aval) in enumerate(zip(paths, avals, strict=True))
-    ]
-    for p, x in fixed.items():
-        table.add(with_numbers(plain_row("output", p, x), x))
-    for p, x in _given(args, kwargs) if with_arguments else ():
-        if not is_array(x):
-            table.add(with_numbers(plain_row("argument", p, x), x))
-
-    def run(inputs: list) -> tuple:
-        hook = Sketches()
-        return evaluate(program, inputs, hook), hook.noted(), {}
-
-    traced: Traced = trace(run, (inputs,), {})
-    return table.recording(table.record(program, inputs), traced, inputs, returned)
+    traced = trace(function, args, kwargs)
+    jaxpr, constants = opened(traced.program)
+    check_concrete("fun", constants)
+    given = output_paths({"args": args, "kwargs": kwargs})
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
+    leaves = output_paths(traced.result(avals))
+    outputs = {p: x for p, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rows = [plain_row("output", p, x) for p, x in outputs.items()]
+    inputs = [(p, x) for p, x in given.items() if is_array(x)]
+    found = recording_of(traced.program, inputs, rows, {}, with_arguments)
+    fixed = [("output", p, x) for p, x in leaves.items() if p not in outputs]
+    if with_arguments:
+        numbers = np.ndarray, np.generic, int, float, complex
+        fixed += [("argument", p, x) for p, x in given.items()
+                  if isinstance(x, numbers) and not is_array(x)]  # fmt: skip
+    for own in fixed:
+        found.record.add(with_numbers(plain_row(*own), own[2]))
+    return found
 
 
 def output_paths(tree: Any) -> dict[str, Any]:
@@ -93,13 +79,6 @@ def output_paths(tree: Any) -> dict[str, Any]:
         text = path_string(path)
         found[(text if counts[text] == 1 else keystr(path)) or WHOLE_OUTPUT] = leaf
     return found
-
-
-def _given(args: tuple, kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The arrays and numbers among the arguments, in the order of the leaves."""
-    leaves = output_paths({"args": args, "kwargs": dict(kwargs)})
-    kinds = jax.Array, np.ndarray, np.generic, int, float, complex
-    return [(path, x) for path, x in leaves.items() if isinstance(x, kinds)]
 
 
 def _outputs_of(fun: Callable[..., Any], args: tuple, kwargs: Mapping) -> dict[str, Any]:
