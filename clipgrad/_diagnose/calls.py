@@ -1,4 +1,4 @@
-"""Opening what holds a program that runs once: a call, a branch, a group, the devices of a mesh."""
+"""Opening what holds a program that runs once: a call, a branch, the devices of a mesh."""
 
 import functools
 from typing import Any
@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.parts import EquationGroup
 from clipgrad._diagnose.runs import OnDevices
-from clipgrad._diagnose.tape import GROUP, Entry, Inside, Tape, Within, opening
+from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
 from clipgrad._jaxpr import CALLS, CUSTOM_RULES, JIT, REMAT, called_program, holds_floats, opened
 
 
-@opening(GROUP, *JIT, *REMAT, *CALLS)
+@opening(*JIT, *REMAT, *CALLS)
 class InCall(Inside):
     """A program that runs once, on the operands."""
 
@@ -23,13 +22,13 @@ class InCall(Inside):
     @classmethod
     def opens(cls, entry: Entry) -> bool:
         """An operation on a reference, discharged, is one."""
-        return not any(e.primitive.name == "new_ref" for e in _equations_in(entry))
+        inside = opened(called_program(entry.equation))[0].eqns
+        return not any(e.primitive.name == "new_ref" for e in inside)
 
     @property
     def program(self) -> Any:
         """The program."""
-        equation = self.entry.equation
-        return equation.program if isinstance(equation, EquationGroup) else called_program(equation)
+        return called_program(self.entry.equation)
 
     @functools.cached_property
     def tape(self) -> Tape:
@@ -58,11 +57,6 @@ class InCall(Inside):
 
     def _cotangents(self, tape: Tape) -> list:
         return self.entry.got
-
-
-def _equations_in(entry: Entry) -> list:
-    part = entry.equation
-    return opened(part.program if isinstance(part, EquationGroup) else called_program(part))[0].eqns
 
 
 @opening("cond")

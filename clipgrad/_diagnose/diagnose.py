@@ -13,7 +13,7 @@ from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
 from clipgrad._diagnose.guilty import raised_from
 from clipgrad._diagnose.judge import broken, raised_in, tape_of
-from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS, order_of
+from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS
 from clipgrad._diagnose.measure import Measured, measure
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import NO_MODELS, CapturedArgs, DiagnosisSubject, subject
@@ -167,10 +167,10 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
-    if not any(FINDING_KINDS[finding.kind].severity == BROKEN for finding in findings):
+    if not any(finding.kind in BROKEN for finding in findings):
         zeros, more = _zeros(given, measured)
         findings, notes = _with_zeros(findings, zeros), [*notes, *more]
-    findings.sort(key=lambda finding: order_of(finding.kind))
+    findings.sort(key=lambda finding: [*FINDING_KINDS].index(finding.kind))
     return GradientDiagnosis(tuple(findings), tuple(rows), tuple(notes))
 
 

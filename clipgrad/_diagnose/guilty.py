@@ -14,7 +14,6 @@ from jax.extend.core import Literal
 from clipgrad._diagnose.calls import InBranch, InCall
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
-from clipgrad._diagnose.parts import EquationGroup
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._jaxpr import (
     CUSTOM_RULES,
@@ -65,7 +64,7 @@ class Found(NamedTuple):
     @property
     def device(self) -> str | None:
         """The coordinates of the devices whose values or cotangents are bad."""
-        if self.entry is None or not self.entry.tape.runs.axes:
+        if self.entry is None or self.kind == "zero" or not self.entry.tape.runs.axes:
             return None
         xs = self.entry.outs if self.kind == "value" else self.entry.back
         bad = np.max([levels(x, 1) for x in xs if x is not None and holds_floats(x)], axis=0)
@@ -203,7 +202,7 @@ def _sum_of(tape: Tape, atom: Any) -> Found:
         holder, number = tape.within.entry, tape.jaxpr.invars.index(atom)
         if isinstance(holder.inside, InScan) and holder.inside.is_carry(number):
             return Found("sum", holder, steps=tape.steps)
-        tape, atom = holder.tape, holder.equation.invars[number + tape.within.shift]
+        tape, atom = tape.outside(number)
     made = tape.made.get(atom)
     return Found("sum", made, 0 if made else tape.jaxpr.invars.index(atom))
 
@@ -333,14 +332,7 @@ def raised_from(found: Found) -> Found | None:
     return None
 
 
-class Roots(NamedTuple):
-    """The arguments and operations that values are computed from."""
-
-    arguments: frozenset[int]
-    operations: frozenset[str]
-
-
-def roots(tape: Tape, atoms: Any) -> Roots:
+def sources(tape: Tape, atoms: Any) -> tuple[set[int], set[str]]:
     """The arguments and the names of all operations that some values are computed from."""
     todo, seen = [(tape, a) for a in atoms], set()
     arguments, names = set(), set()
@@ -351,17 +343,11 @@ def roots(tape: Tape, atoms: Any) -> Roots:
         seen.add((tape, atom))
         entry = tape.made.get(atom)
         if entry is not None:
-            names.update(_names_in(entry))
+            inside = (e for p in held_programs(entry.equation) for e in equations(p))
+            names.update((entry.name, *(e.primitive.name for e in inside)))
             todo += [(tape, a) for a in entry.equation.invars]
         elif tape.within is None:
             arguments.add(tape.jaxpr.invars.index(atom))
         else:
-            holder, number = tape.within.entry, tape.jaxpr.invars.index(atom)
-            todo.append((holder.tape, holder.equation.invars[number + tape.within.shift]))
-    return Roots(frozenset(arguments), frozenset(names))
-
-
-def _names_in(entry: Entry) -> set[str]:
-    part = entry.equation
-    held = [part.program] if isinstance(part, EquationGroup) else held_programs(part)
-    return {entry.name, *(e.primitive.name for program in held for e in equations(program))}
+            todo.append(tape.outside(tape.jaxpr.invars.index(atom)))
+    return arguments, names

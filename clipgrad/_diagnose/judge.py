@@ -1,7 +1,6 @@
 """The findings on a loss or a gradient that is not finite, by its tape."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,14 +22,14 @@ from clipgrad._diagnose.guilty import (
     contains,
     faults,
     first_backward,
-    roots,
+    sources,
     value_at,
 )
 from clipgrad._diagnose.levels import level
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.tape import Entry, OperationRaised, Tape
+from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import first_line
 
@@ -55,7 +54,7 @@ def raised_in(given: DiagnosisSubject) -> Found | None:
         entry, within = error.entry, error.entry.tape.within
         while within and isinstance(within.entry.inside, InCall):
             outer = within.entry
-            if outer.place is None or outer.place.location[:2] != entry.place.location[:2]:
+            if outer.place.location[:2] != entry.place.location[:2]:
                 break
             entry, within = outer, outer.tape.within
         return Found("raises", entry, is_backward=error.is_backward)
@@ -135,13 +134,11 @@ def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
         return vjp_finding(fault)
     if depends(root, given):
         return vjp_finding(fault, root)
-    return data_finding(root, entry, sorted(_arguments(root.entry)), given)
+    read = root.entry
+    arguments = sources(read.tape, read.equation.invars)[0] if read else ()
+    return data_finding(root, entry, sorted(arguments), given)
 
 
 def depends(found: Found, given: DiagnosisSubject) -> bool:
     """Whether what the loss is differentiated by reaches a value."""
     return found.number in given.chosen if found.entry is None else any(found.entry.active)
-
-
-def _arguments(entry: Entry | None) -> Any:
-    return roots(entry.tape, entry.equation.invars).arguments if entry else ()

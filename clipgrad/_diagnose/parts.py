@@ -1,10 +1,11 @@
-"""The parts of a program that a tape runs: equations, or many behind each other as one."""
+"""The parts of a program that a tape runs: equations, or calls of many behind each other."""
 
 import collections
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
+from jax.extend.core.primitives import closed_call_p
 
 from clipgrad._names import common_start, path
 
@@ -14,24 +15,8 @@ _LONG_PROGRAM = 24
 _FEW = 4  # equations that are not worth a compilation
 
 
-class EquationGroup(NamedTuple):
-    """Equations behind each other, which run as one."""
-
-    program: Any
-
-    @property
-    def invars(self) -> list:
-        """The values that the equations read."""
-        return self.program.invars
-
-    @property
-    def outvars(self) -> list:
-        """Those of their results that others read."""
-        return self.program.outvars
-
-
-def parts_to_run(jaxpr: Any) -> list[JaxprEqn | EquationGroup]:
-    """The equations of a program; of a long one by module, else so many together.
+def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
+    """The equations of a program; of a long one calls of those of a module, else of so many.
 
     Parts of equal modules are equal programs, which are compiled once.
     """
@@ -39,13 +24,16 @@ def parts_to_run(jaxpr: Any) -> list[JaxprEqn | EquationGroup]:
         return list(jaxpr.eqns)
     read = _reads(jaxpr.eqns)
     read.update(v for v in jaxpr.outvars if type(v) is not Literal)
-    found: list[JaxprEqn | EquationGroup] = []
+    found: list[JaxprEqn] = []
     for run in _runs(jaxpr.eqns):
         if len(run) < _FEW:
             found += run
         else:
             own = _reads(run)
-            found.append(EquationGroup(as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])))
+            program = as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])
+            call = {"call_jaxpr": ClosedJaxpr(program, ())}
+            ends = program.invars, program.outvars
+            found.append(new_jaxpr_eqn(*ends, closed_call_p, call, program.effects))
     return found
 
 

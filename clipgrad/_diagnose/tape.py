@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.parts import EquationGroup, as_program, parts_to_run
+from clipgrad._diagnose.parts import as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
 from clipgrad._jaxpr import (
+    CALLS,
+    called_program,
     chooses_by_platform,
     equations,
     evaluate,
@@ -26,8 +28,6 @@ from clipgrad._jaxpr import (
     watched,
 )
 from clipgrad._names import Place
-
-GROUP = "group"
 
 
 class OperationRaised(Exception):
@@ -54,9 +54,9 @@ class Within(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """An operation, or a group of them, that ran."""
+    """An operation that ran."""
 
-    equation: Any
+    equation: JaxprEqn
     tape: "Tape"
     number: int
     ins: list  # what the operation read
@@ -67,13 +67,12 @@ class Entry:
     @property
     def name(self) -> str:
         """The name of the primitive."""
-        return GROUP if isinstance(self.equation, EquationGroup) else self.equation.primitive.name
+        return self.equation.primitive.name
 
     @property
-    def place(self) -> Any:
-        """The place of the operation; of a group that of the program around."""
-        around = self.tape.parent
-        return around if isinstance(self.equation, EquationGroup) else Place(self.equation, around)
+    def place(self) -> Place:
+        """The place of the operation."""
+        return Place(self.equation, self.tape.parent)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -88,7 +87,7 @@ class Entry:
     @functools.cached_property
     def inside(self) -> Any:
         """The object of a class of `OPENINGS` that opens the entry; None for one operation."""
-        if chooses_by_platform_of(self.equation):
+        if chooses_by_platform(self.equation):
             return None
         opening = OPENINGS.get(self.name)
         return opening(self) if opening and opening.opens(self) else None
@@ -101,13 +100,13 @@ class Entry:
     @property
     def holds_programs(self) -> bool:
         """Whether there are programs inside, that are opened or not."""
-        return isinstance(self.equation, EquationGroup) or bool(held_programs(self.equation))
+        return bool(held_programs(self.equation))
 
     def run(self, *inputs: Any) -> list:
         """The results, for the operands of one device."""
         runs = self.tape.runs
-        if isinstance(self.equation, EquationGroup):
-            return evaluate(self.equation.program, inputs, runs.hook)
+        if self.name in CALLS:
+            return evaluate(called_program(self.equation), inputs, runs.hook)
         if isinstance(runs, OnDevices) and runs.is_checked:
             pairs = zip(inputs, self.equation.invars, strict=True)
             given = [x for x, atom in pairs if type(atom) is not Literal]
@@ -148,11 +147,6 @@ class Entry:
         return seen
 
 
-def chooses_by_platform_of(equation: Any) -> bool:
-    """Whether XLA chooses what is inside when it compiles."""
-    return not isinstance(equation, EquationGroup) and chooses_by_platform(equation)
-
-
 class Inside:
     """The tapes inside of an entry, and the ways between them and the one around.
 
@@ -181,8 +175,7 @@ class Inside:
 
     def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
         """The variable outside that an input of a tape inside is."""
-        assert tape.within is not None
-        return self.entry.tape, self.entry.equation.invars[number + tape.within.shift]
+        return tape.outside(number)
 
     def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
         """The variable inside that an operand is, where its cotangent is bad, or is zero."""
@@ -258,6 +251,12 @@ class Tape:
             return ()
         own = () if self.within.step is None else (self.within.step,)
         return (*self.within.entry.tape.steps, *own)
+
+    def outside(self, number: int) -> tuple["Tape", Any]:
+        """The tape around and the variable of it that an input is."""
+        assert self.within is not None
+        entry = self.within.entry
+        return entry.tape, entry.equation.invars[number + self.within.shift]
 
     def read(self, atom: Any) -> Any:
         """The value of an operand, or of a result of the program."""

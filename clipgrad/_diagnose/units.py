@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal
 
-from clipgrad._diagnose.measure import CotangentSite, joined
-from clipgrad._diagnose.probe import RESULT, STATE, Site, Summary, carried_variables
+from clipgrad._diagnose.measure import over_devices
+from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._jaxpr import (
     JIT,
@@ -39,15 +39,14 @@ class Unit(NamedTuple):
     """Equations next to each other, of one module and with at most one matrix product.
 
     ``equations`` is one alone if there are programs ``inside`` of it to go into. ``leaves`` are the
-    variables that other units read, with the sites where their cotangents are measured, and
-    ``carried`` are the floating numbers that a scan carries, as variables of its body.
+    values that other units read, and ``carried`` the floating numbers that a scan carries.
     """
 
     equations: list[JaxprEqn]
     parent: Place | None
     inside: list
-    leaves: dict[Var, Site]
-    carried: dict[Var, Site]
+    leaves: list[Site]
+    carried: list[Site]
 
     @property
     def place(self) -> Place:
@@ -83,16 +82,15 @@ def all_units(
 
 def _unit_of(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict) -> Unit:
     own = set(map(id, run))
-    leaves = {
-        v: Site(RESULT, Place(equation, parent).key, i)
+    leaves = [
+        site_of(v, parent)
         for equation in run
-        for i, v in enumerate(equation.outvars)
+        for v in equation.outvars
         if not isinstance(v, DropVar) and holds_floats(v) and readers[v] - own
-    }
+    ]
     is_scan = inside and run[-1].primitive.name == SCAN
-    states = enumerate(carried_variables(run[-1]) if is_scan else ())
-    key = Place(run[-1], parent).key
-    carried = {v: Site(STATE, key, i) for i, v in states if holds_floats(v)}
+    states = carried_variables(run[-1]) if is_scan else []
+    carried = [site_of(v, Place(run[-1], parent)) for v in states if holds_floats(v)]
     return Unit(run, parent, inside, leaves, carried)
 
 
@@ -132,13 +130,9 @@ def _is_layer(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _LAYERS
 
 
-def module_sites(units: list[Unit]) -> list[CotangentSite]:
+def module_sites(units: list[Unit]) -> list[Site]:
     """The sites of values that leave each unit, and of the carries of each scan."""
-    sites = []
-    for unit in units:
-        sites += [CotangentSite(site, unit.parent, v) for v, site in unit.leaves.items()]
-        sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
-    return sites
+    return [site for unit in units for site in (*unit.leaves, *unit.carried)]
 
 
 def units_and_rows(
@@ -148,9 +142,8 @@ def units_and_rows(
     found = []
     for unit in units:
         # What leaves a unit with programs inside has rows there; what a scan carries has not.
-        around = unit.place if unit.inside else unit.parent
         sites = unit.carried if unit.inside else unit.leaves
-        pairs = [(v, joined(measured[site], around)) for v, site in sites.items()]
+        pairs = [(site.variable, over_devices(measured[site], site.axes)) for site in sites]
         pairs = [(v, own) for v, own in pairs if np.any(own.reached)]
         if pairs:
             found.append((unit, _row(unit, pairs)))
