@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.calls import InCall
 from clipgrad._diagnose.guilty import (
     BRANCH,
     CANCELS,
     CARRY,
     Found,
     is_of_users_rule,
+    runs_once,
     sources,
 )
 from clipgrad._diagnose.levels import holds_zeros, range_of, wide
@@ -53,51 +53,51 @@ class Cause(NamedTuple):
 DETACHED = 8
 CAUSES = {
     "branch": Cause("it is read only in a branch of the cond that is not taken",
-                  "check the predicate; a branch that is not taken trains nothing"),
+                   "check the predicate; a branch that is not taken trains nothing"),
     "stop_gradient": Cause("{label} detaches it", "if that is meant, leave it out of argnums",
-                         DETACHED, True),
+                          DETACHED, True),
     "custom rule": Cause("the rule of {operation} returns zeros for operand {operand}",
-                       "compare it with numerical slopes by cg.check_grads"),
+                        "compare it with numerical slopes by cg.check_grads"),
     "flat": Cause("{label} is flat everywhere, so its derivative is 0",
-                "x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through", -0.2),
+                 "x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through", -0.2),
     "cast": Cause("a cast to {dtype} has no derivative",
-                "keep it floating, or let the gradient through by a custom VJP", 1),
+                 "keep it floating, or let the gradient through by a custom VJP", 1),
     "index": Cause("the indices of {label} have no derivative",
-                 "multiply by the values, or by their softmax", 2),
+                  "multiply by the values, or by their softmax", 2),
     "comparison": Cause("a comparison ({label}) has no derivative",
-                      "use a smooth function such as jax.nn.sigmoid", 3),
+                       "use a smooth function such as jax.nn.sigmoid", 3),
     "one element": Cause("{label} over an axis of length 1 is constant",
-                       "if a choice is meant, weigh by the softmax over all, before one is chosen",
-                       -0.1),
+                        "if a choice is meant, weigh by the softmax over all, before one is chosen",
+                        -0.1),
     "dead": Cause("{label} is flat at all {size:,} elements of its input, {numbers}",
-                "a smaller step or bias, or a leaky form, lets the gradient through"),
+                 "a smaller step or bias, or a leaky form, lets the gradient through"),
     "saturated": Cause("{label} is saturated at all {size:,} elements of its input, {numbers}",
-                     "scale its input, or compute with its logarithm"),
+                      "scale its input, or compute with its logarithm"),
     "clipped": Cause("{label} clips all {size:,} elements of its input, {numbers}",
-                   "widen its bounds, or scale its input"),
+                    "widen its bounds, or scale its input"),
     "where": Cause("the {label} takes the other side at every element",
-                 "check its mask: the condition, its axis, and what it is for"),
+                  "check its mask: the condition, its axis, and what it is for"),
     "not read": Cause("{label} reads or writes no element of it that has a cotangent",
-                    "check the indices, and what else is read there", 0.5),
+                     "check the indices, and what else is read there", 0.5),
     "overwritten": Cause("what {label} puts there is overwritten before it is read",
-                       "check the indices; in a scan add to the carry, or return it as an output"),
+                        "check the indices; in a scan add to the carry, or return it as an output"),
     "zero factor": Cause("it is multiplied by {source}", "check what makes these zeros"),
     "underflow": Cause("a cotangent of {source} is less than {dtype} can hold",
-                     "scale the loss, or compute in float32"),
+                      "scale the loss, or compute in float32"),
     "cancels": Cause("the cotangents of its uses are not zero, but their sum is",
-                   "the loss does not depend on it here, as where a value is subtracted from "
-                   "itself, or over an axis of length 1", -0.1),
+                    "the loss does not depend on it here, as where a value is subtracted from "
+                    "itself, or over an axis of length 1", -0.1),
     # What may be meant.
     "trains later": Cause("it is multiplied by {source} and has a gradient: its first update ends "
-                        "that", "", 0, True),
+                         "that", "", 0, True),
     "zero factors": Cause("it is multiplied by {source}, and whose gradient is 0 too: neither ever "
-                        "trains", "start one of the two from other values"),
+                         "trains", "start one of the two from other values"),
     "constant zeros": Cause("it is multiplied by constant zeros, as an initial state is", "", 0.3,
-                          True),
+                           True),
     "random": Cause("random numbers alone decide that it is multiplied by 0 or left out, as a "
-                  "layer that is dropped", "", 0, True),
+                   "layer that is dropped", "", 0, True),
     "stationary": Cause("its input is 0 throughout, where {label} is flat",
-                      "start from other values", 1.5, True),
+                       "start from other values", 1.5, True),
     "silent": Cause("the cotangents along an axis add up to 0", "", 0.5, True),
 }  # fmt: skip
 CAUSES["bitcast"] = CAUSES["cast"]
@@ -234,7 +234,7 @@ def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
                 atom = tape.jaxpr.outvars[number - inside.fixed]
             else:
                 tape, atom = tape.outside(number)
-        elif isinstance(entry.inside, InCall):
+        elif runs_once(entry):
             tape, atom = entry.inside.result(entry.equation.outvars.index(atom), 0)
         else:
             operands = entry.equation.invars

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -150,13 +151,10 @@ def _gathered(x: Any) -> Any:
 def _coordinates(array: Any, index: int) -> str:
     """The place of an example on the axes of the mesh that hold the batch, such as "data=5"."""
     sharding = getattr(array, "sharding", None)
-    spec = getattr(sharding, "spec", None) or (None,)
-    if not isinstance(sharding, NamedSharding) or spec[0] is None:
+    if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         return ""
-    mesh, axes = sharding.mesh, spec[0] if isinstance(spec[0], tuple) else (spec[0],)
-    for device, part in sharding.devices_indices_map(array.shape).items():
-        if index in range(len(array))[part[0]]:
-            place = np.argwhere(mesh.devices == device)[0]
-            named = dict(zip(mesh.axis_names, place, strict=True))
-            return ", ".join(f"{axis}={named[axis]}" for axis in axes)
-    return ""
+    axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
+    sizes = [sharding.mesh.shape[axis] for axis in axes]
+    part = index // (len(array) // math.prod(sizes))
+    place = np.unravel_index(part, sizes)
+    return ", ".join(f"{axis}={i}" for axis, i in zip(axes, place, strict=True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._diagnose.calls import InBranch, InCall
+from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
@@ -169,7 +169,8 @@ def _faults_at(tape: Tape, atom: Any) -> LookedAt:
         return [], [_sum_of(tape, atom)]
     for entry, k in bad:
         later = [v for v, g in zip(entry.equation.outvars, entry.got, strict=True) if level(g)]
-        way = entry.inside.operand(k, is_zero=False) if _is_followed_back(entry) else None
+        inside = entry.inside and entry.inside.is_differentiated
+        way = entry.inside.operand(k, is_zero=False) if inside else None
         if later:
             ways += [(tape, v) for v in later]
         elif way and level(way[0].cotangents.get(way[1])):
@@ -185,10 +186,9 @@ def _outside_of(tape: Tape, result: int, is_zero: bool) -> Way | None:
     return tape.within and tape.within.entry.inside.output(tape, result, is_zero)
 
 
-def _is_followed_back(entry: Entry) -> bool:
-    """Whether the cotangents inside are those of the operations there."""
-    inside = entry.inside
-    return isinstance(inside, InScan) or (isinstance(inside, InCall) and inside.is_differentiated)
+def runs_once(entry: Entry) -> bool:
+    """Whether an entry holds a program that runs once."""
+    return bool(entry.inside) and not isinstance(entry.inside, InScan | InWhile)
 
 
 def results_of(tape: Tape, atom: Any) -> list[int]:
@@ -254,7 +254,7 @@ def _maker(tape: Tape, atom: Any) -> Entry | None:
     """The operation that makes a value, inside of calls and before moves."""
     entry = tape.made.get(atom)
     deeper = None
-    if entry and isinstance(entry.inside, InCall):
+    if entry and runs_once(entry):
         deeper = _maker(*entry.inside.result(entry.equation.outvars.index(atom), 0))
     elif entry and entry.name in MOVES:
         deeper = _maker(tape, entry.equation.invars[0])
@@ -266,7 +266,8 @@ def _cuts_at_operand(entry: Entry, k: int) -> LookedAt:
     is_blind = entry.name in ("stop_gradient", "while") or not any(map(holds_floats, entry.outs))
     if isinstance(entry.inside, InWhile):
         return [], [Found("zero", *_in_condition(entry.inside, k))] if reaches(entry) else []
-    if entry.alive and _is_followed_back(entry) and (way := entry.inside.operand(k, is_zero=True)):
+    is_inside = entry.alive and entry.inside and entry.inside.is_differentiated
+    if is_inside and (way := entry.inside.operand(k, is_zero=True)):
         if isinstance(entry.inside, InBranch) and not _is_read(*way):
             return [], [Found("zero", entry, k, way=BRANCH)]
         return [way], []

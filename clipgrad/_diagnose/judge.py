@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.calls import InCall
 from clipgrad._diagnose.discharge import discharged
 from clipgrad._diagnose.findings import (
     bad_reads,
@@ -22,6 +21,7 @@ from clipgrad._diagnose.guilty import (
     contains,
     faults,
     first_backward,
+    runs_once,
     sources,
     value_at,
 )
@@ -52,7 +52,7 @@ def raised_in(given: DiagnosisSubject) -> Found | None:
         tape_of(given)
     except OperationRaised as error:
         entry, within = error.entry, error.entry.tape.within
-        while within and isinstance(within.entry.inside, InCall):
+        while within and runs_once(within.entry):
             outer = within.entry
             if outer.place.location[:2] != entry.place.location[:2]:
                 break

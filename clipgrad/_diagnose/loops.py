@@ -11,7 +11,7 @@ from jax import lax
 
 from clipgrad._diagnose.levels import level, levels
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
-from clipgrad._jaxpr import called_program, evaluate, holds_floats, opened, scan_counts
+from clipgrad._jaxpr import evaluate, holds_floats, opened, scan_counts
 
 
 @opening("scan")
@@ -25,7 +25,7 @@ class InScan(Inside):
     def __init__(self, entry: Entry):
         super().__init__(entry)
         params = entry.equation.params
-        self.program, self.length = called_program(entry.equation), params["length"]
+        self.length = params["length"]
         self.is_reverse = params["reverse"]
         self.fixed, carried = scan_counts(entry.equation)
         self.carried = carried
@@ -224,6 +224,13 @@ _seen.defvjp(lambda of, x, watch: (x, None), lambda of, _, g: (g, of(g)))
 @opening("while")
 class InWhile(Inside):
     """The iterations of a loop of unknown length, which has no derivative."""
+
+    is_differentiated = False
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """Always."""
+        return True
 
     def __init__(self, entry: Entry):
         super().__init__(entry)

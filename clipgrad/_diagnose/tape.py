@@ -18,6 +18,8 @@ from clipgrad._diagnose.parts import as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
 from clipgrad._jaxpr import (
     CALLS,
+    JIT,
+    REMAT,
     called_program,
     chooses_by_platform,
     equations,
@@ -147,49 +149,7 @@ class Entry:
         return seen
 
 
-class Inside:
-    """The tapes inside of an entry, and the ways between them and the one around.
-
-    A way is a tape and a variable of it.
-    """
-
-    def __init__(self, entry: Entry):
-        self.entry = entry
-
-    @classmethod
-    def opens(cls, entry: Entry) -> bool:
-        """Whether an entry can be opened."""
-        return True
-
-    def forward(self) -> list:
-        """The results of the entry; keeps what its tapes need."""
-        return self.entry.forward()
-
-    def backward(self) -> None:
-        """Fill in the cotangents of the operands; keeps what its tapes need."""
-        self.entry.backward()
-
-    def result(self, number: int, wanted: int) -> tuple["Tape", Any] | None:
-        """The variable inside that a result is, where it has become as bad as is ``wanted``."""
-        raise NotImplementedError
-
-    def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
-        """The variable outside that an input of a tape inside is."""
-        return tape.outside(number)
-
-    def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
-        """The variable inside that an operand is, where its cotangent is bad, or is zero."""
-        return None
-
-    def output(self, tape: "Tape", number: int, is_zero: bool) -> tuple["Tape", Any]:
-        """The variable outside that a result of a tape inside is."""
-        return self.entry.tape, self.entry.equation.outvars[number]
-
-    def rerun(self) -> None:
-        """Run what is inside operation by operation, until one raises."""
-
-
-OPENINGS: dict[str, type[Inside]] = {}
+OPENINGS: dict[str, type["Inside"]] = {}
 
 
 def opening(*names: str) -> Callable[[type], type]:
@@ -200,6 +160,79 @@ def opening(*names: str) -> Callable[[type], type]:
         return cls
 
     return register
+
+
+@opening(*JIT, *REMAT, *CALLS)
+class Inside:
+    """The tape inside of an entry, and the ways between it and the one around.
+
+    A way is a tape and a variable of it. Here the program runs once, on the operands.
+
+    Attributes:
+      shift: the operand that the first input is.
+      is_differentiated: whether the cotangents inside are those of the operations there.
+    """
+
+    shift = 0
+    is_differentiated = True
+
+    def __init__(self, entry: Entry):
+        self.entry = entry
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """Whether an entry can be opened; an operation on a reference, discharged, can't."""
+        inside = opened(called_program(entry.equation))[0].eqns
+        return not any(e.primitive.name == "new_ref" for e in inside)
+
+    @property
+    def program(self) -> Any:
+        """The program."""
+        return called_program(self.entry.equation)
+
+    @functools.cached_property
+    def tape(self) -> "Tape":
+        """The program inside, with its cotangents if there are any."""
+        tape = self._run()
+        if self.is_differentiated and any(g is not None for g in self.entry.got):
+            tape.backward(self._cotangents(tape))
+        return tape
+
+    def forward(self) -> list:
+        """The results of the entry; keeps what its tapes need."""
+        return self.entry.forward()
+
+    def backward(self) -> None:
+        """Fill in the cotangents of the operands; keeps what its tapes need."""
+        self.entry.backward()
+
+    def result(self, number: int, wanted: int) -> tuple["Tape", Any]:
+        """The variable inside that a result is, where it has become as bad as is ``wanted``."""
+        return self.tape, self.tape.jaxpr.outvars[number]
+
+    def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
+        """The variable outside that an input of a tape inside is."""
+        return tape.outside(number)
+
+    def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
+        """The variable inside that an operand is, where its cotangent is bad, or is zero."""
+        return self.tape, self.tape.jaxpr.invars[number - self.shift]
+
+    def output(self, tape: "Tape", number: int, is_zero: bool) -> tuple["Tape", Any]:
+        """The variable outside that a result of a tape inside is."""
+        return self.entry.tape, self.entry.equation.outvars[number]
+
+    def rerun(self) -> None:
+        """Run it operation by operation until one raises, backward too if there are cotangents."""
+        self.__dict__.pop("tape", None)
+        _ = self.tape
+
+    def _run(self) -> "Tape":
+        entry, first = self.entry, self.shift
+        return Tape(self.program, entry.ins[first:], entry.active[first:], Within(entry, first))
+
+    def _cotangents(self, tape: "Tape") -> list:
+        return self.entry.got
 
 
 class Tape:

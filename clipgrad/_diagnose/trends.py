@@ -123,7 +123,7 @@ def layers(pairs: Sequence[tuple[Unit, GradientRow]], program: Any) -> list[Grad
     above = ancestors(program, [unit for unit, _ in deep])
     chain = [len(deep) - 1]
     for i in reversed(range(len(deep) - 1)):
-        if above[chain[-1]] >> i & 1:
+        if i in above[chain[-1]]:
             chain.append(i)
     return [deep[i][1] for i in reversed(chain)]
 

@@ -174,34 +174,29 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
     )
 
 
-def ancestors(program: Any, units: list[Unit]) -> list[int]:
-    """For each unit the units that it is computed from, as the bits of a number."""
+def ancestors(program: Any, units: list[Unit]) -> list[frozenset[int]]:
+    """For each unit the numbers of the units that it is computed from."""
     own = {Place(e, u.parent).key: i for i, u in enumerate(units) for e in u.equations}
-    found = [0] * len(units)
+    none: frozenset[int] = frozenset()
+    found = [none] * len(units)
 
-    def walk(jaxpr: Any, inputs: list[int], parent: Place | None) -> list[int]:
-        masks = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda v: 0 if type(v) is Literal else masks.get(v, 0)  # noqa: E731
+    def walk(jaxpr: Any, inputs: list, parent: Place | None) -> list:
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda v: none if type(v) is Literal else known.get(v, none)  # noqa: E731
         for equation in jaxpr.eqns:
             place, given = Place(equation, parent), [read(v) for v in equation.invars]
-            results = [_joined(given)] * len(equation.outvars)
+            everything = none.union(*given)
+            results = [everything] * len(equation.outvars)
             same = [p for p in map(opened, inner_programs(equation))
                     if len(p[0].invars) == len(given)]  # fmt: skip
             if len(same) == 1 and equation.primitive.name != SCAN:
                 results = walk(same[0][0], given, place)
             if (number := own.get(place.key)) is not None:
-                found[number] |= _joined(given) & ~(1 << number)
-                results = [mask | 1 << number for mask in results]
-            masks.update(zip(equation.outvars, results, strict=True))
+                found[number] |= everything - {number}
+                results = [numbers | {number} for numbers in results]
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     jaxpr = opened(program)[0]
-    walk(jaxpr, [0] * len(jaxpr.invars), None)
+    walk(jaxpr, [none] * len(jaxpr.invars), None)
     return found
-
-
-def _joined(masks: list[int]) -> int:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
