@@ -207,16 +207,6 @@ def _sum_of(tape: Tape, atom: Any) -> Found:
     return Found("sum", made, 0 if made else tape.jaxpr.invars.index(atom))
 
 
-def first_backward(found: list[Found]) -> Found:
-    """The one that comes first in the backward pass; an argument comes last."""
-    return max(found, key=lambda f: f.entry.order if f.entry else ())
-
-
-def contains(entry: Entry, other: Entry | None) -> bool:
-    """Whether an entry is another one, or holds it."""
-    return other is not None and other.order[: len(entry.order)] == entry.order
-
-
 # -- Where a cotangent ends.
 
 

@@ -18,9 +18,7 @@ from clipgrad._diagnose.findings import (
 )
 from clipgrad._diagnose.guilty import (
     Found,
-    contains,
     faults,
-    first_backward,
     runs_once,
     sources,
     value_at,
@@ -105,7 +103,8 @@ def _findings(
     found = [fault for fault in found if not _is_excused(fault, source)]
     if not found:
         return findings
-    fault = first_backward(found)
+    # The first in the backward pass; an argument comes last.
+    fault = max(found, key=lambda f: f.entry.order if f.entry else ())
     if fault.kind == "sum":
         grows = any(t.kind == "grows" and t.operation == SCAN for t in trends)
         return findings if grows else [*findings, sum_finding(fault, given)]
@@ -114,12 +113,11 @@ def _findings(
 
 def _is_excused(fault: Found, source: Found | None) -> bool:
     """Whether a fault may follow from the value that the loss has its NaN or inf from."""
-    if source is None:
-        return False
-    entry = fault.entry
-    if fault.kind == "sum":
-        return True
-    return any(map(level, [*entry.ins, *entry.outs])) or contains(entry, source.entry)
+    if source is None or fault.kind == "sum":
+        return source is not None
+    entry, other = fault.entry, source.entry
+    contains = other is not None and other.order[: len(entry.order)] == entry.order
+    return contains or any(map(level, [*entry.ins, *entry.outs]))
 
 
 def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:

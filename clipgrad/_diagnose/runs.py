@@ -56,11 +56,6 @@ class Runs:
             self.programs[key] = lowered.compile()
         return self.programs[key]
 
-    def one(self, equation: JaxprEqn, inputs: Sequence[Any]) -> list:
-        """The results of one equation."""
-        with equation.ctx.manager:
-            return bind(equation, inputs)
-
     def at(self, x: Any, step: int) -> Any:
         """The part of an array for a step, along its first axis."""
         return x[step]

@@ -20,6 +20,7 @@ from clipgrad._jaxpr import (
     CALLS,
     JIT,
     REMAT,
+    bind,
     called_program,
     chooses_by_platform,
     equations,
@@ -113,7 +114,8 @@ class Entry:
             pairs = zip(inputs, self.equation.invars, strict=True)
             given = [x for x, atom in pairs if type(atom) is not Literal]
             return evaluate(as_program([self.equation], self.tape.jaxpr), given, runs.hook)
-        return runs.one(self.equation, inputs)
+        with self.equation.ctx.manager:
+            return bind(self.equation, inputs)
 
     def forward(self) -> list:
         """The results, run as one."""

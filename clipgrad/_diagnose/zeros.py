@@ -10,25 +10,52 @@ import numpy as np
 from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
 from clipgrad._diagnose.findings import operation_finding
 from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
+from clipgrad._diagnose.judge import tape_of
 from clipgrad._diagnose.loops import InScan
+from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Tape
+from clipgrad._diagnose.units import SCAN
 from clipgrad._docs import docs_page
-from clipgrad._errors import first_few
+from clipgrad._errors import first_few, first_line
+from clipgrad._jaxpr import equations
+from clipgrad._program import sources_of_results
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
 Explained = tuple[Found, Cause]
 
 
 def zero_findings(
+    given: DiagnosisSubject, measured: Measured
+) -> tuple[list[GradientFinding], list[str]]:
+    """The findings and notes on leaves, and layers of a scan, without a gradient."""
+    of = dict(zip(given.chosen, measured.grads, strict=True))
+    zero = [i for i, grad in of.items() if np.all(grad.zeros == 1)]
+    read = sources_of_results(given.program)[0] if zero else ()
+    unread = [given.names[i] for i in zero if i not in read]
+    notes = [f"the loss does not depend on {first_few(unread, SHOWN_NAMES)}"] if unread else []
+    is_all = len(zero) == len(given.chosen) and measured.loss == 0
+    zero = [i for i in zero if i in read]
+    if not zero and not any(_may_have_lost_layers(given, i, of[i].zeros) for i in given.chosen):
+        return [], notes
+    try:
+        findings, more = _told(given, tape_of(given), zero, is_all)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
+    return findings, [*notes, *more]
+
+
+def _may_have_lost_layers(given: DiagnosisSubject, number: int, zeros: float) -> bool:
+    """Whether a leaf has as many zeros as one layer of a scan in the program."""
+    lengths = {e.params["length"] for e in equations(given.program) if e.primitive.name == SCAN}
+    return any(n in lengths and n * zeros > 1 - 1e-3 for n in np.shape(given.inputs[number]))
+
+
+def _told(
     given: DiagnosisSubject, tape: Tape, zero: Sequence[int], is_all: bool
 ) -> tuple[list[GradientFinding], list[str]]:
-    """The findings and notes on leaves without a gradient, and on layers of a scan without one.
-
-    ``zero`` are the inputs whose gradients are zero, and ``is_all`` says whether these are all, at
-    a loss of 0.
-    """
+    """``zero`` are the inputs without a gradient; ``is_all``: all of them, at a loss of 0."""
     names = [_path_of(name) for name in given.names]
     rows = [(names[i], "", cuts(tape, tape.jaxpr.invars[i])) for i in zero]
     for i in given.chosen:
