@@ -36,7 +36,6 @@ SETS = frozenset("scatter dynamic_update_slice".split())
 # The cotangents of these are added up, along an axis or over devices.
 ADDED_UP = frozenset("reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg".split())
 MULTIPLYING = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
-_MASK = -1e30  # a logit below it is masked
 
 
 class Cause(NamedTuple):
@@ -135,7 +134,6 @@ def _name_of(cut: Found, given: DiagnosisSubject) -> str:
     entry, k = cut.entry, cut.number
     name, label = entry.name, entry.place.function
     low, high = range_of([entry.ins[k]])
-    is_masked = "softmax" in label and low < _MASK  # which may leave one element
     is_one = "softmax" in label and 1 in np.shape(entry.ins[k])
     is_index = bool(INDICES & {label, name})
     is_clip, is_one_sided = label in CLIPPING, label in ONE_SIDED
@@ -147,7 +145,6 @@ def _name_of(cut: Found, given: DiagnosisSubject) -> str:
         ("branch", cut.way == BRANCH),
         ("overwritten", cut.way == CARRY),
         ("one element", cut.way == CANCELS and is_one),
-        ("silent", cut.way == CANCELS and is_masked),
         ("cancels", cut.way == CANCELS),
         ("stop_gradient", name == "stop_gradient"),
         ("custom rule", is_of_users_rule(entry)),
@@ -168,7 +165,6 @@ def _name_of(cut: Found, given: DiagnosisSubject) -> str:
         ("overwritten", is_over),
         ("not read", name in WRITES),
         ("stationary", low == high == 0),
-        ("silent", is_masked),
     )
     return next((cause for cause, applies in rows if applies), "saturated")
 

@@ -1,7 +1,7 @@
 """The parts of a program that a tape runs: equations, or calls of many behind each other."""
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
@@ -22,15 +22,13 @@ def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
     """
     if len(jaxpr.eqns) <= _LONG_PROGRAM:
         return list(jaxpr.eqns)
-    read = _reads(jaxpr.eqns)
-    read.update(v for v in jaxpr.outvars if type(v) is not Literal)
+    read = all_reads(jaxpr)
     found: list[JaxprEqn] = []
     for run in _runs(jaxpr.eqns):
         if len(run) < _FEW:
             found += run
         else:
-            own = _reads(run)
-            program = as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])
+            program = as_program(run, jaxpr, leaving(run, read))
             call = {"call_jaxpr": ClosedJaxpr(program, ())}
             ends = program.invars, program.outvars
             found.append(new_jaxpr_eqn(*ends, closed_call_p, call, program.effects))
@@ -57,12 +55,22 @@ def _reads(equations: Iterable[JaxprEqn]) -> collections.Counter:
     return collections.Counter(v for e in equations for v in e.invars if type(v) is not Literal)
 
 
-def as_program(
-    run: list[JaxprEqn], jaxpr: Any, is_result: Callable[[Any], bool] = lambda v: True
-) -> Jaxpr:
+def all_reads(jaxpr: Any) -> collections.Counter:
+    """How often each variable of a program is read, or returned."""
+    return _reads(jaxpr.eqns) + collections.Counter(
+        v for v in jaxpr.outvars if type(v) is not Literal
+    )
+
+
+def leaving(run: list[JaxprEqn], read: collections.Counter) -> list:
+    """The results of some equations of a program that others read, or that it returns."""
+    own = _reads(run)
+    return [v for equation in run for v in equation.outvars if read[v] > own[v]]
+
+
+def as_program(run: list[JaxprEqn], jaxpr: Any, results: list) -> Jaxpr:
     """Some equations of a program as a program of their own."""
     made = {v for equation in run for v in equation.outvars}
     reads = [v for equation in run for v in equation.invars if type(v) is not Literal]
     inputs = reads if len(run) == 1 else list(dict.fromkeys(v for v in reads if v not in made))
-    results = [v for equation in run for v in equation.outvars if is_result(v)]
     return Jaxpr((), inputs, results, run, debug_info=jaxpr.debug_info.with_unknown_names())

@@ -113,7 +113,8 @@ class Entry:
         if isinstance(runs, OnDevices) and runs.is_checked:
             pairs = zip(inputs, self.equation.invars, strict=True)
             given = [x for x, atom in pairs if type(atom) is not Literal]
-            return evaluate(as_program([self.equation], self.tape.jaxpr), given, runs.hook)
+            program = as_program([self.equation], self.tape.jaxpr, self.equation.outvars)
+            return evaluate(program, given, runs.hook)
         with self.equation.ctx.manager:
             return bind(self.equation, inputs)
 

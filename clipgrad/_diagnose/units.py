@@ -1,13 +1,13 @@
 """The parts of a program, and what is measured of each: runs of equations of one module."""
 
-import collections
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import DropVar, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._diagnose.measure import over_devices
+from clipgrad._diagnose.parts import all_reads, leaving
 from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._jaxpr import (
@@ -66,32 +66,19 @@ def all_units(
     jaxpr = opened(program)[0]
     if longest is None:
         longest = min(max(_size_of(program) // _PARTS, 1), _LONGEST)
-    readers = collections.defaultdict(set)
-    for equation in jaxpr.eqns:
-        for v in equation.invars:
-            if type(v) is not Literal:
-                readers[v].add(id(equation))
-    for v in jaxpr.outvars:
-        if type(v) is not Literal:
-            readers[v].add(None)
+    read = all_reads(jaxpr)
     for run, inside in _units_of(jaxpr, longest):
         for inner in inside:
             yield from all_units(inner, Place(run[0], parent), longest)
-        yield _unit_of(run, parent, inside, readers)
+        leaves = [site_of(v, parent) for v in leaving(run, read) if holds_floats(v)]
+        yield Unit(run, parent, inside, leaves, _carried(run[-1], parent, inside))
 
 
-def _unit_of(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict) -> Unit:
-    own = set(map(id, run))
-    leaves = [
-        site_of(v, parent)
-        for equation in run
-        for v in equation.outvars
-        if not isinstance(v, DropVar) and holds_floats(v) and readers[v] - own
-    ]
-    is_scan = inside and run[-1].primitive.name == SCAN
-    states = carried_variables(run[-1]) if is_scan else []
-    carried = [site_of(v, Place(run[-1], parent)) for v in states if holds_floats(v)]
-    return Unit(run, parent, inside, leaves, carried)
+def _carried(equation: JaxprEqn, parent: Place | None, inside: list) -> list[Site]:
+    """The floating numbers that a scan with programs inside carries."""
+    is_scan = inside and equation.primitive.name == SCAN
+    states = carried_variables(equation) if is_scan else []
+    return [site_of(v, Place(equation, parent)) for v in states if holds_floats(v)]
 
 
 def _units_of(jaxpr: Any, longest: int) -> Iterator[tuple[list[JaxprEqn], list]]:

@@ -23,7 +23,7 @@ from clipgrad._jaxpr import equations
 from clipgrad._program import sources_of_results
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
-Explained = tuple[Found, Cause]
+ExplainedCut = tuple[Found, Cause]
 
 
 def zero_findings(
@@ -63,10 +63,10 @@ def _told(
             step = inside.step(steps[0])
             layers = f" in layer {_few(steps)} of {inside.length}"
             rows.append((names[i], layers, cuts(step, step.jaxpr.invars[k])))
-    groups: dict[tuple, tuple[list[Explained], list[str]]] = {}
+    groups: dict[tuple, tuple[list[ExplainedCut], list[str]]] = {}
     for leaf, layers, found in rows:
         best = _best(given, zero, found)
-        place = _place_of(best[0]) if best else ""
+        place = _line_and_cause(best[0]) if best else ""
         groups.setdefault((place, layers), (best, []))[1].append(leaf)
     findings, notes = [], []
     order = lambda own: own[1][0][0][0].entry.order if own[1][0] else ()  # noqa: E731
@@ -84,14 +84,16 @@ def _told(
     return findings, notes
 
 
-def _best(given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]) -> list[Explained]:
+def _best(
+    given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]
+) -> list[ExplainedCut]:
     """The cuts of the first rank, the best first."""
     own = [(cut, cause_of(cut, given, zero)) for cut in found]
     own.sort(key=lambda e: (e[1].rank, e[1].is_note))
     return [e for e in own if e[1].rank == own[0][1].rank]
 
 
-def _place_of(explained: Explained) -> str:
+def _line_and_cause(explained: ExplainedCut) -> str:
     """The line, and the cause."""
     cut, cause = explained
     return f"{cut.entry.place.location} ({cause.name})"
@@ -131,9 +133,9 @@ def _few(values: Sequence[int]) -> str:
     return ", ".join(map(str, values[:SHOWN_NAMES])) + ", ..." * (len(values) > SHOWN_NAMES)
 
 
-def _finding(subject: str, leaves: Sequence[str], best: Sequence[Explained]) -> GradientFinding:
+def _finding(subject: str, leaves: Sequence[str], best: Sequence[ExplainedCut]) -> GradientFinding:
     cut, cause = best[0]
-    also = list(dict.fromkeys(map(_place_of, best)))[1 : 1 + SHOWN_NAMES]
+    also = list(dict.fromkeys(map(_line_and_cause, best)))[1 : 1 + SHOWN_NAMES]
     rest = f"; also cut at {', '.join(also)}" if also else ""
     rest += f"; {cause.step}" if cause.step else ""
     finding = operation_finding("zero", cut, f"{subject} is 0: {cause.text}", rest)
