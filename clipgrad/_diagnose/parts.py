@@ -56,7 +56,7 @@ def _reads(equations: Iterable[JaxprEqn]) -> collections.Counter:
 
 
 def all_reads(jaxpr: Any) -> collections.Counter:
-    """How often each variable of a program is read, or returned."""
+    """The number of reads of each variable of a program; to be returned is one."""
     return _reads(jaxpr.eqns) + collections.Counter(
         v for v in jaxpr.outvars if type(v) is not Literal
     )
