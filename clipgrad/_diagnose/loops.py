@@ -1,6 +1,5 @@
 """Opening loops: a scan runs as one and keeps its carries, and each step can become a tape."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from clipgrad._diagnose.levels import level, levels
-from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
-from clipgrad._jaxpr import evaluate, holds_floats, opened, scan_counts
+from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
+from clipgrad._jaxpr import evaluate, holds_floats, scan_counts
 
 
 @opening("scan")
@@ -33,7 +32,6 @@ class InScan(Inside):
         self.carries: list = []  # with an axis of steps in front, behind the axes of devices
         self.of_carries: dict[int, Any] = {}  # the cotangents of the carry behind each step
         self.told: dict[int, Any] = {}  # of fixed operands: the steps of a bad cotangent
-        self._watched: list[int] = []  # the operands whose cotangents are watched at each step
         self._steps: dict[int, Tape] = {}
 
     @classmethod
@@ -53,45 +51,85 @@ class InScan(Inside):
 
     def forward(self) -> list:
         """The results; keeps what each step begins with."""
-        entry, runs = self.entry, self.entry.tape.runs
-        found = list(runs.compiled(runs.mapped(self._run), *entry.ins))
+        entry, hook = self.entry, self.entry.tape.runs.hook
+
+        def run(*xs: Any) -> list:
+            def step(carry: list, own: list) -> Any:
+                results = evaluate(self.program, [*xs[: self.fixed], *carry, *own], hook)
+                return results[: self.carried], (results[self.carried :], carry)
+
+            start, own = list(xs[self.fixed : self.split]), list(xs[self.split :])
+            last, (stacked, carries) = lax.scan(step, start, own, self.length, self.is_reverse)
+            return [*last, *stacked, *carries]
+
+        runs = entry.tape.runs
+        found = list(runs.compiled(runs.mapped(run), *entry.ins))
         count = len(entry.equation.outvars)
         self.carries = found[count:]
         return found[:count]
 
     def backward(self) -> None:
         """Fill in the cotangents; keeps those of what each step ends with."""
-        entry, runs = self.entry, self.entry.tape.runs
-        is_moved = [holds_floats(x) for x in entry.ins]
-        told = [i for i in range(self.fixed) if is_moved[i] and entry.active[i]]
-        behind = [i for i in range(self.fixed, self.split) if is_moved[i]]
-        flags = [runs.constant(jnp.zeros(self.length))] * len(told)
-        self._watched = [*told, *behind]
-        found = entry.backward(self._run, [*flags, *(self.carries[i - self.fixed] for i in behind)])
-        own = dict(zip(self._watched, found, strict=False))
-        self.of_carries = {i - self.fixed: own.pop(i) for i in behind if i in own}
-        self.told = {i: np.any(x, tuple(range(runs.axes))) for i, x in own.items()}
+        entry, runs, reached = self.entry, self.entry.tape.runs, set()
+        ways = [
+            i
+            for i, x in enumerate(entry.ins)
+            if holds_floats(x) and (self.is_carry(i) or entry.active[i])
+        ]
+        given = [j for j, y in enumerate(entry.outs) if holds_floats(y)]
+        got = [
+            jnp.zeros_like(entry.outs[j]) if entry.got[j] is None else entry.got[j] for j in given
+        ]
+        fun = self._backward(ways, given, reached)
+        flat = runs.compiled(runs.mapped(fun), *entry.ins, *self.carries, *got)
+        found, told, cotangents = flat
+        for i, own in zip(ways, found, strict=True):
+            entry.back[i] = own if i in reached and entry.active[i] else None
+        self.of_carries = dict(zip([j for j in given if j < self.carried], cotangents, strict=True))
+        flags = [np.any(x, axis=tuple(range(runs.axes))) for x in told]
+        self.told = dict(zip([i for i in ways if i < self.fixed], flags, strict=True))
 
-    def _run(self, *xs: Any) -> list:
-        """The results, and what each step begins with; behind the operands are the watches."""
+    def _backward(self, ways: list[int], given: list[int], reached: set[int]) -> Callable:
+        """The backward pass: of the operands, of the carries, of the results their cotangents."""
         hook, count = self.entry.tape.runs.hook, len(self.entry.ins)
-        fixed, start, own = xs[: self.fixed], xs[self.fixed : self.split], xs[self.split : count]
+        fixed = [i for i in ways if i < self.fixed]
+        moved = [i for i in ways if self.is_carry(i)]
+        each = [i for i in ways if i >= self.split]
 
-        def step(carry: list, own: Any) -> Any:
-            elements, watches = own
-            seen = [_watched(_is_bad, x, watches.get(i)) for i, x in enumerate(fixed)]
-            results = evaluate(self.program, [*seen, *carry, *elements], hook)
-            numbered = enumerate(results[: self.carried], self.fixed)
-            behind = [_watched(_itself, y, watches.get(i)) for i, y in numbered]
-            return behind, (results[self.carried :], carry)
+        def step_of(ins: Sequence[Any]) -> Callable:
+            def step(state: Any, own: Any) -> Any:
+                (cotangents, totals), (carry, elements, of_stacked) = state, own
+                every = [*ins[: self.fixed], *carry, *elements]
 
-        watches = dict(zip(self._watched, xs[count:], strict=False))
-        if not opened(self.program)[0].effects:  # a pass backward keeps carries alone
-            step = jax.checkpoint(step, prevent_cse=False)
-        last, (stacked, carries) = lax.scan(
-            step, list(start), (list(own), watches), self.length, self.is_reverse
-        )
-        return [*last, *stacked, *carries]
+                def run(*moved: Any) -> list:
+                    new = dict(zip(ways, marked(ways, moved, reached), strict=True))
+                    inputs = [new.get(i, x) for i, x in enumerate(every)]
+                    results = evaluate(self.program, inputs, hook)
+                    return [results[j] for j in given]
+
+                pull = jax.vjp(run, *(every[i] for i in ways))[1]
+                found = dict(zip(ways, pull([*cotangents, *of_stacked]), strict=True))
+                totals = [t + found[i] for t, i in zip(totals, fixed, strict=True)]
+                told = [~jnp.all(jnp.isfinite(found[i])) for i in fixed]
+                new = [found[i] for i in moved], totals
+                return new, ([found[i] for i in each], told, cotangents)
+
+            return step
+
+        def backward(*flat: Any) -> Any:
+            ins, rest = flat[:count], flat[count:]
+            carries, got = list(rest[: self.carried]), rest[self.carried :]
+            start = [g for j, g in zip(given, got, strict=True) if j < self.carried]
+            stacked = [g for j, g in zip(given, got, strict=True) if j >= self.carried]
+            state = start, [jnp.zeros_like(ins[i]) for i in fixed]
+            own = carries, list(ins[self.split :]), stacked
+            step = step_of(ins)
+            (first, totals), (found, told, cotangents) = lax.scan(
+                step, state, own, self.length, reverse=not self.is_reverse
+            )
+            return [*totals, *first, *found], told, cotangents
+
+        return backward
 
     def step(self, t: int) -> Tape:
         """The tape of one step, with its cotangents if there are any."""
@@ -198,27 +236,6 @@ class InScan(Inside):
         while now and bad[self.times[now]] >= wanted:
             now -= 1
         return self.times[now]
-
-
-def _itself(cotangent: Any) -> Any:
-    return cotangent
-
-
-def _is_bad(cotangent: Any) -> Any:
-    return (~jnp.all(jnp.isfinite(cotangent))).astype(jnp.float32)
-
-
-def _watched(of: Callable, x: Any, watch: Any) -> Any:
-    """``x``; a watch, if there is one, gets a function of the cotangent of it."""
-    return x if watch is None else _seen(of, x, watch)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _seen(of: Callable, x: Any, watch: Any) -> Any:
-    return x
-
-
-_seen.defvjp(lambda of, x, watch: (x, None), lambda of, _, g: (g, of(g)))
 
 
 @opening("while")

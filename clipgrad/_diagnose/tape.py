@@ -125,31 +125,28 @@ class Entry:
             return self.tape.runs.compiled(fun, *self.ins)
         return fun(*self.ins)
 
-    def backward(self, run: Callable | None = None, watches: Sequence = ()) -> Sequence:
-        """Fill in the cotangents of the operands; returns those of more inputs of ``run``."""
+    def backward(self) -> None:
+        """Fill in the cotangents of the operands."""
         which = [i for i, x in enumerate(self.ins) if holds_floats(x) and self.active[i]]
         outs = [j for j, y in enumerate(self.outs) if holds_floats(y) and self.got[j] is not None]
         if not which or not outs or self.name in ("stop_gradient", "while"):
-            return ()
+            return
         reached: set[int] = set()
-        mapped = self.tape.runs.mapped(run or self.run)
 
-        def pull(moved: list, watches: list, rest: dict, got: list) -> Any:
-            def moving(moved: list, watches: list) -> list:
-                notes = (functools.partial(reached.add, i) for i in which)
-                own = rest | dict(zip(which, map(watched, notes, moved), strict=True))
-                results = mapped(*(own[i] for i in range(len(self.ins))), *watches)
+        def pull(moved: list, rest: dict, got: list) -> Sequence:
+            def run(*moved: Any) -> list:
+                own = rest | dict(zip(which, marked(which, moved, reached), strict=True))
+                results = self.tape.runs.mapped(self.run)(*(own[i] for i in range(len(self.ins))))
                 return [results[j] for j in outs]
 
-            return jax.vjp(moving, moved, watches)[1](got)
+            return jax.vjp(run, *moved)[1](got)
 
         rest = {i: x for i, x in enumerate(self.ins) if i not in which}
-        given = [self.ins[i] for i in which], list(watches), rest, [self.got[j] for j in outs]
+        given = [self.ins[i] for i in which], rest, [self.got[j] for j in outs]
         is_whole = self.holds_programs or self.tape.runs.axes
-        found, seen = self.tape.runs.compiled(pull, *given) if is_whole else pull(*given)
+        found = self.tape.runs.compiled(pull, *given) if is_whole else pull(*given)
         for i, cotangent in zip(which, found, strict=True):
             self.back[i] = cotangent if i in reached else None
-        return seen
 
 
 OPENINGS: dict[str, type["Inside"]] = {}
@@ -351,3 +348,10 @@ class Tape:
         if cotangent is not None and type(atom) is not Literal:
             known = self.cotangents.get(atom)
             self.cotangents[atom] = cotangent if known is None else known + cotangent
+
+
+def marked(numbers: Sequence[int], values: Sequence[Any], reached: set[int]) -> list:
+    """Some values; ``reached`` gets the numbers whose cotangents are not zero by their type."""
+    return [
+        watched(functools.partial(reached.add, i), x) for i, x in zip(numbers, values, strict=True)
+    ]
