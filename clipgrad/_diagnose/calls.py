@@ -1,72 +1,18 @@
-"""Opening what holds a program that runs once: a call, a branch, a group, the devices of a mesh."""
+"""Opening what holds a program that runs once: a branch, a custom rule, the devices of a mesh."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.parts import EquationGroup
 from clipgrad._diagnose.runs import OnDevices
-from clipgrad._diagnose.tape import GROUP, Entry, Inside, Tape, Within, opening
-from clipgrad._jaxpr import CALLS, CUSTOM_RULES, JIT, REMAT, called_program, holds_floats, opened
-
-
-@opening(GROUP, *JIT, *REMAT, *CALLS)
-class InCall(Inside):
-    """A program that runs once, on the operands."""
-
-    shift = 0
-    is_differentiated = True
-
-    @classmethod
-    def opens(cls, entry: Entry) -> bool:
-        """An operation on a reference, discharged, is one."""
-        return not any(e.primitive.name == "new_ref" for e in _equations_in(entry))
-
-    @property
-    def program(self) -> Any:
-        """The program."""
-        equation = self.entry.equation
-        return equation.program if isinstance(equation, EquationGroup) else called_program(equation)
-
-    @functools.cached_property
-    def tape(self) -> Tape:
-        """The program inside, with its cotangents if there are any."""
-        tape = self._run()
-        if self.is_differentiated and any(g is not None for g in self.entry.got):
-            tape.backward(self._cotangents(tape))
-        return tape
-
-    def result(self, number: int, wanted: int) -> tuple[Tape, Any]:
-        """The result of the program."""
-        return self.tape, self.tape.jaxpr.outvars[number]
-
-    def operand(self, number: int, is_zero: bool) -> tuple[Tape, Any]:
-        """The input of the program."""
-        return self.tape, self.tape.jaxpr.invars[number - self.shift]
-
-    def rerun(self) -> None:
-        """Run it operation by operation, forward, and backward if there are cotangents."""
-        self.__dict__.pop("tape", None)
-        _ = self.tape
-
-    def _run(self) -> Tape:
-        entry, first = self.entry, self.shift
-        return Tape(self.program, entry.ins[first:], entry.active[first:], Within(entry, first))
-
-    def _cotangents(self, tape: Tape) -> list:
-        return self.entry.got
-
-
-def _equations_in(entry: Entry) -> list:
-    part = entry.equation
-    return opened(part.program if isinstance(part, EquationGroup) else called_program(part))[0].eqns
+from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
+from clipgrad._jaxpr import CUSTOM_RULES, holds_floats
 
 
 @opening("cond")
-class InBranch(InCall):
+class InBranch(Inside):
     """The branch that was taken."""
 
     shift = 1
@@ -88,14 +34,14 @@ class InBranch(InCall):
 
 
 @opening(*CUSTOM_RULES)
-class InRule(InCall):
+class InRule(Inside):
     """The function that a rule was written for; the cotangents are those of the rule."""
 
     is_differentiated = False
 
 
 @opening("shard_map")
-class InMesh(InCall):
+class InMesh(Inside):
     """The program of a `shard_map`, with an axis of devices in front of each array."""
 
     @classmethod
@@ -111,19 +57,17 @@ class InMesh(InCall):
 
     def _cotangents(self, tape: Tape) -> list:
         """The cotangents of what each device has."""
-        runs, outs, got = tape.runs, tape.results, self.entry.got
+        runs, outs = tape.runs, self.entry.outs
         assert isinstance(runs, OnDevices)
         which = [j for j, y in enumerate(outs) if holds_floats(y)]
+        got = [self.entry.got[j] for j in which]
+        full = [
+            jnp.zeros_like(outs[j]) if g is None else g for j, g in zip(which, got, strict=True)
+        ]
 
-        def spread(outs: list, got: list) -> Any:
-            def collected(*moved: Any) -> list:
-                own = dict(enumerate(outs)) | dict(zip(which, moved, strict=True))
-                results = runs.collect(*(own[j] for j in range(len(outs))))
-                return [results[j] for j in which]
+        def spread(results: list, got: list) -> Any:
+            return jax.vjp(lambda *own: runs.collect(which, own), *results)[1](got)
 
-            return jax.vjp(collected, *(outs[j] for j in which))[1](got)
-
-        pairs = [(self.entry.outs[j], got[j]) for j in which]
-        full = [jnp.zeros_like(y) if g is None else g for y, g in pairs]
-        own = dict(zip(which, runs.compiled(spread, outs, full), strict=True))
+        found = runs.compiled(spread, [tape.results[j] for j in which], full)
+        own = dict(zip(which, found, strict=True))
         return [own.get(j) for j in range(len(outs))]

@@ -5,15 +5,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.calls import InCall
 from clipgrad._diagnose.guilty import (
     BRANCH,
     CANCELS,
     CARRY,
     Found,
-    Roots,
     is_of_users_rule,
-    roots,
+    runs_once,
+    sources,
 )
 from clipgrad._diagnose.levels import holds_zeros, range_of, wide
 from clipgrad._diagnose.loops import InScan, InWhile
@@ -37,79 +36,70 @@ SETS = frozenset("scatter dynamic_update_slice".split())
 # The cotangents of these are added up, along an axis or over devices.
 ADDED_UP = frozenset("reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg".split())
 MULTIPLYING = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
-_MASK = -1e30  # a logit below it is masked
 
 
 class Cause(NamedTuple):
-    """Why a cotangent ends."""
+    """Why a cotangent ends: a row of the table, or this with the facts in its places."""
 
-    name: str  # such as "cast"
     text: str  # what is so, with numbers
-    step: str  # what to write instead; "" if there is nothing
-    rank: float  # the smaller, the more likely it is what one looks for
-    is_note: bool  # whether it may be meant
-
-
-class Zero(NamedTuple):
-    """A sentence of the table, with places for the facts."""
-
-    text: str
-    step: str = ""
-    rank: float = 0
-    is_note: bool = False
+    step: str = ""  # what to write instead; "" if there is nothing
+    rank: float = 0  # the smaller, the more likely it is what one looks for
+    is_note: bool = False  # whether it may be meant
+    name: str = ""  # such as "cast"
 
 
 # What is meant to detach comes last: a cut that nobody chooses is the finding beside it.
 DETACHED = 8
 CAUSES = {
-    "branch": Zero("it is read only in a branch of the cond that is not taken",
-                  "check the predicate; a branch that is not taken trains nothing"),
-    "stop_gradient": Zero("{label} detaches it", "if that is meant, leave it out of argnums",
-                         DETACHED, True),
-    "custom rule": Zero("the rule of {operation} returns zeros for operand {operand}",
-                       "compare it with numerical slopes by cg.check_grads"),
-    "flat": Zero("{label} is flat everywhere, so its derivative is 0",
-                "x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through", -0.2),
-    "cast": Zero("a cast to {dtype} has no derivative",
-                "keep it floating, or let the gradient through by a custom VJP", 1),
-    "index": Zero("the indices of {label} have no derivative",
-                 "multiply by the values, or by their softmax", 2),
-    "comparison": Zero("a comparison ({label}) has no derivative",
-                      "use a smooth function such as jax.nn.sigmoid", 3),
-    "one element": Zero("{label} over an axis of length 1 is constant",
-                       "if a choice is meant, weigh by the softmax over all, before one is chosen",
-                       -0.1),
-    "dead": Zero("{label} is flat at all {size:,} elements of its input, {numbers}",
-                "a smaller step or bias, or a leaky form, lets the gradient through"),
-    "saturated": Zero("{label} is saturated at all {size:,} elements of its input, {numbers}",
-                     "scale its input, or compute with its logarithm"),
-    "clipped": Zero("{label} clips all {size:,} elements of its input, {numbers}",
-                   "widen its bounds, or scale its input"),
-    "where": Zero("the {label} takes the other side at every element",
-                 "check its mask: the condition, its axis, and what it is for"),
-    "not read": Zero("{label} reads or writes no element of it that has a cotangent",
-                    "check the indices, and what else is read there", 0.5),
-    "overwritten": Zero("what {label} puts there is overwritten before it is read",
-                       "check the indices; in a scan add to the carry, or return it as an output"),
-    "zero factor": Zero("it is multiplied by {source}", "check what makes these zeros"),
-    "underflow": Zero("a cotangent of {largest:.2g} is less than {dtype} can hold",
-                     "scale the loss, or compute in float32"),
-    "cancels": Zero("the cotangents of its uses are not zero, but their sum is",
-                   "the loss does not depend on it here, as where a value is subtracted from "
-                   "itself, or over an axis of length 1", -0.1),
+    "branch": Cause("it is read only in a branch of the cond that is not taken",
+                   "check the predicate; a branch that is not taken trains nothing"),
+    "stop_gradient": Cause("{label} detaches it", "if that is meant, leave it out of argnums",
+                          DETACHED, True),
+    "custom rule": Cause("the rule of {operation} returns zeros for operand {operand}",
+                        "compare it with numerical slopes by cg.check_grads"),
+    "flat": Cause("{label} is flat everywhere, so its derivative is 0",
+                 "x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through", -0.2),
+    "cast": Cause("a cast to {dtype} has no derivative",
+                 "keep it floating, or let the gradient through by a custom VJP", 1),
+    "index": Cause("the indices of {label} have no derivative",
+                  "multiply by the values, or by their softmax", 2),
+    "comparison": Cause("a comparison ({label}) has no derivative",
+                       "use a smooth function such as jax.nn.sigmoid", 3),
+    "one element": Cause("{label} over an axis of length 1 is constant",
+                        "if a choice is meant, weigh by the softmax over all, before one is chosen",
+                        -0.1),
+    "dead": Cause("{label} is flat at all {size:,} elements of its input, {numbers}",
+                 "a smaller step or bias, or a leaky form, lets the gradient through"),
+    "saturated": Cause("{label} is saturated at all {size:,} elements of its input, {numbers}",
+                      "scale its input, or compute with its logarithm"),
+    "clipped": Cause("{label} clips all {size:,} elements of its input, {numbers}",
+                    "widen its bounds, or scale its input"),
+    "where": Cause("the {label} takes the other side at every element",
+                  "check its mask: the condition, its axis, and what it is for"),
+    "not read": Cause("{label} reads or writes no element of it that has a cotangent",
+                     "check the indices, and what else is read there", 0.5),
+    "overwritten": Cause("what {label} puts there is overwritten before it is read",
+                        "check the indices; in a scan add to the carry, or return it as an output"),
+    "zero factor": Cause("it is multiplied by {source}", "check what makes these zeros"),
+    "underflow": Cause("a cotangent of {source} is less than {dtype} can hold",
+                      "scale the loss, or compute in float32"),
+    "cancels": Cause("the cotangents of its uses are not zero, but their sum is",
+                    "the loss does not depend on it here, as where a value is subtracted from "
+                    "itself, or over an axis of length 1", -0.1),
     # What may be meant.
-    "trains later": Zero("it is multiplied by {source} and has a gradient: its first update ends "
-                        "that", "", 0, True),
-    "zero factors": Zero("it is multiplied by {source}, and whose gradient is 0 too: neither ever "
-                        "trains", "start one of the two from other values"),
-    "constant zeros": Zero("it is multiplied by constant zeros, as an initial state is", "", 0.3,
-                          True),
-    "random": Zero("random numbers alone decide that it is multiplied by 0 or left out, as a layer "
-                  "that is dropped", "", 0, True),
-    "stationary": Zero("its input is 0 throughout, where {label} is flat",
-                      "start from other values", 1.5, True),
-    "silent": Zero("the cotangents along an axis add up to 0", "", 0.5, True),
+    "trains later": Cause("it is multiplied by {source} and has a gradient: its first update ends "
+                         "that", "", 0, True),
+    "zero factors": Cause("it is multiplied by {source}, and whose gradient is 0 too: neither ever "
+                         "trains", "start one of the two from other values"),
+    "constant zeros": Cause("it is multiplied by constant zeros, as an initial state is", "", 0.3,
+                           True),
+    "random": Cause("random numbers alone decide that it is multiplied by 0 or left out, as a "
+                   "layer that is dropped", "", 0, True),
+    "stationary": Cause("its input is 0 throughout, where {label} is flat",
+                       "start from other values", 1.5, True),
+    "silent": Cause("the cotangents along an axis add up to 0", "", 0.5, True),
 }  # fmt: skip
+CAUSES["bitcast"] = CAUSES["cast"]
 SILENT = "silent"
 # Of a loss that is 0 these are what one wants, such as a hinge loss without a violation.
 EXCUSED = frozenset(
@@ -117,180 +107,138 @@ EXCUSED = frozenset(
 )
 
 
-class Facts(NamedTuple):
-    """The cause of a cut, by its row, and what its sentence has besides."""
-
-    row: str
-    source: str = ""
-    largest: float = 0.0
-    name: str = ""  # of the cause, if it is not that of the row
-
-
 def cause_of(cut: Found, given: DiagnosisSubject, zero: Any) -> Cause:
     """The cause of a cut; ``zero`` are the inputs whose gradients are zero."""
     entry, k = cut.entry, cut.number
-    facts = _facts(cut, given, zero)
-    row = CAUSES[facts.row]
+    name, source = _name_of(cut, given), ""
+    if name in MULTIPLYING:
+        name, source = _of_product(entry, k, given, zero)
+    row = CAUSES[name]
     low, high = range_of([entry.ins[k]])
     label = entry.place.function
-    own = next((name for name in (label, entry.name) if name in FLAT | INDICES), label)
     words = {
-        "label": own,
+        "label": next((own for own in (label, entry.name) if own in FLAT | INDICES), label),
         "operation": entry.place.operation,
         "operand": k,
         "dtype": next((dtype_of(v) for v in entry.equation.outvars), None),
         "size": np.size(entry.ins[k]),
         "numbers": f"{low:.3g} to {high:.3g}",
-        "source": facts.source,
-        "largest": facts.largest,
+        "source": source,
     }
     text, step = row.text.format(**words), row.step.format(**words)
-    return Cause(facts.name or facts.row, text, step, row.rank, row.is_note)
+    return row._replace(name=name, text=text, step=step)
 
 
-def _facts(cut: Found, given: DiagnosisSubject, zero: Any) -> Facts:
+def _name_of(cut: Found, given: DiagnosisSubject) -> str:
+    """The name of the cause; of a product its own."""
     entry, k = cut.entry, cut.number
     name, label = entry.name, entry.place.function
-    if cut.way == BRANCH:
-        is_drawn = _is_random(roots(entry.tape, entry.equation.invars[:1]), given)
-        return Facts("random" if is_drawn else "branch")
-    if cut.way == CARRY:
-        return Facts("overwritten")
-    if cut.way == CANCELS:
-        is_masked = range_of([entry.ins[k]])[0] < _MASK  # which may leave one element
-        is_one = 1 in np.shape(entry.ins[k])
-        row = "one element" if is_one else "silent" if is_masked else "cancels"
-        return Facts(row if "softmax" in label else "cancels")
-    if name == "stop_gradient":
-        return Facts("stop_gradient")
-    if is_of_users_rule(entry):
-        return Facts("custom rule")
-    if {label, name} & FLAT:
-        return Facts("flat")
-    if isinstance(entry.inside, InWhile):
-        return Facts("comparison")
-    if not any(map(holds_floats, entry.outs)) or label in INDICES:
-        casts = {"convert_element_type": "cast", "bitcast_convert_type": "bitcast"}
-        is_index = bool(INDICES & {label, name}) and name not in casts
-        row = "cast" if name in casts else "index" if is_index else "comparison"
-        return Facts(row, name=casts.get(name, ""))
-    if name in MULTIPLYING:
-        return _of_product(entry, k, given, zero)
-    if name == "select_n" and _is_random(roots(entry.tape, entry.equation.invars[:1]), given):
-        return Facts("random")
-    return Facts(_of_numbers(entry, k, label))
-
-
-def _of_numbers(entry: Entry, k: int, label: str) -> str:
-    name = entry.name
     low, high = range_of([entry.ins[k]])
-    is_clip = label in CLIPPING
-    is_read = name in WRITES and k > 0
+    is_one = "softmax" in label and 1 in np.shape(entry.ins[k])
+    is_index = bool(INDICES & {label, name})
+    is_clip, is_one_sided = label in CLIPPING, label in ONE_SIDED
+    is_chosen = cut.way == BRANCH or (name == "select_n" and not cut.way)
+    is_over = name in WRITES and (k == 0 or (name in SETS and bool(entry.tape.steps)))
+    is_whole = not any(map(holds_floats, entry.outs)) or label in INDICES
     rows = (
+        ("random", is_chosen and _is_random(entry.tape, entry.equation.invars[:1], given)),
+        ("branch", cut.way == BRANCH),
+        ("overwritten", cut.way == CARRY),
+        ("one element", cut.way == CANCELS and is_one),
+        ("cancels", cut.way == CANCELS),
+        ("stop_gradient", name == "stop_gradient"),
+        ("custom rule", is_of_users_rule(entry)),
+        ("flat", bool({label, name} & FLAT)),
+        ("comparison", isinstance(entry.inside, InWhile)),
+        ("cast", is_whole and name == "convert_element_type"),
+        ("bitcast", is_whole and name == "bitcast_convert_type"),
+        ("index", is_whole and is_index),
+        ("comparison", is_whole),
+        (name, name in MULTIPLYING),
         ("silent", name in ADDED_UP),
         ("underflow", name == "convert_element_type"),
-        ("saturated", not is_clip and label in ONE_SIDED and "relu" in label and low > 0),
-        ("dead", not is_clip and (label in ONE_SIDED or name == "max") and name not in READERS),
+        ("saturated", is_one_sided and not is_clip and "relu" in label and low > 0),
+        ("dead", not is_clip and (is_one_sided or name == "max") and name not in READERS),
         ("clipped", is_clip or name in ("min", "clamp")),
         ("where", name == "select_n"),
         ("not read", name in READERS),
-        ("overwritten", name in WRITES and (k == 0 or (name in SETS and bool(entry.tape.steps)))),
-        ("not read", is_read),
+        ("overwritten", is_over),
+        ("not read", name in WRITES),
         ("stationary", low == high == 0),
     )
-    return next((cause for cause, applies in rows if applies), _of_softmax(entry, label, low))
+    return next((cause for cause, applies in rows if applies), "saturated")
 
 
-def _of_softmax(entry: Entry, label: str, low: float) -> str:
-    if "softmax" not in label or low >= _MASK:
-        return "saturated"
-    return "silent"  # its mask leaves one element
-
-
-def _of_product(entry: Entry, k: int, given: DiagnosisSubject, zero: Any) -> Facts:
+def _of_product(entry: Entry, k: int, given: DiagnosisSubject, zero: Any) -> tuple[str, str]:
+    """The cause at a product, and what is zero there, or how small a cotangent is."""
     other = 1 - k if k < 2 else 0
     atom = entry.equation.invars[other]
     if not holds_zeros(entry.ins[other]):
-        low, high = range_of([np.abs(wide(entry.ins[other]).astype(np.float64))])
+        low, high = range_of([np.abs(wide(entry.ins[other]))])
         factor = high if entry.name != "div" else 1 / low if low else 0
-        size = range_of([np.abs(wide(g).astype(np.float64)) for g in entry.got])[1]
-        if size * factor < float(jnp.finfo(entry.ins[k].dtype).tiny):
-            return Facts("underflow", largest=size * factor)
+        size = factor * range_of([np.abs(wide(g)) for g in entry.got])[1]
+        if size < float(jnp.finfo(entry.ins[k].dtype).tiny):
+            return "underflow", f"{size:.2g}"
         if entry.name != "mul":
-            return Facts("silent")
-        if _is_random(roots(entry.tape, [atom]), given):
-            return Facts("random")
-        return Facts("zero factor", "its other factor, which is 0 wherever there is a cotangent")
-    source = zero_source(entry.tape, atom)
-    if source.argument is not None:
-        named = f"{given.names[source.argument]}, which is 0"
-        if source.argument not in given.chosen:
-            return Facts("zero factor", named)
-        return Facts("zero factors" if source.argument in zero else "trains later", named)
-    if source.entry is not None:
-        if _is_random(roots(source.entry.tape, source.entry.equation.invars), given):
-            return Facts("random")
-        place = source.entry.place
-        return Facts("zero factor", f"values that are 0 since {place.function} ({place.location})")
-    if entry.name == "mul" and not source.is_state:
-        return Facts("zero factor", "a constant that is 0")
-    return Facts("constant zeros")
+            return "silent", ""
+        is_random = _is_random(entry.tape, [atom], given)
+        source = "its other factor, which is 0 wherever there is a cotangent"
+        return "random" if is_random else "zero factor", source
+    source, is_state = zero_source(entry.tape, atom)
+    if source.is_constant:
+        is_factor = entry.name == "mul" and not is_state
+        return "zero factor" if is_factor else "constant zeros", "a constant that is 0"
+    if source.entry is None:
+        is_trained = source.number in given.chosen
+        later = "zero factors" if source.number in zero else "trains later"
+        named = f"{given.names[source.number]}, which is 0"
+        return later if is_trained else "zero factor", named
+    is_random = _is_random(source.entry.tape, source.entry.equation.invars, given)
+    place = source.entry.place
+    named = f"values that are 0 since {place.function} ({place.location})"
+    return "random" if is_random else "zero factor", named
 
 
-def _is_random(found: Roots, given: DiagnosisSubject) -> bool:
+def _is_random(tape: Tape, atoms: Any, given: DiagnosisSubject) -> bool:
     """Whether values are random, and computed from keys and counters alone."""
-    is_drawn = any(name.startswith(("random_bits", "threefry")) for name in found.operations)
-    return is_drawn and not any(holds_floats(given.inputs[i]) for i in found.arguments)
+    arguments, operations = sources(tape, atoms)
+    is_drawn = any(name.startswith(("random_bits", "threefry")) for name in operations)
+    return is_drawn and not any(holds_floats(given.inputs[i]) for i in arguments)
 
 
 # If one operand of these is zero, so is the result.
 _ABSORBING = MULTIPLYING - {"div"}
 
 
-class ZeroSource(NamedTuple):
-    """An input or the result of an operation that is zero; a constant if both are None."""
+def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
+    """The first value that is zero, from which a value has its zeros.
 
-    argument: int | None = None
-    entry: Entry | None = None
-    is_state: bool = False  # whether a scan begins with it
-
-
-def zero_source(tape: Tape, atom: Any) -> ZeroSource:
-    """The first value that is zero, from which a value has its zeros."""
+    Second is whether a scan begins with it.
+    """
     is_state = False
     while not tape.is_constant(atom):
         entry = tape.made.get(atom)
         if entry is None:
             number = tape.jaxpr.invars.index(atom)
             if tape.within is None:
-                return ZeroSource(number, None, is_state)
-            holder = tape.within.entry.inside
-            is_state = is_state or (isinstance(holder, InScan) and holder.is_carry(number))
-            tape, atom = _source_outside(tape, number)
-        elif isinstance(entry.inside, InCall):
+                return Found("zero", None, number), is_state
+            inside, now = tape.within.entry.inside, tape.within.time
+            is_carry = isinstance(inside, InScan) and inside.is_carry(number)
+            is_state = is_state or is_carry
+            if is_carry and now and not holds_zeros(tape.within.entry.ins[number]):
+                tape = inside.step(inside.times[now - 1])
+                atom = tape.jaxpr.outvars[number - inside.fixed]
+            else:
+                tape, atom = tape.outside(number)
+        elif runs_once(entry):
             tape, atom = entry.inside.result(entry.equation.outvars.index(atom), 0)
         else:
-            zeros = [
-                a for a, x in zip(entry.equation.invars, entry.ins, strict=True) if holds_zeros(x)
-            ]
-            if all(tape.is_constant(a) for a in entry.equation.invars):
-                return ZeroSource(is_state=is_state)
-            is_all = len(zeros) == len(entry.ins)
-            is_part = entry.name in _ABSORBING and bool(zeros)
-            is_part = is_part or (entry.name == "div" and holds_zeros(entry.ins[0]))
-            if not (is_all or is_part):
-                return ZeroSource(None, entry, is_state)
+            operands = entry.equation.invars
+            zeros = [a for a, x in zip(operands, entry.ins, strict=True) if holds_zeros(x)]
+            if all(map(tape.is_constant, operands)):
+                break
+            is_part = entry.name in _ABSORBING or (entry.name == "div" and operands[0] in zeros)
+            if not zeros or not (is_part or len(zeros) == len(operands)):
+                return Found("zero", entry), is_state
             atom = zeros[0]
-    return ZeroSource(is_state=is_state)
-
-
-def _source_outside(tape: Tape, number: int) -> tuple[Tape, Any]:
-    """The value that an input is outside of a program: of a carry the first, if that is 0."""
-    assert tape.within is not None
-    holder, now = tape.within.entry, tape.within.time
-    inside = holder.inside
-    if isinstance(inside, InScan) and inside.is_carry(number) and now:
-        if not holds_zeros(holder.ins[number]):
-            before = inside.step(inside.times[now - 1])
-            return before, before.jaxpr.outvars[number - inside.fixed]
-    return holder.tape, holder.equation.invars[number + tape.within.shift]
+    return Found("zero", is_constant=True), is_state

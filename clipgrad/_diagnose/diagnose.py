@@ -6,34 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
 from clipgrad._diagnose.guilty import raised_from
-from clipgrad._diagnose.judge import broken, raised_in, tape_of
-from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS, order_of
-from clipgrad._diagnose.measure import Measured, measure
-from clipgrad._diagnose.records import GradientFinding, GradientRow
+from clipgrad._diagnose.judge import broken, raised_in
+from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS
+from clipgrad._diagnose.measure import measure
+from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import NO_MODELS, CapturedArgs, DiagnosisSubject, subject
 from clipgrad._diagnose.tape import is_of_callback
 from clipgrad._diagnose.trends import trend_findings
-from clipgrad._diagnose.underflow import may_underflow, underflow_findings
+from clipgrad._diagnose.underflow import underflow_findings
 from clipgrad._diagnose.units import (
     CLOSED,
-    SCAN,
-    Unit,
     all_units,
     inner_programs,
     module_sites,
     units_and_rows,
 )
-from clipgrad._diagnose.zeros import SHOWN_NAMES, zero_findings
-from clipgrad._errors import first_few, first_line
-from clipgrad._jaxpr import equations, settings_of_runs
+from clipgrad._diagnose.zeros import zero_findings
+from clipgrad._errors import first_line
+from clipgrad._jaxpr import settings_of_runs
 from clipgrad._names import placed_equations
-from clipgrad._program import sources_of_results
 from clipgrad._trees import explain_call
 
 
@@ -161,51 +157,16 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
         *(trend for trend in trends if isinstance(trend, str)),
     ]
     findings += broken(given, measured, findings)
-    if may_underflow(rows, given, measured.grads):
-        try:
-            findings += _underflows(given, units, measured, rows)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            # An operation may be there for half precision alone.
-            notes += [f"diagnose did not look for underflow: {first_line(error)}"]
-    if not any(FINDING_KINDS[finding.kind].severity == BROKEN for finding in findings):
-        zeros, more = _zeros(given, measured)
-        findings, notes = _with_zeros(findings, zeros), [*notes, *more]
-    findings.sort(key=lambda finding: order_of(finding.kind))
-    return GradientDiagnosis(tuple(findings), tuple(rows), tuple(notes))
-
-
-def _underflows(
-    given: DiagnosisSubject, units: list[Unit], measured: Measured, rows: list[GradientRow]
-) -> list[GradientFinding]:
-    sites = module_sites(units)
-    scaled = measure(given.program, given.inputs, given.chosen, sites, is_scaled=True)
-    scaled_rows = [row for _, row in units_and_rows(units, scaled.sites)]
-    return list(underflow_findings(rows, scaled_rows, given, measured.grads, scaled))
-
-
-def _zeros(given: DiagnosisSubject, measured: Measured) -> tuple[list[GradientFinding], list[str]]:
-    """The findings and notes on leaves, and layers of a scan, without a gradient."""
-    of = dict(zip(given.chosen, measured.grads, strict=True))
-    zero = [i for i, grad in of.items() if np.all(grad.zeros == 1)]
-    read = sources_of_results(given.program)[0] if zero else ()
-    unread = [given.names[i] for i in zero if i not in read]
-    notes = [f"the loss does not depend on {first_few(unread, SHOWN_NAMES)}"] if unread else []
-    is_all = len(zero) == len(given.chosen) and measured.loss == 0
-    zero = [i for i in zero if i in read]
-    if not zero and not any(_may_have_lost_layers(given, i, of[i].zeros) for i in given.chosen):
-        return [], notes
     try:
-        tape = tape_of(given)
-        findings, more = zero_findings(given, tape, zero, is_all)
+        findings += underflow_findings(given, units, measured, rows)
     except (TypeError, ValueError, NotImplementedError) as error:
-        return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
-    return findings, [*notes, *more]
-
-
-def _may_have_lost_layers(given: DiagnosisSubject, number: int, zeros: float) -> bool:
-    """Whether a leaf has as many zeros as one layer of a scan in the program."""
-    lengths = {e.params["length"] for e in equations(given.program) if e.primitive.name == SCAN}
-    return any(n in lengths and n * zeros > 1 - 1e-3 for n in np.shape(given.inputs[number]))
+        # An operation may be there for half precision alone.
+        notes += [f"diagnose did not look for underflow: {first_line(error)}"]
+    if not any(finding.kind in BROKEN for finding in findings):
+        zeros, more = zero_findings(given, measured)
+        findings, notes = _with_zeros(findings, zeros), [*notes, *more]
+    findings.sort(key=lambda finding: [*FINDING_KINDS].index(finding.kind))
+    return GradientDiagnosis(tuple(findings), tuple(rows), tuple(notes))
 
 
 def _with_zeros(

@@ -85,5 +85,5 @@ def _row_line(row: GradientRow) -> str:
 
 
 def _written_finding(finding: GradientFinding) -> str:
-    head = f"{finding.kind}: {FINDING_KINDS[finding.kind].head}"
+    head = f"{finding.kind}: {FINDING_KINDS[finding.kind]}"
     return "\n".join([head, folded(finding.message, "  ")])

@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,39 +23,6 @@ Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
 _FAR = 100
 
 
-class _Batch(NamedTuple):
-    """The arguments that are cut into examples."""
-
-    size: int  # the number of examples
-    places: tuple[str, ...]  # the arguments, as the names of a subject begin
-
-    def has(self, name: str, x: Any) -> bool:
-        """Whether an array of the subject is cut."""
-        return _is_batched(x, self.size) and _place_of(name) in self.places
-
-    def changed(
-        self, args: tuple, kwargs: Mapping[str, Any], change: Callable[[Any], Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of the loss, with a change of all arrays that are cut."""
-
-        def own(place: str, tree: Any) -> Any:
-            if place not in self.places:
-                return tree
-            return jax.tree.map(lambda x: change(x) if _is_batched(x, self.size) else x, tree)
-
-        changed = tuple(own(argument_name(i), x) for i, x in enumerate(args))
-        return changed, {key: own(argument_name(key), x) for key, x in kwargs.items()}
-
-
-def _is_batched(x: Any, size: int) -> bool:
-    return np.ndim(x) > 0 and np.shape(x)[0] == size
-
-
-def _place_of(name: str) -> str:
-    """The argument that an array is in."""
-    return name[: name.index("]") + 1]
-
-
 def bad_examples(
     given: DiagnosisSubject,
     trace: Trace,
@@ -67,12 +35,17 @@ def bad_examples(
     Raises:
       ValueError: `examples` does not name all arguments that have the axis of the batch.
     """
-    batch = _batch_of(given, args, kwargs, examples)
-    inside = [batch.has(*pair) for pair in zip(given.names, given.inputs, strict=True)]
+    keys = _keys(examples, given.fun, args, kwargs)
+    places = list(dict.fromkeys(map(argument_name, keys)))
+    size = _rows_of(given, places, examples)
+    inside = [_place_of(name) in places for name in given.names]
     whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
-    program, copies = given.program, batch.size
+    program, copies = given.program, size
     with contextlib.suppress(Exception):  # whatever a loss does with a batch of one
-        one = trace(*batch.changed(args, kwargs, lambda x: _gathered(x)[:1]))
+        head = lambda x: _gathered(x)[:1] if np.ndim(x) else x  # noqa: E731
+        named = {**dict(enumerate(args)), **kwargs}
+        named |= {key: jax.tree.map(head, named[key]) for key in keys}
+        one = trace(tuple(named.pop(i) for i in range(len(args))), named)
         if one.names == given.names:
             program, copies = one.program, 1
     losses, norms = _one_by_one(program, given.chosen, inside, whole, copies)
@@ -80,29 +53,16 @@ def bad_examples(
     usual = norms[np.isfinite(norms) & (norms > 0)]
     limit = _FAR * np.median(usual) if usual.size else np.inf
     bad = ~np.isfinite(losses) | ~(norms <= limit)
-    first = next(x for x, chosen in zip(given.inputs, inside, strict=True) if chosen)
+    first = given.inputs[inside.index(True)]
     return tuple(
         GradientExample(int(i), float(losses[i]), float(norms[i]), _coordinates(first, int(i)))
         for i in np.flatnonzero(bad)
     )
 
 
-def _batch_of(given: DiagnosisSubject, args: tuple, kwargs: Any, examples: Any) -> _Batch:
-    """The arguments that are named, if it is clear that no other belongs to them."""
-    keys = _keys(examples, given.fun, args, kwargs)
-    places = tuple(dict.fromkeys(argument_name(key) for key in keys))
-    batch = _Batch(_rows_of(given, places), places)
-    moved = {_place_of(given.names[i]) for i in given.chosen}
-    pairs = zip(given.names, given.inputs, strict=True)
-    rows = [_place_of(name) for name, x in pairs if _is_batched(x, batch.size)]
-    others = [place for place in dict.fromkeys(rows) if place not in {*places, *moved}]
-    if others and isinstance(examples, str | int):
-        raise ValueError(
-            f"examples: got {examples!r}, but {', '.join(others)} has {batch.size} rows too; "
-            'expected the names of all arguments that have the axis of the batch, such as ("x", '
-            f'"y"), or ({examples!r},) if no other has it'
-        )
-    return batch
+def _place_of(name: str) -> str:
+    """The argument that an array is in."""
+    return name[: name.index("]") + 1]
 
 
 def _keys(examples: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[int | str]:
@@ -127,31 +87,42 @@ def _keys(examples: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]) 
     return found
 
 
-def _rows_of(given: DiagnosisSubject, places: Sequence[str]) -> int:
-    """The length of the one leading axis of all arrays in some arguments."""
-    arrays: dict[str, list[Any]] = {place: [] for place in places}
+def _rows_of(given: DiagnosisSubject, places: Collection[str], examples: Any) -> int:
+    """The length of the leading axis of all arrays in some arguments, if no other has it."""
+    arrays: dict[str, list[Any]] = {}
     for x, name in zip(given.inputs, given.names, strict=True):
-        arrays.get(_place_of(name), []).append(np.shape(x))
-    sizes = {shape[:1] for own in arrays.values() for shape in own}
-    if len(sizes) != 1 or () in sizes or not all(arrays.values()):
-        parts = (f"{', '.join(map(str, own)) or 'no arrays'} in {p}" for p, own in arrays.items())
+        arrays.setdefault(_place_of(name), []).append(np.shape(x))
+    own = {place: arrays.get(place, []) for place in places}
+    sizes = {shape[:1] for shapes in own.values() for shape in shapes}
+    if len(sizes) != 1 or () in sizes or not all(own.values()):
+        parts = (f"{', '.join(map(str, s)) or 'no arrays'} in {p}" for p, s in own.items())
         there = " and ".join(parts) or "no argument"
         raise ValueError(f"examples: got {there}, expected one leading axis for all")
     ((size,),) = sizes
+    moved = {_place_of(given.names[i]) for i in given.chosen}
+    rows = [place for place, shapes in arrays.items() if size in (s[0] for s in shapes if s)]
+    others = [place for place in rows if place not in {*places, *moved}]
+    if others and isinstance(examples, str | int):
+        raise ValueError(
+            f"examples: got {examples!r}, but {', '.join(others)} has {size} rows too; "
+            'expected the names of all arguments that have the axis of the batch, such as ("x", '
+            f'"y"), or ({examples!r},) if no other has it'
+        )
     return size
 
 
 def _one_by_one(
     program: Any, chosen: list[int], inside: list[bool], inputs: list[Any], copies: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The loss and the norm of the gradient of each example, in one compiled program."""
+) -> np.ndarray:
+    """The loss and the norm of the gradient of each example; NaN where a callback raises."""
     run = jaxpr_as_fun(program)
-    size = next(len(x) for x, is_batch in zip(inputs, inside, strict=True) if is_batch)
+    size = len(inputs[inside.index(True)])
 
     def loss(parameters: list[Any], everything: list[Any]) -> Any:
         left = iter(parameters)
         return run(*(next(left) if i in chosen else x for i, x in enumerate(everything)))[0]
 
+    @jax.jit
     def one(index: Any, everything: list[Any]) -> Any:
         mine = list(everything)
         for i in np.flatnonzero(inside):
@@ -160,20 +131,6 @@ def _one_by_one(
         value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
         return value, global_norm(grads)
 
-    def each(everything: list[Any]) -> Any:
-        return jax.lax.map(lambda index: one(index, everything), jnp.arange(size))
-
-    try:
-        losses, norms = jax.device_get(jax.jit(each)(inputs))
-    except Exception as error:
-        if not is_of_callback(error):
-            raise
-        losses, norms = _one_call_each(jax.jit(one), size, inputs)
-    return losses.astype(np.float64), norms.astype(np.float64)
-
-
-def _one_call_each(one: Callable, size: int, inputs: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """As `_one_by_one`, in a call for each example: NaN where a callback raises."""
     found = np.full((2, size), np.nan)
     for i in range(size):
         try:
@@ -181,7 +138,7 @@ def _one_call_each(one: Callable, size: int, inputs: list[Any]) -> tuple[np.ndar
         except Exception as error:
             if not is_of_callback(error):
                 raise
-    return found[0], found[1]
+    return found
 
 
 def _gathered(x: Any) -> Any:
@@ -194,13 +151,10 @@ def _gathered(x: Any) -> Any:
 def _coordinates(array: Any, index: int) -> str:
     """The place of an example on the axes of the mesh that hold the batch, such as "data=5"."""
     sharding = getattr(array, "sharding", None)
-    spec = getattr(sharding, "spec", None) or (None,)
-    if not isinstance(sharding, NamedSharding) or spec[0] is None:
+    if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         return ""
-    mesh, axes = sharding.mesh, spec[0] if isinstance(spec[0], tuple) else (spec[0],)
-    for device, part in sharding.devices_indices_map(array.shape).items():
-        if index in range(len(array))[part[0]]:
-            place = np.argwhere(mesh.devices == device)[0]
-            named = dict(zip(mesh.axis_names, place, strict=True))
-            return ", ".join(f"{axis}={named[axis]}" for axis in axes)
-    return ""
+    axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
+    sizes = [sharding.mesh.shape[axis] for axis in axes]
+    part = index // (len(array) // math.prod(sizes))
+    place = np.unravel_index(part, sizes)
+    return ", ".join(f"{axis}={i}" for axis, i in zip(axes, place, strict=True))

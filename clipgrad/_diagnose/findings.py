@@ -17,7 +17,7 @@ from clipgrad._diagnose.tape import Entry
 from clipgrad._docs import docs_page
 from clipgrad._errors import first_line
 from clipgrad._jaxpr import CUSTOM_RULES, at_first, dtype_of, holds_floats
-from clipgrad._names import Location, Place
+from clipgrad._names import Location
 
 _ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MULTILINE)
 
@@ -42,7 +42,7 @@ def value_finding(
         what += _infinite_arguments(entry, given)
     if then:
         what += f", and {_op(then.entry)} ({then.entry.place.location}) turns its inf into NaN"
-    return _operation_finding("value", found, what, _advice(("value",), entry, values))
+    return operation_finding("value", found, what, _advice(("value",), entry, values))
 
 
 def vjp_finding(found: Found, hidden: Found | None = None) -> GradientFinding:
@@ -65,7 +65,7 @@ def vjp_finding(found: Found, hidden: Found | None = None) -> GradientFinding:
             advice += _masked_axis(hidden.entry)
         elif not advice:
             advice = _overflow(entry)
-    return _operation_finding("vjp", found, what, advice)
+    return operation_finding("vjp", found, what, advice)
 
 
 def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
@@ -78,9 +78,7 @@ def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
     is_carry = bool(found.steps) and entry.name == "scan"
     name = "the carry of the scan" if is_carry else f"the value of {_op(entry)}"
     dtype = next(dtype_of(v) for v in entry.equation.outvars if holds_floats(v))
-    length = entry.equation.params["length"] if is_carry else None
-    advice = _too_large(dtype)
-    return _operation_finding("sum", found, f"{name} {finite}", advice, length)
+    return operation_finding("sum", found, f"{name} {finite}", _too_large(dtype))
 
 
 def data_finding(
@@ -102,7 +100,7 @@ def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> 
     what = f"{_op(entry)} raises {error}"
     if not found.is_backward and not any(map(level, entry.ins)):
         what += "; its operands are finite"
-    return _operation_finding("raises", found, what, _advice(("raises",), entry, []))
+    return operation_finding("raises", found, what, _advice(("raises",), entry, []))
 
 
 def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
@@ -124,25 +122,19 @@ def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding
     return function_finding("value", what, given)
 
 
-def _operation_finding(
-    kind: str, found: Found, what: str, advice: str, length: int | None = None
-) -> GradientFinding:
+def operation_finding(kind: str, found: Found, what: str, advice: str) -> GradientFinding:
+    """A finding on an entry, at its line, its module, its step and its device."""
     place, step, device = found.entry.place, found.step, found.device
     where = place.location
-    around = inside_of(place, where)
+    around = f", in {where.package}" if where.package and where.file else ""
+    around += f", in module {place.module}" if place.module else ""
     if step is not None:
-        around += f", at step {step} of {length or place.nest[-1]}"
+        length = found.entry.equation.params["length"] if found.steps else place.nest[-1]
+        around += f", at step {step} of {length}"
     around += f", on device {device}" if device else ""
     message = f"{where}: {what}{around}{advice}"
     at = where.file, where.line, place.operation, place.module, step
     return GradientFinding(kind, *at, message, device=device)
-
-
-def inside_of(place: Place, where: Location) -> str:
-    """The function of a package, and the module, that an operation is in, as the end of a text."""
-    parts = [f", in {where.package}"] if where.package and where.file else []
-    parts += [f", in module {place.module}"] if place.module else []
-    return "".join(parts)
 
 
 def told_error(error: BaseException) -> str:
@@ -284,20 +276,16 @@ def _too_large(dtype: Any, number: float | None = None) -> str:
 
 def bad_reads(entry: Entry) -> list[Any]:
     """The operands that are not finite where a cotangent of an operand is not."""
-    bad = [b for b in entry.back if level(b)]
-    found = []
-    for atom, x in zip(entry.equation.invars, entry.ins, strict=True):
-        same = [b for b in bad if np.shape(b) == np.shape(x)]
-        where = [levels(b, b.ndim) > 0 for b in same]
-        own = levels(x, np.ndim(x)) > 0
-        is_there = any(np.any(own & w) for w in where) if len(same) == len(bad) else own.any()
-        if is_there and not entry.tape.is_constant(atom):
-            found.append(atom)
-    return found
+    pairs = zip(entry.equation.invars, entry.ins, strict=True)
+    return [a for a, x in pairs if not entry.tape.is_constant(a) and _is_bad_there(entry, x)]
 
 
 def has_bad_result(entry: Entry) -> bool:
     """Whether a result is not finite where a cotangent of an operand is not."""
+    return any(_is_bad_there(entry, y) for y in entry.outs)
+
+
+def _is_bad_there(entry: Entry, x: Any) -> bool:
+    own = levels(x, np.ndim(x)) > 0
     bad = [levels(b, b.ndim) > 0 for b in entry.back if level(b)]
-    own = [levels(y, np.ndim(y)) > 0 for y in entry.outs if level(y)]
-    return any(np.any(y & b) if y.shape == b.shape else True for y in own for b in bad)
+    return any(np.any(own & b) if own.shape == b.shape else own.any() for b in bad)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._diagnose.calls import InBranch, InCall
+from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
-from clipgrad._diagnose.parts import EquationGroup
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._jaxpr import (
     CUSTOM_RULES,
@@ -65,7 +64,7 @@ class Found(NamedTuple):
     @property
     def device(self) -> str | None:
         """The coordinates of the devices whose values or cotangents are bad."""
-        if self.entry is None or not self.entry.tape.runs.axes:
+        if self.entry is None or self.kind == "zero" or not self.entry.tape.runs.axes:
             return None
         xs = self.entry.outs if self.kind == "value" else self.entry.back
         bad = np.max([levels(x, 1) for x in xs if x is not None and holds_floats(x)], axis=0)
@@ -170,7 +169,8 @@ def _faults_at(tape: Tape, atom: Any) -> LookedAt:
         return [], [_sum_of(tape, atom)]
     for entry, k in bad:
         later = [v for v, g in zip(entry.equation.outvars, entry.got, strict=True) if level(g)]
-        way = entry.inside.operand(k, is_zero=False) if _is_followed_back(entry) else None
+        inside = entry.inside and entry.inside.is_differentiated
+        way = entry.inside.operand(k, is_zero=False) if inside else None
         if later:
             ways += [(tape, v) for v in later]
         elif way and level(way[0].cotangents.get(way[1])):
@@ -186,10 +186,9 @@ def _outside_of(tape: Tape, result: int, is_zero: bool) -> Way | None:
     return tape.within and tape.within.entry.inside.output(tape, result, is_zero)
 
 
-def _is_followed_back(entry: Entry) -> bool:
-    """Whether the cotangents inside are those of the operations there."""
-    inside = entry.inside
-    return isinstance(inside, InScan) or (isinstance(inside, InCall) and inside.is_differentiated)
+def runs_once(entry: Entry) -> bool:
+    """Whether an entry holds a program that runs once."""
+    return bool(entry.inside) and not isinstance(entry.inside, InScan | InWhile)
 
 
 def results_of(tape: Tape, atom: Any) -> list[int]:
@@ -203,19 +202,9 @@ def _sum_of(tape: Tape, atom: Any) -> Found:
         holder, number = tape.within.entry, tape.jaxpr.invars.index(atom)
         if isinstance(holder.inside, InScan) and holder.inside.is_carry(number):
             return Found("sum", holder, steps=tape.steps)
-        tape, atom = holder.tape, holder.equation.invars[number + tape.within.shift]
+        tape, atom = tape.outside(number)
     made = tape.made.get(atom)
     return Found("sum", made, 0 if made else tape.jaxpr.invars.index(atom))
-
-
-def first_backward(found: list[Found]) -> Found:
-    """The one that comes first in the backward pass; an argument comes last."""
-    return max(found, key=lambda f: f.entry.order if f.entry else ())
-
-
-def contains(entry: Entry, other: Entry | None) -> bool:
-    """Whether an entry is another one, or holds it."""
-    return other is not None and other.order[: len(entry.order)] == entry.order
 
 
 # -- Where a cotangent ends.
@@ -255,7 +244,7 @@ def _maker(tape: Tape, atom: Any) -> Entry | None:
     """The operation that makes a value, inside of calls and before moves."""
     entry = tape.made.get(atom)
     deeper = None
-    if entry and isinstance(entry.inside, InCall):
+    if entry and runs_once(entry):
         deeper = _maker(*entry.inside.result(entry.equation.outvars.index(atom), 0))
     elif entry and entry.name in MOVES:
         deeper = _maker(tape, entry.equation.invars[0])
@@ -267,7 +256,8 @@ def _cuts_at_operand(entry: Entry, k: int) -> LookedAt:
     is_blind = entry.name in ("stop_gradient", "while") or not any(map(holds_floats, entry.outs))
     if isinstance(entry.inside, InWhile):
         return [], [Found("zero", *_in_condition(entry.inside, k))] if reaches(entry) else []
-    if entry.alive and _is_followed_back(entry) and (way := entry.inside.operand(k, is_zero=True)):
+    is_inside = entry.alive and entry.inside and entry.inside.is_differentiated
+    if is_inside and (way := entry.inside.operand(k, is_zero=True)):
         if isinstance(entry.inside, InBranch) and not _is_read(*way):
             return [], [Found("zero", entry, k, way=BRANCH)]
         return [way], []
@@ -333,14 +323,7 @@ def raised_from(found: Found) -> Found | None:
     return None
 
 
-class Roots(NamedTuple):
-    """The arguments and operations that values are computed from."""
-
-    arguments: frozenset[int]
-    operations: frozenset[str]
-
-
-def roots(tape: Tape, atoms: Any) -> Roots:
+def sources(tape: Tape, atoms: Any) -> tuple[set[int], set[str]]:
     """The arguments and the names of all operations that some values are computed from."""
     todo, seen = [(tape, a) for a in atoms], set()
     arguments, names = set(), set()
@@ -351,17 +334,11 @@ def roots(tape: Tape, atoms: Any) -> Roots:
         seen.add((tape, atom))
         entry = tape.made.get(atom)
         if entry is not None:
-            names.update(_names_in(entry))
+            inside = (e for p in held_programs(entry.equation) for e in equations(p))
+            names.update((entry.name, *(e.primitive.name for e in inside)))
             todo += [(tape, a) for a in entry.equation.invars]
         elif tape.within is None:
             arguments.add(tape.jaxpr.invars.index(atom))
         else:
-            holder, number = tape.within.entry, tape.jaxpr.invars.index(atom)
-            todo.append((holder.tape, holder.equation.invars[number + tape.within.shift]))
-    return Roots(frozenset(arguments), frozenset(names))
-
-
-def _names_in(entry: Entry) -> set[str]:
-    part = entry.equation
-    held = [part.program] if isinstance(part, EquationGroup) else held_programs(part)
-    return {entry.name, *(e.primitive.name for program in held for e in equations(program))}
+            todo.append(tape.outside(tape.jaxpr.invars.index(atom)))
+    return arguments, names

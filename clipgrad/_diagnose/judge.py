@@ -1,12 +1,10 @@
 """The findings on a loss or a gradient that is not finite, by its tape."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.calls import InCall
 from clipgrad._diagnose.discharge import discharged
 from clipgrad._diagnose.findings import (
     bad_reads,
@@ -20,17 +18,16 @@ from clipgrad._diagnose.findings import (
 )
 from clipgrad._diagnose.guilty import (
     Found,
-    contains,
     faults,
-    first_backward,
-    roots,
+    runs_once,
+    sources,
     value_at,
 )
 from clipgrad._diagnose.levels import level
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.tape import Entry, OperationRaised, Tape
+from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import first_line
 
@@ -53,9 +50,9 @@ def raised_in(given: DiagnosisSubject) -> Found | None:
         tape_of(given)
     except OperationRaised as error:
         entry, within = error.entry, error.entry.tape.within
-        while within and isinstance(within.entry.inside, InCall):
+        while within and runs_once(within.entry):
             outer = within.entry
-            if outer.place is None or outer.place.location[:2] != entry.place.location[:2]:
+            if outer.place.location[:2] != entry.place.location[:2]:
                 break
             entry, within = outer, outer.tape.within
         return Found("raises", entry, is_backward=error.is_backward)
@@ -106,7 +103,8 @@ def _findings(
     found = [fault for fault in found if not _is_excused(fault, source)]
     if not found:
         return findings
-    fault = first_backward(found)
+    # The first in the backward pass; an argument comes last.
+    fault = max(found, key=lambda f: f.entry.order if f.entry else ())
     if fault.kind == "sum":
         grows = any(t.kind == "grows" and t.operation == SCAN for t in trends)
         return findings if grows else [*findings, sum_finding(fault, given)]
@@ -115,12 +113,11 @@ def _findings(
 
 def _is_excused(fault: Found, source: Found | None) -> bool:
     """Whether a fault may follow from the value that the loss has its NaN or inf from."""
-    if source is None:
-        return False
-    entry = fault.entry
-    if fault.kind == "sum":
-        return True
-    return any(map(level, [*entry.ins, *entry.outs])) or contains(entry, source.entry)
+    if source is None or fault.kind == "sum":
+        return source is not None
+    entry, other = fault.entry, source.entry
+    contains = other is not None and other.order[: len(entry.order)] == entry.order
+    return contains or any(map(level, [*entry.ins, *entry.outs]))
 
 
 def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
@@ -135,13 +132,11 @@ def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
         return vjp_finding(fault)
     if depends(root, given):
         return vjp_finding(fault, root)
-    return data_finding(root, entry, sorted(_arguments(root.entry)), given)
+    read = root.entry
+    arguments = sources(read.tape, read.equation.invars)[0] if read else ()
+    return data_finding(root, entry, sorted(arguments), given)
 
 
 def depends(found: Found, given: DiagnosisSubject) -> bool:
     """Whether what the loss is differentiated by reaches a value."""
     return found.number in given.chosen if found.entry is None else any(found.entry.active)
-
-
-def _arguments(entry: Entry | None) -> Any:
-    return roots(entry.tape, entry.equation.invars).arguments if entry else ()

@@ -3,40 +3,15 @@
 A new kind is one row here, one test, and one line of `docs/nan.md` or `docs/zero.md`.
 """
 
-from typing import NamedTuple
-
-BROKEN, SIZE, MISSING = "broken", "size", "missing"  # a NaN or an error, a wrong size, no gradient
-
-
-class FindingKind(NamedTuple):
-    """A kind of finding.
-
-    Attributes:
-      name: the kind of a finding.
-      head: the line that a report begins the finding with.
-      severity: `BROKEN`, `SIZE` or `MISSING`; behind a broken gradient no missing one is looked
-        for.
-    """
-
-    name: str
-    head: str
-    severity: str
-
-
-_ROWS = (
-    FindingKind("value", "the value is not finite", BROKEN),
-    FindingKind("raises", "an operation raises an error", BROKEN),
-    FindingKind("vjp", "the backward pass creates NaN or inf", BROKEN),
-    FindingKind("sum", "finite cotangents have a sum that is not finite", BROKEN),
-    FindingKind("underflow", "the gradient underflows", SIZE),
-    FindingKind("grows", "the gradient grows in the backward pass", SIZE),
-    FindingKind("shrinks", "the gradient shrinks in the backward pass", SIZE),
-    FindingKind("zero", "the gradient is exactly zero", MISSING),
-)
-FINDING_KINDS = {kind.name: kind for kind in _ROWS}
-_ORDER = {kind.name: i for i, kind in enumerate(_ROWS)}
-
-
-def order_of(name: str) -> int:
-    """The place of a kind in a report."""
-    return _ORDER[name]
+# By kind the line that a report begins the finding with.
+FINDING_KINDS = {
+    "value": "the value is not finite",
+    "raises": "an operation raises an error",
+    "vjp": "the backward pass creates NaN or inf",
+    "sum": "finite cotangents have a sum that is not finite",
+    "underflow": "the gradient underflows",
+    "grows": "the gradient grows in the backward pass",
+    "shrinks": "the gradient shrinks in the backward pass",
+    "zero": "the gradient is exactly zero",
+}
+BROKEN = frozenset(("value", "raises", "vjp", "sum"))  # behind these no missing one is looked for

@@ -10,7 +10,7 @@ from jax import lax
 
 from clipgrad._diagnose.levels import level, levels, wide
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
-from clipgrad._jaxpr import called_program, evaluate, holds_floats, scan_counts
+from clipgrad._jaxpr import evaluate, holds_floats, scan_counts
 
 
 @opening("scan")
@@ -24,15 +24,14 @@ class InScan(Inside):
     def __init__(self, entry: Entry):
         super().__init__(entry)
         params = entry.equation.params
-        self.program, self.length = called_program(entry.equation), params["length"]
+        self.length = params["length"]
         self.is_reverse = params["reverse"]
         self.fixed, carried = scan_counts(entry.equation)
         self.carried = carried
         self.split = self.fixed + carried  # the first operand with an element for each step
         self.carries: list = []  # with an axis of steps in front, behind the axes of devices
         self.of_carries: dict[int, Any] = {}  # the cotangents of the carry behind each step
-        # Of the operands that are fixed: at which steps their cotangent is not zero, is not finite.
-        self.told: dict[int, Any] = {}
+        self.told: dict[int, Any] = {}  # of fixed operands: the steps of a bad cotangent
         self._steps: dict[int, Tape] = {}
 
     @classmethod
@@ -87,8 +86,7 @@ class InScan(Inside):
         for i, own in zip(ways, found, strict=True):
             entry.back[i] = own if i in reached and entry.active[i] else None
         self.of_carries = dict(zip([j for j in given if j < self.carried], cotangents, strict=True))
-        flags = [wide(x) for x in told]
-        flags = [x.any(0) if runs.axes else x for x in flags]
+        flags = [np.any(wide(x), axis=tuple(range(runs.axes))) for x in told]
         self.told = dict(zip([i for i in ways if i < self.fixed], flags, strict=True))
 
     def _backward(self, ways: list[int], given: list[int], reached: set[int]) -> Callable:
@@ -112,7 +110,7 @@ class InScan(Inside):
                 pull = jax.vjp(run, *(every[i] for i in ways))[1]
                 found = dict(zip(ways, pull([*cotangents, *of_stacked]), strict=True))
                 totals = [t + found[i] for t, i in zip(totals, fixed, strict=True)]
-                told = [_told(found[i]) for i in fixed]
+                told = [~jnp.all(jnp.isfinite(found[i])) for i in fixed]
                 new = [found[i] for i in moved], totals
                 return new, ([found[i] for i in each], told, cotangents)
 
@@ -182,7 +180,7 @@ class InScan(Inside):
         elif self.is_carry(number):
             steps = [self.times[self._bad_until(number - self.fixed)]]
         elif number < self.fixed:
-            steps = [t for t in self.times if self.told[number][t, 1]]
+            steps = [t for t in self.times if self.told[number][t]]
         else:
             bad = self._by_step(self.entry.back[number])
             steps = [t for t in self.times if bad[t]]
@@ -240,13 +238,16 @@ class InScan(Inside):
         return self.times[now]
 
 
-def _told(cotangent: Any) -> Any:
-    return jnp.stack([jnp.any(cotangent != 0), ~jnp.all(jnp.isfinite(cotangent))])
-
-
 @opening("while")
 class InWhile(Inside):
     """The iterations of a loop of unknown length, which has no derivative."""
+
+    is_differentiated = False
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """Always."""
+        return True
 
     def __init__(self, entry: Entry):
         super().__init__(entry)

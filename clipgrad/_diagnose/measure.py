@@ -1,6 +1,5 @@
 """The cotangents of the variables of a program, measured in one compiled run."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,26 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
 
-from clipgrad._diagnose.probe import SUM_COUNT, Probe, Site, Summary, received, summary
-from clipgrad._jaxpr import Widen, dtype_of, evaluate, jit_by_size, on_host
-from clipgrad._names import Place
-from clipgrad._numerics import at_least_float32
+from clipgrad._diagnose.probe import Probe, Site, Summary, is_sent_whole, received, summary
+from clipgrad._jaxpr import Widen, evaluate, jit_by_size, on_host
 from clipgrad._program import active_variables
 
 LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
-# An array of so few elements, at all steps and on all devices, leaves a program as it is, and is
-# reduced on the host: to compile a reduction takes longer. A program has some thousands of values.
-_SENT_WHOLE = 2**12
-
-
-class CotangentSite(NamedTuple):
-    """A site of a `Probe`, the equations around it, and its variable."""
-
-    site: Site
-    around: Place | None
-    variable: Var
 
 
 class Measured(NamedTuple):
@@ -42,7 +27,7 @@ def measure(
     program: Any,
     inputs: Sequence[Any],
     chosen: Sequence[int],
-    sites: Sequence[CotangentSite],
+    sites: Sequence[Site],
     is_scaled: bool = False,
 ) -> Measured:
     """Run the backward pass; with `is_scaled` the loss is multiplied by a large number."""
@@ -50,29 +35,25 @@ def measure(
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
     # In the order of the program, which is the same in all processes, as addresses are not.
-    avals: dict[Site, Any] = {own.site: own.variable.aval for own in sites}
-    whole = frozenset(s.site for s in sites if _is_whole(avals[s.site].size, s.around))
-    probes = OrderedDict((s.site, _probe_of(s, s.site in whole)) for s in sites)
-    silent = [own.site for own in sites if own.variable not in active]
-    sent_none = {site: probes.pop(site) for site in silent}
+    probes = OrderedDict((site, site.probe) for site in sites)
+    sent_none = {site: probes.pop(site) for site in sites if site.variable not in active}
 
     def loss(given: list, others: list, values: list) -> Any:
-        hook = Probe(OrderedDict(zip(probes, values, strict=True)), whole)
+        hook = Probe(OrderedDict(zip(probes, values, strict=True)))
         value = evaluate(program, _merged(given, others, chosen), hook)[0]
         return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
 
     @jit_by_size(program)
     def run(*args: list) -> Any:
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
-        sent = [summary(grad, _is_whole(grad.size)) for grad in grads]
+        sent = [summary(grad, is_sent_whole(grad)) for grad in grads]
         return value, sent, measured
 
     given, others = _given_and_others(inputs, chosen)
     value, grads, measured = on_host(run(given, others, list(probes.values())))
     sent = sent_none | dict(zip(probes, measured, strict=True))
-    found = {site: received(numbers, site in whole) for site, numbers in sent.items()}
-    sizes = [np.size(x) for x in given]
-    own = [received(g, _is_whole(size)) for g, size in zip(grads, sizes, strict=True)]
+    found = {site: received(numbers, site.is_whole) for site, numbers in sent.items()}
+    own = [received(g, is_sent_whole(x)) for g, x in zip(grads, given, strict=True)]
     return Measured(float(value), own, found)
 
 
@@ -85,34 +66,6 @@ def _given_and_others(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[lis
 def _merged(given: Sequence[Any], others: Sequence[Any], chosen: Sequence[int]) -> list:
     own = dict(zip(chosen, given, strict=True))
     return [own.get(i, x) for i, x in enumerate(others)]
-
-
-def _probe_of(own: CotangentSite, is_whole: bool) -> np.ndarray:
-    aval: Any = own.variable.aval
-    lengths = tuple(length for _, length in own.around.axes) if own.around else ()
-    length = 1 + aval.size if is_whole else SUM_COUNT
-    dtype = np.finfo(at_least_float32(dtype_of(own.variable))).dtype
-    return np.zeros((*lengths, length), dtype)
-
-
-def _is_whole(size: int, around: Place | None = None) -> bool:
-    """Whether a value of a program in some equations leaves it whole."""
-    return size * math.prod(n for _, n in (around.axes if around else ())) <= _SENT_WHOLE
-
-
-def rows_of_gradients(
-    program: Any, inputs: Sequence[Any], chosen: Sequence[int]
-) -> list[np.ndarray]:
-    """The norm of each row of the gradients, along their first axes."""
-
-    @jit_by_size(program)
-    def run(given: list, others: list) -> list:
-        loss = lambda given: evaluate(program, _merged(given, others, chosen), Probe(OrderedDict()))  # noqa: E731
-        grads = jax.grad(lambda given: loss(given)[0])(given)
-        flat = [jnp.abs(g).reshape(*g.shape[:1], -1).astype(jnp.float32) for g in grads]
-        return [jnp.linalg.norm(g, axis=-1) for g in flat]
-
-    return on_host(run(*_given_and_others(inputs, chosen)))
 
 
 def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> list[float]:
@@ -128,9 +81,8 @@ def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) 
     return [float(x) for x in on_host(run(*_given_and_others(inputs, chosen)))]
 
 
-def joined(found: Summary, around: Place | None) -> Summary:
-    """The numbers of a site in some equations, the devices of a `shard_map` joined."""
-    axes = around.axes if around else ()
+def over_devices(found: Summary, axes: Sequence[tuple[str, int]]) -> Summary:
+    """The numbers of a site, the devices of the `shard_map`s around it joined."""
     for axis in reversed([i for i, (name, _) in enumerate(axes) if name != "scan"]):
         found = Summary(
             reached=np.max(found.reached, axis),

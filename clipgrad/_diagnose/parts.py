@@ -1,10 +1,11 @@
-"""The parts of a program that a tape runs: equations, or many behind each other as one."""
+"""The parts of a program that a tape runs: equations, or calls of many behind each other."""
 
 import collections
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
+from jax.extend.core.primitives import closed_call_p
 
 from clipgrad._names import common_start, path
 
@@ -14,38 +15,23 @@ _LONG_PROGRAM = 24
 _FEW = 4  # equations that are not worth a compilation
 
 
-class EquationGroup(NamedTuple):
-    """Equations behind each other, which run as one."""
-
-    program: Any
-
-    @property
-    def invars(self) -> list:
-        """The values that the equations read."""
-        return self.program.invars
-
-    @property
-    def outvars(self) -> list:
-        """Those of their results that others read."""
-        return self.program.outvars
-
-
-def parts_to_run(jaxpr: Any) -> list[JaxprEqn | EquationGroup]:
-    """The equations of a program; of a long one by module, else so many together.
+def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
+    """The equations of a program; of a long one calls of those of a module, else of so many.
 
     Parts of equal modules are equal programs, which are compiled once.
     """
     if len(jaxpr.eqns) <= _LONG_PROGRAM:
         return list(jaxpr.eqns)
-    read = _reads(jaxpr.eqns)
-    read.update(v for v in jaxpr.outvars if type(v) is not Literal)
-    found: list[JaxprEqn | EquationGroup] = []
+    read = all_reads(jaxpr)
+    found: list[JaxprEqn] = []
     for run in _runs(jaxpr.eqns):
         if len(run) < _FEW:
             found += run
         else:
-            own = _reads(run)
-            found.append(EquationGroup(as_program(run, jaxpr, lambda v, own=own: read[v] > own[v])))
+            program = as_program(run, jaxpr, leaving(run, read))
+            call = {"call_jaxpr": ClosedJaxpr(program, ())}
+            ends = program.invars, program.outvars
+            found.append(new_jaxpr_eqn(*ends, closed_call_p, call, program.effects))
     return found
 
 
@@ -69,12 +55,22 @@ def _reads(equations: Iterable[JaxprEqn]) -> collections.Counter:
     return collections.Counter(v for e in equations for v in e.invars if type(v) is not Literal)
 
 
-def as_program(
-    run: list[JaxprEqn], jaxpr: Any, is_result: Callable[[Any], bool] = lambda v: True
-) -> Jaxpr:
+def all_reads(jaxpr: Any) -> collections.Counter:
+    """The number of reads of each variable of a program; to be returned is one."""
+    return _reads(jaxpr.eqns) + collections.Counter(
+        v for v in jaxpr.outvars if type(v) is not Literal
+    )
+
+
+def leaving(run: list[JaxprEqn], read: collections.Counter) -> list:
+    """The results of some equations of a program that others read, or that it returns."""
+    own = _reads(run)
+    return [v for equation in run for v in equation.outvars if read[v] > own[v]]
+
+
+def as_program(run: list[JaxprEqn], jaxpr: Any, results: list) -> Jaxpr:
     """Some equations of a program as a program of their own."""
     made = {v for equation in run for v in equation.outvars}
     reads = [v for equation in run for v in equation.invars if type(v) is not Literal]
     inputs = reads if len(run) == 1 else list(dict.fromkeys(v for v in reads if v not in made))
-    results = [v for equation in run for v in equation.outvars if is_result(v)]
     return Jaxpr((), inputs, results, run, debug_info=jaxpr.debug_info.with_unknown_names())

@@ -1,22 +1,25 @@
 """Measuring the cotangents that the backward pass brings to some values of a program."""
 
 import functools
+import math
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from clipgrad._compat import on_every_device, to_varying, varying_axes
 from clipgrad._jaxpr import (
     JIT,
     PRINTS,
     Hook,
+    ProgramValues,
     bind,
     called_program,
+    dtype_of,
     entered_programs,
     evaluate,
     opened,
@@ -25,56 +28,59 @@ from clipgrad._jaxpr import (
 from clipgrad._names import Place
 from clipgrad._numerics import at_least_float32, real_or_absolute
 
-RESULT, STATE = "result", "state"
+# An array of so few elements, at all steps and on all devices, leaves a program as it is, and is
+# reduced on the host: to compile a reduction takes longer. A program has some thousands of values.
+_SENT_WHOLE = 2**12
 
 
 class Site(NamedTuple):
     """A value whose cotangent is measured, from all of its uses."""
 
-    kind: str  # RESULT or STATE
-    place: tuple[int, ...]  # the key of the `Place` of the equation; of a state: of the scan
-    position: int  # among the results, or the states
+    around: tuple[int, ...]  # the key of the `Place` whose program it is in
+    axes: tuple[tuple[str, int], ...]  # the scans and the `shard_map`s around it, with lengths
+    variable: Var
 
     @property
-    def around(self) -> tuple[int, ...]:
-        """The key of the equation whose program the value is in."""
-        return self.place if self.kind == STATE else self.place[1:]
+    def is_whole(self) -> bool:
+        """Whether its cotangent leaves the program whole."""
+        return is_sent_whole(self.variable.aval, self.axes)
+
+    @property
+    def probe(self) -> np.ndarray:
+        """Zeros, whose cotangent is the `summary` of its own."""
+        aval: Any = self.variable.aval
+        length = 1 + aval.size if self.is_whole else _SUM_COUNT
+        dtype = np.finfo(at_least_float32(dtype_of(aval))).dtype
+        return np.zeros((*(n for _, n in self.axes), length), dtype)
+
+
+def site_of(variable: Var, around: Place | None) -> Site:
+    """The site of a variable of the program in an equation, or of the whole program."""
+    return Site(around.key, around.axes, variable) if around else Site((), (), variable)
+
+
+def is_sent_whole(x: Any, axes: Sequence[tuple[str, int]] = ()) -> bool:
+    """Whether a value of a program leaves it whole."""
+    return x.size * math.prod(n for _, n in axes) <= _SENT_WHOLE
 
 
 class Probe(Hook):
-    """Lets the values of sites through unchanged; the cotangent of each probe is a `summary`.
+    """Lets the values of sites through unchanged; the cotangent of each probe is a `summary`."""
 
-    A probe has one leading axis for each scan and each `shard_map` around its site. ``whole`` are
-    the sites of small values.
-    """
-
-    def __init__(
-        self,
-        probes: OrderedDict[Site, Any],
-        whole: Set[Site] = frozenset(),
-        parent: Place | None = None,
-    ):
-        self._probes, self._whole, self._parent = probes, whole, parent
+    def __init__(self, probes: OrderedDict[Site, Any], parent: Place | None = None):
+        self._probes, self._parent = probes, parent
         depth = len(parent.chain) if parent else 0
         self._deeper: dict[int, OrderedDict[Site, Any]] = {}
         for site, probe in probes.items():
             if len(site.around) > depth:
                 inside = self._deeper.setdefault(site.around[~depth], OrderedDict())
                 inside[site] = probe
-        around = parent.equation if parent else None
-        states = carried_variables(around) if around and around.primitive.name == "scan" else []
-        self._states = {v: i for i, v in enumerate(states)}
-        self._probed: dict[Var, Any] = {}
 
-    def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """The operands of an equation; what a scan carries has passed its probe."""
-        pairs = zip(equation.invars, inputs, strict=True)
-        return [x if type(v) is Literal else self._state(v, x) for v, x in pairs]
-
-    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
-        """The results of an equation, through their probes."""
-        key = Place(equation, self._parent).key
-        return [self._through(Site(RESULT, key, i), x) for i, x in enumerate(outputs)]
+    def values(self, jaxpr: Any) -> ProgramValues:
+        """The values of the program, which pass their probes."""
+        around = self._parent.key if self._parent else ()
+        own = {site.variable: site for site in self._probes if site.around == around}
+        return _Probed(self, {v: (site.is_whole, self._probes[site]) for v, site in own.items()})
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of an equation without sites inside; None where there are some."""
@@ -95,24 +101,25 @@ class Probe(Hook):
     def inside(self, equation: JaxprEqn, step: Any) -> "Probe":
         """The probes for a program of an equation, at this step."""
         probes = step if isinstance(step, OrderedDict) else self.steps(equation)
-        return Probe(probes, self._whole, Place(equation, self._parent))
+        return Probe(probes, Place(equation, self._parent))
 
     def shard(self, own: OrderedDict[Site, Any]) -> "Probe":
         """The probes on a device."""
-        return Probe(own, self._whole, self._parent)
+        return Probe(own, self._parent)
 
-    def _state(self, variable: Var, x: Any) -> Any:
-        """The carry of a scan, through one probe for all its uses."""
-        if variable not in self._states or self._parent is None:
-            return x
-        if variable not in self._probed:
-            site = Site(STATE, self._parent.key, self._states[variable])
-            self._probed[variable] = self._through(site, x)
-        return self._probed[variable]
 
-    def _through(self, site: Site, x: Any) -> Any:
-        probe = self._probes.get(site)
-        return x if probe is None else _identity(site in self._whole, x, probe)
+class _Probed(ProgramValues):
+    """The values of a program, some of which pass a probe."""
+
+    def __init__(self, hook: Hook, probes: dict[Var, tuple[bool, Any]]):
+        super().__init__(hook)
+        self._probes = probes
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        pairs = zip(variables, values, strict=True)
+        passed = [_identity(own[0], x, own[1]) if (own := self._probes.get(v)) else x
+                  for v, x in pairs]  # fmt: skip
+        super().write(variables, passed)
 
 
 def carried_variables(scan: JaxprEqn) -> list[Var]:
@@ -133,7 +140,7 @@ def _backward(is_whole: bool, probe: Any, cotangent: Any) -> Any:
 
 _identity.defvjp(lambda is_whole, x, probe: (x, probe), _backward)
 
-SUM_COUNT = 4  # the length of a summary of sums
+_SUM_COUNT = 4  # the length of a summary of sums
 
 
 class Summary(NamedTuple):

@@ -56,11 +56,6 @@ class Runs:
             self.programs[key] = lowered.compile()
         return self.programs[key]
 
-    def one(self, equation: JaxprEqn, inputs: Sequence[Any]) -> list:
-        """The results of one equation."""
-        with equation.ctx.manager:
-            return bind(equation, inputs)
-
     def at(self, x: Any, step: int) -> Any:
         """The part of an array for a step, along its first axis."""
         return x[step]
@@ -95,11 +90,11 @@ class OnDevices(Runs):
         specs = tuple(self.equation.params["in_specs"])
         return self._shard_map(lambda *xs: [x[None] for x in xs], specs, self._own)(*operands)
 
-    def collect(self, *results: Any) -> Any:
-        """The results of the `shard_map`, of what each device has."""
-        specs = tuple(self.equation.params["out_specs"])
-        one = lambda *xs: tuple(x[0] for x in xs)  # noqa: E731
-        return self._shard_map(one, (self._own,) * len(results), specs, False)(*results)
+    def collect(self, which: Sequence[int], own: Sequence[Any]) -> Any:
+        """Some results of the `shard_map`, of what each device has."""
+        specs = [self.equation.params["out_specs"][j] for j in which]
+        one = lambda *xs: [x[0] for x in xs]  # noqa: E731
+        return self._shard_map(one, (self._own,) * len(own), specs, False)(*own)
 
     def at(self, x: Any, step: int) -> Any:
         """The part of an array for a step, on each device."""

@@ -1,7 +1,6 @@
 """The subject of a diagnosis: a loss as a program, and its arguments as arrays."""
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,22 +62,17 @@ def subject(
 
 
 def _positions(argnums: Any, count: int) -> list[int]:
-    is_one = not isinstance(argnums, Iterable) or getattr(argnums, "ndim", 1) == 0
-    chosen: list[Any] = [argnums] if is_one else list(argnums)
-    if not chosen:
+    chosen = np.ravel(np.asarray(argnums))
+    if not chosen.size:
         raise ValueError(
             f"argnums: got {argnums!r}, expected at least one position of an argument to "
             "differentiate"
         )
-    try:
-        positions = [operator.index(i) for i in chosen]
-    except TypeError:
-        positions = [count]
-    if not all(-count <= i < count for i in positions):
+    if chosen.dtype.kind not in "iub" or not all(-count <= i < count for i in chosen):
         raise ValueError(
             f"argnums: got {argnums!r} for {count} arguments, expected positions below {count}"
         )
-    return [i % count for i in positions]
+    return [int(i) % count for i in chosen]
 
 
 def _with_arrays(args: tuple, positions: list[int]) -> tuple:

@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.parts import EquationGroup, as_program, parts_to_run
+from clipgrad._diagnose.parts import as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
 from clipgrad._jaxpr import (
+    CALLS,
+    JIT,
+    REMAT,
+    bind,
+    called_program,
     chooses_by_platform,
     equations,
     evaluate,
@@ -26,8 +31,6 @@ from clipgrad._jaxpr import (
     watched,
 )
 from clipgrad._names import Place
-
-GROUP = "group"
 
 
 class OperationRaised(Exception):
@@ -54,9 +57,9 @@ class Within(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """An operation, or a group of them, that ran."""
+    """An operation that ran."""
 
-    equation: Any
+    equation: JaxprEqn
     tape: "Tape"
     number: int
     ins: list  # what the operation read
@@ -67,13 +70,12 @@ class Entry:
     @property
     def name(self) -> str:
         """The name of the primitive."""
-        return GROUP if isinstance(self.equation, EquationGroup) else self.equation.primitive.name
+        return self.equation.primitive.name
 
     @property
-    def place(self) -> Any:
-        """The place of the operation; of a group that of the program around."""
-        around = self.tape.parent
-        return around if isinstance(self.equation, EquationGroup) else Place(self.equation, around)
+    def place(self) -> Place:
+        """The place of the operation."""
+        return Place(self.equation, self.tape.parent)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -88,7 +90,7 @@ class Entry:
     @functools.cached_property
     def inside(self) -> Any:
         """The object of a class of `OPENINGS` that opens the entry; None for one operation."""
-        if chooses_by_platform_of(self.equation):
+        if chooses_by_platform(self.equation):
             return None
         opening = OPENINGS.get(self.name)
         return opening(self) if opening and opening.opens(self) else None
@@ -101,18 +103,20 @@ class Entry:
     @property
     def holds_programs(self) -> bool:
         """Whether there are programs inside, that are opened or not."""
-        return isinstance(self.equation, EquationGroup) or bool(held_programs(self.equation))
+        return bool(held_programs(self.equation))
 
     def run(self, *inputs: Any) -> list:
         """The results, for the operands of one device."""
         runs = self.tape.runs
-        if isinstance(self.equation, EquationGroup):
-            return evaluate(self.equation.program, inputs, runs.hook)
+        if self.name in CALLS:
+            return evaluate(called_program(self.equation), inputs, runs.hook)
         if isinstance(runs, OnDevices) and runs.is_checked:
             pairs = zip(inputs, self.equation.invars, strict=True)
             given = [x for x, atom in pairs if type(atom) is not Literal]
-            return evaluate(as_program([self.equation], self.tape.jaxpr), given, runs.hook)
-        return runs.one(self.equation, inputs)
+            program = as_program([self.equation], self.tape.jaxpr, self.equation.outvars)
+            return evaluate(program, given, runs.hook)
+        with self.equation.ctx.manager:
+            return bind(self.equation, inputs)
 
     def forward(self) -> list:
         """The results, run as one."""
@@ -145,55 +149,7 @@ class Entry:
             self.back[i] = cotangent if i in reached else None
 
 
-def chooses_by_platform_of(equation: Any) -> bool:
-    """Whether XLA chooses what is inside when it compiles."""
-    return not isinstance(equation, EquationGroup) and chooses_by_platform(equation)
-
-
-class Inside:
-    """The tapes inside of an entry, and the ways between them and the one around.
-
-    A way is a tape and a variable of it.
-    """
-
-    def __init__(self, entry: Entry):
-        self.entry = entry
-
-    @classmethod
-    def opens(cls, entry: Entry) -> bool:
-        """Whether an entry can be opened."""
-        return True
-
-    def forward(self) -> list:
-        """The results of the entry; keeps what its tapes need."""
-        return self.entry.forward()
-
-    def backward(self) -> None:
-        """Fill in the cotangents of the operands; keeps what its tapes need."""
-        self.entry.backward()
-
-    def result(self, number: int, wanted: int) -> tuple["Tape", Any] | None:
-        """The variable inside that a result is, where it has become as bad as is ``wanted``."""
-        raise NotImplementedError
-
-    def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
-        """The variable outside that an input of a tape inside is."""
-        assert tape.within is not None
-        return self.entry.tape, self.entry.equation.invars[number + tape.within.shift]
-
-    def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
-        """The variable inside that an operand is, where its cotangent is bad, or is zero."""
-        return None
-
-    def output(self, tape: "Tape", number: int, is_zero: bool) -> tuple["Tape", Any]:
-        """The variable outside that a result of a tape inside is."""
-        return self.entry.tape, self.entry.equation.outvars[number]
-
-    def rerun(self) -> None:
-        """Run what is inside operation by operation, until one raises."""
-
-
-OPENINGS: dict[str, type[Inside]] = {}
+OPENINGS: dict[str, type["Inside"]] = {}
 
 
 def opening(*names: str) -> Callable[[type], type]:
@@ -204,6 +160,79 @@ def opening(*names: str) -> Callable[[type], type]:
         return cls
 
     return register
+
+
+@opening(*JIT, *REMAT, *CALLS)
+class Inside:
+    """The tape inside of an entry, and the ways between it and the one around.
+
+    A way is a tape and a variable of it. Here the program runs once, on the operands.
+
+    Attributes:
+      shift: the operand that the first input is.
+      is_differentiated: whether the cotangents inside are those of the operations there.
+    """
+
+    shift = 0
+    is_differentiated = True
+
+    def __init__(self, entry: Entry):
+        self.entry = entry
+
+    @classmethod
+    def opens(cls, entry: Entry) -> bool:
+        """Whether an entry can be opened; an operation on a reference, discharged, can't."""
+        inside = opened(called_program(entry.equation))[0].eqns
+        return not any(e.primitive.name == "new_ref" for e in inside)
+
+    @property
+    def program(self) -> Any:
+        """The program."""
+        return called_program(self.entry.equation)
+
+    @functools.cached_property
+    def tape(self) -> "Tape":
+        """The program inside, with its cotangents if there are any."""
+        tape = self._run()
+        if self.is_differentiated and any(g is not None for g in self.entry.got):
+            tape.backward(self._cotangents(tape))
+        return tape
+
+    def forward(self) -> list:
+        """The results of the entry; keeps what its tapes need."""
+        return self.entry.forward()
+
+    def backward(self) -> None:
+        """Fill in the cotangents of the operands; keeps what its tapes need."""
+        self.entry.backward()
+
+    def result(self, number: int, wanted: int) -> tuple["Tape", Any]:
+        """The variable inside that a result is, where it has become as bad as is ``wanted``."""
+        return self.tape, self.tape.jaxpr.outvars[number]
+
+    def input(self, tape: "Tape", number: int, wanted: int) -> tuple["Tape", Any]:
+        """The variable outside that an input of a tape inside is."""
+        return tape.outside(number)
+
+    def operand(self, number: int, is_zero: bool) -> tuple["Tape", Any] | None:
+        """The variable inside that an operand is, where its cotangent is bad, or is zero."""
+        return self.tape, self.tape.jaxpr.invars[number - self.shift]
+
+    def output(self, tape: "Tape", number: int, is_zero: bool) -> tuple["Tape", Any]:
+        """The variable outside that a result of a tape inside is."""
+        return self.entry.tape, self.entry.equation.outvars[number]
+
+    def rerun(self) -> None:
+        """Run it operation by operation until one raises, backward too if there are cotangents."""
+        self.__dict__.pop("tape", None)
+        _ = self.tape
+
+    def _run(self) -> "Tape":
+        entry, first = self.entry, self.shift
+        return Tape(self.program, entry.ins[first:], entry.active[first:], Within(entry, first))
+
+    def _cotangents(self, tape: "Tape") -> list:
+        return self.entry.got
 
 
 class Tape:
@@ -255,6 +284,12 @@ class Tape:
             return ()
         own = () if self.within.step is None else (self.within.step,)
         return (*self.within.entry.tape.steps, *own)
+
+    def outside(self, number: int) -> tuple["Tape", Any]:
+        """The tape around and the variable of it that an input is."""
+        assert self.within is not None
+        entry = self.within.entry
+        return entry.tape, entry.equation.invars[number + self.within.shift]
 
     def read(self, atom: Any) -> Any:
         """The value of an operand, or of a result of the program."""

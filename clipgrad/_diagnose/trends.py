@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.measure import Measured, rows_of_gradients
+from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.units import SCAN, Unit, ancestors
@@ -123,7 +123,7 @@ def layers(pairs: Sequence[tuple[Unit, GradientRow]], program: Any) -> list[Grad
     above = ancestors(program, [unit for unit, _ in deep])
     chain = [len(deep) - 1]
     for i in reversed(range(len(deep) - 1)):
-        if above[chain[-1]] >> i & 1:
+        if i in above[chain[-1]]:
             chain.append(i)
     return [deep[i][1] for i in reversed(chain)]
 
@@ -152,16 +152,11 @@ def _has_lost(
     count: int,
     largest: float,
 ) -> bool:
-    """Whether the gradient of a leaf, or of a layer of one, is smaller by four orders."""
+    """Whether the gradient of a leaf is smaller by four orders, or that of its first layers."""
     of = dict(zip(given.chosen, measured.grads, strict=True))
     norms = [float(of[i].norm) for i in leaves if np.any(of[i].reached)]
-    if any(norm * FAR_IN_ALL <= largest for norm in norms):
-        return True
-    stacked = [i for i in leaves if np.shape(given.inputs[i])[:1] == (count,)]
-    if not stacked:
-        return False
-    rows = rows_of_gradients(given.program, given.inputs, stacked)
-    return any(np.any((own > 0) & (own * FAR_IN_ALL <= largest)) for own in rows)
+    is_lost = any(norm * FAR_IN_ALL <= largest for norm in norms)
+    return is_lost or any(np.shape(given.inputs[i])[:1] == (count,) for i in leaves)
 
 
 def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) -> GradientFinding:

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from clipgrad._diagnose.findings import function_finding
-from clipgrad._diagnose.measure import LOSS_SCALE, Measured, widened_largest
+from clipgrad._diagnose.measure import LOSS_SCALE, Measured, measure, widened_largest
 from clipgrad._diagnose.probe import Summary
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.units import Unit, module_sites, units_and_rows
 
 _HALF_NAMES = ("float16", "bfloat16")
 # The share of zeros that a scale brings back; transformers, MLPs and LSTMs in bfloat16 have 0.004.
@@ -19,27 +20,17 @@ _LOST = 0.1
 _CURED = 0.5
 
 
-def may_underflow(
-    rows: Sequence[GradientRow], given: DiagnosisSubject, grads: Sequence[Summary]
-) -> bool:
-    """Whether there are so many zeros in half precision that a second look is due."""
-    own = [(row.dtype, row.zeros) for row in rows]
-    pairs = zip(given.chosen, grads, strict=True)
-    own += [(str(given.inputs[i].dtype), grad.zeros) for i, grad in pairs]
-    return any(dtype in _HALF_NAMES and np.max(zeros, initial=0) >= _LOST for dtype, zeros in own)
-
-
 def underflow_findings(
-    rows: Sequence[GradientRow],
-    scaled_rows: Sequence[GradientRow],
-    given: DiagnosisSubject,
-    grads: Sequence[Summary],
-    scaled: Measured,
+    given: DiagnosisSubject, units: list[Unit], measured: Measured, rows: Sequence[GradientRow]
 ) -> Iterator[GradientFinding]:
     """A finding for the first part in backward order with zeros that a scaled loss has not.
 
     If no part of the program has one, the gradient of an argument may.
     """
+    if not _may_underflow(given, measured, rows):
+        return
+    scaled = measure(given.program, given.inputs, given.chosen, module_sites(units), is_scaled=True)
+    scaled_rows = [row for _, row in units_and_rows(units, scaled.sites)]
     largest = widened_largest(given.program, given.inputs, given.chosen)
     cured = [_is_cured(own, wide) for own, wide in zip(scaled.grads, largest, strict=True)]
     if not any(cured):
@@ -55,7 +46,9 @@ def underflow_findings(
             yield GradientFinding("underflow", *where, f"{row.location}: {what}")
             return
     shares = {}
-    for i, own, other, is_cured in zip(given.chosen, grads, scaled.grads, cured, strict=True):
+    for i, own, other, is_cured in zip(
+        given.chosen, measured.grads, scaled.grads, cured, strict=True
+    ):
         dtype, share = str(given.inputs[i].dtype), float(own.zeros - other.zeros)
         if is_cured and dtype in _HALF_NAMES and share >= _LOST:
             shares[share, dtype, given.names[i]] = None
@@ -63,6 +56,16 @@ def underflow_findings(
         share, dtype, name = max(shares, key=lambda own: own[:2])
         more = f" ({len(shares)} arguments like it in all)" if len(shares) > 1 else ""
         yield function_finding("underflow", _lost(share, f"gradient of {name}", dtype, more), given)
+
+
+def _may_underflow(
+    given: DiagnosisSubject, measured: Measured, rows: Sequence[GradientRow]
+) -> bool:
+    """Whether there are so many zeros in half precision that a second look is due."""
+    own = [(row.dtype, row.zeros) for row in rows]
+    pairs = zip(given.chosen, measured.grads, strict=True)
+    own += [(str(given.inputs[i].dtype), grad.zeros) for i, grad in pairs]
+    return any(dtype in _HALF_NAMES and np.max(zeros, initial=0) >= _LOST for dtype, zeros in own)
 
 
 def _is_cured(scaled: Summary, largest: float) -> bool:

@@ -1,14 +1,14 @@
 """The parts of a program, and what is measured of each: runs of equations of one module."""
 
-import collections
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.measure import CotangentSite, joined
-from clipgrad._diagnose.probe import RESULT, STATE, Site, Summary, carried_variables
+from clipgrad._diagnose.measure import over_devices
+from clipgrad._diagnose.parts import all_reads, leaving
+from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._jaxpr import (
     JIT,
@@ -39,15 +39,14 @@ class Unit(NamedTuple):
     """Equations next to each other, of one module and with at most one matrix product.
 
     ``equations`` is one alone if there are programs ``inside`` of it to go into. ``leaves`` are the
-    variables that other units read, with the sites where their cotangents are measured, and
-    ``carried`` are the floating numbers that a scan carries, as variables of its body.
+    values that other units read, and ``carried`` the floating numbers that a scan carries.
     """
 
     equations: list[JaxprEqn]
     parent: Place | None
     inside: list
-    leaves: dict[Var, Site]
-    carried: dict[Var, Site]
+    leaves: list[Site]
+    carried: list[Site]
 
     @property
     def place(self) -> Place:
@@ -67,33 +66,19 @@ def all_units(
     jaxpr = opened(program)[0]
     if longest is None:
         longest = min(max(_size_of(program) // _PARTS, 1), _LONGEST)
-    readers = collections.defaultdict(set)
-    for equation in jaxpr.eqns:
-        for v in equation.invars:
-            if type(v) is not Literal:
-                readers[v].add(id(equation))
-    for v in jaxpr.outvars:
-        if type(v) is not Literal:
-            readers[v].add(None)
+    read = all_reads(jaxpr)
     for run, inside in _units_of(jaxpr, longest):
         for inner in inside:
             yield from all_units(inner, Place(run[0], parent), longest)
-        yield _unit_of(run, parent, inside, readers)
+        leaves = [site_of(v, parent) for v in leaving(run, read) if holds_floats(v)]
+        yield Unit(run, parent, inside, leaves, _carried(run[-1], parent, inside))
 
 
-def _unit_of(run: list[JaxprEqn], parent: Place | None, inside: list, readers: dict) -> Unit:
-    own = set(map(id, run))
-    leaves = {
-        v: Site(RESULT, Place(equation, parent).key, i)
-        for equation in run
-        for i, v in enumerate(equation.outvars)
-        if not isinstance(v, DropVar) and holds_floats(v) and readers[v] - own
-    }
-    is_scan = inside and run[-1].primitive.name == SCAN
-    states = enumerate(carried_variables(run[-1]) if is_scan else ())
-    key = Place(run[-1], parent).key
-    carried = {v: Site(STATE, key, i) for i, v in states if holds_floats(v)}
-    return Unit(run, parent, inside, leaves, carried)
+def _carried(equation: JaxprEqn, parent: Place | None, inside: list) -> list[Site]:
+    """The floating numbers that a scan with programs inside carries."""
+    is_scan = inside and equation.primitive.name == SCAN
+    states = carried_variables(equation) if is_scan else []
+    return [site_of(v, Place(equation, parent)) for v in states if holds_floats(v)]
 
 
 def _units_of(jaxpr: Any, longest: int) -> Iterator[tuple[list[JaxprEqn], list]]:
@@ -132,13 +117,9 @@ def _is_layer(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _LAYERS
 
 
-def module_sites(units: list[Unit]) -> list[CotangentSite]:
+def module_sites(units: list[Unit]) -> list[Site]:
     """The sites of values that leave each unit, and of the carries of each scan."""
-    sites = []
-    for unit in units:
-        sites += [CotangentSite(site, unit.parent, v) for v, site in unit.leaves.items()]
-        sites += [CotangentSite(site, unit.place, v) for v, site in unit.carried.items()]
-    return sites
+    return [site for unit in units for site in (*unit.leaves, *unit.carried)]
 
 
 def units_and_rows(
@@ -148,9 +129,8 @@ def units_and_rows(
     found = []
     for unit in units:
         # What leaves a unit with programs inside has rows there; what a scan carries has not.
-        around = unit.place if unit.inside else unit.parent
         sites = unit.carried if unit.inside else unit.leaves
-        pairs = [(v, joined(measured[site], around)) for v, site in sites.items()]
+        pairs = [(site.variable, over_devices(measured[site], site.axes)) for site in sites]
         pairs = [(v, own) for v, own in pairs if np.any(own.reached)]
         if pairs:
             found.append((unit, _row(unit, pairs)))
@@ -181,34 +161,29 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
     )
 
 
-def ancestors(program: Any, units: list[Unit]) -> list[int]:
-    """For each unit the units that it is computed from, as the bits of a number."""
+def ancestors(program: Any, units: list[Unit]) -> list[frozenset[int]]:
+    """For each unit the numbers of the units that it is computed from."""
     own = {Place(e, u.parent).key: i for i, u in enumerate(units) for e in u.equations}
-    found = [0] * len(units)
+    none: frozenset[int] = frozenset()
+    found = [none] * len(units)
 
-    def walk(jaxpr: Any, inputs: list[int], parent: Place | None) -> list[int]:
-        masks = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda v: 0 if type(v) is Literal else masks.get(v, 0)  # noqa: E731
+    def walk(jaxpr: Any, inputs: list, parent: Place | None) -> list:
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda v: none if type(v) is Literal else known.get(v, none)  # noqa: E731
         for equation in jaxpr.eqns:
             place, given = Place(equation, parent), [read(v) for v in equation.invars]
-            results = [_joined(given)] * len(equation.outvars)
+            everything = none.union(*given)
+            results = [everything] * len(equation.outvars)
             same = [p for p in map(opened, inner_programs(equation))
                     if len(p[0].invars) == len(given)]  # fmt: skip
             if len(same) == 1 and equation.primitive.name != SCAN:
                 results = walk(same[0][0], given, place)
             if (number := own.get(place.key)) is not None:
-                found[number] |= _joined(given) & ~(1 << number)
-                results = [mask | 1 << number for mask in results]
-            masks.update(zip(equation.outvars, results, strict=True))
+                found[number] |= everything - {number}
+                results = [numbers | {number} for numbers in results]
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     jaxpr = opened(program)[0]
-    walk(jaxpr, [0] * len(jaxpr.invars), None)
+    walk(jaxpr, [none] * len(jaxpr.invars), None)
     return found
-
-
-def _joined(masks: list[int]) -> int:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total

@@ -1,95 +1,109 @@
 """The findings and notes on gradients that are exactly zero."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
-from clipgrad._diagnose.findings import inside_of
+from clipgrad._diagnose.findings import operation_finding
 from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
+from clipgrad._diagnose.judge import tape_of
 from clipgrad._diagnose.levels import wide
 from clipgrad._diagnose.loops import InScan
+from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.tape import Entry, Tape
+from clipgrad._diagnose.tape import Tape
+from clipgrad._diagnose.units import SCAN
 from clipgrad._docs import docs_page
-from clipgrad._errors import first_few
+from clipgrad._errors import first_few, first_line
+from clipgrad._jaxpr import equations
+from clipgrad._program import sources_of_results
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
-
-
-class _Explained(NamedTuple):
-    cut: Found
-    cause: Cause
-
-    @property
-    def place(self) -> tuple:
-        """The line, and the cause."""
-        where = self.cut.entry.place.location
-        return where.file, where.line, self.cause.name
-
-
-class _Row(NamedTuple):
-    """A leaf without a gradient, or layers of one, and what cuts it; () if that is not known."""
-
-    leaf: str
-    layers: str
-    best: list[_Explained]
+ExplainedCut = tuple[Found, Cause]
 
 
 def zero_findings(
+    given: DiagnosisSubject, measured: Measured
+) -> tuple[list[GradientFinding], list[str]]:
+    """The findings and notes on leaves, and layers of a scan, without a gradient."""
+    of = dict(zip(given.chosen, measured.grads, strict=True))
+    zero = [i for i, grad in of.items() if np.all(grad.zeros == 1)]
+    read = sources_of_results(given.program)[0] if zero else ()
+    unread = [given.names[i] for i in zero if i not in read]
+    notes = [f"the loss does not depend on {first_few(unread, SHOWN_NAMES)}"] if unread else []
+    is_all = len(zero) == len(given.chosen) and measured.loss == 0
+    zero = [i for i in zero if i in read]
+    if not zero and not any(_may_have_lost_layers(given, i, of[i].zeros) for i in given.chosen):
+        return [], notes
+    try:
+        findings, more = _told(given, tape_of(given), zero, is_all)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
+    return findings, [*notes, *more]
+
+
+def _may_have_lost_layers(given: DiagnosisSubject, number: int, zeros: float) -> bool:
+    """Whether a leaf has as many zeros as one layer of a scan in the program."""
+    lengths = {e.params["length"] for e in equations(given.program) if e.primitive.name == SCAN}
+    return any(n in lengths and n * zeros > 1 - 1e-3 for n in np.shape(given.inputs[number]))
+
+
+def _told(
     given: DiagnosisSubject, tape: Tape, zero: Sequence[int], is_all: bool
 ) -> tuple[list[GradientFinding], list[str]]:
-    """The findings and notes on leaves without a gradient, and on layers of a scan without one.
-
-    ``zero`` are the inputs whose gradients are zero, and ``is_all`` says whether these are all, at
-    a loss of 0.
-    """
+    """``zero`` are the inputs without a gradient; ``is_all``: all of them, at a loss of 0."""
     names = [_path_of(name) for name in given.names]
-    rows = [_Row(names[i], "", _best(given, zero, _cuts_of(tape, i))) for i in zero]
-    rows += [
-        _Row(names[i], f" in layer {_few(steps)} of {len(entry.ins[k])}",
-             _best(given, zero, _cuts_of_layers(entry, k, steps)))
-        for i in given.chosen if i not in zero
-        for entry, k, steps in _lost_layers(tape, tape.jaxpr.invars[i])
-    ]  # fmt: skip
-    groups: dict[tuple, list[_Row]] = {}
-    for row in rows:
-        groups.setdefault((row.best[0].place if row.best else (), row.layers), []).append(row)
+    rows = [(names[i], "", cuts(tape, tape.jaxpr.invars[i])) for i in zero]
+    for i in given.chosen:
+        for inside, k, steps in _lost_layers(tape, tape.jaxpr.invars[i]) if i not in zero else ():
+            step = inside.step(steps[0])
+            layers = f" in layer {_few(steps)} of {inside.length}"
+            rows.append((names[i], layers, cuts(step, step.jaxpr.invars[k])))
+    groups: dict[tuple, tuple[list[ExplainedCut], list[str]]] = {}
+    for leaf, layers, found in rows:
+        best = _best(given, zero, found)
+        place = _line_and_cause(best[0]) if best else ""
+        groups.setdefault((place, layers), (best, []))[1].append(leaf)
     findings, notes = [], []
-    order = lambda own: own[0].best[0].cut.entry.order if own[0].best else ()  # noqa: E731
-    for own in sorted(groups.values(), key=order):
-        _, layers, best = own[0]
-        leaves = [row.leaf for row in own]
+    order = lambda own: own[1][0][0][0].entry.order if own[1][0] else ()  # noqa: E731
+    for (_, layers), (best, leaves) in sorted(groups.items(), key=order):
         subject = f"the gradient of {first_few(leaves, SHOWN_NAMES)}{layers}"
-        is_excused = is_all and bool(best) and best[0].cause.name in EXCUSED
         if not best:
             notes.append(f"{subject} is 0; diagnose did not find where it is cut")
-        elif best[0].cause.is_note or is_excused:
-            then = "; the loss itself is 0" if is_all else ""
-            notes += [_text_of(subject, best) + then] if best[0].cause.name != SILENT else []
-        else:
-            findings.append(_zero_finding(leaves, subject, best))
+            continue
+        finding, cause = _finding(subject, leaves, best), best[0][1]
+        if not (cause.is_note or (is_all and cause.name in EXCUSED)):
+            message = f"{finding.message} ({docs_page('zero')})"
+            findings.append(dataclasses.replace(finding, message=message))
+        elif cause.name != SILENT:
+            notes.append(finding.message + ("; the loss itself is 0" if is_all else ""))
     return findings, notes
 
 
-def _cuts_of(tape: Tape, number: int) -> list[Found]:
-    return cuts(tape, tape.jaxpr.invars[number])
-
-
-def _best(given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]) -> list[_Explained]:
+def _best(
+    given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]
+) -> list[ExplainedCut]:
     """The cuts of the first rank, the best first."""
-    own = [_Explained(cut, cause_of(cut, given, zero)) for cut in found]
-    own.sort(key=lambda e: (e.cause.rank, e.cause.is_note))
-    return [e for e in own if e.cause.rank == own[0].cause.rank]
+    own = [(cut, cause_of(cut, given, zero)) for cut in found]
+    own.sort(key=lambda e: (e[1].rank, e[1].is_note))
+    return [e for e in own if e[1].rank == own[0][1].rank]
+
+
+def _line_and_cause(explained: ExplainedCut) -> str:
+    """The line, and the cause."""
+    cut, cause = explained
+    return f"{cut.entry.place.location} ({cause.name})"
 
 
 # -- Layers that a scan takes one by one.
 
 
-def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]]:
+def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[InScan, int, list[int]]]:
     """The scans that take a value step by step, and the steps without a gradient, if not all."""
     for entry, k in tape.uses[atom]:
         inside = entry.inside
@@ -97,7 +111,7 @@ def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]
             axes = tuple(a for a in range(entry.ins[k].ndim) if a != tape.runs.axes)
             steps = np.flatnonzero(~np.any(wide(entry.back[k]) != 0, axis=axes))
             if 0 < len(steps) < inside.length:
-                yield entry, k, [int(t) for t in steps]
+                yield inside, k, [int(t) for t in steps]
         elif inside and not isinstance(inside, InScan):
             way = inside.operand(k, is_zero=True) if entry.alive else None
             yield from _lost_layers(*way) if way else ()
@@ -106,14 +120,6 @@ def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[Entry, int, list[int]]
     if tape.within:
         for j in results_of(tape, atom):
             yield from _lost_layers(*tape.within.entry.inside.output(tape, j, True))
-
-
-def _cuts_of_layers(entry: Entry, k: int, steps: Sequence[int]) -> list[Found]:
-    """The cuts of one of these layers: at its step, or behind it."""
-    inside = entry.inside
-    assert isinstance(inside, InScan)
-    tape = inside.step(steps[0])
-    return cuts(tape, tape.jaxpr.invars[k])
 
 
 # -- Words.
@@ -128,36 +134,10 @@ def _few(values: Sequence[int]) -> str:
     return ", ".join(map(str, values[:SHOWN_NAMES])) + ", ..." * (len(values) > SHOWN_NAMES)
 
 
-def _text_of(subject: str, best: Sequence[_Explained]) -> str:
+def _finding(subject: str, leaves: Sequence[str], best: Sequence[ExplainedCut]) -> GradientFinding:
     cut, cause = best[0]
-    place = cut.entry.place
-    where = place.location
-    text = f"{where}: {subject} is 0: {cause.text}{inside_of(place, where)}"
-    if cut.step is not None:
-        text += f", at step {cut.step} of {place.nest[-1]}"
-    own = best[0].place
-    others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
-    also = [next(e for e in best if e.place == place) for place in others[:SHOWN_NAMES]]
-    if also:
-        names = ", ".join(f"{e.cut.entry.place.location} ({e.cause.name})" for e in also)
-        text += f"; also cut at {names}"
-    return text + (f"; {cause.step}" if cause.step else "")
-
-
-def _zero_finding(
-    names: Sequence[str], subject: str, best: Sequence[_Explained]
-) -> GradientFinding:
-    cut, cause = best[0]
-    place = cut.entry.place
-    where = place.location
-    return GradientFinding(
-        kind="zero",
-        file=where.file,
-        line=where.line,
-        operation=place.operation,
-        module=place.module,
-        step=cut.step,
-        message=f"{_text_of(subject, best)} ({docs_page('zero')})",
-        leaf=", ".join(names),
-        cause=cause.name,
-    )
+    also = list(dict.fromkeys(map(_line_and_cause, best)))[1 : 1 + SHOWN_NAMES]
+    rest = f"; also cut at {', '.join(also)}" if also else ""
+    rest += f"; {cause.step}" if cause.step else ""
+    finding = operation_finding("zero", cut, f"{subject} is 0: {cause.text}", rest)
+    return dataclasses.replace(finding, leaf=", ".join(leaves), cause=cause.name)
