@@ -59,8 +59,8 @@ def test_the_cases_hold_every_custom_rule_of_the_library():
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".defvjp"):
                 rules.add(ast.unparse(node.args[1]))
     programs = [str(jax.make_jaxpr(case.function)(*case.args)) for case in CASES.values()]
-    # These pass a cotangent on: where rules are traced, in the probes of `diagnose`, and at the taps
-    # of `compare` and of each example.
+    # These pass a cotangent on: where rules are traced, in the probes of `diagnose`, at the taps of
+    # `compare` and of each example.
     unchecked = {"_mark_backward", "_backward", "_tapped_backward", "lambda _, ct: (ct, ct)"}
     assert rules == unchecked | {"_clip_backward", "_norms_jvp", "backward"}
     for rule in rules - unchecked:
