@@ -81,22 +81,23 @@ def under_vmap(x):
     return jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x))  # here
 
 
-def rooted(x, **options):
-    def step(total, x):
-        return total + jnp.sqrt(x), None  # here
+def root(x):
+    return jnp.sqrt(x)  # here
 
-    return jax.lax.scan(step, 0.0, x, **options)[0]
+
+def rooted(x, **options):
+    return jax.lax.scan(lambda total, x: (total + root(x), None), 0.0, x, **options)[0]
 
 
 ROOTED = {
     "nested": lambda x: jax.lax.scan(lambda t, row: (t + rooted(row), None), 0.0, x)[0],
     "reversed": lambda x: rooted(x[0], reverse=True),
     "branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: rooted(x[0]), lambda x: 0.0, x),
-    "map": lambda x: rooted(jax.lax.map(lambda x: 2 * x, x[0])),
+    "map": lambda x: jnp.sum(jax.lax.map(root, x[0])),
 }
 for _name, _loss in ROOTED.items():
     for _bad, _kind in ((0.0, "vjp"), (-1.0, "value")):
-        sick(_kind, "sqrt", jnp.ones((3, 4)).at[0, 1].set(_bad), at=rooted, step=1,
+        sick(_kind, "sqrt", jnp.ones((3, 4)).at[0, 1].set(_bad), at=root, step=1,
              name=f"{_kind}_in_{_name}")(_loss)  # fmt: skip
 
 
@@ -257,21 +258,18 @@ BOUNDED = {
 }
 
 
-def hidden_by(bounded, dtype, wrapped):
+def hidden_by(name, bounded, dtype):
     def loss(x):
         return jnp.sum(bounded(jnp.exp(x))).astype(jnp.float32)  # here
 
     x = jnp.array([0.5, 300.0, 1.0], dtype)
     texts = ["the VJP of exp at 300", BOUND, "since its value is not finite there"]
-    register = sick("vjp", "exp", x, at=loss, name=f"hidden_by_{bounded_name}", says=texts,
-                    good=(x.at[1].set(2.0),))  # fmt: skip
-    register(wrapped(loss))
+    register = sick("vjp", "exp", x, name=f"hidden_by_{name}", says=texts, good=(x.at[1].set(2.0),))
+    register(jax.jit(loss) if name in ("where", "division") else loss)
 
 
-for (bounded_name, _bounded), _dtype in zip(
-    BOUNDED.items(), (jnp.float32, LOW, jnp.bfloat16) * 2, strict=True
-):
-    hidden_by(_bounded, _dtype, jax.jit if bounded_name in ("where", "division") else lambda f: f)
+for _row, _dtype in zip(BOUNDED.items(), (jnp.float32, LOW, jnp.bfloat16) * 2, strict=True):
+    hidden_by(*_row, _dtype)
 
 
 @sick("vjp", "mul", jnp.ones(2), says=f"reads the result of log at -1 ({FILE}:")

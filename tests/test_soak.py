@@ -134,7 +134,7 @@ def work(folder: str, steps: str) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).parent / "cache"))
-    training, some, saves = small(), batches(int(steps)), interruptions(int(steps), 25)
+    training, some, saves = small(), batches(int(steps)), interruptions(int(steps), 10)
     with ocp.CheckpointManager(f"{folder}/states") as manager:
         start = manager.latest_step() or 0
         state = training.step.init(training.params)
