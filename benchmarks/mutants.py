@@ -166,7 +166,7 @@ MUTANTS = [
         ("_diagnose/guilty.py",
          "root = min(roots, key=lambda r: r.entry.order)",
          "root = max(roots, key=lambda r: r.entry.order)",
-         "diagnose diagnose_programs"),
+         "diagnose_zoo diagnose_programs"),
         ("_diagnose/examples.py",
          "np.isfinite(norms) & (norms > 0)",
          "np.isfinite(norms)",

@@ -1,13 +1,80 @@
-"""Healthy and sick programs as people write them, each with what a diagnosis has to say."""
+"""Sick and healthy programs as people write them, each with what a diagnosis has to say.
 
-import functools
+The line of a finding is the one with ``# here``. Those that go wrong by a number are in
+`diagnose_numbers`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-KEY = jax.random.key(0)
+import clipgrad as cg
+from tests.helpers import line_of
+
 LOW = jnp.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sick:
+    """A program, and its first finding.
+
+    Attributes:
+      loss: the program.
+      args: the arguments for which it is sick.
+      expected: attributes of the finding.
+      says: parts of the message.
+      never: what is not in the message.
+      others: the kinds of the findings behind the first, or None for any.
+      good: arguments for which it is healthy.
+    """
+
+    loss: Callable
+    args: tuple
+    expected: dict[str, Any]
+    says: tuple[str, ...]
+    never: tuple[str, ...]
+    others: tuple[str, ...] | None
+    good: tuple | None
+
+    def check(self) -> None:
+        """Diagnoses the program."""
+        found = cg.diagnose(self.loss, self.args)
+        assert found.findings, str(found)
+        first, *behind = found.findings
+        assert {name: getattr(first, name) for name in self.expected} == self.expected, str(found)
+        assert self.others in (None, tuple(finding.kind for finding in behind)), str(found)
+        assert all(text in first.message for text in self.says), first.message
+        assert not any(text in first.message for text in self.never), first.message
+        assert self.good is None or cg.diagnose(self.loss, self.good).ok
+
+
+SICK: dict[str, Sick] = {}
+
+
+def texts_of(texts: Any) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def sick(
+    kind: str, operation: str | None, *args: Any, at: Any = None, name: str = "",
+    says: Any = (), never: Any = (), others: Any = (), good: Any = None, **expected: Any,
+) -> Callable:  # fmt: skip
+    """Puts a program into the table; its line may be in ``at``, which it calls."""
+
+    def register(loss):
+        told = {"kind": kind, "operation": operation, "line": line_of(at or loss, "# here")}
+        own = {name: value for name, value in told.items() if value is not None} | expected
+        SICK[name or loss.__name__] = Sick(
+            loss, args, own, texts_of(says), texts_of(never), others, good
+        )
+        return loss
+
+    return register
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -24,7 +91,7 @@ def cross_entropy(logits, labels):
 
 
 def of_flax(layer, steps):
-    import flax.linen as nn
+    nn = pytest.importorskip("flax.linen")
 
     class Model(nn.Module):
         @nn.compact
@@ -34,6 +101,26 @@ def of_flax(layer, steps):
     x = normal(8, steps, 6)
     params = jax.jit(Model().init)(jax.random.key(1), x)
     return lambda params: cross_entropy(Model().apply(params, x), jnp.arange(8)), (params,)
+
+
+def lstm_of_haiku():
+    hk = pytest.importorskip("haiku")
+
+    def lstm(x):
+        out, _ = hk.dynamic_unroll(hk.LSTM(16), x, hk.LSTM(16).initial_state(8), time_major=False)
+        return hk.Linear(10)(out[:, -1])
+
+    model, x = hk.transform(lstm), normal(8, 20, 6)
+    params = jax.jit(model.init)(jax.random.key(1), x)
+    return lambda params: cross_entropy(model.apply(params, None, x), jnp.arange(8)), (params,)
+
+
+def mlp_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    model, x = eqx.nn.MLP(6, 10, 32, 8, key=jax.random.key(2)), normal(8, 6)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    apply = lambda arrays: jax.vmap(eqx.combine(arrays, static))(x)  # noqa: E731
+    return lambda arrays: cross_entropy(apply(arrays), jnp.arange(8)), (arrays,)
 
 
 def layers(count, size=8, scale=1.0, seed=0):
@@ -153,15 +240,8 @@ HEALTHY = {
         gated, jnp.zeros(4), {"in": normal(3, 8), "rec": normal(4, 8, seed=1, scale=0.1)},
         normal(20, 3),
     ),
-    "unrolled_fixed_point": lambda: scanned(
-        lambda p, z, _: jnp.tanh(z @ p["w"] + normal(8) @ p["u"]), jnp.zeros(8),
-        {"w": 0.3 * orthogonal(8), "u": normal(8, 8)}, result=squares, length=60,
-    ),
     "discounted_return_of_the_first_step": lambda: discounted(0.5, 60),
     "long_discounted_return": lambda: discounted(0.9, 1000),
-    "moving_average": lambda: scanned(
-        lambda w, m, x: 0.5 * m + 0.5 * jnp.tanh(x @ w), jnp.zeros(4), normal(3, 4), normal(80, 3)
-    ),
     "two_averages_of_adam": lambda: scanned(
         averages_of_adam, (jnp.zeros(4), jnp.zeros(4)), normal(4), normal(60, 4),
         result=lambda s: jnp.sum(s[0] / jnp.sqrt(s[1] + 1e-3)),
@@ -178,15 +258,49 @@ HEALTHY = {
     ),
     "recurrent_net_with_a_loss_at_each_step": lambda: recurrent(0.5, last=False),
     "recurrent_net_of_radius_1": lambda: recurrent(1.0),
+    "recurrent_net_of_radius_0_7": lambda: recurrent(0.7),
+    "slow_growth": lambda: multiplied(1.04, 300),
+    "short_growth": lambda: multiplied(1.06, 20),
+    "deep_linear_net": lambda: deep(1.0),
+    "heads_beside_each_other": lambda: heads(1e3),
+    "heads_of_small_weights": lambda: heads(0.1),
+    "lstm_of_haiku": lstm_of_haiku,
+    "mlp_of_equinox": mlp_of_equinox,
 }  # fmt: skip
+# Decays that leave a gradient to all leaves, those of the last steps, and what is not measured:
+# each with its only note.
+EACH_STEP = "at each of the", "all leaves keep a gradient"
+NOTED = {
+    "spectral_radius_0_6": (lambda: recurrent(0.6), *EACH_STEP),
+    "slow_decay": (lambda: recurrent(0.7, 220), "a factor of 0.7", *EACH_STEP),
+    "tanh_recurrent_net": (lambda: recurrent(0.5, activation=jnp.tanh), *EACH_STEP),
+    "unrolled_fixed_point": (
+        lambda: scanned(
+            lambda p, z, _: jnp.tanh(z @ p["w"] + normal(8) @ p["u"]), jnp.zeros(8),
+            {"w": 0.3 * orthogonal(8), "u": normal(8, 8)}, result=squares, length=60,
+        ),
+        *EACH_STEP,
+    ),
+    "moving_average": (
+        lambda: scanned(
+            lambda w, m, x: 0.5 * m + 0.5 * jnp.tanh(x @ w), jnp.zeros(4), normal(3, 4),
+            normal(80, 3),
+        ),
+        *EACH_STEP,
+    ),
+}  # fmt: skip
+
+
+# -- Sick programs.
 
 
 def multiplied(factor, steps):
     return scanned(lambda w, h, x: w * h + x, jnp.zeros(3), jnp.float32(factor), normal(steps, 3))
 
 
-def forgotten(h):
-    return jnp.sum(jax.lax.scan(lambda h, _: (0.5 * h, None), h, length=50)[0])
+def forgotten(factor, steps):
+    decay = lambda h, _: (factor * h, None)  # noqa: E731
+    return lambda h: jnp.sum(jax.lax.scan(decay, h, length=steps)[0]), (jnp.ones(3),)
 
 
 def net_of_one_array(weights, x):
@@ -195,49 +309,120 @@ def net_of_one_array(weights, x):
     return jnp.mean((x - 1) ** 2)
 
 
+def deep(scale, depth=20, size=32):
+    """Layers without activations, each in a module of its own."""
+
+    def loss(weights, x):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w
+        return jnp.sqrt(jnp.mean(x**2))
+
+    return loss, (layers(depth, size, scale), normal(4, size, seed=99))
+
+
+def heads(factor):
+    def loss(weights, x):
+        return sum(factor**i * jnp.sum(jnp.tanh(x @ w)) for i, w in enumerate(weights))
+
+    return loss, ([0.1 * jnp.eye(4)] * 8, jnp.ones(4))
+
+
+def near(factor, rel=1e-2):
+    return {"factor": pytest.approx(factor, rel=rel)}
+
+
+# Programs, the kind of the finding, and its factor if it is known.
+for _name, (_loss, _args), _kind, _expected in [
+    ("spectral_radius_1_5", recurrent(1.5), "grows", near(1.5)),
+    ("threefold_recurrence_whose_gradient_overflows_in_the_sum", multiplied(3.0, 80), "grows",
+     near(3.0)),
+    ("growth_of_six_percent", multiplied(1.06, 300), "grows", near(1.06)),
+    ("growth_by_module", deep(2.5), "grows", near(2.5, 0.15) | {"module": "layer_0"}),
+    ("decay_by_module", deep(0.4), "shrinks", near(0.4, 0.15) | {"module": "layer_0"}),
+    ("start_that_is_forgotten", forgotten(0.5, 50), "shrinks", near(0.5)),
+    ("start_that_is_forgotten_slowly", forgotten(0.7, 220), "shrinks", near(0.7)),
+    ("deep_sigmoid_net", stack(jax.nn.sigmoid, 12), "shrinks", {}),
+    ("deep_sigmoid_net_of_one_array",
+     (net_of_one_array, (jnp.stack(layers(12)), normal(4, 8, seed=99))), "shrinks", {}),
+    ("scanned_layers_that_vanish", over_layers(lambda h, w: jax.nn.sigmoid(h @ w), 20),
+     "shrinks", {}),
+]:  # fmt: skip
+    sick(_kind, None, *_args, name=_name, others=None, **_expected)(_loss)
+
+
+# 1.5 ** n leaves float32 between n = 218 and 219; the last step is 399.
+@sick(
+    "vjp", "dot_general", 1.5 * jnp.eye(16), jnp.zeros((400, 16)), step=399 - 218, others=("grows",)
+)
+def growth_that_overflows(w, x):
+    return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(16), x)[0])
+
+
+@sick("grows", None, jnp.array(5.0), jnp.zeros((8, 10)), says="at each of the 8 steps of the scan,",
+      **near(5))  # fmt: skip
+def growth_between_the_scans_inside(w, x):
+    def outer(h, x):
+        return jax.lax.scan(lambda h, x: (h + x, None), w * h, x)[0], None
+
+    return jax.lax.scan(outer, 0.0, x)[0]
+
+
+@sick("grows", None, jnp.full((3,), 1e-6), says="parts of the model")
+def growing_expression(x):
+    for scale in (3.0, 4.0, 5.0, 2.0, 3.0, 6.0, 4.0, 3.0, 5.0):
+        x = jnp.sin(x) * scale
+    return jnp.sum(x @ jnp.ones((3, 1)))
+
+
+# Underflow in float16.
+
+
+def in_dtypes(*shapes):
+    return [tuple(jnp.ones(shape, dtype) for shape in shapes) for dtype in (LOW, jnp.bfloat16)]
+
+
+HALF, BRAIN = in_dtypes((8, 8), (4, 8))
+
+
+@sick("underflow", None, *HALF, good=BRAIN)
+def small_steps(w, x):
+    h = (x @ w) * w.dtype.type(1e-3)  # here
+    h = h * w.dtype.type(1e-3)
+    return 0.1 * jnp.mean(h.astype(jnp.float32))
+
+
+@sick("underflow", None, jnp.ones(64, LOW), others=None)
 def small_mean(x):
     return jnp.mean((x * 2).astype(jnp.float32)) * 1e-6
 
 
-# Decays that leave a gradient to all leaves, those of the last steps.
-DECAYS = {
-    "spectral_radius_0_6": lambda: recurrent(0.6),
-    "tanh_recurrent_net": lambda: recurrent(0.5, activation=jnp.tanh),
+HALF, BRAIN = ({"w": jnp.ones(4, dtype)} for dtype in (LOW, jnp.bfloat16))
+
+
+@sick("underflow", "argument", HALF, good=(BRAIN,), leaf="args[0]['w']", cause="underflow",
+      says="100% of the gradient of args[0]['w'] is zero in float16")  # fmt: skip
+def small_gradient_of_an_argument(params):
+    h = params["w"] * params["w"].dtype.type(1e-3)
+    return jnp.sum(h.astype(jnp.float32) * 1e-6)
+
+
+BEHIND = {
+    "relu": lambda x: jax.nn.relu(x * 2),
+    "relu6": lambda x: jax.nn.relu6(x * 2),
+    "noise": lambda x: x * 2 + jax.random.normal(jax.random.key(0), x.shape, x.dtype),
+    "while": lambda x: x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, LOW(0)),
 }
 
 
-# Programs, the kind of the first finding, and its factor if it is known.
-SICK = {
-    "spectral_radius_1_5": (lambda: recurrent(1.5), "grows", 1.5),
-    "threefold_recurrence_whose_gradient_overflows_in_the_sum": (
-        lambda: multiplied(3.0, 80), "grows", 3.0
-    ),
-    "start_that_is_forgotten": (lambda: (forgotten, (jnp.ones(3),)), "shrinks", 0.5),
-    "deep_sigmoid_net": (lambda: stack(jax.nn.sigmoid, 12), "shrinks", None),
-    "deep_sigmoid_net_of_one_array": (
-        lambda: (net_of_one_array, (jnp.stack(layers(12)), normal(4, 8, seed=99))),
-        "shrinks", None,
-    ),
-    "scanned_layers_that_vanish": (
-        lambda: over_layers(lambda h, w: jax.nn.sigmoid(h @ w), 20), "shrinks", None
-    ),
-    "mean_over_many_in_float16": (
-        lambda: (small_mean, (jnp.ones(64, LOW),)), "underflow", None
-    ),
-}  # fmt: skip
+def small_behind(layer):
+    def loss(x):
+        h = layer(x) * x.dtype.type(1e-3)
+        return jnp.sum(h.astype(jnp.float32) * 1e-6)
+
+    return loss
 
 
-def at_a_point(fun, *values):
-    args = jnp.array(values)
-    return lambda w: jnp.sum(fun(w * args)), (jnp.ones(len(values)),)
-
-
-# Functions, and a point at which a value or a VJP goes wrong.
-POINTS = {
-    "division_by_a_zero_norm": ("value", lambda x: x / jnp.linalg.norm(x), 0.0, 0.0),
-    "entropy_of_a_certain_choice": ("value", lambda x: -x * jnp.log(x), 1.0, 0.0),
-}  # fmt: skip
-SICK |= {
-    name: (functools.partial(at_a_point, fun, *values), kind, None)
-    for name, (kind, fun, *values) in POINTS.items()
-}
+for _name, _layer in BEHIND.items():
+    _x = jnp.array([-1.0, 1.0, 2.0, 2.5], LOW)
+    sick("underflow", None, _x, name=f"underflow_behind_{_name}", others=None)(small_behind(_layer))

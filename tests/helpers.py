@@ -1,5 +1,6 @@
 """The registries that the law files run over: rules with NumPy references, and places."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -220,3 +221,9 @@ def all_reduces(compiled: Any) -> int:
 def stable_id(value: Any) -> str:
     """A test's name for a value, the same in every process: without its address."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
+
+
+def line_of(function: Callable, text: str) -> int | None:
+    """The line of a function, or of what it wraps, that holds a text."""
+    lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    return next((first + i for i, line in enumerate(lines) if text in line), None)

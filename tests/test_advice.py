@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import clipgrad as cg
-from clipgrad._diagnose.advice import SUSPECTS
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -78,17 +77,3 @@ def test_the_fix_of_a_finding_cures_the_program(dtype):
     # Where a mask leaves nothing, the gradient is zero.
     zeros = [f.cause for f in healthy.findings if f.kind != "underflow"]  # as float16 may
     assert zeros == ["where"], str(healthy)
-
-
-def test_a_value_that_overflows_float16_is_finite_in_wider_types():
-    fix = next(s for s in SUSPECTS if s.dtype == "float16").fix
-    assert fix.startswith("compute in bfloat16 or float32")
-    for dtype, is_finite in ((jnp.float16, False), (jnp.bfloat16, True), (jnp.float32, True)):
-        loss = lambda x: jnp.sum((x.astype(dtype) ** 4).astype(jnp.float32))  # noqa: B023, E731
-        assert cg.diagnose(loss, (jnp.array([300.0]),)).ok == is_finite
-
-
-def test_each_row_of_the_table_has_a_program():
-    fixes = {fix for _, _, _, fix in PROGRAMS.values()}
-    rows = [s.fix for s in SUSPECTS if s.dtype is None]
-    assert all(any(fix in row for fix in fixes) for row in rows)

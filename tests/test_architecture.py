@@ -99,14 +99,6 @@ def test_imports_inside_of_a_room_go_one_way_too(folder):
     assert set(graphlib.TopologicalSorter(graph).static_order()) <= set(graph)
 
 
-def test_what_the_public_functions_are_made_of_does_not_import_them():
-    ends = {"_check": {"check_grads", "numerical"}, "_per_example": {"clip", "norms"}}
-    for folder, public in ends.items():
-        for path in (PACKAGE / folder).glob("*.py"):
-            if path.stem not in {*public, "__init__"}:
-                assert not {m.rpartition(".")[2] for m in imports(path)} & public, path
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_public_jax_and_runtime_dependencies_are_imported(path):
     extras = {"matplotlib", "sklearn", "tqdm", "orbax", "torch"}

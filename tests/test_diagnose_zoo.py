@@ -1,14 +1,18 @@
-"""A diagnosis finds what is sick, and is silent about what is healthy."""
+"""A diagnosis finds what is sick, at its line, and is silent about what is healthy."""
 
 import pytest
 
 import clipgrad as cg
-from tests.diagnose_zoo import DECAYS, HEALTHY, SICK
+from tests.diagnose_numbers import HEALTHY, NOTED, SICK
+from tests.test_docs import rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
-# Of the healthy programs, a loop whose decay is meant, a deep network and a mask.
-CORE = ("discounted_return_of_the_first_step", "scanned_residual_layers", "masked_attention")
+# Of the healthy programs, a loop whose decay is meant, a deep network, masks and infinities.
+CORE = (
+    "discounted_return_of_the_first_step", "scanned_residual_layers", "masked_attention",
+    "double_where", "gradient_that_a_mask_drops", "stopped", "infinities", "scan_without_steps",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -16,24 +20,30 @@ CORE = ("discounted_return_of_the_first_step", "scanned_residual_layers", "maske
     [pytest.param(name, marks=() if name in CORE else pytest.mark.exhaustive) for name in HEALTHY],
 )
 def test_what_is_healthy_has_no_finding(name):
-    if name.startswith(("lstm", "narrow", "gru")):
-        pytest.importorskip("flax")
     found = cg.diagnose(*HEALTHY[name]())
-    assert found.ok, str(found)
+    assert found.ok and str(found).startswith("nothing is wrong"), str(found)
 
 
-@pytest.mark.kinds(name=lambda name: SICK[name][1])
+def kind_of(name):
+    return SICK[name].expected["kind"], SICK[name].expected.get("operation")
+
+
+@pytest.mark.kinds(name=kind_of)
 @pytest.mark.parametrize("name", SICK)
 def test_what_is_sick_is_found(name):
-    program, expected, factor = SICK[name]
-    findings = cg.diagnose(*program()).findings
-    assert findings and findings[0].kind == expected, [f.message for f in findings]
-    assert factor is None or findings[0].factor == pytest.approx(factor, rel=1e-2)
+    SICK[name].check()
 
 
-@pytest.mark.parametrize("name", ["moving_average", "unrolled_fixed_point", *DECAYS])
-def test_a_decay_is_a_note_while_all_leaves_keep_a_gradient(name):
-    found = cg.diagnose(*(HEALTHY | DECAYS)[name]())
+@pytest.mark.kinds()
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_no_fault_is_a_note(name):
+    make, *texts = NOTED[name]
+    found = cg.diagnose(*make())
     (note,) = found.notes
-    assert found.ok and note.startswith("tests/diagnose_zoo.py:") and "at each of the" in note
-    assert note.endswith("all leaves keep a gradient")
+    assert found.ok and all(text in note for text in texts)
+    assert note.startswith("tests/diagnose_")
+
+
+def test_the_kinds_of_findings_are_those_of_the_page():
+    page = [name for row in rows("nan.md", "kind") for name in row[0].split(", ")]
+    assert sorted(page) == sorted({row.expected["kind"] for row in SICK.values()} | {"zero"})

@@ -114,18 +114,6 @@ def equinox_loop(recorder, batches):
     recorder.close()
 
 
-def multi_steps_loop(recorder, batches):
-    step = cg.train_step(
-        lambda p, batch: loss_of(batch @ p["w"]),
-        cg.skip_spikes(optax.MultiSteps(optax.adam(1e-3), every_k_schedule=2), halt=True),
-    )
-    state = step.init({"w": jnp.ones(3)})
-    for batch in batches:
-        state, metrics = step(state, batch)
-        recorder.record(state, batch, loss=metrics["loss"])
-    recorder.close()
-
-
 def scaled_loop(recorder, batches):
     tx = cg.skip_spikes(optax.adam(1e-3), halt=True)
     params = {"w": jnp.ones(3)}
@@ -157,8 +145,7 @@ def batches(*bad):
 
 
 # The loops, and their bad batches. A loss scale of 4 is halved twice before it is 1.
-LOOPS = {"optax": (3,), "flax": (3,), "nnx": (3,), "equinox": (3,), "multi_steps": (3,)}
-LOOPS |= {"scaled": (3, 4, 5)}
+LOOPS = {"optax": (3,), "flax": (3,), "nnx": (3,), "equinox": (3,), "scaled": (3, 4, 5)}
 
 
 @pytest.mark.parametrize("name", LOOPS)

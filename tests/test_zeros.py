@@ -210,12 +210,5 @@ MODELS = ["wmt", "scanned layers", "resnet", "nnx transformer", "equinox recurre
     [transformer]
     + [pytest.param(functools.partial(model_of_a_test, name), id=name) for name in MODELS],
 )
-def test_programs_of_other_tests_have_no_finding(make, monkeypatch):
-    # Only the program of the gradient, and the tape if there is one.
-    diagnosing = importlib.import_module("clipgrad._diagnose.diagnose")
-    monkeypatch.setattr(diagnosing, "module_sites", lambda units: [])
-    monkeypatch.setattr(diagnosing, "units_and_rows", lambda units, measured: [])
-    found = cg.diagnose(*make())
-    assert found.ok, str(found)
-    told = [note for note in found.notes if "measured as one operation" not in note]
-    assert all("'unused parameter'" in note for note in told), told
+def test_programs_of_other_tests_have_no_finding(make):
+    assert cg.diagnose(*make()).ok

@@ -6,7 +6,6 @@ line of its function. Causes in `NOTED` are notes.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +15,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from tests.helpers import line_of
+
 X = np.array([0.3, -0.7, 1.1, 0.9], np.float32)
 W = np.array([0.5, -0.3, 0.8, 1.2], np.float32)
 NONE = np.zeros(4, np.float32)
 MATRIX = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 KEY = jax.random.key(0)
 NOTED = {"stop_gradient", "unused", "trains later", "stationary", "constant zeros", "random"}
-
-
-def line_of(function: Callable) -> int | None:
-    """The line with the mark in a function, or in what it wraps."""
-    lines, first = inspect.getsourcelines(inspect.unwrap(function))
-    return next((first + i for i, line in enumerate(lines) if "# cut" in line), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +58,7 @@ def cut(cause, params=None, leaf="['w']", table=CUTS, at=None):
 
     def register(function):
         own = {"w": W} if params is None else params
-        table.append(Cut(function, own, cause, leaf, line_of(at or function)))
+        table.append(Cut(function, own, cause, leaf, line_of(at or function, "# cut")))
         return function
 
     return register
@@ -269,7 +264,7 @@ INSIDE = {
 for _name, _of in INSIDE.items():
     for _cause, _body in (("flat", quantize), ("dead", dies)):
         _own = summed(f"{_cause}_in_{_name}", _of(_body), {"w": W})
-        CUTS.append(Cut(_own, {"w": W}, _cause, "['w']", line_of(_body)))
+        CUTS.append(Cut(_own, {"w": W}, _cause, "['w']", line_of(_body, "# cut")))
 
 
 @cut("zero factor", leaf="['w']")
@@ -387,7 +382,7 @@ def stacked(cause, which, start=lambda x: x, result=jnp.sum, params=None, table=
             return result(lax.scan(step, start(x), own, **options)[0])
 
         program.__name__, own = layer.__name__, {"w": STACK} if params is None else params
-        table.append(Cut(program, own, cause, which, line_of(layer)))
+        table.append(Cut(program, own, cause, which, line_of(layer, "# cut")))
 
     return register
 
