@@ -103,8 +103,7 @@ FOUND_BY = {
     ),
     "per_example": (
         "Clip or measure the gradient of each example of a batch in JAX without storing it.",
-        "per-example gradients; per-sample gradients; ghost clipping; gradient "
-        "noise scale",
+        "per-example gradients; per-sample gradients; ghost clipping; gradient noise scale",
     ),
     "privacy": (
         "DP-SGD in JAX: clip each example, add noise, count epsilon; coming from Opacus and "
