@@ -66,8 +66,7 @@ FOUND_BY = {
         "LoRA; adapters; fine-tuning; frozen parameters; freeze; optax.partition; optax.masked;"
         " MultiSteps; gradient accumulation; microbatch; loss scaling; DynamicScale; float16; "
         "mixed precision; AMP; attention logits; soft cap; z-loss; MLA; multi-head latent "
-        "attention; epsilon; delta; privacy accountant; dp_accounting; Poisson sampling; muP; "
-        "coordinate check",
+        "attention; muP; coordinate check",
     ),
     "published_clips": (
         "Gradient clipping thresholds that the papers and configurations of GPT-3, Gopher, "
@@ -104,8 +103,13 @@ FOUND_BY = {
     ),
     "per_example": (
         "Clip or measure the gradient of each example of a batch in JAX without storing it.",
-        "per-example gradients; per-sample gradients; DP-SGD; differential privacy; ghost "
-        "clipping; gradient noise scale",
+        "per-example gradients; per-sample gradients; ghost clipping; gradient noise scale",
+    ),
+    "privacy": (
+        "DP-SGD in JAX: clip each example, add noise, count epsilon; coming from Opacus and "
+        "jax-privacy.",
+        "DP-SGD; differential privacy; epsilon; delta; privacy accountant; dp_accounting; Poisson "
+        "sampling; Opacus; jax-privacy",
     ),
     "check": (
         "How to test the gradient of a function, a Pallas kernel, a jax.custom_vjp or a "

@@ -18,7 +18,9 @@ def execute(path: pathlib.Path, **kernel: Any) -> nbformat.NotebookNode:
       kernel: how to start its kernel, such as ``env``.
     """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False)
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", record_timing=False, coalesce_streams=True
+    )
     client.resources = {"metadata": {"path": str(FOLDER)}}
     return client.execute(**kernel)
 

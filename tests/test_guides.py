@@ -160,7 +160,7 @@ def test_the_words_of_the_index_lead_to_one_page_each():
 SOUGHT = {
     "bf16": "bfloat16",
     "MLA": "recipes",
-    "epsilon": "recipes",
+    "epsilon": "privacy",
     "GCS": "my_run_blew_up",
     "checkpoint": "my_run_blew_up",
     "clip by norm": "api/gradient_clip",
