@@ -65,10 +65,10 @@ def _rescued(
 
     def rooted(form: Callable[..., Any], joined: Joined) -> Callable[..., Roots]:
         def roots(plain: list[jax.Array], leaves: Arrays) -> Roots:
-            sums, scales = form(groups, joined, plain, leaves)
+            rows, sums, scales = form(groups, joined, plain, leaves)
             each = [jnp.full(x.shape, n, x.dtype) for x, n in zip(plain, counts, strict=True)]
-            found = for_each(_root, [()] * len(sums), sums, scales, joined.join(each))
-            return list(zip(*map(joined.part, zip(*found, strict=True)), strict=True))
+            found = for_each(_root, [()] * len(sums), sums, scales, rows.join(each))
+            return list(zip(*map(rows.part, zip(*found, strict=True)), strict=True))
 
         return roots
 
@@ -90,7 +90,7 @@ def nothing(total: jax.Array) -> float:
     return 2.0 ** (jnp.finfo(total.dtype).minexp // 2 - 1)
 
 
-# Each form gives sums and their scales, joined.
+# Each form gives sums and their scales, and how they are joined.
 
 
 def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., Any]:
@@ -104,13 +104,15 @@ def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., Any]:
 def _as_they_are(groups: Groups, joined: Joined, plain: list[jax.Array], leaves: Arrays) -> Any:
     del groups, leaves
     sums = joined.join(plain)
-    return sums, list(map(jnp.ones_like, sums))
+    return joined, sums, list(map(jnp.ones_like, sums))
 
 
 def _by_branch(groups: Groups, joined: Joined, plain: list[jax.Array], leaves: Arrays) -> Any:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
-    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order. They
+    are joined in the branch, of which a GPU copies each result, and not behind it: XLA compiles
+    what is computed of many parts of one array slowly.
     """
     sums = joined.join(plain)
     flags = [jnp.all(is_in_range(x)) for x in joined_leaves(sums)]
@@ -122,7 +124,8 @@ def _by_branch(groups: Groups, joined: Joined, plain: list[jax.Array], leaves: A
 
     with jax.named_scope("out_of_range"):
         totals = jax.lax.cond(functools.reduce(jnp.logical_and, flags), lambda: sums, again)
-    return totals, list(map(scale_of_plain, sums))
+    apart = Joined.of(plain, apart=True)
+    return apart, joined.part(totals), list(map(scale_of_plain, plain))
 
 
 def _in_one_reduction(
@@ -142,7 +145,8 @@ def _in_three_sums(groups: Groups, joined: Joined, plain: list[jax.Array], leave
 
 
 def _chosen(joined: Joined, *sums: list[jax.Array]) -> Any:
-    return zip(*map(in_range, *map(joined.join, sums)), strict=True)
+    totals, scales = zip(*map(in_range, *map(joined.join, sums)), strict=True)
+    return joined, totals, scales
 
 
 def _plain_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
