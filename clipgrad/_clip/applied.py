@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._clip.limits import require_numbers
-from clipgrad._trees import combine, is_clippable, partition, path_string
+from clipgrad._trees import (
+    combine,
+    described,
+    is_array,
+    is_clippable,
+    partition,
+    path_string,
+)
 
 # What a number in place of a rule probably means, by what the rule would be applied to.
 _MEANT = {"cotangent": "ErrorClipByValue(max={})", "gradients": "ClipByGlobalNorm({})"}
@@ -24,7 +31,9 @@ def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callab
         if not schedules:
             require_numbers(rule)
         return rule
-    got, meant = f"{rule!r:.60} of type {type(rule).__name__}", ""
+    got, meant = described(rule), ""
+    if not any(map(is_array, jax.tree.leaves(rule))):
+        got = f"{rule!r:.60} of type {type(rule).__name__}"
     if isinstance(rule, optax.GradientTransformation):
         got = "an optax.GradientTransformation"
         meant = (

@@ -64,8 +64,10 @@ class ClipByBlockRMS(MeasuringRule):
         return slice_norms(leaves, [None] * len(leaves), axis_name=self.axis_name, mean=True)
 
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
-        """The rms of each leaf, and ``threshold``."""
-        return list(zip(norms, limits_by_leaf(self, norms), strict=True))
+        """The rms of each leaf, and ``threshold``, or the rms if that is less."""
+        # An element, which may be many times the rms, over the rms times no limit would be inf.
+        pairs = zip(norms, limits_by_leaf(self, norms), strict=True)
+        return [(norm, jnp.minimum(limit, norm.divisor / norm.scale)) for norm, limit in pairs]
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:
         """The norm of each leaf, its rms times the root of its size, and that of its limit."""

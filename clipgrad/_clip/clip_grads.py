@@ -6,6 +6,7 @@ from typing import Any
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import clip_tree
 from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.rule import is_rule
 from clipgrad._clip.stats import ClipStats
 from clipgrad._trees import Where, explain_call
 
@@ -66,5 +67,8 @@ def clip_grads(
       {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
     """
     check_policy(nonfinite)
+    if is_rule(grads):
+        name = type(grads).__name__
+        raise TypeError(f"grads: got {name}, expected the gradients; write clip_grads(grads, rule)")
     clipped = clip_tree(grads, as_rule(rule, of="gradients"), params, where, nonfinite)
     return clipped.tree, clipped.stats()

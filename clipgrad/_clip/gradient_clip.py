@@ -82,7 +82,7 @@ def gradient_clip(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
-        check_state(state, needs_state)
+        check_state(state, rule, stats)
         active = resolve_schedules(rule, state.count) if needs_state else rule
 
         def adapt(norms: list[Any]) -> tuple[Any, Any]:

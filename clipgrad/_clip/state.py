@@ -81,12 +81,13 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     )
 
 
-def check_state(state: Any, needed: bool) -> None:
+def check_state(state: Any, rule: Any, kept: bool | str) -> None:
     """Refuses a state without what the clip needs."""
-    if needed and not isinstance(state, GradientClipState):
+    if has_lasting_state(rule, kept) and not isinstance(state, GradientClipState):
+        needs = f"stats={kept!r}" if kept else "a schedule or an adaptive threshold"
         raise ValueError(
-            f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
-            "expected the GradientClipState of init(params)"
+            f"state: got {type(state).__name__} with {needs}, expected the GradientClipState of "
+            "init(params)"
         )
 
 

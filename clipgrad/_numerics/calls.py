@@ -1,11 +1,13 @@
-"""Calls: what is done for each leaf, traced and lowered once for many leaves of a kind."""
+"""What is done for each leaf: traced once for many leaves, and its scalars in few arrays."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+
+from clipgrad._compat import explicit_sharding, is_local, varying_axes
 
 
 def for_each(
@@ -21,17 +23,15 @@ def for_each(
     rows = list(zip(static, zip(*columns, strict=True), strict=True))
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(columns)):
         return [function(*given, *row) for given, row in rows]
-    kinds: dict[Any, list[int]] = {}
-    for i, (given, row) in enumerate(rows):
-        flat, structure = jax.tree.flatten(row)
-        kinds.setdefault((given, structure, *map(jax.typeof, flat)), []).append(i)
+    flat = [jax.tree.flatten(row) for _, row in rows]
+    kinds = [
+        (given, structure, *map(jax.typeof, leaves))
+        for (given, _), (leaves, structure) in zip(rows, flat, strict=True)
+    ]
     results: dict[int, Any] = {}
-    for places in kinds.values():
-        size = math.isqrt(len(places))
-        for start in range(0, len(places), size):
-            part = places[start : start + size]
-            found = _rows(function, rows[part[0]][0], [rows[i][1] for i in part])
-            results |= zip(part, found, strict=True)
+    for places in _places_by(kinds, math.isqrt):
+        found = _rows(function, rows[places[0]][0], [rows[i][1] for i in places])
+        results |= zip(places, found, strict=True)
     return [results[i] for i in range(len(rows))]
 
 
@@ -49,3 +49,63 @@ _rows = jax.jit(
     static_argnums=(0, 1),
     inline=True,
 )
+
+
+class Joined(NamedTuple):
+    """Small arrays in few: XLA would compile, and a GPU launch, a kernel for each of many.
+
+    Attributes:
+      places: which arrays are one.
+      shapes: the shapes of all.
+    """
+
+    places: list[list[int]]
+    shapes: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, arrays: Sequence[jax.Array], apart: bool = False) -> "Joined":
+        """Those of a kind; arrays that are spread over devices stay apart, or all of them."""
+
+        def kind(i: int, x: jax.Array) -> Any:
+            is_apart = explicit_sharding(x) or not (x.size == 1 or is_local(x))
+            return i if is_apart or apart else (x.dtype, varying_axes(x))
+
+        kinds = [kind(i, x) for i, x in enumerate(arrays)]
+        return cls(_places_by(kinds, _part_of), [x.shape for x in arrays])
+
+    def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The few arrays that hold these."""
+
+        def one(places: list[int]) -> jax.Array:
+            some = [arrays[i] for i in places]
+            flat = [jax.lax.reshape(x, (x.size,)) for x in some]
+            return some[0] if len(some) == 1 else jax.lax.concatenate(flat, 0)
+
+        return list(map(one, self.places))
+
+    def part(self, few: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays again, of what was computed element by element."""
+        results: dict[int, jax.Array] = {}
+        for array, places in zip(few, self.places, strict=True):
+            sizes = [math.prod(self.shapes[i]) for i in places]
+            parts = [array] if len(places) == 1 else jax.lax.split(array, sizes)
+            for i, x in zip(places, parts, strict=True):
+                results[i] = jax.lax.reshape(x, self.shapes[i])
+        return [results[i] for i in range(len(self.shapes))]
+
+
+def _places_by(kinds: Sequence[Hashable], part_of: Callable[[int], int]) -> list[list[int]]:
+    """The places of each kind, in parts of a size that follows from their number."""
+    found: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(i)
+    sizes = [(places, part_of(len(places))) for places in found.values()]
+    return [places[i : i + n] for places, n in sizes for i in range(0, len(places), n)]
+
+
+def _part_of(number: int) -> int:
+    """How many arrays are one: XLA compiles a kernel of very many results slowly.
+
+    It compiles equal kernels once, so that parts are of one size if there is one.
+    """
+    return next((n for n in range(24, 11, -1) if number % n == 0), 24)

@@ -2,7 +2,7 @@ r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
 A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
 ``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves its range, the squares of elements
-times a power of two are summed; see `sums_in_range`.
+times a power of two are summed; see `roots_in_range`.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from clipgrad._compat import tracks_varying, varying_axes
-from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     if_else,
     nan_unless,
@@ -31,7 +30,7 @@ from clipgrad._numerics.numbers import (
 )
 from clipgrad._numerics.ranges import scale_of_largest
 from clipgrad._numerics.reductions import Arrays, Axes, Groups
-from clipgrad._numerics.sums_in_range import sums_in_range
+from clipgrad._numerics.sums_in_range import nothing, roots_in_range
 from clipgrad._trees import clippable_leaves
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
@@ -56,7 +55,7 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
-        divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
+        divisor = if_else(root == 0, nothing(root) ** 0.5, root)
         return cls(root, scale, nan_unless(jnp.isfinite(root), divisor))
 
     @property
@@ -255,9 +254,8 @@ def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[N
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    totals, scales = zip(*sums_in_range(groups, leaves), strict=True)
-    counts = [(count,) for count in _counts(groups, kind.mean, leaves)]
-    return for_each(_root, counts, totals, scales)
+    counts = tuple(_counts(groups, kind.mean, leaves))
+    return [Norm(*root) for root in roots_in_range(groups, counts, leaves)]
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
@@ -265,22 +263,6 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
     if not mean:
         return [1.0] * (1 if groups.joint else len(leaves))
     return [float(max(size, 1)) for size in groups.slice_sizes(leaves)]
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _root(count: float, total: jax.Array, scale: jax.Array) -> Norm:
-    """The root of a sum of squares, or of their mean."""
-    total = total if count == 1 else total / count
-    finite = nan_unless(jnp.isfinite(total), total)
-    return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
-
-
-def _nothing(total: jax.Array) -> float:
-    """A small sum of squares to divide by the root of, in place of 0.
-
-    A second derivative divides by the third power of that root, which must not be 0.
-    """
-    return 2.0 ** (jnp.finfo(total.dtype).minexp // 2 - 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

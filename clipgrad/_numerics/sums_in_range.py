@@ -21,8 +21,14 @@ from clipgrad._compat import (
     to_varying,
     varying_axes,
 )
-from clipgrad._numerics.calls import for_each
-from clipgrad._numerics.numbers import flags_of_bits, real_or_absolute, square
+from clipgrad._numerics.calls import Joined, for_each
+from clipgrad._numerics.numbers import (
+    flags_of_bits,
+    if_else,
+    nan_unless,
+    real_or_absolute,
+    square,
+)
 from clipgrad._numerics.ranges import (
     from_plain,
     in_range,
@@ -36,28 +42,58 @@ from clipgrad._numerics.ranges import (
 )
 from clipgrad._numerics.reductions import Arrays, Groups, reduced_together
 
-ScaledSums = list[tuple[jax.Array, jax.Array]]
+# For each group the root of a sum of squares, the scale of its elements, and a divisor: the root
+# that is NaN where it is not finite, and small where it is 0.
+Roots = list[tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def sums_in_range(groups: Groups, leaves: Arrays) -> ScaledSums:
-    """For each group the sum of squares that is in range, and the scale of its elements."""
+def roots_in_range(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> Roots:
+    """The root of the sum of squares in range of each group, divided by its count."""
     # Eagerly one operation after the other, so that results round as optax's do.
     plain = groups.totals(groups.sums_of(_plain_sum, leaves), leaves)
+    return _rescued(groups, counts, plain, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _rescued(
+    groups: Groups, counts: tuple[float, ...], plain: list[jax.Array], leaves: Arrays
+) -> Roots:
+    apart, joined = Joined.of(plain, apart=True), Joined.of(plain)
+    forms = (_by_branch, apart), (_on_gpu(groups, leaves), joined), (_in_three_sums, joined)
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
-        return [(total, jnp.ones_like(total)) for total in plain]
-    return _rescued(groups, plain, leaves)
+        forms = (_as_they_are, apart), (_as_they_are, joined), (_as_they_are, joined)
 
+    def rooted(form: Callable[..., Any], joined: Joined) -> Callable[..., Roots]:
+        def roots(plain: list[jax.Array], leaves: Arrays) -> Roots:
+            rows, sums, scales = form(groups, joined, plain, leaves)
+            each = [jnp.full(x.shape, n, x.dtype) for x, n in zip(plain, counts, strict=True)]
+            found = for_each(_root, [()] * len(sums), sums, scales, rows.join(each))
+            return list(zip(*map(rows.part, zip(*found, strict=True)), strict=True))
 
-@functools.partial(jax.jit, static_argnums=0)
-def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
-    forms = (
-        functools.partial(f, groups) for f in (_by_branch, _on_gpu(groups, leaves), _in_three_sums)
-    )
-    cpu, gpu, default = forms
+        return roots
+
+    cpu, gpu, default = (rooted(*form) for form in forms)
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 
 
-def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., ScaledSums]:
+def _root(total: jax.Array, scale: jax.Array, count: jax.Array) -> Any:
+    total = total / count
+    finite = nan_unless(jnp.isfinite(total), total)
+    return jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, nothing(total), finite))
+
+
+def nothing(total: jax.Array) -> float:
+    """A small sum of squares to divide by the root of, in place of 0.
+
+    A second derivative divides by the third power of that root, which must not be 0.
+    """
+    return 2.0 ** (jnp.finfo(total.dtype).minexp // 2 - 1)
+
+
+# Each form gives sums and their scales, and how they are joined.
+
+
+def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., Any]:
     """The form for a GPU, which has no kernel for several sums over leading axes."""
     if not all(map(is_local, leaves)):
         return _in_three_sums
@@ -65,39 +101,52 @@ def _on_gpu(groups: Groups, leaves: Arrays) -> Callable[..., ScaledSums]:
     return _in_one_reduction if whole else _by_branch if on_one_device(leaves) else _in_three_sums
 
 
-def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
+def _as_they_are(groups: Groups, joined: Joined, plain: list[jax.Array], leaves: Arrays) -> Any:
+    del groups, leaves
+    sums = joined.join(plain)
+    return joined, sums, list(map(jnp.ones_like, sums))
+
+
+def _by_branch(groups: Groups, joined: Joined, plain: list[jax.Array], leaves: Arrays) -> Any:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
-    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order. They
+    are joined in the branch, of which a GPU copies each result, and not behind it: XLA compiles
+    what is computed of many parts of one array slowly.
     """
-    flags = [jnp.all(is_in_range(x)) for x in joined_leaves(plain)]
+    sums = joined.join(plain)
+    flags = [jnp.all(is_in_range(x)) for x in joined_leaves(sums)]
 
     def again() -> list[jax.Array]:
         parts = joined_leaves(leaves) if groups.joint else leaves
         squares = groups.sums_of(_scaled_sum, parts, groups.per_leaf(plain, parts))
-        return list(map(unless_plain, plain, groups.totals(squares, parts)))
+        return joined.join(list(map(unless_plain, plain, groups.totals(squares, parts))))
 
     with jax.named_scope("out_of_range"):
-        totals = jax.lax.cond(functools.reduce(jnp.logical_and, flags), lambda: plain, again)
-    return list(zip(totals, map(scale_of_plain, plain), strict=True))
+        totals = jax.lax.cond(functools.reduce(jnp.logical_and, flags), lambda: sums, again)
+    apart = Joined.of(plain, apart=True)
+    return apart, joined.part(totals), list(map(scale_of_plain, plain))
 
 
-def _in_one_reduction(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
+def _in_one_reduction(
+    groups: Groups, joined: Joined, plain: list[jax.Array], leaves: Arrays
+) -> Any:
     """The three sums of each leaf in one reduction, and the choice of the one in range."""
     del plain
     rows = groups.sums_of(_three_together, leaves)
-    return _chosen(*(groups.totals(sums, leaves) for sums in zip(*rows, strict=True)))
+    return _chosen(joined, *(groups.totals(sums, leaves) for sums in zip(*rows, strict=True)))
 
 
-def _in_three_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> ScaledSums:
+def _in_three_sums(groups: Groups, joined: Joined, plain: list[jax.Array], leaves: Arrays) -> Any:
     """Three sums, of which one is known, and the choice of the one in range."""
     rows = groups.sums_of(_scaled_apart, leaves)
     down, up = (groups.totals(sums, leaves) for sums in zip(*rows, strict=True))
-    return _chosen(down, plain, up)
+    return _chosen(joined, down, plain, up)
 
 
-def _chosen(*sums: list[jax.Array]) -> ScaledSums:
-    return for_each(in_range, [()] * len(sums[0]), *sums)
+def _chosen(joined: Joined, *sums: list[jax.Array]) -> Any:
+    totals, scales = zip(*map(in_range, *map(joined.join, sums)), strict=True)
+    return joined, totals, scales
 
 
 def _plain_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
