@@ -27,7 +27,7 @@ NEAR = 0.3  # a relative distance of sketches above which two arrays are not com
 SAME_NORM = 1e-5  # of two norms of the same numbers
 FLOORS = 2  # the rounding of the other framework is as large as that of the program, and is added
 
-Known = tuple[np.ndarray, np.ndarray]  # a sketch, shape (515,), and how far rounding moves it
+Numbers = tuple[np.ndarray, np.ndarray]  # a sketch, shape (515,), and how far rounding moves it
 
 
 class Equal(NamedTuple):
@@ -99,14 +99,14 @@ class EqualRows:
         known = self.known[i]
         if j is None or known is None:
             return None
-        return self._judged(i, j, int(np.argmin(_distances(known[0], self._sketches[j]))))
+        return self._judged(i, j, int(np.argmin(_sketch_distances(known[0], self._sketches[j]))))
 
     def _equal(self, i: int) -> list[Equal]:
         found: list[Equal] = []
         if (known := self.known[i]) is None:
             return found
         for j in self.of_size(i):
-            near = np.flatnonzero(_distances(known[0], self._sketches[j]) < NEAR)
+            near = np.flatnonzero(_sketch_distances(known[0], self._sketches[j]) < NEAR)
             agree = [e for k in near if (e := self._judged(i, j, int(k))).judgment.agrees]
             found += [min(agree, key=lambda e: e.judgment.difference)] if agree else []
         return found
@@ -117,13 +117,13 @@ class EqualRows:
         return Equal(j, order, judged(self.row(i), known, self.other(j), sketch, self.rtol))
 
 
-def judged(row: Row, known: Known, its: Row, sketch: np.ndarray, rtol: float | None) -> Judgment:
+def judged(row: Row, known: Numbers, its: Row, sketch: np.ndarray, rtol: float | None) -> Judgment:
     """The judgment of a row beside one of another framework, in an order of axes."""
     own, moved = known
     return judge_sketches(own, sketch, FLOORS * moved, max(row.eps, its.eps), rtol)
 
 
-def _distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _sketch_distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     """About how far a sketch is from others, shape (n, 515)."""
     found = np.where(others[:, -1] == own[-1], 0, np.inf)
     for start in (0, NUMBERS):
@@ -134,7 +134,7 @@ def _distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     return found
 
 
-def numbers_at(row: Row, steps: tuple[int, ...] = ()) -> Known | None:
+def numbers_at(row: Row, steps: tuple[int, ...] = ()) -> Numbers | None:
     """The numbers of a row at some steps; None if they are not known as one array."""
     if row.sketch is None or row.turned:
         return None
