@@ -234,9 +234,7 @@ def test_what_is_no_rule_is_refused(bad):
 
 
 def test_swapped_arguments_and_arrays_in_place_of_a_rule_are_refused_without_their_numbers():
-    with pytest.raises(
-        TypeError, match=r"grads: got ClipByNorm.* write clip_grads\(grads, rule\)"
-    ):
+    with pytest.raises(TypeError, match=r"grads: got ClipByNorm.* write clip_grads\(grads, rule\)"):
         cg.clip_grads(cg.ClipByNorm(1.0), TREE)
     for bad, got in ((TREE, "dict"), (jnp.ones(2), r"float32\[2\]")):
         with pytest.raises(TypeError, match=f"rule: got {got}, expected a ClipRule"):
@@ -244,9 +242,7 @@ def test_swapped_arguments_and_arrays_in_place_of_a_rule_are_refused_without_the
 
 
 def test_a_state_without_the_statistics_that_are_asked_for_is_refused():
-    with pytest.raises(
-        ValueError, match="state: got EmptyState with stats=True, expected the"
-    ):
+    with pytest.raises(ValueError, match="state: got EmptyState with stats=True, expected the"):
         cg.clip_by_norm(1.0, stats=True).update(jnp.ones(2), optax.EmptyState())
 
 

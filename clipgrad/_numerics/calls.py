@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from clipgrad._compat import explicit_sharding, is_local, varying_axes
@@ -77,9 +78,9 @@ class Joined(NamedTuple):
         """The few arrays that hold these."""
 
         def one(places: list[int]) -> jax.Array:
-            some = [arrays[i] for i in places]
-            flat = [jax.lax.reshape(x, (x.size,)) for x in some]
-            return some[0] if len(some) == 1 else jax.lax.concatenate(flat, 0)
+            if len(places) == 1:
+                return arrays[places[0]]
+            return jax.lax.concatenate([jnp.ravel(arrays[i]) for i in places], 0)
 
         return list(map(one, self.places))
 
@@ -87,8 +88,10 @@ class Joined(NamedTuple):
         """The arrays again, of what was computed element by element."""
         results: dict[int, jax.Array] = {}
         for array, places in zip(few, self.places, strict=True):
-            sizes = [math.prod(self.shapes[i]) for i in places]
-            parts = [array] if len(places) == 1 else jax.lax.split(array, sizes)
+            if len(places) == 1:
+                results[places[0]] = array
+                continue
+            parts = jax.lax.split(array, [math.prod(self.shapes[i]) for i in places])
             for i, x in zip(places, parts, strict=True):
                 results[i] = jax.lax.reshape(x, self.shapes[i])
         return [results[i] for i in range(len(self.shapes))]
