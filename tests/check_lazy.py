@@ -128,7 +128,7 @@ family(
     numbers([1.5, 1.5, 1.5, 1.5]),
     lambda x: x / size(x),
     lambda g, x: g / size(x) - x * jnp.mean(g * x) / size(x) ** 3,
-)(  # the mean of g times the mean of x, in place of that of the product
+)(  # the mean of g times the mean of x, instead of that of the product
     a_norm_of_equal_elements=lambda g, x: g / size(x) - x * jnp.mean(g) * jnp.mean(x) / size(x) ** 3
 )
 

@@ -130,6 +130,7 @@ LIMITS: dict[tuple[str, str], str] = {
     ("right", "root_by_halving_thirty_times"): "not converged in float64: write tolerance=...",
     ("right", "root_by_bisection"): "bisection has no slopes",
     ("right", "a_jit_that_donates_its_input"): "it cannot be called twice: check it undonated",
+    ("right", "a_sum_beside_a_large_number_by_callback"): "rounding hides its slopes at a point",
     ("right", "rounding_to_24_bits"): "a staircase of JAX's own: nothing was verified",
     ("right", "rounding_to_small_steps"): "a staircase of JAX's own: nothing was verified",
 }

@@ -18,7 +18,7 @@ from clipgrad._trees import (
     path_string,
 )
 
-# What a number in place of a rule probably means, by what the rule would be applied to.
+# What a number instead of a rule probably means, by what the rule would be applied to.
 _MEANT = {"cotangent": "ErrorClipByValue(max={})", "gradients": "ClipByGlobalNorm({})"}
 
 

@@ -20,7 +20,7 @@ RULES: list[type] = globals().get("RULES", [])
 
 
 class PerLeaf(NamedTuple):
-    """A threshold for each leaf that is clipped, in place of one for all of them."""
+    """A threshold for each leaf that is clipped, instead of one for all of them."""
 
     values: jax.Array
 

@@ -20,7 +20,7 @@ def check_policy(nonfinite: str) -> None:
 
 
 def apply_policy(nonfinite: str, tree: Any) -> Any:
-    """The tree as it is, or with 0 in place of NaN and inf; an error for ``"error"``."""
+    """The tree as it is, or with 0 instead of NaN and inf; an error for ``"error"``."""
     if nonfinite == "zero":
         return map_clippable(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), tree)
     if nonfinite == "error":

@@ -19,7 +19,7 @@ FAR_ABOVE_MEDIAN = 10.0
 
 @runtime_checkable
 class AdaptiveThreshold(Protocol):
-    """A threshold computed from the norms of past gradients, in place of a number.
+    """A threshold computed from the norms of past gradients, instead of a number.
 
     A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
     wherever they accept a schedule. A custom threshold is a class with these two methods, without
@@ -74,7 +74,7 @@ def counts(norms: jax.Array) -> jax.Array:
 
 
 def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """The norms for a history, raw or clipped; 0 in place of those that never enter one."""
+    """The norms for a history, raw or clipped; 0 instead of those that never enter one."""
     clipped = jnp.minimum(norms, thresholds) if feed == "clipped" else norms
     return jnp.where(counts(norms), clipped, 0)
 

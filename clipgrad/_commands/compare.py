@@ -43,7 +43,7 @@ def add_compare_parser(subparsers: Any) -> None:
     add("--has-aux", action="store_true", help="the losses return (loss, aux)")
     words = "a name, or pattern, in fun and in other; you can repeat it: 'layers_*=layers'"
     add("--name", metavar="FUN=OTHER", action="append", default=[], help=words)
-    add("--rtol", metavar="ERROR", type=float, help="a tolerance in place of the measured one")
+    add("--rtol", metavar="ERROR", type=float, help="a tolerance instead of the measured one")
     add("--out", metavar="DIR", help="write comparison.png and comparison.json into this folder")
 
 

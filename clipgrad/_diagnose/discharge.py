@@ -29,7 +29,7 @@ class _Cell:
 
 
 def discharged(program: Any) -> Any:
-    """The program with values in place of references, and without prints.
+    """The program with values instead of references, and without prints.
 
     A scan carries the arrays of its references. Each other operation on a reference, also a branch
     or a loop of unknown length, becomes one function of the arrays before it.

@@ -157,7 +157,7 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
 
 
 NO_MODELS = (
-    "a capture has dictionaries in place of models and other objects, because loading does not run "
+    "a capture has dictionaries instead of models and other objects, because loading does not run "
     "code from it; write diagnose(loss, (capture.restore(model), capture.batch))"
 )
 

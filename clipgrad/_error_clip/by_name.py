@@ -61,7 +61,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
-      rules: a rule for each name or pattern; ``None`` in place of a rule: off.
+      rules: a rule for each name or pattern; ``None`` instead of a rule: off.
       prefix: a text to put before each name, such as ``"encoder/"``.
 
     Returns:

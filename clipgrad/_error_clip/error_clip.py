@@ -12,7 +12,7 @@ from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._trees import described, parts_below
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-_ALL = object()  # in place of a parameter's name: each of them
+_ALL = object()  # instead of a parameter's name: each of them
 
 
 def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
@@ -30,7 +30,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
 
     Args:
       inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
-        passed by position or by name; ``None`` in place of a rule: off. The name of ``*args`` or
+        passed by position or by name; ``None`` instead of a rule: off. The name of ``*args`` or
         ``**kwargs`` stands for each of them.
       outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
         of the result's tree.

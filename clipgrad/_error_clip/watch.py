@@ -66,7 +66,7 @@ def value_and_grad_with_stats(
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      rules: a rule for each name or pattern, see `error_clip_by_name`; ``None`` in place of a rule:
+      rules: a rule for each name or pattern, see `error_clip_by_name`; ``None`` instead of a rule:
         watch only.
       watch: further names and patterns to watch only; ``None``: all tags whose variables have
         cotangents, or all modules if there are no such tags.
@@ -109,7 +109,7 @@ def with_stats(
 ) -> Callable[..., Any]:
     """`value_and_grad_with_stats` for a caller, with rules that are checked.
 
-    ``value_and_grad(args)`` is what is called in place of JAX's function.
+    ``value_and_grad(args)`` is what is called instead of JAX's function.
     """
     watched, chosen = checked_watch(watch), _checked_argnums(argnums)
 

@@ -1,4 +1,4 @@
-"""Variables of flax Linen, and states of a training, in place of parameters."""
+"""Variables of flax Linen, and states of a training, instead of parameters."""
 
 import sys
 from collections.abc import Mapping

@@ -94,7 +94,7 @@ def is_diff_state(x: Any) -> bool:
 
 
 def without_variables(tree: Any) -> Any:
-    """The tree with arrays in place of NNX variables, which hold the state of `nnx.Optimizer`."""
+    """The tree with arrays instead of NNX variables, which hold the state of `nnx.Optimizer`."""
     nnx = flax_nnx()
     return nnx.as_pure(tree) if nnx and instances(tree, nnx.Variable) else tree
 

@@ -36,7 +36,7 @@ class Changes:
 class NNXParameters:
     """A tree with models of NNX, taken apart as `nnx.grad` does it."""
 
-    trained: Any  # the tree with an `nnx.State` of arrays in place of each model
+    trained: Any  # the tree with an `nnx.State` of arrays instead of each model
     state: list[Any]  # the arrays of the variables of models that are not trained
     graph: Any  # what NNX makes models of, with the variables
     structures: tuple[Any, Any]  # of the variables that are trained, and of the others

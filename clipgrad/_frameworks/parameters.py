@@ -21,7 +21,7 @@ from clipgrad._trees import check_tree, combine, is_clippable, is_float_array, p
 class TreeParameters:
     """A tree of arrays, perhaps with modules of Equinox, with the methods of `NNXParameters`."""
 
-    trained: Any  # what is differentiated: the tree with ``None`` in place of all else
+    trained: Any  # what is differentiated: the tree with ``None`` instead of all else
     rest: list[Any]  # the leaves that are not
     state: None = None
 

@@ -60,11 +60,11 @@ class Hook:
         """See the inputs of the program before its first equation."""
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """Return what an equation gets in place of its inputs, also if it is entered."""
+        """Return what an equation gets instead of its inputs, also if it is entered."""
         return inputs
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
-        """Return what the program sees in place of the results, also if it was entered."""
+        """Return what the program sees instead of the results, also if it was entered."""
         return outputs
 
     def constant(self, value: Any, aval: Any) -> Any:

@@ -69,7 +69,7 @@ def cond_again(
 def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) -> Any:
     """The function of a `remat` equation with another body; recomputation has its barriers.
 
-    What a hook has in place of arrays may be trees of arrays.
+    What a hook has instead of arrays may be trees of arrays.
     """
     program, barriers = called_program(equation), equation.params["prevent_cse"]
     leaves, structure = jax.tree.flatten(list(inputs))

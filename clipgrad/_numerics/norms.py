@@ -106,7 +106,7 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
         varies (its default), a leaf that is the same on all devices is counted once, if JAX knows
         it (a result of `jax.lax.all_gather` counts as one that varies); elsewhere
         (``check_vma=False``, `jax.pmap`, `jax.vmap`) every leaf counts as spread, a leaf that is
-        the same once for each device, with a warning; ``jax.P("x")`` in place of ``"x"`` says that
+        the same once for each device, with a warning; ``jax.P("x")`` instead of ``"x"`` says that
         every leaf is spread. Without it, each device has the norm of its own part, with a warning
         where `jax.shard_map` tracks that a leaf varies; ``()`` says that this is meant. Under
         `jax.jit` it is not needed.

@@ -83,7 +83,7 @@ def _root(total: jax.Array, scale: jax.Array, count: jax.Array) -> Any:
 
 
 def nothing(total: jax.Array) -> float:
-    """A small sum of squares to divide by the root of, in place of 0.
+    """A small sum of squares to divide by the root of, instead of 0.
 
     A second derivative divides by the third power of that root, which must not be 0.
     """

@@ -32,7 +32,7 @@ class ExampleGradients(NamedTuple):
     factors: dict[int, list[Factors]]
 
     def left_out(self, ok: Each) -> "ExampleGradients":
-        """With 0 in place of the gradients of examples that are not ``ok``."""
+        """With 0 instead of the gradients of examples that are not ``ok``."""
         if ok is None:
             return self
         each = {i: zero_unless(ok, g, 0) for i, g in self.each.items()}

@@ -302,7 +302,7 @@ class Factors(NamedTuple):
     ct: jax.Array
 
     def left_out(self, ok: jax.Array) -> "Factors":
-        """With 0 in place of the factors of examples that are not ``ok``."""
+        """With 0 instead of the factors of examples that are not ``ok``."""
         axis = len(self.use.lengths)
         return Factors(self.use, *(zero_unless(ok, x, axis) for x in (self.x, self.ct)))
 
@@ -327,7 +327,7 @@ def weighted(x: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
 
 
 def zero_unless(ok: jax.Array, x: jax.Array, axis: int) -> jax.Array:
-    """0 in place of what belongs to examples along an axis that are not ``ok``."""
+    """0 instead of what belongs to examples along an axis that are not ``ok``."""
     return jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
 
 

@@ -84,7 +84,7 @@ def find_flag(structure: Any) -> Small:
 
 
 def _only(state: Any, fields: list[str]) -> Any:
-    """A state with some of its fields, None in place of the others."""
+    """A state with some of its fields, None instead of the others."""
     return state._replace(**{name: None for name in state._fields if name not in fields})
 
 

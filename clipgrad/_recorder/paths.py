@@ -22,7 +22,7 @@ _STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct
 def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     """The leaves of a tree; `None` and empty containers are leaves too.
 
-    The content of a box of flax, such as ``flax.linen.Partitioned``, stands in place of the box.
+    The content of a box of flax, such as ``flax.linen.Partitioned``, stands instead of the box.
     """
     is_leaf = lambda x: not is_value(x) or _is_box(x)  # noqa: E731
     check_tree(name, tree)

@@ -126,7 +126,7 @@ def train_step(
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
       error_clip: a rule for each name or pattern inside ``loss_fn``, see `error_clip_by_name`;
-        ``None`` in place of a rule: watch only. With ``accumulate=k`` it sees the cotangents of one
+        ``None`` instead of a rule: watch only. With ``accumulate=k`` it sees the cotangents of one
         microbatch: if the loss is a mean over the batch, make a limit by value k times as large.
       watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
         them to an axis that is kept, see `with_value_stats`.
@@ -223,7 +223,7 @@ def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
 
 
 def _check_state(state: Any, batch: Any) -> None:
-    """Anything in place of the state is refused, such as the batch."""
+    """Anything instead of the state is refused, such as the batch."""
     if not all(hasattr(state, field) for field in TrainState._fields):
         is_swapped = isinstance(batch, TrainState)
         advice = "the state comes first" if is_swapped else "it is step.init(params)"

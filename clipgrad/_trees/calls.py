@@ -48,9 +48,9 @@ def explain_call(instead: str = "", **keywords: str) -> Callable[[Explained], Ex
     """A decorator: a call that does not fit the signature is an error that says what to write.
 
     Args:
-      instead: what to write in place of more positional arguments than there are parameters. A
+      instead: what to write instead of more positional arguments than there are parameters. A
         function of ``(fun, args)`` needs none.
-      **keywords: what to write in place of a keyword that no other keyword stands for.
+      **keywords: what to write instead of a keyword that no other keyword stands for.
     """
 
     def decorate(function: Explained) -> Explained:

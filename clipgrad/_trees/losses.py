@@ -19,7 +19,7 @@ def loss_and_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
     if isinstance(value, tuple):
         raise ValueError(
             f"{name}: got a tuple from it, expected a scalar; write has_aux=True for (loss, aux), "
-            "or give the loss itself in place of its jax.value_and_grad"
+            "or give the loss itself instead of its jax.value_and_grad"
         )
     return value, aux
 

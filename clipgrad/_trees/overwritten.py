@@ -23,12 +23,12 @@ def are_overwritten(tree: Any) -> list[bool]:
 
 
 def split_overwritten(grads: Any) -> tuple[Any, list[Any]]:
-    """The gradients with ``None`` in place of next values, and these."""
+    """The gradients with ``None`` instead of next values, and these."""
     return partition(grads, [not flag for flag in are_overwritten(grads)])
 
 
 def zeros_for(values: Sequence[Any]) -> list[Any]:
-    """Zeros that an optimizer sees in place of next values."""
+    """Zeros that an optimizer sees instead of next values."""
     return [None if value is None else jnp.zeros_like(value) for value in values]
 
 

@@ -164,9 +164,9 @@ def _is_strange(leaf: Any) -> bool:
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, list[Any]]:
-    """The tree with ``None`` in place of leaves that are not chosen, and a list of these.
+    """The tree with ``None`` instead of leaves that are not chosen, and a list of these.
 
-    The list has ``None`` in place of leaves that are chosen, and `combine` puts it back. ``None``
+    The list has ``None`` instead of leaves that are chosen, and `combine` puts it back. ``None``
     in the tree counts as a leaf; ``chosen`` is a function of a leaf, or a flag for each leaf.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
@@ -177,7 +177,7 @@ def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tupl
 
 
 def combine(tree: Any, rest: Sequence[Any]) -> Any:
-    """The tree with the leaves of ``rest`` in place of its ``None``."""
+    """The tree with the leaves of ``rest`` instead of its ``None``."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     pairs = zip(leaves, rest, strict=True)
     return structure.unflatten([other if leaf is None else leaf for leaf, other in pairs])
@@ -206,7 +206,7 @@ def map_clippable(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> An
 
 
 def with_clippable(tree: Any, leaves: Iterable[Any]) -> Any:
-    """The tree with these in place of the leaves that are clipped; the others stay."""
+    """The tree with these instead of the leaves that are clipped; the others stay."""
     before, structure = jax.tree.flatten(tree, is_leaf=is_none)
     new = iter(leaves)
     return structure.unflatten([next(new) if is_clippable(x) else x for x in before])

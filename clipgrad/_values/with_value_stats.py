@@ -64,7 +64,7 @@ def with_value_stats(
       watch: names and patterns; ``None``: all tags, or all modules if there are no tags. A
         dictionary from names or patterns to an axis keeps this axis of the (batched) value: there
         is one entry for each index, behind the axes of scans, such as for each head of attention
-        logits; ``None`` in place of the axis: one entry for the whole value.
+        logits; ``None`` instead of the axis: one entry for the whole value.
       has_aux: whether ``fun`` returns ``(result, aux)``.
 
     Returns:
