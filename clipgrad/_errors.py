@@ -1,5 +1,6 @@
-"""Texts in messages: of other errors, and of lists of names."""
+"""Texts in messages: of other errors, lists of names, and pages of the documentation."""
 
+import pathlib
 import textwrap
 from collections.abc import Sequence
 
@@ -28,3 +29,32 @@ def first_line(error: BaseException) -> str:
         text.partition("\n")[0], LINE, break_long_words=False, break_on_hyphens=False
     )
     return f"{kind}: {lines[0]}{' ...' * (len(lines) > 1)}" if lines else kind
+
+
+_HERE = pathlib.Path(__file__).parent
+
+
+def docs_pages() -> dict[str, pathlib.Path]:
+    """The files of the pages that have a title, by name."""
+    return {path.stem: path for path in sorted(_folder().glob("*.md")) if _first_heading(path)}
+
+
+def docs_title(name: str) -> str:
+    """The title of a page, such as ``"nan"`` for ``docs/nan.md``."""
+    return _first_heading(_folder() / f"{name}.md")
+
+
+def docs_page(name: str) -> str:
+    """The title of a page and the command that prints it, as messages name the page."""
+    return f'"{docs_title(name)}": clipgrad help {name}'
+
+
+def _folder() -> pathlib.Path:
+    installed = _HERE / "_pages"  # in a clone the pages are beside the package
+    return installed if installed.exists() else _HERE.parent / "docs"
+
+
+def _first_heading(path: pathlib.Path) -> str:
+    with path.open(encoding="utf-8") as page:
+        first = page.readline().rstrip("\n")
+    return first.removeprefix("# ") if first.startswith("# ") else ""

@@ -12,7 +12,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
-from clipgrad._docs import docs_page, docs_pages, docs_title
+from clipgrad._errors import docs_page, docs_pages, docs_title
 from tests.helpers import NAMES
 from tests.test_guides import GUIDES
 

@@ -20,7 +20,7 @@ from clipgrad._check.theirs import NotNearby, TheirError, theirs
 from clipgrad._check.values import check_point
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
-from clipgrad._devices import find_devices, moved
+from clipgrad._compat import find_devices, moved
 from clipgrad._trees import check_arguments, explain_call
 
 # In errors of JAX about arrays on other devices than a mesh, a sharding or another array.

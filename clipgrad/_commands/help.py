@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._docs import docs_pages, docs_title
+from clipgrad._errors import docs_pages, docs_title
 from clipgrad._trees import nearest
 
 
@@ -23,7 +23,7 @@ def run_help(options: argparse.Namespace) -> int:
     listed = list(pages) if options.page is None else _pages_with(options.page)
     if not listed:
         raise UsageError(
-            f"page: got {options.page!r}, which is not a page; {nearest(options.page, pages)}"
+            f"page: got {options.page!r}, which is not a page; {nearest(str(options.page), pages)}"
         )
     width = max(map(len, listed))
     print("\n".join(f"{name:{width}}  {docs_title(name)}" for name in listed))
@@ -34,4 +34,4 @@ def _pages_with(word: str) -> list[str]:
     """The pages that have this word, those that have it most often first."""
     whole = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
     uses = {n: len(whole.findall(p.read_text(encoding="utf-8"))) for n, p in docs_pages().items()}
-    return sorted(filter(uses.get, uses), key=uses.get, reverse=True)
+    return sorted((n for n in uses if uses[n]), key=lambda n: -uses[n])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._diagnose.guilty import MASKING
-from clipgrad._docs import docs_page
+from clipgrad._errors import docs_page
 
 DOUBLE_WHERE = "the double `where` below"
 _WITHIN_ONE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"

@@ -14,8 +14,7 @@ from clipgrad._diagnose.levels import INF, NAN, level, levels, wide
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
-from clipgrad._docs import docs_page
-from clipgrad._errors import first_line
+from clipgrad._errors import docs_page, first_line
 from clipgrad._jaxpr import CUSTOM_RULES, at_first, dtype_of, holds_floats
 from clipgrad._names import Location
 

@@ -18,8 +18,7 @@ from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Tape
 from clipgrad._diagnose.units import SCAN
-from clipgrad._docs import docs_page
-from clipgrad._errors import first_few, first_line
+from clipgrad._errors import docs_page, first_few, first_line
 from clipgrad._jaxpr import equations
 from clipgrad._program import sources_of_results
 

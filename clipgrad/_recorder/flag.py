@@ -8,8 +8,7 @@ import numpy as np
 import optax
 
 from clipgrad._clip import GradientClipState, SkipSpikesState
-from clipgrad._docs import docs_page
-from clipgrad._errors import first_few
+from clipgrad._errors import docs_page, first_few
 from clipgrad._frameworks import without_variables
 from clipgrad._numerics import largest
 from clipgrad._training import scalars
