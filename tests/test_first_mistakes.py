@@ -130,7 +130,7 @@ def test_a_loss_with_gradients_inside_is_clipped_without_a_warning(name, fun):
 
 @pytest.mark.parametrize("watched", [{}, {"watch_values": ["h"]}, {"error_clip": {"h": None}}])
 def test_the_gradient_of_a_loss_in_its_place_is_answered_by_the_loss(watched):
-    with pytest.raises(ValueError, match="got a tuple from it, .*or give the loss itself in place"):
+    with pytest.raises(ValueError, match="got a tuple from it, .*or give the loss itself instead"):
         step_of(jax.value_and_grad(loss), **watched)(W, X)
     with pytest.raises(ValueError, match=r"got dict from it, .*; give the loss, not its jax.grad"):
         step_of(lambda w, x: {"w": jax.grad(loss)(w, x)})(W, X)

@@ -56,7 +56,7 @@ def check_behavior(point: Point, log: Log) -> None:
             continue
         log.evaluations += 2
         try:
-            compare(point, name, claims(point, log), log)
+            judge_claims(point, name, claims(point, log), log)
         except NotRun as reason:
             log.not_run[name] = str(reason)
         except TheirError as error:
@@ -67,7 +67,7 @@ def check_behavior(point: Point, log: Log) -> None:
                 log.failures.append(Failure(name, where, f"the gradient raises {error}"))
 
 
-def compare(point: Point, check: str, claims: Iterable[Claim], log: Log) -> None:
+def judge_claims(point: Point, check: str, claims: Iterable[Claim], log: Log) -> None:
     """Compare each two computations of one gradient; two failures of a check are enough."""
     found = [_broken(point, check, claim, log) for claim in claims]
     log.fail([failure for failure in found if failure][:2])

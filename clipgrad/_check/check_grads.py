@@ -8,7 +8,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract, vectors
-from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, compare
+from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, judge_claims
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
 from clipgrad._check.options import Options
@@ -322,7 +322,7 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
     log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
     rows = zip(gradient, point.computed, strict=True)
-    compare(point, "devices", [Claim(row, expected, text) for row, expected in rows], log)
+    judge_claims(point, "devices", [Claim(row, expected, text) for row, expected in rows], log)
 
 
 def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.behavior import Claim, compare
+from clipgrad._check.behavior import Claim, judge_claims
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, cotangents, further
 from clipgrad._check.report import Failure
@@ -31,7 +31,7 @@ def check_further_points(point: Point, log: Log) -> None:
             return
     again = point.vjp(point.covectors[0])
     text = "the first pull-back, called again after another point was differentiated"
-    compare(point, "points", [Claim(again, point.computed[0], text)], log)
+    judge_claims(point, "points", [Claim(again, point.computed[0], text)], log)
 
 
 def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:

@@ -85,7 +85,7 @@ class Point:
         return np.stack(sizes, axis=1)
 
     def excess(self, a: np.ndarray, b: np.ndarray, slack: Slack, typical: Any) -> np.ndarray:
-        """How far apart two gradients are at each element, in parts of what they may be."""
+        """The distance of two gradients at each element, in parts of what it may be."""
         found = []  # leaf by leaf, for the memory
         for k, (start, stop) in enumerate(self.ranges):
             x, y = a[:, start:stop], b[:, start:stop]

@@ -83,7 +83,7 @@ class Search:
         return self
 
     def _suspects(self) -> np.ndarray:
-        """Where the gradient and its reference are apart by more than rounding, the worst first."""
+        """Elements at which gradient and reference are apart by more than rounding, worst first."""
         judged, other, point = self._judged, self._reference, self._point
         if other is None or other is judged:
             return np.zeros(0, int)

@@ -173,7 +173,7 @@ def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[
 
     def forward(values, inputs):
         held = [*values, *inputs[: equation.params["num_consts"]]]
-        _check(equation, rules, [x.value for x in held if x.perturbed])
+        _require_rules(equation, rules, [x.value for x in held if x.perturbed])
         values, inputs = jax.tree.map(lambda x: x.value, (values, inputs))
         found = evaluated(0, values, inputs)
         return found[:count], (found[count:], values)
@@ -191,7 +191,7 @@ def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[
     return call
 
 
-def _check(equation: JaxprEqn, rules: _Rules, differentiated: list) -> None:
+def _require_rules(equation: JaxprEqn, rules: _Rules, differentiated: list) -> None:
     """Raises `ValueError` if the rules were not traced, or close over what is differentiated."""
     found = next(filter(holds_floats, differentiated), None)
     if rules.error is not None:

@@ -1,4 +1,4 @@
-"""What is done for each leaf: traced once for many leaves, and its scalars in few arrays."""
+"""Work for each leaf: traced once for many leaves, and its scalars in few arrays."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -107,7 +107,7 @@ def _places_by(kinds: Sequence[Hashable], part_of: Callable[[int], int]) -> list
 
 
 def _part_of(number: int) -> int:
-    """How many arrays are one: XLA compiles a kernel of very many results slowly.
+    """The number of arrays that are one: XLA compiles a kernel of very many results slowly.
 
     It compiles equal kernels once, so that parts are of one size if there is one.
     """
