@@ -5,6 +5,7 @@ import typing
 
 from clipgrad import published as published
 from clipgrad import types as types
+from clipgrad._arrays import global_norm as global_norm
 from clipgrad._clip import AdaptiveClip as AdaptiveClip
 from clipgrad._clip import AdaptiveThreshold as AdaptiveThreshold
 from clipgrad._clip import AutoNorm as AutoNorm
@@ -34,7 +35,6 @@ from clipgrad._error_clip import error_clip_everywhere as error_clip_everywhere
 from clipgrad._error_clip import list_names as list_names
 from clipgrad._error_clip import value_and_grad_with_stats as value_and_grad_with_stats
 from clipgrad._lazily import attributes as _attributes
-from clipgrad._numerics import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._per_example import per_example_norms as per_example_norms
 from clipgrad._training import scalars as scalars

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._trees import matches
+from clipgrad._arrays import matches
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 RULE = cg.ErrorClipByValue(max=1e-3)

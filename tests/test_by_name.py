@@ -10,7 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad import _jaxpr
+from clipgrad import _programs
 from tests.helpers import assert_close, assert_same
 from tests.tagged import MODELS, X, by_hand, loss_of, scanned, step
 
@@ -63,7 +63,7 @@ def test_the_compiled_forward_pass_is_the_same_program(name):
 def test_without_a_rule_it_is_the_identity(model, rules):
     plain = loss_of(model)
     clipped = cg.error_clip_by_name(plain, rules)
-    programs = [_jaxpr.equations(jax.make_jaxpr(f)(X)) for f in (plain, clipped)]
+    programs = [_programs.equations(jax.make_jaxpr(f)(X)) for f in (plain, clipped)]
     names = [[equation.primitive.name for equation in program] for program in programs]
     assert names[0] == names[1]
 
@@ -236,7 +236,7 @@ def test_many_tagged_sites_make_a_program_linear_in_the_size_of_the_model():
         fun = functools.partial(model, sites=sites)
         names = {f"in{i}": VALUE for i in range(sites)} | {"out": VALUE}
         clipped = cg.error_clip_by_name(fun, names)
-        return len(list(_jaxpr.equations(jax.make_jaxpr(clipped)(X))))
+        return len(list(_programs.equations(jax.make_jaxpr(clipped)(X))))
 
     small, large = equations(11), equations(88)
     assert large == pytest.approx(8 * small, rel=0.05)

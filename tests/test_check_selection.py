@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._arrays import parameter_names
 from clipgrad._check.selection import leaf_names, select, simple_paths
-from clipgrad._trees import parameter_names
 
 pytestmark = pytest.mark.exhaustive
 

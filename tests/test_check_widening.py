@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 from clipgrad._check.float64 import AXIS, Unsupported, Wide
 from clipgrad._check.subject import make_subject
 from clipgrad._check.witnesses import differentiated, has_rules
@@ -68,7 +68,7 @@ def test_stopped_values_are_held_at_the_first_row():
 def test_a_stripped_program_rounds_as_the_function_does():
     function = lambda x: lax.reduce_precision(PROGRAMS["custom_vjp"](x), 5, 2)  # noqa: E731
     program = jax.make_jaxpr(lambda xs: [function(xs[0])])([X])
-    stripped = lambda xs: _jaxpr.evaluate(program, xs, _jaxpr.NoRules(jnp.float64))  # noqa: E731
+    stripped = lambda xs: _programs.evaluate(program, xs, _programs.NoRules(jnp.float64))  # noqa: E731
     (found,), pull = jax.vjp(stripped, [X])
     np.testing.assert_array_equal(found, function(X))
     np.testing.assert_allclose(pull([jnp.ones(3)])[0][0], np.cos(X), rtol=1e-6)

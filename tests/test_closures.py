@@ -7,7 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 
 W, DATA = jnp.array([0.3, 0.7]), jnp.array([2.0, 3.0])
 WIDE = cg.ErrorClipByValue(1e9)
@@ -198,6 +198,6 @@ def test_check_grads_names_what_jax_does_not_differentiate():
 
 def test_a_program_without_closures_stays_the_same():
     program = jax.make_jaxpr(loss_of(closures, argument=True))(W, DATA)
-    assert _jaxpr.with_explicit_closures(program, [W, DATA]) is program
+    assert _programs.with_explicit_closures(program, [W, DATA]) is program
     program = jax.make_jaxpr(lambda w: solve(w, DATA))(W)
-    assert _jaxpr.with_explicit_closures(program, [W]) is program
+    assert _programs.with_explicit_closures(program, [W]) is program

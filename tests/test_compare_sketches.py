@@ -19,8 +19,7 @@ from clipgrad._compare.sketches import (
     tapped,
     turned_sketches,
 )
-from clipgrad._jaxpr import trace
-from clipgrad._program import rounded
+from clipgrad._programs import rounded, trace
 from tests.helpers import RELEASED
 
 EPS = float(jnp.finfo("float32").eps)

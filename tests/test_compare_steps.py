@@ -10,7 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._compare import recording
-from clipgrad._program import rounded
+from clipgrad._programs import rounded
 from tests.compare_right_steps import MIXED_FAULTS, OF_FLOAT32, STEPS
 from tests.compare_trainers import (
     FAULTS,

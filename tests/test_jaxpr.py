@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
-from clipgrad import _jaxpr
+from clipgrad import _programs
 
 X = jnp.linspace(0.1, 1.0, 4)
 
@@ -58,7 +58,7 @@ NESTED = {
 }
 
 
-class Doubling(_jaxpr.Hook):
+class Doubling(_programs.Hook):
     """Doubles every sine."""
 
     def __init__(self, flatten=False):
@@ -66,12 +66,12 @@ class Doubling(_jaxpr.Hook):
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin":
-            return [2 * out for out in _jaxpr.bind(equation, inputs)]
+            return [2 * out for out in _programs.bind(equation, inputs)]
         return None
 
 
 def again(function, hook, x=X):
-    return _jaxpr.evaluate(jax.make_jaxpr(function)(x), [x], hook)[0]
+    return _programs.evaluate(jax.make_jaxpr(function)(x), [x], hook)[0]
 
 
 @pytest.mark.kinds("flatten", "name")
@@ -87,7 +87,7 @@ def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatt
 
 
 def _keep(flatten):
-    hook = _jaxpr.Hook()
+    hook = _programs.Hook()
     hook.flatten = flatten
     return hook
 
@@ -105,15 +105,15 @@ def test_custom_rules_stay_whole_unless_flattened(name):
 
 def test_a_rule_kept_whole_keeps_its_derivative_and_a_flattened_one_loses_it():
     total = lambda hook: lambda x: again(CUSTOM["custom_vjp"], hook, x).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(total(_jaxpr.Hook()))(X), 2 * jnp.ones(4))
+    np.testing.assert_allclose(jax.grad(total(_programs.Hook()))(X), 2 * jnp.ones(4))
     np.testing.assert_allclose(jax.grad(total(_keep(True)))(X), jnp.cos(X), rtol=1e-6)
 
 
 def test_remat_stays_remat_with_its_policy():
     policy = jax.checkpoint_policies.everything_saveable
     function = functools.partial(jax.checkpoint, policy=policy)(jnp.sin)
-    program = jax.make_jaxpr(lambda x: again(function, _jaxpr.Hook(), x))(X)
-    found = [e for e in _jaxpr.equations(program) if e.primitive.name in _jaxpr.REMAT]
+    program = jax.make_jaxpr(lambda x: again(function, _programs.Hook(), x))(X)
+    found = [e for e in _programs.equations(program) if e.primitive.name in _programs.REMAT]
     assert found[0].params["policy"] is policy
 
 
@@ -147,8 +147,8 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_of_a_nested_program_are_kept(name):
     plain, evaluated = (
-        next(e for e in jax.make_jaxpr(f)(X).eqns if _jaxpr.entered_programs(e)[0])
-        for f in (OPTIONS[name], lambda x: again(OPTIONS[name], _jaxpr.Hook(), x))
+        next(e for e in jax.make_jaxpr(f)(X).eqns if _programs.entered_programs(e)[0])
+        for f in (OPTIONS[name], lambda x: again(OPTIONS[name], _programs.Hook(), x))
     )
     assert plain.primitive is evaluated.primitive
 
@@ -208,18 +208,18 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_a_program_is_bound_again_as_it_was(name):
     plain = jax.make_jaxpr(SAME[name])(X)
-    evaluated = jax.make_jaxpr(lambda x: again(SAME[name], _jaxpr.Hook(), x))(X)
+    evaluated = jax.make_jaxpr(lambda x: again(SAME[name], _programs.Hook(), x))(X)
     texts = [re.sub("0x[0-9a-f]+", "", str(program)) for program in (plain, evaluated)]
     assert texts[0] == texts[1]
 
 
 def test_a_symmetric_linear_solve_stays_symmetric():
-    for program in (solved, lambda x: again(solved, _jaxpr.Hook(), x)):
+    for program in (solved, lambda x: again(solved, _programs.Hook(), x)):
         solve = jax.make_jaxpr(program)(X).eqns[0].params["jaxprs"]
         assert solve.vecmat is solve.matvec
 
 
-class PerStep(_jaxpr.Hook):
+class PerStep(_programs.Hook):
     """Multiplies each sine inside a scan by that step's weight."""
 
     def __init__(self, weights, weight=None):
@@ -233,7 +233,7 @@ class PerStep(_jaxpr.Hook):
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin" and self.weight is not None:
-            return [self.weight * out for out in _jaxpr.bind(equation, inputs)]
+            return [self.weight * out for out in _programs.bind(equation, inputs)]
         return None
 
 
@@ -244,7 +244,7 @@ def test_a_hook_hands_values_out_step_by_step():
 
 
 def test_a_hook_is_asked_about_constants():
-    class Tripled(_jaxpr.Hook):
+    class Tripled(_programs.Hook):
         def constant(self, value, aval):
             return 3 * value
 
@@ -257,7 +257,7 @@ def test_a_context_of_an_equation_is_kept():
         with jax.named_scope("outer"), set_xla_metadata(note="of the user"):
             return jax.jit(lambda x: jnp.sin(x))(x)
 
-    text = jax.jit(lambda x: again(scoped, _jaxpr.Hook(), x)).lower(X).as_text(debug_info=True)
+    text = jax.jit(lambda x: again(scoped, _programs.Hook(), x)).lower(X).as_text(debug_info=True)
     assert "outer" in text and 'note = "of the user"' in text
 
 
@@ -266,7 +266,7 @@ def test_an_inner_jit_is_compiled_once_if_equal_hooks_always_do_the_same(is_reus
     inner = jax.jit(jnp.sin)
     seen = []
 
-    class Seen(_jaxpr.Hook):
+    class Seen(_programs.Hook):
         def __call__(self, equation, inputs):
             seen.append(equation.primitive.name)
             return None

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad import _numerics
+from clipgrad import _arrays
 
 SHAPE = (16, 24)
 LAYOUTS = {"rows": P("d"), "columns": P(None, "d")}
@@ -50,7 +50,7 @@ def every_largest(mesh, spec):
                 measured(on_devices(True), ["h"], x),
                 measured(on_devices(False), ["h"], x),
                 {"max": cg.global_norm({"x": x}, jnp.inf)},
-                {"max": _numerics.largest(jnp.abs(x))},
+                {"max": _arrays.largest(jnp.abs(x))},
                 {"max": cg.ClipByValue(1.0).measure(x)[0].value},
             ],
             "0": [measured(model, {"h": 0}, x)],
@@ -99,10 +99,10 @@ EXTREMES = {
 }
 # The others: (file, function) and why no NaN is lost there.
 HARMLESS = {
-    ("_numerics/numbers.py", "largest"): "the one maximum",
-    ("_numerics/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
-    ("_numerics/reductions.py", "merged"): "of integers",
-    ("_jaxpr/elements.py", "at_first"): "on every device",
+    ("_arrays/numbers.py", "largest"): "the one maximum",
+    ("_arrays/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
+    ("_arrays/reductions.py", "merged"): "of integers",
+    ("_programs/elements.py", "at_first"): "on every device",
     ("_compare/sketches.py", "_sizes"): "of finite elements",
     ("_diagnose/loops.py", "_by_step"): "of levels, which are integers",
     ("_diagnose/measure.py", "run"): "of gradients that are finite",
@@ -147,4 +147,4 @@ def test_there_is_one_maximum_over_elements():
         for path in root.rglob("*.py")
         for function in extremes_of(path)
     }
-    assert found == HARMLESS.keys(), "write _numerics.largest, or say here why NaN is not lost"
+    assert found == HARMLESS.keys(), "write _arrays.largest, or say here why NaN is not lost"

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad._numerics import sums_in_range as forms
-from clipgrad._numerics.calls import Joined, for_each
-from clipgrad._numerics.norms import slice_norms
-from clipgrad._numerics.reductions import Groups
+from clipgrad._arrays import sums_in_range as forms
+from clipgrad._arrays.by_leaf import Joined, for_each
+from clipgrad._arrays.norms import slice_norms
+from clipgrad._arrays.reductions import Groups
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._numerics import sums_in_range
+from clipgrad._arrays import sums_in_range
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_nan import (  # noqa: F401
     test_a_bad_element_makes_its_whole_group_nan,

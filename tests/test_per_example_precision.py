@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._jaxpr import Hook, bind, equations, evaluate, held_programs, opened
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
+from clipgrad._programs import Hook, bind, equations, evaluate, held_programs, opened
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
 GPU, TPU = 10, 7  # TF32, and one pass of bfloat16

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from clipgrad._jaxpr import low_jit
-from clipgrad._program import rounded
+from clipgrad._programs import low_jit, rounded
 from tests.compare_trainers import AXIS, mesh
 
 RUNS = 8
@@ -185,7 +184,7 @@ def test_devices_of_a_shard_map_round_apart_and_what_is_the_same_on_each_stays_s
 def test_a_product_in_float32_moves_by_the_passes_of_its_backend(monkeypatch, platform, bits):
     """The platform is known when XLA compiles; here it is given."""
     index = {"cuda": 1, "tpu": 2}[platform]
-    own = sys.modules["clipgrad._program.rounded"]  # the function has its name
+    own = sys.modules["clipgrad._programs.rounded"]  # the function has its name
     monkeypatch.setattr(own, "_platform", lambda: jnp.int32(index))
 
     def results(w, x):

@@ -6,7 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._trees.selectors import nearest, selects, unboxed
+from clipgrad._arrays.selectors import nearest, selects, unboxed
 
 PATHS = [
     "params/Dense_0/kernel",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._numerics import root_of_sums
-from clipgrad._numerics import sums_in_range as forms
+from clipgrad._arrays import root_of_sums
+from clipgrad._arrays import sums_in_range as forms
 from tests.helpers import SCALING, assert_same, tree_of
 from tests.strategies import trees
 

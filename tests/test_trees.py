@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from clipgrad._trees.trees import combine, is_clippable, is_none, map_clippable, partition
+from clipgrad._arrays.trees import combine, is_clippable, is_none, map_clippable, partition
 
 LEAVES = [
     None, 1, 2.5, True, "text", np.ones(2), jnp.zeros(3), jnp.arange(2), jax.random.key(0),

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 from clipgrad._values import ValueHook, named_values, value_hook
 from tests.helpers import assert_close, assert_same
 from tests.tagged import MODELS, X, step
@@ -87,7 +87,7 @@ COUNTED = [n for n in PROGRAMS if "remat" not in n and n not in ("linear solve",
 
 
 def traced(model, tag=tagged):
-    return _jaxpr.trace(lambda x: model(x, tag), (X,), {})
+    return _programs.trace(lambda x: model(x, tag), (X,), {})
 
 
 @pytest.mark.kinds()
@@ -144,7 +144,7 @@ def test_the_options_of_a_jit_inside_stay():
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
     spread = jax.NamedSharding(mesh, P("d"))
     inner = jax.jit(plain, out_shardings=spread, donate_argnums=0)
-    program, hook = _jaxpr.trace(lambda x: inner(x), (X,), {}), Sums()
+    program, hook = _programs.trace(lambda x: inner(x), (X,), {}), Sums()
     jaxpr = jax.make_jaxpr(lambda x: (program.evaluate((x,), {}, hook), hook.noted()))(X).jaxpr
     (equation,) = (e for e in jaxpr.eqns if e.primitive.name == "jit")
     assert equation.params["donated_invars"] == (True,)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.log import Log
 from clipgrad._check.points import OWN, Point, masked_rows
@@ -169,7 +169,7 @@ def vmap(point: Point, log: Log) -> Claims:
 def _compiled(point: Point, gradient: Callable, inputs: tuple, forward: tuple) -> list:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
-        return theirs(lambda: jax.block_until_ready(_jaxpr.low_jit(gradient)(*inputs)))
+        return theirs(lambda: jax.block_until_ready(_programs.low_jit(gradient)(*inputs)))
     except TheirError as error:
         if error.is_lacking:
             raise
@@ -189,7 +189,7 @@ def outputs(point: Point, log: Log) -> Claims:
     """
     subject, u, expected = point.of.subject, point.covectors[0], point.computed[0]
     program = subject.program
-    found = [] if program is None else _jaxpr.equations(program)
+    found = [] if program is None else _programs.equations(program)
     is_told = program is None or any(e.params.get("symbolic_zeros") for e in found)
     total = np.zeros_like(expected)
     for k, (start, stop) in enumerate(vectors.areas(subject.outputs)):

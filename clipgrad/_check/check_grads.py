@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
+from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, judge_claims
 from clipgrad._check.further import check_further_points, check_second_order
@@ -21,7 +22,6 @@ from clipgrad._check.values import check_point
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._compat import find_devices, moved
-from clipgrad._trees import check_arguments, explain_call
 
 # In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
 OTHER_DEVICES = ("incompatible devices", "DeviceAssignmentMismatch", "does not match the sharding")
@@ -283,7 +283,7 @@ def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
     try:
         of = find_witnesses(subject, log.notes)
     except TheirError:
-        compiled = theirs(_jaxpr.low_jit(subject.fun), subject.inputs)
+        compiled = theirs(_programs.low_jit(subject.fun), subject.inputs)
         failures = contract.primal(subject, compiled, "compiled")
         log.fail([failure._replace(check="jit") for failure in failures])
         if log.failures:
@@ -327,7 +327,7 @@ def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, lo
 
 def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
     """The failure where `jax.vjp` raises an error."""
-    closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
+    closing = [] if subject.program is None else _programs.closing_functions(subject.program)
     detail = f"differentiation raises {error}"
     if closing:
         detail = (

@@ -10,7 +10,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import theirs
 from clipgrad._check.verdict import RELATIVE
-from clipgrad._jaxpr import holds_floats
+from clipgrad._programs import holds_floats
 
 
 def primal(

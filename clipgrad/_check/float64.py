@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-import clipgrad._jaxpr as _jaxpr
-from clipgrad._program import one_promotion
+import clipgrad._programs as _programs
+from clipgrad._programs import one_promotion
 
 AXIS = "clipgrad_perturbation"
 
@@ -37,22 +37,22 @@ class Wide:
     def __init__(self, program: Any):
         if program is None:
             raise Unsupported("it cannot be traced")
-        found = list(_jaxpr.equations(program))
+        found = list(_programs.equations(program))
         names = {equation.primitive.name for equation in found}
-        if foreign := names & _jaxpr.FOREIGN_PROGRAMS:
+        if foreign := names & _programs.FOREIGN_PROGRAMS:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
-        bits = (e for e in found if e.primitive.name in _jaxpr.OWN_TYPES)
-        if any(_jaxpr.holds_floats(v) for e in bits for v in e.invars):
+        bits = (e for e in found if e.primitive.name in _programs.OWN_TYPES)
+        if any(_programs.holds_floats(v) for e in bits for v in e.invars):
             raise Unsupported("it looks at the bits of its numbers, or carries them as integers")
         self.program = program
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
 
-    def __call__(self, leaves: Sequence, hook: _jaxpr.Hook | None = None) -> list:
+    def __call__(self, leaves: Sequence, hook: _programs.Hook | None = None) -> list:
         """The outputs, in float64 if there is no other hook."""
         with one_promotion():
-            return _jaxpr.evaluate(self.program, leaves, hook or _jaxpr.Widen(jnp.float64))
+            return _programs.evaluate(self.program, leaves, hook or _programs.Widen(jnp.float64))
 
-    def held(self) -> _jaxpr.Hook:
+    def held(self) -> _programs.Hook:
         """The hook of slopes: `stop_gradient` is held at row 0 of `jax.vmap(axis_name=AXIS)`.
 
         So slopes see what JAX differentiates, and a straight-through estimator is right.
@@ -71,7 +71,7 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-class _Held(_jaxpr.Widen):
+class _Held(_programs.Widen):
     """Widens to float64, and holds what `stop_gradient` hides at row 0 of a batch along `AXIS`.
 
     But for the factors that a linear solve is given: `jnp.linalg.solve` stops the gradient of its
@@ -83,7 +83,7 @@ class _Held(_jaxpr.Widen):
         super().__init__(jnp.float64, lambda x: lax.all_gather(x, AXIS)[0])
         self._factors = _stopped_factors(program)
 
-    def inside(self, equation: JaxprEqn, step: Any) -> _jaxpr.Widen:
+    def inside(self, equation: JaxprEqn, step: Any) -> _programs.Widen:
         """The hook for a program inside, which knows the factors there too."""
         hook: Any = copy.copy(super().inside(equation, step))
         programs = jaxprs_in_params(equation.params)
@@ -99,7 +99,7 @@ class _Held(_jaxpr.Widen):
 
 def _stopped_factors(program: Any) -> frozenset:
     """The results of `stop_gradient` that reach nothing but the factors of linear solves."""
-    jaxpr = _jaxpr.opened(program)[0]
+    jaxpr = _programs.opened(program)[0]
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     for equation in reversed(jaxpr.eqns):
         if needed.isdisjoint(equation.outvars):

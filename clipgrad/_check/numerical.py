@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from clipgrad._arrays import check_arguments, explain_call, parameter_names
 from clipgrad._check import vectors
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
@@ -13,7 +14,6 @@ from clipgrad._check.selection import Selector, leaf_names
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
-from clipgrad._trees import check_arguments, explain_call, parameter_names
 
 
 @explain_call()

@@ -13,7 +13,7 @@ from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError
 from clipgrad._check.verdict import TIMES, Slack
 from clipgrad._check.witnesses import VJP, Witness, Witnesses
-from clipgrad._program import Parts
+from clipgrad._programs import Parts
 
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # The roundings of a gradient as it is computed; of a rule, which may not write off what it reduces;

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._trees import nearest, path_string, selects
+from clipgrad._arrays import nearest, path_string, selects
 
 Selector = int | str | Sequence[int | str]
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, in_float64
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import NotNearby, TheirError, ran, theirs
 from clipgrad._check.verdict import SAME_VALUES, TIMES, Ladder, narrowest
-from clipgrad._program import Parts, rounded, rounded_in_float64
+from clipgrad._programs import Parts, rounded, rounded_in_float64
 
 # Binary exponents of the steps, in units of the scale of each element: from steps that no rounding
 # spoils to steps within which no kink lies; and the two of a first look.
@@ -59,8 +59,8 @@ class Evaluation:
             np.clip(OUTPUTS_AT_ONCE // max(2 * self._size, 1), 1, SLOPE_MOVES // 2)
         )
         is_traced = subject.program is not None
-        self._run = _jaxpr.low_jit(self._looped) if is_traced else self._looped_in_python
-        self._rounded = _jaxpr.low_jit(self._rounded_outputs)
+        self._run = _programs.low_jit(self._looped) if is_traced else self._looped_in_python
+        self._rounded = _programs.low_jit(self._rounded_outputs)
         self._point: Sequence[Any] = ()
         self._noise: Any = None
 

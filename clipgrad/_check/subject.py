@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import clipgrad._trees as _trees
+import clipgrad._arrays as _arrays
 from clipgrad._check import vectors
 from clipgrad._check.selection import (
     Selector,
@@ -16,7 +16,7 @@ from clipgrad._check.selection import (
     simple_paths,
 )
 from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._jaxpr import holds_floats
+from clipgrad._programs import holds_floats
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
@@ -67,11 +67,11 @@ class CheckSubject(NamedTuple):
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, tracers, and numbers that JAX cannot take."""
-    _trees.check_tree("args", (args, kwargs))
-    _trees.check_concrete("args", (args, kwargs))
+    _arrays.check_tree("args", (args, kwargs))
+    _arrays.check_concrete("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
         leaves = jax.tree.map(lambda leaf: leaf if _has_numbers(leaf) else None, tree)
-        _trees.check_leaves(name, leaves)
+        _arrays.check_leaves(name, leaves)
 
 
 def make_subject(
@@ -93,7 +93,7 @@ def make_subject(
     names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
     result = call(arrays, [leaves[k] for k in arrays])
-    _trees.check_concrete("fun", result)
+    _arrays.check_concrete("fun", result)
     pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
 
@@ -127,7 +127,7 @@ def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
 
 def _is_number_leaf(leaf):
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return _trees.is_array(np.asarray(leaf))
+        return _arrays.is_array(np.asarray(leaf))
     return isinstance(leaf, (float, complex))
 
 
@@ -164,7 +164,7 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 
 
 def _input_paths(fun, args, kwargs):
-    parameters = _trees.parameter_names(fun, len(args))
+    parameters = _arrays.parameter_names(fun, len(args))
     paths = []
     for path in simple_paths(args):
         first, _, rest = path.partition("/")

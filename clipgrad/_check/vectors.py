@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._trees import is_complex as is_complex
-from clipgrad._trees import wide_dtype as wide_dtype
-from clipgrad._trees import widened_leaf as widened_leaf
+from clipgrad._arrays import is_complex as is_complex
+from clipgrad._arrays import wide_dtype as wide_dtype
+from clipgrad._arrays import widened_leaf as widened_leaf
 
 Leaf = Any
 

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, spread
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError, ran, theirs
 from clipgrad._check.verdict import narrowest
-from clipgrad._program import Parts, rounded_in_float64
+from clipgrad._programs import Parts, rounded_in_float64
 
-Call = Callable[[list, _jaxpr.Hook | None], Any]
+Call = Callable[[list, _programs.Hook | None], Any]
 RUNS_OF_GRADIENT = 6  # of a gradient with other roundings
 
 
@@ -54,7 +54,7 @@ class Witness:
 
     def __init__(self, call: Call, subject: CheckSubject):
         self.call, self._outputs = call, subject.outputs
-        self._run = _jaxpr.low_jit(lambda leaves: theirs(call, leaves, None))
+        self._run = _programs.low_jit(lambda leaves: theirs(call, leaves, None))
         self._platform = next(iter(subject.inputs[0].devices())).platform
         self._moved: Callable | None = None
 
@@ -85,9 +85,9 @@ class Witness:
         return [*xs, *vectors.cotangent_leaves(u, self._outputs)]
 
     def _traced(self, given: list) -> Callable:
-        hook, platform = _jaxpr.NoRules(jnp.float64), self._platform
+        hook, platform = _programs.NoRules(jnp.float64), self._platform
         program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(given)
-        return _jaxpr.low_jit(
+        return _programs.low_jit(
             lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)
         )
 
@@ -141,7 +141,7 @@ def find_witnesses(
     """
     evaluation, wide = find_evaluation(subject, notes, hold=of is None)
     program, rule, plain = subject.program, None, None
-    types = _jaxpr.computed_types(program) if program is not None else set()
+    types = _programs.computed_types(program) if program is not None else set()
     is_ruled = has_rules(subject) if of is None else of.is_ruled
     if wide is not None:
         plain = _plain_ad(subject, wide if of is None else of.plain and of.plain.call)
@@ -177,13 +177,13 @@ def has_rules(subject: CheckSubject) -> bool:
     """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
     if subject.program is None:
         return True
-    names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
-    return bool(names & _jaxpr.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
+    names = {equation.primitive.name for equation in _programs.equations(subject.program)}
+    return bool(names & _programs.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
 
 
 def _stops_by_numbers(program: Any) -> bool:
     """Whether the condition of a `while` looks at floating numbers."""
-    found = [] if program is None else _jaxpr.equations(program)
+    found = [] if program is None else _programs.equations(program)
     conditions = (e.params["cond_jaxpr"] for e in found if e.primitive.name == "while")
-    inner = (e for condition in conditions for e in _jaxpr.equations(condition))
-    return any(_jaxpr.holds_floats(v) for e in inner for v in e.invars)
+    inner = (e for condition in conditions for e in _programs.equations(condition))
+    return any(_programs.holds_floats(v) for e in inner for v in e.invars)

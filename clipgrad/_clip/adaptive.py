@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._clip.limits import limits_by_leaf, limits_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
-from clipgrad._numerics import (
+from clipgrad._arrays import (
     AxisName,
     Norm,
     at_least,
+    clippable_leaves,
     finite_product,
     if_else,
+    parameters_like,
     slice_norms,
     warn_of_parts,
 )
-from clipgrad._trees import clippable_leaves, parameters_like
+from clipgrad._clip.limits import limits_by_leaf, limits_of
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 
 
 @pytree_rule

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._clip.limits import require_numbers
-from clipgrad._trees import (
+from clipgrad._arrays import (
     combine,
     described,
     is_array,
@@ -17,6 +16,7 @@ from clipgrad._trees import (
     partition,
     path_string,
 )
+from clipgrad._clip.limits import require_numbers
 
 # What a number instead of a rule probably means, by what the rule would be applied to.
 _MEANT = {"cotangent": "ErrorClipByValue(max={})", "gradients": "ClipByGlobalNorm({})"}

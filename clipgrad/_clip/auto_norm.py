@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from clipgrad._clip.limits import limit_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
-from clipgrad._numerics import (
+from clipgrad._arrays import (
     AxisName,
     Norm,
+    clippable_leaves,
     over,
     times,
     tree_norm,
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._trees import clippable_leaves
+from clipgrad._clip.limits import limit_of
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
 
 
 @pytree_rule

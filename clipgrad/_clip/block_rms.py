@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from clipgrad._arrays import (
+    AxisName,
+    Norm,
+    clippable_leaves,
+    finite_product,
+    slice_norms,
+    warn_of_parts,
+)
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._numerics import AxisName, Norm, finite_product, slice_norms, warn_of_parts
-from clipgrad._trees import clippable_leaves
 
 
 @pytree_rule

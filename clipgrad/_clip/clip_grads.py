@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from clipgrad._arrays import Where, explain_call
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import clip_tree
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.rule import is_rule
 from clipgrad._clip.stats import ClipStats
-from clipgrad._trees import Where, explain_call
 
 
 @explain_call()

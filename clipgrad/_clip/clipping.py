@@ -3,11 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from clipgrad._clip.applied import apply_rule
-from clipgrad._clip.limits import adaptive_threshold, is_own
-from clipgrad._clip.nonfinite import apply_policy
-from clipgrad._clip.stats import ClipStats, count_nonfinite, stats_dtype, stats_of_limits
-from clipgrad._trees import (
+from clipgrad._arrays import (
     Where,
     check_leaves,
     clippable_leaves,
@@ -16,6 +12,10 @@ from clipgrad._trees import (
     partition,
     selected,
 )
+from clipgrad._clip.applied import apply_rule
+from clipgrad._clip.limits import adaptive_threshold, is_own
+from clipgrad._clip.nonfinite import apply_policy
+from clipgrad._clip.stats import ClipStats, count_nonfinite, stats_dtype, stats_of_limits
 
 # From the norms to the rule with its threshold, and what the threshold keeps.
 Adapt = Callable[[list[Any]], tuple[Any, Any]]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from clipgrad._arrays import map_clippable, times, with_real_dtype
 from clipgrad._clip.adaptive import unit_norms
 from clipgrad._clip.applied import apply_rule
 from clipgrad._clip.global_norm import ClipByGlobalNorm
@@ -13,8 +14,6 @@ from clipgrad._clip.limits import check_threshold, limit_of
 from clipgrad._clip.thresholds import is_adaptive
 from clipgrad._clip.units import check_unit_axis
 from clipgrad._clip.value import ClipByValue
-from clipgrad._numerics import times, with_real_dtype
-from clipgrad._trees import map_clippable
 
 TYPES = ("norm", "value", "adaptive")
 

@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 
 from jax.typing import ArrayLike
 
-from clipgrad._clip.limits import limit_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._numerics import (
+from clipgrad._arrays import (
     AxisName,
     Norm,
     check_order,
+    clippable_leaves,
     tree_norm,
     warn_of_parts,
 )
-from clipgrad._trees import clippable_leaves
+from clipgrad._clip.limits import limit_of
+from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
 
 
 @pytree_rule

@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from clipgrad._arrays import Where, explain_call, partition, selected
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import clip_tree
 from clipgrad._clip.limits import (
@@ -22,7 +23,6 @@ from clipgrad._clip.state import (
     next_state,
     next_threshold,
 )
-from clipgrad._trees import Where, explain_call, partition, selected
 
 
 @explain_call()

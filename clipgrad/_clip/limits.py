@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._arrays import Norm
 from clipgrad._clip.thresholds import is_adaptive
 from clipgrad._compat import broadcast_like
-from clipgrad._numerics import Norm
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
 # A module that is reloaded keeps the list, which other modules hold.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.experimental import checkify
 
+from clipgrad._arrays import is_clippable, map_clippable, with_paths
 from clipgrad._clip.stats import count_nonfinite
-from clipgrad._trees import is_clippable, map_clippable, with_paths
 
 POLICIES = ("propagate", "zero", "error")
 

@@ -6,11 +6,18 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
+from clipgrad._arrays import (
+    AxisName,
+    Norm,
+    check_order,
+    clippable_leaves,
+    clippable_paths,
+    slice_norms,
+    warn_of_parts,
+)
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
 from clipgrad._clip.units import check_axis, reduced_axes
-from clipgrad._numerics import AxisName, Norm, check_order, slice_norms, warn_of_parts
-from clipgrad._trees import clippable_leaves, clippable_paths
 
 
 @pytree_rule

@@ -6,11 +6,19 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 
+from clipgrad._arrays import (
+    Norm,
+    clippable_leaves,
+    for_each,
+    if_else,
+    over,
+    times,
+    with_clippable,
+    with_real_dtype,
+)
 from clipgrad._clip.gradient_clip import gradient_clip
 from clipgrad._clip.limits import RULES, check_threshold, leaf_fields, require_numbers
 from clipgrad._compat import broadcast_like
-from clipgrad._numerics import Norm, for_each, if_else, over, times, with_real_dtype
-from clipgrad._trees import clippable_leaves, with_clippable
 
 C = TypeVar("C", bound=type)
 # The norm of a group of elements, and its limit.

@@ -6,14 +6,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._arrays import (
+    AxisName,
+    Where,
+    explain_call,
+    global_norm,
+    increment_if,
+    instances,
+    partition,
+    selected,
+)
 from clipgrad._clip.history import HistoryThreshold
 from clipgrad._clip.optimizer import as_optimizer
 from clipgrad._clip.stats import stats_dtype
 from clipgrad._clip.thresholds import Window, check_between, unlimited
 from clipgrad._compat import exportable
 from clipgrad._frameworks import is_model
-from clipgrad._numerics import AxisName, global_norm, increment_if
-from clipgrad._trees import Where, explain_call, instances, partition, selected
 
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
 # don't make an outlier of the next one.

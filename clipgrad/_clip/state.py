@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._arrays import clippable_paths, increment_if, largest, unboxed
 from clipgrad._clip.clipping import Clipped
 from clipgrad._clip.limits import (
     PerLeaf,
@@ -19,8 +20,6 @@ from clipgrad._clip.limits import (
 from clipgrad._clip.stats import ClipStats, stats_dtype
 from clipgrad._clip.thresholds import unlimited
 from clipgrad._compat import exportable, to_varying, varying_axes
-from clipgrad._numerics import increment_if, largest
-from clipgrad._trees import clippable_paths, unboxed
 
 
 @exportable

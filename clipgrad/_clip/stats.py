@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compat import (
-    broadcast_like,
-    exportable,
-    on_every_device,
-    to_varying,
-    varying_axes,
-)
-from clipgrad._numerics import (
+from clipgrad._arrays import (
     AxisName,
     Norm,
+    check_tree,
+    clippable_leaves,
+    clippable_paths,
+    is_clippable,
     root_of_sums,
     sums_and_nonfinite,
     sums_of_norm,
@@ -25,7 +22,13 @@ from clipgrad._numerics import (
     tree_size,
     widest,
 )
-from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_clippable
+from clipgrad._compat import (
+    broadcast_like,
+    exportable,
+    on_every_device,
+    to_varying,
+    varying_axes,
+)
 
 
 @exportable

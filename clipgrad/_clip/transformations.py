@@ -5,6 +5,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from clipgrad._arrays import AxisName, Where, explain_call
 from clipgrad._clip.adaptive import AdaptiveClip
 from clipgrad._clip.block_rms import ClipByBlockRMS
 from clipgrad._clip.global_norm import ClipByGlobalNorm
@@ -12,8 +13,6 @@ from clipgrad._clip.gradient_clip import gradient_clip
 from clipgrad._clip.norm import ClipByNorm
 from clipgrad._clip.thresholds import AdaptiveThreshold
 from clipgrad._clip.value import ClipByValue
-from clipgrad._numerics import AxisName
-from clipgrad._trees import Where, explain_call
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
 Transformation = optax.GradientTransformationExtraArgs

@@ -5,8 +5,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from clipgrad._numerics import Axes
-from clipgrad._trees import is_clippable, with_paths
+from clipgrad._arrays import Axes, is_clippable, with_paths
 
 ReducedAxes = int | tuple[int, ...] | None
 UnitAxis = ReducedAxes | Callable[[str, Any], ReducedAxes]

@@ -11,6 +11,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from clipgrad._arrays import (
+    Norm,
+    at_least_float32,
+    clippable_leaves,
+    over,
+    slice_norms,
+    times,
+    with_clippable,
+)
 from clipgrad._clip.limits import (
     broadcasts_into,
     check_threshold,
@@ -22,8 +31,6 @@ from clipgrad._clip.limits import (
 from clipgrad._clip.rule import MeasuringRule, pytree_rule
 from clipgrad._clip.thresholds import is_adaptive
 from clipgrad._compat import broadcast_like
-from clipgrad._numerics import Norm, at_least_float32, over, slice_norms, times
-from clipgrad._trees import clippable_leaves, with_clippable
 
 
 @pytree_rule

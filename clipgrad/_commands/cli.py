@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import clipgrad
+from clipgrad._arrays import nearest
 from clipgrad._commands.check import add_check_parser
 from clipgrad._commands.compare import add_compare_parser
 from clipgrad._commands.demo import add_demo_parser
@@ -14,7 +15,6 @@ from clipgrad._commands.diagnose import add_diagnose_parser
 from clipgrad._commands.function import WRONG_USAGE, complain
 from clipgrad._commands.help import add_help_parser
 from clipgrad._commands.selftest import add_selftest_parser
-from clipgrad._trees import nearest
 
 # Each adds its own parser, which sets ``run``: a function from the arguments to the exit code.
 _COMMANDS = (

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from clipgrad._arrays import nearest
 from clipgrad._commands.arguments import random_arguments
 from clipgrad._errors import first_line
-from clipgrad._trees import nearest
 
 PASSED, FAILED, WRONG_USAGE = 0, 1, 2
 

@@ -4,9 +4,9 @@ import argparse
 import re
 from typing import Any
 
+from clipgrad._arrays import nearest
 from clipgrad._commands.function import PASSED, UsageError, add_command
 from clipgrad._errors import docs_pages, docs_title
-from clipgrad._trees import nearest
 
 
 def add_help_parser(subparsers: Any) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from clipgrad._arrays import global_norm
 from clipgrad._check import check_grads
 from clipgrad._clip import RULES, AutoNorm, ClipByNorm, ErrorClipByValue
 from clipgrad._commands.function import FAILED, PASSED, UsageError, add_command
 from clipgrad._compat import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
-from clipgrad._numerics import global_norm
 
 INFINITE = (
     *(rule(math.inf) for rule in RULES if rule.limits and not rule.needs_params),

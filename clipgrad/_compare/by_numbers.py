@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clipgrad._arrays import widened_leaf
 from clipgrad._compare.judge import Judgment, judge_sketches
 from clipgrad._compare.match import instances_of
 from clipgrad._compare.record import ENTERS, Record, Row
@@ -21,7 +22,6 @@ from clipgrad._compare.sketches import (
     part_of,
     turned_sketches,
 )
-from clipgrad._trees import widened_leaf
 
 NEAR = 0.3  # a relative distance of sketches above which two arrays are not compared further
 SAME_NORM = 1e-5  # of two norms of the same numbers

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from clipgrad._arrays import check_arguments, described, explain_call
 from clipgrad._compare.compare_records import compare_records
 from clipgrad._compare.file import load_record
 from clipgrad._compare.names import same_leaves
@@ -13,8 +14,7 @@ from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
 from clipgrad._error_clip import check_call
-from clipgrad._jaxpr import settings_of_runs
-from clipgrad._trees import check_arguments, described, explain_call
+from clipgrad._programs import settings_of_runs
 
 
 @explain_call()

@@ -7,8 +7,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from clipgrad._compare.record import Edge
-from clipgrad._jaxpr import opened, scan_counts, value_programs
 from clipgrad._names import ScopePath, path
+from clipgrad._programs import opened, scan_counts, value_programs
 
 Carried = frozenset[int]  # the depths of scans, as of an edge
 # The rows that a variable is computed from, each with the scans that carry it on; and the scopes of

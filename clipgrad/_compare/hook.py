@@ -10,7 +10,8 @@ from jax.extend.core import Literal
 
 from clipgrad._compare.record import ENTERS
 from clipgrad._compare.sketches import sketch, tapped
-from clipgrad._jaxpr import (
+from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
+from clipgrad._programs import (
     ProgramValues,
     called_program,
     equations,
@@ -19,7 +20,6 @@ from clipgrad._jaxpr import (
     scan_counts,
     value_programs,
 )
-from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
 from clipgrad._values import NamedValue, Seen, ValueHook, named_values, value_hook
 
 

@@ -10,7 +10,7 @@ from clipgrad._compare.numbers import plain_row
 from clipgrad._compare.record import THE_LOSS
 from clipgrad._compare.recording import Recording, recording_of
 from clipgrad._diagnose import DiagnosisSubject, subject
-from clipgrad._jaxpr import opened
+from clipgrad._programs import opened
 
 
 def recorded_loss(

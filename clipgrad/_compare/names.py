@@ -4,7 +4,7 @@ import collections
 import re
 from collections.abc import Sequence
 
-from clipgrad._trees import nearest
+from clipgrad._arrays import nearest
 
 
 class Renamed:

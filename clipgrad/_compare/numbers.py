@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._arrays import widened_leaf
 from clipgrad._compare.record import Row
 from clipgrad._compare.sketches import LENGTH, host_sketch
-from clipgrad._jaxpr import holds_floats, on_host
-from clipgrad._trees import widened_leaf
+from clipgrad._programs import holds_floats, on_host
 
 
 def digest(data: bytes) -> str:

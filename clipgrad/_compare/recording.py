@@ -29,7 +29,8 @@ from clipgrad._diagnose import (
     raised_in,
     told_error,
 )
-from clipgrad._jaxpr import (
+from clipgrad._names import Place, active_variables
+from clipgrad._programs import (
     Hook,
     Traced,
     Widen,
@@ -38,10 +39,9 @@ from clipgrad._jaxpr import (
     jit_by_size,
     on_host,
     opened,
+    rounded,
     trace,
 )
-from clipgrad._names import Place
-from clipgrad._program import active_variables, rounded
 from clipgrad._values import NamedValue
 
 MEASURED = "value", "cotangent", "output", "gradient"  # the kinds of rows that rounding moves

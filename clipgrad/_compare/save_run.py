@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from clipgrad._arrays import explain_call
 from clipgrad._compare.file import check_path, save_record
 from clipgrad._compare.losses import recorded_loss
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call
-from clipgrad._jaxpr import settings_of_runs
-from clipgrad._trees import explain_call
+from clipgrad._programs import settings_of_runs
 
 
 @explain_call()

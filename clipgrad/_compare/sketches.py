@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._compat import on_every_device, to_varying, varying_axes
-from clipgrad._program import measuring, mixed
+from clipgrad._programs import measuring, mixed
 
 SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from clipgrad._arrays import check_concrete, donated_leaf, is_array, path_string
 from clipgrad._compare.numbers import plain_row, with_numbers
 from clipgrad._compare.recording import Recording, recording_of
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
-from clipgrad._jaxpr import opened, trace
-from clipgrad._trees import check_concrete, donated_leaf, is_array, path_string
+from clipgrad._programs import opened, trace
 
 WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 

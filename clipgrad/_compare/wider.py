@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._arrays import widened_leaf
 from clipgrad._compare.compare_records import result
 from clipgrad._compare.findings import Sides, at_line
 from clipgrad._compare.judge import judge
@@ -23,8 +24,7 @@ from clipgrad._compare.record import Row
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import ComparisonFinding, GradientComparison
 from clipgrad._compare.sketches import NORM_AT
-from clipgrad._jaxpr import computed_types
-from clipgrad._trees import widened_leaf
+from clipgrad._programs import computed_types
 
 WIDER_DTYPES = ("float32", "float64")
 MOST_ROUNDING = 0.05  # the share of a leaf's gradient that may be rounding

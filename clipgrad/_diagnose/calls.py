@@ -8,7 +8,7 @@ import numpy as np
 
 from clipgrad._diagnose.runs import OnDevices
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
-from clipgrad._jaxpr import CUSTOM_RULES, holds_floats
+from clipgrad._programs import CUSTOM_RULES, holds_floats
 
 
 @opening("cond")

@@ -18,7 +18,7 @@ from clipgrad._diagnose.levels import holds_zeros, range_of, wide
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry, Tape
-from clipgrad._jaxpr import dtype_of, holds_floats
+from clipgrad._programs import dtype_of, holds_floats
 
 FLAT = frozenset("round floor ceil sign nextafter floor_divide rint trunc fix".split())
 INDICES = frozenset(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from clipgrad._arrays import explain_call
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
@@ -28,9 +29,8 @@ from clipgrad._diagnose.units import (
 )
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
-from clipgrad._jaxpr import settings_of_runs
 from clipgrad._names import placed_equations
-from clipgrad._trees import explain_call
+from clipgrad._programs import settings_of_runs
 
 
 @explain_call()

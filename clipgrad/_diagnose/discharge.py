@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import (
+from clipgrad._programs import (
     JIT,
     PRINTS,
     Hook,

@@ -12,11 +12,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+from clipgrad._arrays import argument_name, global_norm, nearest
 from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import is_of_callback
-from clipgrad._numerics import global_norm
-from clipgrad._trees import argument_name, nearest
 
 Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
 # As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.

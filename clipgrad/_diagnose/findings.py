@@ -15,8 +15,8 @@ from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
-from clipgrad._jaxpr import CUSTOM_RULES, at_first, dtype_of, holds_floats
 from clipgrad._names import Location
+from clipgrad._programs import CUSTOM_RULES, at_first, dtype_of, holds_floats
 
 _ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MULTILINE)
 

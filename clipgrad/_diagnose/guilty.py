@@ -15,7 +15,8 @@ from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
-from clipgrad._jaxpr import (
+from clipgrad._names import is_users
+from clipgrad._programs import (
     CUSTOM_RULES,
     called_program,
     equations,
@@ -23,7 +24,6 @@ from clipgrad._jaxpr import (
     holds_floats,
     opened,
 )
-from clipgrad._names import is_users
 
 # Packages of functions that a mask of -inf is for: the log of 0 that one adds is meant.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")

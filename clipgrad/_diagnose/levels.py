@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._jaxpr import holds_floats, on_host
+from clipgrad._programs import holds_floats, on_host
 
 FINITE, INF, NAN = 0, 1, 2
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from clipgrad._diagnose.levels import level, levels, wide
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
-from clipgrad._jaxpr import evaluate, holds_floats, scan_counts
+from clipgrad._programs import evaluate, holds_floats, scan_counts
 
 
 @opening("scan")

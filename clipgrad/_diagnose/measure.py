@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.probe import Probe, Site, Summary, is_sent_whole, received, summary
-from clipgrad._jaxpr import Widen, evaluate, jit_by_size, on_host
-from clipgrad._program import active_variables
+from clipgrad._names import active_variables
+from clipgrad._programs import Widen, evaluate, jit_by_size, on_host
 
 LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
 

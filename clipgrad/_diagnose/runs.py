@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from clipgrad._compat import to_varying
-from clipgrad._jaxpr import (
+from clipgrad._programs import (
     ENTRANCES,
     Hook,
     bind,

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-import clipgrad._jaxpr as _jaxpr
-from clipgrad._error_clip import check_call
-from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
-from clipgrad._jaxpr import holds_floats
-from clipgrad._trees import (
+import clipgrad._programs as _programs
+from clipgrad._arrays import (
     argument_name,
     check_concrete,
     check_scalar,
@@ -23,6 +20,9 @@ from clipgrad._trees import (
     loss_and_aux,
     path_string,
 )
+from clipgrad._error_clip import check_call
+from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
+from clipgrad._programs import holds_floats
 
 
 class DiagnosisSubject(NamedTuple):
@@ -110,9 +110,9 @@ def _trace(
         result = function(*args, **kwargs)
         return _checked_loss(result[1] if is_split else result, has_aux)
 
-    program = _jaxpr.trace(loss, args, kwargs).program
-    check_concrete("fun", _jaxpr.opened(program)[1])
-    if names := _jaxpr.side_effects(program):  # a reference that the loss creates is its own
+    program = _programs.trace(loss, args, kwargs).program
+    check_concrete("fun", _programs.opened(program)[1])
+    if names := _programs.side_effects(program):  # a reference that the loss creates is its own
         raise ValueError(
             f"fun: got a function with side effects ({', '.join(names)}), expected one "
             "without; pass each changed value as an argument, and return it"

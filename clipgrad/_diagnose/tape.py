@@ -16,7 +16,8 @@ from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._diagnose.parts import as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
-from clipgrad._jaxpr import (
+from clipgrad._names import Place
+from clipgrad._programs import (
     CALLS,
     JIT,
     REMAT,
@@ -30,7 +31,6 @@ from clipgrad._jaxpr import (
     opened,
     watched,
 )
-from clipgrad._names import Place
 
 
 class OperationRaised(Exception):

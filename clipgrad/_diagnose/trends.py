@@ -9,8 +9,8 @@ from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.units import SCAN, Unit, ancestors
-from clipgrad._jaxpr import scan_counts
-from clipgrad._program import dependence
+from clipgrad._names import dependence
+from clipgrad._programs import scan_counts
 
 # Measured on MLPs, CNNs, LSTMs, GRUs and transformers of flax in float32 and bfloat16, at their
 # initialization and after 15 steps of Adam: a factor of 0.52 (GELU, 12 layers: 4e-4 in all) or

@@ -10,7 +10,8 @@ from clipgrad._diagnose.measure import over_devices
 from clipgrad._diagnose.parts import all_reads, leaving
 from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
-from clipgrad._jaxpr import (
+from clipgrad._names import Place
+from clipgrad._programs import (
     JIT,
     chooses_by_platform,
     differentiated_programs,
@@ -18,7 +19,6 @@ from clipgrad._jaxpr import (
     holds_floats,
     opened,
 )
-from clipgrad._names import Place
 
 SCAN = "scan"
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a

@@ -19,8 +19,8 @@ from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Tape
 from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import docs_page, first_few, first_line
-from clipgrad._jaxpr import equations
-from clipgrad._program import sources_of_results
+from clipgrad._names import sources_of_results
+from clipgrad._programs import equations
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
 ExplainedCut = tuple[Found, Cause]

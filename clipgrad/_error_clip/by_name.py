@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import jax
 
-import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
+import clipgrad._programs as _programs
+from clipgrad._arrays import explain_call
 from clipgrad._clip import ClipStats, is_own
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
 from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
-from clipgrad._trees import explain_call
 
 ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
@@ -96,7 +96,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         return with_models(run, fun, args, kwargs)
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
-        traced = _jaxpr.trace(fun, args, kwargs)
+        traced = _programs.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
         warn_of_batches(traced.program, names, caller, stacklevel=8)
         warn_of_own_gradients(traced.program, names, caller, stacklevel=8)
@@ -111,7 +111,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     meta_fields=["modules", "active", "scopes"],
 )
 @dataclasses.dataclass(frozen=True)
-class ByName(_jaxpr.Hook):
+class ByName(_programs.Hook):
     """Clips and watches variables with names; equations without them are left as they are."""
 
     clips: dict[str, tuple[Any, ClipStats | None]]  # the rule and the probe of each name
@@ -136,11 +136,11 @@ class ByName(_jaxpr.Hook):
         """The clipped result of a tag; None for an equation with names inside."""
         name = equation.params.get("name")
         if equation.primitive.name == "name" and name in self.clips.keys() - self.modules:
-            (tagged,) = _jaxpr.bind(equation, inputs)
+            (tagged,) = _programs.bind(equation, inputs)
             return [self._clip(name, tagged)]
-        return None if self._part_inside(equation).clips else _jaxpr.bind(equation, inputs)
+        return None if self._part_inside(equation).clips else _programs.bind(equation, inputs)
 
-    def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
+    def values(self, jaxpr: Any) -> _programs.ProgramValues:
         """The values of a program, clipped where they leave the modules of these names."""
         if not self.modules:
             return super().values(jaxpr)
@@ -169,7 +169,7 @@ class ByName(_jaxpr.Hook):
 
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
-        inner, _ = _jaxpr.entered_programs(equation)
+        inner, _ = _programs.entered_programs(equation)
         scopes = (*self.scopes, *_names.path(equation)) if inner else ()
         found = (s.below(scopes) for p in inner for s in _names.sites(p) if not s.within)
         names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}

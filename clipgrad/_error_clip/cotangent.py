@@ -8,9 +8,9 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
+from clipgrad._arrays import check_tree, combine, is_array, is_clippable, is_none, partition
 from clipgrad._clip import ClipStats, apply_rule, as_rule, is_data
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._trees import check_tree, combine, is_array, is_clippable, is_none, partition
 
 CotangentRule = Callable[..., Any]
 

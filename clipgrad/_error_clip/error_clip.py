@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from clipgrad._arrays import described, parts_below
 from clipgrad._clip import as_rule
 from clipgrad._error_clip.cotangent import clip_cotangent
-from clipgrad._trees import described, parts_below
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ALL = object()  # instead of a parameter's name: each of them

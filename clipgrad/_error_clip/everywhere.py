@@ -9,13 +9,13 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, Literal, Var
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
+from clipgrad._arrays import explain_call
 from clipgrad._clip import is_own
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import check_function, rule_of_variable
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
-from clipgrad._trees import explain_call
 
 Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 
@@ -68,9 +68,9 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
         return fun(*args, **kwargs) if rule is None else with_models(run, fun, args, kwargs)
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
-        traced = _jaxpr.trace(fun, args, kwargs)
+        traced = _programs.trace(fun, args, kwargs)
         warn_of_own_gradients(traced.program, None, "error_clip_everywhere", stacklevel=8)
-        results = range(len(_jaxpr.opened(traced.program)[0].outvars))
+        results = range(len(_programs.opened(traced.program)[0].outvars))
         return traced.evaluate(args, kwargs, _Everywhere(rule, _ends(traced.program, results)))
 
     return clipped  # type: ignore[return-value]
@@ -78,7 +78,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rule"], meta_fields=["ends"])
 @dataclasses.dataclass(frozen=True)
-class _Everywhere(_jaxpr.Hook):
+class _Everywhere(_programs.Hook):
     """Clips the results of operations, except the variables ``ends`` and what has no cotangent."""
 
     rule: Callable[..., Any] | None
@@ -90,10 +90,10 @@ class _Everywhere(_jaxpr.Hook):
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped results of an operation; None for an equation with programs inside."""
-        inner, _ = _jaxpr.entered_programs(equation)
+        inner, _ = _programs.entered_programs(equation)
         if inner and equation.primitive.name != "custom_linear_solve":
             return None
-        outputs = _jaxpr.bind(equation, inputs)
+        outputs = _programs.bind(equation, inputs)
         if equation.primitive.name == "name":
             return outputs
         flags = [self._is_clipped(variable) for variable in equation.outvars]
@@ -101,9 +101,9 @@ class _Everywhere(_jaxpr.Hook):
         return [clip_cotangent(x, self.rule) if flag else x for flag, x in pairs]
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
-        inner, _ = _jaxpr.entered_programs(equation)
+        inner, _ = _programs.entered_programs(equation)
         # The next step of a scan uses what it carries.
-        first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
+        first = _programs.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]
         return _Everywhere(self.rule, frozenset().union(*(_ends(p, ends) for p in inner)))
 
@@ -114,7 +114,7 @@ class _Everywhere(_jaxpr.Hook):
 
 def _ends(program: Any, positions: Iterable[int]) -> frozenset[Var]:
     """The results at these positions alone, that nothing in the program uses, and its numbers."""
-    jaxpr, _ = _jaxpr.opened(program)
+    jaxpr, _ = _programs.opened(program)
     chosen = set(positions)
     used = {atom for e in jaxpr.eqns for atom in e.invars if not isinstance(atom, Literal)}
     results = [(i, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal)]

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
+from clipgrad._arrays import check_arguments, described, explain_call
 from clipgrad._clip import as_rule, is_rule
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._names import Names, names_of
-from clipgrad._trees import check_arguments, described, explain_call
 
 Rules = Mapping[str, Callable[..., Any] | None]
 
@@ -61,13 +61,13 @@ def program_of(
     kwargs: Any,
     chosen: Mapping[int, Any] | None = None,
     only_read: bool = False,
-) -> tuple[_jaxpr.Traced, bool, list[int]]:
+) -> tuple[_programs.Traced, bool, list[int]]:
     """The program of a function, and whether it would change an NNX model; here they stay.
 
     The third result has the inputs of the program with respect to which the function is
     differentiated, see `differentiated_inputs`.
     """
-    traced: list[_jaxpr.Traced] = []
+    traced: list[_programs.Traced] = []
     changes: list[bool] = []
     moved: list[int] = []
 
@@ -77,7 +77,7 @@ def program_of(
             changes.append(isinstance(function, Pure) and bool(result[0]))
             return result
 
-        traced.append(_jaxpr.trace(noted, args, kwargs, only_read=only_read))
+        traced.append(_programs.trace(noted, args, kwargs, only_read=only_read))
         apart = args[0] if isinstance(function, Pure) else (args, kwargs)
         flags = differentiated_inputs(apart, chosen or {})
         moved[:] = [i for i, is_chosen in enumerate(flags) if is_chosen]

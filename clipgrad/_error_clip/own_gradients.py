@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.extend import source_info_util
 
-import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
+import clipgrad._programs as _programs
 
 # JAX has no public name for the entries that transformations leave in a name stack.
 with source_info_util.transform_name_stack("jvp"):
@@ -41,18 +41,18 @@ def _transforms(equation: Any) -> frozenset[str]:
     return frozenset(entry.name for entry in stack if type(entry) is _TRANSFORM)
 
 
-@_jaxpr.read_once
+@_programs.read_once
 def _has_transposes(jaxpr: Any) -> bool:
     """Whether there is a step of a backward pass in a program, at any depth."""
     return any(
-        "transpose" in _transforms(e) or any(map(_has_transposes, _jaxpr.entered_programs(e)[0]))
+        "transpose" in _transforms(e) or any(map(_has_transposes, _programs.entered_programs(e)[0]))
         for e in jaxpr.eqns
     )
 
 
 def _is_loss(program: Any, result: int = 0) -> bool:
     """Whether a result is one number, which no gradient inside has computed."""
-    jaxpr, _ = _jaxpr.opened(program)
+    jaxpr, _ = _programs.opened(program)
     if not jaxpr.outvars or jaxpr.outvars[result].aval.shape:
         return False
     makers = (
@@ -61,8 +61,8 @@ def _is_loss(program: Any, result: int = 0) -> bool:
     e, place = next(makers, (None, 0))
     if e is None or _transforms(e):
         return e is None
-    is_call = e.primitive.name in _jaxpr.JIT
-    return not is_call or _is_loss(_jaxpr.called_program(e), place)
+    is_call = e.primitive.name in _programs.JIT
+    return not is_call or _is_loss(_programs.called_program(e), place)
 
 
 def _inside_of_gradients(program: Any, names: Iterable[str]) -> list[str]:
@@ -79,8 +79,8 @@ def _with_transforms(
     program: Any, around: frozenset[str], path: str
 ) -> Iterator[tuple[Any, Any, str]]:
     """The equations in a program, with the transformations and the scopes around each of them."""
-    for e in _jaxpr.opened(program)[0].eqns:
+    for e in _programs.opened(program)[0].eqns:
         own, scopes = around | _transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
         yield e, own, scopes
-        for inner in _jaxpr.entered_programs(e)[0]:
+        for inner in _programs.entered_programs(e)[0]:
             yield from _with_transforms(inner, own, scopes)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
+import clipgrad._programs as _programs
+from clipgrad._arrays import check_tree, described, explain_call, loss_and_aux
 from clipgrad._clip import ClipStats
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
 from clipgrad._error_clip.names import Rules, checked_rules, program_of
@@ -25,13 +26,12 @@ from clipgrad._frameworks import (
 from clipgrad._names import (
     CLIPPED,
     Resolved,
+    active_variables,
     checked_watch,
     common_nest,
     resolved,
     watched_names,
 )
-from clipgrad._program import active_variables
-from clipgrad._trees import check_tree, described, explain_call, loss_and_aux
 
 _CALLER = "value_and_grad_with_stats"
 
@@ -127,7 +127,7 @@ def with_stats(
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 apart = isinstance(function, Pure)
-                known = _jaxpr.trace(function, args, kwargs) if apart else traced
+                known = _programs.trace(function, args, kwargs) if apart else traced
                 active = active_variables(known.program, moved)
                 return known.evaluate(args, kwargs, ByName.of(names, probes, active))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from clipgrad._arrays import combine, instances, is_float_array, partition
 from clipgrad._names import is_equinox
-from clipgrad._trees import combine, instances, is_float_array, partition
 
 
 def has_modules(tree: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._trees import is_clippable
+from clipgrad._arrays import is_clippable
 
 # flax overwrites the variables of this collection by their gradients, as its `TrainState` does.
 _TRAINED = ("params", "_overwrite_with_gradient")

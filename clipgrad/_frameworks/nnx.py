@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 import clipgrad._frameworks.equinox as _equinox
+from clipgrad._arrays import check_tree, instances
 from clipgrad._names import flax_nnx, is_model, with_names
-from clipgrad._trees import check_tree, instances
 
 TAG = "clipgrad"
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import is_array, is_clippable
 from clipgrad._frameworks.nnx import explained, models_in
 from clipgrad._names import flax_nnx, is_model, with_names
-from clipgrad._trees import is_array, is_clippable
 
 _RANDOM = "keys of random numbers"
 

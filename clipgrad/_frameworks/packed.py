@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from clipgrad._arrays import instances, is_array
 from clipgrad._frameworks.equinox import has_modules
 from clipgrad._frameworks.nnx import models_in
 from clipgrad._names import flax_nnx, is_model
-from clipgrad._trees import instances, is_array
 
 
 @jax.tree_util.register_static

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import check_tree, combine, is_clippable, is_float_array, partition
 from clipgrad._frameworks.equinox import check_no_state, has_modules
 from clipgrad._frameworks.linen import check_no_collections
 from clipgrad._frameworks.nnx import models_in
 from clipgrad._frameworks.nnx_parameters import NNXParameters, all_trained
-from clipgrad._trees import check_tree, combine, is_clippable, is_float_array, partition
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
+from clipgrad._arrays import path_string
 from clipgrad._names.scopes import scope_around
-from clipgrad._trees import path_string
 
 AttributePath = tuple[str, ...]
 Classes = dict[type, type]

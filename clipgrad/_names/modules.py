@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import Hook, ProgramValues, entered_programs, opened, read_once
 from clipgrad._names.scopes import ScopePath, common_start, path
+from clipgrad._programs import Hook, ProgramValues, entered_programs, opened, read_once
 
 # Operations by which an input, such as the weights of a layer, is still what it was.
 _MOVES = frozenset({

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import (
+from clipgrad._names.scopes import ScopePath, path
+from clipgrad._programs import (
     CUSTOM_RULES,
     JIT,
     called_program,
@@ -19,7 +20,6 @@ from clipgrad._jaxpr import (
     manual_axes,
     opened,
 )
-from clipgrad._names.scopes import ScopePath, path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from clipgrad._jaxpr import entered_programs, opened, read_once, value_programs
 from clipgrad._names.modules import exits, is_mark, is_used, left_unused
 from clipgrad._names.scopes import ScopePath, is_mapped, path
+from clipgrad._programs import entered_programs, opened, read_once, value_programs
 
 
 class NamedSite(NamedTuple):

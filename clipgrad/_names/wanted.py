@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from clipgrad._arrays import matches, nearest
 from clipgrad._errors import first_few
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
-from clipgrad._trees import matches, nearest
 
 Sites = dict[NamedSite, int]
 _WITH_NAMES = (

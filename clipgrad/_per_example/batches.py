@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import AxisName, check_tree, is_array, path_string, whole_along
 from clipgrad._compat import explicit_sharding, to_varying, varying_axes
-from clipgrad._numerics import AxisName, whole_along
 from clipgrad._training import microbatches, scan_sums
-from clipgrad._trees import check_tree, is_array, path_string
 
 
 def check_microbatch(microbatch: Any) -> None:

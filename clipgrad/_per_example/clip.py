@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import Where, explain_call
 from clipgrad._clip import as_rule, check_policy, raise_for_counts
 from clipgrad._per_example.batches import (
     check_axes,
@@ -28,7 +29,6 @@ from clipgrad._per_example.subject import (
     scalar_loss,
 )
 from clipgrad._training import wide_zeros
-from clipgrad._trees import Where, explain_call
 
 REDUCTIONS = ("mean", "sum")
 

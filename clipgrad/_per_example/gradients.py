@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import accumulator, is_array, with_real_dtype
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._jaxpr import Traced, evaluate, trace
-from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.course import LeafCourse, course_of
 from clipgrad._per_example.norms_of_arrays import norms_of_array
 from clipgrad._per_example.norms_of_rows import gram_norms
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.uses import Each, Factors, Use, weighted, zero_unless
 from clipgrad._per_example.walk import Taps, WalkedProgram
-from clipgrad._trees import is_array
+from clipgrad._programs import Traced, evaluate, trace
 
 
 class ExampleGradients(NamedTuple):

@@ -6,13 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import (
+    accumulator,
+    combine,
+    map_clippable,
+    partition,
+    selected,
+    with_real_dtype,
+)
 from clipgrad._clip import clip_grads, count_nonfinite, nonfinite_counts
-from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.gradients import ExampleProgram
 from clipgrad._per_example.rules import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._trees import combine, map_clippable, partition, selected
 
 
 def sums_by_norms(

@@ -7,7 +7,15 @@ from typing import Any
 
 import jax
 
-from clipgrad._numerics import AxisName, tree_norm, warn_of_parts
+from clipgrad._arrays import (
+    AxisName,
+    Where,
+    explain_call,
+    is_none,
+    tree_norm,
+    warn_of_parts,
+    with_paths,
+)
 from clipgrad._per_example.batches import (
     batch_size,
     check_axes,
@@ -26,7 +34,6 @@ from clipgrad._per_example.subject import (
     check_params,
     scalar_loss,
 )
-from clipgrad._trees import Where, explain_call, is_none, with_paths
 
 
 @explain_call("write per_example_norms(loss)(params, x)")

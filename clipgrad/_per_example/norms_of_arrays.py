@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numerics import accumulator, real_or_absolute, widest
+from clipgrad._arrays import accumulator, real_or_absolute, widest
 
 
 def norms_of_array(x: jax.Array) -> jax.Array:

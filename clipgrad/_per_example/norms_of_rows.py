@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numerics import accumulator
+from clipgrad._arrays import accumulator
 from clipgrad._per_example.norms_of_arrays import (
     as_numbers,
     dot_of_each,

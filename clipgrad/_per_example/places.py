@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._jaxpr import bind
+from clipgrad._programs import bind
 
 Label = Any
 KEEPING = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}

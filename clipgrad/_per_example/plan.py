@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from clipgrad._arrays import is_none, with_paths
 from clipgrad._per_example.batches import part_count
 from clipgrad._per_example.gradients import ExampleProgram
 from clipgrad._per_example.subject import PerExampleSubject, check_params
-from clipgrad._trees import is_none, with_paths
 
 # Rows, most of which a plain gradient keeps as well, are kept of all examples up to this, on each
 # device, or up to the bytes of the parameters and their gradient: a part of the memory of what

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import platform_dependent
 
+from clipgrad._arrays import accumulator
 from clipgrad._compat import gpus_have_bfloat16
-from clipgrad._numerics import accumulator
 
 
 def einsum(

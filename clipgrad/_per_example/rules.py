@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._arrays import Norm, accumulator, tree_norm
 from clipgrad._clip import (
     AutoNorm,
     ClipByBlockRMS,
@@ -17,7 +18,6 @@ from clipgrad._clip import (
     scaled_stats,
     stats_dtype,
 )
-from clipgrad._numerics import Norm, accumulator, tree_norm
 from clipgrad._per_example.norms_of_arrays import side_by_side
 
 

@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._clip import is_rule
-from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
-from clipgrad._numerics import warn_of_parts
-from clipgrad._per_example import rules
-from clipgrad._per_example.batches import batch_size
-from clipgrad._trees import (
+from clipgrad._arrays import (
     Where,
     check_scalar,
     check_tree,
@@ -24,7 +19,12 @@ from clipgrad._trees import (
     partition,
     path_string,
     selected,
+    warn_of_parts,
 )
+from clipgrad._clip import is_rule
+from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
+from clipgrad._per_example import rules
+from clipgrad._per_example.batches import batch_size
 
 METHODS = ("auto", "direct")
 

@@ -18,11 +18,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.lax import Precision
 
+from clipgrad._arrays import accumulator, times, with_real_dtype
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._jaxpr import bind
-from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.places import Label, ViewPlace, has_views
 from clipgrad._per_example.products import product
+from clipgrad._programs import bind
 
 Each = jax.Array | None  # a number for each example
 EXAMPLES = ("examples",)

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr import (
+from clipgrad._per_example.places import ViewPlace, has_views
+from clipgrad._per_example.uses import EquationPath, Use, use_of
+from clipgrad._programs import (
     CALLS,
     JIT,
     REMAT,
@@ -18,8 +20,6 @@ from clipgrad._jaxpr import (
     opened,
     scan_counts,
 )
-from clipgrad._per_example.places import ViewPlace, has_views
-from clipgrad._per_example.uses import EquationPath, Use, use_of
 
 
 @dataclasses.dataclass

@@ -5,11 +5,11 @@ import os
 import pathlib
 from typing import Any
 
+from clipgrad._arrays import donated_leaf
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.files import CAPTURE_PARTS, LeafEntry, orbax, read, read_manifest
 from clipgrad._recorder.folders import mounted_folder
 from clipgrad._recorder.paths import Path, is_value, listed, path_text, restored, stored_leaves
-from clipgrad._trees import donated_leaf
 
 _RESTORED = ("params", "state", "batch", "extra")
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from clipgrad._arrays import donated_leaf, instances, largest
 from clipgrad._clip import GradientClipState, SkipSpikesState
 from clipgrad._errors import docs_page, first_few
 from clipgrad._frameworks import without_variables
-from clipgrad._numerics import largest
 from clipgrad._training import scalars
-from clipgrad._trees import donated_leaf, instances
 
 _OWN_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
 _NAMED_LEAVES = 4

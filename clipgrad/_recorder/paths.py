@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from clipgrad._arrays import check_tree, is_array
 from clipgrad._errors import first_few
 from clipgrad._frameworks import with_leaves
-from clipgrad._trees import check_tree, is_array
 
 Path = tuple[str | int, ...]
 _STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from clipgrad._arrays import is_array, path_string
 from clipgrad._recorder.files import is_writable
 from clipgrad._recorder.flag import Flag
 from clipgrad._recorder.paths import leaves_by_path, path_text
-from clipgrad._trees import is_array, path_string
 
 
 @dataclasses.dataclass

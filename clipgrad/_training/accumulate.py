@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import at_least_float32, combine, split_overwritten
 from clipgrad._frameworks import Parameters
-from clipgrad._numerics import at_least_float32
-from clipgrad._trees import combine, split_overwritten
 
 Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any, Any]]
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._arrays import check_tree, instances, is_array
 from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState
 from clipgrad._frameworks import without_variables
 from clipgrad._training.train_step import TrainState
-from clipgrad._trees import check_tree, instances, is_array
 from clipgrad._values import ValueStats
 
 Items = Iterator[tuple[str, Any]]

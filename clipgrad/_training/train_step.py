@@ -9,6 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._arrays import (
+    check_leaves,
+    check_scalar,
+    check_tree,
+    combine,
+    donated_leaf,
+    explain_call,
+    global_norm,
+    instances,
+    loss_and_aux,
+    overwrite,
+    path_string,
+    split_overwritten,
+    zeros_for,
+)
 from clipgrad._clip import (
     GradientClipState,
     SkipSpikesState,
@@ -25,22 +40,7 @@ from clipgrad._frameworks import (
     is_model,
     take_apart,
 )
-from clipgrad._numerics import global_norm
 from clipgrad._training.accumulate import Gradients, accumulated
-from clipgrad._trees import (
-    check_leaves,
-    check_scalar,
-    check_tree,
-    combine,
-    donated_leaf,
-    explain_call,
-    instances,
-    loss_and_aux,
-    overwrite,
-    path_string,
-    split_overwritten,
-    zeros_for,
-)
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
 StepMetrics = dict[str, Any]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-import clipgrad._jaxpr as _jaxpr
 import clipgrad._names as _names
+import clipgrad._programs as _programs
 from clipgrad._compat import to_varying, varying_axes
 
 Key = tuple[Any, ...]
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class ValueHook(_jaxpr.Hook):
+class ValueHook(_programs.Hook):
     """Shows each floating value with a name to `note_of`, and lets `replaced` of it go on.
 
     Every tag has a name, and every value that leaves a module, or that nothing uses. Notes leave
@@ -114,12 +114,12 @@ class ValueHook(_jaxpr.Hook):
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The tagged value; an equation without names inside is bound as it is."""
         if equation.primitive.name == "name" and not _names.is_mark(equation):
-            (tagged,) = _jaxpr.bind(equation, inputs)
+            (tagged,) = _programs.bind(equation, inputs)
             used = _names.is_used(self._jaxpr, equation.outvars[0])
             return [self._see(equation.params["name"], "tag", 0, 0, tagged, used)]
-        return None if self._has_names_inside(equation) else _jaxpr.bind(equation, inputs)
+        return None if self._has_names_inside(equation) else _programs.bind(equation, inputs)
 
-    def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
+    def values(self, jaxpr: Any) -> _programs.ProgramValues:
         self._jaxpr = jaxpr
         return _names.ModuleValues(self, jaxpr, self._leave)
 
@@ -138,7 +138,7 @@ class ValueHook(_jaxpr.Hook):
         """The hook for a program inside of an equation, with the taps of this step."""
         name, axes, taps = equation.primitive.name, self.axes, step
         if name == "shard_map" and equation.params["check_vma"]:
-            axes |= {*_jaxpr.manual_axes(equation)}
+            axes |= {*_programs.manual_axes(equation)}
         if not isinstance(step, dict):
             taps = {} if name == "shard_map" else self.keys_inside(self._number)
         inner = dataclasses.replace(
@@ -174,7 +174,7 @@ class ValueHook(_jaxpr.Hook):
 
     def _has_names_inside(self, equation: Any) -> bool:
         scopes = (*self.scopes, *_names.path(equation))
-        inner = _jaxpr.value_programs(equation)
+        inner = _programs.value_programs(equation)
         found = (site.below(scopes) for program in inner for site in _names.sites(program))
         return any(site.has_value and self.wants(site.name, site.kind, site.used) for site in found)
 
@@ -192,7 +192,7 @@ class ValueHook(_jaxpr.Hook):
 
     def _see(self, name: str, kind: str, output: int, depth: int, x: Any, used: bool = True) -> Any:
         """Note a value; return what goes on."""
-        if not _jaxpr.holds_floats(x) or not self.wants(name, kind, used):
+        if not _programs.holds_floats(x) or not self.wants(name, kind, used):
             return x
         seen = Seen(name, kind, (self._number, output, depth))
         key = self.key(seen)
@@ -258,10 +258,10 @@ class NamedValue(NamedTuple):
 
 
 def named_values(program: Any) -> Iterator[NamedValue]:
-    for own, place, jaxpr, scopes in _names.placed_equations(program, _jaxpr.value_programs):
+    for own, place, jaxpr, scopes in _names.placed_equations(program, _programs.value_programs):
         equation = place.equation
         for output, variable in enumerate(equation.outvars):
-            if not _jaxpr.holds_floats(variable):
+            if not _programs.holds_floats(variable):
                 continue
             position = (*own, output)
             if equation.primitive.name == "name" and not _names.is_mark(equation):

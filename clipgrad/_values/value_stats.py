@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import exportable, is_local
-from clipgrad._jaxpr import dtype_of, holds_floats
-from clipgrad._numerics import (
+from clipgrad._arrays import (
     flags_of_bits,
     from_bits,
     larger,
@@ -21,6 +19,8 @@ from clipgrad._numerics import (
     three_squares,
     to_bits,
 )
+from clipgrad._compat import exportable, is_local
+from clipgrad._programs import dtype_of, holds_floats
 
 
 @exportable

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-import clipgrad._jaxpr as _jaxpr
+import clipgrad._programs as _programs
 from clipgrad._compat import varying_axes
 from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
@@ -102,7 +102,7 @@ def with_value_stats(
         return with_models(measured, fun, args, kwargs)
 
     def measured(fun: Any, args: Any, kwargs: Any) -> Any:
-        traced = _jaxpr.trace(fun, args, kwargs)
+        traced = _programs.trace(fun, args, kwargs)
         hook, common = _measure(traced.program, axes)
         result = traced.evaluate(args, kwargs, hook)
         stats = _stats_by_name(hook.noted(), common)
@@ -184,7 +184,7 @@ class _Measure(ValueHook):
     def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
         *_, axis, _ = self._by_name[key[0]]
         if axis is not None and not equation.params["check_vma"]:
-            _check_whole(key[0], axis, frozenset(_jaxpr.manual_axes(equation)))
+            _check_whole(key[0], axis, frozenset(_programs.manual_axes(equation)))
         return note.over(0)
 
 

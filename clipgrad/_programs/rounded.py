@@ -17,20 +17,10 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from clipgrad._compat import varying_axes
-from clipgrad._jaxpr import (
-    FOREIGN_PROGRAMS,
-    PRINTS,
-    PRODUCTS,
-    Hook,
-    Widen,
-    bind,
-    dtype_of,
-    evaluate,
-    held_programs,
-    holds_floats,
-    is_entered,
-    manual_axes,
-)
+from clipgrad._programs.elements import dtype_of, holds_floats
+from clipgrad._programs.evaluate import Hook, bind, evaluate, is_entered
+from clipgrad._programs.programs import PRINTS, held_programs, manual_axes
+from clipgrad._programs.widen import FOREIGN_PROGRAMS, PRODUCTS, Widen
 
 NEIGHBOR = 0.51  # x + x * (0.51 eps) rounds to a neighbor of x, whatever its leading digits
 UNROUNDED = frozenset(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._trees.trees import combine, is_none, partition
+from clipgrad._arrays.trees import combine, is_none, partition
 
 COLLECTION = "_overwrite_with_gradient"
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numerics.numbers import if_else, real_or_absolute
+from clipgrad._arrays.numbers import if_else, real_or_absolute
 
 
 class _Range(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._trees.overwritten import are_overwritten
-from clipgrad._trees.trees import check_tree, is_clippable, is_none, parts_below, with_paths
+from clipgrad._arrays.overwritten import are_overwritten
+from clipgrad._arrays.trees import check_tree, is_clippable, is_none, parts_below, with_paths
 
 Where = Any | Callable[[Any], Any] | str | None
 

@@ -13,23 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import (
-    by_platform,
-    explicit_sharding,
-    is_local,
-    on_one_device,
-    to_varying,
-    varying_axes,
-)
-from clipgrad._numerics.calls import Joined, for_each
-from clipgrad._numerics.numbers import (
+from clipgrad._arrays.by_leaf import Joined, for_each
+from clipgrad._arrays.numbers import (
     flags_of_bits,
     if_else,
     nan_unless,
     real_or_absolute,
     square,
 )
-from clipgrad._numerics.ranges import (
+from clipgrad._arrays.ranges import (
     from_plain,
     in_range,
     is_in_range,
@@ -40,7 +32,15 @@ from clipgrad._numerics.ranges import (
     three_squares,
     unless_plain,
 )
-from clipgrad._numerics.reductions import Arrays, Groups, reduced_together
+from clipgrad._arrays.reductions import Arrays, Groups, reduced_together
+from clipgrad._compat import (
+    by_platform,
+    explicit_sharding,
+    is_local,
+    on_one_device,
+    to_varying,
+    varying_axes,
+)
 
 # For each group the root of a sum of squares, the scale of its elements, and a divisor: the root
 # that is NaN where it is not finite, and small where it is 0.

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._trees.trees import described, is_array
+from clipgrad._arrays.trees import described, is_array
 
 
 def loss_and_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import tracks_varying, varying_axes
-from clipgrad._numerics.calls import for_each
-from clipgrad._numerics.numbers import (
+from clipgrad._arrays.by_leaf import for_each
+from clipgrad._arrays.numbers import (
     accumulator,
     from_bits,
     to_ordered_bits,
     widest,
     with_real_dtype,
 )
+from clipgrad._compat import tracks_varying, varying_axes
 
 Arrays = Sequence[jax.Array]
 Axes = tuple[int, ...] | None

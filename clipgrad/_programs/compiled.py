@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from clipgrad._jaxpr.programs import opened
+from clipgrad._programs.programs import opened
 
 # A run without optimization takes up to 20 ns for an element, forward and backward; to optimize the
 # gradient of a hundred equations takes 0.3 seconds.

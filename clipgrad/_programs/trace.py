@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from clipgrad._jaxpr.closures import with_explicit_closures
-from clipgrad._jaxpr.evaluate import Hook, evaluate
-from clipgrad._trees import check_tree, combine, is_array, partition
+from clipgrad._arrays import check_tree, combine, is_array, partition
+from clipgrad._programs.closures import with_explicit_closures
+from clipgrad._programs.evaluate import Hook, evaluate
 
 
 class Traced(NamedTuple):

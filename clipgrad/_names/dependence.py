@@ -5,7 +5,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import (
+from clipgrad._names.places import Place
+from clipgrad._programs import (
     differentiated_programs,
     holds_floats,
     is_reference,
@@ -13,7 +14,6 @@ from clipgrad._jaxpr import (
     scan_counts,
     tracked_programs,
 )
-from clipgrad._names import Place
 
 Sources = frozenset[int]  # positions among the inputs of the program
 _NONE: Sources = frozenset()
@@ -35,23 +35,6 @@ def sources_of_results(program: Any) -> list[Sources]:
     """The inputs that each result of a program depends on, also by the choice of a branch."""
     walk = _Walk(tracked_programs, lambda equation, variable: True, with_control=True)
     return walk.start(program, None)
-
-
-def dependent_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
-    """Return the variables that depend on these inputs: all that `jax.vmap` over them may map.
-
-    Those are also what a branch chooses, and all results of a rule of `custom_vmap`. Variables of
-    programs inside are among them. One of a program with several calls is among them if it depends
-    on the inputs in one of the calls.
-    """
-
-    def programs(equation: JaxprEqn) -> list[Any]:
-        has_rule = equation.primitive.name == "custom_vmap_call"
-        return [] if has_rule else tracked_programs(equation)
-
-    walk = _Walk(programs, lambda equation, variable: True, with_control=True)
-    walk.start(program, inputs)
-    return frozenset(walk.variables)
 
 
 def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:

@@ -13,8 +13,8 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from clipgrad._jaxpr.evaluate import bind
-from clipgrad._jaxpr.programs import called_program, opened
+from clipgrad._programs.evaluate import bind
+from clipgrad._programs.programs import called_program, opened
 
 
 def scan_again(

@@ -17,9 +17,9 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
-from clipgrad._jaxpr.elements import holds_floats
-from clipgrad._jaxpr.evaluate import Hook, ProgramValues, bind, evaluate
-from clipgrad._jaxpr.programs import called_program, equations, opened, read_once
+from clipgrad._programs.elements import holds_floats
+from clipgrad._programs.evaluate import Hook, ProgramValues, bind, evaluate
+from clipgrad._programs.programs import called_program, equations, opened, read_once
 
 # Of a variable, or of the identity of an equation's parameters and the number of a result.
 Known = dict[Any, Any]

@@ -11,9 +11,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr.elements import dtype_of, holds_floats
-from clipgrad._jaxpr.evaluate import Hook, bind, is_entered, retrace
-from clipgrad._jaxpr.programs import CUSTOM_RULES, PRINTS, equations, map_programs, opened
+from clipgrad._programs.elements import dtype_of, holds_floats
+from clipgrad._programs.evaluate import Hook, bind, is_entered, retrace
+from clipgrad._programs.programs import CUSTOM_RULES, PRINTS, equations, map_programs, opened
 
 # What looks at the bits of its numbers, or may be there for some types alone: it is bound in the
 # types of the program, and its results are widened.

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from clipgrad._trees.trees import described, is_array
+from clipgrad._arrays.trees import described, is_array
 
 Explained = TypeVar("Explained", bound=Callable[..., Any])
 

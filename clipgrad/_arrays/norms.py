@@ -18,8 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from clipgrad._compat import tracks_varying, varying_axes
-from clipgrad._numerics.numbers import (
+from clipgrad._arrays.numbers import (
     if_else,
     nan_unless,
     over,
@@ -28,10 +27,11 @@ from clipgrad._numerics.numbers import (
     widest,
     with_real_dtype,
 )
-from clipgrad._numerics.ranges import scale_of_largest
-from clipgrad._numerics.reductions import Arrays, Axes, Groups
-from clipgrad._numerics.sums_in_range import nothing, roots_in_range
-from clipgrad._trees import clippable_leaves
+from clipgrad._arrays.ranges import scale_of_largest
+from clipgrad._arrays.reductions import Arrays, Axes, Groups
+from clipgrad._arrays.sums_in_range import nothing, roots_in_range
+from clipgrad._arrays.trees import clippable_leaves
+from clipgrad._compat import tracks_varying, varying_axes
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
 AxisName = str | Sequence[str] | PartitionSpec | None

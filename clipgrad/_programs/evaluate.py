@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr.programs import CUSTOM_RULES, opened
+from clipgrad._programs.programs import CUSTOM_RULES, opened
 
 Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
 ENTRANCES: dict[str, Entrance] = {}

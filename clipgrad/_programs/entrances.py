@@ -11,8 +11,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 
-from clipgrad._jaxpr.evaluate import Hook, entrance, evaluate
-from clipgrad._jaxpr.programs import (
+from clipgrad._arrays import combine, is_array, partition
+from clipgrad._programs.evaluate import Hook, entrance, evaluate
+from clipgrad._programs.programs import (
     CALLS,
     CUSTOM_RULES,
     JIT,
@@ -23,7 +24,7 @@ from clipgrad._jaxpr.programs import (
     opened,
     scan_counts,
 )
-from clipgrad._jaxpr.rebind import (
+from clipgrad._programs.rebind import (
     Lifted,
     cond_again,
     remat_again,
@@ -31,7 +32,6 @@ from clipgrad._jaxpr.rebind import (
     types_of,
     while_again,
 )
-from clipgrad._trees import combine, is_array, partition
 
 # The compiled functions of an inner jit, as long as JAX keeps its program.
 _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from clipgrad._jaxpr.elements import is_reference
+from clipgrad._programs.elements import is_reference
 
 Kept = TypeVar("Kept")
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})

@@ -1,0 +1,85 @@
+"""Arrays in pytrees: which leaves there are, and how large they are.
+
+Each leaf has a path, such as ``layers/0/kernel``. A leaf is clipped if it is floating or complex;
+all others pass through. One function selects leaves: by a tree of booleans, a function, or an
+expression on paths. Calls such as ``check_grads(fun, args)`` are read here, too, and the keywords
+of other libraries are answered with those of this one.
+
+Sums and norms neither overflow nor underflow, on any device and sharding. A norm is a root divided
+by a power of two. In the ordinary range the power is 1, and the root is that of a plain sum of
+squares, as in optax. Out of that range the elements are scaled before they are squared. Squares
+are summed in float32, in float64 if a leaf is float64.
+"""
+
+from clipgrad._arrays.by_leaf import for_each as for_each
+from clipgrad._arrays.calls import argument_name as argument_name
+from clipgrad._arrays.calls import check_arguments as check_arguments
+from clipgrad._arrays.calls import explain_call as explain_call
+from clipgrad._arrays.calls import parameter_names as parameter_names
+from clipgrad._arrays.losses import check_scalar as check_scalar
+from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
+from clipgrad._arrays.norms import AxisName as AxisName
+from clipgrad._arrays.norms import Norm as Norm
+from clipgrad._arrays.norms import check_order as check_order
+from clipgrad._arrays.norms import global_norm as global_norm
+from clipgrad._arrays.norms import slice_norms as slice_norms
+from clipgrad._arrays.norms import total_over_devices as total_over_devices
+from clipgrad._arrays.norms import tree_norm as tree_norm
+from clipgrad._arrays.norms import tree_size as tree_size
+from clipgrad._arrays.norms import warn_of_parts as warn_of_parts
+from clipgrad._arrays.norms import whole_along as whole_along
+from clipgrad._arrays.numbers import accumulator as accumulator
+from clipgrad._arrays.numbers import at_least as at_least
+from clipgrad._arrays.numbers import at_least_float32 as at_least_float32
+from clipgrad._arrays.numbers import finite_product as finite_product
+from clipgrad._arrays.numbers import flags_of_bits as flags_of_bits
+from clipgrad._arrays.numbers import from_bits as from_bits
+from clipgrad._arrays.numbers import if_else as if_else
+from clipgrad._arrays.numbers import increment_if as increment_if
+from clipgrad._arrays.numbers import larger as larger
+from clipgrad._arrays.numbers import largest as largest
+from clipgrad._arrays.numbers import over as over
+from clipgrad._arrays.numbers import real_or_absolute as real_or_absolute
+from clipgrad._arrays.numbers import times as times
+from clipgrad._arrays.numbers import to_bits as to_bits
+from clipgrad._arrays.numbers import widest as widest
+from clipgrad._arrays.numbers import with_real_dtype as with_real_dtype
+from clipgrad._arrays.overwritten import overwrite as overwrite
+from clipgrad._arrays.overwritten import split_overwritten as split_overwritten
+from clipgrad._arrays.overwritten import zeros_for as zeros_for
+from clipgrad._arrays.ranges import root_of_sums as root_of_sums
+from clipgrad._arrays.ranges import stacked_sums as stacked_sums
+from clipgrad._arrays.ranges import sums_of_norm as sums_of_norm
+from clipgrad._arrays.ranges import three_squares as three_squares
+from clipgrad._arrays.reductions import Axes as Axes
+from clipgrad._arrays.reductions import reduced_together as reduced_together
+from clipgrad._arrays.selectors import Where as Where
+from clipgrad._arrays.selectors import matches as matches
+from clipgrad._arrays.selectors import nearest as nearest
+from clipgrad._arrays.selectors import selected as selected
+from clipgrad._arrays.selectors import selects as selects
+from clipgrad._arrays.selectors import unboxed as unboxed
+from clipgrad._arrays.sums_in_range import sums_and_nonfinite as sums_and_nonfinite
+from clipgrad._arrays.trees import check_concrete as check_concrete
+from clipgrad._arrays.trees import check_leaves as check_leaves
+from clipgrad._arrays.trees import check_tree as check_tree
+from clipgrad._arrays.trees import clippable_leaves as clippable_leaves
+from clipgrad._arrays.trees import clippable_paths as clippable_paths
+from clipgrad._arrays.trees import combine as combine
+from clipgrad._arrays.trees import described as described
+from clipgrad._arrays.trees import donated_leaf as donated_leaf
+from clipgrad._arrays.trees import instances as instances
+from clipgrad._arrays.trees import is_array as is_array
+from clipgrad._arrays.trees import is_clippable as is_clippable
+from clipgrad._arrays.trees import is_complex as is_complex
+from clipgrad._arrays.trees import is_float_array as is_float_array
+from clipgrad._arrays.trees import is_none as is_none
+from clipgrad._arrays.trees import map_clippable as map_clippable
+from clipgrad._arrays.trees import parameters_like as parameters_like
+from clipgrad._arrays.trees import partition as partition
+from clipgrad._arrays.trees import parts_below as parts_below
+from clipgrad._arrays.trees import path_string as path_string
+from clipgrad._arrays.trees import wide_dtype as wide_dtype
+from clipgrad._arrays.trees import widened_leaf as widened_leaf
+from clipgrad._arrays.trees import with_clippable as with_clippable
+from clipgrad._arrays.trees import with_paths as with_paths
