@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from clipgrad._compat import explicit_sharding, is_local, varying_axes
@@ -71,16 +70,23 @@ class Joined(NamedTuple):
             is_apart = explicit_sharding(x) or not (x.size == 1 or is_local(x))
             return i if is_apart or apart else (x.dtype, varying_axes(x))
 
-        kinds = [kind(i, x) for i, x in enumerate(arrays)]
-        return cls(_places_by(kinds, _part_of), [x.shape for x in arrays])
+        return cls.by([kind(i, x) for i, x in enumerate(arrays)], arrays, _part_of)
+
+    @classmethod
+    def by(
+        cls, kinds: Sequence[Hashable], arrays: Sequence[jax.Array], part_of: Callable[[int], int]
+    ) -> "Joined":
+        """Those of equal kinds, as many in one as ``part_of`` says of their number."""
+        return cls(_places_by(kinds, part_of), [x.shape for x in arrays])
 
     def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The few arrays that hold these."""
 
         def one(places: list[int]) -> jax.Array:
-            if len(places) == 1:
-                return arrays[places[0]]
-            return jax.lax.concatenate([jnp.ravel(arrays[i]) for i in places], 0)
+            some = [arrays[i] for i in places]
+            if len(some) == 1:
+                return some[0]
+            return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in some], 0)
 
         return list(map(one, self.places))
 

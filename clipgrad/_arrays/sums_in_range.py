@@ -175,15 +175,13 @@ _SMALL, _JOINED = 2**14, 2**20
 
 def joined_leaves(leaves: Arrays) -> list[jax.Array]:
     """The elements in fewer arrays; those whose types are sharded stay apart."""
-    kinds: dict[Any, list[jax.Array]] = {}
+    kinds: list[Any] = []
     total = 0
     for i, leaf in enumerate(leaves):
         apart = leaf.size > min(_SMALL, _JOINED - total) or explicit_sharding(leaf)
-        kinds.setdefault(i if apart else (leaf.dtype, varying_axes(leaf)), []).append(leaf)
+        kinds.append(i if apart else (leaf.dtype, varying_axes(leaf)))
         total += 0 if apart else leaf.size
-    joined = [[jax.lax.reshape(x, (x.size,)) for x in some] for some in kinds.values()]
-    pairs = zip(kinds.values(), joined, strict=True)
-    return [some[0] if len(some) == 1 else jax.lax.concatenate(flat, 0) for some, flat in pairs]
+    return Joined.by(kinds, leaves, part_of=lambda number: number).join(leaves)
 
 
 def sums_and_nonfinite(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
