@@ -160,7 +160,7 @@ CALLS = {
     'positional arguments, expected at most 2, (fun, rules); write {"name": rule}': lambda: (
         cg.error_clip_by_name(loss, "h", SMALL)
     ),
-    "got 4 positional arguments, expected at most 3, (self, state, batch); write step(": lambda: (
+    "step: got 3 positional arguments, expected at most 2, (state, batch); write step(": lambda: (
         cg.train_step(loss, optax.sgd(0.1))(W, X, X)
     ),
     "write the others by name, of error_clip=, watch_values=": lambda: cg.train_step(

@@ -14,6 +14,8 @@ are summed in float32, in float64 if a leaf is float64.
 from clipgrad._arrays.by_leaf import for_each as for_each
 from clipgrad._arrays.calls import argument_name as argument_name
 from clipgrad._arrays.calls import check_arguments as check_arguments
+from clipgrad._arrays.calls import check_is_function as check_is_function
+from clipgrad._arrays.calls import check_takes as check_takes
 from clipgrad._arrays.calls import explain_call as explain_call
 from clipgrad._arrays.calls import parameter_names as parameter_names
 from clipgrad._arrays.losses import check_scalar as check_scalar

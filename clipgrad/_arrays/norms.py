@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
     if_else,
     nan_unless,
@@ -85,6 +86,7 @@ class _Kind(NamedTuple):
     mean: bool = False
 
 
+@explain_call()
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
     r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._arrays import map_clippable, times, with_real_dtype
+from clipgrad._arrays import explain_call, map_clippable, times, with_real_dtype
 from clipgrad._clip.adaptive import unit_norms
 from clipgrad._clip.applied import apply_rule
 from clipgrad._clip.global_norm import ClipByGlobalNorm
@@ -18,6 +18,7 @@ from clipgrad._clip.value import ClipByValue
 TYPES = ("norm", "value", "adaptive")
 
 
+@explain_call()
 def apply_gradient_clipping(
     grads: Any,
     params: Any = None,

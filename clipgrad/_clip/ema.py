@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import explain_call
 from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
 from clipgrad._compat import exportable
 
@@ -23,6 +24,7 @@ class EMAState(NamedTuple):
     mean: jax.Array
 
 
+@explain_call()
 @dataclasses.dataclass(frozen=True)
 class EMAThreshold:
     r"""AdaGC: limits each leaf by the moving average of its own clipped norms.

@@ -5,9 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import explain_call
 from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
 
 
+@explain_call()
 @dataclasses.dataclass(frozen=True)
 class HistoryThreshold:
     r"""Mean plus some deviations of the last norms, without the norm of this step.

@@ -6,9 +6,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import explain_call
 from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
 
 
+@explain_call()
 @dataclasses.dataclass(frozen=True)
 class PercentileThreshold:
     r"""AutoClip: a percentile of the last norms, including the norm of this step.

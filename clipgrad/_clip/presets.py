@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from clipgrad._arrays import explain_call
+
 
 class SuggestedThreshold(NamedTuple):
     """A published threshold.
@@ -60,6 +62,7 @@ SUGGESTED_THRESHOLDS: tuple[SuggestedThreshold, ...] = (
 )  # fmt: skip
 
 
+@explain_call()
 def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     """A threshold for the global norm from the norms of a run without clipping.
 

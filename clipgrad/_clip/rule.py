@@ -9,6 +9,7 @@ import jax
 from clipgrad._arrays import (
     Norm,
     clippable_leaves,
+    explain_call,
     for_each,
     if_else,
     over,
@@ -165,6 +166,7 @@ def pytree_rule(cls: C) -> C:
             object.__setattr__(rule, name, value)
         return rule
 
+    explain_call()(cls)
     cls.__hash__ = _hash_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     RULES.append(cls)

@@ -256,6 +256,7 @@ def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpike
     return after._replace(**kept)
 
 
+@explain_call()
 def resume(tree: Any) -> Any:
     """Lets a training continue after ``skip_spikes(halt=...)`` halted it.
 

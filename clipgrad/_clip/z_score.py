@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._arrays import explain_call
 from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
 from clipgrad._compat import exportable
 
@@ -25,6 +26,7 @@ class ZScoreState(NamedTuple):
     deviation: jax.Array
 
 
+@explain_call()
 @dataclasses.dataclass(frozen=True)
 class ZScoreThreshold:
     r"""ZClip: clips norms that stand out from their moving average.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from clipgrad._arrays import check_arguments, described, explain_call
+from clipgrad._arrays import check_arguments, check_is_function, described, explain_call
 from clipgrad._compare.compare_records import compare_records
 from clipgrad._compare.file import load_record
 from clipgrad._compare.names import same_leaves
@@ -101,10 +101,12 @@ def compare(
       >>> found.ok, found.findings[0].kind, found.findings[0].module
       (False, 'value', 'hidden')
     """
+    if not _is_path(fun):
+        check_is_function(fun)
     if args is not None and not _is_path(fun):
         check_arguments(fun, args, kwargs)
-    elif callable(other):
-        check_arguments(other, () if args is None else args, kwargs)
+    elif callable(other) and args is not None:
+        check_arguments(other, args, kwargs)
     _check_comparison(fun, other, other_args, argnums, names, rtol)
     named = dict(kwargs or {})
     with settings_of_runs():

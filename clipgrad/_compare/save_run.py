@@ -63,7 +63,8 @@ def save_run(
       >>> cg.compare(path, loss, args).ok
       True
     """
-    check_call(fun, args, kwargs)
+    one_by_one = not isinstance(args, tuple) and not isinstance(path, str | os.PathLike)
+    check_call(fun, args, path if one_by_one else kwargs)
     check_path(path)
     with settings_of_runs():
         save_record(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)

@@ -8,13 +8,22 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
-from clipgrad._arrays import check_tree, combine, is_array, is_clippable, is_none, partition
+from clipgrad._arrays import (
+    check_tree,
+    combine,
+    explain_call,
+    is_array,
+    is_clippable,
+    is_none,
+    partition,
+)
 from clipgrad._clip import ClipStats, apply_rule, as_rule, is_data
 from clipgrad._compat import to_varying, varying_axes
 
 CotangentRule = Callable[..., Any]
 
 
+@explain_call("write clip_cotangent(x, rule), with a tree for several values")
 def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | None = None) -> Any:
     r"""Returns ``x`` as it is, and clips its cotangent in the backward pass.
 

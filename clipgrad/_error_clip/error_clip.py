@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from clipgrad._arrays import described, parts_below
+from clipgrad._arrays import described, explain_call, parts_below
 from clipgrad._clip import as_rule
 from clipgrad._error_clip.cotangent import clip_cotangent
 
@@ -15,6 +15,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ALL = object()  # instead of a parameter's name: each of them
 
 
+@explain_call("write error_clip(inputs, outputs=rule)")
 def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
     r"""Decorates a function so that its cotangents are clipped in the backward pass.
 

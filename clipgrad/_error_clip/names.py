@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import clipgrad._arrays as _arrays
 import clipgrad._programs as _programs
-from clipgrad._arrays import check_arguments, described, explain_call
+from clipgrad._arrays import described, explain_call
 from clipgrad._clip import as_rule, is_rule
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._names import Names, names_of
@@ -90,13 +91,14 @@ def check_function(fun: Any) -> None:
     """Raises `TypeError` if what is transformed is not a function, or is a rule."""
     if is_rule(fun) or isinstance(fun, Mapping):
         raise TypeError(f"fun: got {described(fun)}, expected a function; the rules come second")
-    check_arguments(fun, ())
+    _arrays.check_is_function(fun)
 
 
 def check_call(fun: Any, args: Any, kwargs: Any) -> None:
     """Raises `TypeError` for what is not a function, a tuple of arguments, a mapping of others."""
-    check_function(fun)
-    check_arguments(fun, args, kwargs)
+    if is_rule(fun):
+        raise TypeError(f"fun: got the rule {described(fun)}, expected a function of arrays")
+    _arrays.check_arguments(fun, args, kwargs)
 
 
 def checked_rules(rules: Any, prefix: Any = "", argument: str = "rules") -> dict[str, Any]:

@@ -14,7 +14,7 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import check_tree, described, explain_call, loss_and_aux
 from clipgrad._clip import ClipStats
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
-from clipgrad._error_clip.names import Rules, checked_rules, program_of
+from clipgrad._error_clip.names import Rules, check_function, checked_rules, program_of
 from clipgrad._frameworks import (
     Pure,
     has_modules,
@@ -94,6 +94,7 @@ def value_and_grad_with_stats(
       >>> print(value, grads, stats["h"].norm)
       15.0 17.0 [8. 4. 2. 1.]
     """
+    check_function(fun)
     named = checked_rules({} if rules is None else rules)
     return with_stats(fun, argnums, has_aux, named, watch, model_value_and_grad, _CALLER)
 

@@ -11,6 +11,7 @@ import numpy as np
 from clipgrad._arrays import (
     Where,
     check_scalar,
+    check_takes,
     check_tree,
     combine,
     is_array,
@@ -157,6 +158,7 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
             f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
             f"of (params, example){hint}"
         )
+    check_takes("loss_fn", loss_fn, "params", "example")
 
     def loss(params: Any, example: Any) -> Any:
         try:

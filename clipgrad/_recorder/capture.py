@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from clipgrad._arrays import donated_leaf
+from clipgrad._arrays import donated_leaf, explain_call
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.files import CAPTURE_PARTS, LeafEntry, orbax, read, read_manifest
 from clipgrad._recorder.folders import mounted_folder
@@ -111,6 +111,7 @@ class Capture:
         )
 
 
+@explain_call()
 def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
     """Loads a capture of `FlightRecorder`.
 

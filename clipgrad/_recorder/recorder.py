@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._arrays import explain_call
 from clipgrad._recorder.files import MANIFEST, orbax, write
 from clipgrad._recorder.flag import copied_flag, find_flag, warning_of_zeros
 from clipgrad._recorder.folders import mounted_folder
@@ -40,6 +41,7 @@ class HaltedError(RuntimeError):
         return type(self), (self.path, str(self))
 
 
+@explain_call()
 class FlightRecorder:
     r"""Saves the inputs of a bad step, in any loop with ``skip_spikes(halt=...)``.
 

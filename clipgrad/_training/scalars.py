@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._arrays import check_tree, instances, is_array
+from clipgrad._arrays import check_tree, explain_call, instances, is_array
 from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState
 from clipgrad._frameworks import without_variables
 from clipgrad._training.train_step import TrainState
@@ -27,6 +27,7 @@ _FIELDS = {
 _OWN = tuple(_FIELDS)
 
 
+@explain_call()
 def scalars(tree: Any) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 

@@ -12,6 +12,7 @@ import optax
 from clipgrad._arrays import (
     check_leaves,
     check_scalar,
+    check_takes,
     check_tree,
     combine,
     donated_leaf,
@@ -79,7 +80,7 @@ class TrainStep:
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
         return TrainState(params, opt_state)
 
-    @explain_call("write step(state, (x, y))")
+    @explain_call("write step(state, (x, y))", "step")
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         _check_state(state, batch)
@@ -218,6 +219,7 @@ def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
             f"loss_fn: got {got}, expected a function of (params, batch); write "
             "train_step(loss_fn, optimizer)"
         )
+    check_takes("loss_fn", loss_fn, "params", "batch")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
 

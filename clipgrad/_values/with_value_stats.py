@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import clipgrad._programs as _programs
+from clipgrad._arrays import explain_call
 from clipgrad._compat import varying_axes
 from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
@@ -26,6 +27,7 @@ Watch = Iterable[str] | Mapping[str, int | None] | None
 _OF_VALUES = "with_value_stats"
 
 
+@explain_call()
 def with_value_stats(
     fun: Callable[..., Any], *, watch: Watch = None, has_aux: bool = False
 ) -> Callable[..., Any]:
