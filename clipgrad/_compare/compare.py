@@ -2,12 +2,22 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from clipgrad._arrays import check_arguments, check_is_function, described, explain_call
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._arrays import (
+    check_arguments,
+    check_is_function,
+    described,
+    explain_call,
+    parameter_names,
+)
 from clipgrad._compare.compare_records import compare_records
 from clipgrad._compare.file import load_record
-from clipgrad._compare.names import same_leaves
+from clipgrad._compare.losses import ALL
+from clipgrad._compare.match import same_rows
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
 from clipgrad._compare.result import GradientComparison
@@ -25,7 +35,7 @@ def compare(
     kwargs: Mapping[str, Any] | None = None,
     *,
     other_args: tuple | None = None,
-    argnums: int | Sequence[int] | None = 0,
+    argnums: int | Sequence[int] | Literal["all"] | None = ALL,
     has_aux: bool = False,
     names: Mapping[str, str] | None = None,
     rtol: float | None = None,
@@ -43,14 +53,17 @@ def compare(
 
     Guarantees:
       * ``ok`` says that all outputs and gradients of both were compared, and agree. An output or a
-        leaf that one version lacks is a finding, and what rounding decides is one of kind "not
-        judged".
+        leaf that one version lacks is a finding. What rounding decides in both versions is a note,
+        but a finding of kind "not judged" if it is half or more of the outputs or of the leaves of
+        the gradient, or has most of their norm.
       * A "value" finding is the first named value in the order of computation, steps of scans
         included, that differs. It names the common module of the operations between the named
         values before, which agree, and this one.
       * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
-        it names the module of the operations that use the value, such as one with a wrong rule.
-        If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
+        it names the module of the operations that use the value, and the lines of the custom rules
+        among them. If all cotangents agree too, each leaf whose gradient differs is a "grads"
+        finding.
+      * A finding has the lines of both versions.
       * If outputs and gradients agree, what differs inside is a note.
       * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
         Integers, booleans and keys are compared by value, whatever their width.
@@ -64,7 +77,10 @@ def compare(
         their numbers, in any order of axes.
       * With the name of a dtype as ``other``, findings are of kind "rounding": the value at which
         the error grows most, and each leaf whose gradient is more than ``rtol`` (0.05) rounding
-        error. The gradient is traced before it is widened, so custom rules stay.
+        error. The gradient is traced before it is widened, so custom rules stay. The table of
+        relative errors is printed in any case.
+      * Files and dtypes are checked before a function is called. Where nothing is narrower than the
+        dtype, nothing runs.
 
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
@@ -74,7 +90,8 @@ def compare(
       args: the tuple of arguments of the functions; none beside two files.
       kwargs: keyword arguments of both versions.
       other_args: the arguments of ``other``, if they are of other types, trees or layouts.
-      argnums: the positions of the arguments to differentiate, or ``None`` for whole steps.
+      argnums: the positions of the arguments to differentiate, ``"all"`` for every argument that
+        holds floats, or beside a file for those that it has, or ``None`` for whole steps.
       has_aux: whether the functions return ``(scalar, aux)``; aux is not compared.
       names: names of values in ``other`` by their names in ``fun``, where they differ:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
@@ -114,30 +131,29 @@ def compare(
             check_call(fun, args, kwargs)
             call: Any = fun, args, named, argnums, has_aux
             return compare_with_wider(recorded(*call), other, rtol)
-        given = _arguments_of(fun, other, args, kwargs, other_args)
-        from_file = None in given
-        more: Any = named, argnums, has_aux, from_file or other_args is not None
-        records: list[Record] = []
         versions: Any = fun, other
-        for run, own in zip(versions, given, strict=True):
-            if own is None:
-                records.append(load_record(run))
+        given = _arguments_of(fun, other, args, kwargs, other_args)
+        files = {i: load_record(versions[i]) for i in range(2) if given[i] is None}
+        among = next((record.argnums for record in files.values()), ())
+        more: Any = named, argnums, has_aux, bool(files) or other_args is not None, among
+        records: list[Record] = []
+        for i, (run, own) in enumerate(zip(versions, given, strict=True)):
+            if i in files:
+                records.append(files[i])
             else:
                 is_measured = any(row.moved is not None for r in records for row in r.rows)
                 floor = rtol is None and not is_measured
                 records.append(recorded(run, own, *more).run(floor=floor))
-        return _compared(records[0], records[1], names, rtol, from_file)
+        return _compared(records[0], records[1], names, rtol, bool(files))
 
 
 def _compared(
     a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | None, from_file: bool
 ) -> GradientComparison:
     """Compare by names, or by numbers where the two name nothing alike."""
-    paths = [[r.rows[i].name for i in r.of("gradient")] for r in (a, b)]
-    by_numbers = a.framework != b.framework or all(paths) and not same_leaves(*paths)
-    if not by_numbers:
+    if a.framework == b.framework and not _are_other_trees(a, b):
         return compare_records(a, b, names, rtol, from_file)
-    if not all(paths):
+    if not (a.is_loss and b.is_loss):
         raise ValueError(
             "run: got a run of torch and a whole step, expected a loss in JAX, or a file that "
             "clipgrad.save_run wrote of one"
@@ -148,6 +164,15 @@ def _compared(
             "expected None; their values are matched by their numbers"
         )
     return compare_by_numbers(*((b, a) if a.framework == TORCH else (a, b)), rtol)
+
+
+def _are_other_trees(a: Record, b: Record) -> bool:
+    """Whether the first arguments of two losses have no leaf in common, by their paths."""
+    gradients = [a.rows[i] for i in a.of("gradient")]
+    if not gradients or not b.is_loss:
+        return False
+    same = same_rows(a, b, "gradient")
+    return not any(a.rows[i].leaf[0] == gradients[0].leaf[0] for i in same)
 
 
 def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
@@ -179,8 +204,11 @@ def _is_path(run: Any) -> bool:
 def _check_comparison(
     fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
 ) -> None:
+    dtype = _dtype_name(other)
     if isinstance(other, str) and other in WIDER_DTYPES:
         _check_dtype(fun, other, other_args, argnums, names)
+    elif dtype and not (isinstance(other, str) and os.path.isfile(other)):
+        raise _no_wider_dtype(fun, other, dtype)
     elif isinstance(other, str) and os.path.basename(other) == os.path.splitext(other)[0]:
         if not os.path.isfile(other):  # a word alone
             raise ValueError(
@@ -205,6 +233,33 @@ def _check_comparison(
         )
     if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < float("inf")):
         raise ValueError(f"rtol: got {rtol!r}, expected a tolerance of at least 0, such as 1e-3")
+
+
+def _dtype_name(other: Any) -> str:
+    """The name of a dtype, given as text or as an object; "" for anything else."""
+    if not isinstance(other, str | type | np.dtype):
+        return ""
+    try:
+        dtype = jnp.dtype(other)
+    except TypeError:
+        return ""
+    return "" if dtype.kind == "O" else dtype.name
+
+
+def _no_wider_dtype(fun: Any, other: Any, dtype: str) -> Exception:
+    """The error of a dtype that is no name of a wider one."""
+    wider = f"the name of a wider dtype, one of {', '.join(WIDER_DTYPES)}"
+    if dtype in WIDER_DTYPES:
+        return TypeError(f'other: got {dtype} itself, expected {wider}; write "{dtype}"')
+    got = repr(other if isinstance(other, str) else dtype)
+    text = f"other: got {got}, expected {wider}, a function, or the path of a run"
+    if jnp.issubdtype(dtype, jnp.floating):
+        names = parameter_names(fun, 2) if callable(fun) else []
+        first, *rest = names or ["params", "x"]
+        call = f"fun({', '.join([f'cast({first})', *rest])})"
+        text += f"; for what {dtype} costs, cast inside: compare(lambda {', '.join([first, *rest])}"
+        text += f': {call}, "float32", args), where cast makes arrays of {dtype}'
+    return ValueError(text)
 
 
 def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:

@@ -2,18 +2,32 @@
 
 import collections
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from clipgrad._compare.record import Edge
-from clipgrad._names import ScopePath, path
+from clipgrad._names import ScopePath, custom_rule, path
 from clipgrad._programs import opened, scan_counts, value_programs
 
-Carried = frozenset[int]  # the depths of scans, as of an edge
-# The rows that a variable is computed from, each with the scans that carry it on; and the scopes of
-# the operations on the way, as the bits of a number.
+Carried = tuple[int, ...]  # the depths of scans, as of an edge
+# The rows that a variable is computed from, each with the scans that carry it on; and the kinds of
+# operations on the way, as the bits of a number.
 RowOrigins = dict[tuple[int, Carried], int]
+
+
+class Passed(NamedTuple):
+    """What operations on the way have in common.
+
+    Attributes:
+      around: the numbers of operations and programs around them.
+      scope: their scope.
+      rule: the custom rule that they are, or "".
+    """
+
+    around: tuple[int, ...]
+    scope: ScopePath
+    rule: str = ""
 
 
 class Walk:
@@ -34,27 +48,31 @@ class Walk:
     ) -> None:
         self._places, self._rows = places, rows
         self._edges: collections.Counter[tuple[int, int, Carried]] = collections.Counter()
-        # Of each scope in a program: the numbers of operations and programs around that.
-        self._numbers: dict[tuple[tuple, ScopePath], int] = {}
-        given = [({(i, frozenset()): 0}, 0) for i in inputs]
+        self._numbers: dict[Passed, int] = {}
+        given = [({(i, ()): 0}, 0) for i in inputs]
         found = self._program(program, given, (), (), 0)
         self.results, self.ages = [x for x, _ in found], [age for _, age in found]
 
-    def edges(self) -> tuple[list[Edge], list[str]]:
-        """The edges, and the names of the scopes that they count.
+    def edges(self) -> tuple[list[Edge], list[str], list[str]]:
+        """The edges, and the names of the scopes and of the custom rules that they count.
 
         To a row inside of another operation, those of the operations outside of that do not count.
         """
-        known = [(around, "/".join(scope)) for around, scope in self._numbers]
-        names: dict[str, int] = {}
+        known = list(self._numbers)
+        scopes: dict[str, int] = {}
+        rules: dict[str, int] = {}
         found = []
         for (source, target, carried), bits in self._edges.items():
             inside = self._rows[target].position[:-3]
             on_the_way = (known[i] for i in range(bits.bit_length()) if bits >> i & 1)
-            within = {name for around, name in on_the_way if around[: len(inside)] == inside}
-            scopes = tuple(names.setdefault(name, len(names)) for name in sorted(within))
-            found.append(Edge(source, target, tuple(sorted(carried)), scopes))
-        return found, list(names)
+            within = [own for own in on_the_way if own.around[: len(inside)] == inside]
+            parts = {"/".join(own.scope) for own in within}, {own.rule for own in within} - {""}
+            numbers = (
+                tuple(of.setdefault(name, len(of)) for name in sorted(names))
+                for of, names in zip((scopes, rules), parts, strict=True)
+            )
+            found.append(Edge(source, target, carried, *numbers))
+        return found, list(scopes), list(rules)
 
     def lead(self, own: RowOrigins, row: int) -> None:
         """Add the edges from origins to a row."""
@@ -75,7 +93,8 @@ class Walk:
                 found = self._inside(equation, inputs, here, scope, depth)
             else:
                 age = 1 + max((age for _, age in inputs), default=0)
-                own = self._joined([x for x, _ in inputs], (around, scope))
+                passed = Passed(around, scope, custom_rule(equation))
+                own = self._joined([x for x, _ in inputs], passed)
                 found = [(own, age)] * len(equation.outvars)
             for i, (v, (own, age)) in enumerate(zip(equation.outvars, found, strict=True)):
                 known[v] = self._through((*here, i), own), age
@@ -85,12 +104,12 @@ class Walk:
         """The origins of what goes on from a place: the last of the rows there, if any."""
         for row in self._places.get(place, ()):
             self.lead(own, row)
-            own = {(row, frozenset()): 0}
+            own = {(row, ()): 0}
         return own
 
-    def _joined(self, parts: Sequence[RowOrigins], scope: Any = None) -> RowOrigins:
-        """All origins of what an operation of a scope, in a program, computes."""
-        bit = 0 if scope is None else 1 << self._numbers.setdefault(scope, len(self._numbers))
+    def _joined(self, parts: Sequence[RowOrigins], passed: Passed | None = None) -> RowOrigins:
+        """All origins of what an operation computes."""
+        bit = 0 if passed is None else 1 << self._numbers.setdefault(passed, len(self._numbers))
         found: RowOrigins = {}
         for own in parts:
             for key, scopes in own.items():
@@ -106,7 +125,7 @@ class Walk:
                 self._program(p, inputs[1:], (*here, i), scope, depth)
                 for i, p in enumerate(programs)
             ]
-            chosen = self._joined([inputs[0][0]], (here[:-1], scope))
+            chosen = self._joined([inputs[0][0]], Passed(here[:-1], scope))
             return [self._both([(chosen, inputs[0][1] + 1), *own]) for own in zip(*branches)]  # noqa: B905
         if name == "scan":
             return self._scan(equation, inputs, (*here, 0), scope, depth)
@@ -114,7 +133,7 @@ class Walk:
             constants = equation.params["body_nconsts"]
             start = inputs[equation.params["cond_nconsts"] :]
             carried = len(start) - constants
-            ends = self._twice(programs[0], start, constants, carried, (*here, 0), scope, depth)
+            ends = self._looped(programs[0], start, constants, carried, (*here, 0), scope, depth)
             return [self._both(pair) for pair in zip(start[constants:], ends, strict=True)]
         given = inputs[len(inputs) - len(opened(programs[0])[0].invars) :]
         return self._program(programs[0], given, (*here, 0), scope, depth)
@@ -128,38 +147,46 @@ class Walk:
         """The results of a scan: what its last step carries on, and what all steps return."""
         constants, carried = scan_counts(equation)
         (body,) = value_programs(equation)
-        found = self._twice(body, inputs, constants, carried, inside, scope, depth + 1, depth)
-        return [
-            (self._carried(own, inside, depth, i < carried), age)
-            for i, (own, age) in enumerate(found)
-        ]
+        found = self._looped(body, inputs, constants, carried, inside, scope, depth + 1, depth)
+        results = []
+        for i, (own, age) in enumerate(found):
+            most = carried if i < carried else 0
+            results.append((self._carried(own, inside, depth, most), age))
+        return results
 
-    def _twice(
+    def _looped(
         self, body: Any, given: list, constants: int, carried: int, inside: tuple, scope: ScopePath,
         depth: int, crossed: int | None = None,
     ) -> list[tuple[RowOrigins, int]]:  # fmt: skip
-        """The results of the body of a loop: what a step carries on is known in the next one."""
+        """The results of the body of a loop, in whose steps nothing new is carried on any more."""
         first, count = given[constants : constants + carried], len(opened(body)[0].eqns)
-        carry, found = first, []
-        for _ in range(2):
+        carry, known, found = first, None, []
+        while carry != known:
+            known = carry
             every = [*given[:constants], *carry, *given[constants + carried :]]
             found = self._program(body, every, inside, scope, depth)
             for i, (own, age) in enumerate(found[:carried]):
                 found[i] = self._through((*inside, count, i), own), age
             later = [
-                (own if crossed is None else self._carried(own, inside, crossed), first[i][1])
-                for i, (own, _) in enumerate(found[:carried])
+                (own if crossed is None else self._carried(own, inside, crossed, carried), age)
+                for (own, _), (_, age) in zip(found[:carried], first, strict=True)
             ]
             carry = [self._both(pair) for pair in zip(first, later, strict=True)]
         return found
 
-    def _carried(
-        self, own: RowOrigins, inside: tuple, depth: int, is_carried: bool = True
-    ) -> RowOrigins:
-        """The origins of what a step of a scan carries on, or of what it returns at each step."""
+    def _carried(self, own: RowOrigins, inside: tuple, depth: int, most: int) -> RowOrigins:
+        """The origins of what a step of a scan carries on, or of what it returns at each step.
+
+        From one of as many places as it carries to another what is handed on comes back to none
+        after ``most`` steps; if it is returned at each step, that is 0.
+        """
         found: RowOrigins = {}
         for (source, depths), scopes in own.items():
-            is_inside = self._rows[source].position[: len(inside)] == inside
-            key = source, depths | {depth} if is_inside and is_carried else depths - {depth}
+            key = source, depths
+            if self._rows[source].position[: len(inside)] == inside:
+                if depths.count(depth) < most:
+                    key = source, tuple(sorted((*depths, depth)))
+                elif not most:
+                    key = source, tuple(d for d in depths if d != depth)
             found[key] = found.get(key, 0) | scopes
         return found

@@ -102,10 +102,12 @@ def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Recor
                     raise ValueError(f"{kind} of shape {x.shape} for {orders} orders of axes")
                 setattr(row, kind, x)
         record.add(row, range(len(header["rows"]))[row.node])
-    for source, target, carried, scopes in header["edges"]:
-        record.edges.append(Edge(source, target, tuple(carried), tuple(scopes)))
-    rest = {name: header[name] for name in ("scopes", "framework", "circumstances", "notes")}
-    return dataclasses.replace(record, **rest)
+    for source, target, *lists in header["edges"]:
+        record.edges.append(Edge(source, target, *map(tuple, lists)))
+    plain = {name: header[name] for name in ("scopes", "framework", "circumstances", "notes")}
+    # Files from before 28 November 2026 lack these.
+    rules, argnums = header.get("rules", []), tuple(header.get("argnums", ()))
+    return dataclasses.replace(record, **plain, rules=rules, argnums=argnums)
 
 
 def _write_file(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from clipgrad._compare.judge import Judgment
 from clipgrad._compare.match import Matching, Pair
 from clipgrad._compare.ratios import factor_text, ratio
-from clipgrad._compare.record import ENTERS, Graph, Record, Row
+from clipgrad._compare.record import ENTERS, TEXT, Graph, Record, Row
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NUMBERS, scalar_of
 from clipgrad._compare.slices import Slice, made_from, module_of, used_by
@@ -36,10 +36,10 @@ class Sides:
     def graphs(self, pair: Pair) -> list[Graph]:
         """The graphs that say what is behind a pair: if its names differ, that of the first."""
         row, its = self.rows(pair)
-        return self._graphs if row.name == its.name else self._graphs[:1]
+        return self.both if row.name == its.name else self.both[:1]
 
     @functools.cached_property
-    def _graphs(self) -> list[Graph]:
+    def both(self) -> list[Graph]:
         return [Graph(self.a), Graph(self.b)]
 
     @property
@@ -50,6 +50,29 @@ class Sides:
     def module_behind(self, pair: Pair) -> str | None:
         """The common module of the operations between a pair and the values that agree."""
         return module_of(made_from(pair, self.agreeing, self.graphs(pair)))
+
+    def at_line(
+        self, kind: str, text: str, module: str | None, pair: Pair, before: Sequence[Pair] = ()
+    ) -> ComparisonFinding:
+        """A finding with the lines of both versions of a pair, see `at_line`."""
+        row, its = self.rows(pair)
+        if self.a.framework == self.b.framework and its.line not in ("", row.line):
+            text += f"; in other at {_location(its)}"
+        return at_line(kind, text, row, module, pair, before)
+
+    def rules_in(self, slices: Sequence[Slice]) -> str:
+        """The text of the custom rules among some operations; "" if there are none."""
+        versions: dict[str, list[str]] = {}
+        for own in slices:
+            where = "fun" if own.graph.record is self.a else "other"
+            for rule in own.rules:
+                versions.setdefault(rule, []).append(where)
+        texts = [
+            f"{rule} in {'both' if set(where) == {'fun', 'other'} else where[0]}"
+            for rule, where in sorted(versions.items(), key=lambda item: len(item[1]))
+        ]
+        kind = "a custom rule" if len(texts) == 1 else "custom rules"
+        return f"; {kind} there: {first_few(texts, MOST_NAMES)}" if texts else ""
 
 
 def first(sides: Sides) -> list[ComparisonFinding]:
@@ -94,21 +117,23 @@ def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     before = [p for p in values[: values.index(pair)] if p.judgment.agrees]
     to = f"that enters {row.name}" if row.view == ENTERS else f"of {row.label}"
     text = f"the value {to} {difference_text(pair.judgment)}"
-    return at_line("value", text, row, row.name if module is None else module, pair, before)
+    text += sides.rules_in(made_from(pair, sides.agreeing, sides.both))
+    return sides.at_line("value", text, row.name if module is None else module, pair, before)
 
 
 def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     count = len(sides.agreeing)
     text = f"the loss {difference_text(pair.judgment)}; "
-    text += f"all {count} named values agree" if count else "no named value was matched"
-    module = sides.module_behind(pair) or ""
-    return at_line("value", text, sides.rows(pair)[0], module, pair, sides.agreeing)
+    agree = "the only named value agrees" if count == 1 else f"all {count} named values agree"
+    text += agree if count else "no named value was matched"
+    text += sides.rules_in(made_from(pair, sides.agreeing, sides.both))
+    return sides.at_line("value", text, sides.module_behind(pair) or "", pair, sides.agreeing)
 
 
 def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     row, its = sides.rows(pair)
     text, factor = _output_text(sides, pair, row, its)
-    found = at_line("output", text, row, sides.module_behind(pair) or None, pair)
+    found = sides.at_line("output", text, sides.module_behind(pair) or None, pair)
     return dataclasses.replace(found, path=row.name, ratio=factor)
 
 
@@ -116,6 +141,11 @@ def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, flo
     if row.shape != its.shape:
         shapes = f"{list(row.shape)} in fun, {list(its.shape)} in other"
         return f"{row.name}: the shape is {shapes}", None
+    kinds = [own.dtype for own in (row, its)]
+    if TEXT in kinds and kinds[0] != kinds[1]:
+        return f"{row.name} is {kinds[0]} in fun, {kinds[1]} in other", None
+    if kinds[0] == TEXT:
+        return f"{row.name}: its text differs", None
     if row.exact and its.exact or row.sketch is None or its.sketch is None:
         return f"{row.name}: its numbers differ, which are compared exactly", None
     x, y = row.sketch, its.sketch
@@ -134,15 +164,17 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     row, _ = sides.rows(pair)
     cotangents = sides.of("cotangent")
     later = [p for p in cotangents[cotangents.index(pair) + 1 :] if p.judgment.is_judged]
-    slices = used_by(pair, later, sides.graphs(pair))
-    user, step = _user(slices[0])
-    slices = _one_sided(sides, slices)
-    module = module_of(slices)
+    every = used_by(pair, later, sides.both)
+    user, step = _user(every[0])
+    every = _one_sided(sides, every)
+    module = module_of(every[: len(sides.graphs(pair))])
     module = user if module is None else module
-    to = f"what enters {row.name}" if row.view == ENTERS else row.name
-    text = f"the cotangent that {module or 'what follows'} passes back to {to} "
-    text += f"{difference_text(pair.judgment)}; all values agree"
-    return dataclasses.replace(at_line("vjp", text, row, module, pair, later), step=step)
+    to = f"what enters {row.name}" if row.view == ENTERS else row.label
+    text = (
+        f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
+    )
+    text += f" {difference_text(pair.judgment)}; all values agree{sides.rules_in(every)}"
+    return dataclasses.replace(sides.at_line("vjp", text, module, pair, later), step=step)
 
 
 def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
@@ -172,9 +204,11 @@ def _user(own: Slice) -> tuple[str, int | None]:
 def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     row, _ = sides.rows(pair)
     later = [p for p in sides.of("cotangent") if p.judgment.is_judged]
-    module = module_of(used_by(pair, later, sides.graphs(pair)))
+    every = used_by(pair, later, sides.both)
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
-    found = at_line("grads", f"{text}; values and cotangents agree", row, module or "", pair)
+    text += f"; values and cotangents agree{sides.rules_in(every)}"
+    module = module_of(every[: len(sides.graphs(pair))])
+    found = sides.at_line("grads", text, module or "", pair)
     return dataclasses.replace(found, path=row.name)
 
 
@@ -195,19 +229,32 @@ def at_line(
     kind: str, text: str, row: Row, module: str | None, pair: Pair, before: Sequence[Pair] = ()
 ) -> ComparisonFinding:
     """A finding at the line of a row, and how much its difference is above those before."""
-    file, _, line = row.line.rpartition(":")
-    where = (file, int(line)) if line.isdigit() else (None, None)
-    text = f"{Location(*where, None)}: {text}" if file else text
+    where = _location(row)
+    text = f"{where}: {text}" if where.file else text
     largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
     growth = pair.judgment.difference / largest if largest else math.inf
     known = growth if math.isfinite(growth) and math.isfinite(largest) else None
-    return ComparisonFinding(kind, text, module, row.step(pair.own[1]), *where, known)
+    step = row.step(pair.own[1])
+    return ComparisonFinding(kind, text, module, step, where.file, where.line, known)
+
+
+def _location(row: Row) -> Location:
+    file, _, line = row.line.rpartition(":")
+    return Location(file, int(line), None) if line.isdigit() else Location(None, None, None)
 
 
 def not_judged(sides: Sides) -> list[ComparisonFinding]:
-    """The finding of outputs and gradients that rounding decides, at most one."""
-    every = [*sides.of("output"), *sides.of("gradient")]
-    bad = [p for p in every if not p.judgment.is_judged and not is_nothing(sides, p)]
+    """The finding of outputs and gradients that rounding decides, at most one.
+
+    There is none where they are few: fewer than half of the outputs, or of the leaves of the
+    gradient, with less than half of their norm. Notes name them.
+    """
+    bad = []
+    for kind in ("output", "gradient"):
+        pairs = sides.of(kind)
+        own = [p for p in pairs if not p.judgment.is_judged and not is_nothing(sides, p)]
+        far = [p for p in own if math.isinf(p.judgment.difference)]
+        bad += own if _are_many(own, pairs) else far
     if not bad:
         return []
     names = first_few([f"the {p.kind} {sides.rows(p)[0].label}" for p in bad], MOST_NAMES)
@@ -220,6 +267,17 @@ def not_judged(sides: Sides) -> list[ComparisonFinding]:
         text += f"compare in {wider}, with wider arguments and types; "
         text += f'compare(fun, "{wider}", args), of each version, says where precision is lost; '
     return [ComparisonFinding("not judged", f"{text}or give rtol=, a tolerance of your own")]
+
+
+def _are_many(some: Sequence[Pair], pairs: Sequence[Pair]) -> bool:
+    """Whether some pairs are half or more of all of them, or have half or more of their norm."""
+    norm, whole = _norm(some), _norm(pairs)
+    return bool(some) and (2 * len(some) >= len(pairs) or norm >= math.sqrt(0.5) * whole > 0)
+
+
+def _norm(pairs: Sequence[Pair]) -> float:
+    """The norm of some rows together, each as large as in the version where it is larger."""
+    return math.hypot(*(max((norm for norm, _ in p.judgment.sizes), default=0) for p in pairs))
 
 
 def is_nothing(sides: Sides, pair: Pair) -> bool:

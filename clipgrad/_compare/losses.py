@@ -2,15 +2,25 @@
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
+from clipgrad._arrays import argument_name, check_tree, is_array
 from clipgrad._compare.numbers import plain_row
 from clipgrad._compare.record import THE_LOSS
 from clipgrad._compare.recording import Recording, recording_of
 from clipgrad._diagnose import DiagnosisSubject, subject
-from clipgrad._programs import opened
+from clipgrad._errors import first_line
+from clipgrad._frameworks import has_modules, is_model
+from clipgrad._programs import holds_floats, opened
+
+ALL = "all"  # as ``argnums``
+Argument = int | str  # by position, or a keyword argument by name
 
 
 def recorded_loss(
@@ -23,25 +33,137 @@ def recorded_loss(
 ) -> Recording:
     """Trace a loss, and its gradient with sketches of values and cotangents."""
     own = subject(fun, args, kwargs, argnums, has_aux)
-    paths = gradient_paths(own, argnums)
-    names = [paths.get(i, name) for i, name in enumerate(own.names)]
-    inputs = list(zip(names, own.inputs, strict=True))
+    return _recording(own, _paths_by_position(own, argnums, len(args)), with_arguments)
+
+
+def recorded_by_all(
+    fun: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    has_aux: bool,
+    among: Collection[Argument] = (),
+    with_arguments: bool = True,
+) -> Recording:
+    """Trace a loss, and its gradient by every argument that holds floats.
+
+    By Python numbers beside the first of these only if the function takes arrays for them; and not
+    by other arguments that JAX can't differentiate it by, as behind a `while_loop`. A note names
+    what is left out. ``among`` has the arguments that a file has gradients of, if there is one.
+    """
+    check_tree("args", (args, dict(kwargs)))
+    every = {k: x for k, x in {**dict(enumerate(args)), **kwargs}.items() if _floats(x)}
+    chosen = [key for key in every if key in among or not among] or [0]
+    own, notes = _traced(fun, args, kwargs, has_aux, chosen, every)
+    record = functools.partial(_by_all, own, with_arguments)
+    keys = list(dict.fromkeys(own.paths[i][0] for i in own.chosen))
+    try:
+        found = record(keys)
+    except Exception:
+        record(keys[:1])  # its own error is raised
+        errors = {key: _error_of(record, [key]) for key in keys[1:]}
+        if not any(errors.values()):
+            raise
+        found = record([key for key in keys if not errors.get(key)])
+        notes += [_left_out([key], why) for key, why in errors.items() if why]
+    left = [key for key in every if key not in chosen]
+    notes += [_left_out(left, "the file has none")] if left else []
+    found.record.notes[:0] = notes
+    return found
+
+
+def _floats(argument: Any) -> list[Any]:
+    """The models, the floating arrays and the Python numbers of an argument."""
+    leaves = jax.tree.leaves(argument, is_leaf=is_model)
+    return [x for x in leaves if is_model(x) or _is_number(x) or is_array(x) and holds_floats(x)]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, float | complex | np.inexact)
+
+
+def _traced(
+    fun: Callable, args: tuple, kwargs: Mapping, has_aux: bool, chosen: list, every: Mapping
+) -> tuple[DiagnosisSubject, list[str]]:
+    """The loss with arrays for the Python numbers in arguments, or else without, and notes."""
+
+    def traced(keys: Sequence[Argument]) -> DiagnosisSubject:
+        positions = tuple(key for key in keys if isinstance(key, int))
+        by_name = [key for key in keys if isinstance(key, str)]
+        return subject(fun, args, kwargs, positions, has_aux, by_name)
+
+    numbers = [
+        key
+        for key in chosen[1:]
+        if any(map(_is_number, _floats(every[key]))) and not has_modules(every[key])
+    ]
+    try:
+        return traced(chosen), []
+    except Exception as error:
+        if not numbers:
+            raise
+        found = traced([key for key in chosen if key not in numbers])
+        return found, [_left_out(numbers, f"with arrays for its numbers {first_line(error)}")]
+
+
+def _error_of(record: Callable, keys: list[Argument]) -> str:
+    """The first line of the error that a gradient raises; "" if there is none."""
+    try:
+        record(keys)
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def _left_out(keys: Sequence[Argument], why: str) -> str:
+    return f"the gradient of {', '.join(map(argument_name, keys))} was not compared: {why}"
+
+
+def _recording(
+    own: DiagnosisSubject, gradients: Mapping[int, str], with_arguments: bool
+) -> Recording:
+    """The recording of a traced loss whose gradients have these paths, by the numbers of inputs."""
+    names = [gradients.get(i, name) for i, name in enumerate(own.names)]
+    leaves = [(argument_name(key), _attributes(path)) for key, path in own.paths]
+    inputs = list(zip(names, leaves, own.inputs, strict=True))
     loss = plain_row("output", THE_LOSS, opened(own.program)[0].outvars[0].aval)
-    found = recording_of(own.program, inputs, [loss], paths, with_arguments)
+    found = recording_of(own.program, inputs, [loss], gradients, with_arguments)
+    found.record.argnums = tuple(dict.fromkeys(own.paths[i][0] for i in gradients))
     return dataclasses.replace(found, given=own)
 
 
-def gradient_paths(own: DiagnosisSubject, argnums: int | Sequence[int]) -> dict[int, str]:
+def _by_all(own: DiagnosisSubject, with_arguments: bool, keys: Sequence[Argument]) -> Recording:
+    """The gradients by some arguments: paths of the first are those of its gradient alone."""
+    chosen = [i for i in own.chosen if own.paths[i][0] in keys]
+    paths = {}
+    for i in chosen:
+        key, path = own.paths[i]
+        is_first = key == keys[0]
+        paths[i] = _attributes(path) if is_first else own.names[i]
+        if is_first and keys[1:] and not path:
+            paths[i] = argument_name(key)
+    return _recording(own._replace(chosen=chosen), _distinct(paths, own), with_arguments)
+
+
+def _paths_by_position(
+    own: DiagnosisSubject, argnums: int | Sequence[int], count: int
+) -> dict[int, str]:
     """The path in the tree of the gradient of each input that is differentiated, by its number."""
     is_one = not isinstance(argnums, Sequence)
-    order = [] if is_one else [i % len(own.names) for i in argnums]
+    order = [] if is_one else [i % count for i in argnums]
     found = {}
     for i in own.chosen:
         number, path = own.paths[i]
         first = [] if is_one else [str(order.index(int(number)))]
-        # NNX puts more around the attributes of a model that it takes apart.
-        path = re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
-        found[i] = "/".join([*first, path]).rstrip("/")
-    counts = collections.Counter(found.values())
-    # A key with a slash may look like two keys.
-    return {i: path if counts[path] == 1 else own.names[i] for i, path in found.items()}
+        found[i] = "/".join([*first, _attributes(path)]).rstrip("/")
+    return _distinct(found, own)
+
+
+def _attributes(path: str) -> str:
+    """A path without what NNX puts around the attributes of a model that it takes apart."""
+    return re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
+
+
+def _distinct(paths: Mapping[int, str], own: DiagnosisSubject) -> dict[int, str]:
+    """The paths; where a key with a slash looks like two keys, the whole names."""
+    counts = collections.Counter(paths.values())
+    return {i: path if counts[path] == 1 else own.names[i] for i, path in paths.items()}

@@ -69,18 +69,46 @@ def match(
     values, unmatched = _named_values(a, b, names)
     pairs, found = [*values, *_cotangents(a, b, values)], []
     for kind in ("argument", "output", "gradient")[not with_arguments :]:
-        rows = a.of(kind), b.of(kind)
-        paths = [[r.rows[i].name for i in of] for r, of in zip((a, b), rows, strict=True)]
-        same = same_leaves(*paths)
-        own = [Pair(kind, (rows[0][i], ()), (rows[1][j], ())) for i, j in same.items()]
+        same = same_rows(a, b, kind)
+        own = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
         pairs += sorted(own, key=lambda p: a.rows[p.own[0]].time())
-        only = [(rows[0][i], a, "fun") for i in range(len(paths[0])) if i not in same]
-        only += [(rows[1][j], b, "other") for j in range(len(paths[1])) if j not in same.values()]
+        only = [(i, a, "fun") for i in a.of(kind) if i not in same]
+        only += [(j, b, "other") for j in b.of(kind) if j not in same.values()]
         for i, record, where in only if kind != "argument" else ():
             name, path = record.rows[i].label, record.rows[i].name
             found.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
     return Matching(judged, [*found, *others], [*unmatched, *texts])
+
+
+def same_rows(a: Record, b: Record, kind: str) -> dict[int, int]:
+    """The row in ``b`` of each row of a kind in ``a``: in the same argument, of the same path.
+
+    Where there is one argument in each, it is the same. One leaf of an argument behind the first is
+    the only leaf of that in the other, whatever its path.
+    """
+    rows = [_by_argument(record, kind) for record in (a, b)]
+    if all(len(own) == 1 for own in rows):
+        rows[1] = dict(zip(rows[0], rows[1].values(), strict=True))
+    found: dict[int, int] = {}
+    for number, (argument, paths) in enumerate(rows[0].items()):
+        others = rows[1].get(argument, {})
+        same = same_leaves([*paths], [*others])
+        if number and len(paths) == len(others) == 1:
+            same = {0: 0}
+        own, its = [*paths.values()], [*others.values()]
+        found |= {own[i]: its[j] for i, j in same.items()}
+    return found
+
+
+def _by_argument(record: Record, kind: str) -> dict[str, dict[str, int]]:
+    """The numbers of the rows of a kind, by argument and by the path in it."""
+    found: dict[str, dict[str, int]] = collections.defaultdict(dict)
+    for i in record.of(kind):
+        row = record.rows[i]
+        argument, path = row.leaf if row.leaf[0] else ("", row.name)
+        found[argument][path if path not in found[argument] else row.name] = i
+    return found
 
 
 def _judged(

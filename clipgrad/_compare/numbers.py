@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._arrays import widened_leaf
-from clipgrad._compare.record import Row
+from clipgrad._compare.record import TEXT, Row
 from clipgrad._compare.sketches import LENGTH, host_sketch
 from clipgrad._programs import holds_floats, on_host
 
@@ -33,7 +33,7 @@ def plain_row(kind: str, name: str, x: Any, **more: Any) -> Row:
     """The row of an array, a number or any other object, without its numbers."""
     host = x if hasattr(x, "dtype") else host_array(x)
     if not hasattr(host, "dtype"):
-        return Row(kind, name, (), "text", **more)
+        return Row(kind, name, (), TEXT, **more)
     return Row(kind, name, tuple(host.shape), str(host.dtype), **more)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 ENTERS = "enters"  # the view of a value that enters a module
 THE_LOSS = "the loss"
+TEXT = "text"  # the dtype of what is no array
 JAX, TORCH = "jax", "torch"
 
 Instance = tuple[int, tuple[int, ...]]  # a row, at the steps of the scans around it
@@ -27,6 +28,7 @@ class Row:
       name: the tag or module of a value and of its cotangent; the path of others.
       shape: the shape at one step and on one device.
       dtype: the name of the type; "text" for what is no array.
+      leaf: the argument that an argument or a gradient is in, as "args[0]", and its path there.
       node: the number of the row that edges lead to: the value of a cotangent, the argument of a
         gradient, or the row itself.
       view: "tag", "module" for what leaves one, or "enters"; of torch's arguments "parameter",
@@ -60,6 +62,7 @@ class Row:
     sketch: np.ndarray | None = None
     moved: np.ndarray | None = None
     whole: np.ndarray | None = None
+    leaf: tuple[str, str] = ("", "")
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -80,7 +83,8 @@ class Row:
     @property
     def label(self) -> str:
         """The name in a message."""
-        return self.name or ("what the scan carries" if self.kind == "value" else "the argument")
+        is_inside = self.kind in ("value", "cotangent")
+        return self.name or ("what the scan carries" if is_inside else "the argument")
 
     def indices(self, steps: tuple[int, ...]) -> tuple[int, ...]:
         """The indices in the scans at some steps, which are in the order of time."""
@@ -106,15 +110,17 @@ class Edge(NamedTuple):
     Attributes:
       source, target: the rows; of an array made of parameters of torch, such as a stack, its parts
         and itself.
-      carried: the depths of scans that carry it on: to the next step of a scan around both, or from
-        the last step of one around the source alone.
+      carried: the depths of scans that carry it on, once for each step: to a later step of a scan
+        around both, or from one of the last steps of a scan around the source alone.
       scopes: the numbers of the scopes of the operations on the way.
+      rules: the numbers of the custom rules on the way.
     """
 
     source: int
     target: int
     carried: tuple[int, ...] = ()
     scopes: tuple[int, ...] = ()
+    rules: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -125,6 +131,8 @@ class Record:
       rows: the arrays that were seen.
       edges: what is computed from what.
       scopes: the names of the scopes of operations.
+      rules: the functions with custom rules, with the lines of both.
+      argnums: the arguments that the loss is differentiated by, by position or name.
       framework: "jax" or "torch".
       devices: the numbers of devices along the axes of meshes, and in all.
       circumstances: versions and devices.
@@ -134,6 +142,8 @@ class Record:
     rows: list[Row] = dataclasses.field(default_factory=list)
     edges: list[Edge] = dataclasses.field(default_factory=list)
     scopes: list[str] = dataclasses.field(default_factory=list)
+    rules: list[str] = dataclasses.field(default_factory=list)
+    argnums: tuple[int | str, ...] = ()
     framework: str = JAX
     devices: tuple[int, ...] = ()
     circumstances: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -180,19 +190,24 @@ class Graph:
         found = []
         for edge in (self._into if way < 0 else self._out_of)[at[0]]:
             end = edge.source if way < 0 else edge.target
-            if (steps := self._moved(edge, at[1], way)) is not None:
-                lengths = self.record.rows[end].steps[len(steps) :]
-                rest = (n - 1 if way < 0 else 0 for n in lengths)
-                found.append((edge, (end, (*steps, *rest))))
+            if (steps := self._moved(edge, at[1], way)) is None:
+                continue
+            lengths = self.record.rows[end].steps
+            for depth in range(len(steps), len(lengths)):
+                last = lengths[depth] - max(1, edge.carried.count(depth))
+                steps.append(last if way < 0 else 0)
+            if all(step >= 0 for step in steps):
+                found.append((edge, (end, tuple(steps))))
         return found
 
     def _moved(self, edge: Edge, steps: tuple[int, ...], way: int) -> list[int] | None:
         """The steps of the scans around both ends, at the other one; None if it is not reached."""
         shared, lengths = self.shared(edge), self.record.rows[edge.source].steps
-        left = [d for d in edge.carried if d >= shared]
-        if way > 0 and any(steps[d] != lengths[d] - 1 for d in left):
+        count = edge.carried.count
+        left = {d for d in edge.carried if d >= shared}
+        if way > 0 and any(steps[d] != lengths[d] - count(d) for d in left):
             return None
-        found = [at + way * (d in edge.carried) for d, at in enumerate(steps[:shared])]
+        found = [at + way * count(d) for d, at in enumerate(steps[:shared])]
         is_there = all(0 <= at < n for at, n in zip(found, lengths, strict=False))
         return found if is_there else None
 

@@ -131,7 +131,7 @@ class Recording:
 
 def recording_of(
     program: Any,
-    inputs: Sequence[tuple[str, Any]],
+    inputs: Sequence[tuple[str, tuple[str, str], Any]],
     outputs: Sequence[Row],
     gradients: Mapping[int, str],
     with_arguments: bool,
@@ -140,15 +140,15 @@ def recording_of(
 
     Args:
       program: the program.
-      inputs: its inputs, with their names.
+      inputs: its inputs, with their names and places, as `Row.leaf`.
       outputs: the rows of its outputs, without their places.
       gradients: the paths of the gradients of its first output, by the numbers of inputs.
       with_arguments: whether the numbers of the inputs are recorded.
     """
-    arrays = [x for _, x in inputs]
+    arrays = [x for *_, x in inputs]
     record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
-    for name, x in inputs:
-        row = plain_row("argument", name, x)
+    for name, leaf, x in inputs:
+        row = plain_row("argument", name, x, leaf=leaf)
         if with_arguments:
             with_numbers(row, x).whole = x
         record.add(row)
@@ -164,8 +164,9 @@ def recording_of(
     walk = Walk(program, range(len(inputs)), places, record.rows)
     returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(outputs)]
     for i, path in gradients.items():
-        returned.append(record.add(plain_row("gradient", path, arrays[i]), i))
-    record.edges, record.scopes = walk.edges()
+        row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
+        returned.append(record.add(row, i))
+    record.edges, record.scopes, record.rules = walk.edges()
     cotangents = (record.rows[i] for i in record.of("cotangent"))
     taps = {r.position: jnp.zeros((*r.steps, LENGTH), sketch_dtype(r.dtype)) for r in cotangents}
     traced = trace(functools.partial(_evaluated, program, [*gradients]), (arrays, taps), {})

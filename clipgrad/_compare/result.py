@@ -65,7 +65,8 @@ class ComparisonRow:
       value_tolerance: what rounding explains of the difference of the values.
       cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
       steps: the indices in all scans around it, outermost first.
-      kind: "tag", "module", "output", or "enters" for what enters the module.
+      kind: "tag", "module", "output", or "enters" for what enters the module; beside a dtype also
+        "gradient" for a leaf of it.
     """
 
     module: str
@@ -89,6 +90,7 @@ class GradientComparison:
       rows: every place that both versions have, with the relative differences there.
       unmatched: the places that only one of the versions has.
       notes: what else there is to know, such as places where rounding decides.
+      dtype: the name of the wider dtype, or "" for two versions.
     """
 
     ok: bool
@@ -96,13 +98,25 @@ class GradientComparison:
     rows: tuple[ComparisonRow, ...]
     unmatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    dtype: str = ""
+
+    @property
+    def message(self) -> str:
+        """The message of the first finding, or that there is no difference."""
+        if self.findings:
+            return self.findings[0].message
+        count = len(self.rows)
+        if self.dtype:
+            return f"no gradient has lost its precision{_largest_errors(self.rows)}"
+        return f"no difference beyond rounding, at {count} place{'s' * (count != 1)}"
 
     def __str__(self) -> str:
-        parts = (
-            [] if self.findings else [f"no difference beyond rounding, at {len(self.rows)} places"]
-        )
+        parts = [] if self.findings else [self.message]
+        if self.findings and self.dtype and self.rows:
+            parts.append(f"precision is lost{_largest_errors(self.rows)}")
         parts += [_written(finding) for finding in self.findings]
-        parts += _row_table(self.rows) if self.findings and self.rows else []
+        if self.rows and (self.findings or self.dtype):
+            parts += _row_table(self.rows, "error" if self.dtype else "difference")
         parts += [folded(f"not matched: {place}") for place in self.unmatched]
         return "\n".join(parts + [folded(f"note: {note}") for note in self.notes])
 
@@ -154,22 +168,41 @@ def _written(finding: ComparisonFinding) -> str:
     return f"{folded(head)}\n{folded(finding.message, '  ')}"
 
 
-def _row_table(rows: tuple[ComparisonRow, ...]) -> list[str]:
+def _largest_errors(rows: tuple[ComparisonRow, ...]) -> str:
+    """The largest relative error of a value, of a cotangent and of a gradient, and where it is."""
+    found = []
+    for what, field, is_meant in (
+        ("value", "value", lambda row: row.kind != "gradient"),
+        ("cotangent", "cotangent", lambda row: row.cotangent is not None),
+        ("gradient", "value", lambda row: row.kind == "gradient"),
+    ):
+        chosen = [row for row in rows if is_meant(row)]
+        if chosen:
+            worst = max(chosen, key=lambda row: getattr(row, field))
+            found.append(f"{getattr(worst, field):.1e} of the {what} of {worst.module}")
+    return f"; the largest relative errors: {', '.join(found)}" if found else ""
+
+
+def _row_table(rows: tuple[ComparisonRow, ...], what: str) -> list[str]:
     """The rows with the largest differences beyond rounding, in the order of computation."""
     worst = sorted(rows, key=_excess, reverse=True)[:_MOST_ROWS]
-    lines = [f"{'relative difference':<{_NAME_WIDTH}}{'step':>6}{'value':>10}{'cotangent':>12}"]
+    head = f"relative {what}"
+    lines = [f"{head:<{_NAME_WIDTH}}{'step':>6}{'value':>10}{'cotangent':>12}"]
     return lines + [_line(row) for row in rows if any(row is bad for bad in worst)]
 
 
-def _excess(row: ComparisonRow) -> float:
+def _excess(row: ComparisonRow) -> tuple[float, float]:
+    """How far a row is beyond what rounding explains; and, where that is all, how far it is."""
     value = row.value / (row.value_tolerance or 1e-300)
     if row.cotangent is None:
-        return value
-    return max(value, row.cotangent / (row.cotangent_tolerance or 1e-300))
+        return value, row.value
+    back = row.cotangent / (row.cotangent_tolerance or 1e-300)
+    return max(value, back), max(row.value, row.cotangent)
 
 
 def _line(row: ComparisonRow) -> str:
-    name = f"into {row.module}" if row.kind == "enters" else row.module
+    heads = {"enters": "into ", "gradient": "gradient of "}
+    name = heads.get(row.kind, "") + row.module
     name = name if len(name) < _NAME_WIDTH else "..." + name[4 - _NAME_WIDTH :]
     step = "" if row.step is None else row.step
     cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"

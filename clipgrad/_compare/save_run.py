@@ -1,12 +1,12 @@
 """A version of a comparison as a record: recorded now, or read from a file."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 from clipgrad._arrays import explain_call
 from clipgrad._compare.file import check_path, save_record
-from clipgrad._compare.losses import recorded_loss
+from clipgrad._compare.losses import ALL, Argument, recorded_by_all, recorded_loss
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call
@@ -19,7 +19,7 @@ def save_run(
     args: tuple,
     path: str | os.PathLike,
     *,
-    argnums: int | Sequence[int] | None = 0,
+    argnums: int | Sequence[int] | Literal["all"] | None = ALL,
     has_aux: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
@@ -43,7 +43,8 @@ def save_run(
         return any tree.
       args: the tuple of arguments.
       path: where to write the file, such as ``"before.npz"``; one that is there is replaced.
-      argnums: the positions of the arguments to differentiate, or ``None`` for a whole step.
+      argnums: the positions of the arguments to differentiate, ``"all"`` for every argument that
+        holds floats, or ``None`` for a whole step.
       has_aux: whether the function returns ``(scalar, aux)``; aux is not kept.
       kwargs: keyword arguments.
 
@@ -74,11 +75,19 @@ def recorded(
     fun: Callable[..., Any],
     args: tuple,
     kwargs: Mapping[str, Any],
-    argnums: int | Sequence[int] | None,
+    argnums: int | Sequence[int] | str | None,
     has_aux: bool,
     with_arguments: bool = True,
+    among: Collection[Argument] = (),
 ) -> Recording:
-    """The recording of a loss, or of a step."""
+    """The recording of a loss, by all arguments or ``among`` these, or of a step."""
+    if isinstance(argnums, str):
+        if argnums != ALL:
+            raise ValueError(
+                f'argnums: got {argnums!r}, expected "all", positions of arguments, or None for '
+                "whole steps"
+            )
+        return recorded_by_all(fun, args, kwargs, has_aux, among, with_arguments)
     if argnums is not None:
         return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)
     if has_aux:

@@ -1,6 +1,7 @@
 """Slices of a record: the edges between a row and the rows around it that agree."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
@@ -21,6 +22,12 @@ class Slice(NamedTuple):
     def scopes(self) -> list[str]:
         names = self.graph.record.scopes
         return [names[i] for edge, *_ in self.steps for i in edge.scopes]
+
+    @property
+    def rules(self) -> list[str]:
+        """The custom rules among the operations, each once."""
+        names = self.graph.record.rules
+        return list(dict.fromkeys(names[i] for edge, *_ in self.steps for i in edge.rules))
 
 
 def module_of(slices: Sequence[Slice]) -> str | None:
@@ -62,7 +69,8 @@ def _inside_before(graph: Graph, inside: tuple, at: Instance) -> list[tuple[Edge
 def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[Slice]:
     """The operations that use a pair, up to the values that agree, in each record.
 
-    The uses at the same step if there are any, or else in the next one, or else behind the scan.
+    The uses at the same step if there are any, or else in the nearest later one, or else behind the
+    scan.
     """
     found = []
     for side, graph in enumerate(graphs):
@@ -95,6 +103,12 @@ def _walked(
 
 
 def _nearest(graph: Graph, steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
-    """The uses at the same step, or else in the next one, or else behind the scan."""
-    far = [max((1 + (d >= graph.shared(e)) for d in e.carried), default=0) for e, _ in steps]
+    """The uses at the same step, or else in the nearest later one, or else behind the scan."""
+    far = [_distance(graph, edge) for edge, _ in steps]
     return [step for step, own in zip(steps, far, strict=True) if own == min(far)]
+
+
+def _distance(graph: Graph, edge: Edge) -> float:
+    """The number of steps from one end to the other; infinite behind a scan."""
+    shared = graph.shared(edge)
+    return max((edge.carried.count(d) if d < shared else math.inf for d in edge.carried), default=0)

@@ -58,7 +58,7 @@ def _recording(
     leaves = output_paths(traced.result(avals))
     outputs = {p: x for p, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)}
     rows = [plain_row("output", p, x) for p, x in outputs.items()]
-    inputs = [(p, x) for p, x in given.items() if is_array(x)]
+    inputs = [(p, ("", ""), x) for p, x in given.items() if is_array(x)]
     found = recording_of(traced.program, inputs, rows, {}, with_arguments)
     fixed = [("output", p, x) for p, x in leaves.items() if p not in outputs]
     if with_arguments:

@@ -17,12 +17,12 @@ import numpy as np
 
 from clipgrad._arrays import widened_leaf
 from clipgrad._compare.compare_records import result
-from clipgrad._compare.findings import Sides, at_line
+from clipgrad._compare.findings import Sides
 from clipgrad._compare.judge import judge
-from clipgrad._compare.match import Matching, match
+from clipgrad._compare.match import Matching, Pair, match
 from clipgrad._compare.record import Row
 from clipgrad._compare.recording import Recording
-from clipgrad._compare.result import ComparisonFinding, GradientComparison
+from clipgrad._compare.result import ComparisonFinding, ComparisonRow, GradientComparison
 from clipgrad._compare.sketches import NORM_AT
 from clipgrad._programs import computed_types
 
@@ -36,7 +36,15 @@ NOTHING_LEFT = 1 / 16
 
 
 def compare_with_wider(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:
-    """Run a loss and its gradient as they are and in a wider type, and compare them."""
+    """Run a loss and its gradient as they are and in a wider type, and compare them.
+
+    Nothing runs where nothing is narrower.
+    """
+    most_left = NOTHING_LEFT * _rounding_ratio(recording.traced.program, dtype)
+    if most_left == NOTHING_LEFT:
+        other = "" if dtype == "float64" else '; compare it with "float64"'
+        note = f"nothing in fun is narrower than {dtype}, so no precision is lost{other}"
+        return GradientComparison(True, (), (), (), (note,), dtype)
     narrow = recording.run()
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         wide = recording.run(jnp.dtype(dtype))
@@ -44,7 +52,6 @@ def compare_with_wider(recording: Recording, dtype: str, rtol: float | None) -> 
     gradients = [p for p in pairs if p.kind == "gradient"]
     sides = Sides(narrow, wide, Matching([p for p in pairs if p.kind != "gradient"], [], []))
     most = MOST_ROUNDING if rtol is None else rtol
-    most_left = NOTHING_LEFT * _rounding_ratio(recording.traced.program, dtype)
     measure = functools.partial(recording.measure, narrow, ("gradient",))
     found = [lost_precision(*sides.rows(p), dtype, most, most_left, measure) for p in gradients]
     lost = [own for own in found if isinstance(own, ComparisonFinding)]
@@ -53,12 +60,19 @@ def compare_with_wider(recording: Recording, dtype: str, rtol: float | None) -> 
         text = "no gradient is judged: each is zero but for rounding; diagnose(fun, args) says "
         lost.append(ComparisonFinding("not judged", text + "which operation makes it so"))
     notes += _notes_of_loss(sides, dtype)
-    if most_left == NOTHING_LEFT:
-        other = "" if dtype == "float64" else '; compare it with "float64"'
-        notes.append(f"nothing in fun is narrower than {dtype}, so no precision is lost{other}")
     growing = _growing(sides) if any(f.kind == "rounding" for f in lost) else []
-    rows = result(sides, lost).rows
-    return GradientComparison(not lost, (*growing, *lost), rows, (), tuple(notes))
+    rows = *result(sides, lost).rows, *_rows_of_loss(sides, gradients)
+    return GradientComparison(not lost, (*growing, *lost), rows, (), tuple(notes), dtype)
+
+
+def _rows_of_loss(sides: Sides, gradients: list[Pair]) -> list[ComparisonRow]:
+    """The rows of the loss and of each leaf of the gradient."""
+    return [
+        ComparisonRow(
+            sides.rows(p)[0].label, None, p.judgment.difference, None, math.inf, kind=p.kind
+        )
+        for p in [*sides.of("output"), *gradients]
+    ]
 
 
 def lost_precision(
@@ -123,7 +137,7 @@ def _growing(sides: Sides) -> list[ComparisonFinding]:
         if math.isfinite(factor):
             text = f"the relative error of the {kind} of {row.label} is "
             text += f"{pair.judgment.difference:.2g}, {factor:.1f} times that before"
-        found = at_line("rounding", text, row, row.name, pair)
+        found = sides.at_line("rounding", text, row.name, pair)
         return [dataclasses.replace(found, factor=factor)]
     return []
 

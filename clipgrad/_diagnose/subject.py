@@ -37,16 +37,23 @@ class DiagnosisSubject(NamedTuple):
 
 
 def subject(
-    fun: Any, args: Any, kwargs: Any, argnums: int | Sequence[int], has_aux: bool
+    fun: Any,
+    args: Any,
+    kwargs: Any,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    by_name: Sequence[str] = (),
 ) -> DiagnosisSubject:
     """Check the arguments of `diagnose`, and trace the loss once.
+
+    It is differentiated by the keyword arguments ``by_name``, too.
 
     Raises:
       TypeError: `fun` is not a function, `args` not a tuple, or `kwargs` not a mapping.
       ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
     """
     check_call(fun, args, kwargs)
-    positions = _positions(argnums, len(args))
+    positions = [] if by_name and argnums == () else _positions(argnums, len(args))
     args = _with_arrays(args, positions)
     check_concrete("args", (args, kwargs))
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
@@ -55,7 +62,7 @@ def subject(
     traced: list[DiagnosisSubject] = []
 
     def run(function: Any, packed: Any, named: Any) -> None:
-        traced.append(_trace(fun, function, packed, named, positions, has_aux))
+        traced.append(_trace(fun, function, packed, named, positions, has_aux, by_name))
 
     with_models(run, fun, args, dict(kwargs or {}))
     return traced[0]
@@ -103,6 +110,7 @@ def _trace(
     kwargs: dict,
     positions: list[int],
     has_aux: bool,
+    by_name: Sequence[str],
 ) -> DiagnosisSubject:
     is_split = isinstance(function, Pure)  # an NNX model among the arguments is graph and states
 
@@ -120,7 +128,7 @@ def _trace(
     given = args[0] if is_split else (args, kwargs)
     entries, _ = jax.tree_util.tree_flatten_with_path(given)
     arrays = [(path, leaf) for path, leaf in entries if is_array(leaf)]
-    moved = differentiated_inputs(given, dict.fromkeys(positions))
+    moved = differentiated_inputs(given, dict.fromkeys([*positions, *by_name]))
     pairs = zip(arrays, moved, strict=True)
     chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]
     if not chosen:

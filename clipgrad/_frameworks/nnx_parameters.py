@@ -205,20 +205,23 @@ def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
     return lambda path, x: is_chosen(path, x) and all(map(is_clippable, jax.tree.leaves(x)))
 
 
-def differentiated_inputs(arguments: tuple[Any, Any], chosen: Mapping[int, Any]) -> list[bool]:
+def differentiated_inputs(
+    arguments: tuple[Any, Any], chosen: Mapping[int | str, Any]
+) -> list[bool]:
     """For each array among arguments whether the function is differentiated with respect to it.
 
     In ``arguments``, the positional and the keyword ones, `with_models` may have taken models
-    apart; ``chosen`` has positions, each with a filter as ``wrt``.
+    apart; ``chosen`` has positions, and names of keyword arguments, each with a filter as ``wrt``.
     """
     kind = getattr(flax_nnx(), "NodeStates", ())
     is_apart = lambda x: isinstance(x, kind)  # noqa: E731
     entries, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_apart)
     flags: list[bool] = []
     for path, part in entries:
-        is_chosen = path[0].idx == 0 and path[1].idx in chosen
+        argument = path[1].key if path[0].idx else path[1].idx
+        is_chosen = argument in chosen
         if is_apart(part):
-            wrt = chosen[path[1].idx] if is_chosen else None
+            wrt = chosen[argument] if is_chosen else None
             flags += _trained_arrays(part.state, is_chosen, wrt)
         elif is_array(part):
             flags.append(is_chosen)
