@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,8 +38,6 @@ def gradient_paths(own: DiagnosisSubject, argnums: int | Sequence[int]) -> dict[
     for i in own.chosen:
         number, path = own.paths[i]
         first = [] if is_one else [str(order.index(int(number)))]
-        # NNX puts more around the attributes of a model that it takes apart.
-        path = re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
         found[i] = "/".join([*first, path]).rstrip("/")
     counts = collections.Counter(found.values())
     # A key with a slash may look like two keys.
