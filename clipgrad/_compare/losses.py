@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -123,7 +122,7 @@ def _recording(
 ) -> Recording:
     """The recording of a traced loss whose gradients have these paths, by the numbers of inputs."""
     names = [gradients.get(i, name) for i, name in enumerate(own.names)]
-    leaves = [(argument_name(key), _attributes(path)) for key, path in own.paths]
+    leaves = [(argument_name(key), path) for key, path in own.paths]
     inputs = list(zip(names, leaves, own.inputs, strict=True))
     loss = plain_row("output", THE_LOSS, opened(own.program)[0].outvars[0].aval)
     found = recording_of(own.program, inputs, [loss], gradients, with_arguments)
@@ -138,7 +137,7 @@ def _by_all(own: DiagnosisSubject, with_arguments: bool, keys: Sequence[Argument
     for i in chosen:
         key, path = own.paths[i]
         is_first = key == keys[0]
-        paths[i] = _attributes(path) if is_first else own.names[i]
+        paths[i] = path if is_first else own.names[i]
         if is_first and keys[1:] and not path:
             paths[i] = argument_name(key)
     return _recording(own._replace(chosen=chosen), _distinct(paths, own), with_arguments)
@@ -154,13 +153,8 @@ def _paths_by_position(
     for i in own.chosen:
         number, path = own.paths[i]
         first = [] if is_one else [str(order.index(int(number)))]
-        found[i] = "/".join([*first, _attributes(path)]).rstrip("/")
+        found[i] = "/".join([*first, path]).rstrip("/")
     return _distinct(found, own)
-
-
-def _attributes(path: str) -> str:
-    """A path without what NNX puts around the attributes of a model that it takes apart."""
-    return re.sub(r"^states/\d+/(.*)/value$|^(.*)/states/\d+/value$", r"\1\2", path)
 
 
 def _distinct(paths: Mapping[int, str], own: DiagnosisSubject) -> dict[int, str]:

@@ -39,12 +39,17 @@ class GradientDiagnosis:
         """Whether nothing is wrong."""
         return not self.findings
 
+    @property
+    def message(self) -> str:
+        """The message of the first finding, or that nothing is wrong."""
+        return self.findings[0].message if self.findings else _NO_FINDING[bool(self.examples)]
+
     def __str__(self) -> str:
         parts = [_written_finding(finding) for finding in self.findings]
         parts += [folded(str(example)) for example in self.examples]
         parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
         parts += [folded(f"note: {note}") for note in self.notes]
-        return "\n".join(parts if self.findings else [_NO_FINDING[bool(self.examples)], *parts])
+        return "\n".join(parts if self.findings else [self.message, *parts])
 
     def plot(self) -> Any:
         """Draws the norm of the cotangent by depth and by step of each scan, with the findings.

@@ -29,7 +29,8 @@ def value_finding(
 ) -> GradientFinding:
     """A finding on where a value has its NaN or inf from; ``then`` is what makes NaN of an inf."""
     if found.entry is None:
-        return _argument_finding(found.number, given)
+        is_constant = found.is_constant
+        return _constant_finding(given) if is_constant else _argument_finding(found.number, given)
     entry = found.entry
     values = _values(entry, entry.outs)
     what = f"{_operation_at(entry, values)} is not finite, but its inputs are"
@@ -108,6 +109,11 @@ def function_finding(kind: str, message: str, given: DiagnosisSubject) -> Gradie
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     where = f"{Location(file, line, None)}: " if file else ""
     return GradientFinding(kind, file, line, "argument", "", None, where + message)
+
+
+def _constant_finding(given: DiagnosisSubject) -> GradientFinding:
+    what = "the loss is a constant that is not finite; it is computed from no argument"
+    return function_finding("value", what, given)
 
 
 def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding:

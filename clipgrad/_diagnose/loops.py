@@ -49,6 +49,14 @@ class InScan(Inside):
         """Whether an operand, or an input of a step, is carried."""
         return self.fixed <= number < self.split
 
+    @property
+    def active_carries(self) -> list[bool]:
+        """For each carry whether it depends on what the loss is differentiated by, at any step."""
+        entry = self.entry
+        first = entry.active[self.fixed : self.split]
+        last = [v in entry.tape.active for v in entry.equation.outvars[: self.carried]]
+        return [a or b for a, b in zip(first, last, strict=True)]
+
     def forward(self) -> list:
         """The results; keeps what each step begins with."""
         entry, hook = self.entry, self.entry.tape.runs.hook
@@ -148,7 +156,7 @@ class InScan(Inside):
 
     def _tape(self, inputs: list, t: int) -> Tape:
         active = list(self.entry.active)
-        active[self.fixed : self.split] = [any(active)] * self.carried
+        active[self.fixed : self.split] = self.active_carries
         within = Within(self.entry, 0, t, self.times.index(t))
         return Tape(self.program, inputs, active, within)
 

@@ -21,7 +21,14 @@ from clipgrad._arrays import (
     path_string,
 )
 from clipgrad._error_clip import check_call
-from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
+from clipgrad._frameworks import (
+    Pure,
+    differentiated_inputs,
+    has_modules,
+    is_model,
+    paths_of_arrays,
+    with_models,
+)
 from clipgrad._programs import holds_floats
 
 
@@ -31,7 +38,7 @@ class DiagnosisSubject(NamedTuple):
     fun: Callable[..., Any]
     program: Any  # its jaxpr; the first result is the loss
     inputs: list[Any]  # the arrays among the arguments
-    names: list[str]  # of each of them, as ``args[0]['w']``
+    names: list[str]  # of each of them, as ``args[0]['w']``; of a model ``args[0].dense.kernel``
     paths: list[tuple[int | str, str]]  # the position of its argument, or its name; the path in it
     chosen: list[int]  # the positions of those that the loss is differentiated by
 
@@ -126,8 +133,7 @@ def _trace(
             "without; pass each changed value as an argument, and return it"
         )
     given = args[0] if is_split else (args, kwargs)
-    entries, _ = jax.tree_util.tree_flatten_with_path(given)
-    arrays = [(path, leaf) for path, leaf in entries if is_array(leaf)]
+    arrays = [(path, leaf) for path, leaf in paths_of_arrays(given) if is_array(leaf)]
     moved = differentiated_inputs(given, dict.fromkeys([*positions, *by_name]))
     pairs = zip(arrays, moved, strict=True)
     chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._diagnose.parts import as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
-from clipgrad._names import Place
+from clipgrad._names import STOPPING, Place, active_results
 from clipgrad._programs import (
     CALLS,
     JIT,
@@ -129,7 +129,7 @@ class Entry:
         """Fill in the cotangents of the operands."""
         which = [i for i, x in enumerate(self.ins) if holds_floats(x) and self.active[i]]
         outs = [j for j, y in enumerate(self.outs) if holds_floats(y) and self.got[j] is not None]
-        if not which or not outs or self.name in ("stop_gradient", "while"):
+        if not which or not outs or self.equation.primitive in STOPPING:
             return
         reached: set[int] = set()
 
@@ -326,11 +326,11 @@ class Tape:
         for k, atom in enumerate(equation.invars):
             if type(atom) is not Literal:
                 self.uses[atom].append((entry, k))
+        results = zip(equation.outvars, active_results(equation, entry.active), strict=True)
+        self.active.update(v for v, is_active in results if is_active)
         entry.outs = list(self._run(entry, (entry.inside or entry).forward, is_backward=False))
         self.values.update(zip(equation.outvars, entry.outs, strict=True))
         self.made.update(dict.fromkeys(equation.outvars, entry))
-        if any(entry.active):
-            self.active.update(v for v in equation.outvars if holds_floats(v))
 
     def _run(self, entry: Entry, run: Callable[[], Any], is_backward: bool) -> Any:
         """Run an entry; if its operation raises, it is opened to find the one that does."""

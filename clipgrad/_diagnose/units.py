@@ -31,8 +31,9 @@ CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"}
 
 
 def inner_programs(equation: JaxprEqn) -> list:
-    """The programs inside of an equation that are measured."""
-    return [] if chooses_by_platform(equation) else differentiated_programs(equation)
+    """The programs inside of an equation that are measured; branches may be one program."""
+    programs = [] if chooses_by_platform(equation) else differentiated_programs(equation)
+    return list({opened(program)[0]: program for program in programs}.values())
 
 
 class Unit(NamedTuple):

@@ -1,7 +1,6 @@
 """The findings and notes on gradients that are exactly zero."""
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ def _told(
     given: DiagnosisSubject, tape: Tape, zero: Sequence[int], is_all: bool
 ) -> tuple[list[GradientFinding], list[str]]:
     """``zero`` are the inputs without a gradient; ``is_all``: all of them, at a loss of 0."""
-    names = [_path_of(name) for name in given.names]
+    names = given.names
     rows = [(names[i], "", cuts(tape, tape.jaxpr.invars[i])) for i in zero]
     for i in given.chosen:
         for inside, k, steps in _lost_layers(tape, tape.jaxpr.invars[i]) if i not in zero else ():
@@ -122,11 +121,6 @@ def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[InScan, int, list[int]
 
 
 # -- Words.
-
-
-def _path_of(name: str) -> str:
-    """The name without what NNX has between a state and its array."""
-    return re.sub(r"\.states\[\d+\]|\.value$", "", name)
 
 
 def _few(values: Sequence[int]) -> str:

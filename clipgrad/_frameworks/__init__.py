@@ -10,6 +10,7 @@ from clipgrad._frameworks.equinox import has_modules as has_modules
 from clipgrad._frameworks.nnx import Pure as Pure
 from clipgrad._frameworks.nnx import is_diff_state as is_diff_state
 from clipgrad._frameworks.nnx import model_value_and_grad as model_value_and_grad
+from clipgrad._frameworks.nnx import paths_of_arrays as paths_of_arrays
 from clipgrad._frameworks.nnx import with_models as with_models
 from clipgrad._frameworks.nnx import without_variables as without_variables
 from clipgrad._frameworks.nnx_parameters import differentiated_inputs as differentiated_inputs

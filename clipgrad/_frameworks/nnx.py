@@ -88,6 +88,29 @@ def models_in(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
 
 
+def paths_of_arrays(tree: Any) -> list[tuple[Any, Any]]:
+    """The leaves of a tree with their paths; in a model taken apart they are attribute paths."""
+    kind = getattr(flax_nnx(), "NodeStates", ())
+    is_apart = lambda x: isinstance(x, kind)  # noqa: E731
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_apart)
+    found: list[tuple[Any, Any]] = []
+    for path, part in entries:
+        if is_apart(part):
+            inside, _ = jax.tree_util.tree_flatten_with_path(part)
+            found += [((*path, *map(_as_attribute, keys[2:-1])), leaf) for keys, leaf in inside]
+        else:
+            found.append((path, part))
+    return found
+
+
+def _as_attribute(key: Any) -> Any:
+    """A key of the state of a model, as the attribute or the element that it stands for."""
+    name = getattr(key, "key", key)
+    if isinstance(name, str):
+        return jax.tree_util.GetAttrKey(name)
+    return jax.tree_util.SequenceKey(name) if isinstance(name, int) else key
+
+
 def is_diff_state(x: Any) -> bool:
     """Whether this is an argument of `nnx.grad` with the variables to differentiate."""
     return isinstance(x, getattr(flax_nnx(), "DiffState", ()))

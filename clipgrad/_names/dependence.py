@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core.primitives import stop_gradient_p, while_p
 
 from clipgrad._names.places import Place
 from clipgrad._programs import (
@@ -17,6 +18,9 @@ from clipgrad._programs import (
 
 Sources = frozenset[int]  # positions among the inputs of the program
 _NONE: Sources = frozenset()
+_ONE: Sources = frozenset((0,))
+# Nothing is differentiated through these: of a loop of unknown length JAX refuses what would be.
+STOPPING = frozenset((stop_gradient_p, while_p))
 
 
 def dependence(
@@ -43,13 +47,20 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     Those of programs inside are among them. Only such a variable has a cotangent. One of a program
     with several calls is among them if it depends on the inputs in one of the calls.
     """
-
-    def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
-        return equation.primitive.name != "stop_gradient" and holds_floats(variable)
-
-    walk = _Walk(differentiated_programs, is_differentiated)
+    walk = _Walk(differentiated_programs, _passes_derivatives)
     walk.start(program, [i for i in inputs if holds_floats(opened(program)[0].invars[i])])
     return frozenset(walk.variables)
+
+
+def active_results(equation: JaxprEqn, active: Sequence[bool]) -> list[bool]:
+    """For each result whether it can be differentiated by the operands that are active."""
+    walk = _Walk(differentiated_programs, _passes_derivatives)
+    pairs = zip(equation.invars, active, strict=True)
+    return walk.passed(equation, [_ONE if on and holds_floats(v) else _NONE for v, on in pairs])
+
+
+def _passes_derivatives(equation: JaxprEqn, variable: Var) -> bool:
+    return equation.primitive not in STOPPING and holds_floats(variable)
 
 
 class _Walk:
@@ -77,6 +88,11 @@ class _Walk:
         chosen = set(range(len(jaxpr.invars)) if inputs is None else inputs)
         sources = [frozenset({i} & chosen) for i in range(len(jaxpr.invars))]
         return self._through(jaxpr, sources, None)
+
+    def passed(self, equation: JaxprEqn, operands: list[Sources]) -> list[bool]:
+        """For each result of an equation alone whether it depends on something."""
+        results = zip(equation.outvars, self._results(Place(equation), operands), strict=True)
+        return [bool(sources) and self._passes(equation, v) for v, sources in results]
 
     def _through(
         self, jaxpr: Any, inputs: Sequence[Sources], parent: Place | None

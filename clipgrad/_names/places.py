@@ -32,8 +32,18 @@ _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 _MACHINERY = {
     "api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py", "api_util.py",
     "linear_util.py", "partial_eval.py", "source_info_util.py", "ufunc_api.py", "array_methods.py",
-    "ad_checkpoint.py", "batching.py",
+    "ad_checkpoint.py", "batching.py", "ad.py",
 }  # fmt: skip
+# Files and folders of frameworks that every call of a layer goes through.
+_FRAMES_OF_LAYERS = tuple(
+    os.path.join("", *name.split("/"))
+    for name in """flax/linen/module.py flax/linen/transforms.py flax/core flax/nnx/transforms
+    flax/nnx/module.py flax/nnx/object.py flax/nnx/pytreelib.py flax/nnx/extract.py flax/nnx/graph.py
+    equinox/_module equinox/_jit.py equinox/_vmap_pmap.py equinox/_ad.py equinox/_eval_shape.py
+    haiku/_src/module.py haiku/_src/transform.py haiku/_src/lift.py haiku/_src/stateful.py
+    keras/src/layers/layer.py keras/src/ops/operation.py keras/src/utils
+    keras/src/backend""".split()
+)
 _NAMED = CUSTOM_RULES | JIT
 # The folders of functions that people call, and frames in these that are no such functions.
 _FOLDERS = [*(f"jax/_src/{own}" for own in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
@@ -150,7 +160,7 @@ class Place(NamedTuple):
         """The innermost line of the user's own files."""
         frames = self._frames
         own = next((i for i, frame in enumerate(frames) if is_users(frame.file_name)), None)
-        called = [f for f in frames[:own] if os.path.basename(f.file_name) not in _MACHINERY]
+        called = [f for f in frames[:own] if not _is_machinery(f.file_name)]
         package = _package_frame(called[-1]) if called else None
         if own is None:
             return Location(None, None, package)
@@ -190,6 +200,14 @@ def is_users(file: str) -> bool:
     if file.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.split(os.sep)):
         return False
     return not file.startswith((*filter(None, _INSTALLED), _LIBRARY + os.sep))
+
+
+@functools.cache
+def _is_machinery(file: str) -> bool:
+    """Whether a file is of calls as such: of JAX, of a framework, or of the names here."""
+    if file.startswith(_LIBRARY + os.sep) or os.path.basename(file) in _MACHINERY:
+        return True
+    return any(name in file for name in _FRAMES_OF_LAYERS)
 
 
 def _package_frame(frame: Any) -> str:
