@@ -32,11 +32,7 @@ from clipgrad._per_example.uses import Factors, Rows, Use
 def have_grams(uses: Sequence[Use]) -> bool:
     """Whether rows of each two uses can be compared: on the same parts of a leaf, or apart."""
     pairs = itertools.combinations(uses, 2)
-    return all(a.key == b.key or _are_apart(a, b) for a, b in pairs)
-
-
-def _are_apart(a: Use, b: Use) -> bool:
-    return a.place.frame == b.place.frame == () and not a.place.meets(b.place)
+    return all(a.key == b.key or a.place.is_apart(b.place) for a, b in pairs)
 
 
 def gram_entries(uses: Sequence[Use]) -> int:
@@ -61,8 +57,8 @@ def group_and_row_count(use: Use) -> tuple[int, int]:
     """The number of groups, and of rows."""
     shape = (*use.lengths, *use.y.shape)
     sizes = dict(zip([*use.outer, *use.labels[1][len(use.outer) + 1 :]], shape, strict=True))
-    groups, rows, *_ = use.sides
-    return math.prod(sizes[k] for k in groups), math.prod(sizes[k] for k in rows)
+    axes = use.factorization
+    return math.prod(sizes[k] for k in axes.groups), math.prod(sizes[k] for k in axes.rows)
 
 
 def gram_norms(factors: Sequence[Factors]) -> jax.Array:

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax import lax
+from jax.extend.core import JaxprEqn, primitives
 
 from clipgrad._compat import to_varying, varying_axes
+from clipgrad._per_example.labels import WeightAxis
 from clipgrad._programs import bind
 
-Label = Any
+Label = WeightAxis | None  # of an axis of a view; `None`: its size is 1
+Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
 KEEPING = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}
 RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 
@@ -37,14 +40,29 @@ class ViewStep(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """A scan around a use: the label of the axis of the leaf that it goes along.
+    """A scan around a use: the axis of the weight that it goes along.
 
-    A scan that uses the same weight in all its steps, as a recurrence does, has no ``axis``.
+    One that goes along an axis of size 1 has no ``axis``, and one that uses the same weight in all
+    its steps, as a recurrence does, neither.
     """
 
     length: int
     is_along: bool
-    axis: Label | None = None
+    axis: Label = None
+
+
+class Reshape(NamedTuple):
+    """A reshape that has split or merged axes of a view.
+
+    Attributes:
+      labels: of the axes of the view before it.
+      box: of the view before it.
+      shape: of the view after it.
+    """
+
+    labels: tuple[Label, ...]
+    box: Box
+    shape: tuple[int, ...]
 
 
 class ViewPlace(NamedTuple):
@@ -52,8 +70,9 @@ class ViewPlace(NamedTuple):
 
     Attributes:
       leaf: the number of the leaf.
-      labels: of the axes of the view; ``None`` for an axis of size 1.
-      box: from where to where the view goes, along each axis of the leaf.
+      labels: of the axes of the view.
+      box: from where to where the view goes, along each axis of the leaf or of the last of the
+        reshapes.
       frame: the reshapes that have split or merged axes: labels are of their result.
       scans: the scans around, outermost first.
       steps: how the view is made of the leaf, casts left out.
@@ -61,15 +80,15 @@ class ViewPlace(NamedTuple):
 
     leaf: int
     labels: tuple[Label, ...]
-    box: tuple[tuple[int, int], ...]
-    frame: tuple[Any, ...] = ()
+    box: Box
+    frame: tuple[Reshape, ...] = ()
     scans: tuple[Scan, ...] = ()
     steps: tuple[ViewStep, ...] = ()
 
     @classmethod
     def of_leaf(cls, leaf: int, shape: Sequence[int]) -> "ViewPlace":
         """The place of a whole leaf."""
-        return cls(leaf, _labels(len(shape)), tuple((0, n) for n in shape))
+        return cls(leaf, _labels(shape, 0), _whole(shape))
 
     def in_scan(self, length: int, is_along: bool) -> "ViewPlace":
         """The place of what a step of a scan gets: one index of the first axis, or all."""
@@ -78,10 +97,16 @@ class ViewPlace(NamedTuple):
         scan = Scan(length, True, self.labels[0])
         return self._replace(labels=self.labels[1:], scans=(*self.scans, scan))
 
-    def meets(self, other: "ViewPlace") -> bool:
-        """Whether both are of the same part of a leaf, or of parts that overlap."""
-        pairs = zip(self.box, other.box, strict=True)
-        return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
+    def is_apart(self, other: "ViewPlace") -> bool:
+        """Whether two views of a leaf share no element, as far as their boxes show.
+
+        These are compared where the views were last reshaped alike.
+        """
+        boxes, others = ([*(r.box for r in p.frame), p.box] for p in (self, other))
+        pairs = zip(self.frame, other.frame, strict=False)
+        depth = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        pairs = zip(boxes[depth], others[depth], strict=True)
+        return any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in pairs)
 
     def results(self, equation: JaxprEqn) -> list["ViewPlace | None"]:
         """The places of the results of an equation of the view alone; ``None``: not followed."""
@@ -94,9 +119,11 @@ class ViewPlace(NamedTuple):
             return [self._after(equation, labels=labels)]
         if name in RESHAPES and math.prod(old) == math.prod(new):
             return [self._reshaped(equation, old, new)]
-        cuts = [] if self.frame else _cuts(name, params, old)
-        found: list[ViewPlace | None] = [self._cut(equation, *cut) for cut in enumerate(cuts)]
-        return found or [None] * len(equation.outvars)
+        cuts_of = _CUTS.get(equation.primitive)
+        cuts = cuts_of and cuts_of(params, old)
+        if cuts is None:
+            return [None] * len(equation.outvars)
+        return [self._cut(equation, i, *cut) for i, cut in enumerate(cuts)]
 
     def to_leaf(self, total: jax.Array, shape: Sequence[int]) -> jax.Array:
         """An array that lies as the view, with the axes of scans in front, as the leaf lies."""
@@ -122,28 +149,53 @@ class ViewPlace(NamedTuple):
             rest = iter([k for k, n in zip(self.labels, old, strict=True) if n != 1])
             labels = tuple(None if n == 1 else next(rest) for n in new)
             return self._after(equation, labels=labels)
-        frame = (*self.frame, (self.labels, tuple(new)))
-        return self._after(equation, labels=_labels(len(new), frame), frame=frame)
+        frame = (*self.frame, Reshape(self.labels, self.box, tuple(new)))
+        labels = _labels(new, len(frame))
+        return self._after(equation, labels=labels, box=_whole(new), frame=frame)
 
-    def _cut(self, equation: JaxprEqn, result: int, cut: Sequence[tuple[int, int]]) -> "ViewPlace":
-        box = list(self.box)
-        for label, (start, stop) in zip(self.labels, cut, strict=True):
+    def _cut(self, equation: JaxprEqn, result: int, cut: Box, gone: int | None) -> "ViewPlace":
+        """The place of a part of the view, from where to where along each of its axes.
+
+        ``gone``: the axis that the result does not have.
+        """
+        box, labels = list(self.box), list(self.labels)
+        for i, (label, (start, stop)) in enumerate(zip(self.labels, cut, strict=True)):
             if label is not None:
-                first = box[label[1]][0]
-                box[label[1]] = first + start, first + stop
-        return self._after(equation, result, box=tuple(box))
+                first = box[label.number][0]
+                box[label.number] = first + start, first + stop
+            if stop - start == 1:
+                labels[i] = None
+        if gone is not None:
+            del labels[gone]
+        return self._after(equation, result, labels=tuple(labels), box=tuple(box))
 
 
-def _cuts(name: str, params: Any, shape: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """From where to where each result of an operation goes along each axis; none: another one."""
-    if name == "slice" and not params["strides"]:
-        return [list(zip(params["start_indices"], params["limit_indices"], strict=True))]
-    if name != "split":
-        return []
-    axis, stops = params["axis"], itertools.accumulate(params["sizes"])
-    whole = [(0, n) for n in shape]
-    pairs = zip(params["sizes"], stops, strict=True)
-    return [[*whole[:axis], (stop - n, stop), *whole[axis + 1 :]] for n, stop in pairs]
+# What an operation gives of a view: for each result from where to where it goes along each axis,
+# and the axis that it does not have. None if it is not followed.
+_Cuts = list[tuple[Box, int | None]] | None
+
+
+def _slice(params: Any, shape: Sequence[int]) -> _Cuts:
+    if set(params["strides"] or ()) - {1}:
+        return None
+    cut = zip(params["start_indices"], params["limit_indices"], strict=True)
+    return [(tuple(cut), None)]
+
+
+def _split(params: Any, shape: Sequence[int]) -> _Cuts:
+    axis, sizes, whole = params["axis"], params["sizes"], _whole(shape)
+    pairs = zip(sizes, itertools.accumulate(sizes), strict=True)
+    cuts = ((stop - size, stop) for size, stop in pairs)
+    return [((*whole[:axis], cut, *whole[axis + 1 :]), None) for cut in cuts]
+
+
+def _unstack(params: Any, shape: Sequence[int]) -> _Cuts:
+    axis, whole = params["axis"], _whole(shape)
+    cuts = ((i, i + 1) for i in range(shape[axis]))
+    return [((*whole[:axis], cut, *whole[axis + 1 :]), axis) for cut in cuts]
+
+
+_CUTS = {primitives.slice_p: _slice, lax.split_p: _split, lax.unstack_p: _unstack}
 
 
 def has_views(x: Any) -> bool:
@@ -151,5 +203,9 @@ def has_views(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 16
 
 
-def _labels(rank: int, frame: Sequence[Any] = ()) -> tuple[Label, ...]:
-    return tuple((len(frame), axis) for axis in range(rank))
+def _labels(shape: Sequence[int], reshapes: int) -> tuple[Label, ...]:
+    return tuple(None if n == 1 else WeightAxis(reshapes, i) for i, n in enumerate(shape))
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return tuple((0, n) for n in shape)

@@ -15,33 +15,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var, primitives
 from jax.lax import Precision
 
 from clipgrad._arrays import accumulator, times, with_real_dtype
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._per_example.places import Label, ViewPlace, has_views
+from clipgrad._per_example.labels import EXAMPLES, Factorization, Kind, Label
+from clipgrad._per_example.places import ViewPlace, has_views
 from clipgrad._per_example.products import product
 from clipgrad._programs import bind
 
 Each = jax.Array | None  # a number for each example
-EXAMPLES = ("examples",)
 
 # The first result of an equation, behind those of the equations around it.
 EquationPath = tuple[Var, ...]
 
 
-class FactorRows(NamedTuple):
-    """The axes of rows: what both sides have, the rows, and the numbers of x and of ct."""
-
-    groups: list[Label]
-    rows: list[Label]
-    x: list[Label]
-    ct: list[Label]
-
-
 class Rows(NamedTuple):
-    """The rows of both sides, of the shape (groups, examples, rows, numbers).
+    """The rows of both sides, of the shape (groups, examples, rows, numbers); see `Sides`.
 
     A side may be indices, of the shape (groups, examples, rows): each row has a single 1.
     """
@@ -53,11 +44,6 @@ class Rows(NamedTuple):
     def is_outer(self) -> bool:
         """Whether each side is one row of numbers."""
         return all(x.ndim == 4 and x.shape[0] == x.shape[2] == 1 for x in self)
-
-    @classmethod
-    def of(cls, sides: FactorRows, x: jax.Array, ct: jax.Array) -> "Rows":
-        """The rows, with the side of the first labels on the left."""
-        return cls(x, ct) if sides.x <= sides.ct else cls(ct, x)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,19 +91,12 @@ class Use:
     @property
     def key(self) -> Hashable:
         """The place of the gradient, and what of it is on which side: rows of one key add up."""
-        sides = self.sides
-        own = [tuple(k for k in side if k[0] == "leaf") for side in (*sides[:1], *sides[2:])]
-        groups, *numbers = own
-        return self.place.frame, self.place.box, groups, frozenset(numbers)
+        return self.place.frame, self.place.box, self.factorization.sides
 
     @functools.cached_property
-    def sides(self) -> FactorRows:
-        """The axes of the rows; an index has the axis that it is along."""
-        x, ct = (set(own) for own in self.labels)
-        every = {*self.along, *self.axes}
-        groups = x & ct & every
-        rows = (x & ct) - groups - {EXAMPLES}
-        return FactorRows(*map(sorted, (groups, rows, every - ct, (every & ct) - groups)))
+    def factorization(self) -> Factorization:
+        """The axes of both factors; an index has the axis that it is along."""
+        return Factorization.of([*self.along, *self.axes], *self.labels)
 
     @functools.cached_property
     def labels(self) -> tuple[list[Label], list[Label]]:
@@ -127,22 +106,22 @@ class Use:
 
     @property
     def outer(self) -> list[Label]:
-        """The labels of the scans around: an axis of the leaf, or of rows."""
-        found: list[Label] = []
-        for i, scan in enumerate(self.place.scans):
-            own = ("leaf", scan.axis) if scan.axis is not None else ("along", i)
-            found.append(own if scan.is_along else ("step", i))
-        return found
+        """The labels of the scans around: an axis of the weight, or of rows."""
+        return [
+            Label.of_weight(scan.axis, Kind.UNIT_OF_SCAN, i)
+            if scan.is_along
+            else Label(Kind.STEP, i)
+            for i, scan in enumerate(self.place.scans)
+        ]
 
     @property
     def along(self) -> list[Label]:
-        """The labels of the scans that go along an axis of the leaf."""
-        return [k for k in self.outer if k[0] != "step"]
+        """The labels of the scans that go along an axis of the weight."""
+        return [label for label in self.outer if label.kind != Kind.STEP]
 
     def axis(self, i: int) -> Label:
         """The label of an axis of the view."""
-        own = self.place.labels[i]
-        return ("view", i) if own is None else ("leaf", own)
+        return Label.of_weight(self.place.labels[i], Kind.UNIT_OF_VIEW, i)
 
     @property
     def axes(self) -> list[Label]:
@@ -158,9 +137,12 @@ class Use:
 
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
         """The rows of the gradients of all examples."""
-        sides, (own, others) = self.sides, self.labels
-        x = _in_rows(self.expanded(x), own, sides, sides.x)
-        return Rows.of(sides, x, _in_rows(ct, others, sides, sides.ct))
+        axes, (of_x, of_ct) = self.factorization, self.labels
+        x = _in_rows(self.expanded(x), of_x, axes, axes.x)
+        return self._on_sides(x, _in_rows(ct, of_ct, axes, axes.ct))
+
+    def _on_sides(self, x: jax.Array, ct: jax.Array) -> Rows:
+        return Rows(x, ct) if self.factorization.x_is_left else Rows(ct, x)
 
     def each(self, x: jax.Array, ct: jax.Array) -> jax.Array:
         """The gradient of each example: (examples, scans along the leaf, view)."""
@@ -190,7 +172,7 @@ class Use:
     def _folded(self, values: jax.Array) -> jax.Array:
         """(steps along the leaf, all other steps and examples, own axes)."""
         outer = len(self.outer)
-        along = [i for i, k in enumerate(self.outer) if k[0] != "step"]
+        along = [i for i, k in enumerate(self.outer) if k.kind != Kind.STEP]
         rest = [i for i in range(outer + 1) if i not in along]
         count = math.prod(values.shape[i] for i in along)
         values = jnp.transpose(values, [*along, *rest, *range(outer + 1, values.ndim)])
@@ -208,8 +190,8 @@ class Dense(Use):
             x[pair[data]] = self.axis(pair[own])
         used = {*contracted[own], *batch[own]}
         free = [self.axis(i) for i in range(len(self.view)) if i not in used]
-        rows = [("row", i) for i, label in enumerate(x) if label is None]
-        x = [("row", i) if label is None else label for i, label in enumerate(x)]
+        rows = [_row(i) for i, label in enumerate(x) if label is None]
+        x = [_row(i) if label is None else label for i, label in enumerate(x)]
         both = [self.axis(i) for i in batch[own]]
         return x, [*both, *(free + rows if own == 0 else rows + free)]
 
@@ -223,11 +205,11 @@ class Convolution(Use):
 
     def _own_labels(self) -> tuple[list[Label], list[Label]]:
         numbers = self.equation.params["dimension_numbers"]
-        rows = [("row", i) for i in range(len(self.view) - 2)]
+        batch, *rows = map(_row, range(len(self.view) - 1))
         outputs, inputs, *taps = map(self.axis, numbers.rhs_spec)
-        x = _at_places(numbers.lhs_spec, [("row", -1), inputs, *rows])
+        x = _at_places(numbers.lhs_spec, [batch, inputs, *rows])
         x[numbers.lhs_spec[1] : numbers.lhs_spec[1]] = taps
-        return x, _at_places(numbers.out_spec, [("row", -1), outputs, *rows])
+        return x, _at_places(numbers.out_spec, [batch, outputs, *rows])
 
     def expanded(self, x: jax.Array) -> jax.Array:
         """The patches of x: what each tap sees, with the axes of taps before that of inputs."""
@@ -270,19 +252,19 @@ class Lookup(Use):
         offsets = self.equation.params["dimension_numbers"].offset_dims
         rows = [i for i in range(len(self.y.shape)) if i not in offsets]
         others = iter([self.axis(i) for i in range(len(self.view)) if i != self.along_axis])
-        ct = [next(others) if i in offsets else ("row", i) for i in range(len(self.y.shape))]
-        return [("row", i) for i in rows], ct
+        ct = [next(others) if i in offsets else _row(i) for i in range(len(self.y.shape))]
+        return [_row(i) for i in rows], ct
 
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
         """The indices of the rows, and the cotangents; 0 where an index is out of range."""
         x, labels, size = x[..., 0], self.labels, self.view[self.along_axis]
-        if "CLIP" not in str(self.equation.params["mode"]):
+        if self.equation.params["mode"] != lax.GatherScatterMode.CLIP:
             added = [i for i, k in enumerate(labels[1]) if k not in labels[0]]
             valid = jnp.expand_dims((x >= 0) & (x < size), added)
             ct = jnp.where(valid, ct, jnp.zeros_like(ct))
-        sides = self.sides
-        indices = _in_rows(jnp.clip(x, 0, size - 1), labels[0], sides, [])
-        return Rows.of(sides, indices[..., 0], _in_rows(ct, labels[1], sides, sides.ct))
+        axes = self.factorization
+        indices = _in_rows(jnp.clip(x, 0, size - 1), labels[0], axes, [])
+        return self._on_sides(indices[..., 0], _in_rows(ct, labels[1], axes, axes.ct))
 
     def each(self, x: jax.Array, ct: jax.Array) -> jax.Array:
         """The gradient of each example, added up row by row."""
@@ -343,22 +325,32 @@ def _at_places(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
     return found
 
 
+def _row(i: int) -> Label:
+    return Label(Kind.ROW, i)
+
+
 def _in_rows(
-    values: jax.Array, labels: Sequence[Label], sides: FactorRows, numbers: Sequence[Label]
+    values: jax.Array, labels: Sequence[Label], axes: Factorization, numbers: Sequence[Label]
 ) -> jax.Array:
     """(groups, examples, rows, numbers)."""
-    order = [*sides.groups, EXAMPLES, *sides.rows, *numbers]
+    order = [*axes.groups, EXAMPLES, *axes.rows, *numbers]
     values = jnp.transpose(values, [list(labels).index(k) for k in order])
-    first = len(sides.groups)
+    first = len(axes.groups)
     groups, examples = math.prod(values.shape[:first]), values.shape[first]
-    rows = math.prod(values.shape[first + 1 :][: len(sides.rows)])
+    rows = math.prod(values.shape[first + 1 :][: len(axes.rows)])
     return values.reshape(groups, examples, rows, -1)
+
+
+_USES: dict[Any, type[Use]] = {
+    primitives.dot_general_p: Dense,
+    primitives.conv_general_dilated_p: Convolution,
+    primitives.gather_p: Lookup,
+}
 
 
 def use_of(path: EquationPath, equation: JaxprEqn, operand: int, place: ViewPlace) -> Use | None:
     """The use of a view by an equation, if its gradient is a sum of products of rows."""
-    name, params = equation.primitive.name, equation.params
-    kind = {"dot_general": Dense, "conv_general_dilated": Convolution, "gather": Lookup}.get(name)
+    kind, params = _USES.get(equation.primitive), equation.params
     if kind is None:
         return None
     use = kind(path, equation, operand, place)

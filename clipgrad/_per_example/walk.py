@@ -17,6 +17,7 @@ from clipgrad._programs import (
     bind,
     called_program,
     evaluate,
+    is_reference,
     opened,
     scan_counts,
 )
@@ -67,6 +68,10 @@ class WalkedProgram:
         return [read(v) for v in jaxpr.outvars]
 
     def _results(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
+        if not equation.outvars:
+            if any(map(is_reference, equation.invars)):  # by which it may come back
+                self._end(inputs, f"used by {equation.primitive.name}")
+            return []
         name, inner = equation.primitive.name, (*where, equation.outvars[0])
         if name in JIT | CALLS:
             return self._along(called_program(equation), inputs, inner)
@@ -130,6 +135,8 @@ class Taps(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, tapped; None where programs inside have uses."""
+        if not equation.outvars:  # such as a print, which no use is inside of
+            return bind(equation, inputs)
         place = (*self.where, equation.outvars[0])
         if place in self.taps:
             source, x, number = self.taps[place]
