@@ -13,7 +13,7 @@ from clipgrad._check.log import Log
 from clipgrad._check.points import OWN, Point, masked_rows
 from clipgrad._check.report import Failure
 from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._check.verdict import ORDERS, slack_of
+from clipgrad._check.verdict import ORDERS, slack_of, told_apart
 from clipgrad._check.witnesses import differentiated
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
@@ -92,7 +92,7 @@ def _broken(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
         return None
     worst = int(np.argmax(np.where(bad, off, -1)))
     same = "are not bit-identical" if claim.exactly else "differ"
-    numbers = f"worst: {got[worst]:.7g}, expected {expected[worst]:.7g}"
+    numbers = "worst: {}, expected {}".format(*told_apart(got[worst], expected[worst]))
     detail = f"{claim.text}: {int(bad.sum())} of {got.size} elements {same}; {numbers}"
     return Failure(check, point.of.subject.element(worst), detail)
 

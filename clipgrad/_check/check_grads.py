@@ -233,7 +233,7 @@ def _check_there(subject: CheckSubject, log: Log) -> Point | None:
         gradient = vjp.rows(covectors)
     point = Point(of, vjp, subject.inputs, covectors, log, gradient)
     log.fail(contract.finite_gradient(subject, point.finite))
-    found = check_point(point, log, disputes_fail=True)
+    found = check_point(point, log)
     log.kinds = found.kinds
     log.fail(found.failures())
     log.notes += found.notes()
@@ -264,7 +264,8 @@ def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     except TheirError as error:
         failure = _not_differentiated(subject, error)
         log.fail([failure])
-        log.note(str(failure))
+        if not log.failures:
+            log.note(str(failure))
         return None
     log.fail(failures)
     is_random = any(f.check == "determinism" for f in log.failures)

@@ -1,6 +1,7 @@
 """The findings of a check while it runs."""
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ import numpy as np
 from clipgrad._check.options import Options
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
+
+REASON = 200  # characters of a note, which is whole below
 
 
 @dataclasses.dataclass
@@ -24,6 +27,7 @@ class Log:
     are_zero: list[bool] = dataclasses.field(default_factory=list)  # gradients at each point
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
+    judged_to: float = 0.0
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
@@ -53,7 +57,8 @@ class Log:
         asked = elements - at_kinks - int((self.kinds == DISPUTED).sum())
         share = verified / asked if asked else 1.0
         options = self.options
-        reasons = "; ".join(dict.fromkeys([*self.notes, *self.not_run.values()]))
+        lines = dict.fromkeys([*self.notes, *self.not_run.values()])
+        reasons = "; ".join(textwrap.shorten(line, REASON, placeholder=" ...") for line in lines)
         least = LEAST_VERIFIED if options.min_verified is None else options.min_verified
         if not self.failures and not verified + at_kinks:
             detail = f"nothing was verified ({reasons})"
@@ -73,4 +78,5 @@ class Log:
             verified=verified,
             at_kinks=at_kinks,
             elements=elements,
+            judged_to=self.judged_to,
         )

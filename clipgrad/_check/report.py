@@ -14,7 +14,10 @@ class Failure(NamedTuple):
     """One thing that is wrong: the check, the worst element, and what is wrong in words.
 
     Of values also the numbers of the worst element, and of the elements of its leaf that were found
-    wrong the indices and analytic/numeric.
+    wrong the indices and analytic/numeric. `fault` is "formula" or "arithmetic": the rule as it is
+    written is wrong, or what is computed is not the rule. The worst element by each witness: `rule`
+    and `plain` AD in float64, the `slope`, and the gradient that was `computed`; NaN where it is
+    not known.
     """
 
     check: str
@@ -25,6 +28,11 @@ class Failure(NamedTuple):
     analytic: float = np.nan
     indices: np.ndarray = np.zeros(0, np.int64)
     ratio: np.ndarray = np.zeros(0)
+    fault: str = ""
+    rule: float = np.nan
+    plain: float = np.nan
+    slope: float = np.nan
+    computed: float = np.nan
 
     def __str__(self) -> str:
         return f"[{self.check}] {self.where}: {self.detail}"
@@ -42,7 +50,8 @@ class GradCheckReport:
 
     Attributes:
       failures: what is wrong, each with ``check``, ``where``, ``detail`` and, for values,
-        ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
+        ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``, ``fault``, ``rule``,
+        ``plain``, ``slope``, ``computed``.
       notes: tuple of remarks that are not failures, on kinks, noise and fallbacks.
       not_run: mapping from the name of a check to the reason why it did not run.
       evaluations: the number of evaluations of the function, compiled or not.
@@ -52,6 +61,8 @@ class GradCheckReport:
       verified: the number of verified input elements.
       at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
       elements: how many input elements there are.
+      judged_to: the part of itself that a gradient is judged to where the function cannot run in
+        float64, such as 0.1; 0 where it can.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,6 +82,17 @@ class GradCheckReport:
     verified: int
     at_kinks: int = 0
     elements: int = 0
+    judged_to: float = 0.0
+
+    @property
+    def message(self) -> str:
+        """The first failure, or what is right."""
+        if self.failures:
+            return str(self.failures[0])
+        if not self.ok:
+            return "nothing was verified"
+        kinks = f", {self.at_kinks} lie at kinks" if self.at_kinks else ""
+        return f"the gradient is right: {self.verified} of {self.elements} elements verified{kinks}"
 
     @property
     def ok(self) -> bool:
@@ -81,6 +103,7 @@ class GradCheckReport:
         asked = self.elements - self.at_kinks
         missing = 1 - self.verified / asked if asked else 0.0
         word = "FAILED" if not self.ok else "passed"
+        word += f", judged to {100 * self.judged_to:.2g}%" if self.judged_to else ""
         word += f", {missing:.0%} not verified" if self.ok and missing > SAID else ""
         word += f", {self.at_kinks} at kinks" if self.ok and self.at_kinks else ""
         alone = "" if self.precision in ("float64", "no precision") else " alone"
