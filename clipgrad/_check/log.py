@@ -4,6 +4,7 @@ import dataclasses
 import textwrap
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class Log:
     """The findings so far; `kinds` are the verdicts on the elements at the given point."""
 
     options: Options
+    cotangent: Any = None  # the user's
     failures: list[Failure] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -28,6 +30,7 @@ class Log:
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     judged_to: float = 0.0
+    errors: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
@@ -79,4 +82,10 @@ class Log:
             at_kinks=at_kinks,
             elements=elements,
             judged_to=self.judged_to,
+            errors={name: error for name, (error, _) in self.errors.items()},
+            largest_at=max(self.errors.values(), key=_size, default=(np.nan, ""))[1],
         )
+
+
+def _size(error: tuple[float, str]) -> float:
+    return -1.0 if np.isnan(error[0]) else error[0]

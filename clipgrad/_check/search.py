@@ -30,6 +30,7 @@ from clipgrad._check.verdict import (
     agree_at_once,
     judge_along,
     judge_slopes,
+    off_at_once,
 )
 
 WORST, SPREAD, SINGLES = 8, 16, 64  # elements that are moved one by one
@@ -51,6 +52,8 @@ class Search:
       disputed: the elements where neither the gradient nor its reference is the slope.
       together: of a leaf that was judged along directions, by its start: a slope, its error and the
         gradient along one of them.
+      off: by the first element of a group that was moved as a whole, the part of itself that its
+        gradient is off by along a direction.
       share: the part of itself that a gradient is judged to, where slopes are not in float64.
     """
 
@@ -69,6 +72,7 @@ class Search:
         self.numbers: dict[int, Slopes] = {}
         self.disputed = np.zeros(len(self.kinds), bool)
         self.together: dict[int, tuple[float, float, float]] = {}
+        self.off: dict[int, float] = {}
         self.share = 0.0 if point.of.evaluation.is_wide else slack.relative
         self._typical = point.typical(self._target)
         self._overall = np.abs(self._target * point.scale).max(initial=0.0)
@@ -95,7 +99,7 @@ class Search:
         return self
 
     def _in_half_precision(self) -> "Search":
-        """Judge each leaf as a whole, and some of its elements besides, which may be found wrong."""
+        """Judge each leaf as a whole, and some of its elements besides: they may be wrong."""
         bounds = []
         for start, stop in self._point.ranges:
             leaf = np.flatnonzero(self._point.finite[start:stop]) + start
@@ -108,6 +112,7 @@ class Search:
             found = judge_along(ladders, self._target, self._slack)
             self.kinds[leaf], bound = found.kind, found.bound
             self.together[start] = found.numeric, found.error, found.analytic
+            self.off[start] = found.off
             bounds += [] if found.kind == WRONG else [bound]
             self._look_in_half_precision(leaf[:: max(1, -(-len(leaf) // SINGLES))])
         self.share = max(bounds, default=self.share)
@@ -169,7 +174,7 @@ class Search:
                     room = BELOW_ROUNDING * (point.rounding(IN_FLOAT64) * point.scale)[some]
                     is_one = bad & (np.abs(found.numeric - found.analytic) <= room)
                     found.kind[is_one], bad = OK, bad & ~is_one
-                found.kind[bad & ~found.is_smooth] = DISPUTED
+                found.kind[bad & ~self._is_smooth(found)] = DISPUTED
                 self.disputed[some[bad]] = True
             self._note(some, self._decided(some, found) if suspects else found)
 
@@ -218,6 +223,7 @@ class Search:
         along = self._along(groups)
         quick = self._ladder(along, groups, self._evaluation.quick)
         kinds = np.where(agree_at_once(quick, self._target, self._slack_along), OK, WRONG)
+        self.off |= zip([int(g[0]) for g in groups], off_at_once(quick, self._target), strict=True)
         rest = np.flatnonzero(kinds)
         if len(rest):
             ladder = self._ladder(along, [groups[k] for k in rest])
@@ -276,10 +282,18 @@ class Search:
                 continue
             along[group] = scale[group].max()
             found = judge_slopes(self._ladder(along, [group]), self._judged, slack)
-            if found.kind[0] == WRONG and (found.is_smooth[0] or self._is_apart(group)):
+            if found.kind[0] == WRONG and (self._is_smooth(found)[0] or self._is_apart(group)):
                 self.kinds[group] = WRONG
                 self.disputed[group] = not self._is_apart(group)
                 self._note(group[:1], found)
+
+    def _is_smooth(self, found: Slopes) -> np.ndarray:
+        """Where a slope is one of a smooth function, and a gradient that is apart from it wrong.
+
+        What looks like a stair may be the rounding of a formula whose terms cancel: a user who
+        wrote a rule did so for that reason, and the rule has the slope of the larger steps.
+        """
+        return ~found.is_kink & (~found.is_stair | self._point.of.is_ruled)
 
     def _is_apart(self, group: np.ndarray) -> bool:
         """Whether the gradient is not its reference at some of these elements."""

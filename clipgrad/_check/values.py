@@ -3,6 +3,7 @@
 Each question has its verdict on every element; the more severe one counts.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check import vectors
+from clipgrad._check import contract, vectors
 from clipgrad._check.log import Log
 from clipgrad._check.points import OF_RULE, OWN, Point
 from clipgrad._check.report import Failure
@@ -18,6 +19,7 @@ from clipgrad._check.rules import lines_of_wrong_rules
 from clipgrad._check.search import Search
 from clipgrad._check.verdict import (
     BELOW_ROUNDING,
+    HALVES,
     LOOSER,
     NOISE,
     NOTES,
@@ -75,6 +77,40 @@ class CheckedPoint:
     arithmetic: Verdicts
     disputed: np.ndarray
     together: Mapping[int, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+    off: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    is_paddles: bool = False
+
+    @property
+    def exact(self) -> np.ndarray | None:
+        """The gradient in float64 as it should be; None where it is not known at each element."""
+        point = self.point
+        if point.rule is None:
+            return point.plain
+        is_wrong = self.formula.kinds == WRONG
+        return point.rule if point.plain is None else np.where(is_wrong, point.plain, point.rule)
+
+    def errors(self) -> list[tuple[float, str]]:
+        """Of each leaf the largest relative error of an element, of itself or its leaf, and where.
+
+        Where the gradient is known along directions alone it is that of the leaf.
+        """
+        point, exact, found = self.point, self.exact, []
+        for name, (start, stop) in zip(point.of.subject.names, point.ranges, strict=True):
+            parts = {j: part for j, part in self.off.items() if start <= j < stop}
+            looked = {j: n for j, n in self.formula.numbers.items() if start <= j < stop}
+            if exact is not None and not self.is_paddles:
+                off = np.abs(point.computed[:, start:stop] - exact[:, start:stop])
+                typical = np.sqrt(np.mean(exact[:, start:stop] ** 2, axis=1, keepdims=True))
+                size = np.fmax(np.abs(exact[:, start:stop]), typical)
+                error = (off / np.where(size > 0, size, 1.0)).max(axis=0)
+                k = int(np.argmax(np.where(np.isfinite(error), error, np.inf)))
+                found.append((float(error[k]), point.of.subject.element(start + k)))
+            elif looked and (not parts or any(n.kind == WRONG for n in looked.values())):
+                k = max(looked, key=lambda j: _relative(looked[j]))
+                found.append((_relative(looked[k]), point.of.subject.element(k)))
+            else:
+                found.append((max(parts.values(), default=np.nan), name))
+        return found
 
     @property
     def kinds(self) -> np.ndarray:
@@ -184,7 +220,7 @@ class CheckedPoint:
     def _is_by_a_constant(self, numeric: np.ndarray, analytic: np.ndarray) -> bool:
         """Whether a rule in half precision is off by some roundings of a constant alone."""
         narrow = self.point.of.narrow
-        if narrow in ("float32", "float64") or not numeric.all():
+        if narrow not in HALVES or not numeric.all():
             return False
         off = np.abs(analytic / numeric - 1)
         return bool((off <= CONSTANT * float(jnp.finfo(narrow).eps)).all())
@@ -205,11 +241,28 @@ class CheckedPoint:
             f"float64, analytic {off}{hint}; to allow for that write tolerance=...",
         )  # fmt: skip
 
+    def of_device(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
+        """The failure of a leaf whose gradient another device computed."""
+        rule, computed = self.exact, self.point.gradient
+        rule = computed if rule is None else rule
+        row = np.argmax(np.abs(rule[:, wrong] - computed[:, wrong]), axis=0)
+        numeric, analytic = rule[row, wrong].copy(), computed[row, wrong].copy()
+        for k, j in enumerate(wrong):
+            if known := self.formula.numbers.get(int(j)):
+                numeric[k], analytic[k] = known.numeric, known.analytic
+        k = self._worst(wrong, numeric, analytic, self.formula)
+        texts = told_apart(numeric[k], analytic[k])
+        return self._failure(
+            start, wrong, k, numeric, analytic, 0.0, "",
+            f"{len(wrong)} of {stop - start} elements wrong; worst: numeric {texts[0]}, analytic "
+            f"{texts[1]}{ratio_hint(numeric, analytic)}",
+        )  # fmt: skip
+
     def _together(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
         """The failure of a leaf as a whole, where slopes of single elements tell nothing."""
         numeric, error, analytic = self.together[start]
         ratio = f"; analytic/numeric is about {analytic / numeric:.2g}" if numeric else ""
-        reason = self._reason(wrong, None, np.ones(1), np.zeros(1))
+        reason = self._reason(wrong, None, np.full(1, numeric), np.full(1, analytic))
         texts = told_apart(numeric, analytic)
         return Failure(
             "value",
@@ -285,7 +338,7 @@ def check_point(point: Point, log: Log) -> CheckedPoint:
     log.judged_to = max(log.judged_to, search.share)
     formula = Verdicts(_without_rounding(point, search), search.numbers)
     arithmetic = _arithmetic(point, log)
-    return CheckedPoint(point, formula, arithmetic, search.disputed, search.together)
+    return CheckedPoint(point, formula, arithmetic, search.disputed, search.together, search.off)
 
 
 def _slack_of_formula(point: Point, tolerance: float | None):
@@ -314,10 +367,35 @@ def _by_paddles_rule(point: Point, log: Log, most: float) -> CheckedPoint:
     kinds = search.kinds.copy()
     for j, own in search.numbers.items():
         if kinds[j] in (OK, WRONG) and not own.is_kink:
-            size = 1.0 if abs(own.numeric) < 1e-3 else abs(own.numeric)
-            kinds[j] = WRONG if abs(own.numeric - own.analytic) > most * size else OK
-    none = np.zeros(len(kinds), bool)
-    return CheckedPoint(point, Verdicts(kinds, search.numbers), _nothing(point), none)
+            kinds[j] = WRONG if _relative(own) > most else OK
+    none, verdicts = np.zeros(len(kinds), bool), Verdicts(kinds, search.numbers)
+    return CheckedPoint(point, verdicts, _nothing(point), none, is_paddles=True)
+
+
+def on_another_device(found: CheckedPoint, gradient: np.ndarray, kind: str, log: Log) -> list:
+    """Failures of the gradient of another device, held against the numbers that judged the first.
+
+    The rule in float64 where it was found right, or else slopes once more.
+    """
+    point = copy.copy(found.point)
+    point.computed = gradient
+    point.finite = np.asarray(np.isfinite(gradient).all(axis=0))
+    point.gradient = np.where(point.finite, gradient, 0.0)
+    exact = None if log.options.max_relative_error is not None else found.exact
+    if exact is None:
+        point.rule = None
+        verdicts = check_point(point, log).formula
+    else:
+        point.rule = exact
+        verdicts = _arithmetic(point, log)
+    failures = contract.finite_gradient(point.of.subject, point.finite)
+    for start, stop in point.ranges:
+        wrong = np.flatnonzero(verdicts.kinds[start:stop] == WRONG) + start
+        if len(wrong):
+            shown = CheckedPoint(point, verdicts, verdicts, np.zeros(len(verdicts.kinds), bool))
+            failures.append(shown.of_device(start, stop, wrong))
+    text = "the gradient on {}: {}"
+    return [f._replace(check="devices", detail=text.format(kind, f.detail)) for f in failures]
 
 
 def _nothing(point: Point) -> Verdicts:
@@ -364,6 +442,12 @@ def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:
     largest = value if largest <= unit * value else largest
     own = np.fmin(point.rounding(OF_RULE), unit * largest / point.scale)
     return np.fmax(point.rounding(OWN, plain_alone=True), own)
+
+
+def _relative(numbers: Slopes) -> float:
+    """Paddle's relative error: absolute where the slope is less than a thousandth."""
+    size = 1.0 if abs(numbers.numeric) < THOUSANDTH else abs(numbers.numeric)
+    return float(abs(numbers.numeric - numbers.analytic) / size)
 
 
 def _part(numbers: Slopes) -> str:

@@ -137,12 +137,12 @@ class Slopes(NamedTuple):
     ahead: Any
     behind: Any
     is_kink: Any
-    is_smooth: Any = True
+    is_stair: Any = False
 
     def of_one(self, k: int, scale: Any) -> "Slopes":
         """The verdict on one direction, for a unit of an input of this scale."""
-        kind, *numbers, is_kink, is_smooth = (column[k] for column in self)
-        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink, is_smooth])
+        kind, *numbers, is_kink, is_stair = (column[k] for column in self)
+        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink, is_stair])
 
 
 def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndarray:
@@ -151,6 +151,15 @@ def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndar
     numeric, (analytic, norm) = numeric[:, -1], _gradient_along(ladder, gradient)
     allowed = slack(np.fmax(np.abs(numeric), norm))
     return (np.abs(numeric - analytic) <= allowed).all(axis=1)
+
+
+def off_at_once(ladder: Ladder, gradient: np.ndarray) -> list[float]:
+    """The part of itself that a gradient is off by along each direction, by two steps alone."""
+    numeric = _extrapolated(ladder)[0][:, -1]
+    analytic, norm = _gradient_along(ladder, gradient)
+    size = np.fmax(np.abs(numeric), norm)
+    off = np.abs(numeric - analytic) / np.where(size > 0, size, 1.0)
+    return [float(part) for part in off.max(axis=1)]
 
 
 def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any = 0.0) -> Slopes:
@@ -178,8 +187,8 @@ def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: An
     kind = np.where(_grows(ladder) | ~np.isfinite(numeric), NOISE, kind)
     worst = np.argmax(kind * 10.0 + off / (1 + off), axis=1)
     sides = (_taken(side, at) for side in (ladder.ahead, ladder.behind))
-    is_smooth = ~is_kink & ~_is_nearer_in_the_end(ladder, analytic, numeric)
-    columns = (kind, numeric, error, analytic, *sides, is_kink, is_smooth)
+    is_stair = _is_nearer_in_the_end(ladder, analytic, numeric)
+    columns = (kind, numeric, error, analytic, *sides, is_kink, is_stair)
     return Slopes(*(np.take_along_axis(c, worst[:, None], 1)[:, 0] for c in columns))
 
 
@@ -197,6 +206,7 @@ class Along(NamedTuple):
     numeric: float
     error: float
     analytic: float
+    off: float  # the part of itself that it is off by
 
 
 def judge_along(ladders: Sequence[Ladder], gradient: np.ndarray, slack: Slack) -> Along:
@@ -221,8 +231,8 @@ def judge_along(ladders: Sequence[Ladder], gradient: np.ndarray, slack: Slack) -
     kind = WRONG if off > bound else OK if bound <= TRUSTED * larger else NOISE
     kind = kind if np.isfinite(off + bound) else NOISE
     j = np.unravel_index(np.argmax(np.abs(numeric - analytic)), numeric.shape)
-    part = bound / larger if larger else 0.0
-    return Along(kind, part, float(numeric[j]), float(error[j]), float(analytic[j]))
+    part, off = (x / larger if larger else 0.0 for x in (bound, off))
+    return Along(kind, part, float(numeric[j]), float(error[j]), float(analytic[j]), off)
 
 
 def _gradient_along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
