@@ -13,12 +13,13 @@ from clipgrad._check.log import Log
 from clipgrad._check.points import OWN, Point, masked_rows
 from clipgrad._check.report import Failure
 from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._check.verdict import ORDERS, slack_of
+from clipgrad._check.verdict import ORDERS, slack_of, told_apart
 from clipgrad._check.witnesses import differentiated
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 # Nor has what the user states a tolerance for, such as a loop that stops when it is near enough.
 LARGE, LARGE_HALF, LARGE_LOOSE = 2.0**20, 2.0**4, 2.0
+FEW_BITS = 8
 NOT_LINEAR = (
     "the rule is not linear, the pull-back of {} (a clip that acts there? a loop that stops by its "
     'numbers? write skip="linearity")'
@@ -92,7 +93,7 @@ def _broken(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
         return None
     worst = int(np.argmax(np.where(bad, off, -1)))
     same = "are not bit-identical" if claim.exactly else "differ"
-    numbers = f"worst: {got[worst]:.7g}, expected {expected[worst]:.7g}"
+    numbers = "worst: {}, expected {}".format(*told_apart(got[worst], expected[worst]))
     detail = f"{claim.text}: {int(bad.sum())} of {got.size} elements {same}; {numbers}"
     return Failure(check, point.of.subject.element(worst), detail)
 
@@ -122,15 +123,17 @@ def linearity(point: Point, log: Log) -> Claims:
     def claim(got: np.ndarray, expected: np.ndarray, what: str) -> Claim:
         return Claim(np.where(finite, got, 0.0), expected, NOT_LINEAR.format(what))
 
-    is_half = point.of.narrow in ("float16", "bfloat16")
+    narrow = jnp.finfo(point.of.narrow)
+    is_half, has_few_bits = narrow.bits <= 16, narrow.bits <= FEW_BITS
     large = LARGE_HALF if is_half else LARGE
-    large = large if log.options.tolerance is None else LARGE_LOOSE
+    large = LARGE_LOOSE if has_few_bits or log.options.tolerance is not None else large
     yield claim(point.vjp(0 * u), 0 * gradient, "a zero cotangent")
     for factor in (-large, 1 / large):
         scaled = point.vjp(factor * u) / factor
         # What overflows or underflows because of the factor is no fault.
         limits, size = jnp.finfo("float16" if is_half else "float32"), np.abs(gradient * factor)
-        low = (size > 0) & (size < float(limits.tiny) * 1e3)
+        limits = narrow if has_few_bits else limits
+        low = (size > 0) & (size < float(limits.tiny) * (1 if has_few_bits else 1e3))
         typical = vectors.root_mean_square(gradient) * abs(factor)
         outside = low | ~(size + typical <= float(limits.max) / 16)
         sign = "-" if factor < 0 else ""

@@ -9,16 +9,23 @@ import numpy as np
 import clipgrad._programs as _programs
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._check import contract, vectors
-from clipgrad._check.behavior import Claim, are_on_cpu, check_behavior, judge_claims
+from clipgrad._check.behavior import are_on_cpu, check_behavior
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
 from clipgrad._check.options import Options
-from clipgrad._check.points import Point, cotangents
-from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._check.points import Point, cotangents, further
+from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, percent
 from clipgrad._check.selection import Selector
-from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._check.subject import (
+    DONATED,
+    CheckSubject,
+    donated_arguments,
+    make_subject,
+    require_arrays,
+)
 from clipgrad._check.theirs import NotNearby, TheirError, theirs
-from clipgrad._check.values import check_point
+from clipgrad._check.untested import note_stops, note_unused_rules
+from clipgrad._check.values import CheckedPoint, check_point, on_another_device
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._compat import find_devices, moved
@@ -50,6 +57,7 @@ def check_grads(
     devices: Sequence[str] | None = None,
     points: int = 2,
     seed: int = 0,
+    cotangent: Any = None,
     raise_on_failure: bool = True,
     skip: Sequence[str] = (),
 ) -> GradCheckReport:
@@ -122,6 +130,8 @@ def check_grads(
         devices here. What is missing, or holds the function elsewhere, is reported as not run.
       points: the number of points to check.
       seed: the seed of the cotangents, directions and further points.
+      cotangent: the cotangent u instead of random ones, a tree like the chosen outputs or an array
+        for a single one, as in `numerical_grad`. An error that it does not see is not found.
       raise_on_failure: False to return the report also if the check fails.
       skip: checks of the table to switch off, such as "linearity" for a function that clips on
         purpose.
@@ -156,8 +166,8 @@ def check_grads(
     __tracebackhide__ = True
     check_arguments(fun, args, kwargs)
     require_arrays(args, kwargs or {})
-    own = max_relative_error, tolerance, min_verified, time_budget
-    log = Log(Options(order, mode, *own, points, seed, skip))
+    limits = max_relative_error, tolerance, min_verified, time_budget
+    log = Log(Options(order, mode, *limits, points, seed, skip), cotangent=cotangent)
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
 
@@ -183,11 +193,18 @@ def _check(subject_on: Callable, there: Mapping[str, Any], log: Log) -> None:
                 log.not_run[f"device {kind}"] = BOUND
                 continue
             log.devices.append(kind)
-            point = _checked(subject_on(device), log)
+            found = _checked(subject_on(device), log)
+        log.failures = [_named(f, kind) if others else f for f in log.failures]
         for other, where in others.items():
-            if point and "devices" not in log.options.skip and log.has_time("devices"):
-                _check_device(point, subject_on, other, where, log)
+            if found and "devices" not in log.options.skip and log.has_time("devices"):
+                _check_device(found, subject_on, other, where, log)
         return
+
+
+def _named(failure: Failure, kind: str) -> Failure:
+    """A failure of values with the kind of the device that computed them."""
+    text = f"{failure.detail}; computed on {kind}"
+    return failure._replace(detail=text) if failure.check == "value" else failure
 
 
 def _is_bound(subject_on: Callable, device: Any) -> bool:
@@ -202,7 +219,7 @@ def _is_bound(subject_on: Callable, device: Any) -> bool:
     return False
 
 
-def _checked(subject: CheckSubject, log: Log) -> Point | None:
+def _checked(subject: CheckSubject, log: Log) -> CheckedPoint | None:
     """All checks on one device; what the function raises where it did not before is a failure."""
     try:
         return _check_there(subject, log)
@@ -216,13 +233,16 @@ def _checked(subject: CheckSubject, log: Log) -> Point | None:
         return None
 
 
-def _check_there(subject: CheckSubject, log: Log) -> Point | None:
+def _check_there(subject: CheckSubject, log: Log) -> CheckedPoint | None:
     """All checks on one device, in order; each writes to the log."""
+    if donated := donated_arguments(subject):
+        log.failures.append(Failure("determinism", donated[0], DONATED.format(", ".join(donated))))
+        return None
     log.kinds = np.full(int(vectors.offsets(subject.inputs)[-1]), np.int8(UNSEEN))
     vjp = _differentiated(subject, log)
     if vjp is None:
         return None
-    covectors = cotangents(subject, log.options.seed)
+    covectors = _covectors(subject, log)
     gradient = vjp.rows(covectors)  # before a trace, which may change the function's state
     of = _witnesses(subject, log) if log.has_time("value") else None
     if of is None:
@@ -233,23 +253,45 @@ def _check_there(subject: CheckSubject, log: Log) -> Point | None:
         gradient = vjp.rows(covectors)
     point = Point(of, vjp, subject.inputs, covectors, log, gradient)
     log.fail(contract.finite_gradient(subject, point.finite))
-    found = check_point(point, log, disputes_fail=True)
+    found = check_point(point, log)
     log.kinds = found.kinds
+    log.errors = dict(zip(subject.names, found.errors(), strict=True))
     log.fail(found.failures())
     log.notes += found.notes()
+    _note_half_precision(of, log)
+    note_stops(subject.program, log)
     if "points" not in log.options.skip:
         check_further_points(point, log)
     if all(log.are_zero) and not log.failures:
         log.note("the gradient is zero everywhere: does the output depend on the inputs?")
     check_behavior(point, log)
     check_second_order(point, log)
+    if not log.failures and log.has_time("rules"):
+        others = further(subject, log.options.seed + 1, keeps=False)
+        note_unused_rules(point, [point.xs, others][: log.options.points], log)
     log.evaluations += of.evaluation.count
-    return point
+    return found
+
+
+def _covectors(subject: CheckSubject, log: Log) -> np.ndarray:
+    """Two cotangents: random ones, or the user's and its negative."""
+    if log.cotangent is None:
+        return cotangents(subject, log.options.seed)
+    given = vectors.covector_of(log.cotangent, subject.outputs)
+    return np.stack([given, -given])
+
+
+def _note_half_precision(of: Witnesses, log: Log) -> None:
+    if of.evaluation.is_half and log.judged_to:
+        log.note(
+            f"slopes in {of.evaluation.label} alone judge a gradient to {percent(log.judged_to)}; "
+            "with arguments in float32, where the function takes them, to 0.5%"
+        )
 
 
 def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
-    again, u = theirs(subject.fun, subject.inputs), cotangents(subject, log.options.seed)[0]
+    again, u = theirs(subject.fun, subject.inputs), _covectors(subject, log)[0]
     log.evaluations += 3
     if contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
         text = "two calls of the function give different values (randomness or side effects?)"
@@ -264,7 +306,8 @@ def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
     except TheirError as error:
         failure = _not_differentiated(subject, error)
         log.fail([failure])
-        log.note(str(failure))
+        if not log.failures:
+            log.note(str(failure))
         return None
     log.fail(failures)
     is_random = any(f.check == "determinism" for f in log.failures)
@@ -310,19 +353,19 @@ def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
     return is_still & ~(is_still.any() and vjp(covectors[0] * is_still).any())
 
 
-def _check_device(point: Point, subject_on: Callable, kind: str, device: Any, log: Log) -> None:
-    """The gradient computed on another device is the one found on the first."""
+def _check_device(
+    found: CheckedPoint, subject_on: Callable, kind: str, device: Any, log: Log
+) -> None:
+    """The gradient computed on another device has the numbers that judge the first one's."""
     with jax.default_device(device):
         if _is_bound(subject_on, device):
             log.not_run[f"device {kind}"] = BOUND
             return
         subject = subject_on(device)
-        gradient = differentiated(subject, subject.inputs).rows(point.covectors)
+        gradient = differentiated(subject, subject.inputs).rows(found.point.covectors)
     log.devices.append(kind)
     log.evaluations += 2
-    text = f"the gradient on {kind}, compared with the one on {log.devices[0]}"
-    rows = zip(gradient, point.computed, strict=True)
-    judge_claims(point, "devices", [Claim(row, expected, text) for row, expected in rows], log)
+    log.fail(on_another_device(found, gradient, kind, log))
 
 
 def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:

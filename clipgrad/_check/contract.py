@@ -9,7 +9,7 @@ from clipgrad._check import vectors
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import theirs
-from clipgrad._check.verdict import RELATIVE
+from clipgrad._check.verdict import relative_of, told_apart
 from clipgrad._programs import holds_floats
 
 
@@ -33,7 +33,7 @@ def primal(
 
 
 def _same_value(name, called, other, how, relative) -> list[Failure]:
-    own = RELATIVE[vectors.real_name(called)] / 10 if relative is None else relative
+    own = relative_of(vectors.real_name(called)) / 10 if relative is None else relative
     called, other = vectors.widened_leaf(called), vectors.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
     bad = ~np.isclose(other, called, own, own / 10 * size, equal_nan=True)
@@ -42,8 +42,9 @@ def _same_value(name, called, other, how, relative) -> list[Failure]:
     off = np.where(bad, np.nan_to_num(np.abs(called - other), nan=np.inf), -1)
     worst = np.unravel_index(np.argmax(off), bad.shape)
     index = str([int(i) for i in worst]) if worst else ""
+    texts = told_apart(called[worst], other[worst])
     detail = (
-        f"value {called[worst]:.7g} when called, {other[worst]:.7g} when {how}; "
+        f"value {texts[0]} when called, {texts[1]} when {how}; "
         f"{int(bad.sum())} of {bad.size} elements differ"
     )
     return [Failure("primal", name + index, detail)]

@@ -14,6 +14,7 @@ import clipgrad._programs as _programs
 from clipgrad._programs import one_promotion
 
 AXIS = "clipgrad_perturbation"
+STOPS = frozenset({"stop_gradient", "random_gamma"})
 
 
 class Unsupported(Exception):
@@ -27,7 +28,6 @@ class Wide:
 
     Attributes:
       program: the traced function.
-      stops: whether it holds a `stop_gradient`.
 
     Raises:
       Unsupported: a primitive that cannot be widened, such as a callback or a foreign call; one
@@ -45,19 +45,22 @@ class Wide:
         if any(_programs.holds_floats(v) for e in bits for v in e.invars):
             raise Unsupported("it looks at the bits of its numbers, or carries them as integers")
         self.program = program
-        self.stops = bool(names & {"stop_gradient", "random_gamma"})
 
     def __call__(self, leaves: Sequence, hook: _programs.Hook | None = None) -> list:
         """The outputs, in float64 if there is no other hook."""
         with one_promotion():
             return _programs.evaluate(self.program, leaves, hook or _programs.Widen(jnp.float64))
 
-    def held(self) -> _programs.Hook:
-        """The hook of slopes: `stop_gradient` is held at row 0 of `jax.vmap(axis_name=AXIS)`.
 
-        So slopes see what JAX differentiates, and a straight-through estimator is right.
-        """
-        return _Held(self.program)
+def held(program: Any, is_wide: bool) -> _programs.Hook | None:
+    """The hook of slopes: `stop_gradient` is held at row 0 of `jax.vmap(axis_name=AXIS)`.
+
+    So slopes see what JAX differentiates, and a straight-through estimator is right. None where
+    nothing is stopped.
+    """
+    if program is None or not any(e.primitive.name in STOPS for e in _programs.equations(program)):
+        return None
+    return _HeldInFloat64(program) if is_wide else _HeldAsItIs(program)
 
 
 @contextlib.contextmanager
@@ -72,7 +75,7 @@ def in_float64() -> Iterator[None]:
 
 
 class _Held(_programs.Widen):
-    """Widens to float64, and holds what `stop_gradient` hides at row 0 of a batch along `AXIS`.
+    """Holds what `stop_gradient` hides at row 0 of a batch along `AXIS`.
 
     But for the factors that a linear solve is given: `jnp.linalg.solve` stops the gradient of its
     LU factors because the solve's own rule differentiates the matrix; held factors would solve with
@@ -95,6 +98,21 @@ class _Held(_programs.Widen):
         if equation.outvars and equation.outvars[0] in self._factors:
             return inputs
         return super().__call__(equation, inputs)
+
+
+class _HeldInFloat64(_Held):
+    """Widens to float64 besides."""
+
+
+class _HeldAsItIs(_Held, _programs.NoRules):
+    """Leaves every type as it is; kernels and callbacks see one row at a time."""
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results."""
+        if equation.primitive.name not in _programs.FOREIGN_PROGRAMS:
+            return super().__call__(equation, inputs)
+        call = lambda *operands: _programs.bind(equation, operands)  # noqa: E731
+        return jax.custom_batching.sequential_vmap(call)(*inputs)
 
 
 def _stopped_factors(program: Any) -> frozenset:

@@ -10,7 +10,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.values import CheckedPoint, check_point, is_near
-from clipgrad._check.verdict import DISPUTED, NOISE, VERIFIED, WRONG
+from clipgrad._check.verdict import NOISE, VERIFIED, WRONG
 from clipgrad._check.witnesses import differentiated, find_witnesses
 
 SECOND = "second order"
@@ -48,9 +48,9 @@ def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
         return False
     if not all(np.isfinite(vectors.widened_leaf(y)).all() for y in vjp.outputs):
         return False
-    found = check_point(there, log, disputes_fail=False)
+    found = check_point(there, log)
     failures = found.failures(where)
-    if not keeps and (_reads_one_triangle(found) if failures else (found.kinds == DISPUTED).any()):
+    if not keeps and (found.disputed.any() or (failures and _reads_one_triangle(found))):
         return False
     right = "right at the point that you passed; "
     log.fail([f._replace(detail=right + f.detail) for f in failures])
@@ -70,7 +70,7 @@ def _reads_one_triangle(found: CheckedPoint) -> bool:
     for (start, stop), leaf in zip(subject.ranges, subject.inputs, strict=True):
         x = np.asarray(leaf)
         is_square = x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
-        if not is_square or not (found.kinds[start:stop] == WRONG).any():
+        if not is_square or not (found.formula.kinds[start:stop] == WRONG).any():
             continue
         parts = np.zeros((*x.shape, 1)) if plain is None else plain[0, start:stop]
         parts = parts.reshape(*x.shape, -1)
@@ -98,7 +98,7 @@ def check_second_order(point: Point, log: Log) -> None:
         detail = f"the VJP cannot be differentiated: it raises {error}"
         log.failures.append(Failure(SECOND, point.of.subject.names[0], detail))
         return
-    found = check_point(second, log, disputes_fail=True)
+    found = check_point(second, log)
     log.failures += found.failures(check=SECOND)
     log.notes += [f"{SECOND}: {note}" for note in [*notes, *found.notes()]]
     log.evaluations += of.evaluation.count

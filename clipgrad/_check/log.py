@@ -1,8 +1,10 @@
 """The findings of a check while it runs."""
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,12 +12,15 @@ from clipgrad._check.options import Options
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
 
+REASON = 200  # characters of a note, which is whole below
+
 
 @dataclasses.dataclass
 class Log:
     """The findings so far; `kinds` are the verdicts on the elements at the given point."""
 
     options: Options
+    cotangent: Any = None  # the user's
     failures: list[Failure] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -24,6 +29,8 @@ class Log:
     are_zero: list[bool] = dataclasses.field(default_factory=list)  # gradients at each point
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
+    judged_to: float = 0.0
+    errors: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
@@ -53,7 +60,8 @@ class Log:
         asked = elements - at_kinks - int((self.kinds == DISPUTED).sum())
         share = verified / asked if asked else 1.0
         options = self.options
-        reasons = "; ".join(dict.fromkeys([*self.notes, *self.not_run.values()]))
+        lines = dict.fromkeys([*self.notes, *self.not_run.values()])
+        reasons = "; ".join(textwrap.shorten(line, REASON, placeholder=" ...") for line in lines)
         least = LEAST_VERIFIED if options.min_verified is None else options.min_verified
         if not self.failures and not verified + at_kinks:
             detail = f"nothing was verified ({reasons})"
@@ -73,4 +81,11 @@ class Log:
             verified=verified,
             at_kinks=at_kinks,
             elements=elements,
+            judged_to=self.judged_to,
+            errors={name: error for name, (error, _) in self.errors.items()},
+            largest_at=max(self.errors.values(), key=_size, default=(np.nan, ""))[1],
         )
+
+
+def _size(error: tuple[float, str]) -> float:
+    return -1.0 if np.isnan(error[0]) else error[0]

@@ -1,17 +1,24 @@
 """`numerical_grad`: Paddle's ``get_numerical_gradient`` for any tree of arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from clipgrad._arrays import check_arguments, explain_call, parameter_names
-from clipgrad._check import vectors
+from clipgrad._check import contract, vectors
+from clipgrad._check.behavior import are_on_cpu
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
 from clipgrad._check.selection import Selector, leaf_names
-from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
+from clipgrad._check.subject import (
+    DONATED,
+    CheckSubject,
+    donated_arguments,
+    make_subject,
+    require_arrays,
+)
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
 
@@ -20,6 +27,7 @@ from clipgrad._check.witnesses import find_evaluation
 def numerical_grad(
     fun: Callable,
     args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
     *,
     wrt: Selector | None = None,
     output: Selector | None = None,
@@ -38,14 +46,18 @@ def numerical_grad(
     Guarantees:
       * The result has the structure and shapes of the differentiated inputs, in NumPy's float64
         (complex128), the precision of the measurement.
+      * Values under `jax.lax.stop_gradient` are held at the point, as JAX differentiates them: the
+        gradient of ``stop_gradient(x) * x`` is x.
       * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
 
     Args:
       fun: the function; it takes and returns any trees of arrays.
       args: the tuple of its positional arguments.
+      kwargs: its keyword arguments.
       wrt: the inputs to differentiate with respect to: the position or name of an argument gives
         its tree, the path of a leaf such as ``params/w`` gives its array, several give a tuple.
-        None gives the tuple of all arguments. Leaves that are not floats become None.
+        None gives the tuple of all positional arguments, or where there are none the dictionary of
+        ``kwargs``. Leaves that are not floats become None.
       output: which outputs to sum: a position, key or path in the result of ``fun``; None for all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.
@@ -57,7 +69,8 @@ def numerical_grad(
     Raises:
       TypeError: ``args`` is not a tuple, or an argument is unknown.
       ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
-        shape, a ``delta`` that is not positive, or an input that is not finite.
+        shape, a ``delta`` that is not positive, an input that is not finite or is donated, or a
+        function that has another value when it is called again.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,20 +85,20 @@ def numerical_grad(
       PaddlePaddle, Auto Gradient Checker Design, 2017, which has ``get_numerical_gradient``:
       https://github.com/PaddlePaddle/Paddle/blob/3f5dfc67752d885d2a4bb777fa27cf04d7927e06/doc/design/auto_gradient_check.md.
     """
-    check_arguments(fun, args)
+    check_arguments(fun, args, kwargs)
     require_delta(delta)
     if isinstance(wrt, (list, tuple)):
-        return tuple(
-            numerical_grad(fun, args, wrt=w, output=output, cotangent=cotangent, delta=delta)
-            for w in wrt
-        )
-    require_arrays(args, {})
-    subject = make_subject(fun, args, None, wrt, None, output)
-    covector = _covector(subject, cotangent)
+        options = {"output": output, "cotangent": cotangent, "delta": delta}
+        return tuple(numerical_grad(fun, args, kwargs, wrt=w, **options) for w in wrt)
+    kwargs = dict(kwargs or {})
+    require_arrays(args, kwargs)
+    subject = make_subject(fun, args, kwargs, wrt, None, output)
+    covector = vectors.covector_of(cotangent, subject.outputs)
+    _require_one_value(subject)
     evaluation, _ = find_evaluation(subject, [])
     with np.errstate(all="ignore"):
         gradient = _slopes(evaluation, subject, covector, delta)
-    return _tree(fun, args, wrt, subject, gradient)
+    return _tree(fun, args, kwargs, wrt, subject, gradient)
 
 
 def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) -> np.ndarray:
@@ -100,29 +113,35 @@ def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) ->
     return numeric[:, 0] / scale
 
 
-def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
-    """JAX pairs a cotangent with dy by the real part of their product, without conjugation."""
-    ones = [np.ones(y.shape) for y in subject.outputs]
-    leaves = ones if cotangent is None else jax.tree.leaves(cotangent)
-    shapes = [np.shape(leaf) for leaf in leaves]
-    if shapes != [y.shape for y in subject.outputs]:
+def _require_one_value(subject: CheckSubject) -> None:
+    """Raises an error for a function that has another value when it is called again."""
+    if donated := donated_arguments(subject):
+        raise ValueError(DONATED.format(", ".join(donated)))
+    again = subject.fun(subject.inputs)
+    different = contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
+    if different:
         raise ValueError(
-            f"cotangent: got the shapes {shapes}, expected those of the chosen outputs, "
-            f"{[y.shape for y in subject.outputs]}"
+            f"fun: {different[0].where}: {different[0].detail}, at the same point: the function "
+            "changes state or draws random numbers; pass the state, or the key, as an argument"
         )
-    pairs = zip(map(np.asarray, leaves), subject.outputs, strict=True)
-    return vectors.to_numpy([np.conj(u).astype(vectors.wide_dtype(y.dtype)) for u, y in pairs])
 
 
-def _tree(fun, args: tuple, wrt, subject: CheckSubject, gradient: np.ndarray) -> Any:
+def _tree(fun, args: tuple, kwargs: dict, wrt, subject: CheckSubject, gradient) -> Any:
     like = [jax.ShapeDtypeStruct(x.shape, vectors.wide_dtype(x.dtype)) for x in subject.inputs]
     leaves = [np.conj(leaf) for leaf in vectors.leaves_of(gradient, like)]
-    found = dict(zip(subject.names, leaves, strict=True))
-    leaves = [found.get(name) for name in leaf_names(args, "args")]
-    tree = jax.tree.unflatten(jax.tree.structure(args), leaves)
+    by_name = dict(zip(subject.names, leaves, strict=True))
+
+    def tree_of(arguments, root: str):
+        named = [by_name.get(name) for name in leaf_names(arguments, root)]
+        return jax.tree.unflatten(jax.tree.structure(arguments), named)
+
+    trees, keywords = tree_of(args, "args"), tree_of(kwargs, "kwargs")
     if wrt is None:
-        return tree
-    names = parameter_names(fun, len(args))
+        return trees if args else keywords
+    names = parameter_names(fun, len(args))[: len(args)]
     if wrt in names or str(wrt).isdigit():
-        return tree[names.index(wrt) if wrt in names else int(wrt)]
-    return next(iter(found.values())) if len(found) == 1 else tree
+        return trees[names.index(wrt) if wrt in names else int(wrt)]
+    if isinstance(wrt, str) and wrt in keywords:
+        return keywords[wrt]
+    whole = trees if any(name.startswith("args") for name in by_name) else keywords
+    return next(iter(by_name.values())) if len(by_name) == 1 else whole

@@ -1,9 +1,11 @@
 """The options of a check, listed once; what is refused, and what to write instead."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 MODES = ("auto", "full")
@@ -12,12 +14,15 @@ CHECKS = tuple(
 )
 # For each option which values make sense, and how an error says so.
 MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "order": (lambda x: x in (1, 2), "1, or 2 to check the second derivative as well"),
-    "mode": (lambda x: x in MODES, f"one of {', '.join(MODES)}"),
-    "max_relative_error": (lambda x: x is None or x > 0, "a number above 0, or None"),
-    "tolerance": (lambda x: x is None or 0 < x < 1, "a number between 0 and 1, or None"),
-    "min_verified": (lambda x: x is None or 0 <= x <= 1, "a share from 0 to 1, or None for a half"),
-    "time_budget": (lambda x: x is None or x > 0, "a number of seconds above 0, or None"),
+    "order": (lambda x: _is_number(x) and x in (1, 2), "1, or 2 for the second derivative as well"),
+    "mode": (lambda x: isinstance(x, str) and x in MODES, f"one of {', '.join(MODES)}"),
+    "max_relative_error": (lambda x: _is_none_or(x, 0, np.inf), "a number above 0, or None"),
+    "tolerance": (lambda x: _is_none_or(x, 0, 1) and x != 1, "a number between 0 and 1, or None"),
+    "min_verified": (
+        lambda x: _is_none_or(x, 0, 1, with_least=True),
+        "a share from 0 to 1, or None for a half",
+    ),
+    "time_budget": (lambda x: _is_none_or(x, 0, np.inf), "a number of seconds above 0, or None"),
     "points": (lambda x: _is_count(x, 1), "a whole number, 1 or more"),
     "seed": (lambda x: _is_count(x, 0), "a whole number, 0 or more"),
 }
@@ -50,12 +55,28 @@ class Options:
 
 def require_delta(delta: float | None) -> None:
     """Refuse a step that is not a positive number."""
-    if delta is not None and not (np.isfinite(delta) and delta > 0):
+    if delta is not None and not (_is_number(delta) and 0 < delta < np.inf):
         _refuse("delta", delta, "a positive number, such as 0.005, or None")
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int | np.integer) and int(value) >= least
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_whole and int(value) >= least
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python, NumPy or a concrete array of JAX."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    return is_number or (dtype is not None and shape == () and jnp.issubdtype(dtype, jnp.floating))
+
+
+def _is_none_or(value: Any, least: float, most: float, with_least: bool = False) -> bool:
+    if value is None:
+        return True
+    return (
+        _is_number(value) and (least < value or (with_least and value == least)) and value <= most
+    )
 
 
 def _refuse(name: str, got: Any, expected: str) -> None:

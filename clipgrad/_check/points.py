@@ -1,6 +1,5 @@
 """Points: the given one and further ones, and the random vectors of a check."""
 
-import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +64,7 @@ class Point:
         self.scale = np.concatenate([scale_of(x) for x in xs])
         self.plain = self._exact(of.plain, "plain AD")
         self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
+        self._roundings: dict[tuple[Parts, bool], np.ndarray] = {}
         log.are_zero.append(not found.any())
         log.evaluations += 1 + sum(w is not None for w in {of.plain, of.rule})
 
@@ -93,9 +93,14 @@ class Point:
             found.append((np.abs(x - y) / np.fmax(allowed, 1e-300)).max(axis=0))
         return np.concatenate(found)
 
-    @functools.cache  # noqa: B019
     def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:
         """The distance that roundings explain at each element, of plain AD or of the rule."""
+        key = parts, plain_alone
+        if key not in self._roundings:
+            self._roundings[key] = self._rounding(parts, plain_alone)
+        return self._roundings[key]
+
+    def _rounding(self, parts: Parts, plain_alone: bool) -> np.ndarray:
         most = np.zeros(self.gradient.shape[1])
         pairs = [(self.of.plain, self.plain)]
         pairs += [] if plain_alone or self.rule is self.plain else [(self.of.rule, self.rule)]

@@ -1,6 +1,7 @@
 """The report of a check, for people and for programs."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,10 @@ class Failure(NamedTuple):
     """One thing that is wrong: the check, the worst element, and what is wrong in words.
 
     Of values also the numbers of the worst element, and of the elements of its leaf that were found
-    wrong the indices and analytic/numeric.
+    wrong the indices and analytic/numeric. `fault` is "formula" or "arithmetic": the rule as it is
+    written is wrong, or what is computed is not the rule. The worst element by each witness: `rule`
+    and `plain` AD in float64, the `slope`, and the gradient that was `computed`; NaN where it is
+    not known.
     """
 
     check: str
@@ -25,6 +29,11 @@ class Failure(NamedTuple):
     analytic: float = np.nan
     indices: np.ndarray = np.zeros(0, np.int64)
     ratio: np.ndarray = np.zeros(0)
+    fault: str = ""
+    rule: float = np.nan
+    plain: float = np.nan
+    slope: float = np.nan
+    computed: float = np.nan
 
     def __str__(self) -> str:
         return f"[{self.check}] {self.where}: {self.detail}"
@@ -42,7 +51,8 @@ class GradCheckReport:
 
     Attributes:
       failures: what is wrong, each with ``check``, ``where``, ``detail`` and, for values,
-        ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
+        ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``, ``fault``, ``rule``,
+        ``plain``, ``slope``, ``computed``.
       notes: tuple of remarks that are not failures, on kinks, noise and fallbacks.
       not_run: mapping from the name of a check to the reason why it did not run.
       evaluations: the number of evaluations of the function, compiled or not.
@@ -52,6 +62,13 @@ class GradCheckReport:
       verified: the number of verified input elements.
       at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
       elements: how many input elements there are.
+      judged_to: the part of itself that a gradient is judged to where the function cannot run in
+        float64, such as 0.1; 0 where it can.
+      errors: mapping from the name of each leaf, ``"args[0]['w']"``, to the largest relative error
+        of its elements: of the gradient as it is computed, against the slope (or the rule in
+        float64 that has it), in parts of the element or of its leaf's root mean square, the larger
+        one. With ``max_relative_error=`` it is Paddle's. NaN where nothing was measured.
+      largest_at: the element with the largest of these.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,6 +88,25 @@ class GradCheckReport:
     verified: int
     at_kinks: int = 0
     elements: int = 0
+    judged_to: float = 0.0
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    largest_at: str = ""
+
+    @property
+    def max_relative_error(self) -> float:
+        """The largest of `errors`; NaN if nothing was measured."""
+        known = [error for error in self.errors.values() if not np.isnan(error)]
+        return max(known, default=float("nan"))
+
+    @property
+    def message(self) -> str:
+        """The first failure, or what is right."""
+        if self.failures:
+            return str(self.failures[0])
+        if not self.ok:
+            return "nothing was verified"
+        kinks = f", {self.at_kinks} lie at kinks" if self.at_kinks else ""
+        return f"the gradient is right: {self.verified} of {self.elements} elements verified{kinks}"
 
     @property
     def ok(self) -> bool:
@@ -81,6 +117,7 @@ class GradCheckReport:
         asked = self.elements - self.at_kinks
         missing = 1 - self.verified / asked if asked else 0.0
         word = "FAILED" if not self.ok else "passed"
+        word += f", judged to {percent(self.judged_to)}" if self.judged_to else ""
         word += f", {missing:.0%} not verified" if self.ok and missing > SAID else ""
         word += f", {self.at_kinks} at kinks" if self.ok and self.at_kinks else ""
         alone = "" if self.precision in ("float64", "no precision") else " alone"
@@ -88,6 +125,8 @@ class GradCheckReport:
             f"gradient check {word} ({self.evaluations} evaluations, {self.seconds:.2f} s, "
             f"differences in {self.precision}{alone}, devices {', '.join(self.devices) or 'none'})"
         )
+        largest = self.max_relative_error
+        errors = [] if np.isnan(largest) else [f"largest error {largest:.1g}, at {self.largest_at}"]
         lines = [str(failure) for failure in self.failures]
         notes = [f"note: {note}" for note in self.notes]
         reasons = dict.fromkeys(self.not_run.values())
@@ -95,7 +134,13 @@ class GradCheckReport:
             f"not run: {', '.join(c for c, r in self.not_run.items() if r == reason)} ({reason})"
             for reason in reasons
         ]
-        return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
+        parts = _shortened(lines, "failures"), _shortened(notes, "notes", SHOWN - len(errors))
+        return "\n  ".join([head, *errors, *parts[0], *parts[1]])
+
+
+def percent(part: float) -> str:
+    """A part in percent, in two digits."""
+    return f"{100 * part:.0f}%" if part >= 0.1 else f"{100 * part:.2g}%"
 
 
 class GradCheckError(AssertionError):
@@ -121,7 +166,7 @@ class GradCheckError(AssertionError):
         self.report = report
 
 
-def _shortened(lines: list[str], word: str) -> list[str]:
-    shown = [" ".join(line.split("\n")) for line in lines[:SHOWN]]
+def _shortened(lines: list[str], word: str, most: int = SHOWN) -> list[str]:
+    shown = [" ".join(line.split("\n")) for line in lines[:most]]
     left = len(lines) - len(shown)
     return [*shown, f"... and {left} more {word} (see report.{word})"] if left else shown

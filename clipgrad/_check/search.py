@@ -2,7 +2,8 @@
 
 Where the gradient and its reference are apart, single elements are moved, and the majority of three
 decides. The rest is moved in dense groups, which are split only where slopes disagree: so the cost
-of a right gradient does not grow with the number of its elements.
+of a right gradient does not grow with the number of its elements. In half precision, where slopes
+of one element may be all rounding, the gradient of a leaf is judged along several directions.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,17 @@ from clipgrad._check.verdict import (
     NOISE,
     OK,
     RELATIVE,
+    TIMES,
+    TRUSTED,
     UNSEEN,
     WRONG,
     Ladder,
     Slack,
     Slopes,
     agree_at_once,
+    judge_along,
     judge_slopes,
+    off_at_once,
 )
 
 WORST, SPREAD, SINGLES = 8, 16, 64  # elements that are moved one by one
@@ -35,6 +40,7 @@ FEW_ELEMENTS = 16  # elements of a group that is looked at one by one
 # Along a dense direction one wrong element among n weighs 1 / sqrt(n): the slack of plain AD in
 # float64, and of a gradient in float32 without a reference.
 TIGHT, TIGHT_FLOAT32 = 1e-6, 3e-5
+DIRECTIONS = 4  # of a leaf in half precision
 
 
 class Search:
@@ -43,6 +49,12 @@ class Search:
     Attributes:
       kinds: of each element.
       numbers: of an element, for a unit of it.
+      disputed: the elements where neither the gradient nor its reference is the slope.
+      together: of a leaf that was judged along directions, by its start: a slope, its error and the
+        gradient along one of them.
+      off: by the first element of a group that was moved as a whole, the part of itself that its
+        gradient is off by along a direction.
+      share: the part of itself that a gradient is judged to, where slopes are not in float64.
     """
 
     def __init__(
@@ -58,6 +70,10 @@ class Search:
         self._target = judged if reference is None else reference
         self.kinds = np.where(point.finite, np.int8(OK), np.int8(UNSEEN))
         self.numbers: dict[int, Slopes] = {}
+        self.disputed = np.zeros(len(self.kinds), bool)
+        self.together: dict[int, tuple[float, float, float]] = {}
+        self.off: dict[int, float] = {}
+        self.share = 0.0 if point.of.evaluation.is_wide else slack.relative
         self._typical = point.typical(self._target)
         self._overall = np.abs(self._target * point.scale).max(initial=0.0)
         own = TIGHT_FLOAT32 if slack.relative <= 10 * RELATIVE["float32"] else slack.relative
@@ -68,6 +84,8 @@ class Search:
 
     def run(self, full: bool = False) -> "Search":
         """Look at suspects one by one, and at the rest together or, in `full`, one by one too."""
+        if self._point.of.evaluation.is_half:
+            return self._in_half_precision()
         suspects = self._suspects()
         if len(suspects):
             self._look_at_suspects(suspects)
@@ -77,10 +95,42 @@ class Search:
             self._look(np.flatnonzero(is_left), self._target)
         else:
             self._split([g for g in self._groups(is_left) if len(g)])
-        bent = np.flatnonzero(self.kinds == KINK)
-        if full or self._reference is None or np.isin(bent, suspects).any():
-            self._move_together(bent)
+        self._move_together(np.flatnonzero(self.kinds == KINK))
         return self
+
+    def _in_half_precision(self) -> "Search":
+        """Judge each leaf as a whole, and some of its elements besides: they may be wrong."""
+        bounds = []
+        for start, stop in self._point.ranges:
+            leaf = np.flatnonzero(self._point.finite[start:stop]) + start
+            if not len(leaf) or self._log.is_late():
+                self.kinds[leaf] = UNSEEN
+                continue
+            ladders = [
+                self._ladder(self._along([leaf], f"{k} "), [leaf]) for k in range(DIRECTIONS)
+            ]
+            found = judge_along(ladders, self._target, self._slack)
+            self.kinds[leaf], bound = found.kind, found.bound
+            self.together[start] = found.numeric, found.error, found.analytic
+            self.off[start] = found.off
+            bounds += [] if found.kind == WRONG else [bound]
+            self._look_in_half_precision(leaf[:: max(1, -(-len(leaf) // SINGLES))])
+        self.share = max(bounds, default=self.share)
+        return self
+
+    def _look_in_half_precision(self, some: np.ndarray) -> None:
+        typical = (self._typical[:, self._point.leaf[some]] * self._point.scale[some]).T
+        ladder = self._ladder(self._point.scale, [np.array([j]) for j in some])
+        found = judge_slopes(ladder, self._judged, self._slack, typical)
+        off, size = np.abs(found.numeric - found.analytic), np.abs(found.analytic)
+        is_off = off > TRUSTED * (size + typical.max(axis=1)) + TIMES * found.error
+        is_wrong = (found.kind == WRONG) & (found.is_kink | is_off)
+        bent = (found.kind == KINK) & (self.kinds[some] != WRONG)
+        self.kinds[some[bent]] = KINK
+        if is_wrong.any():
+            self.kinds[some[is_wrong]] = WRONG
+            for k in np.flatnonzero(is_wrong):
+                self.numbers[int(some[k])] = found.of_one(k, self._point.scale[some[k]])
 
     def _suspects(self) -> np.ndarray:
         """Elements at which gradient and reference are apart by more than rounding, worst first."""
@@ -120,10 +170,12 @@ class Search:
             if bad.any() and self._reference is not None:
                 other = judge_slopes(ladder, self._reference, self._slack, typical)
                 bad &= other.kind == WRONG
-                found.kind[bad] = DISPUTED
                 if bad.any():  # by less than their roundings in float64 they are not apart
                     room = BELOW_ROUNDING * (point.rounding(IN_FLOAT64) * point.scale)[some]
-                    found.kind[bad & (np.abs(found.numeric - found.analytic) <= room)] = OK
+                    is_one = bad & (np.abs(found.numeric - found.analytic) <= room)
+                    found.kind[is_one], bad = OK, bad & ~is_one
+                found.kind[bad & ~self._is_smooth(found)] = DISPUTED
+                self.disputed[some[bad]] = True
             self._note(some, self._decided(some, found) if suspects else found)
 
     def _decided(self, some: np.ndarray, found: Slopes) -> Slopes:
@@ -150,10 +202,10 @@ class Search:
     def _ladder(self, along, groups, steps=None) -> Ladder:
         return self._evaluation.ladder(along, groups, self._point.covectors, steps)
 
-    def _along(self, groups: Sequence[np.ndarray]) -> np.ndarray:
+    def _along(self, groups: Sequence[np.ndarray], number: str = "") -> np.ndarray:
         along, seed = np.array(self._point.scale), self._log.options.seed
         for g in groups:
-            along[g] *= dense_numbers(seed, f"along {len(g)} {g[0]}", len(g))
+            along[g] *= dense_numbers(seed, f"along {number}{len(g)} {g[0]}", len(g))
         return along
 
     def _groups(self, is_left: np.ndarray) -> list[np.ndarray]:
@@ -171,6 +223,7 @@ class Search:
         along = self._along(groups)
         quick = self._ladder(along, groups, self._evaluation.quick)
         kinds = np.where(agree_at_once(quick, self._target, self._slack_along), OK, WRONG)
+        self.off |= zip([int(g[0]) for g in groups], off_at_once(quick, self._target), strict=True)
         rest = np.flatnonzero(kinds)
         if len(rest):
             ladder = self._ladder(along, [groups[k] for k in rest])
@@ -229,6 +282,24 @@ class Search:
                 continue
             along[group] = scale[group].max()
             found = judge_slopes(self._ladder(along, [group]), self._judged, slack)
-            if found.kind[0] == WRONG:
+            if found.kind[0] == WRONG and (self._is_smooth(found)[0] or self._is_apart(group)):
                 self.kinds[group] = WRONG
+                self.disputed[group] = not self._is_apart(group)
                 self._note(group[:1], found)
+
+    def _is_smooth(self, found: Slopes) -> np.ndarray:
+        """Where a slope is one of a smooth function, and a gradient that is apart from it wrong.
+
+        What looks like a stair may be the rounding of a formula whose terms cancel: a user who
+        wrote a rule did so for that reason, and the rule has the slope of the larger steps.
+        """
+        return ~found.is_kink & (~found.is_stair | self._point.of.is_ruled)
+
+    def _is_apart(self, group: np.ndarray) -> bool:
+        """Whether the gradient is not its reference at some of these elements."""
+        judged, other = self._judged, self._reference
+        if other is None or other is judged:
+            return other is None
+        return bool(
+            (self._point.excess(judged, other, self._slack, self._typical)[group] > 1).any()
+        )

@@ -11,11 +11,17 @@ from jax import lax
 
 import clipgrad._programs as _programs
 from clipgrad._check import vectors
-from clipgrad._check.float64 import AXIS, Unsupported, Wide, in_float64
+from clipgrad._check.float64 import AXIS, Unsupported, Wide, held, in_float64
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import NotNearby, TheirError, ran, theirs
 from clipgrad._check.verdict import SAME_VALUES, TIMES, Ladder, narrowest
-from clipgrad._programs import Parts, rounded, rounded_in_float64
+from clipgrad._programs import (
+    Parts,
+    computed_types,
+    one_promotion,
+    rounded,
+    rounded_in_float64,
+)
 
 # Binary exponents of the steps, in units of the scale of each element: from steps that no rounding
 # spoils to steps within which no kink lies; and the two of a first look.
@@ -35,22 +41,27 @@ class Evaluation:
     """A function evaluated in one precision, at a point and beside it.
 
     Attributes:
-      label: the precision, "float64" or the function's own.
+      label: the precision, "float64" or the narrowest type that the function computes in.
       is_wide: whether it computes in float64.
+      is_half: whether it computes in half precision or less.
       steps, quick: the steps of a ladder, and the two of them that may be enough.
       count: how often the function was evaluated.
       x, base: the present point as a real vector, and the outputs there.
     """
 
     def __init__(self, subject: CheckSubject, wide: Wide | None, hold: bool = True):
-        self.label = "float64" if wide is not None else narrowest(subject.dtypes)
+        program = subject.program
+        types = set() if program is None else computed_types(program)
+        own = narrowest([*subject.dtypes, *types])
+        self.label = "float64" if wide is not None else own
         self.is_wide, self.count = self.label == "float64", 0
-        name = self.label if self.label in EXPONENTS else "float16"
+        self.is_half = self.label not in ("float64", "float32")
+        name = "float16" if self.is_half else self.label
         self.steps = 2.0 ** -np.asarray(EXPONENTS[name], float)
         self.steps[1::2] *= ODD
         self.quick = self.steps[TWO_STEPS[name]]
         self._subject, self._wide = subject, wide
-        self._hook = wide.held() if hold and wide is not None and wide.stops else None
+        self._hook = held(program, wide is not None) if hold else None
         self._dtype: Any = np.float64 if self.is_wide else np.float32
         wider = vectors.wide_dtype if self.is_wide else lambda dtype: dtype
         self._like = [jax.ShapeDtypeStruct(x.shape, wider(x.dtype)) for x in subject.inputs]
@@ -121,7 +132,7 @@ class Evaluation:
     def _moved(self, parts: Parts) -> np.ndarray:
         """The distance that roundings move each output by; natively all of its own."""
         if self._subject.program is None:
-            return np.finfo(self._dtype).eps * np.abs(self.base)
+            return float(jnp.finfo(self.label).eps) * np.abs(self.base)
         leaves, base = [np.asarray(x) for x in self._point], self.base
         if not self.is_wide:
             base, leaves = vectors.to_numpy(self._subject.fun(list(self._point))), self._point
@@ -140,7 +151,11 @@ class Evaluation:
         size, off = map(vectors.root_mean_square, (own, self.base - own))
         if off > SAME_VALUES * size + np.finfo(np.float32).tiny:
             if off > 10 * vectors.root_mean_square(self._moved(AS_COMPUTED)):
-                raise Unsupported("its values differ from those of the function")
+                k = int(np.argmax(np.abs(self.base - own)))
+                raise Unsupported(
+                    f"its values differ from those of the function: {own[k]:.5g} as computed, "
+                    f"{self.base[k]:.5g} in float64"
+                )
 
     def _values(self, along, place, moves: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The outputs after each move: of the elements in that place, by a step along `along`."""
@@ -170,14 +185,19 @@ class Evaluation:
 
     def _outputs(self, x, along, is_moved, step):
         leaves = vectors.leaves_of(x + step * jnp.where(is_moved, along, 0 * along), self._like)
-        wide = self._wide
-        if wide is None:
-            return vectors.to_vector(theirs(self._subject.fun, leaves), self._dtype)
-        call = lambda xs: vectors.to_vector(theirs(wide, xs, self._hook), self._dtype)  # noqa: E731
+        call = lambda xs: vectors.to_vector(theirs(self._evaluated, xs), self._dtype)  # noqa: E731
         if self._hook is None:
             return call(leaves)
         pairs = zip(vectors.leaves_of(x, self._like), leaves, strict=True)
         return jax.vmap(call, axis_name=AXIS)([jnp.stack(pair) for pair in pairs])[1]
+
+    def _evaluated(self, leaves):
+        if self._wide is not None:
+            return self._wide(leaves, self._hook)
+        if self._hook is None:
+            return self._subject.fun(leaves)
+        with one_promotion():
+            return _programs.evaluate(self._subject.program, leaves, self._hook)
 
 
 def spread(run: Callable[[np.uint32], np.ndarray], base: np.ndarray, runs: int) -> np.ndarray:

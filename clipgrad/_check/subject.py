@@ -112,6 +112,15 @@ def make_subject(
     )
 
 
+DONATED = "{} is donated: the first call used it up; pass the function without donate_argnums"
+
+
+def donated_arguments(subject: CheckSubject) -> list[str]:
+    """The names of the inputs whose buffers the first call of the function used up."""
+    pairs = zip(subject.names, subject.inputs, strict=True)
+    return [name for name, x in pairs if x.is_deleted()]
+
+
 def _has_numbers(leaf):
     is_numpy = isinstance(leaf, (np.ndarray, np.generic))
     return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")

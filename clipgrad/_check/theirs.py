@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 
-from clipgrad._errors import first_line
-
 
 class TheirError(Exception):
     """Code of others raised an error, which is the cause of this one.
@@ -40,7 +38,13 @@ def theirs(call: Callable[..., Any], *args: Any) -> Any:
     except TheirError:
         raise
     except Exception as error:
-        raise TheirError(first_line(error)) from error
+        raise TheirError(whole(error)) from error
+
+
+def whole(error: BaseException) -> str:
+    """The kind of an error and all of its text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def ran(program: Any, *args: Any) -> Any:

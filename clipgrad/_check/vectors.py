@@ -70,6 +70,23 @@ def cotangent_leaves(vector: np.ndarray, like: Sequence[Leaf]) -> list[jax.Array
     return [jax.device_put(np.conj(leaf)) for leaf in leaves_of(vector, like)]
 
 
+def covector_of(cotangent: Any, outputs: Sequence[Leaf]) -> np.ndarray:
+    """The real vector of a user's cotangent; ones for None.
+
+    JAX pairs a cotangent with dy by the real part of their product, without conjugation.
+    """
+    ones = [np.ones(y.shape) for y in outputs]
+    leaves = ones if cotangent is None else jax.tree.leaves(cotangent)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if shapes != [y.shape for y in outputs]:
+        raise ValueError(
+            f"cotangent: got the shapes {shapes}, expected those of the chosen outputs, "
+            f"{[y.shape for y in outputs]}"
+        )
+    pairs = zip(map(np.asarray, leaves), outputs, strict=True)
+    return to_numpy([np.conj(u).astype(wide_dtype(y.dtype)) for u, y in pairs])
+
+
 def stacked(rows: Sequence[Sequence[Leaf]]) -> list[np.ndarray]:
     """Lists of leaves, stacked leaf by leaf along a new leading axis."""
     return [np.stack([np.asarray(x) for x in leaves]) for leaves in zip(*rows, strict=True)]

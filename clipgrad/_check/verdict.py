@@ -1,4 +1,6 @@
-"""The verdict: which of three witnesses agree.  All thresholds of the checker are here.
+"""The verdict: which of three witnesses agree, and the tolerances by which they do.
+
+The budgets of the search are in `search`.
 
 At each element there are the rule r, plain AD p and slopes s, all in float64. Where r and s agree,
 the element is right; where p and s do and r does not, it is wrong; where r and p agree and s does
@@ -13,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 PRECISIONS = ("bfloat16", "float16", "float32", "float64")
+HALVES = ("bfloat16", "float16")
 
 # The stated part: by the narrowest type that computes. The rule in float64 has float64's, the error
 # of two extrapolated steps. A right rule loses about the square root of its operations in
 # roundings: 5e-4 is 4,000 of float32, 5e-2 is six of bfloat16.
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Of a type of 8 bits and fewer a result may be off by two of its roundings.
+FEW_BITS = 2.0
 # Roundings of the leaf's typical gradient that any element may be off by: sums of products of both
 # signs cancel.
 ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
@@ -32,6 +37,10 @@ TRUSTED = 0.25
 # Slopes of what can only be evaluated in its own narrow type, and of tied elements moved together,
 # may be so many times further apart.
 LOOSER = 10.0
+# Along several directions errors are three standard deviations of one; of their root mean square
+# it is this part.
+SPREAD_OF_ERRORS = 0.6
+HALF = 0.5
 # Two ways to compile one gradient add in other orders: so many times the roundings of its leaf.
 ORDERS = 20.0
 # One-sided slopes that are further apart than this part of them are a kink's.
@@ -47,21 +56,29 @@ MASK = 2.0**10
 # Of the elements that are not at kinks, if `min_verified` is not given.
 LEAST_VERIFIED = 0.5
 
-# In order of severity: of several cotangents, and of several looks, the most severe one counts.
-OK, KINK, ROUNDING, NOISE, DISPUTED, UNSEEN, WRONG = range(7)
+# In order of severity: of several cotangents, looks and questions, the most severe one counts.
+OK, ROUNDING, KINK, NOISE, DISPUTED, UNSEEN, WRONG = range(7)
 VERIFIED = (OK, ROUNDING)
 NOTES = {
-    KINK: "at a kink: the gradient lies between the one-sided slopes",
     ROUNDING: "off by rounding: plain AD or the rule's operations lose as much in this precision",
+    KINK: "at a kink: the gradient lies between the one-sided slopes",
     NOISE: "not verified: the slopes are too noisy, or rounding explains the difference",
-    DISPUTED: "not verified: JAX's own derivative does not have the function's slopes either",
+    DISPUTED: "not verified: at a kink or a jump, JAX's own derivative is no slope of either side",
     UNSEEN: "not verified: not looked at one by one",
 }
 
 
 def narrowest(names: Iterable[str]) -> str:
-    """The narrowest of some floating types; of one that is unknown, bfloat16."""
-    return min((n if n in PRECISIONS else "bfloat16" for n in names), key=PRECISIONS.index)
+    """The narrowest of some floating types: the one of the fewest digits."""
+    return min(names, key=lambda name: (-float(jnp.finfo(name).eps), PRECISIONS[0] != name))
+
+
+def relative_of(name: str) -> float:
+    """The stated part of a type."""
+    return RELATIVE.get(name, FEW_BITS * float(jnp.finfo(name).eps))
+
+
+DIGITS = range(7, 18)  # of two numbers, until they are told apart
 
 
 class Slack(NamedTuple):
@@ -82,10 +99,11 @@ class Slack(NamedTuple):
 def slack_of(name: str, tolerance: float | None = None, times: float = 1.0) -> Slack:
     """The slack of a type, or the one that the user states."""
     limits = jnp.finfo(name)  # XLA's float32 and bfloat16 have no subnormal numbers, float16 has
-    least = float(limits.smallest_subnormal if name == "float16" else limits.tiny)
-    floor = ROUNDINGS[name] * float(limits.eps)
+    has_subnormals = name not in RELATIVE or name == "float16"
+    least = float(limits.smallest_subnormal if has_subnormals else limits.tiny)
+    floor = ROUNDINGS.get(name, FEW_BITS) * float(limits.eps)
     if tolerance is None:
-        return Slack(times * RELATIVE[name], times * floor, least)
+        return Slack(times * relative_of(name), times * floor, least)
     return Slack(tolerance, tolerance + floor, least)
 
 
@@ -119,11 +137,12 @@ class Slopes(NamedTuple):
     ahead: Any
     behind: Any
     is_kink: Any
+    is_stair: Any = False
 
     def of_one(self, k: int, scale: Any) -> "Slopes":
         """The verdict on one direction, for a unit of an input of this scale."""
-        kind, *numbers, is_kink = (column[k] for column in self)
-        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink])
+        kind, *numbers, is_kink, is_stair = (column[k] for column in self)
+        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink, is_stair])
 
 
 def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndarray:
@@ -132,6 +151,15 @@ def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndar
     numeric, (analytic, norm) = numeric[:, -1], _gradient_along(ladder, gradient)
     allowed = slack(np.fmax(np.abs(numeric), norm))
     return (np.abs(numeric - analytic) <= allowed).all(axis=1)
+
+
+def off_at_once(ladder: Ladder, gradient: np.ndarray) -> list[float]:
+    """The part of itself that a gradient is off by along each direction, by two steps alone."""
+    numeric = _extrapolated(ladder)[0][:, -1]
+    analytic, norm = _gradient_along(ladder, gradient)
+    size = np.fmax(np.abs(numeric), norm)
+    off = np.abs(numeric - analytic) / np.where(size > 0, size, 1.0)
+    return [float(part) for part in off.max(axis=1)]
 
 
 def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: Any = 0.0) -> Slopes:
@@ -159,8 +187,52 @@ def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: An
     kind = np.where(_grows(ladder) | ~np.isfinite(numeric), NOISE, kind)
     worst = np.argmax(kind * 10.0 + off / (1 + off), axis=1)
     sides = (_taken(side, at) for side in (ladder.ahead, ladder.behind))
-    columns = (kind, numeric, error, analytic, *sides, is_kink)
+    is_stair = _is_nearer_in_the_end(ladder, analytic, numeric)
+    columns = (kind, numeric, error, analytic, *sides, is_kink, is_stair)
     return Slopes(*(np.take_along_axis(c, worst[:, None], 1)[:, 0] for c in columns))
+
+
+def told_apart(a: Any, b: Any) -> tuple[str, str]:
+    """Two numbers, each with the digits that tell them apart."""
+    texts = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in DIGITS]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
+
+
+class Along(NamedTuple):
+    """The verdict on a leaf along several directions, and the worst of them."""
+
+    kind: int
+    bound: float  # the part of itself that the gradient may be off by
+    numeric: float
+    error: float
+    analytic: float
+    off: float  # the part of itself that it is off by
+
+
+def judge_along(ladders: Sequence[Ladder], gradient: np.ndarray, slack: Slack) -> Along:
+    """Judge the gradient of a leaf by the root mean square of what it is off by along directions.
+
+    Along one direction alone a gradient and its double may have slopes that are as good as equal.
+    Not verified where it may be off by more than `TRUSTED`.
+    """
+    columns = []
+    for ladder in ladders:
+        numeric, error = settled(ladder)
+        analytic, norm = _gradient_along(ladder, gradient)
+        is_kink, middle, width, _ = _kink(ladder)
+        between = np.clip(analytic, middle - width, middle + width)
+        columns.append([c[0] for c in (numeric, error, analytic, norm, is_kink, between)])
+    numeric, error, analytic, norm, is_kink, between = np.asarray(columns).transpose(1, 0, 2)
+    size = lambda x: float(np.sqrt(np.mean(np.square(x))))  # noqa: E731
+    if is_kink.mean() > HALF:
+        numeric = np.where(is_kink, between, numeric)
+    off, larger = size(numeric - analytic), max(size(norm), size(numeric))
+    bound = slack.relative * larger + slack.least + SPREAD_OF_ERRORS * size(error)
+    kind = WRONG if off > bound else OK if bound <= TRUSTED * larger else NOISE
+    kind = kind if np.isfinite(off + bound) else NOISE
+    j = np.unravel_index(np.argmax(np.abs(numeric - analytic)), numeric.shape)
+    part, off = (x / larger if larger else 0.0 for x in (bound, off))
+    return Along(kind, part, float(numeric[j]), float(error[j]), float(analytic[j]), off)
 
 
 def _gradient_along(ladder: Ladder, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -201,6 +273,16 @@ def _kink(ladder: Ladder) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     apart = _taken(gap, at) - TIMES * noise > KINK_GAP * np.fmax(np.abs(ahead), np.abs(behind))
     width = _taken(ladder.width, at) + TIMES * noise
     return apart & ~shrinks, (ahead + behind) / 2, width, at
+
+
+def _is_nearer_in_the_end(ladder: Ladder, analytic: np.ndarray, numeric: np.ndarray) -> np.ndarray:
+    """Whether a slope of the smallest steps is the gradient's, and not what the larger ones say.
+
+    So it is on a stair that is narrower than these.
+    """
+    central, noise = (ladder.ahead + ladder.behind)[:, -3:] / 2, ladder.noise[:, -3:]
+    to_gradient, to_slope = (np.abs(central - x[:, None]) for x in (analytic, numeric))
+    return (to_gradient + noise < to_slope - noise).any(axis=1)
 
 
 def _grows(ladder: Ladder) -> np.ndarray:

@@ -126,7 +126,7 @@ def find_evaluation(
         return evaluation, wide
     except (Unsupported, TheirError) as error:
         notes.append(f"evaluation in float64 is not possible ({error})")
-        evaluation = Evaluation(subject, None)
+        evaluation = Evaluation(subject, None, hold)
         evaluation.set_point(subject.inputs)
         return evaluation, None
 

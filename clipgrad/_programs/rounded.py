@@ -30,15 +30,14 @@ UNROUNDED = frozenset(
     "layout_constraint max mesh_cast min name neg nextafter optimization_barrier pad pbroadcast "
     "pcast pmax pmin ppermute pvary real reduce_max reduce_min reduce_window_max reduce_window_min "
     "reshape reshard rev rng_uniform round scatter scatter-max scatter-min scatter_max scatter_min "
-    "select_and_gather_add select_n sharding_constraint sign slice sort split squeeze "
-    "stop_gradient swap top_k transpose".split()
+    "select_and_gather_add select_n sharding_constraint sign slice sort split squeeze stack "
+    "stop_gradient swap tile top_k transpose unstack".split()
 )
 SUMS = frozenset(
     "conv_general_dilated cumlogsumexp cumprod cumsum dot_general fft psum psum2 psum_invariant "
     "ragged_dot_general reduce_prod reduce_scatter reduce_sum reduce_window_sum scatter-add "
     "scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add".split()
 )
-MEANT = 11  # binary digits of a constant that a formula means as it is, in half precision as well
 # Backward stable: off by what a rounding of their operands moves.
 SOLVERS = FOREIGN_PROGRAMS | frozenset(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
@@ -157,7 +156,6 @@ class _Rounding(Hook):
         if not holds_floats(aval) or np.ndim(value) and self.wide is None:
             return wide
         wide, short = jnp.asarray(wide), jnp.finfo(aval.dtype).nmant // 2
-        short = short if self.wide is None else max(short, MEANT)
         moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
         if isinstance(wide, Tracer) or wide.ndim:
             return jnp.where(_has_digits(wide, short), wide, moved)
