@@ -120,9 +120,9 @@ def test_layers_of_a_scan_without_a_gradient_are_named(cut, wrapped):
 
 def test_messages_have_the_numbers_of_the_layers_that_are_cut():
     messages = {f.leaf.split("'")[1]: f.message for f in layers_found("jit of checkpoint").findings}
-    assert "all 4 elements of its input, -1.1 to -0.3, at" in messages["dead_layer_of_a_scan"]
+    assert "all 4 elements of its input, -1.1 to -0.3;" in messages["dead_layer_of_a_scan"]
     assert "multiplied by a constant that is 0, at step 2" in messages["dropped_layer"]
-    assert "at step 1 of 4" in messages["replaced_from_the_last"]
+    assert "at step" not in messages["replaced_from_the_last"]  # which are three
 
 
 def test_layers_that_may_be_meant_to_have_no_gradient_are_noted_at_most():

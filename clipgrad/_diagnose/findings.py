@@ -89,6 +89,8 @@ def data_finding(
     names = ", ".join(given.names[i] for i in sources)
     what = f"; it is computed from {names}" if names and found.entry else ""
     what += f"; the VJP of {_op(reader)} ({reader.place.location}) reads it"
+    if found.entry is None and found.number in given.chosen:
+        what += f"; {MASKED_INPUT} ({docs_page('nan')})"
     return dataclasses.replace(finding, message=finding.message + what)
 
 
@@ -186,6 +188,11 @@ def _index_out_of_range(entry: Entry) -> list[float]:
         return []
     first = tuple(np.argwhere(bad)[0])
     return [float(indices[first]), float(axes[first[-1]])]
+
+
+def operation_at(entry: Entry) -> str:
+    """The operation that made a value that is not finite, with the numbers of its operands."""
+    return _operation_at(entry, _values(entry, entry.outs))
 
 
 def _operation_at(entry: Entry, values: Sequence[float]) -> str:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p, scan_p
 
 from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
-from clipgrad._names import is_users
+from clipgrad._names import STOPPING, is_users
 from clipgrad._programs import (
     CUSTOM_RULES,
     called_program,
@@ -30,8 +31,10 @@ MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 
 # Operations that only move numbers: what makes a value is before them.
 MOVES = frozenset("transpose reshape squeeze convert_element_type copy".split())
-# Of a cut what is not in the entry: the branch, the next step, and the uses of a value.
-BRANCH, CARRY, CANCELS = "branch", "carry", "cancels"
+# Of a cut what is not in the entry: the branch, the next step, the uses of a value, a result that
+# has no elements, and one that only chooses a branch or ends a loop.
+BRANCH, CARRY, CANCELS, EMPTY, CONTROL = "branch", "carry", "cancels", "empty", "control"
+DATA = "data"  # a use of a value that is not `CONTROL`
 
 
 class Found(NamedTuple):
@@ -44,7 +47,9 @@ class Found(NamedTuple):
       is_constant: whether the entry reads a constant that is not finite.
       steps: of a sum in the carry of a scan, the steps of it.
       is_backward: whether an operation raises in the backward pass.
-      way: of a cut how it is one, if not by its entry: `BRANCH`, `CARRY` or `CANCELS`.
+      way: of a cut how it is one, if not by its entry: `BRANCH`, `CARRY`, `CANCELS`, `EMPTY` or
+        `CONTROL`.
+      is_everywhere: of a cut whether it is one at every step of the scan around.
     """
 
     kind: str
@@ -54,10 +59,13 @@ class Found(NamedTuple):
     steps: tuple[int, ...] = ()
     way: str = ""
     is_backward: bool = False
+    is_everywhere: bool = False
 
     @property
     def step(self) -> int | None:
-        """The step of the innermost scan."""
+        """The step of the innermost scan; None for all of them."""
+        if self.is_everywhere:
+            return None
         steps = self.steps or (self.entry.tape.steps if self.entry else ())
         return steps[-1] if steps else None
 
@@ -253,17 +261,53 @@ def _maker(tape: Tape, atom: Any) -> Entry | None:
 
 def _cuts_at_operand(entry: Entry, k: int) -> LookedAt:
     """The cut of an operand without a cotangent, or where to look for it."""
-    is_blind = entry.name in ("stop_gradient", "while") or not any(map(holds_floats, entry.outs))
+    if not holds_floats(entry.ins[k]):
+        return [], []
     if isinstance(entry.inside, InWhile):
-        return [], [Found("zero", *_in_condition(entry.inside, k))] if reaches(entry) else []
-    is_inside = entry.alive and entry.inside and entry.inside.is_differentiated
-    if is_inside and (way := entry.inside.operand(k, is_zero=True)):
-        if isinstance(entry.inside, InBranch) and not _is_read(*way):
+        return _cuts_at_loop(entry, entry.inside, k)
+    if entry.equation.primitive in STOPPING:
+        return [], _used("", entry, k, entry.equation.outvars)
+    if _is_emptied(entry, k):
+        return [], _used(EMPTY, entry, k, entry.equation.outvars)
+    results, active = entry.equation.outvars, entry.tape.active
+    ways = _used("", entry, k, [v for v in results if v not in active])
+    inside = entry.inside
+    if (entry.alive or ways) and inside and inside.is_differentiated:
+        way = inside.operand(k, is_zero=True)
+        if way and isinstance(inside, InBranch) and not _is_read(*way):
             return [], [Found("zero", entry, k, way=BRANCH)]
-        return [way], []
-    if entry.alive or (is_blind and reaches(entry)):
+        if way:
+            return [way], []
+    if entry.alive:
         return [], [Found("zero", entry, k)]
-    return [] if is_blind else [(entry.tape, v) for v in entry.equation.outvars], []
+    return [(entry.tape, v) for v in results if v in active], ways
+
+
+def _is_emptied(entry: Entry, k: int) -> bool:
+    """Whether an operation takes no element of an operand, or a scan takes no step."""
+    has_no_step = entry.equation.primitive is scan_p and entry.equation.params["length"] == 0
+    has_no_result = bool(entry.outs) and not any(map(np.size, entry.outs))
+    return bool(np.size(entry.ins[k])) and (has_no_step or has_no_result)
+
+
+def _used(way: str, entry: Entry, k: int, results: Iterable[Any]) -> list[Found]:
+    """The cut at an operation without a derivative, if one of some results of it is used."""
+    uses = {reached(entry.tape, v) for v in results} - {""}
+    if not uses:
+        return []
+    return [Found("zero", entry, k, way=way or ("" if DATA in uses else CONTROL))]
+
+
+def _cuts_at_loop(entry: Entry, inside: InWhile, k: int) -> LookedAt:
+    """The cut at a loop of unknown length, or where to look for it in its first iteration.
+
+    What only its condition reads, ends it.
+    """
+    cuts = _used("", entry, k, entry.equation.outvars)
+    if cuts and k < inside.first:
+        return [], [Found("zero", *_in_condition(inside, k), way=CONTROL)]
+    body = inside.begun if cuts else None
+    return ([(body, body.jaxpr.invars[k - inside.first])], []) if body else ([], [])
 
 
 def is_of_users_rule(entry: Entry) -> bool:
@@ -274,29 +318,48 @@ def is_of_users_rule(entry: Entry) -> bool:
     return is_users(getattr(info, "func_filename", None) or "<frozen")
 
 
-def reaches(entry: Entry) -> bool:
-    """Whether something that has a cotangent, or a result, is computed from an entry."""
-    todo, seen = [entry], set()
+def reached(tape: Tape, atom: Any) -> str:
+    """How a value is used: `DATA` if something with a cotangent, or the loss, is computed from it.
+
+    `CONTROL` if it only chooses the branch of such a computation, or ends its loop; "" if neither.
+    """
+    todo, seen, ways = [(tape, atom, DATA)], set(), set()
     while todo:
-        own = todo.pop()
-        if own in seen:
+        use = todo.pop()
+        if use in seen:
             continue
-        seen.add(own)
-        tape, outs = own.tape, own.equation.outvars
-        if any(a is v for a in tape.jaxpr.outvars for v in outs):
-            return True
-        readers = [e for v in outs for e, _ in tape.uses[v]]
-        if any(e.alive for e in readers):
-            return True
-        todo += readers
-    return False
+        seen.add(use)
+        tape, atom, way = use
+        uses = [(e, way if _is_data(e, k) else CONTROL) for e, k in tape.uses[atom]]
+        ways |= {own for entry, own in uses if entry.alive}
+        todo += [(tape, v, own) for e, own in uses if not e.alive for v in e.equation.outvars]
+        for result in results_of(tape, atom):
+            behind = _behind(tape, result)
+            ways |= set() if behind else {way}
+            todo += [(*variable, way) for variable in behind]
+    return DATA if DATA in ways else CONTROL if ways else ""
+
+
+def _is_data(entry: Entry, k: int) -> bool:
+    """Whether an operation computes with an operand; a branch and the end of a loop are chosen."""
+    if isinstance(entry.inside, InWhile):
+        return k >= entry.inside.first
+    return not (entry.equation.primitive is cond_p and k == 0)
+
+
+def _behind(tape: Tape, result: int) -> list[Way]:
+    """The variables that a result of a program is: outside, and in the next step."""
+    if tape.within is None:
+        return []
+    entry = tape.within.entry
+    ways = [(entry.tape, entry.equation.outvars[result])]
+    if isinstance(entry.inside, InScan) and result < entry.inside.carried:
+        ways.append((tape, tape.jaxpr.invars[entry.inside.fixed + result]))
+    return ways
 
 
 def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
     """The operation in the condition of a loop that has no derivative; else the loop."""
-    entry = inside.entry
-    if operand >= inside.first:
-        return entry, operand
     tape = inside.tested()
     read = {tape.jaxpr.invars[operand]}
     for own in tape.entries:
@@ -306,7 +369,7 @@ def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
             return own, reads[0]
         if reads:
             read |= set(own.equation.outvars)
-    return entry, operand
+    return inside.entry, operand
 
 
 # -- What raises, and what anything is computed from.

@@ -74,7 +74,7 @@ def broken(
     try:
         tape = tape_of(given)
         findings = _findings(given, tape, measured.loss, bad, trends)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError, OperationRaised) as error:
         findings, reason = [], f" ({first_line(error)})"
     if not findings and not any(trend.kind == "grows" for trend in trends):
         if not np.isfinite(measured.loss):
@@ -130,7 +130,7 @@ def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
     root, _ = value_at(entry.tape, reads[0], level(entry.tape.read(reads[0])))
     if root.is_constant:
         return vjp_finding(fault)
-    if depends(root, given):
+    if root.entry and depends(root, given):
         return vjp_finding(fault, root)
     read = root.entry
     arguments = sources(read.tape, read.equation.invars)[0] if read else ()

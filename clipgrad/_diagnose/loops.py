@@ -1,5 +1,6 @@
 """Opening loops: a scan runs as one and keeps its carries, and each step can become a tape."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,11 +181,12 @@ class InScan(Inside):
     def operand(self, number: int, is_zero: bool) -> tuple[Tape, Any] | None:
         """The input at the step in time whose cotangent is bad first, going backward.
 
-        Of what is zero it is a step at which there is a cotangent of a result: of a carry the first
-        of these, of other operands the last.
+        Of what is zero it is a step at which there is a cotangent of a result, if there is one: of
+        a carry the first of these, of other operands the last.
         """
         if is_zero:
-            steps = self.alive[:1] if self.is_carry(number) else self.alive
+            steps = self.alive or self.times
+            steps = steps[:1] if self.is_carry(number) else steps
         elif self.is_carry(number):
             steps = [self.times[self._bad_until(number - self.fixed)]]
         elif number < self.fixed:
@@ -202,9 +204,9 @@ class InScan(Inside):
         """
         assert tape.within is not None
         later = self.times[tape.within.time + 1 :]
-        if number >= self.carried or not later:
-            return super().output(tape, number, is_zero)
         alive = [t for t in self.alive if t in later] if is_zero else []
+        if number >= self.carried or not later or (is_zero and not self.alive):
+            return super().output(tape, number, is_zero)
         last = self.times[self._bad_until(number)]
         t = alive[0] if alive else last if last in later and not is_zero else later[0]
         return self.step(t), self.step(t).jaxpr.invars[self.fixed + number]
@@ -285,6 +287,11 @@ class InWhile(Inside):
         carry = self.entry.ins[self.split :]
         while bool(np.any(self._test(carry).results[0])):
             carry = self._tape(carry, 0).results
+
+    @functools.cached_property
+    def begun(self) -> Tape:
+        """The tape of the first iteration."""
+        return self._tape(self.entry.ins[self.split :], 0)
 
     def tested(self) -> Tape:
         """The tape of the condition before the first iteration."""

@@ -95,7 +95,7 @@ class Entry:
         opening = OPENINGS.get(self.name)
         return opening(self) if opening and opening.opens(self) else None
 
-    @property
+    @functools.cached_property
     def alive(self) -> bool:
         """Whether a result has a cotangent that is not zero."""
         return any(g is not None and bool(jnp.any(g != 0)) for g in self.got)
@@ -314,7 +314,6 @@ class Tape:
             self._add(atom, cotangent)
         for entry in reversed(self.entries):
             entry.got = [self.cotangents.get(v) for v in entry.equation.outvars]
-            entry.back = [None] * len(entry.ins)
             if any(g is not None for g in entry.got):
                 self._run(entry, (entry.inside or entry).backward, is_backward=True)
             for atom, cotangent in zip(entry.equation.invars, entry.back, strict=True):
@@ -329,6 +328,7 @@ class Tape:
         results = zip(equation.outvars, active_results(equation, entry.active), strict=True)
         self.active.update(v for v, is_active in results if is_active)
         entry.outs = list(self._run(entry, (entry.inside or entry).forward, is_backward=False))
+        entry.got, entry.back = [None] * len(entry.outs), [None] * len(entry.ins)
         self.values.update(zip(equation.outvars, entry.outs, strict=True))
         self.made.update(dict.fromkeys(equation.outvars, entry))
 

@@ -84,6 +84,7 @@ def trend_findings(
 
     A decay is a note while all leaves keep a gradient.
     """
+    all_keep = not any(np.all(grad.zeros == 1) for grad in measured.grads)
     for unit, row in pairs:
         found = trend(over_steps(row)[::-1]) if row.operation == SCAN else None
         if found and found.growth_in_time:
@@ -92,7 +93,7 @@ def trend_findings(
             leaves = _begins_with(unit, given) if found.factor < 1 else []
             largest = float(np.nanmax(row.norm))
             is_lost = _has_lost(given, measured, leaves, row.scans[-1], largest)
-            yield finding if found.factor > 1 or is_lost else _note(finding)
+            yield finding if found.factor > 1 or is_lost else _note(finding, all_keep)
     deep = layers(pairs, given.program)
     found = trend([float(row.norm) for row in reversed(deep)])
     if found and found.growth:
@@ -102,11 +103,12 @@ def trend_findings(
         finding = _trend_finding(deep[0], found, found.growth, where)
         largest = max(float(row.norm) for row in deep)
         is_lost = _has_lost(given, measured, given.chosen, len(deep), largest)
-        yield finding if found.growth > 1 or is_lost else _note(finding)
+        yield finding if found.growth > 1 or is_lost else _note(finding, all_keep)
 
 
-def _note(finding: GradientFinding) -> str:
-    return f"{finding.message.partition('; ')[0]}; all leaves keep a gradient"
+def _note(finding: GradientFinding, all_keep: bool) -> str:
+    end = "; all leaves keep a gradient" if all_keep else ""
+    return f"{finding.message.partition('; ')[0]}{end}"
 
 
 def layers(pairs: Sequence[tuple[Unit, GradientRow]], program: Any) -> list[GradientRow]:

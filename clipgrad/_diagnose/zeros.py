@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
-from clipgrad._diagnose.findings import operation_finding
+from clipgrad._diagnose.causes import DETACHED, EXCUSED, SILENT, Cause, cause_of, is_at_each_step
+from clipgrad._diagnose.findings import function_finding, operation_finding
 from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
 from clipgrad._diagnose.judge import tape_of
 from clipgrad._diagnose.levels import wide
@@ -15,7 +15,7 @@ from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.tape import Tape
+from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import docs_page, first_few, first_line
 from clipgrad._names import sources_of_results
@@ -33,6 +33,8 @@ def zero_findings(
     zero = [i for i, grad in of.items() if np.all(grad.zeros == 1)]
     read = sources_of_results(given.program)[0] if zero else ()
     unread = [given.names[i] for i in zero if i not in read]
+    if len(unread) == len(given.chosen):
+        return [_unread_finding(given, unread)], []
     notes = [f"the loss does not depend on {first_few(unread, SHOWN_NAMES)}"] if unread else []
     is_all = len(zero) == len(given.chosen) and measured.loss == 0
     zero = [i for i in zero if i in read]
@@ -40,9 +42,18 @@ def zero_findings(
         return [], notes
     try:
         findings, more = _told(given, tape_of(given), zero, is_all)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError, OperationRaised) as error:
         return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
     return findings, [*notes, *more]
+
+
+def _unread_finding(given: DiagnosisSubject, unread: Sequence[str]) -> GradientFinding:
+    """The finding on a loss that reads nothing of what it is differentiated by."""
+    names = first_few(unread, SHOWN_NAMES)
+    what = f"the gradient of {names} is 0: the loss depends on nothing that it is differentiated by"
+    step = f"check what it reads, or choose other argnums ({docs_page('zero')})"
+    finding = function_finding("zero", f"{what}; {step}", given)
+    return dataclasses.replace(finding, leaf=", ".join(unread), cause="unused")
 
 
 def _may_have_lost_layers(given: DiagnosisSubject, number: int, zeros: float) -> bool:
@@ -74,7 +85,7 @@ def _told(
         if not best:
             notes.append(f"{subject} is 0; diagnose did not find where it is cut")
             continue
-        finding, cause = _finding(subject, leaves, best), best[0][1]
+        finding, cause = _finding(subject, leaves, _in_steps(best, layers, given)), best[0][1]
         if not (cause.is_note or (is_all and cause.name in EXCUSED)):
             message = f"{finding.message} ({docs_page('zero')})"
             findings.append(dataclasses.replace(finding, message=message))
@@ -86,10 +97,17 @@ def _told(
 def _best(
     given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]
 ) -> list[ExplainedCut]:
-    """The cuts of the first rank, the best first."""
+    """The cuts of the first rank, the best first, and behind them those that detach."""
     own = [(cut, cause_of(cut, given, zero)) for cut in found]
     own.sort(key=lambda e: (e[1].rank, e[1].is_note))
-    return [e for e in own if e[1].rank == own[0][1].rank]
+    return [e for e in own if e[1].rank in (own[0][1].rank, DETACHED)]
+
+
+def _in_steps(best: list[ExplainedCut], layers: str, given: DiagnosisSubject) -> list[ExplainedCut]:
+    """The cuts, the best without a step if it is one at each, or if several layers are named."""
+    (cut, cause), *others = best
+    is_at_each = cut.step is not None and ("," in layers or is_at_each_step(cut, cause, given))
+    return [(cut._replace(is_everywhere=is_at_each), cause), *others]
 
 
 def _line_and_cause(explained: ExplainedCut) -> str:

@@ -38,7 +38,7 @@ _MACHINERY = {
 _FRAMES_OF_LAYERS = tuple(
     os.path.join("", *name.split("/"))
     for name in """flax/linen/module.py flax/linen/transforms.py flax/core flax/nnx/transforms
-    flax/nnx/module.py flax/nnx/object.py flax/nnx/pytreelib.py flax/nnx/extract.py flax/nnx/graph.py
+    flax/nnx/module.py flax/nnx/pytreelib.py flax/nnx/extract.py flax/nnx/graph.py
     equinox/_module equinox/_jit.py equinox/_vmap_pmap.py equinox/_ad.py equinox/_eval_shape.py
     haiku/_src/module.py haiku/_src/transform.py haiku/_src/lift.py haiku/_src/stateful.py
     keras/src/layers/layer.py keras/src/ops/operation.py keras/src/utils
@@ -204,7 +204,7 @@ def is_users(file: str) -> bool:
 
 @functools.cache
 def _is_machinery(file: str) -> bool:
-    """Whether a file is of calls as such: of JAX, of a framework, or of the names here."""
+    """Whether a file is of calls as such: of JAX or a framework, or of this library."""
     if file.startswith(_LIBRARY + os.sep) or os.path.basename(file) in _MACHINERY:
         return True
     return any(name in file for name in _FRAMES_OF_LAYERS)

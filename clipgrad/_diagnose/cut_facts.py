@@ -1,0 +1,480 @@
+"""Facts of a cut, which the causes ask for: each is computed once, when it is asked for."""
+
+import dataclasses
+import functools
+import string
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives
+
+from clipgrad._diagnose.findings import operation_at
+from clipgrad._diagnose.guilty import (
+    BRANCH,
+    Found,
+    is_of_users_rule,
+    origin,
+    runs_once,
+    sources,
+)
+from clipgrad._diagnose.levels import INF, holds_zeros, range_of, wide
+from clipgrad._diagnose.loops import InScan
+from clipgrad._diagnose.parts import as_program
+from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.tape import Entry, Tape
+from clipgrad._programs import CUSTOM_RULES, Widen, dtype_of, evaluate, holds_floats
+
+FLAT = frozenset("round floor ceil sign nextafter floor_divide rint trunc fix".split())
+INDICES = frozenset(
+    """argmax argmin argsort top_k sort searchsorted digitize unique histogram bincount
+    approx_top_k approx_max_k approx_min_k""".split()
+)
+COMPARISONS = frozenset(
+    getattr(primitives, f"{name}_p") for name in "eq ne lt le gt ge eq_to le_to lt_to".split()
+)
+ONE_SIDED = frozenset("relu maximum max leaky_relu relu6 hinge_loss reduce_max".split())
+CLIPPING = frozenset("clip clamp minimum min hard_tanh hard_sigmoid hard_swish hard_silu".split())
+READERS = frozenset(
+    """gather dynamic_slice slice concatenate pad reduce_max reduce_min stack unstack split
+    select_and_gather_add reduce_window_max cummax cummin argsort""".split()
+)
+WRITES = frozenset("scatter scatter_add scatter-add dynamic_update_slice scatter_mul".split())
+SETS = frozenset("scatter dynamic_update_slice".split())
+MULTIPLYING = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
+# The cotangents of these are added up, along an axis or over devices.
+ADDED_UP = frozenset(
+    """reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg dot_general
+    conv_general_dilated ragged_dot_general""".split()
+)
+# Powers and products: their derivatives are numbers of any size.
+_OF_ANY_SIZE = MULTIPLYING | frozenset("pow integer_pow square rsqrt".split())
+_HALF = ("float16", "bfloat16")
+_OTHER_STEPS = 8  # of a scan, that a cut is looked for at
+
+
+class Factor(NamedTuple):
+    """Why a product passes no cotangent back, if the other factor is zero where there is one."""
+
+    kind: str = ""  # the name of a cause
+    source: str = ""  # what is zero
+
+
+class CutFacts:
+    """The facts of one cut: of its entry, at the operand that has no cotangent.
+
+    Args:
+      cut: the cut.
+      given: the loss.
+      zero: the inputs whose gradients are zero.
+    """
+
+    def __init__(self, cut: Found, given: DiagnosisSubject, zero: Any):
+        self.cut, self.given, self.zero = cut, given, zero
+        self.entry: Entry = cut.entry
+        self.operand, self.way = cut.number, cut.way
+        self.name = self.entry.name
+        self.array = self.entry.ins[self.operand]
+
+    # -- How the operand is used, and what the operation is.
+
+    @property
+    def is_random_choice(self) -> bool:
+        """Whether random numbers alone choose a branch, or an operand of a `where`."""
+        is_chosen = self.way == BRANCH or (self.name == "select_n" and not self.way)
+        return is_chosen and _is_random(self.entry.tape, self.entry.equation.invars[:1], self.given)
+
+    @property
+    def is_softmax_over_one(self) -> bool:
+        return "softmax" in self._function and 1 in np.shape(self.array)
+
+    @property
+    def stops(self) -> bool:
+        return self.entry.equation.primitive is primitives.stop_gradient_p
+
+    @property
+    def is_of_users_rule(self) -> bool:
+        return self.entry.alive and is_of_users_rule(self.entry)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what is used of the results has no derivative by its type."""
+        return not self.entry.alive or self._function in INDICES
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether this is a cast; one to bool is a comparison."""
+        is_named = self._function == "astype"
+        return self.is_whole and (self.name == "convert_element_type" or is_named)
+
+    @property
+    def is_bitcast(self) -> bool:
+        return self.is_whole and self.name == "bitcast_convert_type"
+
+    @property
+    def is_index(self) -> bool:
+        return self.is_whole and bool(INDICES & {self._function, self.name})
+
+    @property
+    def is_comparison(self) -> bool:
+        return self.is_whole and self.entry.equation.primitive in COMPARISONS
+
+    @property
+    def is_clip(self) -> bool:
+        return self._function in CLIPPING or self.name in ("min", "clamp")
+
+    @property
+    def is_one_sided(self) -> bool:
+        is_known = self._function in ONE_SIDED or self.name == "max"
+        return is_known and not self.is_clip and self.name not in READERS
+
+    @property
+    def is_relu_above(self) -> bool:
+        return self.is_one_sided and "relu" in self._function and range_of([self.array])[0] > 0
+
+    @property
+    def is_written_over(self) -> bool:
+        is_element = self.name in SETS and bool(self.entry.tape.steps)
+        return self.name in WRITES and (self.operand == 0 or is_element)
+
+    @property
+    def is_unary(self) -> bool:
+        """Whether this is a function of one array, or has a rule of its own."""
+        return self.name in CUSTOM_RULES or sum(map(holds_floats, self.entry.ins)) == 1
+
+    # -- What the numbers are.
+
+    @property
+    def is_at_zero(self) -> bool:
+        return range_of([self.array]) == (0, 0)
+
+    @functools.cached_property
+    def is_zero_at_any_size(self) -> bool:
+        """Whether nothing is passed back, however large the cotangents of the results are."""
+        return self._is_zero(self._pulled(self.entry.ins, self._unit))
+
+    @functools.cached_property
+    def is_flat_here(self) -> bool:
+        """Whether the operation is flat at these numbers, but not at others."""
+        return self.is_zero_at_any_size and self._lives_elsewhere
+
+    @property
+    def is_flat_everywhere(self) -> bool:
+        is_named = self._function in FLAT and self.entry.alive
+        return self.name in FLAT or (
+            is_named and self.is_zero_at_any_size and not self._lives_elsewhere
+        )
+
+    @functools.cached_property
+    def is_underflow(self) -> bool:
+        """Whether what is passed back is too small for its type."""
+        if not self.is_zero_at_any_size:
+            return True
+        return self.name in _OF_ANY_SIZE and 0 < self._true_size < float(self._limits.tiny)
+
+    @functools.cached_property
+    def adds_up_to_zero(self) -> bool:
+        """Whether what is passed back is a sum of numbers that are not zero."""
+        if self.name not in ADDED_UP or not self.is_zero_at_any_size:
+            return False
+        sizes = [jnp.abs(x) if holds_floats(x) else x for x in self.entry.ins]
+        return not self._is_zero(self._pulled(sizes, self._abs_unit))
+
+    @functools.cached_property
+    def infinite(self) -> str:
+        """An operand that is inf wherever there is a cotangent, and what has made it; or ""."""
+        if not self.entry.alive or not self.is_zero_at_any_size:
+            return ""
+        for atom, x in zip(self.entry.equation.invars, self.entry.ins, strict=True):
+            if self.entry.tape.is_constant(atom) or not self._is_infinite(x):
+                continue
+            root = origin(self.entry.tape, atom, INF)
+            if root.entry:
+                return f"inf, which {operation_at(root.entry)} ({root.entry.place.location}) makes"
+            if not root.is_constant:
+                return f"inf, which {self.given.names[root.number]} holds"
+        return ""
+
+    @functools.cached_property
+    def factor(self) -> Factor:
+        """Why a product passes nothing back, if its other factor is zero."""
+        if self.name not in MULTIPLYING or self.way:
+            return Factor()
+        other = 1 - self.operand if self.operand < 2 else 0
+        atom, tape = self.entry.equation.invars[other], self.entry.tape
+        if holds_zeros(self.entry.ins[other]):
+            return self._factor_of(*zero_source(tape, atom))
+        if not self._is_disjoint(other):
+            return Factor()
+        kind = "random" if _is_random(tape, [atom], self.given) else "zero factor"
+        return Factor(kind, "its other factor, which is 0 wherever there is a cotangent")
+
+    @property
+    def is_zero_at_each_step(self) -> bool:
+        """Whether the operation passes nothing back at any step of the scan around."""
+        holders, tape = [], self.entry.tape
+        while tape.within and not isinstance(tape.within.entry.inside, InScan):
+            holders.append(tape.within.entry)
+            tape = tape.within.entry.tape
+        if tape.within is None:
+            return False
+        inside, now = tape.within.entry.inside, tape.within.step
+        steps = [t for t in inside.times if t != now]
+        some = steps[:: -(-len(steps) // _OTHER_STEPS)] if steps else []
+        return bool(some) and all(self._is_zero_in(inside.step(t), holders) for t in some)
+
+    # -- Words.
+
+    def words(self, text: str) -> dict[str, Any]:
+        """The words for the places of a text."""
+        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field}
+        return {field: getattr(self, f"_{field}") for field in fields}
+
+    @property
+    def _label(self) -> str:
+        known = FLAT | INDICES
+        return next((own for own in (self._function, self.name) if own in known), self._function)
+
+    @functools.cached_property
+    def _function(self) -> str:
+        return self.entry.place.function
+
+    @property
+    def _operation(self) -> str:
+        return self.entry.place.operation
+
+    @property
+    def _operand(self) -> int:
+        return self.operand
+
+    @property
+    def _dtype(self) -> Any:
+        whole = [v for v in self.entry.equation.outvars if self.entry.alive or not holds_floats(v)]
+        return next((dtype_of(v) for v in whole or self.entry.equation.outvars), None)
+
+    @property
+    def _count(self) -> int:
+        return np.size(self.array)
+
+    @property
+    def _numbers(self) -> str:
+        return _range(self.array)
+
+    @property
+    def _source(self) -> str:
+        return self.factor.source
+
+    @property
+    def _infinite(self) -> str:
+        return self.infinite
+
+    @property
+    def _operands(self) -> str:
+        """All operands with their numbers; of a power they have names."""
+        names = ("its base", "its exponent") if self.name == "pow" else ()
+        words = [*names, *(f"operand {i}" for i in range(len(names), len(self.entry.ins)))]
+        return ", ".join(
+            f"{word} is {_range(x)}"
+            for word, x in zip(words, self.entry.ins, strict=True) if holds_floats(x)
+        )  # fmt: skip
+
+    @property
+    def _size(self) -> str:
+        return f", {self._true_size:.2g}," if 0 < self._true_size < np.inf else ""
+
+    @property
+    def _number_type(self) -> Any:
+        return dtype_of(self.array)
+
+    @property
+    def _cure(self) -> str:
+        """What to write where numbers are too small; a scale that does not help is not named."""
+        is_half = str(self._number_type) in _HALF
+        other = "compute in float32" if is_half else f"rescale its numbers ({self._operands})"
+        return other if self.is_zero_at_any_size else f"scale the loss, or {other}"
+
+    # -- Derivatives at other numbers.
+
+    @property
+    def _limits(self) -> Any:
+        return jnp.finfo(dtype_of(self.array))
+
+    @functools.cached_property
+    def _unit(self) -> list:
+        """The cotangents of the results, the largest 1; ones if there are none."""
+        got = [g for g in self.entry.got if g is not None]
+        size = max((float(np.max(np.abs(wide(g)), initial=0)) for g in got), default=0)
+        if not 0 < size < np.inf:
+            return [jnp.ones_like(y) if holds_floats(y) else None for y in self.entry.outs]
+        return [None if g is None else _scaled(g, size) for g in self.entry.got]
+
+    @property
+    def _abs_unit(self) -> list:
+        return [None if g is None else jnp.abs(g) for g in self._unit]
+
+    def _pulled(self, ins: Sequence[Any], got: Sequence[Any]) -> Any:
+        """The cotangent of the operand, for other operands or cotangents of the results."""
+        count = len(self.entry.ins)
+        other = dataclasses.replace(self.entry, ins=list(ins), got=list(got), back=[None] * count)
+        try:
+            other.backward()
+        except (TypeError, ValueError, NotImplementedError):
+            return None
+        return other.back[self.operand]
+
+    @staticmethod
+    def _is_zero(x: Any) -> bool:
+        """Whether there is no finite number but zero."""
+        return x is None or not np.any(np.isfinite(wide(x)) & (wide(x) != 0))
+
+    @functools.cached_property
+    def _lives_elsewhere(self) -> bool:
+        return any(
+            not self._is_zero(self._pulled(self._with(x), self._unit)) for x in self._other_numbers
+        )
+
+    @property
+    def _other_numbers(self) -> Iterator[Any]:
+        """The operand nearer to zero, of the other sign, and on both sides of all numbers."""
+        x = jnp.asarray(self.array)
+        sizes = [np.abs(range_of([own])).max() for own in self.entry.ins if holds_floats(own)]
+        far = 2 * min(max(sizes), float(self._limits.max) / 8) + 1
+        scales = (2.0**-3, 2.0**-7, 2.0**-14, -1.0)
+        yield from (x * jnp.asarray(scale, x.dtype) for scale in scales)
+        yield from (jnp.full_like(x, number) for number in (0.5, -0.5))
+        yield from (x + jnp.asarray(number, x.dtype) for number in (far, -far))
+        ramp = np.linspace(-1, 1, x.size).reshape(x.shape)
+        yield jnp.asarray(ramp, x.dtype)
+
+    def _with(self, array: Any) -> list:
+        ins = list(self.entry.ins)
+        ins[self.operand] = array
+        return ins
+
+    @functools.cached_property
+    def _true_size(self) -> float:
+        """The largest number that is passed back, in float64; 0 if it cannot be computed."""
+        entry = self.entry
+        equation, hook = entry.equation, Widen(jnp.float64)
+        if entry.tape.runs.axes:
+            return 0.0
+        outs = [j for j, g in enumerate(entry.got) if g is not None and holds_floats(g)]
+        program = as_program([equation], entry.tape.jaxpr, equation.outvars)
+
+        def run(x: Any) -> list:
+            pairs = zip(self._with(x), equation.invars, strict=True)
+            inputs = [hook.constant(own, None) for own, a in pairs if not hasattr(a, "val")]
+            results = evaluate(program, inputs, hook)
+            return [results[j] for j in outs]
+
+        try:
+            with jax.enable_x64(True):
+                start = jnp.asarray(hook.constant(self.array, None))
+                got = [jnp.asarray(hook.constant(entry.got[j], None)) for j in outs]
+                (found,) = jax.vjp(run, start)[1](got)
+                return float(np.max(np.abs(np.asarray(found)), initial=0))
+        except (TypeError, ValueError, NotImplementedError):
+            return 0.0
+
+    def _is_infinite(self, x: Any) -> bool:
+        """Whether an operand is inf wherever a result has a cotangent."""
+        if not holds_floats(x) or not np.size(x):
+            return False
+        is_inf = np.isinf(wide(x))
+        got = [wide(g) for g in self.entry.got if g is not None and np.shape(g) == np.shape(x)]
+        where = np.any([g != 0 for g in got], axis=0) if got else np.ones(np.shape(x), bool)
+        return bool(is_inf[where].all() and where.any())
+
+    def _is_disjoint(self, other: int) -> bool:
+        """Whether the other factor is zero wherever there is a cotangent."""
+        ones = {self.operand: jnp.ones_like(self.array)}
+        ones[other] = (jnp.asarray(self.entry.ins[other]) != 0).astype(self.entry.ins[other].dtype)
+        ins = [ones.get(i, x) for i, x in enumerate(self.entry.ins)]
+        got = [None if g is None else (g != 0).astype(g.dtype) for g in self._unit]
+        return self._is_zero(self._pulled(ins, got))
+
+    def _factor_of(self, source: Found, is_state: bool) -> Factor:
+        """What a factor that is zero comes from."""
+        if source.is_constant:
+            is_factor = self.name == "mul" and not is_state
+            kind = "zero factor" if is_factor else "constant zeros"
+            return Factor(kind, "a constant that is 0")
+        if source.entry is None:
+            is_trained = source.number in self.given.chosen
+            later = "zero factors" if source.number in self.zero else "trains later"
+            named = f"{self.given.names[source.number]}, which is 0"
+            return Factor(later if is_trained else "zero factor", named)
+        made, place = source.entry.equation.invars, source.entry.place
+        kind = "random" if _is_random(source.entry.tape, made, self.given) else "zero factor"
+        return Factor(kind, f"values that are 0 since {place.function} ({place.location})")
+
+    def _is_zero_in(self, tape: Tape, holders: list[Entry]) -> bool:
+        """Whether the operation passes nothing back in another step."""
+        for holder in reversed(holders):
+            entry = tape.made.get(holder.equation.outvars[0])
+            if entry is None or not entry.inside:
+                return False
+            tape = entry.inside.tape
+        entry = tape.made.get(self.entry.equation.outvars[0])
+        if entry is None:
+            return False
+        if entry.alive:
+            return holds_zeros(entry.back[self.operand])
+        return CutFacts(self.cut._replace(entry=entry), self.given, self.zero).is_zero_at_any_size
+
+
+def _scaled(x: Any, size: float) -> Any:
+    """An array over a number, which may be too small for the processor."""
+    return jnp.asarray(np.asarray(wide(x) / size), dtype_of(x))
+
+
+def _range(x: Any) -> str:
+    low, high = range_of([x])
+    return f"{low:.3g} to {high:.3g}" if np.size(x) > 1 else f"{high:.3g}"
+
+
+def _is_random(tape: Tape, atoms: Any, given: DiagnosisSubject) -> bool:
+    """Whether values are random, and computed from keys and counters alone."""
+    arguments, operations = sources(tape, atoms)
+    is_drawn = any(name.startswith(("random_bits", "threefry")) for name in operations)
+    return is_drawn and not any(holds_floats(given.inputs[i]) for i in arguments)
+
+
+# If one operand of these is zero, so is the result.
+_ABSORBING = MULTIPLYING - {"div"}
+
+
+def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
+    """The first value that is zero, from which a value has its zeros.
+
+    Second is whether a scan begins with it.
+    """
+    is_state = False
+    while not tape.is_constant(atom):
+        entry = tape.made.get(atom)
+        if entry is None:
+            number = tape.jaxpr.invars.index(atom)
+            if tape.within is None:
+                return Found("zero", None, number), is_state
+            inside, now = tape.within.entry.inside, tape.within.time
+            is_carry = isinstance(inside, InScan) and inside.is_carry(number)
+            is_state = is_state or is_carry
+            if is_carry and now and not holds_zeros(tape.within.entry.ins[number]):
+                tape = inside.step(inside.times[now - 1])
+                atom = tape.jaxpr.outvars[number - inside.fixed]
+            else:
+                tape, atom = tape.outside(number)
+        elif runs_once(entry):
+            tape, atom = entry.inside.result(entry.equation.outvars.index(atom), 0)
+        else:
+            operands = entry.equation.invars
+            zeros = [a for a, x in zip(operands, entry.ins, strict=True) if holds_zeros(x)]
+            if all(map(tape.is_constant, operands)):
+                break
+            is_part = entry.name in _ABSORBING or (entry.name == "div" and operands[0] in zeros)
+            if not zeros or not (is_part or len(zeros) == len(operands)):
+                return Found("zero", entry), is_state
+            atom = zeros[0]
+    return Found("zero", is_constant=True), is_state
