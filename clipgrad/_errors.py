@@ -1,7 +1,10 @@
-"""Texts in messages: of other errors, lists of names, and pages of the documentation."""
+"""Messages: texts of other errors, lists of names, pages, and warnings at the user's line."""
 
+import inspect
 import pathlib
+import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 
 # With the kind of the error before it, a line of a terminal.
@@ -29,6 +32,30 @@ def first_line(error: BaseException) -> str:
         text.partition("\n")[0], LINE, break_long_words=False, break_on_hyphens=False
     )
     return f"{kind}: {lines[0]}{' ...' * (len(lines) > 1)}" if lines else kind
+
+
+# What stands between the user's line and a warning of this library: its own code, JAX, and what
+# calls functions of the user or of this library for them.
+_BETWEEN = sys.stdlib_module_names | {
+    *("clipgrad", "jax", "jaxlib", "optax", "flax"),
+    *("equinox", "haiku", "keras", "orbax"),
+}  # fmt: skip
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line that is not of this library, JAX, optax or a framework.
+
+    If there is none, as in a thread that runs a function of this library, at the outermost line.
+    """
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "<unknown>")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        message, category, frame.f_code.co_filename, frame.f_lineno, module, registry
+    )
 
 
 _HERE = pathlib.Path(__file__).parent

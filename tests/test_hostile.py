@@ -294,15 +294,43 @@ def scaled(params):
     return jnp.sum(checkpoint_name(params, "h").astype(jnp.float32))
 
 
-REFUSING = GRADIENTS | MEASURES | PARAMETERS | WITH_OPTIONS | WITH_COTANGENTS
-REFUSED_TOO = ("clip_cotangent", "error_clip", "the parameters of clip_per_example")
-REFUSING |= {name: EVERY[name] for name in REFUSED_TOO}
+# Among parameters it is a scale that is frozen, like an integer.
+OF_PARAMETERS = ("microbatch", "accumulate")
+REFUSING = GRADIENTS | MEASURES | WITH_OPTIONS | WITH_COTANGENTS
+REFUSING |= {name: EVERY[name] for name in ("clip_cotangent", "error_clip")}
 
 
-@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("name", [name for name in REFUSING if name not in OF_PARAMETERS])
 def test_a_dtype_without_zero_and_sign_is_refused(name):
-    with pytest.raises(TypeError, match="got a leaf of dtype float8_e8m0fnu.*such as float32"):
+    text = "(grads|tree|before|x): got a leaf of dtype float8_e8m0fnu.*such as float32"
+    with pytest.raises(TypeError, match=text):
         REFUSING[name](SCALES)
+
+
+FROZEN = {
+    "train_step": lambda tree: step_of(tree, np.ones((4, 3)))[0].params,
+    "accumulate": lambda tree: step_of(tree, np.ones((4, 3)), accumulate=2)[0].params,
+    "error_clip": lambda tree: (
+        step_of(tree, np.ones((4, 3)), error_clip={"h": RULES["norm"]}, watch_values=["h"])[
+            0
+        ].params
+    ),
+    "clip_per_example": lambda tree: cg.clip_per_example(loss, None)(tree, np.ones((4, 3)))[1],
+    "per_example_norms": lambda tree: cg.per_example_norms(loss, per_leaf=True)(
+        tree, np.ones((4, 3))
+    ),
+    "AdaptiveClip": lambda tree: updated(
+        cg.adaptive_grad_clip(0.1), {"w": jnp.ones(3), "scale": None}, tree
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_scale_of_such_a_dtype_passes(name):
+    found = FROZEN[name]({"w": jnp.ones(3), "scale": SCALES})
+    np.testing.assert_array_less(found["w"], 4)
+    scale = found.get("scale")
+    assert scale is None or scale.dtype == SCALES.dtype and np.all(scale == SCALES)
 
 
 # Schedules and arrays that are no thresholds.

@@ -10,7 +10,7 @@ from jax import lax
 import clipgrad as cg
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-FIELDS = {"norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "zeros"}
+FIELDS = {"norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "all_zero"}
 PARAMS = {"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(2)}
 
 

@@ -17,7 +17,7 @@ from tests.tagged import X, loss_of, scanned
 from tests.test_per_example_precision import operations
 from tests.test_value_hook import COUNTED, PROGRAMS, in_a_while
 
-PROPERTIES = ("norm", "rms", "max", "nonfinite", "zeros", "size")
+PROPERTIES = ("norm", "rms", "max", "nonfinite", "zero_fraction", "size")
 scope = jax.named_scope
 
 
@@ -34,8 +34,8 @@ def reference(values, axis=None):
     norm = np.sqrt(np.sum(every**2))
     return {
         "norm": norm, "rms": norm / np.sqrt(size), "max": every.max(initial=0),
-        "nonfinite": np.sum(~np.isfinite(every)), "zeros": np.mean(every == 0) if every.size else 0,
-        "size": every.size,
+        "nonfinite": np.sum(~np.isfinite(every)), "size": every.size,
+        "zero_fraction": np.mean(every == 0) if every.size else 0,
     }  # fmt: skip
 
 
@@ -421,7 +421,7 @@ def test_a_training_step_measures_the_values_before_it(accumulate, has_aux):
     assert {"values/attn/rms", "values/attn/max", "values/logits/max", "loss"} <= set(found)
     assert found["values/logits/max"].shape == (3,) and found["values/attn/rms"].shape == ()
     assert set(cg.scalars({"attn": values["attn"]})) == {
-        "attn/norm", "attn/rms", "attn/max", "attn/zeros", "attn/nonfinite"
+        "attn/norm", "attn/rms", "attn/max", "attn/zero_fraction", "attn/nonfinite"
     }  # fmt: skip
     state, _ = step(state, X)
     assert step.update._cache_size() == 1

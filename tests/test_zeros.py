@@ -149,10 +149,10 @@ def test_statistics_of_a_name_say_whether_its_cotangent_is_exactly_zero():
         return sum(jnp.sum(own[name] * jnp.asarray(c)) for name, c in cotangents.items())
 
     _, _, stats = jax.jit(cg.value_and_grad_with_stats(loss))(1.0)
-    zeros = {name: float(own.zeros) for name, own in stats.items()}
+    zeros = {name: float(own.all_zero) for name, own in stats.items()}
     assert zeros == dict.fromkeys(cotangents, 0.0) | {"none": 1.0}
     narrow = cg.types.ClipStats.of(*[jnp.array([2.0**-24, 0], jnp.float16)] * 2)
-    assert narrow.zeros == 0 and cg.scalars({"h": stats["none"]})["h/zeros"] == 1
+    assert narrow.all_zero == 0 and cg.scalars({"h": stats["none"]})["h/all_zero"] == 1
 
 
 def rounded_gate(params, x):
@@ -172,7 +172,7 @@ def test_metrics_name_the_leaves_that_are_exactly_zero_without_another_pass():
     by_leaf = cg.clip_by_global_norm(1.0, stats="per_leaf")
     step, state = steps(optax.chain(by_leaf, optax.sgd(0.1)), donate=False)
     _, metrics = step(state, jnp.asarray(X))
-    assert {name: float(s.zeros) for name, s in metrics["leaves"].items()} == {"gate": 1, "w": 0}
+    assert {name: float(s.all_zero) for name, s in metrics["leaves"].items()} == {"gate": 1, "w": 0}
 
     def without(*args):
         after, metrics = step.update(*args)

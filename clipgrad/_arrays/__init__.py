@@ -25,6 +25,7 @@ from clipgrad._arrays.norms import Norm as Norm
 from clipgrad._arrays.norms import check_order as check_order
 from clipgrad._arrays.norms import global_norm as global_norm
 from clipgrad._arrays.norms import slice_norms as slice_norms
+from clipgrad._arrays.norms import sums_of_groups as sums_of_groups
 from clipgrad._arrays.norms import total_over_devices as total_over_devices
 from clipgrad._arrays.norms import tree_norm as tree_norm
 from clipgrad._arrays.norms import tree_size as tree_size
@@ -37,6 +38,7 @@ from clipgrad._arrays.numbers import finite_product as finite_product
 from clipgrad._arrays.numbers import flags_of_bits as flags_of_bits
 from clipgrad._arrays.numbers import from_bits as from_bits
 from clipgrad._arrays.numbers import if_else as if_else
+from clipgrad._arrays.numbers import in_one_program as in_one_program
 from clipgrad._arrays.numbers import increment_if as increment_if
 from clipgrad._arrays.numbers import larger as larger
 from clipgrad._arrays.numbers import largest as largest
@@ -63,6 +65,7 @@ from clipgrad._arrays.selectors import selects as selects
 from clipgrad._arrays.selectors import unboxed as unboxed
 from clipgrad._arrays.sums_in_range import sums_and_nonfinite as sums_and_nonfinite
 from clipgrad._arrays.trees import check_concrete as check_concrete
+from clipgrad._arrays.trees import check_gradients as check_gradients
 from clipgrad._arrays.trees import check_leaves as check_leaves
 from clipgrad._arrays.trees import check_tree as check_tree
 from clipgrad._arrays.trees import clippable_leaves as clippable_leaves

@@ -8,7 +8,6 @@ times a power of two are summed; see `roots_in_range`.
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from clipgrad._arrays.reductions import Arrays, Axes, Groups
 from clipgrad._arrays.sums_in_range import nothing, roots_in_range
 from clipgrad._arrays.trees import clippable_leaves
 from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._errors import warn
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
 AxisName = str | Sequence[str] | PartitionSpec | None
@@ -152,7 +152,7 @@ def warn_of_parts(
     named = mapped_names(axis_name)
     untracked = [name for name in named if not tracks_varying(name)]
     if untracked and not isinstance(axis_name, PartitionSpec):
-        _warn(
+        warn(
             f"{caller}: got axis_name={axis_name!r}, and JAX does not track which leaves are the "
             f"same on all devices of {_listed(untracked)} (jax.pmap, jax.vmap, or jax.shard_map "
             "with check_vma=False), so that such a leaf is counted once for each device; leave "
@@ -164,16 +164,12 @@ def warn_of_parts(
     if unnamed:
         every = (*named, *unnamed)
         axes = repr(every[0]) if len(every) == 1 else repr(every)
-        _warn(
+        warn(
             f"{caller}: got leaves that vary over {_listed(unnamed)}, a mapped axis "
             "that axis_name does not name, so that each device has the norm of its own part; "
             f"write axis_name={axes} for the norm of the whole, or axis_name=() if each device is "
             "meant to have its own"
         )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -219,6 +215,22 @@ def total_over_devices(
     """The sum of one number for each leaf, and over the devices on which the leaf differs."""
     groups = Groups(None, mapped_names(axis_name))
     return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
+
+
+def sums_of_groups(
+    parts: Sequence[jax.Array],
+    leaves: Sequence[jax.Array],
+    axes: Sequence[Axes] | None,
+    axis_name: AxisName = None,
+) -> list[jax.Array]:
+    """The sum of each group of parts in the shapes of the leaves, over all devices.
+
+    A group is a slice of a leaf over its axes, which are kept; without axes it is all leaves.
+    """
+    if not leaves:
+        return []
+    groups = Groups(None if axes is None else tuple(axes), mapped_names(axis_name))
+    return groups.sums(parts, leaves)
 
 
 def check_order(name: str, ord: float) -> float:

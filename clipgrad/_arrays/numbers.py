@@ -1,7 +1,7 @@
 """Arithmetic of real factors with real or complex arrays, and of counters, exact in dtype."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,15 @@ def _filled(x: Any, shape: tuple[int, ...], dtype: Any = bool) -> jax.Array:
         return jax.lax.full(shape, x, dtype)
     x = x.astype(dtype)
     return x if x.shape == shape else jnp.broadcast_to(x, shape)
+
+
+def in_one_program(function: Callable[..., Any], *static: int) -> Callable[..., Any]:
+    """The function, compiled as a whole under `jax.debug_infs`, which looks at each eager result.
+
+    A square out of range is such a result, before the sum of scaled squares takes its place.
+    """
+    is_checked = jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(function, static_argnums=static) if is_checked else function
 
 
 # One program also when called eagerly: under jax_debug_nans a NaN of its own would raise.

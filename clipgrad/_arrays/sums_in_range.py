@@ -17,6 +17,7 @@ from clipgrad._arrays.by_leaf import Joined, for_each
 from clipgrad._arrays.numbers import (
     flags_of_bits,
     if_else,
+    in_one_program,
     nan_unless,
     real_or_absolute,
     square,
@@ -49,6 +50,10 @@ Roots = list[tuple[jax.Array, jax.Array, jax.Array]]
 
 def roots_in_range(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> Roots:
     """The root of the sum of squares in range of each group, divided by its count."""
+    return in_one_program(_roots_in_range, 0, 1)(groups, counts, leaves)
+
+
+def _roots_in_range(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> Roots:
     # Eagerly one operation after the other, so that results round as optax's do.
     plain = groups.totals(groups.sums_of(_plain_sum, leaves), leaves)
     return _rescued(groups, counts, plain, leaves)

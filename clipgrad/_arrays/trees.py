@@ -14,22 +14,15 @@ from clipgrad._compat import unreduced_axes
 
 
 def is_clippable(leaf: Any) -> bool:
-    """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else."""
+    """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else.
+
+    Of the floating dtypes float8_e8m0fnu is none that a gradient has: it has no zero and no sign.
+    """
     if isinstance(leaf, (float, complex)):
         return True
     dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and str(dtype) == "float8_e8m0fnu":
-        raise TypeError(
-            "grads: got a leaf of dtype float8_e8m0fnu, which has no zero and no sign; expected a "
-            "dtype that gradients can have, such as float32 or float8_e5m2"
-        )
-    if axes := unreduced_axes(leaf):
-        raise ValueError(
-            f"grads: got a leaf of type {jax.typeof(leaf)}, which is not yet added up over the "
-            f"mesh axes {axes}; expected the sum, since a clip of parts is none of the sum: write "
-            "grads = jax.reshard(grads, jax.P()), or with the layout of the parameters, before"
-        )
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    is_number = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return is_number and dtype != jnp.float8_e8m0fnu
 
 
 def is_none(leaf: Any) -> bool:
@@ -153,6 +146,23 @@ def check_leaves(name: str, tree: Any) -> None:
     raise TypeError(f"{name}: got a leaf of type {kind}{place}, expected arrays or numbers; {hint}")
 
 
+def check_gradients(name: str, tree: Any) -> None:
+    """Raises an error for a leaf that no gradient is: without a zero, or not yet added up."""
+    for leaf in jax.tree.leaves(tree):
+        if getattr(leaf, "dtype", None) == jnp.float8_e8m0fnu:
+            raise TypeError(
+                f"{name}: got a leaf of dtype float8_e8m0fnu, which has no zero and no sign; "
+                "expected a dtype that gradients can have, such as float32 or float8_e5m2"
+            )
+        if axes := unreduced_axes(leaf):
+            raise ValueError(
+                f"{name}: got a leaf of type {jax.typeof(leaf)}, which is not yet added up over "
+                f"the mesh axes {axes}; expected the sum, since a clip of parts is none of the "
+                f"sum: write {name} = jax.reshard({name}, jax.P()), or with the layout of the "
+                "parameters, before"
+            )
+
+
 def _is_strange(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array | bool | int | float | complex | str):
         return False
@@ -192,6 +202,7 @@ def clippable_leaves(tree: Any) -> list[jax.Array]:
     """The leaves of ``tree`` that are measured and clipped, as arrays."""
     check_tree("tree", tree)
     check_leaves("tree", tree)
+    check_gradients("grads", tree)
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_clippable(leaf)]
 
 

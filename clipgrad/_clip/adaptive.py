@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
+    Axes,
     AxisName,
     Norm,
     at_least,
@@ -21,7 +22,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf, limits_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
+from clipgrad._clip.units import check_unit_axis, unit_axes
 
 
 @pytree_rule
@@ -95,12 +96,16 @@ class AdaptiveClip(MeasuringRule):
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
         warn_of_parts("AdaptiveClip", clippable_leaves(grads), self.axis_name, slices=True)
-        pairs = unit_norms(grads, params, self.axis, self.axis_name)
+        pairs = unit_norms(grads, params, self.group_axes(grads), self.axis_name)
         least = limits_of([self.eps] * len(pairs), [norm for norm, _ in pairs])
         return [
             UnitNorms(norm, at_least(weights.value.astype(norm.root.dtype), eps))
             for (norm, weights), eps in zip(pairs, least, strict=True)
         ]
+
+    def group_axes(self, grads: Any) -> list[Axes]:
+        """The axes of a unit of each leaf."""
+        return unit_axes(self.axis, grads)
 
     def norms_and_limits(self, norms: Sequence["UnitNorms"]) -> list[Limit]:
         """The norms of the units of each leaf, and ``clipping`` times those of their weights."""
@@ -110,12 +115,12 @@ class AdaptiveClip(MeasuringRule):
 
 
 def unit_norms(
-    grads: Any, params: Any, axis: UnitAxis, axis_name: AxisName = None
+    grads: Any, params: Any, axes: Sequence[Axes], axis_name: AxisName = None
 ) -> list[tuple[Norm, Norm]]:
     """For each leaf the norms of the units of its gradient, and of its weights."""
     leaves, weights = clippable_leaves(grads), parameters_like(grads, params)
     both = [*leaves, *map(jnp.asarray, weights)]
-    norms = slice_norms(both, unit_axes(axis, grads) * 2, axis_name=axis_name)
+    norms = slice_norms(both, [*axes, *axes], axis_name=axis_name)
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
 
 

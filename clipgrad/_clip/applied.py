@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._arrays import (
+    check_gradients,
     combine,
     described,
     is_array,
@@ -49,6 +50,7 @@ def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callab
 
 def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
     """The clipped tree; for leaves that are not clipped the rule sees ``None``."""
+    check_gradients("grads", grads)
     chosen, rest = partition(grads, is_clippable)
     needs_params = getattr(rule, "needs_params", False)
     clipped = rule(chosen, params) if needs_params else rule(chosen)

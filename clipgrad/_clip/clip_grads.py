@@ -5,7 +5,7 @@ from typing import Any
 
 from clipgrad._arrays import Where, explain_call
 from clipgrad._clip.applied import as_rule
-from clipgrad._clip.clipping import clip_tree
+from clipgrad._clip.clipping import Clipped, Part, measured
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.rule import is_rule
 from clipgrad._clip.stats import ClipStats
@@ -70,5 +70,6 @@ def clip_grads(
     if is_rule(grads):
         name = type(grads).__name__
         raise TypeError(f"grads: got {name}, expected the gradients; write clip_grads(grads, rule)")
-    clipped = clip_tree(grads, as_rule(rule, of="gradients"), params, where, nonfinite)
+    rule, part = as_rule(rule, of="gradients"), Part.of(grads, where, nonfinite)
+    clipped = Clipped.by(rule, part, measured(rule, part.before, params), params)
     return clipped.tree, clipped.stats()

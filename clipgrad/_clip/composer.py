@@ -12,7 +12,7 @@ from clipgrad._clip.applied import apply_rule
 from clipgrad._clip.global_norm import ClipByGlobalNorm
 from clipgrad._clip.limits import check_threshold, limit_of
 from clipgrad._clip.thresholds import is_adaptive
-from clipgrad._clip.units import check_unit_axis
+from clipgrad._clip.units import check_unit_axis, unit_axes
 from clipgrad._clip.value import ClipByValue
 
 TYPES = ("norm", "value", "adaptive")
@@ -104,7 +104,7 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
         raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
     parts = [
         (norm.value, limit_of(threshold, norm) * weight.value.astype(norm.root.dtype))
-        for norm, weight in unit_norms(grads, params, axis)
+        for norm, weight in unit_norms(grads, params, unit_axes(axis, grads))
     ]
 
     def scaled(leaf: jax.Array, part: tuple[jax.Array, jax.Array]) -> jax.Array:

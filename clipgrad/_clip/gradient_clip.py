@@ -7,21 +7,15 @@ import optax
 
 from clipgrad._arrays import Where, explain_call, partition, selected
 from clipgrad._clip.applied import as_rule
-from clipgrad._clip.clipping import clip_tree
-from clipgrad._clip.limits import (
-    PerLeaf,
-    adaptive_threshold,
-    resolve_schedules,
-    with_threshold,
-)
+from clipgrad._clip.clipping import Clipped, Part, measured
+from clipgrad._clip.limits import adaptive_threshold, resolve_schedules
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.state import (
+    adapted,
     check_state,
     first_state,
     has_lasting_state,
-    is_joint,
     next_state,
-    next_threshold,
 )
 
 
@@ -74,7 +68,7 @@ def gradient_clip(
     check_policy(nonfinite)
     if stats not in (True, False, "per_leaf"):
         raise ValueError(f"stats: got {stats!r}, expected True, False or 'per_leaf'")
-    needs_state, adaptive = has_lasting_state(rule, False), adaptive_threshold(rule)
+    needs_state = has_lasting_state(rule, False)
 
     def init(params: Any) -> Any:
         tree, _ = partition(params, selected(where, params))
@@ -84,16 +78,11 @@ def gradient_clip(
         del extra_args
         check_state(state, rule, stats)
         active = resolve_schedules(rule, state.count) if needs_state else rule
-
-        def adapt(norms: list[Any]) -> tuple[Any, Any]:
-            threshold, history = next_threshold(adaptive, state, norms)
-            threshold = threshold if is_joint(active) else PerLeaf(threshold)
-            return with_threshold(active, threshold), history
-
-        adapting = None if adaptive is None else adapt
-        clipped = clip_tree(updates, active, params, where, nonfinite, adapting)
-        if adaptive is not None:
-            state = state._replace(history=clipped.adapted)
+        part = Part.of(updates, where, nonfinite)
+        norms = measured(active, part.before, params)
+        if adaptive_threshold(active) is not None:
+            active, state = adapted(active, state, norms)
+        clipped = Clipped.by(active, part, norms, params)
         return clipped.tree, next_state(state, clipped)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -77,6 +77,23 @@ def is_own(rule: Any) -> bool:
     return type(rule) in RULES
 
 
+def is_norm_rule(rule: Any) -> bool:
+    """Whether a rule, or a subclass of it, scales groups of elements by their norms."""
+    return isinstance(rule, tuple(RULES)) and rule.acts_on != "element"
+
+
+# The methods by which a norm rule clips.
+_CLIPPING = ("__call__", "measure", "norms_and_limits", "l2_limits", "changes", "scale")
+
+
+def scales_by_norms(rule: Any) -> bool:
+    """Whether a norm rule scales as its norms and limits say: no subclass has a way of its own."""
+    if not is_norm_rule(rule):
+        return False
+    known = next(cls for cls in type(rule).__mro__ if cls in RULES)
+    return all(getattr(type(rule), name) is getattr(known, name) for name in _CLIPPING)
+
+
 def is_data(rule: Any) -> bool:
     """Whether all that a rule computes with is data, so that what was traced may be kept.
 

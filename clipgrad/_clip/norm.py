@@ -7,6 +7,7 @@ from typing import Any
 from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
+    Axes,
     AxisName,
     Norm,
     check_order,
@@ -80,9 +81,12 @@ class ClipByNorm(MeasuringRule):
         """The norms of each leaf, or of its slices."""
         leaves = clippable_leaves(grads)
         warn_of_parts("ClipByNorm", leaves, self.axis_name, slices=self.axis is not None)
-        pairs = zip(clippable_paths(grads), leaves, strict=True)
-        axes = [reduced_axes(self.axis, *pair) for pair in pairs]
-        return slice_norms(leaves, axes, self.ord, self.axis_name)
+        return slice_norms(leaves, self.group_axes(grads), self.ord, self.axis_name)
+
+    def group_axes(self, grads: Any) -> list[Axes]:
+        """The axes of a slice of each leaf."""
+        pairs = zip(clippable_paths(grads), clippable_leaves(grads), strict=True)
+        return [reduced_axes(self.axis, *pair) for pair in pairs]
 
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
         """The norm of each leaf, or the norms of its slices, and ``max_norm``."""

@@ -1,13 +1,13 @@
 """A percentile of the past norms as threshold (AutoClip)."""
 
 import dataclasses
-import warnings
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
 from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._errors import warn
 
 
 @explain_call()
@@ -64,11 +64,10 @@ class PercentileThreshold:
     def __post_init__(self) -> None:
         check(self)
         if 0 < self.percentile < 1:
-            warnings.warn(
+            warn(
                 f"percentile: got {self.percentile!r}, which is the {self.percentile}th "
                 "percentile, since percentiles are from 0 to 100; for this share write "
-                f"{100 * self.percentile:g}",
-                stacklevel=3,
+                f"{100 * self.percentile:g}"
             )
 
     def init(self, norms: jax.Array) -> Window:

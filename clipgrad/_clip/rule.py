@@ -5,13 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from clipgrad._arrays import (
+    Axes,
     Norm,
     clippable_leaves,
     explain_call,
     for_each,
     if_else,
+    is_array,
     over,
     times,
     with_clippable,
@@ -87,6 +91,19 @@ class MeasuringRule(ClipRule):
 
     acts_on: ClassVar[str] = "leaf"
     limits: ClassVar[bool] = True
+    # What a rule without such a field has.
+    ord: Any = 2
+    axis_name: Any = None
+
+    def __eq__(self, other: Any) -> bool:
+        """Whether the other is of the same class, with equal thresholds and options."""
+        if type(other) is not type(self):
+            return False
+        names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
+        return all(_is_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        return _hash_of_numbers(self)
 
     def __post_init__(self) -> None:
         """Checks each field as it says, and makes lists tuples, which can be hashed."""
@@ -104,6 +121,10 @@ class MeasuringRule(ClipRule):
         """For each group the least threshold that changes nothing, as ``value``, and its parts."""
         raise NotImplementedError
 
+    def group_axes(self, grads: Any) -> list[Axes]:
+        """For each leaf the axes that a group of it spans; ``None``: the whole leaf."""
+        return [None] * len(clippable_leaves(grads))
+
     def norms_and_limits(self, norms: Sequence[Any]) -> list[Limit]:
         """For each group its norm and its limit, from what `measure` found."""
         raise NotImplementedError
@@ -118,8 +139,8 @@ class MeasuringRule(ClipRule):
 
     def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[Limit] | None:
         """For each group its L2 norm and the limit of that, if one device knows both."""
-        is_spread = self.acts_on != "tree" and bool(getattr(self, "axis_name", None))
-        return None if is_spread or getattr(self, "ord", 2) != 2 else self.norms_and_limits(norms)
+        is_spread = self.acts_on != "tree" and bool(self.axis_name)
+        return None if is_spread or self.ord != 2 else self.norms_and_limits(norms)
 
     def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
         """Whether a group of this norm is scaled to the limit of `l2_limits`."""
@@ -152,7 +173,7 @@ def pytree_rule(cls: C) -> C:
     Unlike with `jax.tree_util.register_dataclass`, instances that JAX rebuilds don't run
     ``__post_init__``: it checks what a user writes, and a rule's gradient may be negative.
     """
-    cls = dataclasses.dataclass(frozen=True)(cls)
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
     names = leaf_fields(cls)
     static = [f.name for f in dataclasses.fields(cls) if f.name not in names]
 
@@ -167,7 +188,6 @@ def pytree_rule(cls: C) -> C:
         return rule
 
     explain_call()(cls)
-    cls.__hash__ = _hash_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     RULES.append(cls)
     return cls
@@ -186,6 +206,20 @@ def threshold(**checks: bool) -> Any:
 def static(check: Callable[[str, Any], Any] | None = None) -> Any:
     """The metadata of a field that is part of a rule's tree structure, not a leaf."""
     return {"static": True, "check": check}
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two fields of rules are equal; traced arrays are only if they are the same."""
+    if a is b:
+        return True
+    if isinstance(a, Tracer) or isinstance(b, Tracer):
+        return False
+    if isinstance(a, np.ndarray | jax.Array) or isinstance(b, np.ndarray | jax.Array):
+        is_number = all(isinstance(x, int | float | np.generic) or is_array(x) for x in (a, b))
+        return is_number and np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    return bool(a == b)
 
 
 def _hash_of_numbers(rule: Any) -> int:

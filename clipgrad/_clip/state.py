@@ -16,6 +16,7 @@ from clipgrad._clip.limits import (
     resolve_schedules,
     schedules_of,
     threshold_array,
+    with_threshold,
 )
 from clipgrad._clip.stats import ClipStats, stats_dtype
 from clipgrad._clip.thresholds import unlimited
@@ -95,8 +96,8 @@ def is_joint(rule: Any) -> bool:
     return rule.acts_on == "tree"
 
 
-def next_threshold(adaptive: Any, state: GradientClipState, norms: list[Any]) -> tuple[Any, Any]:
-    """The adaptive threshold of this step, and its history."""
+def adapted(rule: Any, state: GradientClipState, norms: list[Any]) -> tuple[Any, GradientClipState]:
+    """The rule with the numbers that its threshold makes of these norms, and the next state."""
     assert state.threshold is not None
     dtype, shape = state.threshold.dtype, state.threshold.shape
     each = [largest(norm.value).astype(dtype) for norm in norms]
@@ -106,7 +107,10 @@ def next_threshold(adaptive: Any, state: GradientClipState, norms: list[Any]) ->
             "thresholds; expected the state of init(params) for the same parameters"
         )
     values = jnp.stack(each).reshape(shape) if each else jnp.zeros(shape, dtype)
-    return adaptive.update(state.history, jax.lax.stop_gradient(values))
+    adaptive = main_threshold(rule)
+    threshold, history = adaptive.update(state.history, jax.lax.stop_gradient(values))
+    numbers = threshold if is_joint(rule) else PerLeaf(threshold)
+    return with_threshold(rule, numbers), state._replace(history=history)
 
 
 def next_state(state: Any, clipped: Clipped) -> Any:

@@ -11,12 +11,14 @@ import numpy as np
 from clipgrad._arrays import (
     AxisName,
     Norm,
+    accumulator,
     check_tree,
     clippable_leaves,
     clippable_paths,
     is_clippable,
     root_of_sums,
     sums_and_nonfinite,
+    sums_of_groups,
     sums_of_norm,
     total_over_devices,
     tree_size,
@@ -45,9 +47,9 @@ class ClipStats(NamedTuple):
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
       after: sums of squares after the clip, shape ``(..., 3)``.
-      changed: the number of elements that the clip changed; if a rule scales a group (a tree,
-        a leaf, a unit) by its L2 norm, all of its elements count. Counts are floating, exact up to
-        2 ** 24 in float32.
+      changed: the number of elements that the clip changed: for a rule by norms all elements of
+        the groups (the tree, leaves, slices, units) that it scaled; for a value rule and a function
+        the elements that differ. Counts are floating, exact up to 2 ** 24 in float32.
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
 
@@ -91,7 +93,7 @@ class ClipStats(NamedTuple):
         return self.changed / jnp.maximum(self.size, 1)
 
     @property
-    def zeros(self) -> jax.Array:
+    def all_zero(self) -> jax.Array:
         """1 if all elements were exactly zero before the clip, as where a gradient is cut; else 0.
 
         Of no elements it is 0.
@@ -233,6 +235,34 @@ def scaled_stats(
     rows = (before, after, jnp.where(clips, size, 0), size * _one(before[1]))
     before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
     return ClipStats(before, after, changed, nonfinite, size)
+
+
+def groups_that_differ(rule: Any, before: Any, after: Any) -> list[jax.Array]:
+    """For each group of a norm rule whether an element of it differs, on any device."""
+    leaves, clipped = clippable_leaves(before), clippable_leaves(after)
+    axes = None if rule.acts_on == "tree" else rule.group_axes(before)
+    parts = [_differ(b, a).astype(accumulator(b)) for b, a in zip(leaves, clipped, strict=True)]
+    return [n > 0 for n in sums_of_groups(parts, leaves, axes, rule.axis_name)]
+
+
+def elements_of_groups(groups: Sequence[jax.Array], tree: Any, dtype: Any) -> jax.Array:
+    """The number of elements, on this device, in those groups of a tree that are chosen.
+
+    One group is the whole tree; else each leaf has an array of groups, with the reduced axes.
+    """
+    leaves = clippable_leaves(tree)
+    groups = list(groups) * len(leaves) if len(groups) == 1 else groups
+    pairs = zip(leaves, groups, strict=True)
+    each = [jnp.sum(jnp.where(g, x.size / max(g.size, 1), 0).astype(dtype)) for x, g in pairs]
+    return functools.reduce(jnp.add, each, jnp.zeros((), dtype))
+
+
+def stats_over_devices(
+    each: Sequence[ClipStats], leaves: Sequence[jax.Array], axis_name: AxisName
+) -> ClipStats:
+    """The statistics of all devices that the leaves are spread over, from those of each leaf."""
+    fields = [total_over_devices(x, leaves, axis_name) for x in zip(*each, strict=True)]
+    return ClipStats(*fields) if each else ClipStats.zero()
 
 
 def _count_unless(finite: jax.Array, leaves: list[jax.Array], axis_name: AxisName) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from clipgrad._clip import ClipStats, is_own
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
+from clipgrad._errors import warn
 from clipgrad._frameworks import with_models
 from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
 
@@ -98,8 +98,8 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _programs.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
-        warn_of_batches(traced.program, names, caller, stacklevel=8)
-        warn_of_own_gradients(traced.program, names, caller, stacklevel=8)
+        warn_of_batches(traced.program, names, caller)
+        warn_of_own_gradients(traced.program, names, caller)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]
@@ -184,16 +184,15 @@ class ByName(_programs.Hook):
         return ByName(clips, self.modules & names, active, scopes)
 
 
-def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
+def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
     mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
     rules = [(name, c.rule) for name, c in names.items() if (name, c.kind) in mapped]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
     batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
     if batches:
-        warnings.warn(
+        warn(
             f"{caller}: got a norm rule for {batches} inside jax.vmap, where it measures the "
             "whole batch; to measure each example write clip_cotangent(x, rule) inside the mapped "
-            "function, or give ClipByNorm the axes of one example as axis=",
-            stacklevel=stacklevel,
+            "function, or give ClipByNorm the axes of one example as axis="
         )

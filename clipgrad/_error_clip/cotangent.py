@@ -9,15 +9,17 @@ import jax.extend as jex
 import jax.numpy as jnp
 
 from clipgrad._arrays import (
+    check_gradients,
     check_tree,
     combine,
     explain_call,
+    in_one_program,
     is_array,
     is_clippable,
     is_none,
     partition,
 )
-from clipgrad._clip import ClipStats, apply_rule, as_rule, is_data
+from clipgrad._clip import ClipStats, apply_rule, as_rule, clipped_with_stats, is_data
 from clipgrad._compat import to_varying, varying_axes
 
 CotangentRule = Callable[..., Any]
@@ -72,6 +74,7 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
     if probe is not None:
         _check_probe(probe)
     check_tree("x", x)
+    check_gradients("x", x)
     leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
     # Python and NumPy numbers have cotangents only where they are watched.
     kind: Any = jax.Array if probe is None else object
@@ -113,7 +116,7 @@ def _trace_backward(
     def backward(saved: Any, cotangents: Any) -> Any:
         constants, given, params = saved
         run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(jaxpr, constants))
-        return outputs.unflatten(run(*jax.tree.leaves((given, cotangents, params))))
+        return outputs.unflatten(in_one_program(run)(*jax.tree.leaves((given, cotangents, params))))
 
     return backward, (list(program.consts), given, params)
 
@@ -134,9 +137,10 @@ def _clipped_and_stats(
     rule = fields.unflatten(combine(given, fixed))
     tree = structure.unflatten(cotangents)
     primal = None if params is None else structure.unflatten(params)
-    clipped = tree if rule is None else apply_rule(rule, tree, primal)
-    stats = None if dtype is None else ClipStats.of(tree, clipped, dtype)
-    return jax.tree.leaves(clipped), stats
+    if dtype is not None:
+        clipped, stats = clipped_with_stats(rule, tree, primal, dtype)
+        return jax.tree.leaves(clipped), stats
+    return jax.tree.leaves(tree if rule is None else apply_rule(rule, tree, primal)), None
 
 
 _cached = jax.jit(_clipped_and_stats, static_argnums=(0, 1, 2, 3))

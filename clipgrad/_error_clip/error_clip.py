@@ -26,7 +26,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       * The result is bit-identical to the result of the function, whose signature, name and
         docstring are kept; ``__wrapped__`` is the plain function.
       * One rule for all inputs clips each input separately: a norm rule sees the tree of one
-        input. ``self`` and ``cls`` of methods are not inputs, unless you name them.
+        input. What a method is called on (``self``, ``cls``) is no input, unless you name it.
       * Everything that `clip_cotangent` guarantees.
 
     Args:
@@ -67,6 +67,8 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
         as_rule(rule)
 
     def decorate(function: Decorated) -> Decorated:
+        if isinstance(function, staticmethod | classmethod):
+            return type(function)(decorate(function.__func__))  # type: ignore[return-value]
         signature = _signature_of_inputs(function)
         chosen = _rules_by_parameter(function, signature, rules)
 
@@ -80,7 +82,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
                     f"error_clip: got a call that does not fit the signature {signature} of the "
                     "function, expected one that does; decorate the function that it wraps"
                 ) from None
-            _clip_inputs(bound, chosen)
+            _clip_inputs(bound, chosen, _ALL in rules and _has_receiver(bound, wrapped))
             result = function(*bound.args, **bound.kwargs)
             each, structure = jax.tree.flatten(outputs, is_leaf=_is_rule)
             parts = parts_below("outputs", "rules", structure, result)
@@ -107,8 +109,7 @@ def _rules_by_parameter(
 ) -> dict[Any, Any]:
     names = list(signature.parameters)
     if _ALL in rules:
-        inputs = names[1:] if names[:1] in (["self"], ["cls"]) else names
-        return dict.fromkeys(inputs, rules[_ALL])
+        return dict.fromkeys(names, rules[_ALL])
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in rules:
         if name not in names and not (takes_any and isinstance(name, str)):
@@ -119,13 +120,44 @@ def _rules_by_parameter(
     return dict(rules)
 
 
-def _clip_inputs(bound: inspect.BoundArguments, rules: dict[Any, Any]) -> None:
-    """Clips the arguments of a call that have rules, those in ``**kwargs`` by their own names."""
+def _has_receiver(bound: inspect.BoundArguments, wrapped: Any) -> bool:
+    """Whether the first argument of a call is what a method is called on, ``self`` or ``cls``.
+
+    That is no question of its name. A function is a method of the objects whose class has it, or
+    has what another decorator has made of it, and of those in whose class it was written.
+    """
+    first = next(iter(bound.arguments), None)
+    if first is None or not bound.args:
+        return False
+    classes = type(bound.args[0]).__mro__
+    for value in (value for cls in classes for value in vars(cls).values()):
+        if _unwrapped(value, wrapped) is wrapped:
+            return not isinstance(value, staticmethod)
+    around, _, name = getattr(wrapped, "__qualname__", "").rpartition(".")
+    homes = [c for c in classes if (c.__module__, c.__qualname__) == (wrapped.__module__, around)]
+    return any(not isinstance(vars(cls).get(name), staticmethod) for cls in homes)
+
+
+def _unwrapped(value: Any, wrapped: Any) -> Any:
+    """The function that an attribute of a class leads to, as far as ``wrapped``."""
+    is_function = callable(value) or isinstance(value, staticmethod | classmethod)
+    return inspect.unwrap(value, stop=lambda f: f is wrapped) if is_function else None
+
+
+def _clip_inputs(bound: inspect.BoundArguments, rules: dict[Any, Any], has_receiver: bool) -> None:
+    """Clips the arguments of a call that have rules, those in ``**kwargs`` by their own names.
+
+    The first argument is not clipped if it is what a method is called on.
+    """
     parameters, left = bound.signature.parameters, dict(rules)
     for name, value in bound.arguments.items():
         kind, rule = parameters[name].kind, left.pop(name, None)
+        is_first, has_receiver = has_receiver, False
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            bound.arguments[name] = tuple(clip_cotangent(x, rule) for x in value)
+            clipped = [clip_cotangent(x, rule) for x in value[is_first:]]
+            bound.arguments[name] = (*value[:is_first], *clipped)
+        elif is_first:
+            continue
         elif kind is inspect.Parameter.VAR_KEYWORD:
             own = {key: left.pop(key, rule) for key in value}
             bound.arguments[name] = {k: clip_cotangent(x, own[k]) for k, x in value.items()}

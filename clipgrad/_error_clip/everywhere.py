@@ -69,7 +69,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _programs.trace(fun, args, kwargs)
-        warn_of_own_gradients(traced.program, None, "error_clip_everywhere", stacklevel=8)
+        warn_of_own_gradients(traced.program, None, "error_clip_everywhere")
         results = range(len(_programs.opened(traced.program)[0].outvars))
         return traced.evaluate(args, kwargs, _Everywhere(rule, _ends(traced.program, results)))
 

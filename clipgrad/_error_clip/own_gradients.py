@@ -1,6 +1,6 @@
 """Functions that compute gradients themselves, which a clip from outside does not reach."""
 
-import warnings
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,15 +8,20 @@ from jax.extend import source_info_util
 
 import clipgrad._names as _names
 import clipgrad._programs as _programs
-
-# JAX has no public name for the entries that transformations leave in a name stack.
-with source_info_util.transform_name_stack("jvp"):
-    _TRANSFORM = type(source_info_util.current_name_stack().stack[-1])
+from clipgrad._errors import warn
 
 
-def warn_of_own_gradients(
-    program: Any, names: Iterable[str] | None, caller: str, stacklevel: int
-) -> None:
+@functools.cache
+def _transform() -> type:
+    """The class of the entries that transformations leave in a name stack: JAX has no name for it.
+
+    Read when it is first asked for, so that an import needs no form of a name stack.
+    """
+    with source_info_util.transform_name_stack("jvp"):
+        return type(source_info_util.current_name_stack().stack[-1])
+
+
+def warn_of_own_gradients(program: Any, names: Iterable[str] | None, caller: str) -> None:
     """Warns of clips in a program that differentiates what is clipped, as one of `jax.grad` does.
 
     The gradient is then a value like any other, and no cotangent passes the clips. A loss with
@@ -28,17 +33,16 @@ def warn_of_own_gradients(
     inside = [] if names is None else _inside_of_gradients(program, names)
     if names is None or inside:
         what, rules = ("", "rule") if names is None else (f" for {inside}", "rules")
-        warnings.warn(
+        warn(
             f"{caller}: got a rule{what} in a function that computes gradients itself, and no "
             f"cotangent of these passes the clip, expected the loss; write "
-            f"jax.grad({caller}(loss, {rules}))",
-            stacklevel=stacklevel,
+            f"jax.grad({caller}(loss, {rules}))"
         )
 
 
 def _transforms(equation: Any) -> frozenset[str]:
     stack = equation.source_info.name_stack.stack
-    return frozenset(entry.name for entry in stack if type(entry) is _TRANSFORM)
+    return frozenset(entry.name for entry in stack if type(entry) is _transform())
 
 
 @_programs.read_once

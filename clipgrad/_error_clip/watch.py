@@ -121,7 +121,7 @@ def with_stats(
         arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
         names, probes = _named(traced.program, rules, watched, caller)
-        warn_of_batches(traced.program, names, caller, stacklevel=3)
+        warn_of_batches(traced.program, names, caller)
 
         def with_probes(*packed: Any) -> Any:
             *args, kwargs, probes = packed

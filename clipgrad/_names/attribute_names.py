@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -36,14 +37,14 @@ _PATH = "_clipgrad_path"  # an attribute of these classes
 def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]) -> Any:
     """``run(fun)``, with names for the submodules of the models that the function is called with.
 
-    A function that such models do not fit is run without: one that joins a model with another from
-    outside, as by ``equinox.combine``.
+    A function that such models do not fit is run again without: one that joins a model with another
+    from outside, as by ``equinox.combine``. Any other error of the function is the user's.
     """
-    failed = False
+    is_misfit = False
 
     def named(*args: Any, **kwargs: Any) -> Any:
         """The result of the function; all classes in it, and in the models, are the user's."""
-        nonlocal failed
+        nonlocal is_misfit
         before: Classes = {}
         args = tuple(_with_names(arg, before) for arg in args)
         kwargs = {key: _with_names(arg, before) for key, arg in kwargs.items()}
@@ -53,8 +54,8 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
             for path, module in models:
                 _set_class(module, _class_at(path, module, flax_nnx().Module, before))
             result = fun(*args, **kwargs)
-        except Exception:
-            failed = bool(before)
+        except ValueError as error:
+            is_misfit = bool(before) and _is_of_trees(error)
             raise
         finally:
             # Also those that the function has made of them, as by `nnx.merge`.
@@ -64,10 +65,20 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
 
     try:
         return run(named)
-    except Exception:
-        if not failed:
+    except ValueError:
+        if not is_misfit:
             raise
     return run(fun)
+
+
+def _is_of_trees(error: BaseException) -> bool:
+    """Whether JAX has raised an error since two trees differ, as with a class of another name.
+
+    Where JAX has taken its own frames off, the cause of the error has them.
+    """
+    raised = [list(traceback.walk_tb(e.__traceback__)) for e in (error, error.__cause__) if e]
+    innermost = [found[-1][0].f_globals for found in raised if found]
+    return any(names is jax.tree_util.tree_map.__globals__ for names in innermost)
 
 
 def is_equinox(x: Any) -> bool:

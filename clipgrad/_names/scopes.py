@@ -1,5 +1,6 @@
 """The module path of an equation: the named scopes around it."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,11 +11,21 @@ from jax.extend.core import JaxprEqn
 
 ScopePath = tuple[str, ...]
 
-# JAX has no public name for the two kinds of entries of a name stack.
-with jax.named_scope("scope"):
-    _SCOPE = type(source_info_util.current_name_stack().stack[-1])
-with source_info_util.transform_name_stack("vmap"):
-    _VMAP = source_info_util.current_name_stack().stack[-1]
+
+# JAX has no public name for the two kinds of entries of a name stack. They are read when they are
+# first asked for, so that an import needs no form of a name stack.
+@functools.cache
+def _scope() -> type:
+    """The class of the entry of a scope."""
+    with jax.named_scope("scope"):
+        return type(source_info_util.current_name_stack().stack[-1])
+
+
+@functools.cache
+def _vmap() -> Any:
+    """The entry of `jax.vmap`."""
+    with source_info_util.transform_name_stack("vmap"):
+        return source_info_util.current_name_stack().stack[-1]
 
 
 def path(equation: JaxprEqn) -> ScopePath:
@@ -24,7 +35,7 @@ def path(equation: JaxprEqn) -> ScopePath:
     is two scopes; entries of transformations such as `vmap` are none.
     """
     stack = equation.source_info.name_stack.stack
-    scopes = (e.name for e in stack if type(e) is _SCOPE)
+    scopes = (e.name for e in stack if type(e) is _scope())
     return tuple(segment for name in scopes for segment in name.split("/") if segment)
 
 
@@ -37,8 +48,8 @@ def common_start(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
 
 def is_mapped(equation: JaxprEqn) -> bool:
     """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
-    entries = equation.source_info.name_stack.stack
-    return any(type(entry) is type(_VMAP) and entry == _VMAP for entry in entries)
+    entries, vmap = equation.source_info.name_stack.stack, _vmap()
+    return any(type(entry) is type(vmap) and entry == vmap for entry in entries)
 
 
 def scope_around(name: str) -> Any:
@@ -46,7 +57,7 @@ def scope_around(name: str) -> Any:
     stack = source_info_util.current_name_stack()
     place = len(stack)
     for i, entry in reversed(list(enumerate(stack.stack))):
-        if type(entry) is _SCOPE:
+        if type(entry) is _scope():
             if not entry.name.startswith("eqx."):
                 break
             place = i

@@ -77,7 +77,7 @@ def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted
             _check_found(given, found, there, caller, wanted)
         for name in listed if given in patterns else found:
             first = origin.setdefault(name, given)
-            if first in patterns and rules[first] is not rules[given]:
+            if first in patterns and rules[first] != rules[given]:
                 raise ValueError(
                     f"{caller}: got {first!r} and {given!r} with a {wanted.choice} each, "
                     f"which both match {name!r}, expected one {wanted.choice} for it; add one for "

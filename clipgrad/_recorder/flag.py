@@ -104,7 +104,7 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     0 or where gradients are still accumulated.
     """
     clips = instances(without_variables(state), GradientClipState)
-    found = {path: s.zeros == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()}
+    found = {path: s.all_zero == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()}
     loss, flags = jax.device_get((loss, found))
     zero = [name for name, is_zero in flags.items() if np.all(is_zero)]
     if not zero or len(zero) == len(found) or (loss is not None and not np.any(loss)):

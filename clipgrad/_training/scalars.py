@@ -16,8 +16,8 @@ from clipgrad._values import ValueStats
 Items = Iterator[tuple[str, Any]]
 
 _FIELDS = {
-    ClipStats: ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "zeros"),
-    ValueStats: ("norm", "rms", "max", "zeros", "nonfinite"),
+    ClipStats: ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "all_zero"),
+    ValueStats: ("norm", "rms", "max", "zero_fraction", "nonfinite"),
     GradientClipState: ("count", "clipped_count", "nonfinite_count", "threshold"),
     SkipSpikesState: (
         *("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive"),

@@ -32,14 +32,14 @@ class ValueStats(NamedTuple):
     properties are derived from them. Each has the axes that the name has: one for each scan around,
     and the axis that ``watch`` keeps.
 
-    ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and ``zeros`` is the
-    share of elements that are exactly 0.
+    ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and ``zero_fraction``
+    is the share of elements that are exactly 0.
 
     Guarantees:
       * The norm is right from 1.2e-38 to 3.4e38 in float32, as the norm of `ClipStats`.
       * NaN is not hidden, on one device or many: if an element is NaN, so are ``max``, ``norm`` and
         ``rms``.
-      * Of no elements ``norm``, ``rms``, ``max`` and ``zeros`` are 0.
+      * Of no elements ``norm``, ``rms``, ``max`` and ``zero_fraction`` are 0.
 
     Attributes:
       squares: sums of squares of elements scaled down, as they are, and scaled up, of shape
@@ -53,7 +53,7 @@ class ValueStats(NamedTuple):
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
       >>> stats = cg.types.ValueStats.of(jnp.array([3.0, -4.0, 0.0, 0.0]))
-      >>> print(stats.norm, stats.rms, stats.max, stats.zeros)
+      >>> print(stats.norm, stats.rms, stats.max, stats.zero_fraction)
       5.0 2.5 4.0 0.5
       >>> print(cg.types.ValueStats.of(jnp.array([[3.0, -4.0], [0.0, 1.0]]), axis=0).max)
       [4. 1.]
@@ -76,7 +76,7 @@ class ValueStats(NamedTuple):
         return self.norm / jnp.sqrt(jnp.maximum(self.size, 1))
 
     @property
-    def zeros(self) -> jax.Array:
+    def zero_fraction(self) -> jax.Array:
         """The share of elements that are exactly 0; 0 if there are no elements."""
         return self.zero_count / jnp.maximum(self.size, 1)
 

@@ -90,7 +90,7 @@ def with_value_stats(
       ...     return jax.nn.logsumexp(logits, axis=-1).sum()
       >>> step = jax.jit(jax.value_and_grad(cg.with_value_stats(loss), has_aux=True))
       >>> (value, stats), grads = step(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))
-      >>> print(stats["attn"].rms, stats["attn"].max, stats["attn"].zeros)
+      >>> print(stats["attn"].rms, stats["attn"].max, stats["attn"].zero_fraction)
       2.5 4.0 0.5
       >>> per_column = cg.with_value_stats(loss, watch={"attn": -1})
       >>> print(per_column(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))[1]["attn"].max)
