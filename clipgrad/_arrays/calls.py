@@ -44,17 +44,22 @@ ALIASES = {
 }
 
 
-def explain_call(instead: str = "", **keywords: str) -> Callable[[Explained], Explained]:
+def explain_call(
+    instead: str = "", name: str = "", /, **keywords: str
+) -> Callable[[Explained], Explained]:
     """A decorator: a call that does not fit the signature is an error that says what to write.
 
     Args:
       instead: what to write instead of more positional arguments than there are parameters. A
         function of ``(fun, args)`` needs none.
+      name: what users call a method, which they call without ``self``.
       **keywords: what to write instead of a keyword that no other keyword stands for.
     """
 
     def decorate(function: Explained) -> Explained:
         signature = inspect.signature(function)
+        if name:  # a method
+            signature = signature.replace(parameters=[*signature.parameters.values()][1:])
 
         @functools.wraps(function)
         def explained(*args: Any, **kwargs: Any) -> Any:
@@ -62,8 +67,9 @@ def explain_call(instead: str = "", **keywords: str) -> Callable[[Explained], Ex
             try:
                 return function(*args, **kwargs)
             except TypeError:
-                if wrong := _misfit(function, signature, args, kwargs, instead, keywords):
-                    raise TypeError(f"{function.__name__}: {wrong}") from None
+                given = args[1:] if name else args
+                if wrong := _misfit(function, signature, given, kwargs, instead, keywords):
+                    raise TypeError(f"{name or function.__name__}: {wrong}") from None
                 raise
 
         return explained  # type: ignore[return-value]

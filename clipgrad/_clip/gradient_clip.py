@@ -25,6 +25,10 @@ from clipgrad._clip.state import (
 )
 
 
+class ClipTransformation(optax.GradientTransformationExtraArgs):
+    """A clip without an optimizer, known by its type."""
+
+
 @explain_call()
 def gradient_clip(
     rule: Callable[..., Any] | None,
@@ -96,4 +100,4 @@ def gradient_clip(
             state = state._replace(history=clipped.adapted)
         return clipped.tree, next_state(state, clipped)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return ClipTransformation(init, update)
