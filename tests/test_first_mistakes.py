@@ -166,7 +166,7 @@ CALLS = {
     "step: got 3 positional arguments, expected at most 2, (state, batch); write step(": lambda: (
         cg.train_step(loss, optax.sgd(0.1))(W, X, X)
     ),
-    "step.init: got 2 positional arguments, expected at most 1, (params); write step.init(p": lambda: (
+    "step.init: got 2 positional arguments, expected at most 1, (params); write step.in": lambda: (
         cg.train_step(loss, optax.sgd(0.1)).init(W, X)
     ),
     "write the others by name, of error_clip=, watch_values=": lambda: cg.train_step(

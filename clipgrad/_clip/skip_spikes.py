@@ -181,30 +181,28 @@ def skip_spikes(
         return _first_state(optimizer.init(params), norm, spike_limit, params if halt else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        norm, limit = norm_of(updates, state), spike_limit.limit(state.window, state.raw_norm)
+        halted, norm = _halted(halt, state), norm_of(updates, state)
+        limit = spike_limit.limit(state.window, norm)
         loss = spike_limit.loss_in(extra_args, norm)
+        # A step is bad for one of two reasons: before the optimizer has seen it, or after that.
         unsound = ~jnp.isfinite(norm) | _bad_loss(halt or judge == "loss", extra_args)
-        spike = {"gradient": norm, "loss": loss}.get(judge, jnp.zeros_like(norm)) > limit
-        is_bad = unsound | spike  # before the optimizer has seen it
-        shown = _zero_if(is_bad | _halted(halt, state), updates)
+        number = {"gradient": norm, "loss": loss}.get(judge, jnp.zeros_like(norm))
+        is_bad = unsound | (number > limit)
+        shown = _zero_if(is_bad | halted, updates)
         new, inner_state = optimizer.update(shown, state.inner_state, params, **extra_args)
         leaves = _nonfinite_leaves(new, axis_name) if halt else None
         made = ~is_bad & _any_nonfinite(new, leaves, axis_name)  # by the optimizer
-        judged = {"update": lambda: norm_of(new, state), "loss": lambda: loss}.get(judge)
-        number = norm if judged is None else judged()
-        if judge == "update":
-            number = jnp.where(is_bad, jnp.nan, number)  # of the zeros that it was shown
-            spike = number > limit
-        skip, nonfinite = is_bad | made | spike, unsound | made
-        kept = _selected(skip | _halted(halt, state), state.inner_state, inner_state)
+        if judge == "update":  # of zeros, if that is what was shown
+            number = jnp.where(is_bad, jnp.nan, norm_of(new, state))
+        skip, nonfinite = is_bad | made | (number > limit), unsound | made
         after = _after(state, spike_limit, number, skip, nonfinite)._replace(
-            raw_norm=norm, limit=limit, judged=None if judged is None else number
+            raw_norm=norm, limit=limit, judged=None if state.judged is None else number
         )
         if halt:
-            after = after._replace(nonfinite_leaves=_named(state, leaves, made))
+            after = after._replace(nonfinite_leaves=_leaf_flags(state, leaves, made))
             after = _after_halt(state, after, skip if halt == "spike" else nonfinite)
-        updates = _zero_if(skip | _halted(halt, state), new)
-        return updates, after._replace(inner_state=kept)
+        kept = _selected(skip | halted, state.inner_state, inner_state)
+        return _zero_if(skip | halted, new), after._replace(inner_state=kept)
 
     transformation = SkipSpikes(init, update)
     transformation.inner = inner
@@ -282,7 +280,7 @@ def _count_nonfinite(leaf: jax.Array) -> jax.Array:
     return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32)
 
 
-def _named(
+def _leaf_flags(
     state: SkipSpikesState, leaves: list[jax.Array] | None, made: jax.Array
 ) -> dict[str, jax.Array]:
     """The flags of the leaves whose update the optimizer has made NaN or inf, by path."""

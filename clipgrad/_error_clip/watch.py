@@ -49,9 +49,9 @@ def value_and_grad_with_stats(
 
     Guarantees:
       * Value and gradient are the same as of
-        ``jax.value_and_grad(error_clip_by_name(fun, error_clip))``; flax NNX models are differentiated
-        as in ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects their variables),
-        and arguments with Equinox modules as in ``eqx.filter_value_and_grad``.
+        ``jax.value_and_grad(error_clip_by_name(fun, error_clip))``; flax NNX models are
+        differentiated as in ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects
+        their variables), and arguments with Equinox modules as in ``eqx.filter_value_and_grad``.
       * The statistics leave the compiled backward pass as the gradients do, without a callback.
         Under `jax.jit` statistics that are not used are not computed, and change no bit.
       * The statistics of a name have one leading axis for each scan around it, outermost first:

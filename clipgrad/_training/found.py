@@ -23,7 +23,7 @@ _OF_SKIPS = (
 STATES = (GradientClipState, SkipSpikesState)
 
 
-class Found(NamedTuple):
+class OptimizerStates(NamedTuple):
     """The states of this library in the state of an optimizer, in its order."""
 
     clips: dict[str, GradientClipState]
@@ -49,7 +49,7 @@ class Found(NamedTuple):
         return records | {name: _fields(state, _OF_SKIPS) for name, state in self.skips.items()}
 
 
-def found_in(opt_state: Any) -> Found:
+def found_in(opt_state: Any) -> OptimizerStates:
     """The states of clips and of `skip_spikes`, also those in the state of another wrapper.
 
     The clips with statistics are called ``clip``, or ``clip_0``, ``clip_1``, ... if there are
@@ -61,7 +61,7 @@ def found_in(opt_state: Any) -> Found:
     names = numbered("clip", len(with_stats or others))
     names += [f"clip_{i}" for i in range(len(names), len(clips))]
     skips = list(_within(opt_state, SkipSpikesState))
-    return Found(
+    return OptimizerStates(
         dict(zip(names, with_stats + others, strict=True)),
         dict(zip(numbered("skip_spikes", len(skips)), skips, strict=True)),
     )

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from clipgrad._arrays import global_norm
 from clipgrad._clip import count_nonfinite
-from clipgrad._training.found import Found, found_in, numbered
+from clipgrad._training.found import OptimizerStates, found_in, numbered
 
 
 class StepMetrics(dict[str, Any]):
@@ -52,7 +52,7 @@ def shown_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     return metrics if isinstance(metrics["loss"], Tracer) else StepMetrics(metrics)
 
 
-def _of_clips(found: Found) -> dict[str, Any]:
+def _of_clips(found: OptimizerStates) -> dict[str, Any]:
     if not found.measured:
         return {}
     *_, last = found.measured.values()
@@ -61,7 +61,7 @@ def _of_clips(found: Found) -> dict[str, Any]:
     return metrics | {name: found.records[name] for name in found.measured}
 
 
-def _of_skips(found: Found) -> dict[str, Any]:
+def _of_skips(found: OptimizerStates) -> dict[str, Any]:
     skips = found.skips.values()
     if not skips:
         return {}

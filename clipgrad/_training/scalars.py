@@ -110,7 +110,7 @@ def _items_of_mapping(path: str, tree: Mapping) -> Items:
 
 
 def _items_of_state(path: str, opt_state: Any) -> Items:
-    """What is this library's in the state of an optimizer, with the names that metrics have."""
+    """The numbers of this library in the state of an optimizer, with the names of metrics."""
     found = found_in(opt_state)
     yield from _items(path, found.measured)
     yield from _items(path, found.records)

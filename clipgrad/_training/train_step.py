@@ -189,7 +189,7 @@ def train_step(
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         state = from_static(state)
         check_opt_state(state.opt_state)
-        if weight is not None:
+        if weight is not None and accumulate == 1:  # else it is asked for each microbatch
             jax.eval_shape(functools.partial(weight_of, weight), batch)
         given = take_apart(state.params, wrt)
         (loss, aux), grads, stats, after = gradients(given, batch)
