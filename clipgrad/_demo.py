@@ -258,7 +258,9 @@ def _training_steps(
     task: Task, arm: Arm, optimizer: optax.GradientTransformation
 ) -> Callable[..., Any]:
     """Some steps of training, from parameters and a state, and what the curves show of each."""
-    watched = cg.value_and_grad_with_stats(task.loss, rules={task.tag: arm.error_clip}, watch=())
+    watched = cg.value_and_grad_with_stats(
+        task.loss, error_clip={task.tag: arm.error_clip}, watch=()
+    )
 
     def step(carry: Any, batch: Any) -> Any:
         params, state = carry

@@ -224,7 +224,7 @@ def test_a_pattern_clips_and_watches_what_tags_by_hand_do(case):
 
     def clipped(model, names):
         rules = dict.fromkeys(names, RULE)
-        run = cg.value_and_grad_with_stats(there.loss, 0, there.has_aux, rules=rules, watch=())
+        run = cg.value_and_grad_with_stats(there.loss, 0, there.has_aux, error_clip=rules, watch=())
         return compiled(run, there)(model, *there.args[1:])[1:]
 
     grads, stats = clipped(there.args[0], [there.pattern])

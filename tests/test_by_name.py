@@ -98,7 +98,7 @@ def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped
     rules = {"h": cg.ClipByGlobalNorm(1.0)}
     by_name = jax.grad(cg.error_clip_by_name(model, rules))
     if of_stats:
-        by_name = lambda x: cg.value_and_grad_with_stats(model, rules=rules)(x)[1]  # noqa: E731
+        by_name = lambda x: cg.value_and_grad_with_stats(model, error_clip=rules)(x)[1]  # noqa: E731
     with pytest.warns(UserWarning, match=r"for \['h'\].* inside jax.vmap.*clip_cot") as record:
         gradient = by_name(X)
     np.testing.assert_allclose(gradient, np.full(X.shape, 2 / np.sqrt(12)), rtol=1e-6)
@@ -139,7 +139,7 @@ def test_a_norm_by_name_inside_of_vmap_without_a_warning():
     scoped = cg.error_clip_by_name(lambda x: jnp.sum(named(x)), {"h": cg.ClipByGlobalNorm(1.0)})
     np.testing.assert_allclose(jax.grad(scoped)(X), 2 / np.sqrt(12), rtol=1e-6)
     cg.error_clip_by_name(model, {"h": lambda g: g})(X)
-    cg.value_and_grad_with_stats(model, rules={"h": None})(X)
+    cg.value_and_grad_with_stats(model, error_clip={"h": None})(X)
     cg.value_and_grad_with_stats(model)(X)
 
 

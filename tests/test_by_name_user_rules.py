@@ -60,7 +60,7 @@ PLACES = {
     "by name": lambda f, rule: jax.grad(cg.error_clip_by_name(f, {"h": rule})),
     "everywhere": lambda f, rule: jax.grad(cg.error_clip_everywhere(f, rule)),
     "with stats": lambda f, rule: (
-        lambda x: cg.value_and_grad_with_stats(f, rules={"h": rule})(x)[1]
+        lambda x: cg.value_and_grad_with_stats(f, error_clip={"h": rule})(x)[1]
     ),
     "error_clip of inputs": lambda f, rule: jax.grad(cg.error_clip(rule)(f)),
 }

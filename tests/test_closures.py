@@ -85,7 +85,7 @@ def test_values_and_gradients_have_the_bits_of_jax(nest):
     loss = loss_of(nest)
     expected = loss_of(nest, argument=nest not in ALLOWED_BY_JAX)
     value, grad = jax.value_and_grad(expected)(W, DATA)
-    found = cg.value_and_grad_with_stats(loss, rules={"z": WIDE}, watch=["layer"])(W, DATA)
+    found = cg.value_and_grad_with_stats(loss, error_clip={"z": WIDE}, watch=["layer"])(W, DATA)
     assert found[0] == value
     np.testing.assert_array_equal(found[1], grad)
     np.testing.assert_allclose(2 * found[2]["z"].norm, jnp.linalg.norm(grad), rtol=1e-6)

@@ -151,8 +151,11 @@ CALLS = {
     "train_step: got rules=..., expected error_clip=...": lambda: cg.train_step(
         loss, optax.sgd(0.1), rules={"h": SMALL}
     ),
-    "value_and_grad_with_stats: got error_clip=..., expected rules=...": lambda: (
-        cg.value_and_grad_with_stats(loss, error_clip={"h": SMALL})
+    "value_and_grad_with_stats: got rules=..., expected error_clip=...": lambda: (
+        cg.value_and_grad_with_stats(loss, **{"rules": {"h": SMALL}})
+    ),
+    "error_clip_by_name: got error_clip=..., expected rules=...": lambda: cg.error_clip_by_name(
+        loss, **{"error_clip": {"h": SMALL}}
     ),
     "train_step: got quick=True, expected some of loss_fn, optimizer, error_clip, watch_": lambda: (
         cg.train_step(loss, optax.sgd(0.1), quick=True)
@@ -163,10 +166,13 @@ CALLS = {
     "step: got 3 positional arguments, expected at most 2, (state, batch); write step(": lambda: (
         cg.train_step(loss, optax.sgd(0.1))(W, X, X)
     ),
+    "step.init: got 2 positional arguments, expected at most 1, (params); write step.in": lambda: (
+        cg.train_step(loss, optax.sgd(0.1)).init(W, X)
+    ),
     "write the others by name, of error_clip=, watch_values=": lambda: cg.train_step(
         loss, optax.sgd(0.1), {"h": SMALL}
     ),
-    "rules={'h': ...}": lambda: cg.value_and_grad_with_stats(loss, {"h": SMALL}),
+    "error_clip={'h': ...}": lambda: cg.value_and_grad_with_stats(loss, {"h": SMALL}),
     "list_names: got 4 positional arguments, expected those of fun in one tuple; write "
     "list_names(fun, (w, x, x2))": lambda: cg.list_names(loss, W, X, X),
 }

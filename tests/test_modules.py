@@ -196,7 +196,7 @@ def test_an_inner_module_sees_what_the_outer_one_has_clipped():
         return 10 * h
 
     rules = {"a": cg.ErrorClipByValue(max=4.0), "a/b": cg.ErrorClipByValue(max=3.0)}
-    _, gradient, stats = cg.value_and_grad_with_stats(loss, rules=rules)(1.0)
+    _, gradient, stats = cg.value_and_grad_with_stats(loss, error_clip=rules)(1.0)
     assert (gradient, stats["a"].norm, stats["a/b"].norm) == (6.0, 10.0, 4.0)
 
 
@@ -218,13 +218,13 @@ def test_patterns_match_segments(pattern, expected):
             return jnp.sum(y * y)
 
     assert set(cg.value_and_grad_with_stats(loss, watch=[pattern])(X)[2]) == expected
-    stats = cg.value_and_grad_with_stats(loss, rules={pattern: RULE}, watch=())(X)[2]
+    stats = cg.value_and_grad_with_stats(loss, error_clip={pattern: RULE}, watch=())(X)[2]
     assert set(stats) == expected
 
 
 def test_what_is_written_out_wins_over_a_pattern():
     rules = {"**": RULE, "net/a": None}
-    stats = cg.value_and_grad_with_stats(loss_of(nested), rules=rules)(X)[2]
+    stats = cg.value_and_grad_with_stats(loss_of(nested), error_clip=rules)(X)[2]
     assert not stats["net/a"].clipped
     assert stats["net"].clipped
     clipped = cg.error_clip_by_name(loss_of(nested), rules)
@@ -266,7 +266,7 @@ def test_without_a_choice_tags_are_watched_and_modules_only_where_there_are_none
 
     assert set(cg.value_and_grad_with_stats(both)(1.0)[2]) == {"tag"}
     rules = {"module": None}
-    assert set(cg.value_and_grad_with_stats(both, rules=rules)(1.0)[2]) == {"tag", "module"}
+    assert set(cg.value_and_grad_with_stats(both, error_clip=rules)(1.0)[2]) == {"tag", "module"}
     assert set(cg.value_and_grad_with_stats(both, watch=["**"])(1.0)[2]) == {"tag", "module"}
 
 

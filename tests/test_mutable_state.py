@@ -140,7 +140,7 @@ def train(gradient, compile, steps=3):
 
 
 GRADIENTS = {name: lambda m, x, t=t: nnx.grad(t(loss))(m, x) for name, t in TRANSFORMED.items()}
-GRADIENTS["with stats"] = lambda m, x: cg.value_and_grad_with_stats(loss, rules=RULES)(m, x)[1]
+GRADIENTS["with stats"] = lambda m, x: cg.value_and_grad_with_stats(loss, error_clip=RULES)(m, x)[1]
 
 
 @pytest.mark.ci("compile", "gradient")
@@ -217,7 +217,7 @@ def closed_over(wrap, fun, x, ref):
 WATCHED = {
     "by name": lambda f: jax.value_and_grad(cg.error_clip_by_name(f, RULES)),
     "everywhere": lambda f: jax.value_and_grad(cg.error_clip_everywhere(f, RULES["h"])),
-    "with stats": lambda f: lambda *a: cg.value_and_grad_with_stats(f, rules=RULES)(*a)[:2],
+    "with stats": lambda f: lambda *a: cg.value_and_grad_with_stats(f, error_clip=RULES)(*a)[:2],
 }
 
 

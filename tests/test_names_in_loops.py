@@ -103,7 +103,7 @@ def with_stats(loss, **options):
 
 CALLERS = {
     "by name": lambda loss, n: (jax.grad(cg.error_clip_by_name(loss, {n: RULE}))(X), None),
-    "rules": lambda loss, n: with_stats(loss, rules={n: RULE}, watch=()),
+    "rules": lambda loss, n: with_stats(loss, error_clip={n: RULE}, watch=()),
     "train_step": lambda loss, n: stepped(loss, RULE, n),
     "watch": lambda loss, n: with_stats(loss, watch=[n]),
 }

@@ -162,7 +162,7 @@ def test_the_statistics_of_the_steps_before_are_kept(capture):
     statistics = capture.meta["statistics"]
     assert statistics["step"] == list(range(8))
     norms = [float(np.linalg.norm(x)) for x in statistics["skip_spikes/raw_norm"]]
-    assert all(norm > 0 for norm in norms[:7]) and norms[7] == 0
+    assert all(0 < norm < np.inf for norm in norms[:7]) and not np.isfinite(norms[7])
     assert np.isneginf(statistics["loss"][7]) and np.isfinite(statistics["loss"][:7]).all()
 
 
@@ -274,11 +274,30 @@ def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(
         found.args  # noqa: B018
 
 
+class OwnStep:
+    """The step of a loop of one's own: `train_step` refuses an average of what is skipped."""
+
+    def __init__(self, tx):
+        self.tx, self.update = tx, jax.jit(self._update)
+
+    def init(self, params):
+        return cg.types.TrainState(params, self.tx.init(params))
+
+    def _update(self, state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return cg.types.TrainState(params, opt_state), {"loss": value}
+
+    def __call__(self, state, batch):
+        return self.update(state, batch)
+
+
 @pytest.mark.parametrize("outside", [False, True])
 def test_an_accumulation_gives_its_microbatch_or_the_last_of_them(outside, tmp_path):
     inside = optimizer(optax.MultiSteps(optax.adam(0.1), 3))
     around = optax.MultiSteps(optimizer(), 3)
-    step = cg.train_step(loss, around if outside else inside)
+    step = OwnStep(around) if outside else cg.train_step(loss, inside)
     given = batches(9, 4)
     found = captured(cg.FlightRecorder(tmp_path), given, step=step)
     assert found.step == (5 if outside else 4)

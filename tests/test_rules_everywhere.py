@@ -44,7 +44,7 @@ def by_name(rule, w, batch, wrap):
 
 
 def with_stats(rule, w, batch, wrap):
-    return cg.value_and_grad_with_stats(wrap(loss), rules={"h": rule})(w, batch)[1]
+    return cg.value_and_grad_with_stats(wrap(loss), error_clip={"h": rule})(w, batch)[1]
 
 
 def everywhere(rule, w, batch, wrap):

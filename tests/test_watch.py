@@ -37,7 +37,7 @@ def test_value_gradient_and_sums_are_those_of_clips_written_by_hand(model):
 
         return loss_of(model, tag)(x)
 
-    value, grads, stats = jax.jit(cg.value_and_grad_with_stats(loss_of(model), rules=RULES))(X)
+    value, grads, stats = jax.jit(cg.value_and_grad_with_stats(loss_of(model), error_clip=RULES))(X)
     expected, (gradient, total) = jax.jit(jax.value_and_grad(hand, argnums=(0, 1)))(
         X, cg.types.ClipStats.zero()
     )
@@ -60,7 +60,7 @@ def test_all_names_are_watched_unless_some_are_chosen():
     loss = loss_of(scanned)
     assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h", "out"]
     assert list(cg.value_and_grad_with_stats(loss, watch=["out"])(X)[2]) == ["out"]
-    both = cg.value_and_grad_with_stats(loss, rules=RULES, watch=("out",))(X)[2]
+    both = cg.value_and_grad_with_stats(loss, error_clip=RULES, watch=("out",))(X)[2]
     assert list(both) == ["h", "out"] and both["h"].clipped.any() and not both["out"].clipped.any()
     assert cg.value_and_grad_with_stats(loss, watch=[])(X)[2] == {}
 
@@ -175,7 +175,7 @@ def test_inside_of_shard_map_they_are_those_of_all_devices_or_of_each(tracked):
     loss = loss_of(step)
 
     def local(x):
-        return cg.value_and_grad_with_stats(loss, rules=RULES)(x)[2]["h"].norm[None]
+        return cg.value_and_grad_with_stats(loss, error_clip=RULES)(x)[2]["h"].norm[None]
 
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
     rows = P("d")

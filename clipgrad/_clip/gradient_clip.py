@@ -19,6 +19,10 @@ from clipgrad._clip.state import (
 )
 
 
+class ClipTransformation(optax.GradientTransformationExtraArgs):
+    """A clip without an optimizer, known by its type."""
+
+
 @explain_call()
 def gradient_clip(
     rule: Callable[..., Any] | None,
@@ -85,4 +89,4 @@ def gradient_clip(
         clipped = Clipped.by(active, part, norms, params)
         return clipped.tree, next_state(state, clipped)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return ClipTransformation(init, update)

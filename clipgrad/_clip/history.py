@@ -82,7 +82,10 @@ class HistoryThreshold:
         """The threshold that this history sets, with a deviation of at least a part of the mean."""
         mean, deviation = state.mean_and_deviation()
         known = mean + self.sigma * jnp.maximum(deviation, least_deviation * mean)
-        least = min(max(2, self.window // 2), self.window)
-        enough = state.seen >= (least if self.min_history is None else self.min_history)
         most = unlimited(known)
-        return jnp.where(enough, jnp.minimum(known, most), most)
+        return jnp.where(self.is_enough(state.seen), jnp.minimum(known, most), most)
+
+    def is_enough(self, seen: jax.Array) -> jax.Array:
+        """Whether so many norms set a limit."""
+        least = min(max(2, self.window // 2), self.window)
+        return seen >= (least if self.min_history is None else self.min_history)

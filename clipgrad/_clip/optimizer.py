@@ -5,7 +5,8 @@ from typing import Any
 
 import optax
 
-from clipgrad._clip.rule import ClipRule
+from clipgrad._clip.gradient_clip import ClipTransformation
+from clipgrad._clip.rule import ClipRule, is_rule
 
 
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -19,8 +20,10 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
     if isinstance(optimizer, ClipRule):
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     if not isinstance(optimizer, optax.GradientTransformation):
+        is_class = isinstance(optimizer, type)
+        got = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
         raise TypeError(
-            f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
+            f"{name}: got {got}, expected an optax.GradientTransformation "
             "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
         )
     own, taken = optimizer.update, _extra_parameters(optimizer)
@@ -30,6 +33,19 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
         return own(updates, state, params, **chosen)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def is_clip_alone(optimizer: Any) -> bool:
+    """Whether this is a clip without an optimizer behind it, in any wrapper that says so."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.inner_opt
+    # optax wraps the functions of a rule, which is no tuple of them.
+    optimizer = getattr(getattr(optimizer, "init", None), "__self__", optimizer)
+    if isinstance(optimizer, optax.MultiSteps):
+        return is_clip_alone(optimizer)
+    inner = getattr(optimizer, "inner", None)
+    is_clip = is_rule(optimizer) or isinstance(optimizer, ClipTransformation)
+    return is_clip or inner is not None and is_clip_alone(inner)
 
 
 def _extra_parameters(optimizer: optax.GradientTransformation) -> set[str] | None:

@@ -1,6 +1,7 @@
 """Clip rules: functions of a tree of gradients that are optax transformations, too."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -28,6 +29,21 @@ from clipgrad._compat import broadcast_like
 C = TypeVar("C", bound=type)
 # The norm of a group of elements, and its limit.
 Limit = tuple[Norm, jax.Array]
+
+
+def _of_instances(method: Any) -> Any:
+    """A method that says what to write where a class is used as a transformation of optax."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], ClipRule):
+            return method(*args, **kwargs)
+        raise TypeError(
+            "rule: got the class of a rule instead of a rule, expected one with its threshold; "
+            "write optax.chain(clipgrad.ClipByGlobalNorm(1.0), optax.sgd(1e-3))"
+        )
+
+    return checked
 
 
 class ClipRule:
@@ -64,10 +80,12 @@ class ClipRule:
             "__call__(self, grads, params=None), which returns the clipped tree"
         )
 
+    @_of_instances
     def init(self, params: Any) -> Any:
         """The state before the first update, as of `gradient_clip`."""
         return gradient_clip(self).init(params)
 
+    @_of_instances
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:

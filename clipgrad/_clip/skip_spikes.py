@@ -9,23 +9,22 @@ import optax
 from clipgrad._arrays import (
     AxisName,
     Where,
+    clippable_leaves,
+    clippable_paths,
     explain_call,
     global_norm,
     increment_if,
     instances,
     partition,
     selected,
+    total_over_devices,
 )
-from clipgrad._clip.history import HistoryThreshold
 from clipgrad._clip.optimizer import as_optimizer
+from clipgrad._clip.spike_limit import Judged, SpikeLimit
 from clipgrad._clip.stats import stats_dtype
-from clipgrad._clip.thresholds import Window, check_between, unlimited
+from clipgrad._clip.thresholds import Window, unlimited
 from clipgrad._compat import exportable
 from clipgrad._frameworks import is_model
-
-# The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
-# don't make an outlier of the next one.
-_LEAST_DEVIATION = 0.01
 
 
 @exportable
@@ -34,14 +33,22 @@ class SkipSpikesState(NamedTuple):
 
     Attributes:
       inner_state: the state of the optimizer after the last step that was not skipped.
-      window: the norms of the last steps that were not skipped; ``None`` with ``sigma=None``.
-      raw_norm: the norm of the last gradient; 0 if it was not finite.
+      window: the norms (with ``judge="loss"`` the losses) of the last steps that were not skipped;
+        ``None`` with ``sigma=None``.
+      raw_norm: the norm of the last gradient, before any clip: NaN or inf where it is.
+      limit: the limit that the last step was judged by; the largest finite number if there was
+        none.
       skipped: whether the last step was skipped.
       skipped_count: the number of steps that were skipped.
-      spike_count: the number of those whose gradient was finite.
-      consecutive: the number of skipped outliers since the last step that was not skipped.
-      nonfinite_consecutive: the number of gradients in a row, up to the last one, that were not
-        finite.
+      spike_count: the number of those in which all was finite.
+      skipped_consecutive: the number of skipped steps in a row, up to the last one, whatever the
+        reason.
+      nonfinite_consecutive: the number of steps in a row, up to the last one, whose gradient,
+        update or loss (as far as it is judged) was not finite.
+      judged: with ``judge="update"`` the norm of the last update, with ``"loss"`` the loss, which
+        was compared with ``limit``; ``None`` with ``"gradient"``, where it is ``raw_norm``.
+      nonfinite_leaves: for each leaf by path whether the optimizer has made an update of the last
+        gradient that is not finite, though the gradient was; ``None`` without ``halt``.
       halted: whether a step has halted the training; ``None`` without ``halt``.
       halted_at: the step that halted it, 0 for the first, or -1; ``None`` without ``halt``.
       count: the number of steps, those after the halt included; ``None`` without ``halt``.
@@ -50,11 +57,14 @@ class SkipSpikesState(NamedTuple):
     inner_state: Any
     window: Window | None
     raw_norm: jax.Array
+    limit: jax.Array
     skipped: jax.Array
     skipped_count: jax.Array
     spike_count: jax.Array
-    consecutive: jax.Array
+    skipped_consecutive: jax.Array
     nonfinite_consecutive: jax.Array
+    judged: jax.Array | None = None
+    nonfinite_leaves: dict[str, jax.Array] | None = None
     halted: jax.Array | None = None
     halted_at: jax.Array | None = None
     count: jax.Array | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -65,6 +75,12 @@ class SkipSpikesState(NamedTuple):
         if isinstance(inner, optax.MultiStepsState) and name in inner._fields:
             return getattr(inner, name)
         raise AttributeError(f"SkipSpikesState has no attribute {name!r}")
+
+
+class SkipSpikes(optax.GradientTransformationExtraArgs):
+    """The transformation that `skip_spikes` makes, known by its type."""
+
+    inner: optax.GradientTransformation | optax.MultiSteps
 
 
 @explain_call()
@@ -78,22 +94,27 @@ def skip_spikes(
     where: Where = None,
     axis_name: AxisName = None,
     halt: bool | Literal["spike"] = False,
+    judge: Judged = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Wraps an optimizer, and skips steps whose gradient is not finite or is an outlier.
+    r"""Wraps an optimizer, and skips steps that are not finite or whose gradient is an outlier.
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
     or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
     \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms, once there are
-    ``min_history`` of them. Then the update is zero, and the state of ``inner`` does not change.
+    ``min_history`` of them. It is skipped, too, if ``inner`` makes an update that is not finite of
+    a gradient that is. Then the update is zero, and the state of ``inner`` does not change. With
+    ``judge="update"`` $n$ is the norm of the update that ``inner`` returns, and with
+    ``judge="loss"`` the loss.
 
     Guarantees:
       * On a step that is not skipped, updates and state are the same as from ``inner``.
       * On a skipped step the updates are exact zeros, and the state of ``inner`` is bit-identical:
-        it is selected, not multiplied, since 0 times NaN is NaN. ``inner`` sees zero gradients.
+        it is selected, not multiplied, since 0 times NaN is NaN. ``inner`` sees zero gradients
+        if the gradient or the loss is the reason.
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
       * The structure and the dtypes of the state never change; counters count the skipped steps.
       * A sudden and permanent growth of the gradients, or gradients that stay NaN, stop the
-        training: ``consecutive`` and ``nonfinite_consecutive`` in the state show it.
+        training: ``skipped_consecutive`` and ``nonfinite_consecutive`` in the state show it.
       * With ``halt`` the first bad step is the last one that changes anything: each later update
         is zero too, and only ``count`` in the state changes, until `resume`. The compiled step
         selects this without the host. So a loop that dispatches steps ahead, and donates
@@ -104,7 +125,7 @@ def skip_spikes(
         would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
         the history is full:
         ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
-      max_norm: an absolute limit; ``None``: no limit.
+      max_norm: an absolute limit of what is judged; ``None``: no limit.
       window: the number of norms in the history; by default 128.
       sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
         outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
@@ -112,11 +133,15 @@ def skip_spikes(
         window, and at least 2.
       where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
-      halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each skipped
-        step does. With `train_step` or ``update(..., value=loss)`` a loss that is not finite halts
-        it too, even if the gradient is finite. `FlightRecorder` saves the bad step. The rest of the
-        optimizer belongs inside: a later transformation, such as weight decay, goes on after the
-        halt.
+      halt: ``True``: a step whose gradient or update is not finite halts the training, before it
+        changes the parameters; ``"spike"``: each skipped step does. With `train_step` or
+        ``update(..., value=loss)`` a loss that is not finite halts it too, even if the gradient is
+        finite. `FlightRecorder` saves the bad step. The rest of the optimizer belongs inside: a
+        later transformation, such as weight decay, goes on after the halt.
+      judge: what ``max_norm`` and the history are of: the norm of the ``"gradient"``; the norm of
+        the ``"update"``, which may grow before the loss shows anything; or the ``"loss"``, which
+        `train_step` passes, or ``update(..., value=loss)``: a loss that is not finite is skipped
+        then without ``halt``, too.
 
     Returns:
       A gradient transformation with the state `SkipSpikesState`, which passes all extra arguments
@@ -124,7 +149,8 @@ def skip_spikes(
 
     Raises:
       ValueError: for a number out of range, and for ``window`` or ``min_history`` with
-        ``sigma=None``; for an unknown ``halt``; by ``init``, if ``where`` selects nothing.
+        ``sigma=None``; for an unknown ``halt`` or ``judge``; by ``init``, if ``where`` selects
+        nothing; by ``update``, without the loss that ``judge="loss"`` needs.
       TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     Example:
@@ -142,90 +168,136 @@ def skip_spikes(
       The OLMo Team, 2 OLMo 2 Furious, 2024, https://arxiv.org/abs/2501.00656: updates are
       skipped on outliers of the norm.
     """
-    inner = as_optimizer("inner", inner)
-    history = _history(window, sigma, min_history)
+    optimizer = as_optimizer("inner", inner)
+    spike_limit = SpikeLimit.of(judge, max_norm, window, sigma, min_history)
     _check_halt(halt)
-    if max_norm is not None:
-        check_between("max_norm", max_norm, 0)
-    largest = jnp.inf if max_norm is None else float(max_norm)
+
+    def norm_of(tree: Any, state: SkipSpikesState) -> jax.Array:
+        measured, _ = partition(tree, selected(where, tree))
+        return global_norm(measured, axis_name=axis_name).astype(state.raw_norm.dtype)
 
     def init(params: Any) -> Any:
         norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
-        *counters, count = [jnp.zeros((), jnp.int32) for _ in range(5)]
-        norms = None if history is None else history.init(norm)
-        state = SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
-        flag = {"halted": jnp.zeros((), bool), "halted_at": count - 1, "count": count}
-        return state._replace(**flag) if halt else state
+        return _first_state(optimizer.init(params), norm, spike_limit, params if halt else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        measured, _ = partition(updates, selected(where, updates))
-        norm = global_norm(measured, axis_name=axis_name).astype(state.raw_norm.dtype)
-        nonfinite, unsound = ~jnp.isfinite(norm), _bad_loss(halt, extra_args)
-        never = nonfinite | unsound | (norm > largest)
-        spike = ~never & (norm > _limit(history, state))
-        skip = never | spike | _halted(halt, state)
-        new, inner_state = inner.update(
-            _zero_if(skip, updates), state.inner_state, params, **extra_args
+        halted, norm = _halted(halt, state), norm_of(updates, state)
+        limit = spike_limit.limit(state.window, norm)
+        loss = spike_limit.loss_in(extra_args, norm)
+        # A step is bad for one of two reasons: before the optimizer has seen it, or after that.
+        unsound = ~jnp.isfinite(norm) | _bad_loss(halt or judge == "loss", extra_args)
+        number = {"gradient": norm, "loss": loss}.get(judge, jnp.zeros_like(norm))
+        is_bad = unsound | (number > limit)
+        shown = _zero_if(is_bad | halted, updates)
+        new, inner_state = optimizer.update(shown, state.inner_state, params, **extra_args)
+        leaves = _nonfinite_leaves(new, axis_name) if halt else None
+        made = ~is_bad & _any_nonfinite(new, leaves, axis_name)  # by the optimizer
+        if judge == "update":  # of zeros, if that is what was shown
+            number = jnp.where(is_bad, jnp.nan, norm_of(new, state))
+        skip, nonfinite = is_bad | made | (number > limit), unsound | made
+        after = _after(state, spike_limit, number, skip, nonfinite)._replace(
+            raw_norm=norm, limit=limit, judged=None if state.judged is None else number
         )
-        kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
-        after = _after(state, norm, never | spike, spike)
         if halt:
-            bad = never | spike if halt == "spike" else unsound | nonfinite
-            after = _after_halt(state, after, bad)
-        return _zero_if(skip, new), after._replace(inner_state=kept)
+            after = after._replace(nonfinite_leaves=_leaf_flags(state, leaves, made))
+            after = _after_halt(state, after, skip if halt == "spike" else nonfinite)
+        kept = _selected(skip | halted, state.inner_state, inner_state)
+        return _zero_if(skip | halted, new), after._replace(inner_state=kept)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _history(
-    window: int | None, sigma: float | None, min_history: int | None
-) -> HistoryThreshold | None:
-    """The rule of outliers; ``None`` with ``sigma=None``, where nothing else may be given."""
-    if sigma is not None:
-        return HistoryThreshold(128 if window is None else window, sigma, min_history)
-    for name, value in {"window": window, "min_history": min_history}.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: got {value!r} with sigma=None, expected a number as sigma, because "
-                f"{name} needs a history; or leave {name} out"
-            )
-    return None
+    transformation = SkipSpikes(init, update)
+    transformation.inner = inner
+    return transformation
 
 
-def _limit(history: HistoryThreshold | None, state: SkipSpikesState) -> jax.Array:
-    """The norm above which a step is an outlier."""
-    if history is None:
-        return unlimited(state.raw_norm)
-    if state.window is None:
-        raise ValueError(
-            f"state: got a state without the history that sigma={history.sigma} needs, expected "
-            "the state of init(params)"
-        )
-    return history.limit(state.window, _LEAST_DEVIATION)
+def _first_state(
+    inner_state: Any, norm: jax.Array, spike_limit: SpikeLimit, params: Any
+) -> SkipSpikesState:
+    """The state before the first step, with a flag of the halt and of each leaf of ``params``."""
+
+    def off() -> jax.Array:  # a buffer of its own, so that the state can be donated
+        return jnp.zeros((), bool)
+
+    def zero() -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    state = SkipSpikesState(
+        inner_state=inner_state,
+        window=spike_limit.init(norm),
+        raw_norm=norm,
+        limit=unlimited(norm),
+        skipped=off(),
+        skipped_count=zero(),
+        spike_count=zero(),
+        skipped_consecutive=zero(),
+        nonfinite_consecutive=zero(),
+        judged=None if spike_limit.judge == "gradient" else jnp.zeros_like(norm),
+    )
+    if params is None:
+        return state
+    leaves = {path: off() for path in clippable_paths(params)}
+    flag = {"halted": off(), "halted_at": zero() - 1, "count": zero()}
+    return state._replace(nonfinite_leaves=leaves, **flag)
 
 
 def _after(
-    state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array
+    state: SkipSpikesState,
+    spike_limit: SpikeLimit,
+    number: jax.Array,
+    skip: jax.Array,
+    nonfinite: jax.Array,
 ) -> SkipSpikesState:
     """The state with the counters and the history after a step."""
-    finite, window = jnp.isfinite(norm), state.window
-    longer = optax.safe_increment(state.nonfinite_consecutive)
+
+    def longer(count: jax.Array, condition: jax.Array) -> jax.Array:
+        return jnp.where(condition, optax.safe_increment(count), 0)
+
     return state._replace(
-        window=None if window is None else window.push(jnp.where(skip, 0, norm)),
-        raw_norm=jnp.where(finite, norm, 0),
+        window=spike_limit.pushed(state.window, number, skip),
         skipped=skip,
         skipped_count=increment_if(skip, state.skipped_count),
-        spike_count=increment_if(skip & finite, state.spike_count),
-        consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
-        nonfinite_consecutive=jnp.where(finite, 0, longer),
+        spike_count=increment_if(skip & ~nonfinite, state.spike_count),
+        skipped_consecutive=longer(state.skipped_consecutive, skip),
+        nonfinite_consecutive=longer(state.nonfinite_consecutive, nonfinite),
     )
+
+
+def _nonfinite_leaves(tree: Any, axis_name: AxisName) -> list[jax.Array]:
+    """For each leaf that is a number, how many elements are NaN or inf."""
+    return [
+        total_over_devices([_count_nonfinite(x)], [x], axis_name) for x in clippable_leaves(tree)
+    ]
+
+
+def _any_nonfinite(tree: Any, leaves: list[jax.Array] | None, axis_name: AxisName) -> jax.Array:
+    """Whether an update has NaN or inf; ``leaves`` is what is known of its leaves."""
+    if leaves is not None:
+        return sum(leaves, jnp.zeros((), jnp.float32)) > 0
+    arrays = clippable_leaves(tree)
+    return total_over_devices(list(map(_count_nonfinite, arrays)), arrays, axis_name) > 0
+
+
+def _count_nonfinite(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32)
+
+
+def _leaf_flags(
+    state: SkipSpikesState, leaves: list[jax.Array] | None, made: jax.Array
+) -> dict[str, jax.Array]:
+    """The flags of the leaves whose update the optimizer has made NaN or inf, by path."""
+    paths = state.nonfinite_leaves
+    if paths is None or leaves is None or len(paths) != len(leaves):
+        raise ValueError(
+            f"updates: got {len(leaves or ())} leaves, but the state has {len(paths or ())}; "
+            "expected the state of init(params) for the same parameters"
+        )
+    return {path: made & (count > 0) for path, count in zip(paths, leaves, strict=True)}
 
 
 def _check_halt(halt: Any) -> None:
     if not (isinstance(halt, bool) or isinstance(halt, str) and halt == "spike"):
         raise ValueError(
-            f'halt: got {halt!r}, expected True (a gradient that is not finite), "spike" (each '
-            "skipped step) or False"
+            f'halt: got {halt!r}, expected True (what is not finite), "spike" (each skipped step) '
+            "or False"
         )
 
 
@@ -239,10 +311,14 @@ def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
     return state.halted if halt else False
 
 
-def _bad_loss(halt: bool | str, extra_args: dict[str, Any]) -> Any:
-    """Whether the loss, if `update` got it, is not finite; its gradient may be."""
-    value = extra_args.get("value") if halt else None
+def _bad_loss(counts: bool | str, extra_args: dict[str, Any]) -> Any:
+    """Whether the loss, if `update` got it and it counts, is not finite; its gradient may be."""
+    value = extra_args.get("value") if counts else None
     return jnp.array(False) if value is None else jnp.any(~jnp.isfinite(value))
+
+
+def _selected(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda y, n: jnp.where(condition, y, n), yes, no)
 
 
 def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpikesState:

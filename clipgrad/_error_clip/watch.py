@@ -42,16 +42,16 @@ def value_and_grad_with_stats(
     argnums: Any = 0,
     has_aux: bool = False,
     *,
-    rules: Rules | None = None,
+    error_clip: Rules | None = None,
     watch: Iterable[str] | None = None,
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, and also returns statistics of the cotangents of named variables.
 
     Guarantees:
       * Value and gradient are the same as of
-        ``jax.value_and_grad(error_clip_by_name(fun, rules))``; flax NNX models are differentiated
-        as in ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects their variables),
-        and arguments with Equinox modules as in ``eqx.filter_value_and_grad``.
+        ``jax.value_and_grad(error_clip_by_name(fun, error_clip))``; flax NNX models are
+        differentiated as in ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects
+        their variables), and arguments with Equinox modules as in ``eqx.filter_value_and_grad``.
       * The statistics leave the compiled backward pass as the gradients do, without a callback.
         Under `jax.jit` statistics that are not used are not computed, and change no bit.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
@@ -66,8 +66,8 @@ def value_and_grad_with_stats(
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      rules: a rule for each name or pattern, see `error_clip_by_name`; ``None`` instead of a rule:
-        watch only.
+      error_clip: a rule for each name or pattern, see `error_clip_by_name`; ``None`` instead of a
+        rule: watch only.
       watch: further names and patterns to watch only; ``None``: all tags whose variables have
         cotangents, or all modules if there are no such tags.
 
@@ -95,7 +95,7 @@ def value_and_grad_with_stats(
       15.0 17.0 [8. 4. 2. 1.]
     """
     check_function(fun)
-    named = checked_rules({} if rules is None else rules)
+    named = checked_rules({} if error_clip is None else error_clip, argument="error_clip")
     return with_stats(fun, argnums, has_aux, named, watch, model_value_and_grad, _CALLER)
 
 
@@ -154,7 +154,11 @@ def _checked_argnums(argnums: Any) -> list[Any]:
     """The positions to differentiate, of which each may be an `nnx.DiffState`."""
     chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
     if not chosen or not all(hasattr(x, "__index__") or is_diff_state(x) for x in chosen):
-        hint = f"; write rules={{{str(chosen)[1:-1]}: ...}}" if isinstance(argnums, Mapping) else ""
+        hint = (
+            f"; write error_clip={{{str(chosen)[1:-1]}: ...}}"
+            if isinstance(argnums, Mapping)
+            else ""
+        )
         raise (TypeError if chosen else ValueError)(
             f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
             f"0 or (0, 1){hint}"

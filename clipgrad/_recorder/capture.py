@@ -1,6 +1,7 @@
 """A capture: what a bad step was given, as it comes back from the disk."""
 
 import dataclasses
+import math
 import os
 import pathlib
 from typing import Any
@@ -29,9 +30,10 @@ class Capture:
       step: the number of the step.
       extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
-        ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatch`` says
-        which one it is if ``optax.MultiSteps`` wraps `skip_spikes`; of a batch of several ``steps``
-        the bad one is ``step_in_batch``.
+        ``device_kind``; ``optimizer`` if the gradient was finite, with the leaves whose update the
+        optimizer made NaN or inf; ``no_batch`` gives the reason if there is no batch;
+        ``microbatch`` says which one it is if ``optax.MultiSteps`` wraps `skip_spikes`; of a batch
+        of several ``steps`` the bad one is ``step_in_batch``.
     """
 
     path: pathlib.Path
@@ -64,8 +66,10 @@ class Capture:
     def args(self) -> tuple[Any, Any]:
         """The parameters and the batch, for `diagnose`."""
         args = CapturedArgs((self.params, self.batch))
-        norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [0]
-        if not norms[-1]:
+        norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [math.nan]
+        if "optimizer" in self.meta:
+            args.expected = f"as in step {self.step}: {self.meta['optimizer']}"
+        elif not math.isfinite(norms[-1]):
             kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
             which = self.meta.get("microbatch")
             args.expected = (

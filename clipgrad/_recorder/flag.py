@@ -97,6 +97,17 @@ def _own_states(tree: Any, microbatch: Any) -> Any:
             yield from _own_states(state.inner_state, microbatch)
 
 
+def made_by_the_optimizer(state: Any) -> str:
+    """A sentence on a bad step whose gradient was finite and whose update was not; else empty."""
+    states = instances(without_variables(state), SkipSpikesState)
+    flags = jax.device_get([s.nonfinite_leaves or {} for s in states])
+    spoilt = [repr(path) for each in flags for path, flag in each.items() if np.any(flag)]
+    if not spoilt:
+        return ""
+    names = first_few(spoilt, _NAMED_LEAVES)
+    return f"the gradient was finite, and the optimizer made an update of {names} that is not"
+
+
 def warning_of_zeros(state: Any, loss: Any) -> str | None:
     """A warning of leaves whose gradient was exactly zero in the first step; None: there are none.
 

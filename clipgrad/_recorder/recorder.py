@@ -17,7 +17,12 @@ import numpy as np
 
 from clipgrad._arrays import explain_call
 from clipgrad._recorder.files import MANIFEST, orbax, write
-from clipgrad._recorder.flag import copied_flag, find_flag, warning_of_zeros
+from clipgrad._recorder.flag import (
+    copied_flag,
+    find_flag,
+    made_by_the_optimizer,
+    warning_of_zeros,
+)
 from clipgrad._recorder.folders import mounted_folder
 from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
 
@@ -217,6 +222,9 @@ class FlightRecorder:
 
     def _halt(self, record: StepRecord) -> None:
         message, cause, path = f"the training has halted at step {_step_of(record)}", None, None
+        state, _ = self._newest() or (None, None)
+        made = made_by_the_optimizer(state)
+        message += f": {made}" if made else ""
         try:
             path = self._written(record)
             self._unwritten = None
@@ -250,6 +258,7 @@ class FlightRecorder:
             content |= record.inputs
             place = flag.halted_at - (flag.count - record.steps)
             meta |= {"steps": record.steps, "step_in_batch": place} if record.steps > 1 else {}
+            meta |= {"optimizer": made} if (made := made_by_the_optimizer(state)) else {}
             if self._place.microbatch is not None:
                 meta["microbatch"] = "the last of those that optax.MultiSteps has averaged"
         else:

@@ -9,6 +9,6 @@ from clipgrad._training.accumulate import microbatches as microbatches
 from clipgrad._training.accumulate import scan_sums as scan_sums
 from clipgrad._training.accumulate import wide_zeros as wide_zeros
 from clipgrad._training.scalars import scalars as scalars
-from clipgrad._training.train_step import TrainState as TrainState
+from clipgrad._training.state import TrainState as TrainState
 from clipgrad._training.train_step import TrainStep as TrainStep
 from clipgrad._training.train_step import train_step as train_step

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._arrays import check_tree, explain_call, instances, is_array
-from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState
+from clipgrad._clip import ClipStats
 from clipgrad._frameworks import without_variables
-from clipgrad._training.train_step import TrainState
+from clipgrad._training.found import STATES, found_in, numbered
+from clipgrad._training.state import TrainState
 from clipgrad._values import ValueStats
 
 Items = Iterator[tuple[str, Any]]
@@ -18,13 +19,8 @@ Items = Iterator[tuple[str, Any]]
 _FIELDS = {
     ClipStats: ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "all_zero"),
     ValueStats: ("norm", "rms", "max", "zero_fraction", "nonfinite"),
-    GradientClipState: ("count", "clipped_count", "nonfinite_count", "threshold"),
-    SkipSpikesState: (
-        *("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive"),
-        "nonfinite_consecutive",
-    ),
 }
-_OWN = tuple(_FIELDS)
+_RECORDS = tuple(_FIELDS)
 
 
 @explain_call()
@@ -33,9 +29,12 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
 
     Statistics of clips and of values give their fields below their name, such as ``attn/norm``. The
     clips of ``train_step``'s metrics, and those in the state of an optimizer, are called ``clip``;
-    ``clip_0``, ``clip_1``, ... if there are several.
+    ``clip_0``, ``clip_1``, ... if there are several with statistics. Those of each leaf are below:
+    ``clip/leaves/layers/0/kernel/norm``. `skip_spikes` gives ``skip_spikes/raw_norm``,
+    ``skip_spikes/limit`` and its counters.
 
     Guarantees:
+      * The keys of a clip are the same from metrics and from a state.
       * Works under `jax.jit`. Values have at most one axis: one entry for each step of a scan, or
         for each inner step of nested scans, in their order.
       * Booleans are 0 and 1. Other real arrays in metrics (``aux``) are kept if they have at most
@@ -66,7 +65,7 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
     check_tree("tree", tree)
     tree = without_variables(tree)
     found: dict[str, jax.Array] = {}
-    for name, value in _items("", tree, _clip_names(tree)):
+    for name, value in _items("", tree):
         if name in found:
             raise ValueError(
                 f"tree: got two values with the name {name!r}, expected one; write one dictionary "
@@ -84,55 +83,57 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
-    """The names and numbers below a path; ``clips`` has the names of the clips of a state."""
+def _items(path: str, tree: Any) -> Items:
+    """The names and numbers below a path."""
     if isinstance(tree, TrainState):
-        yield from _items(path, tree.opt_state, clips)
-    elif isinstance(tree, ClipStats | ValueStats):
-        yield from _fields_of(path, tree)
-    elif isinstance(tree, GradientClipState):
-        path = _join(path, next(clips))
-        yield from _fields_of(path, tree)
-        # Of a tree that is one array the statistics of its leaf are those of the tree.
-        leaves = {name: stats for name, stats in (tree.leaf_stats or {}).items() if name}
-        for part in (tree.stats, leaves):
-            yield from _items(path, part, clips)
-    elif isinstance(tree, SkipSpikesState):
-        yield from _fields_of(_join(path, "skip_spikes"), tree)
-        yield from _items(path, tree.inner_state, clips)
+        yield from _items_of_state(path, tree.opt_state)
+    elif isinstance(tree, _RECORDS):
+        for name in next(names for kind, names in _FIELDS.items() if isinstance(tree, kind)):
+            yield _join(path, name), getattr(tree, name)
     elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            if key == "clips" and _is_stats(value):
-                value = dict(zip(_numbered(len(value)), value, strict=True))
-                yield from _items(path, value, clips)
-            else:
-                yield from _items(_join(path, str(key)), value, _clip_names(value))
+        yield from _items_of_mapping(path, tree)
+    elif _is_state(tree):
+        yield from _items_of_state(path, tree)
     elif isinstance(tree, tuple | list):
-        # Of a state of another library only what is this library's.
-        inner = instances(tree, _OWN) if hasattr(tree, "_fields") else tree
-        for i, value in enumerate(inner):
-            own = isinstance(value, (*_OWN, tuple, Mapping))
-            yield from _items(path if own else _join(path, str(i)), value, clips)
+        yield from _items_of_sequence(path, tree)
     elif path and _is_loggable(tree):
         yield path, tree
 
 
-def _fields_of(path: str, record: Any) -> Items:
-    for name in next(names for kind, names in _FIELDS.items() if isinstance(record, kind)):
-        if (value := getattr(record, name)) is not None:
-            yield _join(path, name), value
+def _items_of_mapping(path: str, tree: Mapping) -> Items:
+    has_clips = _are_stats(tree.get("clips"))
+    for key, value in tree.items():
+        if key == "clips" and has_clips:
+            names = numbered("clip", len(value))
+            yield from _items(path, dict(zip(names, value, strict=True)))
+        elif not (key == "leaves" and has_clips):  # each clip has its own beside it
+            yield from _items(_join(path, str(key)), value)
 
 
-def _clip_names(tree: Any) -> Iterator[str]:
-    """The names of the clips of a state, in their order."""
-    return iter(_numbered(len(instances(tree, GradientClipState))))
+def _items_of_state(path: str, opt_state: Any) -> Items:
+    """The numbers of this library in the state of an optimizer, with the names of metrics."""
+    found = found_in(opt_state)
+    yield from _items(path, found.measured)
+    yield from _items(path, found.records)
 
 
-def _numbered(count: int) -> list[str]:
-    return ["clip"] if count == 1 else [f"clip_{i}" for i in range(count)]
+def _items_of_sequence(path: str, tree: tuple | list) -> Items:
+    """The items of a chain of states together, and of all else one by one."""
+    yield from _items_of_state(path, [value for value in tree if _is_state(value)])
+    for i, value in enumerate(tree):
+        if not _is_state(value):
+            is_container = isinstance(value, (*_RECORDS, TrainState, tuple, Mapping))
+            yield from _items(path if is_container else _join(path, str(i)), value)
 
 
-def _is_stats(value: Any) -> bool:
+def _is_state(tree: Any) -> bool:
+    """Whether this is a part of an optimizer's state, with states of this library in it or not."""
+    if isinstance(tree, (*_RECORDS, TrainState)):
+        return False
+    return hasattr(tree, "_fields") or bool(instances(tree, STATES))
+
+
+def _are_stats(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, ClipStats) for item in value)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +15,16 @@ from clipgrad._arrays import (
     check_takes,
     check_tree,
     combine,
+    described,
     donated_leaf,
     explain_call,
-    global_norm,
-    instances,
+    is_complex,
     loss_and_aux,
     overwrite,
     path_string,
     split_overwritten,
     zeros_for,
 )
-from clipgrad._clip import (
-    GradientClipState,
-    SkipSpikesState,
-    as_optimizer,
-    count_nonfinite,
-)
-from clipgrad._compat import exportable
 from clipgrad._error_clip import Rules, checked_rules, with_stats
 from clipgrad._frameworks import (
     Parameters,
@@ -41,18 +34,12 @@ from clipgrad._frameworks import (
     is_model,
     take_apart,
 )
-from clipgrad._training.accumulate import Gradients, accumulated
+from clipgrad._training.accumulate import Gradients, Weight, accumulated, weight_of
+from clipgrad._training.found import was_skipped
+from clipgrad._training.metrics import shown_metrics, step_metrics
+from clipgrad._training.optimizers import check_opt_state, checked_optimizer
+from clipgrad._training.state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
-
-StepMetrics = dict[str, Any]
-
-
-@exportable
-class TrainState(NamedTuple):
-    """The state of a training step: the parameters, and the state of the optimizer."""
-
-    params: Any
-    opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +56,7 @@ class TrainStep:
     optimizer: optax.GradientTransformation
     wrt: Any = None
 
+    @explain_call("write step.init(params)", "step.init")
     def init(self, params: Any) -> TrainState:
         """The first state; it has copies, because a step may overwrite the buffers of its state."""
         check_tree("params", params)
@@ -78,15 +66,16 @@ class TrainStep:
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
+        check_opt_state(opt_state)
         return TrainState(params, opt_state)
 
     @explain_call("write step(state, (x, y))", "step")
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step of training."""
         _check_state(state, batch)
         check_tree("batch", batch)
         state, metrics = self.update(as_static(state), batch)
-        return from_static(state), metrics
+        return from_static(state), shown_metrics(metrics)
 
 
 @explain_call()
@@ -97,6 +86,7 @@ def train_step(
     error_clip: Rules | None = None,
     watch_values: Watch = None,
     accumulate: int = 1,
+    weight: Weight | None = None,
     has_aux: bool = False,
     donate: bool = True,
     wrt: Any = None,
@@ -107,13 +97,16 @@ def train_step(
       * It is traced once for all batches of one shape, also with schedules.
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
         and then clipped once. A microbatch has every k-th example, so the devices that share the
-        batch share each microbatch.
+        batch share each microbatch. With ``weight`` gradient and loss are those of the whole batch,
+        if the loss of a batch is a mean over what the weight counts.
       * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
         in a skipped step, shows the statistics of the step in which it last did.
       * A model of flax NNX is trained as by ``nnx.grad`` and ``nnx.Optimizer``, and its other
         state, such as statistics of batches, is in the next state as ``loss_fn`` has left it. The
-        model that you pass to ``step.init`` does not change. A step that `skip_spikes` skips leaves
-        both.
+        model that you pass to ``step.init`` does not change. A step that `skip_spikes` or
+        ``optax.apply_if_finite`` skips leaves both.
+      * The loss descends in complex parameters, too: the optimizer gets the conjugate of what
+        `jax.grad` returns.
       * Integers and booleans among the parameters stay as they are. Leaves below flax's
         ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are overwritten by their
         gradient, as in ``flax.training.TrainState``, and not by the optimizer; with ``accumulate``
@@ -131,7 +124,13 @@ def train_step(
         microbatch: if the loss is a mean over the batch, make a limit by value k times as large.
       watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
         them to an axis that is kept, see `with_value_stats`.
-      accumulate: the number of microbatches that the leading axis of the batch is split into.
+      accumulate: the number of microbatches that the leading axis of the batch is split into. Keys
+        of random numbers in the batch need that axis, too: ``jax.random.split(key, examples)``.
+      weight: a function of a microbatch that returns its weight, such as the number of its tokens,
+        ``lambda batch: jnp.sum(batch["mask"])``: loss, gradients, and the cotangents in the
+        statistics of ``error_clip`` count by their share of the weights. What has a weight of 0
+        does not count, even if it is NaN; if all weights are 0, all count alike. ``None``: all
+        microbatches count alike.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       donate: whether a step may write the new state into the buffers of the old one, which you
         can't use after that.
@@ -147,9 +146,12 @@ def train_step(
         in the order of the optimizer's state), and of the last one ``measured_norm`` (the L2 norm
         that the clip measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
         transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale`` (their
-        ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``zeros`` is
-        1 where the gradient is exactly zero);
-      * with `skip_spikes`: ``skipped`` and ``nonfinite_consecutive``;
+        ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``all_zero`` is
+        1 where the gradient is exactly zero); ``clip``, or ``clip_0``, ``clip_1``, ...: what else
+        the state of a clip has, its threshold and its counts, and its own ``leaves``;
+      * with `skip_spikes`: ``skipped``, ``skipped_consecutive`` and ``nonfinite_consecutive``, of
+        several together; and ``skip_spikes`` with all numbers of one, such as the ``limit`` that
+        the step was judged by;
       * with ``error_clip``: a dictionary ``error_clip`` of the `ClipStats` of each name (added up
         over microbatches);
       * with ``watch_values``: a dictionary ``values`` of the `ValueStats` of each name (joined over
@@ -157,12 +159,13 @@ def train_step(
       * with ``has_aux``: ``aux`` (stacked over microbatches).
 
     Raises:
-      TypeError: if ``loss_fn`` is not a function, ``optimizer`` not a gradient transformation, or
-        ``error_clip`` not a mapping of names to rules; by ``step.init``, for PRNG keys outside
-        of an Equinox model.
-      ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
-        the batch, a name can't be found or reached, a step has overwritten the state, or the
-        optimizer's state has places for integer parameters.
+      TypeError: if ``loss_fn`` or ``weight`` is not a function, ``optimizer`` not a gradient
+        transformation or a clip alone, or ``error_clip`` not a mapping of names to rules; by
+        ``step.init``, for PRNG keys outside of an Equinox model.
+      ValueError: if ``accumulate`` is not a positive integer, or ``optax.MultiSteps`` is around
+        `skip_spikes`, whose average would keep a NaN; when called, if ``accumulate`` does not
+        divide the batch, ``weight`` returns more than a number, a name can't be found or reached, a
+        step has overwritten the state, or the optimizer's state has places for integer parameters.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -174,24 +177,27 @@ def train_step(
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
-    _check_arguments(loss_fn, accumulate)
+    _check_arguments(loss_fn, accumulate, weight)
     rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
-    optimizer = as_optimizer("optimizer", optimizer)
+    optimizer = checked_optimizer(optimizer)
     watches, seen_loss = watch_values is not None, loss_fn
     if watches:
         seen_loss = with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux)
     gradients = _gradients(seen_loss, has_aux or watches, rules)
     if accumulate > 1:
-        gradients = accumulated(gradients, accumulate)
+        gradients = accumulated(gradients, accumulate, weight)
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         state = from_static(state)
+        check_opt_state(state.opt_state)
+        if weight is not None and accumulate == 1:  # else it is asked for each microbatch
+            jax.eval_shape(functools.partial(weight_of, weight), batch)
         given = take_apart(state.params, wrt)
         (loss, aux), grads, stats, after = gradients(given, batch)
         aux, values = _apart(aux, has_aux, accumulate) if watches else (aux, {})
         _check_trained(optimizer, given.trained, state)
         grads, overwriting = split_overwritten(grads)
-        seen = combine(grads, zeros_for(overwriting))
+        seen = jax.tree.map(_descent, combine(grads, zeros_for(overwriting)))
 
         def value_fn(trained: Any) -> Any:
             result, _ = given.call(loss_fn, trained, given.state, batch)
@@ -200,8 +206,8 @@ def train_step(
         extra = {"value": loss, "grad": seen, "value_fn": value_fn}
         updates, opt_state = optimizer.update(seen, state.opt_state, after.trained, **extra)
         params = optax.apply_updates(after.trained, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state)}
-        skipped = metrics.get("skipped", False)
+        metrics = step_metrics(loss, grads, opt_state)
+        skipped = was_skipped(state.opt_state, opt_state, updates)
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
@@ -211,7 +217,15 @@ def train_step(
     return TrainStep(compiled, optimizer, wrt)
 
 
-def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
+def _descent(grad: jax.Array) -> jax.Array:
+    """The direction of steepest ascent, which optax steps against.
+
+    JAX's derivative by a complex parameter is its conjugate.
+    """
+    return jnp.conj(grad) if is_complex(grad) else grad
+
+
+def _check_arguments(loss_fn: Any, accumulate: Any, weight: Any) -> None:
     is_optimizer = isinstance(loss_fn, optax.GradientTransformation)
     if is_optimizer or not callable(loss_fn):
         got = "an optax.GradientTransformation" if is_optimizer else type(loss_fn).__name__
@@ -222,6 +236,11 @@ def _check_arguments(loss_fn: Any, accumulate: Any) -> None:
     check_takes("loss_fn", loss_fn, "params", "batch")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            f"weight: got {described(weight)}, expected a function of a microbatch; write "
+            'lambda batch: jnp.sum(batch["mask"]), its number of tokens'
+        )
 
 
 def _check_state(state: Any, batch: Any) -> None:
@@ -267,22 +286,6 @@ def _gradients(
         return (value, aux), grads, stats[0] if stats else {}, params.after(changes)
 
     return gradients
-
-
-def _metrics(grads: Any, opt_state: Any) -> StepMetrics:
-    found: StepMetrics = {"grad_norm": global_norm(grads, axis_name=())}
-    found["nonfinite"] = count_nonfinite(grads)
-    clips = [s for s in instances(opt_state, GradientClipState) if s.stats is not None]
-    if clips:
-        last = clips[-1].stats
-        found |= {"measured_norm": last.norm, "clipped_norm": last.clipped_norm}
-        found |= {"clip_scale": last.scale, "clips": tuple(clip.stats for clip in clips)}
-    for leaves in (clip.leaf_stats for clip in clips if clip.leaf_stats):
-        found["leaves"] = leaves
-    if skips := instances(opt_state, SkipSpikesState):
-        found["skipped"] = jnp.stack([s.skipped for s in skips]).any()
-        found["nonfinite_consecutive"] = jnp.stack([s.nonfinite_consecutive for s in skips]).max()
-    return found
 
 
 def _check_numbers(params: Any) -> None:

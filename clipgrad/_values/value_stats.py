@@ -65,6 +65,11 @@ class ValueStats(NamedTuple):
     zero_count: jax.Array
     size: jax.Array
 
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            raise TypeError(f"stats: got [{key!r}], expected an attribute; write stats.{key}")
+        return tuple.__getitem__(self, key)
+
     @property
     def norm(self) -> jax.Array:
         """The L2 norm."""

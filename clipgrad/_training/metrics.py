@@ -1,0 +1,72 @@
+"""The metrics of a training step: the loss, the norm, and what an optimizer's state has to say."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from clipgrad._arrays import global_norm
+from clipgrad._clip import count_nonfinite
+from clipgrad._training.found import OptimizerStates, found_in, numbered
+
+
+class StepMetrics(dict[str, Any]):
+    """The metrics of a step, a dictionary; an attribute is answered by the key to write."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            raise AttributeError(
+                f"metrics: got .{name}, but they are a dictionary; write metrics[{name!r}]"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _flatten_with_keys(metrics: StepMetrics) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    names = tuple(sorted(metrics))
+    return [(jax.tree_util.DictKey(name), metrics[name]) for name in names], names
+
+
+jax.tree_util.register_pytree_with_keys(
+    StepMetrics,
+    _flatten_with_keys,
+    lambda names, values: StepMetrics(zip(names, values, strict=True)),
+)
+
+
+def step_metrics(loss: Any, grads: Any, opt_state: Any) -> dict[str, Any]:
+    """The metrics of a loss, its gradients, and the state of the optimizer after the step."""
+    found = found_in(opt_state)
+    metrics = {"loss": loss, "grad_norm": global_norm(grads, axis_name=())}
+    metrics["nonfinite"] = count_nonfinite(grads)
+    return metrics | _of_clips(found) | _of_skips(found)
+
+
+def shown_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics as a step returns them: inside of a transformation a plain dictionary."""
+    records = [metrics[name] for name in numbered("clip", len(metrics.get("clips", ())))]
+    leaves = [record["leaves"] for record in records if "leaves" in record]
+    if leaves:  # of all clips together, without another buffer
+        metrics = metrics | {"leaves": dict(itertools.chain(*map(dict.items, leaves)))}
+    return metrics if isinstance(metrics["loss"], Tracer) else StepMetrics(metrics)
+
+
+def _of_clips(found: OptimizerStates) -> dict[str, Any]:
+    if not found.measured:
+        return {}
+    *_, last = found.measured.values()
+    metrics = {"measured_norm": last.norm, "clipped_norm": last.clipped_norm}
+    metrics |= {"clip_scale": last.scale, "clips": tuple(found.measured.values())}
+    return metrics | {name: found.records[name] for name in found.measured}
+
+
+def _of_skips(found: OptimizerStates) -> dict[str, Any]:
+    skips = found.skips.values()
+    if not skips:
+        return {}
+    metrics: dict[str, Any] = {name: found.records[name] for name in found.skips}
+    metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
+    for name in ("skipped_consecutive", "nonfinite_consecutive"):
+        metrics[name] = jnp.stack([getattr(s, name) for s in skips]).max()
+    return metrics
