@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from clipgrad._arrays import Where, explain_call
+from clipgrad._arrays import Where, check_is_tree, explain_call
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import clip_tree
 from clipgrad._clip.nonfinite import check_policy
-from clipgrad._clip.rule import is_rule
+from clipgrad._clip.rule import check_is_no_rule
 from clipgrad._clip.stats import ClipStats
 
 
@@ -67,8 +67,8 @@ def clip_grads(
       {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
     """
     check_policy(nonfinite)
-    if is_rule(grads):
-        name = type(grads).__name__
-        raise TypeError(f"grads: got {name}, expected the gradients; write clip_grads(grads, rule)")
+    check_is_no_rule("grads", grads, rule, "the gradients", "clip_grads(grads, rule)")
+    check_is_no_rule("params", params, rule, "the parameters", "clip_grads(grads, rule, params)")
+    check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, batch), rule)")
     clipped = clip_tree(grads, as_rule(rule, of="gradients"), params, where, nonfinite)
     return clipped.tree, clipped.stats()

@@ -22,6 +22,7 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
         raise TypeError(
             f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
             "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+            f"{_call_of(optimizer)}"
         )
     own, taken = optimizer.update, _extra_parameters(optimizer)
 
@@ -30,6 +31,12 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
         return own(updates, state, params, **chosen)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _call_of(optimizer: Any) -> str:
+    """A hint for a function or a class that makes an optimizer, instead of what it makes."""
+    name = getattr(optimizer, "__name__", "")
+    return f"; call it, as in {name}(...)" if callable(optimizer) and name else ""
 
 
 def _extra_parameters(optimizer: optax.GradientTransformation) -> set[str] | None:

@@ -9,9 +9,11 @@ import jax
 from clipgrad._arrays import (
     Norm,
     clippable_leaves,
+    described,
     explain_call,
     for_each,
     if_else,
+    is_array,
     over,
     times,
     with_clippable,
@@ -60,6 +62,7 @@ class ClipRule:
             "__call__(self, grads, params=None), which returns the clipped tree"
         )
 
+    @explain_call()
     def init(self, params: Any) -> Any:
         """The state before the first update, as of `gradient_clip`."""
         return gradient_clip(self).init(params)
@@ -74,6 +77,13 @@ class ClipRule:
 def is_rule(value: Any) -> bool:
     """Whether this is of a class of rules, and not only a function."""
     return isinstance(value, ClipRule)
+
+
+def check_is_no_rule(name: str, value: Any, rule: Any, expected: str, call: str) -> None:
+    """Raises `TypeError` for a rule in the place of what it clips; ``call`` is what to write."""
+    is_tree = not callable(rule) and any(map(is_array, jax.tree.leaves(rule)))
+    if is_rule(value) or (is_tree and callable(value)):
+        raise TypeError(f"{name}: got {described(value)}, expected {expected}; write {call}")
 
 
 class MeasuringRule(ClipRule):

@@ -67,7 +67,9 @@ class SkipSpikesState(NamedTuple):
         raise AttributeError(f"SkipSpikesState has no attribute {name!r}")
 
 
-@explain_call()
+@explain_call(
+    max_consecutive_errors="a step that is not finite is always skipped; write halt=True to stop",
+)
 def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
