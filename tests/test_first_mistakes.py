@@ -1,13 +1,20 @@
 """What somebody writes first by mistake gets a sentence that says what to write."""
 
+import inspect
+import re
+
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._arrays.calls import ELSEWHERE as WORDS
 from tests.helpers import NAMES
 
 W, X = jnp.ones(3), jnp.arange(3.0)
@@ -193,6 +200,204 @@ def test_an_error_of_the_function_itself_stays_as_it_is():
         cg.list_names(broken, (W, X))
 
 
+# ---- every public function and rule, by its signature --------------------------------------------
+
+EXPLAINED = {
+    name: value
+    for module in (cg, cg.published)
+    for name in module.__all__
+    if callable(value := getattr(module, name))
+    and not (isinstance(value, type) and issubclass(value, tuple | Exception))
+    and value not in (cg.ClipRule, cg.AdaptiveThreshold)
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_public_function_says_which_keywords_there_are(name):
+    called = EXPLAINED[name].__name__
+    with pytest.raises(TypeError, match=rf"^{called}: got qqq=1, expected some of \w+"):
+        EXPLAINED[name](qqq=1)
+    known = inspect.signature(EXPLAINED[name]).parameters
+    with pytest.raises(TypeError, match=rf"^{called}: got \d+ positional .* at most|in one tuple"):
+        EXPLAINED[name](*[(W,)] * (len(known) + 1))
+    if any(p.default is p.empty for p in known.values()):
+        with pytest.raises(TypeError, match=rf"^{called}: got no \w+.*; write {called}\(\w+"):
+            EXPLAINED[name]()
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_word_of_another_library_is_answered_by_the_keyword_here(name):
+    known = list(inspect.signature(EXPLAINED[name]).parameters)
+    for parameter in known:
+        for word in WORDS.get(parameter, ()):
+            if word not in known:
+                with pytest.raises(TypeError, match=rf"got {word}=1, expected \w+=1$") as raised:
+                    EXPLAINED[name](**{word: 1})
+                meant = re.findall(r"expected (\w+)=", str(raised.value))[0]
+                assert meant in known and word in WORDS[meant]
+
+
+def test_every_word_stands_for_a_parameter_that_there_is():
+    there = {name for f in EXPLAINED.values() for name in inspect.signature(f).parameters}
+    assert there >= set(WORDS)
+
+
+# ---- a field of a rule instead of a rule ---------------------------------------------------------
+
+FIELDS = {
+    "error_clip": (cg.error_clip, "error_clip(ErrorClipByValue(max=1.0))", "max"),
+    "error_clip, norm": (cg.error_clip, "error_clip(ClipByGlobalNorm(max_norm=1.0))", "max_norm"),
+    "clip_cotangent": (cg.clip_cotangent, "clip_cotangent(x, ErrorClipByValue(max=1.0))", "max"),
+    "error_clip_everywhere": (
+        cg.error_clip_everywhere,
+        "error_clip_everywhere(fun, ErrorClipByValue(max=1.0))",
+        "clip_value",
+    ),
+    "error_clip_by_name": (
+        cg.error_clip_by_name,
+        'error_clip_by_name(fun, {"name": ErrorClipByValue(max=1.0)})',
+        "max",
+    ),
+    "clip_grads": (cg.clip_grads, "clip_grads(grads, ClipByGlobalNorm(max_norm=1.0))", "clip_norm"),
+    "gradient_clip": (cg.gradient_clip, "gradient_clip(AdaptiveClip(clipping=1.0))", "clip_factor"),
+    "clip_per_example": (
+        cg.clip_per_example,
+        "clip_per_example(loss_fn, ClipByGlobalNorm(max_norm=1.0))",
+        "l2_norm_clip",
+    ),
+    "train_step": (
+        cg.train_step,
+        "train_step(loss_fn, optax.chain(clip_by_global_norm(max_norm=1.0), optimizer))",
+        "max_grad_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_instead_of_a_rule_is_answered_by_the_rule(name):
+    function, written, word = FIELDS[name]
+    with pytest.raises(TypeError, match=rf"got {word}=1.0, .*; write {re.escape(written)}$"):
+        function(**{word: 1.0})
+
+
+# ---- in the wrong place, or of the wrong kind ----------------------------------------------------
+
+GRADS = {"head": jnp.ones(3), "w": jnp.ones(3)}
+NORM = cg.ClipByGlobalNorm(1.0)
+SGD = optax.sgd(0.1)
+
+
+def where(selection):
+    return cg.clip_grads(GRADS, NORM, where=selection)
+
+
+def chained():
+    return optax.chain(cg.ClipByGlobalNorm, SGD).init(GRADS)
+
+
+def of_three(params, x, y):
+    return jnp.sum(params * x * y)
+
+
+PLACES = {
+    "rule before value": (lambda: cg.clip_cotangent(SMALL, X), r"write clip_cotangent\(x, rule\)"),
+    "rule before grads": (lambda: cg.clip_grads(NORM, GRADS), r"write clip_grads\(grads, rule\)"),
+    "rule after grads": (
+        lambda: cg.clip_grads(GRADS, GRADS, NORM),
+        r"write clip_grads\(grads, rule, params\)",
+    ),
+    "arguments before function": (lambda: cg.diagnose((W, X), loss), r"write \(fun, args\)"),
+    "class of a rule": (
+        lambda: cg.clip_grads(GRADS, cg.ClipByNorm),
+        r"mean .*ClipByNorm\(\.\.\.\)",
+    ),
+    "class in a chain": (chained, r"write the class with its arguments"),
+    "class of a threshold": (
+        lambda: cg.clip_by_global_norm(cg.PercentileThreshold),
+        r"mean an object, PercentileThreshold\(",
+    ),
+    "maker of an optimizer": (lambda: cg.train_step(loss, optax.adam), r"call it, as in adam\("),
+    "maker of an optimizer, skipping": (lambda: cg.skip_spikes(optax.sgd), r"as in sgd\("),
+    "maker of a clip": (
+        lambda: cg.clip_grads(GRADS, cg.clip_by_global_norm),
+        r"write clip_grads\(",
+    ),
+    "gradients for a limit": (lambda: cg.clip_by_norm(GRADS, 1.0), r"got dict.*write clip_grads\("),
+    "gradients for a rule": (lambda: cg.gradient_clip(GRADS), r"got dict.*write clip_grads\("),
+    "function for gradients": (lambda: cg.clip_grads(loss, NORM), r"write clip_grads\(jax.grad\("),
+    "function for a value": (lambda: cg.clip_cotangent(loss, SMALL), r"write error_clip\(rule\)\("),
+    "function for a tree": (lambda: cg.global_norm(loss), r"write global_norm\(jax.grad\(loss\)"),
+    "arrays one by one": (lambda: cg.global_norm(W, X), r"got float32\[3\].*write a tree"),
+    "names for rules": (lambda: cg.error_clip(["h"]), r'write a dictionary: \{"name": rule\}'),
+    "rules for a rule": (
+        lambda: cg.error_clip_everywhere(loss, {"h": SMALL}),
+        r"write error_clip_by_name\(fun, rules\)",
+    ),
+    "rule as a keyword": (lambda: cg.error_clip_by_name(loss, h=SMALL), r'expected rules=\{"h": '),
+    "names for positions": (
+        lambda: cg.value_and_grad_with_stats(loss, ["h"]),
+        r"write watch=\['h'\]",
+    ),
+    "arguments for positions": (
+        lambda: cg.value_and_grad_with_stats(loss, (W, X)),
+        r"got tuple.*write value_and_grad_with_stats\(fun\)\(params, x\)",
+    ),
+    "a parameter by name": (
+        lambda: cg.error_clip_by_name(lambda p, x: loss(p["w"], x), {"w": SMALL})({"w": W}, X),
+        r"write clip_by_norm\(max_norm, where='w'\)",
+    ),
+    "loss of x and y": (
+        lambda: cg.clip_per_example(of_three, NORM),
+        r"params, example: loss_fn\(params, \*example\), where the example is \(x, y\)",
+    ),
+    "loss of x and y, norms": (lambda: cg.per_example_norms(of_three), r"the example is \(x, y\)"),
+    "loss of x and y, step": (
+        lambda: cg.train_step(of_three, SGD),
+        r"params, batch: loss_fn\(params, \*batch\), where the batch is \(x, y\)",
+    ),
+    "noise": (lambda: cg.clip_per_example(loss, NORM, noise_multiplier=1.0), r'reduce="sum"'),
+    "a prefix": (lambda: cg.scalars({}, prefix="train"), r'write scalars\(\{"train": tree\}\)'),
+    "by type": (
+        lambda: cg.published.apply_gradient_clipping(GRADS, "norm", 0.1),
+        r'clipping_type="norm", clipping_threshold=0.1',
+    ),
+    "a limit twice": (lambda: cg.clip_by_norm(1.0, max_norm=1.0), "by position and by name"),
+    "a policy as a flag": (
+        lambda: cg.clip_grads(GRADS, NORM, error_if_nonfinite=True),
+        'expected nonfinite="error"',
+    ),
+    "all but": (lambda: where("!head"), r'all but head write "\^\(\?!\.\*head\)"'),
+    "all but, in words": (lambda: where("not head"), r'all but head write "\^\(\?!\.\*head\)"'),
+    "all but, as a keyword": (
+        lambda: cg.clip_grads(GRADS, NORM, exclude="head"),
+        r"expected where='\^\(\?!\.\*head\)'",
+    ),
+    "function of a path": (lambda: where(lambda path: "b" not in path), r"gets the whole tree"),
+    "function of a path, text": (lambda: where(lambda path: path.endswith("w")), "the whole tree"),
+    "function of path and leaf": (lambda: where(lambda path, leaf: True), "gets the whole tree"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_in_the_wrong_place_is_answered_by_what_to_write(name):
+    call, match = PLACES[name]
+    with pytest.raises((TypeError, ValueError), match=match) as raised:
+        call()
+    assert "Array(" not in str(raised.value)
+
+
+def test_the_expression_for_all_but_the_head_selects_all_but_the_head():
+    grads = {"params": {"head": {"kernel": jnp.full(3, 9.0)}, "w": jnp.full(3, 9.0)}}
+    clipped, _ = cg.clip_grads(grads, NORM, where="^(?!.*head)")
+    assert clipped["params"]["head"]["kernel"][0] == 9 and clipped["params"]["w"][0] < 1
+
+
+def test_the_first_line_of_clip_cotangent_says_to_use_the_result():
+    assert "use the result" in (cg.clip_cotangent.__doc__ or "").splitlines()[0]
+
+
+# ---- functions and their arguments ---------------------------------------------------------------
+
 # What takes the arguments of a function as one tuple.
 READERS = {
     "list_names": cg.list_names,
@@ -200,6 +405,96 @@ READERS = {
     "check_grads": cg.check_grads,
     "compare": lambda fun, *call: cg.compare(fun, fun, *call),
 }
+CALLERS = READERS | {"numerical_grad": cg.numerical_grad, "save_run": cg.save_run}
+
+
+def of_batch(params, batch):
+    return jnp.sum(params["w"] * batch["x"])
+
+
+PARAMS, DATA = {"w": W}, {"x": X}
+
+
+@pytest.mark.parametrize("name", CALLERS.keys() - {"numerical_grad"})
+def test_a_dictionary_is_the_batch(name):
+    with pytest.raises(TypeError, match=r"^args: got .* one by one.*; write \(params, batch\)$"):
+        CALLERS[name](of_batch, PARAMS, DATA)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_dictionary_of_parameters_of_the_function_is_not_the_batch(name):
+    with pytest.raises(TypeError, match=r"for one argument write \(w,\), .* needs \(w, x\)$"):
+        READERS[name](loss, W, {"x": X})
+    with pytest.raises(TypeError, match=r"kwargs: got 'x'.*; .* batch, write \(params, batch\)"):
+        READERS[name](of_batch, (PARAMS,), DATA)
+
+
+MISFITS = {
+    "too few": ((W,), r"^args: got 1 argument, expected those of fun, \(w, x\); write \(w, x\)"),
+    "too many": ((W, X, X), r"^args: got 3 arguments, .*; write \(w, \(x0, x1\)\)"),
+}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize("given", MISFITS)
+def test_arguments_that_do_not_fit_the_function_are_said(name, given, tmp_path):
+    args, match = MISFITS[given]
+    more = (tmp_path / "run.npz",) if name == "save_run" else ()
+    with pytest.raises(TypeError, match=match):
+        CALLERS[name](loss, args, *more)
+
+
+def test_a_wrapper_that_adds_an_argument_is_called_as_it_is():
+    def outer(*args):
+        return loss(*args, X)
+
+    outer.__wrapped__ = loss
+    assert cg.list_names(outer, (W,))
+
+
+TAKERS = CALLERS | {
+    "error_clip_by_name": lambda fun, *_: cg.error_clip_by_name(fun, {"h": SMALL}),
+    "error_clip_everywhere": lambda fun, *_: cg.error_clip_everywhere(fun, SMALL),
+    "value_and_grad_with_stats": lambda fun, *_: cg.value_and_grad_with_stats(fun),
+    "with_value_stats": lambda fun, *_: cg.with_value_stats(fun),
+    "train_step": lambda fun, *_: cg.train_step(fun, SGD),
+    "clip_per_example": lambda fun, *_: cg.clip_per_example(fun, NORM),
+    "per_example_norms": lambda fun, *_: cg.per_example_norms(fun),
+}
+NO_FUNCTIONS = {
+    "a module of Linen": (nn.Dense(3), r"write lambda params, x: model\.apply\(params, x\)$"),
+    "the class of one": (nn.Dense, r"got the class Dense.*; write an object of it, Dense\("),
+    "the class of an NNX model": (nnx.Linear, r"got the class Linear.*Linear\(\.\.\.\)"),
+    "the class of an Equinox model": (eqx.nn.Linear, r"got the class Linear.*Linear\(\.\.\.\)"),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.parametrize("kind", NO_FUNCTIONS)
+def test_what_is_no_function_of_arrays_is_answered_by_one(name, kind):
+    fun, match = NO_FUNCTIONS[kind]
+    with pytest.raises(TypeError, match=match):
+        TAKERS[name](fun, (X,), *["run.npz"] * (name == "save_run"))
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_loss_that_was_called_is_answered_by_the_call(name):
+    if name == "compare":
+        with pytest.raises(TypeError, match="the function itself.*or for a value lambda: value"):
+            cg.compare(GRADS, GRADS)
+        return
+    with pytest.raises(TypeError, match=rf"write {name}\(loss, \(params, x\)"):
+        CALLERS[name](loss(W, X))
+    with pytest.raises(TypeError, match=r"expected it in the tuple of arguments; write .*\(w, x\)"):
+        CALLERS[name](loss, w=W, x=X)
+
+
+@pytest.mark.parametrize("text", ["f32[3]", "float32[3, 4]", "bf16[]"])
+def test_shapes_of_the_command_line_are_answered_by_arrays(text):
+    with pytest.raises(TypeError, match=r"write \(jnp\.ones\(\([\d, ]*\)\),\), .* command line"):
+        cg.check_grads(jnp.sin, text)
+
+
 ARGUMENTS = {
     "one by one": ((W, X), r"^args: got the arguments of fun one by one.*; write \(w, x\)"),
     "in a list": (([W, X],), r"^args: got list, expected a tuple; write \(w, x\)"),

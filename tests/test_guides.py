@@ -43,6 +43,18 @@ def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_p
     assert_pages_program_prints(DOCS / f"{page}.md")
 
 
+@pytest.mark.exhaustive
+@every_guide
+def test_the_programs_run_as_they_are_copied_on_one_device(page, tmp_path):
+    program = "".join(re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL))
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(DOCS.parent)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     ("page", "question", "most"),
     [

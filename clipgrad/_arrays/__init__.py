@@ -12,12 +12,7 @@ are summed in float32, in float64 if a leaf is float64.
 """
 
 from clipgrad._arrays.by_leaf import for_each as for_each
-from clipgrad._arrays.calls import argument_name as argument_name
-from clipgrad._arrays.calls import check_arguments as check_arguments
-from clipgrad._arrays.calls import check_is_function as check_is_function
-from clipgrad._arrays.calls import check_takes as check_takes
 from clipgrad._arrays.calls import explain_call as explain_call
-from clipgrad._arrays.calls import parameter_names as parameter_names
 from clipgrad._arrays.losses import check_scalar as check_scalar
 from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName
@@ -66,6 +61,7 @@ from clipgrad._arrays.selectors import unboxed as unboxed
 from clipgrad._arrays.sums_in_range import sums_and_nonfinite as sums_and_nonfinite
 from clipgrad._arrays.trees import check_concrete as check_concrete
 from clipgrad._arrays.trees import check_gradients as check_gradients
+from clipgrad._arrays.trees import check_is_tree as check_is_tree
 from clipgrad._arrays.trees import check_leaves as check_leaves
 from clipgrad._arrays.trees import check_tree as check_tree
 from clipgrad._arrays.trees import clippable_leaves as clippable_leaves
@@ -88,3 +84,8 @@ from clipgrad._arrays.trees import wide_dtype as wide_dtype
 from clipgrad._arrays.trees import widened_leaf as widened_leaf
 from clipgrad._arrays.trees import with_clippable as with_clippable
 from clipgrad._arrays.trees import with_paths as with_paths
+from clipgrad._arrays.user_functions import argument_name as argument_name
+from clipgrad._arrays.user_functions import check_arguments as check_arguments
+from clipgrad._arrays.user_functions import check_is_function as check_is_function
+from clipgrad._arrays.user_functions import check_takes as check_takes
+from clipgrad._arrays.user_functions import parameter_names as parameter_names

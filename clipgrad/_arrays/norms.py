@@ -30,7 +30,7 @@ from clipgrad._arrays.numbers import (
 from clipgrad._arrays.ranges import scale_of_largest
 from clipgrad._arrays.reductions import Arrays, Axes, Groups
 from clipgrad._arrays.sums_in_range import nothing, roots_in_range
-from clipgrad._arrays.trees import clippable_leaves
+from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._errors import warn
 
@@ -127,6 +127,7 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       Array(600., dtype=float32)
     """
     warn_of_parts("global_norm", clippable_leaves(tree), axis_name)
+    check_is_tree("tree", tree, "global_norm(jax.grad(loss)(params, batch))")
     return tree_norm(tree, ord, axis_name).value
 
 
@@ -236,6 +237,11 @@ def sums_of_groups(
 def check_order(name: str, ord: float) -> float:
     """The order of a norm, if it is one: a number in (0, inf]."""
     if isinstance(ord, (jax.Array, np.ndarray, np.generic)) and not isinstance(ord, Tracer):
+        if np.size(ord) != 1:
+            raise ValueError(
+                f"{name}: got {described(ord)}, expected a number in (0, inf]; for several arrays "
+                "write a tree of them, such as (a, b)"
+            )
         ord = ord.item()
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(

@@ -34,6 +34,26 @@ def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
     return [any(pattern.search(text) for text in (path, unboxed(path))) for path in paths]
 
 
+def all_but(word: str) -> str:
+    """The expression that selects the leaves whose paths do not have a text in them."""
+    return f"^(?!.*{word})"
+
+
+_EXCLUSION = re.compile(r"(?:[!~-]|(?:not|no|except|exclude|all but) )\s*(.+)")
+
+
+def _how_to_exclude(expression: Any) -> str:
+    """A hint for what somebody writes to leave leaves out, or a function of paths, not the tree."""
+    if isinstance(expression, str) and (found := _EXCLUSION.fullmatch(expression)):
+        return f'; for all but {found[1]} write "{all_but(found[1])}"'
+    if callable(expression):
+        return (
+            "; a function gets the whole tree and returns a mask; by paths write an expression: "
+            f'"kernel", or "{all_but("head")}" for all but head'
+        )
+    return ""
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern, such as ``"model/block_*/attn"`` or ``"**/Dense_*"``, fits a name.
 
@@ -82,7 +102,7 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     if isinstance(where, str):
         flags = selects(where, [path for path, _ in entries], name)
     else:
-        flags = _flags(where(tree) if callable(where) else where, tree, name)
+        flags = _flags(_mask_of(where, tree, name) if callable(where) else where, tree, name)
     flags = [flag and train for flag, train in zip(flags, trained, strict=True)]
     triples = zip(flags, trained, entries, strict=True)
     candidates = {path: f for f, train, (path, leaf) in triples if train and is_clippable(leaf)}
@@ -90,8 +110,26 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
         shown, wanted = (repr(where), where) if isinstance(where, str) else ("a mask", "")
         raise ValueError(
             f"{name}: got {shown}, expected one that selects a leaf; {nearest(wanted, candidates)}"
+            f"{_how_to_exclude(where)}"
         )
     return flags
+
+
+def _mask_of(function: Callable[[Any], Any], tree: Any, name: str) -> Any:
+    """The mask that a function of the tree returns; `TypeError` for a function of paths."""
+    try:
+        mask = function(tree)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{name}: got {type(error).__name__} from the function: {error}"
+            f"{_how_to_exclude(function)}"
+        ) from error
+    if isinstance(mask, bool | np.bool_) and not jax.tree_util.all_leaves([tree]):
+        raise TypeError(
+            f"{name}: got {mask!r} from the function, expected a mask with True or False for each "
+            f"leaf{_how_to_exclude(function)}"
+        )
+    return mask
 
 
 def _flags(mask: Any, tree: Any, name: str) -> list[bool]:

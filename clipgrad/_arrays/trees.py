@@ -79,6 +79,12 @@ def _in_jax(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.number) and dtype.isnative and dtype.itemsize <= widest
 
 
+def check_is_tree(name: str, value: Any, instead: str) -> None:
+    """Raises `TypeError` for a function in the place of arrays; ``instead`` is what to write."""
+    if callable(value) and jax.tree_util.all_leaves([value]) and not is_array(value):
+        raise TypeError(f"{name}: got a function, expected a tree of arrays; write {instead}")
+
+
 def parts_below(name: str, kind: str, prefix: Any, tree: Any) -> list[Any]:
     """The part of a tree below each leaf of a structure, or `ValueError` if it is no prefix.
 

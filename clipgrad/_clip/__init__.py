@@ -32,6 +32,7 @@ from clipgrad._clip.presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._clip.presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._clip.presets import suggest_threshold as suggest_threshold
 from clipgrad._clip.rule import ClipRule as ClipRule
+from clipgrad._clip.rule import check_is_no_rule as check_is_no_rule
 from clipgrad._clip.rule import is_rule as is_rule
 from clipgrad._clip.skip_spikes import SkipSpikesState as SkipSpikesState
 from clipgrad._clip.skip_spikes import resume as resume

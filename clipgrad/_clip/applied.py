@@ -1,7 +1,7 @@
 """Rules of any kind: checked where they are given, and applied to any tree."""
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,13 @@ from clipgrad._clip.limits import require_numbers
 
 # What a number instead of a rule probably means, by what the rule would be applied to.
 _MEANT = {"cotangent": "ErrorClipByValue(max={})", "gradients": "ClipByGlobalNorm({})"}
+
+
+# What rules by names probably mean, by the same.
+_BY_NAME = {
+    "cotangent": "for a rule of each name write error_clip_by_name(fun, rules)",
+    "gradients": 'for a rule of each part write optax.chain(clip_by_norm(1.0, where="name"), ...)',
+}
 
 
 def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callable[..., Any] | None:
@@ -45,6 +52,12 @@ def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callab
         meant = f"; did you mean {_MEANT[of].format(rule)}?"
     elif isinstance(rule, type):
         meant = f"; did you mean an instance, {rule.__name__}(...)?"
+    elif isinstance(rule, str | list | tuple) and of == "cotangent":
+        meant = '; for names write a dictionary: {"name": rule}'
+    elif isinstance(rule, Mapping) and any(map(callable, rule.values())):
+        meant = "; " + _BY_NAME[of]
+    elif of == "gradients" and any(map(is_array, jax.tree.leaves(rule))):
+        meant = "; to clip gradients write clip_grads(grads, rule)"
     raise TypeError(f"rule: got {got}, expected a ClipRule, a function of the {of} or None{meant}")
 
 

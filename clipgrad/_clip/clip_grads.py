@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from clipgrad._arrays import Where, explain_call
+from clipgrad._arrays import Where, check_is_tree, explain_call
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import Clipped, Part, measured
 from clipgrad._clip.nonfinite import check_policy
-from clipgrad._clip.rule import is_rule
+from clipgrad._clip.rule import check_is_no_rule
 from clipgrad._clip.stats import ClipStats
 
 
@@ -67,9 +67,9 @@ def clip_grads(
       {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
     """
     check_policy(nonfinite)
-    if is_rule(grads):
-        name = type(grads).__name__
-        raise TypeError(f"grads: got {name}, expected the gradients; write clip_grads(grads, rule)")
+    check_is_no_rule("grads", grads, rule, "the gradients", "clip_grads(grads, rule)")
+    check_is_no_rule("params", params, rule, "the parameters", "clip_grads(grads, rule, params)")
+    check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, batch), rule)")
     rule, part = as_rule(rule, of="gradients"), Part.of(grads, where, nonfinite)
     clipped = Clipped.by(rule, part, measured(rule, part.before, params), params)
     return clipped.tree, clipped.stats()

@@ -18,7 +18,9 @@ from clipgrad._clip.value import ClipByValue
 TYPES = ("norm", "value", "adaptive")
 
 
-@explain_call()
+@explain_call(
+    'write apply_gradient_clipping(grads, params, clipping_type="norm", clipping_threshold=0.1)'
+)
 def apply_gradient_clipping(
     grads: Any,
     params: Any = None,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._arrays import Norm
+from clipgrad._arrays import Norm, described, is_array
 from clipgrad._clip.thresholds import is_adaptive
 from clipgrad._compat import broadcast_like
 
@@ -41,9 +41,8 @@ def check_threshold(
     elif _is_schedule(value):
         return
     if not _is_real(value):
-        raise TypeError(
-            f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}"
-        )
+        expected += _instead_of_threshold(value)
+        raise TypeError(f"{name}: got {_shown_threshold(value)}, expected {expected}")
     if isinstance(value, Tracer):
         return
     numbers = np.asarray(value, np.float64)
@@ -55,6 +54,22 @@ def check_threshold(
     for wanted, elements in wrong.items():
         if np.any(elements):
             raise ValueError(f"{name}: got {value!r}, expected a threshold that is {wanted}")
+
+
+def _shown_threshold(value: Any) -> str:
+    """A value in a message; arrays are never printed."""
+    if any(map(is_array, jax.tree.leaves(value))):
+        return described(value)
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _instead_of_threshold(value: Any) -> str:
+    """A hint for gradients, or for the class of an adaptive threshold, instead of a threshold."""
+    if isinstance(value, type):
+        return f"; did you mean an object, {value.__name__}(...)?"
+    if any(map(is_array, jax.tree.leaves(value))):
+        return "; to clip gradients at once write clip_grads(grads, ClipByGlobalNorm(max_norm))"
+    return ""
 
 
 def _is_real(value: Any) -> bool:

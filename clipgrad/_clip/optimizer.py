@@ -25,6 +25,7 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
         raise TypeError(
             f"{name}: got {got}, expected an optax.GradientTransformation "
             "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+            f"{_call_of(optimizer)}"
         )
     own, taken = optimizer.update, _extra_parameters(optimizer)
 
@@ -46,6 +47,10 @@ def is_clip_alone(optimizer: Any) -> bool:
     inner = getattr(optimizer, "inner", None)
     is_clip = is_rule(optimizer) or isinstance(optimizer, ClipTransformation)
     return is_clip or inner is not None and is_clip_alone(inner)
+def _call_of(optimizer: Any) -> str:
+    """A hint for a function or a class that makes an optimizer, instead of what it makes."""
+    name = getattr(optimizer, "__name__", "")
+    return f"; call it, as in {name}(...)" if callable(optimizer) and name else ""
 
 
 def _extra_parameters(optimizer: optax.GradientTransformation) -> set[str] | None:

@@ -13,6 +13,7 @@ from clipgrad._arrays import (
     Axes,
     Norm,
     clippable_leaves,
+    described,
     explain_call,
     for_each,
     if_else,
@@ -81,6 +82,7 @@ class ClipRule:
         )
 
     @_of_instances
+    @explain_call()
     def init(self, params: Any) -> Any:
         """The state before the first update, as of `gradient_clip`."""
         return gradient_clip(self).init(params)
@@ -96,6 +98,13 @@ class ClipRule:
 def is_rule(value: Any) -> bool:
     """Whether this is of a class of rules, and not only a function."""
     return isinstance(value, ClipRule)
+
+
+def check_is_no_rule(name: str, value: Any, rule: Any, expected: str, call: str) -> None:
+    """Raises `TypeError` for a rule in the place of what it clips; ``call`` is what to write."""
+    is_tree = not callable(rule) and any(map(is_array, jax.tree.leaves(rule)))
+    if is_rule(value) or (is_tree and callable(value)):
+        raise TypeError(f"{name}: got {described(value)}, expected {expected}; write {call}")
 
 
 class MeasuringRule(ClipRule):

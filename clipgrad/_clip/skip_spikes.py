@@ -83,7 +83,9 @@ class SkipSpikes(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformation | optax.MultiSteps
 
 
-@explain_call()
+@explain_call(
+    max_consecutive_errors="a step that is not finite is always skipped; write halt=True to stop",
+)
 def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,

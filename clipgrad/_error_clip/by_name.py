@@ -97,7 +97,8 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _programs.trace(fun, args, kwargs)
-        names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
+        call = args, kwargs
+        names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED, call)
         warn_of_batches(traced.program, names, caller)
         warn_of_own_gradients(traced.program, names, caller)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from clipgrad._arrays import (
     check_gradients,
+    check_is_tree,
     check_tree,
     combine,
     explain_call,
@@ -19,7 +20,14 @@ from clipgrad._arrays import (
     is_none,
     partition,
 )
-from clipgrad._clip import ClipStats, apply_rule, as_rule, clipped_with_stats, is_data
+from clipgrad._clip import (
+    ClipStats,
+    apply_rule,
+    as_rule,
+    check_is_no_rule,
+    clipped_with_stats,
+    is_data,
+)
 from clipgrad._compat import to_varying, varying_axes
 
 CotangentRule = Callable[..., Any]
@@ -27,7 +35,7 @@ CotangentRule = Callable[..., Any]
 
 @explain_call("write clip_cotangent(x, rule), with a tree for several values")
 def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | None = None) -> Any:
-    r"""Returns ``x`` as it is, and clips its cotangent in the backward pass.
+    r"""Returns ``x`` with a clipped cotangent: use the result, since ``x`` itself is not clipped.
 
     Let $\bar x$ be the sum of the cotangents of all uses of the result. The program that produced
     ``x`` gets the cotangent $\mathrm{rule}(\bar x)$.
@@ -70,6 +78,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
       >>> print(stats.norm, stats.clipped_norm)
       10.0 5.0
     """
+    check_is_no_rule("x", x, rule, "the value", "clip_cotangent(x, rule)")
+    check_is_tree("x", x, "error_clip(rule)(fun) for a function")
     rule = as_rule(rule)
     if probe is not None:
         _check_probe(probe)

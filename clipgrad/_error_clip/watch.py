@@ -11,7 +11,7 @@ import numpy as np
 
 import clipgrad._names as _names
 import clipgrad._programs as _programs
-from clipgrad._arrays import check_tree, described, explain_call, loss_and_aux
+from clipgrad._arrays import check_tree, described, explain_call, is_array, loss_and_aux
 from clipgrad._clip import ClipStats
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
 from clipgrad._error_clip.names import Rules, check_function, checked_rules, program_of
@@ -120,7 +120,7 @@ def with_stats(
         filters = dict(zip(positions, (getattr(x, "filter", None) for x in chosen), strict=True))
         arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
-        names, probes = _named(traced.program, rules, watched, caller)
+        names, probes = _named(traced.program, rules, watched, caller, (args, kwargs))
         warn_of_batches(traced.program, names, caller)
 
         def with_probes(*packed: Any) -> Any:
@@ -153,17 +153,29 @@ def with_stats(
 def _checked_argnums(argnums: Any) -> list[Any]:
     """The positions to differentiate, of which each may be an `nnx.DiffState`."""
     chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
-    if not chosen or not all(hasattr(x, "__index__") or is_diff_state(x) for x in chosen):
-        hint = (
-            f"; write error_clip={{{str(chosen)[1:-1]}: ...}}"
-            if isinstance(argnums, Mapping)
-            else ""
-        )
+    if not chosen or not all(_is_position(x) or is_diff_state(x) for x in chosen):
+        has_arrays = any(map(is_array, jax.tree.leaves(argnums)))
         raise (TypeError if chosen else ValueError)(
-            f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
-            f"0 or (0, 1){hint}"
+            f"argnums: got {described(argnums) if has_arrays else repr(argnums)}, expected the "
+            f"position of an argument, or several, such as 0 or (0, 1){_instead(argnums)}"
         )
     return chosen
+
+
+def _is_position(x: Any) -> bool:
+    return hasattr(x, "__index__") and (not is_array(x) or x.dtype.kind in "iu" and x.ndim == 0)
+
+
+def _instead(argnums: Any) -> str:
+    """A hint for rules, names or arguments in the place of positions."""
+    if any(map(is_array, jax.tree.leaves(argnums))):
+        return f"; write {_CALLER}(fun)(params, x)"
+    if isinstance(argnums, Mapping):
+        return f"; write error_clip={{{str(list(argnums))[1:-1]}: ...}}"
+    if isinstance(argnums, str):
+        return f"; write watch=[{argnums!r}]"
+    names = isinstance(argnums, Iterable) and [*argnums]
+    return f"; write watch={names}" if names and all(isinstance(x, str) for x in names) else ""
 
 
 def _argnums_of_call(chosen: list[Any], count: int) -> list[int]:
@@ -205,13 +217,13 @@ def _check_is_floating(position: int, arg: Any) -> None:
 
 
 def _named(
-    program: Any, rules: Rules, watch: dict[str, Any] | None, caller: str
+    program: Any, rules: Rules, watch: dict[str, Any] | None, caller: str, arguments: Any
 ) -> tuple[Resolved, dict[str, ClipStats]]:
     """The rules of what is clipped or watched, and statistics of nothing for each name.
 
     These have an axis for each scan around all sites of the name.
     """
-    clipped = resolved(program, rules, caller, CLIPPED)
+    clipped = resolved(program, rules, caller, CLIPPED, arguments)
     names = watched_names(program, watch, caller, CLIPPED) | clipped
     probes, found = {}, [site for site in _names.sites(program) if site.has_cotangent]
     for name, chosen in names.items():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._arrays import matches, nearest
+from clipgrad._arrays import matches, nearest, with_paths
 from clipgrad._errors import first_few
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
@@ -59,11 +59,13 @@ class Chosen(NamedTuple):
 Resolved = dict[str, Chosen]
 
 
-def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted) -> Resolved:
+def resolved(
+    program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted, arguments: Any = ()
+) -> Resolved:
     """The rule of each name of a program that these names and patterns are, or match.
 
     What is written out wins over a pattern. An error says which one matches nothing, or nothing
-    that can be reached.
+    that can be reached, or is the name of a leaf of the arguments.
     """
     there = sites_by_name(program)
     patterns = {pattern for pattern in rules if pattern not in there and "*" in pattern}
@@ -74,7 +76,7 @@ def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted
         found = {name: sites for name, sites in there.items() if is_own(given, name)}
         listed = [name for name, sites in found.items() if wanted.lists(sites)]
         if given not in patterns or not listed:
-            _check_found(given, found, there, caller, wanted)
+            _check_found(given, found, there, caller, wanted, arguments)
         for name in listed if given in patterns else found:
             first = origin.setdefault(name, given)
             if first in patterns and rules[first] != rules[given]:
@@ -88,7 +90,12 @@ def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted
 
 
 def _check_found(
-    name: str, found: dict[str, Sites], there: dict[str, Sites], caller: str, wanted: Wanted
+    name: str,
+    found: dict[str, Sites],
+    there: dict[str, Sites],
+    caller: str,
+    wanted: Wanted,
+    arguments: Any,
 ) -> None:
     """Raises an error unless what a name or a pattern matches can be clipped or watched."""
     own = [site for sites in found.values() for site in sites]
@@ -101,7 +108,7 @@ def _check_found(
         raise ValueError(
             f"{caller}: got {name!r}, expected a name that is tagged in this function, or the "
             f"path of a module in it (NNX and Equinox: in a model among its arguments); "
-            f"{nearest(name, there)}; {instead}"
+            f"{nearest(name, there)}; {instead}{_of_leaf(name, arguments)}"
         )
     got = f"{caller}: got {name!r}, which {'tags' if own[0].kind == 'tag' else 'names'}"
     closed = next(filter(None, map(wanted.barrier, own)), None)
@@ -113,6 +120,17 @@ def _check_found(
             f"from outside, unlike those of {inside}; name an input or an output of it{advice}"
         )
     _check_has(got, own, wanted)
+
+
+def _of_leaf(name: str, arguments: Any) -> str:
+    """A hint for the name of a parameter, which is no name of a value inside of the function."""
+    paths = [path for path, _ in with_paths(arguments)]
+    if not any(f"/{name}/" in f"/{path}/" for path in paths):
+        return ""
+    return (
+        "; to clip the gradient of a parameter write clip_by_norm(max_norm, "
+        f"where={name!r}) in the optimizer"
+    )
 
 
 def _check_has(got: str, own: Sequence[NamedSite], wanted: Wanted) -> None:

@@ -33,7 +33,9 @@ from clipgrad._training import wide_zeros
 REDUCTIONS = ("mean", "sum")
 
 
-@explain_call()
+@explain_call(
+    noise_multiplier='add the noise to the sum of the clipped gradients: write reduce="sum"',
+)
 def clip_per_example(
     loss_fn: Callable[..., Any],
     rule: Callable[..., Any] | None,

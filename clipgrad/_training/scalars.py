@@ -23,7 +23,9 @@ _FIELDS = {
 _RECORDS = tuple(_FIELDS)
 
 
-@explain_call()
+@explain_call(
+    'write scalars({"first": ..., "second": ...})', prefix='write scalars({"train": tree})'
+)
 def scalars(tree: Any) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
