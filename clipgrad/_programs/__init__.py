@@ -62,6 +62,7 @@ from clipgrad._programs.numeric import Does as Does
 from clipgrad._programs.numeric import Numeric as Numeric
 from clipgrad._programs.numeric import does as does
 from clipgrad._programs.numeric import is_bad_at as is_bad_at
+from clipgrad._programs.numeric import is_move as is_move
 from clipgrad._programs.numeric import is_print as is_print
 from clipgrad._programs.numeric import numeric_of as numeric_of
 from clipgrad._programs.programs import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS

@@ -42,6 +42,7 @@ class Numeric:
       is_product: whether a device may round the operands, by the precision of the product.
       has_bits: whether it looks at the bits of its numbers, or is there for some types alone.
       overflows: whether it makes inf of finite numbers by its size alone.
+      moves: whether an operand, such as the weights of a layer, is still what it was.
     """
 
     does: Does
@@ -50,6 +51,7 @@ class Numeric:
     is_product: bool = False
     has_bits: bool = False
     overflows: bool = False
+    moves: bool = False
 
 
 def _public(names: str) -> tuple[str, ...]:
@@ -96,19 +98,24 @@ _MATRIX = (2, 2)
 NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
     "NUMERIC",
     {
-        Numeric(Does.COPIES): (
+        Numeric(Does.COPIES, moves=True): (
             *_public(
-                """abs all_gather all_to_all approx_top_k broadcast_in_dim clamp complex
-                concatenate conj copy cummax cummin device_put dynamic_slice dynamic_update_slice
-                empty2 gather get imag iota max min name neg pad pmax pmin ppermute
-                ragged_all_to_all real reduce_max reduce_min reduce_window_max reduce_window_min
-                reshape rev scatter scatter_max scatter_min select_and_gather_add select_n
-                sharding_constraint slice sort squeeze stop_gradient swap top_k transpose"""
+                """broadcast_in_dim copy dynamic_slice gather iota reshape slice squeeze
+                transpose"""
             ),
             Probe("split", lambda x: lax.split(x, (1, 1))),
-            Probe("stack", lambda x: jnp.stack([x, x])),
             Probe("unstack", jnp.unstack, _MATRIX),
             Probe("tile", lambda x: jnp.tile(x, 2)),
+        ),
+        Numeric(Does.COPIES): (
+            *_public(
+                """abs all_gather all_to_all approx_top_k clamp complex concatenate conj cummax
+                cummin device_put dynamic_update_slice empty2 get imag max min name neg pad pmax
+                pmin ppermute ragged_all_to_all real reduce_max reduce_min reduce_window_max
+                reduce_window_min rev scatter scatter_max scatter_min select_and_gather_add select_n
+                sharding_constraint sort stop_gradient swap top_k"""
+            ),
+            Probe("stack", lambda x: jnp.stack([x, x])),
             Probe("empty", lambda x: jnp.empty(2)),
             Probe("barrier", lax.optimization_barrier),
             Probe("layout", _layout),
@@ -142,7 +149,7 @@ NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
         ),
         Numeric(Does.SCALES, overflows=True): _public("mul"),
         Numeric(Does.SCALES): _public("div"),
-        Numeric(Does.CASTS, overflows=True): _public("convert_element_type"),
+        Numeric(Does.CASTS, overflows=True, moves=True): _public("convert_element_type"),
         Numeric(Does.REDUCES): _public("reduce_precision"),
         Numeric(Does.ROUNDS): _public(
             """atan atan2 asinh bessel_i0e bessel_i1e cos cosh digamma erf erf_inv erfc
@@ -190,6 +197,11 @@ def does(equation: JaxprEqn) -> Does:
 def is_print(equation: JaxprEqn) -> bool:
     """Whether an equation prints, or calls a function for its effect alone."""
     return does(equation) is Does.PRINTS
+
+
+def is_move(equation: JaxprEqn) -> bool:
+    """Whether an operand of an equation is still what it was, in another shape or type."""
+    return numeric_of(equation).moves
 
 
 def is_bad_at(point: str) -> PrimitiveNames:
