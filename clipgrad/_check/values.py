@@ -142,8 +142,8 @@ class CheckedPoint:
             if not known:
                 return ""
             worst = max(known, key=lambda n: abs(n.numeric - n.analytic))
-            numbers = told_apart(worst.numeric, worst.analytic)
-            return f" (worst: {numbers[0]} in float64, {numbers[1]} as computed, off by {_part(worst)})"
+            wide, own = told_apart(worst.numeric, worst.analytic)
+            return f" (worst: {wide} in float64, {own} as computed, off by {_part(worst)})"
         known = [n for j in some if (n := self.formula.numbers.get(int(j)))]
         if not known:
             start = max((s for s in self.together if s <= some[0]), default=None)

@@ -47,6 +47,8 @@ def is_clip_alone(optimizer: Any) -> bool:
     inner = getattr(optimizer, "inner", None)
     is_clip = is_rule(optimizer) or isinstance(optimizer, ClipTransformation)
     return is_clip or inner is not None and is_clip_alone(inner)
+
+
 def _call_of(optimizer: Any) -> str:
     """A hint for a function or a class that makes an optimizer, instead of what it makes."""
     name = getattr(optimizer, "__name__", "")

@@ -15,6 +15,7 @@ from clipgrad._programs import (
     bind,
     device_count,
     held_programs,
+    kind_of,
     low_jit,
     manual_axes,
 )
@@ -126,7 +127,7 @@ class _Varying(Hook):
         """The results; None where there are programs to go into."""
         if equation.primitive.name in ("pvary", "pcast"):
             return inputs
-        if held_programs(equation) and equation.primitive.name in ENTRANCES:
+        if held_programs(equation) and kind_of(equation) in ENTRANCES:
             return None
         inputs = [to_varying(x, self._axes) for x in inputs]
         return [to_varying(y, self._axes) for y in bind(equation, inputs)]

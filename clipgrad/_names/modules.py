@@ -16,13 +16,18 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from clipgrad._names.scopes import ScopePath, common_start, path
-from clipgrad._programs import Hook, ProgramValues, entered_programs, opened, read_once
+from clipgrad._programs import (
+    Hook,
+    ProgramValues,
+    entered_programs,
+    is_linear_solve,
+    is_move,
+    is_tag,
+    opened,
+    read_once,
+    tag_of,
+)
 
-# Operations by which an input, such as the weights of a layer, is still what it was.
-_MOVES = frozenset({
-    "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "gather", "iota",
-    "reshape", "slice", "split", "squeeze", "transpose",
-})  # fmt: skip
 _LOOK, _ASIDE = "clipgrad: look", "clipgrad: aside"
 
 
@@ -42,11 +47,11 @@ def aside(x: Any) -> Any:
 
 def is_mark(equation: JaxprEqn) -> bool:
     """Whether an equation is one of these marks, and no tag of the user's."""
-    return equation.primitive.name == "name" and equation.params["name"] in (_LOOK, _ASIDE)
+    return tag_of(equation) in (_LOOK, _ASIDE)
 
 
 def _is_look(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == _LOOK
+    return tag_of(equation) == _LOOK
 
 
 @read_once
@@ -103,11 +108,11 @@ def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
     moved = {*jaxpr.invars, *jaxpr.constvars}
     for equation, own in _own_values(jaxpr):
         operands = (atom for atom in equation.invars if not isinstance(atom, Literal))
-        if equation.primitive.name in _MOVES and moved.issuperset(operands):
+        if is_move(equation) and moved.issuperset(operands):
             moved.update(own)
             continue
         depth = len(path(equation))
-        for variable in own if equation.primitive.name != "name" else ():
+        for variable in own if not is_tag(equation) else ():
             used = uses(jaxpr).get(variable, ())
             deeper = sorted(use[: depth + 1] for use in used if len(use) > depth)
             if deeper and variable not in exits(jaxpr):
@@ -140,7 +145,7 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
     around = path(equation)
     places = [frozenset({around})] * len(equation.invars)
     inner, _ = entered_programs(equation)
-    if not inner or equation.primitive.name == "custom_linear_solve":
+    if not inner or is_linear_solve(equation):
         return places
     programs = [opened(program)[0] for program in inner]
     first = len(places) - len(programs[0].invars)  # a cond has its index before the inputs

@@ -13,12 +13,15 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._names.scopes import ScopePath, path
 from clipgrad._programs import (
-    CUSTOM_RULES,
-    JIT,
     called_program,
     device_count,
+    has_custom_rule,
+    is_jit,
+    is_scan,
+    is_shard_map,
     manual_axes,
     opened,
+    scan_length,
 )
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -44,7 +47,6 @@ _FRAMES_OF_LAYERS = tuple(
     keras/src/layers/layer.py keras/src/ops/operation.py keras/src/utils
     keras/src/backend""".split()
 )
-_NAMED = CUSTOM_RULES | JIT
 # The folders of functions that people call, and frames in these that are no such functions.
 _FOLDERS = [*(f"jax/_src/{own}" for own in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
 _FUNCTIONS = tuple(os.path.join("", *folder.split("/"), "") for folder in _FOLDERS)
@@ -83,7 +85,7 @@ class Place(NamedTuple):
     def operation(self) -> str:
         """The name of the primitive, or of the function that a rule was written for."""
         name = self.equation.primitive.name
-        if name not in _NAMED:
+        if not is_jit(self.equation) and not has_custom_rule(self.equation):
             return name
         info = getattr(opened(called_program(self.equation))[0], "debug_info", None)
         return self.equation.params.get("name") or getattr(info, "func_name", None) or name
@@ -97,7 +99,7 @@ class Place(NamedTuple):
     def scans(self) -> list[JaxprEqn]:
         """The scans around the equation, outermost first."""
         around = reversed(self.chain[1:])
-        return [equation for equation in around if equation.primitive.name == "scan"]
+        return [equation for equation in around if is_scan(equation)]
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -105,9 +107,11 @@ class Place(NamedTuple):
 
         Outermost first, the equation itself among them.
         """
-        lengths = {"scan": lambda e: e.params["length"], "shard_map": device_count}
-        found = [(e.primitive.name, e) for e in reversed(self.chain)]
-        return tuple((name, lengths[name](e)) for name, e in found if name in lengths)
+        found = [(e, scan_length(e)) for e in reversed(self.chain) if is_scan(e) or is_shard_map(e)]
+        return tuple(
+            ("shard_map", device_count(e)) if length is None else ("scan", length)
+            for e, length in found
+        )
 
     @property
     def nest(self) -> tuple[int, ...]:
@@ -119,7 +123,7 @@ class Place(NamedTuple):
 
         Axes along which it is all of them are left out; None if it is every device.
         """
-        around = next(e for e in self.chain[1:] if e.primitive.name == "shard_map")
+        around = next(e for e in self.chain[1:] if is_shard_map(e))
         axes = list(manual_axes(around))
         is_meant: Any = np.zeros([around.params["mesh"].shape[axis] for axis in axes], bool)
         is_meant.flat[np.ravel(list(numbers))] = True
@@ -142,7 +146,7 @@ class Place(NamedTuple):
     @property
     def function(self) -> str:
         """The function of JAX or optax that was called, or else the name of the operation."""
-        if self.equation.primitive.name in CUSTOM_RULES:
+        if has_custom_rule(self.equation):
             return self.operation
         found = self.operation
         for frame in self._frames:

@@ -12,7 +12,14 @@ from jax.extend.core import JaxprEqn, Var
 
 from clipgrad._names.modules import exits, is_mark, is_used, left_unused
 from clipgrad._names.scopes import ScopePath, is_mapped, path
-from clipgrad._programs import entered_programs, opened, read_once, value_programs
+from clipgrad._programs import (
+    entered_programs,
+    opened,
+    read_once,
+    scan_length,
+    tag_of,
+    value_programs,
+)
 
 
 class NamedSite(NamedTuple):
@@ -57,10 +64,11 @@ def sites(jaxpr: Any) -> dict[NamedSite, int]:
 def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
     for equation in jaxpr.eqns:
         name, mapped, scopes = equation.primitive.name, is_mapped(equation), path(equation)
-        if name == "name" and not is_mark(equation):
+        if (tag := tag_of(equation)) is not None and not is_mark(equation):
             (tagged,) = equation.outvars
-            yield _site(equation.params["name"], "tag", tagged, is_used(jaxpr, tagged), mapped), 1
-        loop = (equation.params["length"],) if name == "scan" else ()
+            yield _site(tag, "tag", tagged, is_used(jaxpr, tagged), mapped), 1
+        length = scan_length(equation)
+        loop = () if length is None else (length,)
         entered, others = entered_programs(equation)
         seen = [opened(program)[0] for program in value_programs(equation)]
         for inner in (*entered, *others):

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._programs.elements import holds_floats
 from clipgrad._programs.evaluate import Hook, ProgramValues, bind, evaluate
-from clipgrad._programs.programs import called_program, equations, opened, read_once
+from clipgrad._programs.hijax import high_operation
+from clipgrad._programs.kinds import called_program, has_custom_rule, held_programs
+from clipgrad._programs.programs import equations, opened, read_once
 
 # Of a variable, or of the identity of an equation's parameters and the number of a result.
 Known = dict[Any, Any]
@@ -42,7 +45,10 @@ def closing_functions(program: Any) -> list[str]:
 
 
 def _is_ruled(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+    """Whether JAX differentiates an equation by a rule that is a function in Python."""
+    rules = (jax_primitives.custom_jvp_call_p, jax_primitives.custom_vjp_call_p)
+    is_high = high_operation(equation) is not None and has_custom_rule(equation)
+    return equation.primitive in rules or is_high
 
 
 @read_once
@@ -57,7 +63,7 @@ def _closes(jaxpr: Any) -> bool:
 
 
 def _closes_inside(equation: JaxprEqn) -> bool:
-    return any(map(_closes, jaxprs_in_params(equation.params)))
+    return any(map(_closes, held_programs(equation)))
 
 
 class _Rules(NamedTuple):
@@ -133,7 +139,7 @@ def _closing_rules(equation: JaxprEqn) -> _Rules | None:
 
 def _traced(equation: JaxprEqn) -> _Rules:
     """Trace the rules of an equation, as JAX does where it differentiates."""
-    own = range(equation.params["num_consts"], len(equation.invars))
+    own = range(_constant_count(equation), len(equation.invars))
     moved, reached = [i for i in own if holds_floats(equation.invars[i])], set()
 
     def forward(inputs):
@@ -158,6 +164,11 @@ def _traced(equation: JaxprEqn) -> _Rules:
     return _Rules((first, second), sorted(reached), list(closed.values()))
 
 
+def _constant_count(equation: JaxprEqn) -> int:
+    """How many of the first inputs are closed over by the function itself."""
+    return equation.params.get("num_consts", 0)
+
+
 def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[..., list]:
     """The function of an equation, of what its rules close over and its inputs."""
     count = len(equation.outvars)
@@ -172,7 +183,7 @@ def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs)
 
     def forward(values, inputs):
-        held = [*values, *inputs[: equation.params["num_consts"]]]
+        held = [*values, *inputs[: _constant_count(equation)]]
         _require_rules(equation, rules, [x.value for x in held if x.perturbed])
         values, inputs = jax.tree.map(lambda x: x.value, (values, inputs))
         found = evaluated(0, values, inputs)
@@ -200,7 +211,9 @@ def _require_rules(equation: JaxprEqn, rules: _Rules, differentiated: list) -> N
         over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
     else:
         return
-    kind = equation.primitive.name.removesuffix("_call")
+    is_jvp = equation.primitive is jax_primitives.custom_jvp_call_p
+    is_jvp = is_jvp or "jvp_rule" in getattr(high_operation(equation), "params", ())
+    kind = "custom_jvp" if is_jvp else "custom_vjp"
     where, name = _function_name(equation, "func_src_info"), _function_name(equation)
     raise ValueError(
         f"fun: got the jax.{kind} function {where}, whose rules close over {over}; expected "

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
+from clipgrad._programs.kinds import held_programs, scan_length
 from clipgrad._programs.programs import opened
 
 # A run without optimization takes up to 20 ns for an element, forward and backward; to optimize the
@@ -42,8 +42,10 @@ def element_count(program: Any) -> int:
     count = 0
     for equation in opened(program)[0].eqns:
         count += sum(math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars)
-        steps = equation.params["length"] if equation.primitive.name == "scan" else 1
-        count += steps * sum(map(element_count, jaxprs_in_params(equation.params)))
+        length = scan_length(equation)
+        count += (1 if length is None else length) * sum(
+            map(element_count, held_programs(equation))
+        )
     return count
 
 

@@ -13,17 +13,22 @@ from jax.sharding import PartitionSpec, Sharding
 
 from clipgrad._arrays import combine, is_array, partition
 from clipgrad._programs.evaluate import Hook, entrance, evaluate
-from clipgrad._programs.programs import (
+from clipgrad._programs.kinds import (
     CALLS,
+    CONDS,
     CUSTOM_RULES,
     JIT,
-    PRINTS,
+    LINEAR_SOLVES,
     REMAT,
+    SCANS,
+    SHARD_MAPS,
+    WHILES,
     called_program,
-    manual_axes,
-    opened,
     scan_counts,
+    while_counts,
 )
+from clipgrad._programs.numeric import is_print
+from clipgrad._programs.programs import manual_axes, opened
 from clipgrad._programs.rebind import (
     Lifted,
     cond_again,
@@ -51,14 +56,14 @@ def _noted(
     return run
 
 
-@entrance(*CALLS, *CUSTOM_RULES)
+@entrance(CALLS, CUSTOM_RULES)
 def _enter_call(equation, inputs, hook):
     outputs, notes = _noted(equation, hook)(*inputs)
     hook.note(equation, inputs, [notes])
     return outputs
 
 
-@entrance(*JIT)
+@entrance(JIT)
 def _enter_jit(equation, inputs, hook):
     if hook.flatten:
         return _enter_call(equation, inputs, hook)
@@ -102,7 +107,7 @@ def _stated(sharding):
     return sharding if isinstance(sharding, Sharding) else None
 
 
-@entrance(*REMAT)
+@entrance(REMAT)
 def _enter_remat(equation, inputs, hook):
     if hook.flatten:
         return _enter_call(equation, inputs, hook)
@@ -111,7 +116,7 @@ def _enter_remat(equation, inputs, hook):
     return outputs
 
 
-@entrance("scan")
+@entrance(SCANS)
 def _enter_scan(equation, inputs, hook):
     constants, carried = scan_counts(equation)
     split = constants + carried
@@ -129,11 +134,11 @@ def _enter_scan(equation, inputs, hook):
     return [*carry, *stacked]
 
 
-@entrance("while")
+@entrance(WHILES)
 def _enter_while(equation, inputs, hook):
     params = equation.params
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
+    first, constants = while_counts(equation)
+    second = first + constants
     carried = opened(params["body_jaxpr"])[0].invars[second - first :]
     enter = _noted(equation, hook, params["body_jaxpr"])
 
@@ -187,10 +192,10 @@ class Unprinted(Hook):
     """Leaves prints out."""
 
     def __call__(self, equation, inputs):
-        return [] if equation.primitive.name in PRINTS else None
+        return [] if is_print(equation) else None
 
 
-@entrance("cond")
+@entrance(CONDS)
 def _enter_cond(equation, inputs, hook):
     programs = equation.params["branches"]
     types = types_of(opened(programs[0])[0].invars, inputs[1:])
@@ -208,7 +213,7 @@ def _enter_cond(equation, inputs, hook):
     return outputs
 
 
-@entrance("shard_map")
+@entrance(SHARD_MAPS)
 def _enter_shard_map(equation, inputs, hook):
     params = equation.params
     leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
@@ -235,7 +240,7 @@ def _enter_shard_map(equation, inputs, hook):
     return list(outputs)
 
 
-@entrance("custom_linear_solve")
+@entrance(LINEAR_SOLVES)
 def _enter_linear_solve(equation, inputs, hook):
     """Enters the matrix only: JAX differentiates a linear solve by nothing else."""
     lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"]

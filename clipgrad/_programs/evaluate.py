@@ -12,17 +12,18 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from clipgrad._programs.programs import CUSTOM_RULES, opened
+from clipgrad._programs.kinds import CUSTOM_RULES, LINEAR_SOLVES, Kind, kind_of
+from clipgrad._programs.programs import opened
 
 Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
-ENTRANCES: dict[str, Entrance] = {}
+ENTRANCES: dict[Kind | None, Entrance] = {}
 
 
-def entrance(*names: str) -> Callable[[Entrance], Entrance]:
-    """Decorates the function by which `evaluate` goes inside the primitives of these names."""
+def entrance(*kinds: Kind) -> Callable[[Entrance], Entrance]:
+    """Decorates the function by which `evaluate` goes inside of primitives of these kinds."""
 
     def register(function: Entrance) -> Entrance:
-        ENTRANCES.update(dict.fromkeys(names, function))
+        ENTRANCES.update(dict.fromkeys(kinds, function))
         return function
 
     return register
@@ -153,7 +154,7 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
             outputs = hook(equation, operands)
             if outputs is None:
                 if is_entered(equation, hook):
-                    outputs = ENTRANCES[equation.primitive.name](equation, operands, hook)
+                    outputs = ENTRANCES[kind_of(equation)](equation, operands, hook)
                 else:
                     outputs = bind(equation, operands)
             values.write(equation.outvars, hook.results(equation, outputs))
@@ -169,12 +170,12 @@ def bind(equation: JaxprEqn, inputs: Sequence, **changed: Any) -> list:
 
 def is_entered(equation: JaxprEqn, hook: Hook) -> bool:
     """Whether `evaluate` goes inside this equation with this hook."""
-    name = equation.primitive.name
-    if name in CUSTOM_RULES:
+    kind = kind_of(equation)
+    if kind is CUSTOM_RULES:
         return hook.flatten
-    if name == "custom_linear_solve":
+    if kind is LINEAR_SOLVES:
         return not hook.flatten
-    return name in ENTRANCES
+    return kind in ENTRANCES
 
 
 def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:

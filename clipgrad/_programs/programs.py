@@ -6,16 +6,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn
 
 from clipgrad._programs.elements import is_reference
+from clipgrad._programs.hijax import high_operation, with_plain_equations
+from clipgrad._programs.kinds import KERNELS, KINDS, Kind, held_programs, kind_of
+from clipgrad._programs.numeric import NUMERIC, Does, does, is_print
+from clipgrad._programs.primitives import PrimitiveNames
 
 Kept = TypeVar("Kept")
-CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})
-CALLS = frozenset({"closed_call", "core_call"})
-REMAT = frozenset({"checkpoint", "remat", "remat2"})
-JIT = frozenset({"jit", "pjit"})
-PRINTS = frozenset({"debug_callback", "debug_print"})
 # JAX has no public names for the effects of an operation on a reference, along a named axis, or of
 # a kernel of Pallas on the memory, the semaphores and the units of its device.
 _OF_REFERENCES = {"ReadEffect", "WriteEffect", "AccumEffect", "InternalMutableArrayEffect"}
@@ -23,12 +22,29 @@ _HARMLESS = {
     "NamedAxisEffect", "SemaphoreEffect", "CommsEffect", "DelayEffect", "PRNGEffect", "TraceEffect",
     "MXUEffect", "MemoryEffect", "BarrierEffect",
 }  # fmt: skip
-_DIFFERENTIATED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
+_NO_KIND = Kind("operation")
+FOREIGN_PROGRAMS = PrimitiveNames(
+    lambda: {**KINDS, **NUMERIC},
+    lambda row: row is KERNELS or getattr(row, "does", 0) is Does.CALLS,
+)
+# Of each jaxpr the one with plain equations; None if that is itself.
+_PLAIN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def opened(program: Any) -> tuple[Any, Sequence]:
-    """Return the jaxpr and the constants of a program in any of JAX's containers."""
-    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    """Return the jaxpr and the constants of a program in any of JAX's containers.
+
+    Its equations are those that JAX writes without upgrade flags, see `hijax.py`.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    if jaxpr not in _PLAIN:
+        plain = with_plain_equations(jaxpr, _plain_params)
+        _PLAIN[jaxpr] = None if plain is jaxpr else plain
+    return _PLAIN[jaxpr] or jaxpr, getattr(program, "consts", ())
+
+
+def _plain_params(equation: JaxprEqn) -> dict[str, Any]:
+    return map_programs(equation, lambda program: opened(program)[0])
 
 
 def read_once(function: Callable[[Any], Kept]) -> Callable[[Any], Kept]:
@@ -45,17 +61,11 @@ def read_once(function: Callable[[Any], Kept]) -> Callable[[Any], Kept]:
     return read
 
 
-def called_program(equation: JaxprEqn) -> Any:
-    """Return the program of an equation that holds one, such as `jit`, `scan` or a custom rule."""
-    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-    return next(equation.params[name] for name in names if name in equation.params)
-
-
 def equations(program: Any) -> Iterator[JaxprEqn]:
     """Iterate over the equations of a program and of all programs inside it."""
     for equation in opened(program)[0].eqns:
         yield equation
-        for inner in jaxprs_in_params(equation.params):
+        for inner in held_programs(equation):
             yield from equations(inner)
 
 
@@ -67,17 +77,13 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
             return change(value)
         if isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
             items = [changed(item) for item in value]
+            if all(item is old for item, old in zip(items, value, strict=True)):
+                return value
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return value
 
     new = {name: changed(value) for name, value in equation.params.items()}
     return {name: value for name, value in new.items() if value is not equation.params[name]}
-
-
-def held_programs(equation: JaxprEqn) -> list:
-    """Return all programs inside an equation, in JAX's containers."""
-    parts = (p if isinstance(p, tuple) else (p,) for p in equation.params.values())
-    return [item for part in parts for item in part if hasattr(item, "eqns")]
 
 
 def differentiated_programs(equation: JaxprEqn) -> list:
@@ -86,7 +92,8 @@ def differentiated_programs(equation: JaxprEqn) -> list:
     Those of a custom rule, a kernel, a `while` and a linear solve are not: they have derivatives of
     their own, or none.
     """
-    return held_programs(equation) if equation.primitive.name in _DIFFERENTIATED else []
+    kind = kind_of(equation) or _NO_KIND
+    return kind.through(equation) if kind.values(equation) else []
 
 
 def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
@@ -94,12 +101,9 @@ def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
 
     Of the others `evaluate` enters only `while`'s, and custom rules if its hook flattens.
     """
-    if equation.primitive.name == "custom_linear_solve":
-        solve = equation.params["jaxprs"]
-        others = [solve.solve, solve.vecmat, solve.transpose_solve]
-        return [solve.matvec], [program for program in others if program is not None]
-    inner = differentiated_programs(equation)
-    return (inner, []) if inner else ([], held_programs(equation))
+    through = (kind_of(equation) or _NO_KIND).through(equation)
+    others = [p for p in held_programs(equation) if all(p is not own for own in through)]
+    return through, others
 
 
 def value_programs(equation: JaxprEqn) -> list:
@@ -108,8 +112,7 @@ def value_programs(equation: JaxprEqn) -> list:
     They are in the order in which `evaluate` numbers the branches of a cond. Custom rules and
     linear solves are left whole; the condition of a `while` is computed apart from its body.
     """
-    is_while = equation.primitive.name == "while"
-    return [equation.params["body_jaxpr"]] if is_while else differentiated_programs(equation)
+    return (kind_of(equation) or _NO_KIND).values(equation)
 
 
 def tracked_programs(equation: JaxprEqn) -> list:
@@ -117,14 +120,14 @@ def tracked_programs(equation: JaxprEqn) -> list:
 
     They are the `value_programs`, and custom rules; a choice by platform is one operation.
     """
-    if equation.primitive.name in CUSTOM_RULES:
-        return [called_program(equation)]
-    return [] if chooses_by_platform(equation) else value_programs(equation)
+    return (kind_of(equation) or _NO_KIND).followed(equation)
 
 
-def chooses_by_platform(equation: JaxprEqn) -> bool:
-    """Whether an equation is a cond that chooses by the platform, when XLA compiles."""
-    return equation.params.get("branches_platforms") is not None
+def is_foreign(equation: JaxprEqn) -> bool:
+    """Whether an equation is a kernel or a function outside of JAX, which is seen from outside."""
+    if (kind := kind_of(equation)) is not None:
+        return kind is KERNELS
+    return does(equation) is Does.CALLS or high_operation(equation) is not None
 
 
 def side_effects(program: Any) -> list[str]:
@@ -140,7 +143,7 @@ def side_effects(program: Any) -> list[str]:
     found = {
         equation.primitive.name
         for equation in equations(program)
-        if not held_programs(equation) and equation.primitive.name not in PRINTS
+        if not held_programs(equation) and not is_print(equation)
         if any(type(effect).__name__ not in harmless for effect in equation.effects)
     }
     return sorted(found)
@@ -157,12 +160,3 @@ def device_count(equation: JaxprEqn) -> int:
     """Return over how many devices a `shard_map` maps."""
     shape = equation.params["mesh"].shape
     return math.prod(shape[name] for name in manual_axes(equation))
-
-
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Return how many inputs of a scan are constants and how many are carried."""
-    params = equation.params
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()
-    return len(constants), len(carry)

@@ -14,7 +14,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from clipgrad._programs.evaluate import bind
-from clipgrad._programs.programs import called_program, opened
+from clipgrad._programs.kinds import called_program
+from clipgrad._programs.programs import opened
 
 
 def scan_again(

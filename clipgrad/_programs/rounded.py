@@ -15,34 +15,17 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._compat import varying_axes
 from clipgrad._programs.elements import dtype_of, holds_floats
 from clipgrad._programs.evaluate import Hook, bind, evaluate, is_entered
-from clipgrad._programs.programs import PRINTS, held_programs, manual_axes
-from clipgrad._programs.widen import FOREIGN_PROGRAMS, PRODUCTS, Widen
+from clipgrad._programs.kinds import held_programs, is_scan, is_shard_map, tracks_devices
+from clipgrad._programs.numeric import Does, does, numeric_of
+from clipgrad._programs.programs import is_foreign, manual_axes
+from clipgrad._programs.widen import Widen
 
 NEIGHBOR = 0.51  # x + x * (0.51 eps) rounds to a neighbor of x, whatever its leading digits
-UNROUNDED = frozenset(
-    "abs all_gather all_gather_invariant all_to_all approx_top_k bitcast_convert_type "
-    "broadcast_in_dim ceil clamp complex concatenate conj copy copy_p cummax cummin device_put "
-    "dynamic_slice dynamic_update_slice empty empty2 expand_dims floor gather get imag iota "
-    "layout_constraint max mesh_cast min name neg nextafter optimization_barrier pad pbroadcast "
-    "pcast pmax pmin ppermute pvary real reduce_max reduce_min reduce_window_max reduce_window_min "
-    "reshape reshard rev rng_uniform round scatter scatter-max scatter-min scatter_max scatter_min "
-    "select_and_gather_add select_n sharding_constraint sign slice sort split squeeze stack "
-    "stop_gradient swap tile top_k transpose unstack".split()
-)
-SUMS = frozenset(
-    "conv_general_dilated cumlogsumexp cumprod cumsum dot_general fft psum psum2 psum_invariant "
-    "ragged_dot_general reduce_prod reduce_scatter reduce_sum reduce_window_sum scatter-add "
-    "scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add".split()
-)
-# Backward stable: off by what a rounding of their operands moves.
-SOLVERS = FOREIGN_PROGRAMS | frozenset(
-    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
-    "symmetric_product triangular_solve tridiagonal tridiagonal_solve".split()
-)
 RUNS_ON = ("cpu", "gpu", "tpu")
 MEASURE = "clipgrad_measure"  # the name of a `jit`
 # The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
@@ -125,23 +108,23 @@ class _Rounding(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, moved; None for a program that is entered."""
-        name = equation.primitive.name
-        if name in PRINTS:
+        rounding = does(equation)
+        if rounding is Does.PRINTS:
             return []
         if equation.params.get("name") == MEASURE:
             return bind(equation, inputs)
         if is_entered(equation, self):
             return None
-        if name in UNROUNDED or not any(map(holds_floats, equation.outvars)):
+        if rounding is Does.COPIES or not any(map(holds_floats, equation.outvars)):
             return self._bound(equation, inputs)
-        if name == "convert_element_type":
+        if rounding is Does.CASTS:
             return self._cast(equation, inputs)
-        if name in SUMS | SOLVERS or held_programs(equation):
+        if rounding in (Does.SUMS, Does.SOLVES) or is_foreign(equation) or held_programs(equation):
             return self._sum(equation, inputs)
-        if name in ("mul", "div"):
+        if rounding is Does.SCALES:
             return self._scaled(equation, inputs)
         outputs = self._bound(equation, inputs)
-        if name != "reduce_precision":
+        if rounding is not Does.REDUCES:
             return self._all(equation, outputs)
         least = float(jnp.finfo(dtype_of(equation.outvars[0])).eps)
         reduced = self.parts.reduced * 2.0 ** -equation.params["mantissa_bits"]
@@ -169,9 +152,9 @@ class _Rounding(Hook):
 
     def inside(self, equation: JaxprEqn, step: Any) -> Self:
         """The hook with other signs at each step, and on each device if it knows them apart."""
-        if equation.primitive.name == "scan":
+        if is_scan(equation):
             return dataclasses.replace(self, salt=mixed(mixed(self.salt) + step))
-        if equation.primitive.name == "shard_map" and not equation.params["check_vma"]:
+        if is_shard_map(equation) and not tracks_devices(equation):
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
 
@@ -215,7 +198,7 @@ class _Rounding(Hook):
         """A product or a quotient, where it is not with a power of two."""
         (y,) = self._bound(equation, inputs)
         factors = [x for x in inputs if not jnp.iscomplexobj(x)]
-        factors = factors[-1:] if equation.primitive.name == "div" else factors
+        factors = factors[-1:] if equation.primitive is jax_primitives.div_p else factors
         if any(
             not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
@@ -229,7 +212,7 @@ class _Rounding(Hook):
         """A sum of terms that are rounded to the type of the result, or of a pass of a product."""
         kinds = {dtype_of(v) for v in equation.outvars if holds_floats(v)}
         widest = max(kinds, key=lambda dtype: jnp.finfo(dtype).nmant)
-        is_product, changed = equation.primitive.name in PRODUCTS, {}
+        is_product, changed = numeric_of(equation).is_product, {}
         terms = list(inputs)
         for i, (x, v) in enumerate(zip(inputs, equation.invars, strict=True)):
             if not holds_floats(v):
@@ -251,7 +234,9 @@ class _Rounding(Hook):
         pair may differ by less than half.
         """
         out: Any = equation.outvars[0].aval
-        is_half = equation.primitive.name == "reduce_sum" and jnp.finfo(out.dtype).bits <= 16
+        is_half = (
+            equation.primitive is jax_primitives.reduce_sum_p and jnp.finfo(out.dtype).bits <= 16
+        )
         if not is_half:
             return None
         count = np.size(inputs[0]) / max(1, out.size)
@@ -260,7 +245,7 @@ class _Rounding(Hook):
 
     def _pass(self, equation: JaxprEqn, own: Any, eps: float) -> Any:
         """The rounding of an operand: that of its product, if it is coarser."""
-        single = jnp.finfo(own).bits == 32 and equation.primitive.name in PRODUCTS
+        single = jnp.finfo(own).bits == 32 and numeric_of(equation).is_product
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
         known = PASSES.get(getattr(first, "name", "")) if single else None

@@ -10,20 +10,15 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._programs.elements import dtype_of, holds_floats
 from clipgrad._programs.evaluate import Hook, bind, is_entered, retrace
-from clipgrad._programs.programs import CUSTOM_RULES, PRINTS, equations, map_programs, opened
+from clipgrad._programs.kinds import detaches, has_custom_rule
+from clipgrad._programs.numeric import Does, does, is_print, numeric_of
+from clipgrad._programs.programs import equations, is_foreign, map_programs, opened
 
-# What looks at the bits of its numbers, or may be there for some types alone: it is bound in the
-# types of the program, and its results are widened.
-OWN_TYPES = frozenset("bitcast_convert_type nextafter rng_uniform".split())
-FOREIGN_PROGRAMS = frozenset(
-    "pure_callback io_callback pallas_call custom_call ffi_call "
-    "custom_partitioning run_state xla_pmap".split()
-)
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 class Widen(Hook):
@@ -63,7 +58,7 @@ class Widen(Hook):
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Widen":
         """The hook for the program of a custom rule stops nothing."""
-        if equation.primitive.name not in CUSTOM_RULES:
+        if not has_custom_rule(equation):
             return self
         freely = copy.copy(self)
         freely.stop = lambda x: x
@@ -71,16 +66,15 @@ class Widen(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results in the wide type; None where the equation is entered."""
-        name = equation.primitive.name
-        if name == "stop_gradient":
+        if detaches(equation):
             return [self.stop(inputs[0])]
-        if name == "reduce_precision":
+        if does(equation) is Does.REDUCES:
             return inputs
-        if name in PRINTS:
+        if is_print(equation):
             return []
-        if name == "random_gamma":
+        if equation.primitive is jax_primitives.random_gamma_p:
             return [self._sample(equation, inputs)]
-        if name in OWN_TYPES | FOREIGN_PROGRAMS:
+        if numeric_of(equation).has_bits or is_foreign(equation):
             return self._as_they_are(equation, inputs)
         return None if is_entered(equation, self) else self._bound(equation, inputs)
 
@@ -109,7 +103,7 @@ class Widen(Hook):
         changed: dict[str, Any] = {
             name: self.wide_dtype(params[name]) for name in dtypes if _is_float(params[name])
         }
-        if equation.primitive.name in PRODUCTS and self.dtype == jnp.float64:
+        if numeric_of(equation).is_product and self.dtype == jnp.float64:
             changed["precision"] = None
         return bind(equation, inputs, **changed, **map_programs(equation, self._widened))
 
@@ -129,7 +123,7 @@ class NoRules(Widen):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, rounded where the program rounds."""
-        rounds = equation.primitive.name in ("reduce_precision", *PRODUCTS)
+        rounds = does(equation) is Does.REDUCES or numeric_of(equation).is_product
         return bind(equation, inputs) if rounds else super().__call__(equation, inputs)
 
 

@@ -147,8 +147,8 @@ def train_step(
         that the clip measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
         transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale`` (their
         ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``all_zero``
-        is 1 where the gradient is exactly zero); ``clip``, or ``clip_0``, ``clip_1``, ...: what else
-        the state of a clip has, its threshold and its counts, and its own ``leaves``;
+        is 1 where the gradient is exactly zero); ``clip``, or ``clip_0``, ``clip_1``, ...: what
+        else the state of a clip has, its threshold and its counts, and its own ``leaves``;
       * with `skip_spikes`: ``skipped``, ``skipped_consecutive`` and ``nonfinite_consecutive``, of
         several together; and ``skip_spikes`` with all numbers of one, such as the ``limit`` that
         the step was judged by;

@@ -113,10 +113,11 @@ class ValueHook(_programs.Hook):
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The tagged value; an equation without names inside is bound as it is."""
-        if equation.primitive.name == "name" and not _names.is_mark(equation):
+        tag = _programs.tag_of(equation)
+        if tag is not None and not _names.is_mark(equation):
             (tagged,) = _programs.bind(equation, inputs)
             used = _names.is_used(self._jaxpr, equation.outvars[0])
-            return [self._see(equation.params["name"], "tag", 0, 0, tagged, used)]
+            return [self._see(tag, "tag", 0, 0, tagged, used)]
         return None if self._has_names_inside(equation) else _programs.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _programs.ProgramValues:
@@ -130,21 +131,21 @@ class ValueHook(_programs.Hook):
         return outputs
 
     def steps(self, equation: Any) -> KeyedNotes:
-        return self.keys_inside(self._number) if equation.primitive.name != "cond" else {}
+        return {} if _programs.is_cond(equation) else self.keys_inside(self._number)
 
     shards = steps
 
     def inside(self, equation: Any, step: Any) -> Self:
         """The hook for a program inside of an equation, with the taps of this step."""
-        name, axes, taps = equation.primitive.name, self.axes, step
-        if name == "shard_map" and equation.params["check_vma"]:
+        axes, taps, is_mapped = self.axes, step, _programs.is_shard_map(equation)
+        if _programs.tracks_devices(equation):
             axes |= {*_programs.manual_axes(equation)}
         if not isinstance(step, dict):
-            taps = {} if name == "shard_map" else self.keys_inside(self._number)
+            taps = {} if is_mapped else self.keys_inside(self._number)
         inner = dataclasses.replace(
             self, taps=taps, scopes=(*self.scopes, *_names.path(equation)), axes=axes
         )
-        return inner if name in ("cond", "shard_map") else inner.branch(0)
+        return inner if is_mapped or _programs.is_cond(equation) else inner.branch(0)
 
     def branch(self, number: int) -> Self:
         taps = {key[1:]: tap for key, tap in self.taps.items() if key[0] == number}
@@ -159,7 +160,7 @@ class ValueHook(_programs.Hook):
     def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
         """Keep the notes of the programs inside of an equation."""
         del inputs
-        on_devices = equation.primitive.name == "shard_map"
+        on_devices = _programs.is_shard_map(equation)
         for program, own in enumerate(notes):
             for key, note in own.items():
                 note = self.over_devices(equation, key, note) if on_devices else note
@@ -254,7 +255,7 @@ class NamedValue(NamedTuple):
     @property
     def in_while(self) -> bool:
         """Whether it is in a `while` loop, so that it has no cotangent."""
-        return any(e.primitive.name == "while" for e in self.place.chain[1:])
+        return any(map(_programs.is_while, self.place.chain[1:]))
 
 
 def named_values(program: Any) -> Iterator[NamedValue]:
@@ -264,8 +265,9 @@ def named_values(program: Any) -> Iterator[NamedValue]:
             if not _programs.holds_floats(variable):
                 continue
             position = (*own, output)
-            if equation.primitive.name == "name" and not _names.is_mark(equation):
-                yield NamedValue((*position, 0), equation.params["name"], "tag", place, variable)
+            tag = _programs.tag_of(equation)
+            if tag is not None and not _names.is_mark(equation):
+                yield NamedValue((*position, 0), tag, "tag", place, variable)
             exit = _names.exits(jaxpr).get(variable)
             for left in exit.left if exit else _names.left_unused(jaxpr, equation, variable):
                 name = "/".join((*scopes, *left))

@@ -177,8 +177,8 @@ class _Measure(ValueHook):
     def key_around(self, equation: Any, program: int, key: Any) -> Any:
         """The key with the length of a scan in front of the others."""
         name, nest = key
-        is_scan = equation.primitive.name == "scan"
-        return name, (equation.params["length"], *nest) if is_scan else nest
+        length = _programs.scan_length(equation)
+        return name, nest if length is None else (length, *nest)
 
     def joined(self, first: ValueStats, second: ValueStats) -> ValueStats:
         return first.joined(second)

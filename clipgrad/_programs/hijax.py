@@ -1,0 +1,95 @@
+"""JAX's high-level operations as its plain ones.
+
+With its flags ``JAX_REMAT3``, ``JAX_CUSTOM_VJP3`` and ``JAX_CUSTOM_JVP3``, and for `custom_root` by
+default, JAX 0.12 writes an operation as an object of the class `jax.experimental.hijax.HiPrim` in
+the parameters of one primitive. A tag and a `jax.checkpoint` are read as the plain primitives that
+they are without the flags; all others are functions with rules of their own, whose program is what
+their method `expand` computes.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as jax_primitives
+
+# The parameters of the object of a tag, and of the one of a `jax.checkpoint`.
+_OF_TAGS = {"name"}
+_OF_REMAT = {"jaxpr", "policy", "prevent_cse"}
+
+_EXPANDED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _high_class() -> type | tuple[()]:
+    """The class of these objects; no class before JAX 0.12."""
+    from jax.experimental import hijax
+
+    return getattr(hijax, "HiPrim", ())
+
+
+def high_operation(equation: JaxprEqn) -> Any:
+    """The object of an equation that stands for an operation of JAX's or of a user's, or None."""
+    if len(equation.params) != 1:
+        return None
+    (own,) = equation.params.values()
+    return own if isinstance(own, _high_class()) else None
+
+
+def plain_equation(equation: JaxprEqn) -> JaxprEqn:
+    """The equation of a tag or a `jax.checkpoint` as it is without flags; others as they are."""
+    params = getattr(high_operation(equation), "params", {})
+    if params.keys() == _OF_TAGS:
+        return equation.replace(primitive=jax_primitives.name_p, params=dict(params))
+    if params.keys() != _OF_REMAT:
+        return equation
+    jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    own = params | {"jaxpr": jaxpr, "differentiated": False}
+    return equation.replace(primitive=jax_primitives.remat_p, params=own)
+
+
+def expanded_program(equation: JaxprEqn) -> Any:
+    """What the operation of an equation computes, or None if JAX knows no such program."""
+    operation = high_operation(equation)
+    if operation is None:
+        return None
+    known, types = _EXPANDED.setdefault(operation, {}), tuple(v.aval for v in equation.invars)
+    if types not in known:
+        known[types] = _expanded(operation)
+    return known[types]
+
+
+def _expanded(operation: Any) -> Any:
+    try:
+        program = jax.make_jaxpr(operation.expand)(*operation.in_avals)
+    except Exception:  # of types that are no arrays
+        return None
+    return _called(program)
+
+
+def _called(program: Any) -> Any:
+    """The program that a program of one call calls."""
+    jaxpr = getattr(program, "jaxpr", program)
+    (call,) = jaxpr.eqns if len(jaxpr.eqns) == 1 else (None,)
+    inner = call.params.get("call_jaxpr") if call else None
+    is_whole = call and [*call.invars] == [*jaxpr.invars] and [*call.outvars] == [*jaxpr.outvars]
+    return inner if inner is not None and is_whole else program
+
+
+def with_plain_equations(jaxpr: Any, plain_params: Callable[[JaxprEqn], dict[str, Any]]) -> Any:
+    """A jaxpr with its equations as `plain_equation` has them; itself if it has them.
+
+    ``plain_params`` are the parameters of an equation in which programs change in the same way.
+    """
+    if not _high_class():
+        return jaxpr
+    equations = []
+    for equation in jaxpr.eqns:
+        own = plain_equation(equation)
+        inner = plain_params(own)
+        equations.append(own.replace(params=own.params | inner) if inner else own)
+    is_plain = all(own is old for own, old in zip(equations, jaxpr.eqns, strict=True))
+    return jaxpr if is_plain else jaxpr.replace(eqns=equations)

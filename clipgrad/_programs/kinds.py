@@ -1,0 +1,301 @@
+"""The table of the primitives that hold programs: all that is known of each, in one row.
+
+To add a primitive, write a row of `KINDS`: what holds its programs, which of them derivatives go
+through, whether values inside of them have names, and what feeds them. How `evaluate` binds it
+again is an entrance (`entrances.py`), how `diagnose` opens it on a tape is an opening of it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import primitives as jax_primitives
+
+from clipgrad._programs.hijax import expanded_program, high_operation
+from clipgrad._programs.primitives import PrimitiveTable, Probe, on_a_mesh, public_primitives
+
+
+class Feed(NamedTuple):
+    """What goes into a program inside of an equation, and where its results go.
+
+    Attributes:
+      operands: the operand that each input of the program is.
+      carried: the result of one step of a loop that an input of the next step is.
+      control: the operands that decide whether, or how often, the program runs.
+    """
+
+    operands: tuple[int, ...]
+    carried: dict[int, int]
+    control: tuple[int, ...] = ()
+
+
+def held_programs(equation: JaxprEqn) -> list:
+    """Return all programs inside an equation, in JAX's containers."""
+    parts = (p if isinstance(p, tuple) else (p,) for p in equation.params.values())
+    found = [item for part in parts for item in part if hasattr(item, "eqns")]
+    if not found and high_operation(equation) is not None:
+        found = [program for program in [expanded_program(equation)] if program is not None]
+    return found
+
+
+def called_program(equation: JaxprEqn) -> Any:
+    """Return the program of an equation that holds one, such as `jit`, `scan` or a custom rule."""
+    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+    own = (equation.params[name] for name in names if name in equation.params)
+    found = next(own, None)
+    return held_programs(equation)[0] if found is None else found
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants and how many are carried."""
+    params = equation.params
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def while_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """Return how many inputs of a `while` are constants of its condition and of its body."""
+    return equation.params["cond_nconsts"], equation.params["body_nconsts"]
+
+
+def _inputs_of(program: Any) -> int:
+    return len(getattr(program, "jaxpr", program).invars)
+
+
+def _feed_last(equation: JaxprEqn, program: Any) -> Feed:
+    """The last operands are the inputs: of a cond, the first one is the index."""
+    first = len(equation.invars) - _inputs_of(program)
+    return Feed(tuple(range(first, len(equation.invars))), {}, tuple(range(first)))
+
+
+def _feed_scan(equation: JaxprEqn, program: Any) -> Feed:
+    constants, carried = scan_counts(equation)
+    return Feed(tuple(range(_inputs_of(program))), {constants + i: i for i in range(carried)})
+
+
+def _feed_while(equation: JaxprEqn, program: Any) -> Feed:
+    first, constants = while_counts(equation)
+    operands = tuple(range(first, len(equation.invars)))
+    carried = {i: i - constants for i in range(constants, len(operands))}
+    return Feed(operands, carried, tuple(range(len(equation.invars))))
+
+
+def _feed_solve(equation: JaxprEqn, program: Any) -> Feed:
+    """A linear solve is followed as one operation."""
+    raise NotImplementedError(equation.primitive.name)
+
+
+def _none(equation: JaxprEqn) -> list:
+    return []
+
+
+def _body(equation: JaxprEqn) -> list:
+    return [equation.params["body_jaxpr"]]
+
+
+def _matrix(equation: JaxprEqn) -> list:
+    return [equation.params["jaxprs"].matvec]
+
+
+def _called(equation: JaxprEqn) -> list:
+    return held_programs(equation)[:1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+    """A row: primitives that hold programs in one way.
+
+    It holds the names that JAX gives these primitives: ``name in JIT``.
+
+    Attributes:
+      noun: the word for it.
+      through: the programs that derivatives go through, operation by operation.
+      values: the programs whose values have names, and can be kept besides the results. They are in
+        the order in which `evaluate` numbers the branches of a cond.
+      followed: the programs whose operations are followed one by one.
+      feed: what feeds one of the programs, and what it feeds.
+    """
+
+    noun: str
+    through: Callable[[JaxprEqn], list] = _none
+    values: Callable[[JaxprEqn], list] = _none
+    followed: Callable[[JaxprEqn], list] = _none
+    feed: Callable[[JaxprEqn, Any], Feed] = _feed_last
+
+    @property
+    def primitives(self) -> list[Primitive]:
+        """JAX's primitives of this kind."""
+        return [primitive for primitive, kind in KINDS.items() if kind is self]
+
+    def __iter__(self) -> Iterator[str]:
+        return (primitive.name for primitive in self.primitives)
+
+    def __contains__(self, name: str) -> bool:
+        return name in set(self)
+
+    def __or__(self, other: "Kind | frozenset[str]") -> frozenset[str]:
+        return frozenset((*self, *other))
+
+    __ror__ = __or__
+
+
+def _chosen(equation: JaxprEqn) -> list:
+    """A choice by platform is one operation."""
+    return [] if chooses_by_platform(equation) else held_programs(equation)
+
+
+# The programs inside are the equation, operation by operation.
+_WHOLE: dict[str, Any] = dict.fromkeys(("through", "values", "followed"), held_programs)
+SCANS = Kind("scan", **_WHOLE, feed=_feed_scan)
+WHILES = Kind("while", values=_body, followed=_body, feed=_feed_while)
+CONDS = Kind("cond", **_WHOLE | {"followed": _chosen})
+JIT = Kind("jit", **_WHOLE)
+REMAT = Kind("remat", **_WHOLE)
+CALLS = Kind("call", **_WHOLE)
+SHARD_MAPS = Kind("shard_map", **_WHOLE)
+CUSTOM_RULES = Kind("custom rule", followed=_called)
+LINEAR_SOLVES = Kind("linear solve", through=_matrix, feed=_feed_solve)
+# Operations that hold functions, as a reduction does, and have derivatives of their own.
+WITH_FUNCTIONS = Kind("operation with functions")
+# Programs that are written for a device or a compiler, and in the types that they have.
+KERNELS = Kind("kernel")
+
+
+def _ruled_for_vmap(x: Any) -> Any:
+    rule = jax.custom_batching.custom_vmap(lambda x: x)
+    rule.def_vmap(lambda size, batched, x: (x, True))
+    return rule(x)
+
+
+def _linear_call(x: Any) -> Any:
+    same = lambda _, x: x  # noqa: E731
+    return jax.custom_derivatives.linear_call(same, same, (), x)
+
+
+def _high_operation(x: Any) -> Any:
+    """What becomes of `jax.lax.custom_root` on JAX 0.12, if it is not the program of `while`."""
+    return jax.lax.custom_root(lambda y: y - x, x, lambda f, y: x, lambda g, y: y)
+
+
+_PALLAS, _PARTITIONING = "jax.experimental.pallas", "jax.experimental.custom_partitioning"
+
+
+def _kernel(x: Any) -> Any:
+    return sys.modules[_PALLAS].pallas_call(lambda x, y: None, out_shape=x)(x)
+
+
+def _run_state(x: Any) -> Any:
+    return sys.modules[_PALLAS].run_state(lambda reference: None)(x)
+
+
+def _partitioned(x: Any) -> Any:
+    return sys.modules[_PARTITIONING].custom_partitioning(lambda x: x)(x)
+
+
+KINDS: PrimitiveTable[Kind] = PrimitiveTable(
+    "KINDS",
+    {
+        SCANS: ("scan_p",),
+        WHILES: ("while_p",),
+        CONDS: ("cond_p",),
+        JIT: ("jit_p",),
+        REMAT: ("remat_p",),
+        CALLS: ("closed_call_p", "call_p"),
+        SHARD_MAPS: (Probe("shard_map", on_a_mesh(lambda x: x)),),
+        CUSTOM_RULES: (
+            "custom_jvp_call_p",
+            "custom_vjp_call_p",
+            Probe("custom_vmap", _ruled_for_vmap),
+            Probe("hijax", _high_operation),
+        ),
+        LINEAR_SOLVES: ("linear_solve_p",),
+        WITH_FUNCTIONS: (
+            "reduce_p",
+            "reduce_window_p",
+            "select_and_scatter_p",
+            "scatter_p",
+            "scatter_add_p",
+            "scatter_mul_p",
+            "scatter_min_p",
+            "scatter_max_p",
+            Probe("scatter-sub", lambda x: x.at[0].subtract(1.0)),
+            Probe("linear_call", _linear_call),
+            Probe("composite", lambda x: jax.lax.composite(lambda x: x, "clipgrad.probe")(x)),
+        ),
+        KERNELS: (
+            Probe("pallas_call", _kernel, module=_PALLAS),
+            Probe("run_state", _run_state, module=_PALLAS),
+            Probe("partitioned", _partitioned, module=_PARTITIONING),
+        ),
+    },
+)
+
+
+def kind_of(equation: JaxprEqn) -> Kind | None:
+    """The row of an equation that holds programs; None if it holds none, or has no row."""
+    if equation.primitive in public_primitives() or held_programs(equation):
+        return KINDS.get(equation.primitive)
+    return None
+
+
+def is_scan(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is SCANS
+
+
+def is_while(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is WHILES
+
+
+def is_cond(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is CONDS
+
+
+def is_jit(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is JIT
+
+
+def is_shard_map(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is SHARD_MAPS
+
+
+def has_custom_rule(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is CUSTOM_RULES
+
+
+def is_linear_solve(equation: JaxprEqn) -> bool:
+    return kind_of(equation) is LINEAR_SOLVES
+
+
+def is_tag(equation: JaxprEqn) -> bool:
+    """Whether an equation is a tag of `checkpoint_name`."""
+    return equation.primitive is jax_primitives.name_p
+
+
+def tag_of(equation: JaxprEqn) -> str | None:
+    """The name that a tag gives its value; None for another equation."""
+    return equation.params["name"] if is_tag(equation) else None
+
+
+def detaches(equation: JaxprEqn) -> bool:
+    """Whether an equation is a `stop_gradient`."""
+    return equation.primitive is jax_primitives.stop_gradient_p
+
+
+def scan_length(equation: JaxprEqn) -> int | None:
+    """The number of steps of a scan; None for another equation."""
+    return equation.params["length"] if is_scan(equation) else None
+
+
+def tracks_devices(equation: JaxprEqn) -> bool:
+    """Whether an equation is a `shard_map` that knows what varies along its axes."""
+    return is_shard_map(equation) and equation.params["check_vma"]
+
+
+def chooses_by_platform(equation: JaxprEqn) -> bool:
+    """Whether an equation is a cond that chooses by the platform, when XLA compiles."""
+    return equation.params.get("branches_platforms") is not None

@@ -1,0 +1,216 @@
+"""The table of what the primitives of JAX do to floating numbers, one row for each kind.
+
+`rounded` reads which of them round, and how; the checker, which it cannot widen; the advice and the
+causes of `diagnose`, where one has no finite derivative, and where none at all.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from clipgrad._programs.primitives import PrimitiveNames, PrimitiveTable, Probe, on_a_mesh
+
+
+class Does(enum.Enum):
+    """What a primitive does to numbers, and so how its results are rounded."""
+
+    COPIES = "its results are some of its operands"
+    SUMS = "adds or multiplies many terms, each of which may be rounded"
+    SOLVES = "is off by what a rounding of its operands moves"
+    SCALES = "is exact where a factor is a power of two"
+    CASTS = "rounds where the type of its result has fewer digits"
+    REDUCES = "rounds to the digits that it says"
+    ROUNDS = "each number of its result is rounded once"
+    CALLS = "is a function outside of JAX"
+    PRINTS = "has no result"
+    COUNTS = "has no floating result, or random bits"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Numeric:
+    """A row: primitives that do the same to numbers.
+
+    Attributes:
+      does: how results are rounded.
+      bad_at: where the derivative is not finite, a row of `WHEN` in the advice of `diagnose`.
+      is_flat: whether the derivative is zero everywhere.
+      is_product: whether a device may round the operands, by the precision of the product.
+      has_bits: whether it looks at the bits of its numbers, or is there for some types alone.
+      overflows: whether it makes inf of finite numbers by its size alone.
+      moves: whether an operand, such as the weights of a layer, is still what it was.
+    """
+
+    does: Does
+    bad_at: str | None = None
+    is_flat: bool = False
+    is_product: bool = False
+    has_bits: bool = False
+    overflows: bool = False
+    moves: bool = False
+
+
+def _public(names: str) -> tuple[str, ...]:
+    return tuple(f"{name.rstrip('?')}_p{'?' * name.endswith('?')}" for name in names.split())
+
+
+def _psum(x: Any) -> Any:
+    return lax.psum(x, "d")
+
+
+def _psum_scatter(x: Any) -> Any:
+    return lax.psum_scatter(x, "d", tiled=True)
+
+
+def _vary(x: Any) -> Any:
+    return lax.pcast(jnp.ones(2), "d", to="varying")
+
+
+def _layout(x: Any) -> Any:
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout((0,)))
+
+
+def _io_callback(x: Any) -> Any:
+    from jax.experimental import io_callback
+
+    return io_callback(lambda x: x, x, x)
+
+
+def _reshard(x: Any) -> Any:
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec("d"))
+
+
+def _ragged_dot(x: Any) -> Any:
+    return lax.ragged_dot(x, jnp.ones((1, 2, 2), "float32"), jnp.ones(1, "int32"))
+
+
+def _cholesky_update(x: Any) -> Any:
+    return lax.linalg.cholesky_update(x, jnp.ones(2, "float32"))
+
+
+_MATRIX = (2, 2)
+NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
+    "NUMERIC",
+    {
+        Numeric(Does.COPIES, moves=True): (
+            *_public(
+                """broadcast_in_dim copy dynamic_slice gather iota reshape slice squeeze
+                transpose"""
+            ),
+            Probe("split", lambda x: lax.split(x, (1, 1))),
+            Probe("unstack", jnp.unstack, _MATRIX),
+            Probe("tile", lambda x: jnp.tile(x, 2)),
+        ),
+        Numeric(Does.COPIES): (
+            *_public(
+                """abs all_gather all_to_all approx_top_k clamp complex concatenate conj cummax
+                cummin device_put dynamic_update_slice empty2 get imag max min name neg pad pmax
+                pmin ppermute ragged_all_to_all real reduce_max reduce_min reduce_window_max
+                reduce_window_min rev scatter scatter_max scatter_min select_and_gather_add select_n
+                sharding_constraint sort stop_gradient swap top_k"""
+            ),
+            Probe("stack", lambda x: jnp.stack([x, x])),
+            Probe("empty", lambda x: jnp.empty(2)),
+            Probe("barrier", lax.optimization_barrier),
+            Probe("layout", _layout),
+            Probe("reshard", on_a_mesh(_reshard, is_explicit=True)),
+            Probe("pcast", on_a_mesh(_vary)),
+        ),
+        Numeric(Does.COPIES, is_flat=True): _public("ceil floor round sign"),
+        Numeric(Does.COPIES, is_flat=True, has_bits=True): _public("nextafter"),
+        Numeric(Does.COPIES, has_bits=True): _public("bitcast_convert_type rng_uniform"),
+        Numeric(Does.SUMS): (
+            *_public(
+                """cumlogsumexp cumprod fft psum reduce_prod reduce_window_sum scatter_add
+                scatter_mul select_and_scatter_add"""
+            ),
+            Probe("scatter-sub", lambda x: x.at[0].subtract(1.0)),
+            Probe("psum", on_a_mesh(_psum, ())),
+            Probe("psum_scatter", on_a_mesh(_psum_scatter)),
+        ),
+        Numeric(Does.SUMS, overflows=True): _public("cumsum reduce_sum"),
+        Numeric(Does.SUMS, is_product=True, overflows=True): _public(
+            "conv_general_dilated dot_general"
+        ),
+        Numeric(Does.SUMS, is_product=True): (Probe("ragged_dot", _ragged_dot, _MATRIX),),
+        Numeric(Does.SOLVES): (
+            *_public(
+                """cholesky eig eigh hessenberg householder_product lu qr schur svd
+                triangular_solve tridiagonal tridiagonal_solve"""
+            ),
+            Probe("symmetric", lambda x: lax.linalg.symmetric_product(x, x), _MATRIX),
+            Probe("cholesky_update", _cholesky_update, _MATRIX),
+        ),
+        Numeric(Does.SCALES, overflows=True): _public("mul"),
+        Numeric(Does.SCALES): _public("div"),
+        Numeric(Does.CASTS, overflows=True, moves=True): _public("convert_element_type"),
+        Numeric(Does.REDUCES): _public("reduce_precision"),
+        Numeric(Does.ROUNDS): _public(
+            """atan atan2 asinh bessel_i0e bessel_i1e cos cosh digamma erf erf_inv erfc
+            igamma igamma_grad_a igammac lgamma logistic one_minus_square? polygamma polynomial?
+            random_gamma regularized_incomplete_beta rem sin sinh tan tanh zeta custom_lin"""
+        ),
+        Numeric(Does.ROUNDS, overflows=True): _public(
+            "add add_jaxvals exp exp2 expm1 integer_pow square sub"
+        ),
+        Numeric(Does.ROUNDS, bad_at="zero"): _public("sqrt cbrt pow rsqrt"),
+        Numeric(Does.ROUNDS, bad_at="log of zero"): _public("log log1p log2?"),
+        Numeric(Does.ROUNDS, bad_at="one"): _public("acos asin acosh atanh"),
+        Numeric(Does.CALLS): (
+            Probe("pure_callback", lambda x: jax.pure_callback(lambda x: x, x, x)),
+            Probe("io_callback", _io_callback),
+            Probe("ffi_call", lambda x: jax.ffi.ffi_call("clipgrad_probe", x)(x)),
+        ),
+        Numeric(Does.PRINTS): (
+            Probe("debug.print", lambda x: jax.debug.print("{}", x)),
+            Probe("debug.callback", lambda x: jax.debug.callback(lambda x: None, x)),
+        ),
+        Numeric(Does.COUNTS): _public(
+            """after_all and argmax argmin axis_index clz create_token eq eq_to ge gt is_finite le
+            le_to lt lt_to ne not or population_count random_bits random_fold_in random_seed
+            random_split reduce_and reduce_or reduce_xor rng_bit_generator shift_left
+            shift_right_arithmetic shift_right_logical threefry2x32 xor"""
+        ),
+    },
+)
+
+
+def numeric_of(equation: JaxprEqn) -> Numeric:
+    """The row of an equation; of a primitive without one, that of an operation that rounds."""
+    return NUMERIC.get(equation.primitive, _UNKNOWN)
+
+
+_UNKNOWN = Numeric(Does.ROUNDS)
+
+
+def does(equation: JaxprEqn) -> Does:
+    """What an equation does to numbers."""
+    return numeric_of(equation).does
+
+
+def is_print(equation: JaxprEqn) -> bool:
+    """Whether an equation prints, or calls a function for its effect alone."""
+    return does(equation) is Does.PRINTS
+
+
+def is_move(equation: JaxprEqn) -> bool:
+    """Whether an operand of an equation is still what it was, in another shape or type."""
+    return numeric_of(equation).moves
+
+
+def is_bad_at(point: str) -> PrimitiveNames:
+    """The names of the primitives whose derivative is not finite at a point."""
+    return PrimitiveNames(lambda: NUMERIC, lambda row: row.bad_at == point)
+
+
+OWN_TYPES = PrimitiveNames(lambda: NUMERIC, lambda row: row.has_bits)
+PRODUCTS = PrimitiveNames(lambda: NUMERIC, lambda row: row.is_product)
+PRINTS = PrimitiveNames(lambda: NUMERIC, lambda row: row.does is Does.PRINTS)
+FLAT_PRIMITIVES = PrimitiveNames(lambda: NUMERIC, lambda row: row.is_flat)
+OVERFLOWS = PrimitiveNames(lambda: NUMERIC, lambda row: row.overflows)
