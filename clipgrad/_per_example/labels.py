@@ -23,22 +23,22 @@ class WeightAxis(NamedTuple):
     number: int
 
 
-class Label(NamedTuple):
+class AxisLabel(NamedTuple):
     """The label of an axis: two axes of one label are summed or compared along each other."""
 
     kind: Kind
     number: WeightAxis | int
 
     @classmethod
-    def of_weight(cls, axis: WeightAxis | None, unit: Kind, number: int) -> "Label":
+    def of_weight(cls, axis: WeightAxis | None, unit: Kind, number: int) -> "AxisLabel":
         """The label of an axis of a weight; `None` is one of size 1, numbered among its kind."""
         return cls(unit, number) if axis is None else cls(Kind.WEIGHT, axis)
 
 
-EXAMPLES = Label(Kind.EXAMPLE, 0)
+EXAMPLES = AxisLabel(Kind.EXAMPLE, 0)
 
 
-class Sides(NamedTuple):
+class WeightSides(NamedTuple):
     """The weight's axes in a gradient that is a sum of products: all three lists are in order.
 
     Attributes:
@@ -63,13 +63,15 @@ class Factorization(NamedTuple):
       ct: axes of the view that ``ct`` alone has.
     """
 
-    groups: tuple[Label, ...]
-    rows: tuple[Label, ...]
-    x: tuple[Label, ...]
-    ct: tuple[Label, ...]
+    groups: tuple[AxisLabel, ...]
+    rows: tuple[AxisLabel, ...]
+    x: tuple[AxisLabel, ...]
+    ct: tuple[AxisLabel, ...]
 
     @classmethod
-    def of(cls, view: Iterable[Label], x: Iterable[Label], ct: Iterable[Label]) -> "Factorization":
+    def of(
+        cls, view: Iterable[AxisLabel], x: Iterable[AxisLabel], ct: Iterable[AxisLabel]
+    ) -> "Factorization":
         """The axes by the labels of a view and of scans along it, and of its factors.
 
         An axis of the view that neither has is one that ``x`` has the indices of.
@@ -81,15 +83,15 @@ class Factorization(NamedTuple):
 
     @property
     def x_is_left(self) -> bool:
-        """Whether ``x`` is the left factor; see `Sides`."""
+        """Whether ``x`` is the left factor; see `WeightSides`."""
         return _weight_axes(self.x) <= _weight_axes(self.ct)
 
     @property
-    def sides(self) -> Sides:
+    def sides(self) -> WeightSides:
         """The weight's axes on each side, which uses whose rows can be compared share."""
         groups, x, ct = map(_weight_axes, (self.groups, self.x, self.ct))
-        return Sides(groups, x, ct) if self.x_is_left else Sides(groups, ct, x)
+        return WeightSides(groups, x, ct) if self.x_is_left else WeightSides(groups, ct, x)
 
 
-def _weight_axes(labels: Iterable[Label]) -> tuple[WeightAxis, ...]:
+def _weight_axes(labels: Iterable[AxisLabel]) -> tuple[WeightAxis, ...]:
     return tuple(k.number for k in labels if isinstance(k.number, WeightAxis))

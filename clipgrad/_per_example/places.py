@@ -19,7 +19,7 @@ from clipgrad._compat import to_varying, varying_axes
 from clipgrad._per_example.labels import WeightAxis
 from clipgrad._programs import bind
 
-Label = WeightAxis | None  # of an axis of a view; `None`: its size is 1
+ViewLabel = WeightAxis | None  # of an axis of a view; `None`: its size is 1
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
 KEEPING = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}
 RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
@@ -48,7 +48,7 @@ class Scan(NamedTuple):
 
     length: int
     is_along: bool
-    axis: Label = None
+    axis: ViewLabel = None
 
 
 class Reshape(NamedTuple):
@@ -60,7 +60,7 @@ class Reshape(NamedTuple):
       shape: of the view after it.
     """
 
-    labels: tuple[Label, ...]
+    labels: tuple[ViewLabel, ...]
     box: Box
     shape: tuple[int, ...]
 
@@ -79,7 +79,7 @@ class ViewPlace(NamedTuple):
     """
 
     leaf: int
-    labels: tuple[Label, ...]
+    labels: tuple[ViewLabel, ...]
     box: Box
     frame: tuple[Reshape, ...] = ()
     scans: tuple[Scan, ...] = ()
@@ -203,7 +203,7 @@ def has_views(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 16
 
 
-def _labels(shape: Sequence[int], reshapes: int) -> tuple[Label, ...]:
+def _labels(shape: Sequence[int], reshapes: int) -> tuple[ViewLabel, ...]:
     return tuple(None if n == 1 else WeightAxis(reshapes, i) for i, n in enumerate(shape))
 
 

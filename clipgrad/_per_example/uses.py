@@ -20,7 +20,7 @@ from jax.lax import Precision
 
 from clipgrad._arrays import accumulator, times, with_real_dtype
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._per_example.labels import EXAMPLES, Factorization, Kind, Label
+from clipgrad._per_example.labels import EXAMPLES, Factorization, Kind, AxisLabel
 from clipgrad._per_example.places import ViewPlace, has_views
 from clipgrad._per_example.products import product
 from clipgrad._programs import bind
@@ -32,7 +32,7 @@ EquationPath = tuple[Var, ...]
 
 
 class Rows(NamedTuple):
-    """The rows of both sides, of the shape (groups, examples, rows, numbers); see `Sides`.
+    """The rows of both sides, of the shape (groups, examples, rows, numbers); see `WeightSides`.
 
     A side may be indices, of the shape (groups, examples, rows): each row has a single 1.
     """
@@ -99,36 +99,36 @@ class Use:
         return Factorization.of([*self.along, *self.axes], *self.labels)
 
     @functools.cached_property
-    def labels(self) -> tuple[list[Label], list[Label]]:
+    def labels(self) -> tuple[list[AxisLabel], list[AxisLabel]]:
         """The labels of all axes of x, as `expanded` gives it, and of ct."""
         x, ct = self._own_labels()
         return [*self.outer, EXAMPLES, *x], [*self.outer, EXAMPLES, *ct]
 
     @property
-    def outer(self) -> list[Label]:
+    def outer(self) -> list[AxisLabel]:
         """The labels of the scans around: an axis of the weight, or of rows."""
         return [
-            Label.of_weight(scan.axis, Kind.UNIT_OF_SCAN, i)
+            AxisLabel.of_weight(scan.axis, Kind.UNIT_OF_SCAN, i)
             if scan.is_along
-            else Label(Kind.STEP, i)
+            else AxisLabel(Kind.STEP, i)
             for i, scan in enumerate(self.place.scans)
         ]
 
     @property
-    def along(self) -> list[Label]:
+    def along(self) -> list[AxisLabel]:
         """The labels of the scans that go along an axis of the weight."""
         return [label for label in self.outer if label.kind != Kind.STEP]
 
-    def axis(self, i: int) -> Label:
+    def axis(self, i: int) -> AxisLabel:
         """The label of an axis of the view."""
-        return Label.of_weight(self.place.labels[i], Kind.UNIT_OF_VIEW, i)
+        return AxisLabel.of_weight(self.place.labels[i], Kind.UNIT_OF_VIEW, i)
 
     @property
-    def axes(self) -> list[Label]:
+    def axes(self) -> list[AxisLabel]:
         """The labels of the view."""
         return [self.axis(i) for i in range(len(self.view))]
 
-    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+    def _own_labels(self) -> tuple[list[AxisLabel], list[AxisLabel]]:
         raise NotImplementedError
 
     def expanded(self, x: jax.Array) -> jax.Array:
@@ -182,7 +182,7 @@ class Use:
 class Dense(Use):
     """A `jax.lax.dot_general`."""
 
-    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+    def _own_labels(self) -> tuple[list[AxisLabel], list[AxisLabel]]:
         contracted, batch = self.equation.params["dimension_numbers"]
         own, data = self.operand, 1 - self.operand
         x: list[Any] = [None] * len(self.x.shape)
@@ -190,8 +190,8 @@ class Dense(Use):
             x[pair[data]] = self.axis(pair[own])
         used = {*contracted[own], *batch[own]}
         free = [self.axis(i) for i in range(len(self.view)) if i not in used]
-        rows = [_row(i) for i, label in enumerate(x) if label is None]
-        x = [_row(i) if label is None else label for i, label in enumerate(x)]
+        rows = [_row_label(i) for i, label in enumerate(x) if label is None]
+        x = [_row_label(i) if label is None else label for i, label in enumerate(x)]
         both = [self.axis(i) for i in batch[own]]
         return x, [*both, *(free + rows if own == 0 else rows + free)]
 
@@ -203,9 +203,9 @@ class Dense(Use):
 class Convolution(Use):
     """A `jax.lax.conv_general_dilated` without groups; rows are what each tap of a kernel sees."""
 
-    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+    def _own_labels(self) -> tuple[list[AxisLabel], list[AxisLabel]]:
         numbers = self.equation.params["dimension_numbers"]
-        batch, *rows = map(_row, range(len(self.view) - 1))
+        batch, *rows = map(_row_label, range(len(self.view) - 1))
         outputs, inputs, *taps = map(self.axis, numbers.rhs_spec)
         x = _at_places(numbers.lhs_spec, [batch, inputs, *rows])
         x[numbers.lhs_spec[1] : numbers.lhs_spec[1]] = taps
@@ -248,12 +248,12 @@ class Lookup(Use):
         """The axis of the view that the indices are along."""
         return self.equation.params["dimension_numbers"].start_index_map[0]
 
-    def _own_labels(self) -> tuple[list[Label], list[Label]]:
+    def _own_labels(self) -> tuple[list[AxisLabel], list[AxisLabel]]:
         offsets = self.equation.params["dimension_numbers"].offset_dims
         rows = [i for i in range(len(self.y.shape)) if i not in offsets]
         others = iter([self.axis(i) for i in range(len(self.view)) if i != self.along_axis])
-        ct = [next(others) if i in offsets else _row(i) for i in range(len(self.y.shape))]
-        return [_row(i) for i in rows], ct
+        ct = [next(others) if i in offsets else _row_label(i) for i in range(len(self.y.shape))]
+        return [_row_label(i) for i in rows], ct
 
     def rows(self, x: jax.Array, ct: jax.Array) -> Rows:
         """The indices of the rows, and the cotangents; 0 where an index is out of range."""
@@ -325,12 +325,15 @@ def _at_places(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _row(i: int) -> Label:
-    return Label(Kind.ROW, i)
+def _row_label(i: int) -> AxisLabel:
+    return AxisLabel(Kind.ROW, i)
 
 
 def _in_rows(
-    values: jax.Array, labels: Sequence[Label], axes: Factorization, numbers: Sequence[Label]
+    values: jax.Array,
+    labels: Sequence[AxisLabel],
+    axes: Factorization,
+    numbers: Sequence[AxisLabel],
 ) -> jax.Array:
     """(groups, examples, rows, numbers)."""
     order = [*axes.groups, EXAMPLES, *axes.rows, *numbers]
