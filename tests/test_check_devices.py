@@ -66,7 +66,8 @@ def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     sine.defvjp(lambda x: (jnp.sin(x), x), backward)
     report = cg.check_grads(sine, (X,), raise_on_failure=False)
     assert report.devices == ("gpu", "cpu") and {f.check for f in report.failures} == {"devices"}
-    assert "the gradient on cpu, compared with the one on gpu" in str(report)
+    text = "the gradient on cpu: 2 of 2 elements wrong; worst: numeric -0.8775826, analytic -1.7551"
+    assert text in str(report)
 
 
 GROUPS = {"gpu": slice(0, 4), "cpu": slice(4, 8)}  # two kinds, as far as a check can tell

@@ -49,8 +49,9 @@ def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     if not all(np.isfinite(vectors.widened_leaf(y)).all() for y in vjp.outputs):
         return False
     found = check_point(there, log)
+    is_disputed, found = found.disputed.any(), found.without_disputes()
     failures = found.failures(where)
-    if not keeps and (found.disputed.any() or (failures and _reads_one_triangle(found))):
+    if not keeps and (is_disputed or (failures and _reads_one_triangle(found))):
         return False
     right = "right at the point that you passed; "
     log.fail([f._replace(detail=right + f.detail) for f in failures])

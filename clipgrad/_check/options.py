@@ -14,7 +14,10 @@ CHECKS = tuple(
 )
 # For each option which values make sense, and how an error says so.
 MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "order": (lambda x: _is_number(x) and x in (1, 2), "1, or 2 for the second derivative as well"),
+    "order": (
+        lambda x: _is_number(x) and x in (1, 2),
+        "1, or 2 to check the second derivative as well",
+    ),
     "mode": (lambda x: isinstance(x, str) and x in MODES, f"one of {', '.join(MODES)}"),
     "max_relative_error": (lambda x: _is_none_or(x, 0, np.inf), "a number above 0, or None"),
     "tolerance": (lambda x: _is_none_or(x, 0, 1) and x != 1, "a number between 0 and 1, or None"),

@@ -20,7 +20,6 @@ from clipgrad._check.verdict import (
     NOISE,
     OK,
     RELATIVE,
-    TIMES,
     TRUSTED,
     UNSEEN,
     WRONG,
@@ -123,11 +122,13 @@ class Search:
         ladder = self._ladder(self._point.scale, [np.array([j]) for j in some])
         found = judge_slopes(ladder, self._judged, self._slack, typical)
         off, size = np.abs(found.numeric - found.analytic), np.abs(found.analytic)
-        is_off = off > TRUSTED * (size + typical.max(axis=1)) + TIMES * found.error
+        is_off = off > TRUSTED * (size + typical.max(axis=1)) + found.error
         is_wrong = (found.kind == WRONG) & (found.is_kink | is_off)
         bent = (found.kind == KINK) & (self.kinds[some] != WRONG)
         self.kinds[some[bent]] = KINK
         if is_wrong.any():
+            leaf = self._point.leaf == self._point.leaf[some[0]]
+            self.kinds[leaf & (self.kinds == WRONG)] = UNSEEN  # as a whole: by these, perhaps
             self.kinds[some[is_wrong]] = WRONG
             for k in np.flatnonzero(is_wrong):
                 self.numbers[int(some[k])] = found.of_one(k, self._point.scale[some[k]])

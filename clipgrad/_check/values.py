@@ -19,6 +19,7 @@ from clipgrad._check.rules import lines_of_wrong_rules
 from clipgrad._check.search import Search
 from clipgrad._check.verdict import (
     BELOW_ROUNDING,
+    DISPUTED,
     HALVES,
     LOOSER,
     NOISE,
@@ -117,6 +118,11 @@ class CheckedPoint:
         """The more severe of both verdicts."""
         return np.maximum(self.formula.kinds, self.arithmetic.kinds)
 
+    def without_disputes(self) -> "CheckedPoint":
+        """The verdict at a point that the user did not choose: what is disputed there is a note."""
+        kinds = np.where(self.disputed, np.int8(DISPUTED), self.formula.kinds)
+        return dataclasses.replace(self, formula=self.formula._replace(kinds=kinds))
+
     def notes(self, where: str = "") -> list[str]:
         """One note for each leaf and kind that has one."""
         names, notes = self.point.of.subject.names, []
@@ -142,8 +148,9 @@ class CheckedPoint:
             if not known:
                 return ""
             worst = max(known, key=lambda n: abs(n.numeric - n.analytic))
-            wide, own = told_apart(worst.numeric, worst.analytic)
-            return f" (worst: {wide} in float64, {own} as computed, off by {_part(worst)})"
+            numbers = told_apart(worst.numeric, worst.analytic)
+            texts = f"{numbers[0]} in float64, {numbers[1]} as computed"
+            return f" (worst: {texts}, off by {_part(worst)})"
         known = [n for j in some if (n := self.formula.numbers.get(int(j)))]
         if not known:
             start = max((s for s in self.together if s <= some[0]), default=None)

@@ -63,7 +63,7 @@ NOTES = {
     ROUNDING: "off by rounding: plain AD or the rule's operations lose as much in this precision",
     KINK: "at a kink: the gradient lies between the one-sided slopes",
     NOISE: "not verified: the slopes are too noisy, or rounding explains the difference",
-    DISPUTED: "not verified: at a kink or a jump, JAX's own derivative is no slope of either side",
+    DISPUTED: "not verified: JAX's own derivative does not have the function's slopes either",
     UNSEEN: "not verified: not looked at one by one",
 }
 
