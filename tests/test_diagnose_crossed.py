@@ -2,14 +2,10 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import clipgrad as cg
 from tests import diagnose_crossed as crossed
-from tests.helpers import line_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 SURROUNDINGS = [*crossed.AROUND, *crossed.MODELS]

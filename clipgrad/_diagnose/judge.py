@@ -20,6 +20,7 @@ from clipgrad._diagnose.findings import (
 from clipgrad._diagnose.guilty import (
     Found,
     faults,
+    infinite_argument,
     origin,
     runs_once,
     sources,
@@ -144,6 +145,7 @@ def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
     root, _ = value_at(entry.tape, reads[0], level(entry.tape.read(reads[0])))
     if root.is_constant:
         return vjp_finding(fault)
+    root = (root.entry and infinite_argument(root)) or root
     if root.entry and depends(root, given):
         return vjp_finding(fault, root)
     read = root.entry
