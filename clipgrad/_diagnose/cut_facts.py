@@ -290,8 +290,9 @@ class CutFacts:
 
     @property
     def _cure(self) -> str:
-        """What to write where numbers are too small; a scale that does not help is not named."""
-        is_half = str(self._number_type) in _HALF
+        """The remedy for numbers that are too small; a scale is named only if it helps."""
+        is_wider = self._true_size >= np.finfo(np.float32).tiny
+        is_half = str(self._number_type) in _HALF and is_wider
         other = "compute in float32" if is_half else f"rescale its numbers ({self._operands})"
         return other if self.is_zero_at_any_size else f"scale the loss, or {other}"
 
@@ -396,7 +397,7 @@ class CutFacts:
         return self._is_zero(self._pulled(ins, got))
 
     def _factor_of(self, source: Found, is_state: bool) -> Factor:
-        """What a factor that is zero comes from."""
+        """The source of a factor that is zero."""
         if source.is_constant:
             is_factor = self.name == "mul" and not is_state
             kind = "zero factor" if is_factor else "constant zeros"
@@ -431,7 +432,7 @@ def _scaled(x: Any, size: float) -> Any:
 
 
 def _range(x: Any) -> str:
-    low, high = range_of([x])
+    low, high = (number + 0.0 for number in range_of([x]))  # -0.0 is 0
     return f"{low:.3g} to {high:.3g}" if np.size(x) > 1 else f"{high:.3g}"
 
 

@@ -63,10 +63,12 @@ def diagnose(
         by at least 1.05 a step, decay by at most 0.6, or a slower decay over thirty orders or until
         it rounds to zero. A decay is a note while all leaves keep a gradient.
       * If the gradient of a leaf, or of a layer of a scan, is exactly zero, a "zero" finding
-        is the operation at which it is cut, with the reason: its result has a gradient, and its
-        operand has none. What may be meant is a note, such as `jax.lax.stop_gradient`, a leaf that
-        the loss does not read, or a factor of zero that has a gradient itself; a cut that nobody
-        chooses is a finding whatever else is detached.
+        is the operation at which it is cut: its result has a gradient, and its operand has none.
+        The reason is one that was tested there, or the finding says that it is not known, and shows
+        the numbers of all operands. What may be meant is a note, such as `jax.lax.stop_gradient`, a
+        leaf that the loss does not read, or a factor of zero that has a gradient itself; a cut that
+        nobody chooses is a finding whatever else is detached, and so is a loss that reads nothing
+        of what it is differentiated by.
       * Each finding names the line in your file, the module, and the step of the innermost scan, in
         eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
         `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.

@@ -15,8 +15,8 @@ from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
-from clipgrad._names import Location
-from clipgrad._programs import CUSTOM_RULES, at_first, dtype_of, holds_floats
+from clipgrad._names import Location, Place
+from clipgrad._programs import CUSTOM_RULES, at_first, dtype_of, equations, holds_floats
 
 _ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MULTILINE)
 
@@ -66,6 +66,14 @@ def vjp_finding(found: Found, hidden: Found | None = None) -> GradientFinding:
         elif not advice:
             advice = _overflow(entry)
     return operation_finding("vjp", found, what, advice)
+
+
+def hidden_finding(found: Found, names: str) -> GradientFinding:
+    """A finding on an inf that the loss hides, of which the compiled gradient makes NaN."""
+    what = f"{operation_at(found.entry)} is inf; the loss hides it, as a division does, but the "
+    what += f"compiled gradient of {names} is not finite"
+    step = "; keep it finite: bound it, rescale it, or compute with its logarithm"
+    return operation_finding("vjp", found, what, step)
 
 
 def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
@@ -134,6 +142,7 @@ def operation_finding(kind: str, found: Found, what: str, advice: str) -> Gradie
     place, step, device = found.entry.place, found.step, found.device
     where = place.location
     around = f", in {where.package}" if where.package and where.file else ""
+    around += _of_derivative(found.entry)
     around += f", in module {place.module}" if place.module else ""
     if step is not None:
         length = found.entry.equation.params["length"] if found.steps else place.nest[-1]
@@ -142,6 +151,19 @@ def operation_finding(kind: str, found: Found, what: str, advice: str) -> Gradie
     message = f"{where}: {what}{around}{advice}"
     at = where.file, where.line, place.operation, place.module, step
     return GradientFinding(kind, *at, message, device=device)
+
+
+def _of_derivative(entry: Entry) -> str:
+    """The operation of the user's in whose derivative an operation is, as of an inner gradient."""
+    call, tape = entry.place.derivative_of, entry.tape
+    if call is None:
+        return ""
+    while tape.within:
+        tape = tape.within.entry.tape
+    places = map(Place, equations(tape.jaxpr))
+    first = next((place for place in places if place.derivative_of == call), entry.place)
+    is_itself = first.equation is entry.equation or first.operation == _op(entry)
+    return "" if is_itself else f", in the derivative of {first.operation}"
 
 
 def told_error(error: BaseException) -> str:

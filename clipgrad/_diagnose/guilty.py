@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, scan_p
+from jax.extend.core.primitives import scan_p
 
 from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
-from clipgrad._names import STOPPING, is_users
+from clipgrad._names import STOPPING, data_results, is_users
 from clipgrad._programs import (
     CUSTOM_RULES,
     called_program,
@@ -139,6 +139,17 @@ def value_at(tape: Tape, atom: Any, wanted: int) -> tuple[Found, Found | None]:
     if package in MASKING and root.entry.name in ("log", "log1p"):
         return found, None
     return root, found
+
+
+def infinite_argument(found: Found) -> Found | None:
+    """The argument whose inf an operation makes a NaN of, if it is one's."""
+    entry = found.entry
+    for atom, x in zip(entry.equation.invars, entry.ins, strict=True):
+        if level(x) == INF and not entry.tape.is_constant(atom):
+            root = origin(entry.tape, atom, INF)
+            if root.entry is None and not root.is_constant:
+                return root
+    return None
 
 
 # -- Where a cotangent is from.
@@ -319,7 +330,7 @@ def is_of_users_rule(entry: Entry) -> bool:
 
 
 def reached(tape: Tape, atom: Any) -> str:
-    """How a value is used: `DATA` if something with a cotangent, or the loss, is computed from it.
+    """The use of a value: `DATA` if something with a cotangent, or the loss, is computed from it.
 
     `CONTROL` if it only chooses the branch of such a computation, or ends its loop; "" if neither.
     """
@@ -330,21 +341,19 @@ def reached(tape: Tape, atom: Any) -> str:
             continue
         seen.add(use)
         tape, atom, way = use
-        uses = [(e, way if _is_data(e, k) else CONTROL) for e, k in tape.uses[atom]]
-        ways |= {own for entry, own in uses if entry.alive}
-        todo += [(tape, v, own) for e, own in uses if not e.alive for v in e.equation.outvars]
+        for entry, k in tape.uses[atom]:
+            passed = [way if is_data else CONTROL for is_data in data_results(entry.equation, k)]
+            if entry.alive:
+                ways |= {way if way in passed else CONTROL}
+            else:
+                todo += [
+                    (tape, v, own) for v, own in zip(entry.equation.outvars, passed, strict=True)
+                ]
         for result in results_of(tape, atom):
             behind = _behind(tape, result)
             ways |= set() if behind else {way}
             todo += [(*variable, way) for variable in behind]
     return DATA if DATA in ways else CONTROL if ways else ""
-
-
-def _is_data(entry: Entry, k: int) -> bool:
-    """Whether an operation computes with an operand; a branch and the end of a loop are chosen."""
-    if isinstance(entry.inside, InWhile):
-        return k >= entry.inside.first
-    return not (entry.equation.primitive is cond_p and k == 0)
 
 
 def _behind(tape: Tape, result: int) -> list[Way]:

@@ -11,6 +11,7 @@ from clipgrad._diagnose.findings import (
     data_finding,
     function_finding,
     has_bad_result,
+    hidden_finding,
     is_suspect,
     sum_finding,
     value_finding,
@@ -19,11 +20,13 @@ from clipgrad._diagnose.findings import (
 from clipgrad._diagnose.guilty import (
     Found,
     faults,
+    infinite_argument,
+    origin,
     runs_once,
     sources,
     value_at,
 )
-from clipgrad._diagnose.levels import level
+from clipgrad._diagnose.levels import INF, level
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -70,21 +73,33 @@ def broken(
     bad = [i for i, grad in pairs if np.any(grad.nonfinite)]
     if np.isfinite(measured.loss) and not bad:
         return []
-    reason = ""
+    reason, hidden = "", None
     try:
         tape = tape_of(given)
         findings = _findings(given, tape, measured.loss, bad, trends)
+        hidden = None if findings else _overflow_in(tape)
     except (TypeError, ValueError, NotImplementedError, OperationRaised) as error:
         findings, reason = [], f" ({first_line(error)})"
-    if not findings and not any(trend.kind == "grows" for trend in trends):
-        if not np.isfinite(measured.loss):
-            what = f"the compiled loss is {measured.loss}, but each operation alone has a finite "
-            what += f"value{reason}"
-            return [function_finding("value", what, given)]
-        names = ", ".join(given.names[i] for i in bad)
-        what = f"the gradient of {names} is not finite; diagnose did not find the operation{reason}"
-        return [function_finding("vjp", what, given)]
-    return findings
+    if findings or any(trend.kind == "grows" for trend in trends):
+        return findings
+    if not np.isfinite(measured.loss):
+        what = f"the compiled loss is {measured.loss}, but each operation alone has a finite "
+        what += f"value{reason}"
+        return [function_finding("value", what, given)]
+    names = ", ".join(given.names[i] for i in bad)
+    if hidden is not None:
+        return [hidden_finding(hidden, names)]
+    what = f"the gradient of {names} is not finite; diagnose did not find the operation{reason}"
+    return [function_finding("vjp", what, given)]
+
+
+def _overflow_in(tape: Tape) -> Found | None:
+    """The operation that makes the first inf of a loss that is finite, as it is divided by it."""
+    for entry in tape.entries:
+        for variable, y in zip(entry.equation.outvars, entry.outs, strict=True):
+            if level(y) == INF and (root := origin(tape, variable, INF)).entry:
+                return None if root.is_constant else root
+    return None
 
 
 def _findings(
@@ -130,6 +145,7 @@ def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
     root, _ = value_at(entry.tape, reads[0], level(entry.tape.read(reads[0])))
     if root.is_constant:
         return vjp_finding(fault)
+    root = (root.entry and infinite_argument(root)) or root
     if root.entry and depends(root, given):
         return vjp_finding(fault, root)
     read = root.entry

@@ -51,12 +51,17 @@ class InScan(Inside):
         return self.fixed <= number < self.split
 
     @property
-    def active_carries(self) -> list[bool]:
-        """For each carry whether it depends on what the loss is differentiated by, at any step."""
+    def _active_inputs(self) -> list[bool]:
+        """For each input of a step whether it depends on what the loss is differentiated by.
+
+        A carry may do so from some step on.
+        """
         entry = self.entry
-        first = entry.active[self.fixed : self.split]
+        active = list(entry.active)
         last = [v in entry.tape.active for v in entry.equation.outvars[: self.carried]]
-        return [a or b for a, b in zip(first, last, strict=True)]
+        first = active[self.fixed : self.split]
+        active[self.fixed : self.split] = [a or b for a, b in zip(first, last, strict=True)]
+        return active
 
     def forward(self) -> list:
         """The results; keeps what each step begins with."""
@@ -80,12 +85,14 @@ class InScan(Inside):
     def backward(self) -> None:
         """Fill in the cotangents; keeps those of what each step ends with."""
         entry, runs, reached = self.entry, self.entry.tape.runs, set()
-        ways = [
-            i
-            for i, x in enumerate(entry.ins)
-            if holds_floats(x) and (self.is_carry(i) or entry.active[i])
-        ]
-        given = [j for j, y in enumerate(entry.outs) if holds_floats(y)]
+        active = self._active_inputs
+        ways = [i for i, x in enumerate(entry.ins) if holds_floats(x) and active[i]]
+        outs = zip(entry.outs, entry.equation.outvars, strict=True)
+        is_given = [holds_floats(y) and v in entry.tape.active for y, v in outs]
+        is_given[: self.carried] = active[self.fixed : self.split]
+        given = [j for j, is_active in enumerate(is_given) if is_active]
+        if not ways or not given:
+            return
         got = [
             jnp.zeros_like(entry.outs[j]) if entry.got[j] is None else entry.got[j] for j in given
         ]
@@ -156,10 +163,8 @@ class InScan(Inside):
         return self._steps[t]
 
     def _tape(self, inputs: list, t: int) -> Tape:
-        active = list(self.entry.active)
-        active[self.fixed : self.split] = self.active_carries
         within = Within(self.entry, 0, t, self.times.index(t))
-        return Tape(self.program, inputs, active, within)
+        return Tape(self.program, inputs, self._active_inputs, within)
 
     def result(self, number: int, wanted: int) -> tuple[Tape, Any]:
         """The result at the step that makes it as bad."""

@@ -12,7 +12,8 @@ from clipgrad._diagnose.probe import Probe, Site, Summary, is_sent_whole, receiv
 from clipgrad._names import active_variables
 from clipgrad._programs import Widen, evaluate, jit_by_size, on_host
 
-LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
+# From the largest that float16 can hold: a smaller one where this makes the gradient NaN or inf.
+LOSS_SCALES = (2.0**15, 2.0**9, 2.0**4)
 
 
 class Measured(NamedTuple):
@@ -28,20 +29,20 @@ def measure(
     inputs: Sequence[Any],
     chosen: Sequence[int],
     sites: Sequence[Site],
-    is_scaled: bool = False,
+    scale: float | None = None,
 ) -> Measured:
-    """Run the backward pass; with `is_scaled` the loss is multiplied by a large number."""
+    """Run the backward pass, of the loss or of a multiple of it."""
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
     # In the order of the program, which is the same in all processes, as addresses are not.
     probes = OrderedDict((site, site.probe) for site in sites)
-    sent_none = {site: probes.pop(site) for site in sites if site.variable not in active}
+    sent_none = {site: probes.pop(site) for site in list(probes) if site.variable not in active}
 
     def loss(given: list, others: list, values: list) -> Any:
         hook = Probe(OrderedDict(zip(probes, values, strict=True)))
         value = evaluate(program, _merged(given, others, chosen), hook)[0]
-        return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
+        return value if scale is None else value * jnp.asarray(scale, value.dtype)
 
     @jit_by_size(program)
     def run(*args: list) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._diagnose.findings import function_finding
-from clipgrad._diagnose.measure import LOSS_SCALE, Measured, measure, widened_largest
+from clipgrad._diagnose.measure import LOSS_SCALES, Measured, measure, widened_largest
 from clipgrad._diagnose.probe import Summary
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -29,19 +29,18 @@ def underflow_findings(
     """
     if not _may_underflow(given, measured, rows):
         return
-    scaled = measure(given.program, given.inputs, given.chosen, module_sites(units), is_scaled=True)
+    scale, scaled, cured = _scaled_loss(given, units)
     scaled_rows = [row for _, row in units_and_rows(units, scaled.sites)]
-    largest = widened_largest(given.program, given.inputs, given.chosen)
-    cured = [_is_cured(own, wide) for own, wide in zip(scaled.grads, largest, strict=True)]
     if not any(cured):
         return
     for row, other in zip(reversed(rows), reversed(scaled_rows), strict=True):
         lost = np.where(row.dtype in _HALF_NAMES, row.zeros - other.zeros, 0)
         if np.max(lost) >= _LOST:
-            step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
+            is_at_step = bool(row.scans) and not np.all(lost >= _LOST)
+            step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if is_at_step else None
             around = f", in module {row.module}" if row.module else ""
-            around += f", at step {step} of {row.scans[-1]}" if row.scans else ""
-            what = _lost(np.max(lost), f"cotangent of {row.operation}", row.dtype, around)
+            around += f", at step {step} of {row.scans[-1]}" if is_at_step else ""
+            what = _lost(np.max(lost), f"cotangent of {row.operation}", row.dtype, around, scale)
             where = row.file, row.line, row.operation, row.module, step
             yield GradientFinding("underflow", *where, f"{row.location}: {what}")
             return
@@ -55,7 +54,8 @@ def underflow_findings(
     if shares:
         share, dtype, name = max(shares, key=lambda own: own[:2])
         more = f" ({len(shares)} arguments like it in all)" if len(shares) > 1 else ""
-        yield function_finding("underflow", _lost(share, f"gradient of {name}", dtype, more), given)
+        what = _lost(share, f"gradient of {name}", dtype, more, scale)
+        yield function_finding("underflow", what, given)
 
 
 def _may_underflow(
@@ -68,16 +68,38 @@ def _may_underflow(
     return any(dtype in _HALF_NAMES and np.max(zeros, initial=0) >= _LOST for dtype, zeros in own)
 
 
-def _is_cured(scaled: Summary, largest: float) -> bool:
-    """Whether the scaled loss has the gradient of a leaf that float32 has."""
-    own = float(scaled.largest) / LOSS_SCALE
+def _scaled_loss(
+    given: DiagnosisSubject, units: list[Unit]
+) -> tuple[float | None, Measured, list[bool]]:
+    """The first scale of the loss that leaves the gradient finite, and which leaves it brings back.
+
+    If none does, there is no scale, and those that lose elements are told by the largest.
+    """
+    largest = widened_largest(given.program, given.inputs, given.chosen)
+    tried = []
+    for scale in LOSS_SCALES:
+        sites = module_sites(units)
+        scaled = measure(given.program, given.inputs, given.chosen, sites, scale=scale)
+        cured = [
+            _is_cured(own, wide, scale) for own, wide in zip(scaled.grads, largest, strict=True)
+        ]
+        if not any(np.any(own.nonfinite) for own in scaled.grads):
+            return scale, scaled, cured
+        tried.append((None, scaled, cured))
+    return tried[0]
+
+
+def _is_cured(scaled: Summary, largest: float, scale: float) -> bool:
+    """Whether a scaled loss has the gradient of a leaf that float32 has, or one not finite."""
+    own = float(scaled.largest) / scale
     is_equal = _CURED * largest <= own <= largest / _CURED
     return largest > 0 and (is_equal or bool(np.any(scaled.nonfinite)))
 
 
-def _lost(share: Any, of: str, dtype: str, around: str) -> str:
+def _lost(share: Any, of: str, dtype: str, around: str, scale: float | None) -> str:
     other = "bfloat16" if dtype == "float16" else "float32"
-    return (
-        f"{share:.0%} of the {of} is zero in {dtype} but not in float32{around}; scale the loss, "
-        f"for example by 2 ** 15, and divide the gradient by the scale; or use {other}"
-    )
+    cure = f"use {other}"
+    if scale is not None:
+        cure = f"scale the loss, for example by 2 ** {np.log2(scale):.0f}, and divide the gradient "
+        cure += f"by the scale; or use {other}"
+    return f"{share:.0%} of the {of} is zero in {dtype} but not in float32{around}; {cure}"

@@ -31,9 +31,12 @@ CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"}
 
 
 def inner_programs(equation: JaxprEqn) -> list:
-    """The programs inside of an equation that are measured; branches may be one program."""
+    """The programs inside of an equation that are measured.
+
+    Branches that are one function are traced once: programs of the same equations are one.
+    """
     programs = [] if chooses_by_platform(equation) else differentiated_programs(equation)
-    return list({opened(program)[0]: program for program in programs}.values())
+    return list({tuple(opened(program)[0].eqns): program for program in programs}.values())
 
 
 class Unit(NamedTuple):

@@ -14,6 +14,7 @@ from clipgrad._names.custom_rules import custom_rule as custom_rule
 from clipgrad._names.dependence import STOPPING as STOPPING
 from clipgrad._names.dependence import active_results as active_results
 from clipgrad._names.dependence import active_variables as active_variables
+from clipgrad._names.dependence import data_results as data_results
 from clipgrad._names.dependence import dependence as dependence
 from clipgrad._names.dependence import sources_of_results as sources_of_results
 from clipgrad._names.modules import ModuleValues as ModuleValues

@@ -59,8 +59,17 @@ def active_results(equation: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     return walk.passed(equation, [_ONE if on and holds_floats(v) else _NONE for v, on in pairs])
 
 
+def data_results(equation: JaxprEqn, operand: int) -> list[bool]:
+    """For each result whether an operand is computed with, not used to choose it or to end it."""
+    walk = _Walk(tracked_programs, lambda equation, variable: True)
+    return walk.passed(
+        equation, [_ONE if i == operand else _NONE for i in range(len(equation.invars))]
+    )
+
+
 def _passes_derivatives(equation: JaxprEqn, variable: Var) -> bool:
-    return equation.primitive not in STOPPING and holds_floats(variable)
+    is_floating = holds_floats(variable) or is_reference(variable)
+    return equation.primitive not in STOPPING and is_floating
 
 
 class _Walk:

@@ -144,6 +144,21 @@ class Place(NamedTuple):
         return [frame for found in tracebacks if found is not None for frame in found.frames]
 
     @property
+    def derivative_of(self) -> tuple[Any, ...] | None:
+        """The call of the user's that the operation is made in, where JAX differentiates it.
+
+        It is the code and the instruction, which operations of one call share. None for an
+        operation that JAX has not made while it differentiates.
+        """
+        traceback = self.equation.source_info.traceback
+        codes, instructions = traceback.raw_frames() if traceback is not None else ((), ())
+        files = [code.co_filename for code in codes]
+        own = next((i for i, file in enumerate(files) if is_users(file)), None)
+        if own is None or not any(map(_is_of_derivatives, files[:own])):
+            return None
+        return codes[own], instructions[own]
+
+    @property
     def function(self) -> str:
         """The function of JAX or optax that was called, or else the name of the operation."""
         if has_custom_rule(self.equation):
@@ -204,6 +219,10 @@ def is_users(file: str) -> bool:
     if file.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.split(os.sep)):
         return False
     return not file.startswith((*filter(None, _INSTALLED), _LIBRARY + os.sep))
+
+
+def _is_of_derivatives(file: str) -> bool:
+    return file.endswith(os.path.join("interpreters", "ad.py"))
 
 
 @functools.cache

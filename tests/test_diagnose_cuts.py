@@ -1,0 +1,269 @@
+"""Where a gradient ends, and why: a cause is told only if it is one, at the user's line."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import clipgrad as cg
+from tests.helpers import line_of
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+P = {"w": jnp.array([0.3, -0.7, 1.1]), "v": jnp.ones(3)}
+X = jnp.array([[0.3, 0.7, -1.1], [0.2, 0.4, 0.1]])
+stop = lax.stop_gradient
+CUTS = {}
+
+
+def cut(cause, says="", never="comparison", params=P):
+    """Puts a loss of which ``w`` is cut into the table, by the cause and parts of the message."""
+
+    def register(loss):
+        CUTS[loss.__name__] = loss, cause, says, never, params
+        return loss
+
+    return register
+
+
+@cut("cast")
+def integers_in_a_scan(p, x):
+    def step(n, x):
+        return n + (p["w"] * 9).astype(jnp.int32), None  # cut
+
+    return jnp.sum(lax.scan(step, jnp.zeros(3, jnp.int32), x)[0] * p["v"])
+
+
+@cut("cast")
+def integers_in_a_loop(p, x):
+    def body(state):
+        return state[0] + 1, state[1] + (p["w"] * 9).astype(jnp.int32)  # cut
+
+    state = lax.while_loop(lambda state: state[0] < 3, body, (0, jnp.zeros(3, jnp.int32)))
+    return jnp.sum(state[1] * p["v"])
+
+
+@cut("index")
+def choices_of_a_scan(p, x):
+    def step(i, x):
+        i = jnp.argmax(p["w"] + x + i)  # cut
+        return i, i
+
+    return jnp.sum(x[0][lax.scan(step, 0, x)[1]] * p["v"][:2])
+
+
+@cut("index")
+def index_that_is_gathered(p, x):
+    order = jnp.argsort(p["w"])  # cut
+    return jnp.sum(x[0][order[jnp.array([2, 0, 0])]] * p["v"])
+
+
+@cut("index", "also cut at", params={"w": jnp.eye(3), "v": jnp.eye(3)})
+def codebook(p, x):
+    z = x @ p["v"]
+    nearest = jnp.argmin(jnp.sum((z[:, None] - p["w"]) ** 2, -1), -1)  # cut
+    q = z + stop(p["w"][nearest] - z)
+    return jnp.mean((q - x) ** 2) + jnp.mean((q - stop(z)) ** 2)
+
+
+@cut("integers", "is_finite is bool")
+def flags(p, x):
+    return jnp.sum(jnp.isfinite(p["w"]) * x * p["v"])  # cut
+
+
+@cut("comparison", never="integers")
+def threshold(p, x):
+    return jnp.sum((p["w"] > 0.1) * x * p["v"])  # cut
+
+
+@cut("empty")
+def empty_slice(p, x):
+    return jnp.sum(p["w"][0:0]) + jnp.sum(p["v"] ** 2)  # cut
+
+
+@cut("empty")
+def scan_without_steps(p, x):
+    step = lambda c, _: (c * p["w"], None)  # noqa: E731
+    return jnp.sum(lax.scan(step, p["v"], None, length=0)[0])  # cut
+
+
+@cut("unknown", "its base is 1 to 1, its exponent is", "saturated")
+def exponent_of_one(p, x):
+    return jnp.sum(jnp.ones(3) ** p["w"] * p["v"])  # cut
+
+
+@cut("unknown", "its exponent is 0 to 0", "saturated", {"w": 1 + X[0] ** 2, "v": X[0]})
+def base_of_exponent_zero(p, x):
+    return jnp.sum(p["w"] ** (x[0] * 0) * p["v"])  # cut
+
+
+@cut("underflow", "div passes back, 2.5e-", "scale the loss", {"w": jnp.full(3, 2.0), "v": X[0]})
+def divisor_whose_square_overflows(p, x):
+    return jnp.sum(1 / (1 + p["w"] * 1e25)) + jnp.sum(p["v"])  # cut
+
+
+@cut("overflow", "div takes inf, which square at", "scale the loss")
+def divisor_that_overflows(p, x):
+    big = jnp.square(jnp.square(p["w"] * 1e15))
+    return jnp.sum(1 / (1 + big)) + jnp.sum(p["v"])  # cut
+
+
+@cut("underflow", "scale the loss, or rescale", "saturated")
+def small_cotangent(p, x):
+    return jnp.sum(jnp.tanh(p["w"]) * 1e-25 * 1e-25) + jnp.sum(p["v"])  # cut
+
+
+@cut("flat", never="at step")
+def at_each_step_of_a_carry(p, x):
+    def step(h, x):
+        return jnp.round(9 * h) + x, None  # cut
+
+    return jnp.sum(lax.scan(step, p["w"], x)[0] * p["v"])
+
+
+@cut("dead", never="at step")
+def at_each_step(p, x):
+    def step(h, x):
+        return h + jax.nn.relu(p["w"] - x - 9), None  # cut
+
+    return jnp.sum(lax.scan(step, p["v"], x)[0])
+
+
+@cut("where", "at step 1 of 4")
+def at_one_step(p, x):
+    def step(h, t):
+        return jnp.where(t == 1, 1.0, 0.9 * h) + 0.1, None  # cut
+
+    return jnp.sum(lax.scan(step, p["w"], jnp.arange(4))[0] * p["v"])
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_cut_is_told_where_it_is_and_why(name):
+    loss, cause, says, never, params = CUTS[name]
+    found = cg.diagnose(loss, (params, X))
+    (finding,) = found.findings
+    own = finding.kind, finding.cause, finding.leaf, finding.line
+    assert own == ("zero", cause, "args[0]['w']", line_of(loss, "# cut")), found
+    assert says in finding.message and never not in finding.message, found
+
+
+# -- What may be meant.
+
+
+@pytest.mark.parametrize("by", [
+    lambda h: lax.cond(jnp.sum(h**2) < 1e9, stop, lambda h: h, h),
+    lambda h: lax.switch(jnp.argmin(h) * 0, [stop, jnp.sin], h),
+    lambda h: lax.fori_loop(0, (h[0] < 9).astype(int), lambda i, y: y + 0.1, stop(h)),
+], ids=["cond", "switch", "loop"])  # fmt: skip
+def test_what_only_chooses_a_branch_is_no_use_of_a_value(by):
+    found = cg.diagnose(lambda p, x: jnp.sum(by(p["w"] * 2) * p["v"]), (P, X))
+    assert found.ok and "stop_gradient detaches it" in " ".join(found.notes), found
+
+
+def test_a_loss_that_reads_no_parameter_is_not_ok_and_one_unused_leaf_is_a_note():
+    found = cg.diagnose(lambda p, x: jnp.mean((jnp.zeros_like(p["w"]) + x) ** 2), (P, X))
+    (finding,) = found.findings
+    assert (finding.kind, finding.cause) == ("zero", "unused")
+    assert finding.leaf == "args[0]['v'], args[0]['w']" and finding.message == found.message
+    some = cg.diagnose(lambda p, x: jnp.sum(p["v"] * x), (P, X))
+    assert some.ok and some.notes == ("the loss does not depend on args[0]['w']",)
+
+
+# -- Not finite.
+
+
+def masked(p, x):
+    y = jnp.sin(p["w"] * x)
+    return jnp.sum(jnp.where(jnp.isfinite(y), y**2, 0.0) * p["v"])
+
+
+BAD = jnp.array([1.0, jnp.nan, 2.0])
+
+
+@pytest.mark.parametrize("args, leaf", [
+    (({"w": BAD, "v": BAD * 0 + 1}, X[0]), "args[0]['w']"),
+    (({"w": X[0], "v": X[0]}, BAD), "args[1]"),
+    (({"w": X[0], "v": X[0]}, BAD.at[1].set(jnp.inf)), "args[1]"),
+], ids=["parameter", "batch", "inf"])  # fmt: skip
+def test_an_argument_that_is_not_finite_is_named_behind_a_mask(args, leaf):
+    args[0]["v"] = jnp.ones(3)
+    finding = cg.diagnose(masked, args).findings[0]
+    assert (finding.kind, finding.operation) == ("value", "argument")
+    assert f"1 of 3 elements of {leaf} are not finite" in finding.message
+
+
+@pytest.mark.parametrize("constant", [
+    lambda x: jnp.array(jnp.nan), lambda x: jnp.log(jnp.zeros(3)).sum(),
+    lambda x: jnp.sum(x * jnp.array([1.0, jnp.nan])),
+], ids=["literal", "computed", "product"])  # fmt: skip
+def test_a_constant_that_is_not_finite_is_no_argument(constant):
+    found = cg.diagnose(constant, (jnp.ones(2),))
+    assert not found.ok and "elements of args[0]" not in found.message
+
+
+@pytest.mark.parametrize("inner, name", [
+    (lambda y: jnp.sqrt(jnp.abs(y)), "sqrt"), (lambda y: jnp.linalg.norm(y, axis=-1), "norm"),
+    (lambda y: jnp.log(jnp.abs(y)) ** 2, "log"),
+], ids=["sqrt", "norm", "log"])  # fmt: skip
+def test_an_inner_gradient_names_the_operation_of_the_user(inner, name):
+    def loss(w, x):
+        grad = jax.grad(lambda w: jnp.mean(inner(x @ w)))(w)  # here
+        return jnp.mean((x @ (w - 0.1 * grad)) ** 2)
+
+    finding = cg.diagnose(loss, (jnp.zeros((3, 2)), X)).findings[0]
+    assert name in finding.message and "interpreters" not in finding.message
+    assert re.search(r"test_diagnose_cuts.py:\d+", finding.message)
+
+
+# -- The advice, and what is steady.
+
+
+@pytest.mark.parametrize(
+    "dtype, small, other", [("float16", 1e-4, "bfloat16"), ("bfloat16", 3e-20, "float32")]
+)
+def test_underflow_advises_a_wider_type_and_a_scale_that_was_tried(dtype, small, other):
+    factors = jnp.where(jnp.arange(64) < 32, 1, small).astype(dtype)
+
+    def loss(w):
+        return jnp.sum(jnp.sin(w) * factors * factors).astype(jnp.float32)
+
+    message = cg.diagnose(loss, (jnp.linspace(0.1, 1, 64).astype(dtype),)).message
+    assert f"zero in {dtype} but not in float32" in message and f"use {other}" in message
+    assert "scale the loss, for example by 2 ** 15" in message
+
+
+def test_a_scale_that_makes_the_gradient_nan_is_not_advised():
+    """Scaled by 2 ** 15, the cotangents of what is large overflow in float16."""
+    factors = jnp.where(jnp.arange(64) < 32, 300, 1e-4).astype(jnp.float16)
+
+    def loss(w):
+        return jnp.sum(jnp.sin(w) * factors * factors * 0.5).astype(jnp.float32)
+
+    message = cg.diagnose(loss, (jnp.linspace(0.1, 1, 64).astype(jnp.float16),)).message
+    scale = re.search(r"scale the loss, for example by 2 \*\* (\d+)", message)
+    grad = jax.grad(lambda w: loss(w) * 2.0 ** int(scale[1]) if scale else loss(w))
+    assert jnp.isfinite(grad(jnp.linspace(0.1, 1, 64).astype(jnp.float16))).all(), message
+
+
+def decaying(factor, end):
+    def loss(p, x):
+        h = lax.scan(lambda h, _: (factor * h, None), p["w"], None, length=24)[0]
+        return jnp.sum(h * end(p))
+
+    return loss
+
+
+def test_a_decay_is_a_note_while_the_leaf_keeps_most_of_its_gradient():
+    loss = decaying(0.5, lambda p: p["v"])
+    lost = cg.diagnose(loss, (P, X))
+    assert [finding.kind for finding in lost.findings] == ["shrinks"]
+
+    def kept(p, x):
+        return loss(p, x) + 1e-2 * jnp.sum(p["w"])  # a hundredth of the largest cotangent
+
+    found = cg.diagnose(kept, (P, X))
+    assert found.ok and "all leaves keep a gradient" in found.notes[0], found
+    beside = cg.diagnose(lambda p, x: kept(p, x) + jnp.sum(jnp.round(p["u"])), (P | {"u": X}, X))
+    assert [finding.leaf for finding in beside.findings] == ["args[0]['u']"]
+    assert not any("all leaves keep a gradient" in note for note in beside.notes)
