@@ -70,6 +70,42 @@ INSIDE = {
     "remat": jax.checkpoint(body),
     "cond": lambda x: lax.cond(x[0, 0] > 0, body, jnp.sin, x),
 }
+
+
+def test_two_patterns_may_have_equal_rules():
+    """Rules are values: of a class, with equal thresholds and all else that a subclass keeps."""
+    limit = jnp.full(3, 0.1)
+    equal = [
+        [cg.ClipByValue(0.1), cg.ErrorClipByValue(max=0.1)],
+        [cg.ClipByValue(limit), cg.ClipByValue(jnp.copy(limit))],
+        [OfARule(0.1), OfARule(0.1)],
+        [passes, passes],
+        [None, None],
+    ]
+    for first, second in equal:
+        gradient = jax.grad(cg.error_clip_by_name(body_sum, {"h*": first, "*": second}))(X)
+        right = jax.grad(cg.error_clip_by_name(body_sum, {"h": first}))(X)
+        np.testing.assert_array_equal(gradient, right)
+    others = [
+        [cg.ClipByValue(0.1), cg.ClipByValue(0.2)],
+        [cg.ClipByValue(limit), cg.ClipByValue(2 * limit)],
+        [OfARule(0.1), OfARule(0.2)],
+        [passes, closure(1.0)],
+        [cg.ClipByValue(0.1), None],
+    ]
+    for first, second in others:
+        with pytest.raises(ValueError, match="h.* and .* with a rule each, which both match 'h'"):
+            cg.error_clip_by_name(body_sum, {"h*": first, "*": second})(X)
+
+
+def body_sum(x):
+    return jnp.sum(body(x) ** 2)
+
+
+def passes(g):
+    return g
+
+
 every_rule = pytest.mark.parametrize("make", [OfARule, Equal, closure], ids=lambda r: r.__name__)
 every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 

@@ -112,6 +112,112 @@ def test_methods_are_decorated_and_self_is_no_input():
         assert jax.grad(f)(1.0) == 5
 
 
+# A method is what is called on an object of the class that has it, not what names its parameter so.
+
+
+def product(cls, w):
+    return 100 * cls * w
+
+
+def of_object(this, w):
+    return 100 * this.weight * w
+
+
+class Layer:
+    """A pytree with methods, which are decorated in each way."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    plain = cg.error_clip(VALUE)(of_object)
+    lambda_ = cg.error_clip(VALUE)(lambda self, w: 100 * self.weight * w)
+    any_arguments = cg.error_clip(VALUE)(lambda *args: 100 * args[0].weight * args[1])
+    compiled = jax.jit(cg.error_clip(VALUE)(of_object))
+    static = staticmethod(cg.error_clip(VALUE)(product))
+    outside_of_static = cg.error_clip(VALUE)(staticmethod(product))
+    static_of_object = staticmethod(cg.error_clip(VALUE)(of_object))
+    function = cg.error_clip(VALUE)(product)
+
+    @cg.error_clip(VALUE)
+    def written(this, w):
+        return 100 * this.weight * w
+
+    @property
+    @cg.error_clip(VALUE)
+    def value(self):
+        return 100 * self.weight
+
+    @cg.error_clip(VALUE)
+    @classmethod
+    def outside_of_class(cls, self, w):
+        return 100 * self * w
+
+    @classmethod
+    @cg.error_clip(VALUE)
+    def of_class(cls, self, w):
+        return 100 * self * w
+
+
+jax.tree_util.register_pytree_node(
+    Layer, lambda layer: ((layer.weight,), None), lambda _, children: Layer(*children)
+)
+
+
+class Lower(Layer):
+    """A subclass, a pytree of its own."""
+
+
+jax.tree_util.register_pytree_node(
+    Lower, lambda layer: ((layer.weight,), None), lambda _, children: Lower(*children)
+)
+Layer.late = cg.error_clip(VALUE)(lambda s, w: 100 * s.weight * w)
+
+
+def nested(self, w):
+    @cg.error_clip(VALUE)
+    def inner(self, w):
+        return 100 * self * w
+
+    return inner(self, w)
+
+
+METHODS = ("plain", "lambda_", "any_arguments", "compiled", "written", "late")
+FUNCTIONS = {
+    "function": cg.error_clip(VALUE)(product),
+    "lambda": cg.error_clip(VALUE)(lambda self, w: 100 * self * w),
+    "nested": nested,
+    "partial": cg.error_clip(VALUE)(functools.partial(product)),
+    "partial of a clip": functools.partial(cg.error_clip(VALUE)(product)),
+    "static": Layer.static,
+    "static, on an object": Layer(1.0).static,
+    "outside of static": Layer(1.0).outside_of_static,
+    "of a class": Layer.of_class,
+    "outside of a class": Layer(1.0).outside_of_class,
+    "function of a class": Layer.function,
+    "compiled": jax.jit(cg.error_clip(VALUE)(product)),
+}
+
+
+@pytest.mark.parametrize("cls", [Layer, Lower])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_is_called_on_is_no_input_whatever_its_name(name, cls):
+    calls = [lambda layer, w: getattr(layer, name)(w), getattr(cls, name)]
+    for call in calls:
+        layer, w = jax.grad(call, (0, 1))(cls(2.0), 3.0)
+        assert (layer.weight, w) == (300, 5)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_clips_its_first_argument_whatever_its_name(name):
+    assert jax.grad(FUNCTIONS[name], (0, 1))(2.0, 3.0) == (5, 5)
+
+
+def test_a_method_may_be_a_property_and_a_static_one_may_take_an_object():
+    assert jax.grad(lambda layer: layer.value)(Layer(2.0)).weight == 100
+    layer, w = jax.grad(Layer.static_of_object, (0, 1))(Layer(2.0), 3.0)
+    assert (layer.weight, w) == (5, 5)
+
+
 def test_signature_name_docstring_and_the_plain_function_are_kept():
     clipped = cg.error_clip({"x": VALUE})(multiply)
     assert clipped.__wrapped__ is multiply

@@ -414,10 +414,10 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
 @pytest.mark.ci("case", "apply scale")
 @everywhere
 @every_case
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
-def test_a_healthy_clip_raises_nothing_under_debug_nans(case, apply, scale, key):
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e-30, 1e30])
+def test_a_healthy_clip_raises_nothing_under_debug_nans_and_infs(case, apply, scale, key):
     grads, params = tree_of(key, scale=scale), tree_of(jax.random.fold_in(key, 1))
-    with jax.debug_nans(True):
+    with jax.debug_nans(True), jax.debug_infs(True):
         clipped = apply(case.make(LIMIT), grads, params)
         stats = cg.clip_grads(grads, case.make(LIMIT), params)[1]
         assert all(np.isfinite(x) for x in (stats.norm, stats.clipped_norm, stats.scale))

@@ -278,6 +278,19 @@ def test_the_gradient_of_a_complex_norm_follows_jax():
     np.testing.assert_allclose(jax.grad(cg.global_norm)(z), plain, rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_elements_that_are_the_largest_alike_share_the_gradient_of_the_largest_norm(count):
+    x = jnp.concatenate([jnp.full(count, -3.0), jnp.array([1.0, 2.0])])
+    gradient = jax.grad(cg.global_norm)([x, jnp.ones(2)], jnp.inf)
+    np.testing.assert_allclose(gradient[0], [-1 / count] * count + [0, 0], rtol=1e-6)
+    assert not gradient[1].any()
+
+
+def test_the_docstring_says_what_becomes_of_subnormal_elements():
+    tiny = jnp.asarray(np.full(10**6, 1e-38, np.float32))
+    assert cg.global_norm(tiny) in (0, np.float32(1e-35)) and "subnormal" in cg.global_norm.__doc__
+
+
 @pytest.mark.exhaustive
 def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every_row():
     rows = jax.random.uniform(jax.random.key(0), (64, 4), minval=1.0, maxval=4.0)

@@ -75,6 +75,21 @@ def test_what_is_meant_is_written_in_one_of_two_ways(clip):
     )
 
 
+@pytest.mark.parametrize("name", [("d",), ("m",), ("d", "m"), ()])
+def test_of_two_axes_each_that_is_not_named_is_warned_of(name):
+    """An empty name says that each device has its own norm."""
+    unnamed = sorted({"d", "m"} - {*name}) if name else []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        clip = lambda g: cg.ClipByGlobalNorm(0.5, axis_name=name)(g)  # noqa: E731
+        spread = {"in_specs": P(("d", "m")), "out_specs": P(("d", "m"))}
+        mapped = jax.shard_map(clip, mesh=make_mesh(d=2, m=2), **spread)
+        jax.eval_shape(mapped, jnp.ones(8))
+    texts = [str(w.message) for w in seen]
+    assert len(texts) == bool(unnamed)
+    assert all(f"vary over {', '.join(map(repr, unnamed))}, a mapped" in text for text in texts)
+
+
 def test_nothing_warns_where_leaves_are_the_same_or_nothing_is_known():
     clip = CLIPS["clip_by_global_norm"](None)
     jax.jit(on_devices(clip, in_specs=P(), out_specs=P()))(GRADS)

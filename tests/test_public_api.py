@@ -125,3 +125,18 @@ def test_the_files_that_the_support_matrix_tests_exist():
     script = (ROOT / ".ci" / "matrix").read_text()
     (names,) = re.findall(r"tests/test_\{([\w,]+)\}\.py", script)
     assert [n for n in names.split(",") if not (ROOT / "tests" / f"test_{n}.py").exists()] == []
+
+
+@pytest.mark.exhaustive
+def test_an_import_and_a_clip_need_no_form_of_name_stacks():
+    """JAX may store the scopes around an operation otherwise; names alone depend on it."""
+    program = (
+        "from jax.extend import source_info_util as s; s.current_name_stack = lambda: ('scope',); "
+        "import clipgrad as cg, jax, jax.numpy as jnp; tx = cg.clip_by_global_norm(1.0); "
+        "print(tx.update(jnp.array([3.0, 4.0]), tx.init(None))[0]); "
+        "f = cg.error_clip(cg.ErrorClipByValue(0.5))(lambda x: 3 * x); print(jax.grad(f)(1.0))"
+    )
+    run = [sys.executable, "-c", program]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == (
+        "[0.6 0.8]\n0.5\n"
+    )

@@ -1,5 +1,7 @@
 """Known answers of single rules: units, axes, bounds, orders."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,3 +168,81 @@ def test_numbers_of_an_auto_norm_may_be_traced_and_scheduled():
 def test_an_auto_norm_that_makes_no_sense_is_refused(error, make, match):
     with pytest.raises(error, match=match):
         make()
+
+
+# Rules are values.
+
+THRESHOLDS = {
+    "number": (1.0, 1.0, 2.0),
+    "NumPy": (np.float32([1, 2]), np.float32([1, 2]), np.float32([1, 3])),
+    "JAX": (jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0]), jnp.array([1.0, 3.0])),
+    "another shape": (jnp.ones(2), jnp.ones(2), jnp.ones(3)),
+    "number and array": (1.0, np.ones(()), jnp.ones(1)),
+    "schedule": (optax.constant_schedule, optax.constant_schedule, optax.linear_schedule),
+    "adaptive": (cg.EMAThreshold(), cg.EMAThreshold(), cg.EMAThreshold(decay=0.5)),
+}
+MAKES = {
+    "value": cg.ClipByValue, "norm": cg.ClipByNorm, "global": cg.ClipByGlobalNorm,
+    "rms": cg.ClipByBlockRMS, "adaptive": cg.AdaptiveClip, "auto": cg.AutoNorm,
+}  # fmt: skip
+PAIRS = [(t, m) for t in THRESHOLDS for m in MAKES if (t, m) != ("adaptive", "auto")]
+
+
+@pytest.mark.parametrize(("threshold", "make"), PAIRS)
+def test_rules_with_equal_thresholds_are_equal(threshold, make):
+    one, same, another = map(MAKES[make], THRESHOLDS[threshold])
+    assert (one == same, one != same, one == another) == (True, False, False)
+    assert one != MAKES["norm" if make == "value" else "value"](THRESHOLDS[threshold][0])
+    if callable(THRESHOLDS[threshold][0]) or threshold == "number":
+        assert hash(one) == hash(same) and len({one, same, another}) == 2
+    elif threshold != "adaptive" and threshold != "number and array":
+        with pytest.raises(TypeError, match="got an array in a rule that is to be hashed"):
+            hash(one)
+
+
+def test_rules_with_other_options_or_a_traced_threshold_are_not_equal():
+    options = [{}, {"ord": 1}, {"axis": -1}, {"axis": (0, 1)}, {"axis_name": "x"}]
+    rules = [cg.ClipByNorm(jnp.ones(3), **option) for option in options]
+    assert [[a == b for a in rules] for b in rules] == np.eye(5, dtype=bool).tolist()
+
+    @jax.jit
+    def traced(x, y):
+        rule = cg.ClipByNorm(x)
+        assert rule == rule and rule == cg.ClipByNorm(x)
+        assert rule != cg.ClipByNorm(y) and rule != cg.ClipByNorm(1.0)
+        return x
+
+    traced(1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("limit", ["number", "absolute value"])
+def test_a_complex_element_at_its_limit_stays_bit_for_bit_at_every_angle(dtype, limit):
+    angles = np.linspace(0, 2 * np.pi, 400)
+    with jax.enable_x64(dtype == "complex128"):
+        for size in (1.0, 0.3, 1e-20, 7e20):
+            size = np.zeros(0, dtype).real.dtype.type(size)
+            z = jnp.asarray((np.float64(size) * np.exp(1j * angles)).astype(dtype))
+            rule = cg.ClipByValue(size if limit == "number" else jnp.abs(z))
+            clip = functools.partial(jax.jit(lambda rule, z: rule(z)), rule)
+            np.testing.assert_array_equal(clip(z), z)
+            clipped = clip(3 * z)
+            np.testing.assert_array_equal(clip(clipped), clipped)
+            eps = 4e-7 if dtype == "complex64" else 1e-15
+            assert np.abs(np.asarray(clipped, complex)).max() <= size * (1 + eps)
+
+
+def test_a_function_in_a_rule_is_asked_anew_in_each_call():
+    """A program that is kept for a rule is not used for one whose function may have changed."""
+    axes = {"now": 0}
+    rule = cg.AdaptiveClip(0.1, axis=lambda path, leaf: axes["now"])
+    w = jnp.arange(1.0, 7.0).reshape(2, 3)
+
+    def gradient():
+        return jax.grad(lambda w: jnp.sum(cg.clip_cotangent(w, rule) ** 2))(w)
+
+    for axis in (0, 1, 0):
+        axes["now"] = axis
+        np.testing.assert_allclose(gradient(), cg.AdaptiveClip(0.1, axis=axis)(2 * w, w), rtol=1e-6)
+        clipped = cg.clip_grads(2 * w, rule, w)[0]
+        np.testing.assert_allclose(clipped, gradient(), rtol=1e-6)

@@ -93,8 +93,8 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
     Guarantees:
       * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
         dtype, and the result has that dtype.
-      * A finite tree whose squares over- or underflow still has the right norm. Its elements have
-        to be normal numbers: XLA takes subnormal ones (below 1.2e-38 in float32) for 0.
+      * A finite tree whose squares over- or underflow still has the right norm. Only subnormal
+        elements (below 1.2e-38 in float32) may count as 0, as XLA takes them on most devices.
       * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
       * Its derivative is finite everywhere; at zero it is 0.
       * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and

@@ -126,8 +126,8 @@ class MeasuringRule(ClipRule):
         """Whether the other is of the same class, with equal thresholds and options."""
         if type(other) is not type(self):
             return False
-        names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
-        return all(_is_equal(getattr(self, name), getattr(other, name)) for name in names)
+        mine, others = vars(self), vars(other)  # a subclass may keep more than the fields
+        return mine.keys() == others.keys() and all(_is_equal(mine[k], others[k]) for k in mine)
 
     def __hash__(self) -> int:
         return _hash_of_numbers(self)

@@ -141,7 +141,8 @@ def _has_receiver(bound: inspect.BoundArguments, wrapped: Any) -> bool:
 def _unwrapped(value: Any, wrapped: Any) -> Any:
     """The function that an attribute of a class leads to, as far as ``wrapped``."""
     is_function = callable(value) or isinstance(value, staticmethod | classmethod)
-    return inspect.unwrap(value, stop=lambda f: f is wrapped) if is_function else None
+    found: Any = value
+    return inspect.unwrap(found, stop=lambda f: f is wrapped) if is_function else None
 
 
 def _clip_inputs(bound: inspect.BoundArguments, rules: dict[Any, Any], has_receiver: bool) -> None:
