@@ -14,6 +14,7 @@ from clipgrad._arrays import (
     flat_norms,
     is_clippable,
     is_none,
+    largest,
     path_string,
     selected,
 )
@@ -100,9 +101,9 @@ class LeafGroups:
 def _root_of_squares(norms: jax.Array, places: np.ndarray) -> jax.Array:
     """For each row of places the root of the sum of the squares of some norms, in any range."""
     members = norms[places]
-    most = jnp.max(members, axis=-1, keepdims=True, initial=0)
+    most = largest(members, -1)
     unit = jnp.where(jnp.isfinite(most) & (most > 0), most, 1)
-    return jnp.sqrt(jnp.sum(jnp.square(members / unit), axis=-1)) * unit[..., 0]
+    return jnp.sqrt(jnp.sum(jnp.square(members / unit[..., None]), axis=-1)) * unit
 
 
 def _shown(tree: Any, paths: Sequence[Any]) -> list[str]:
