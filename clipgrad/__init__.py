@@ -39,6 +39,7 @@ from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._per_example import per_example_norms as per_example_norms
 from clipgrad._training import scalars as scalars
 from clipgrad._training import train_step as train_step
+from clipgrad._training import watch_updates as watch_updates
 from clipgrad._values import with_value_stats as with_value_stats
 
 if typing.TYPE_CHECKING:

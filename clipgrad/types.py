@@ -14,6 +14,8 @@ if typing.TYPE_CHECKING:
     from clipgrad._recorder import Capture as Capture
     from clipgrad._training import TrainState as TrainState
     from clipgrad._training import TrainStep as TrainStep
+    from clipgrad._training import UpdateNorms as UpdateNorms
+    from clipgrad._training import WatchUpdatesState as WatchUpdatesState
     from clipgrad._values import ValueStats as ValueStats
 
 _HOMES = {
@@ -26,7 +28,9 @@ _HOMES = {
     "SkipSpikesState": "_clip",
     "TrainState": "_training",
     "TrainStep": "_training",
+    "UpdateNorms": "_training",
     "ValueStats": "_values",
+    "WatchUpdatesState": "_training",
 }
 if not typing.TYPE_CHECKING:
     __all__ = sorted(_HOMES)

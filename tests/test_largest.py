@@ -112,7 +112,7 @@ HARMLESS = {
     ("_clip/ema.py", "update"): "of finite norms",
     ("_clip/ema.py", "_jointly"): "of finite norms",
     ("_training/accumulate.py", "averaged"): "along an axis that no device cuts",
-    ("_training/train_step.py", "_metrics"): "of integers",
+    ("_training/metrics.py", "_of_skips"): "of integers",
 }
 
 

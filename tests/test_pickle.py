@@ -158,7 +158,7 @@ def test_an_exported_training_goes_on_from_the_state_that_it_returned():
     state, batch = step.init(PARAMS), jnp.array([1.0, -1.0])
     loaded = jax.export.deserialize(jax.export.export(step.update)(state, batch).serialize())
     for _ in range(3):
-        expected = step(state, batch)
+        expected = step.update(state, batch)
         state, metrics = loaded.call(state, batch)
         assert_same((state, metrics), expected)
         assert isinstance(state, cg.types.TrainState)

@@ -25,6 +25,7 @@ from clipgrad._clip.nonfinite import check_policy as check_policy
 from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts
 from clipgrad._clip.nonfinite import raise_for_counts as raise_for_counts
 from clipgrad._clip.norm import ClipByNorm as ClipByNorm
+from clipgrad._clip.optimizer import Wrapper as Wrapper
 from clipgrad._clip.optimizer import as_optimizer as as_optimizer
 from clipgrad._clip.optimizer import is_clip_alone as is_clip_alone
 from clipgrad._clip.percentile import PercentileThreshold as PercentileThreshold

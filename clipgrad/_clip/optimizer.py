@@ -9,6 +9,19 @@ from clipgrad._clip.gradient_clip import ClipTransformation
 from clipgrad._clip.rule import ClipRule, is_rule
 
 
+class Wrapper(optax.GradientTransformationExtraArgs):
+    """A transformation of this library around another one, which it shows."""
+
+    inner: Any
+
+    @classmethod
+    def of(cls, inner: Any, init: Any, update: Any) -> "Wrapper":
+        """The wrapper with these functions."""
+        wrapper = cls(init, update)
+        wrapper.inner = inner
+        return wrapper
+
+
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """The optimizer of the argument ``name``, which takes any extra arguments.
 
@@ -44,9 +57,9 @@ def is_clip_alone(optimizer: Any) -> bool:
     optimizer = getattr(getattr(optimizer, "init", None), "__self__", optimizer)
     if isinstance(optimizer, optax.MultiSteps):
         return is_clip_alone(optimizer)
-    inner = getattr(optimizer, "inner", None)
-    is_clip = is_rule(optimizer) or isinstance(optimizer, ClipTransformation)
-    return is_clip or inner is not None and is_clip_alone(inner)
+    if isinstance(optimizer, Wrapper):
+        return is_clip_alone(optimizer.inner)
+    return is_rule(optimizer) or isinstance(optimizer, ClipTransformation)
 
 
 def _call_of(optimizer: Any) -> str:

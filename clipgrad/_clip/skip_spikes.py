@@ -19,7 +19,7 @@ from clipgrad._arrays import (
     selected,
     total_over_devices,
 )
-from clipgrad._clip.optimizer import as_optimizer
+from clipgrad._clip.optimizer import Wrapper, as_optimizer
 from clipgrad._clip.spike_limit import Judged, SpikeLimit
 from clipgrad._clip.stats import stats_dtype
 from clipgrad._clip.thresholds import Window, unlimited
@@ -75,12 +75,6 @@ class SkipSpikesState(NamedTuple):
         if isinstance(inner, optax.MultiStepsState) and name in inner._fields:
             return getattr(inner, name)
         raise AttributeError(f"SkipSpikesState has no attribute {name!r}")
-
-
-class SkipSpikes(optax.GradientTransformationExtraArgs):
-    """The transformation that `skip_spikes` makes, known by its type."""
-
-    inner: optax.GradientTransformation | optax.MultiSteps
 
 
 @explain_call(
@@ -206,9 +200,7 @@ def skip_spikes(
         kept = _selected(skip | halted, state.inner_state, inner_state)
         return _zero_if(skip | halted, new), after._replace(inner_state=kept)
 
-    transformation = SkipSpikes(init, update)
-    transformation.inner = inner
-    return transformation
+    return Wrapper.of(inner, init, update)
 
 
 def _first_state(

@@ -29,7 +29,7 @@ class SpikeLimit:
     @classmethod
     def of(
         cls,
-        judge: Any,
+        judge: Judged,
         max_norm: float | None,
         window: int | None,
         sigma: float | None,
@@ -37,7 +37,7 @@ class SpikeLimit:
     ) -> "SpikeLimit":
         """The limit of the arguments of `skip_spikes`, which are checked."""
         history = _history(window, sigma, min_history)
-        if not isinstance(judge, str) or judge not in get_args(Judged):
+        if judge not in get_args(Judged):
             expected = ", ".join(map(repr, get_args(Judged)))
             raise ValueError(f"judge: got {judge!r}, expected one of {expected}")
         if max_norm is not None:

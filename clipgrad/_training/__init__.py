@@ -2,6 +2,7 @@
 
 `train_step` makes one compiled function of a loss and an optimizer, from a state and a batch to the
 next state and metrics. The metrics are what the clips, the watched values and `skip_spikes` found.
+`watch_updates` measures what an optimizer does to each module, in any loop.
 `scalars` makes one flat dictionary of them, which loggers take.
 """
 
@@ -12,3 +13,6 @@ from clipgrad._training.scalars import scalars as scalars
 from clipgrad._training.state import TrainState as TrainState
 from clipgrad._training.train_step import TrainStep as TrainStep
 from clipgrad._training.train_step import train_step as train_step
+from clipgrad._training.watch_updates import UpdateNorms as UpdateNorms
+from clipgrad._training.watch_updates import WatchUpdatesState as WatchUpdatesState
+from clipgrad._training.watch_updates import watch_updates as watch_updates

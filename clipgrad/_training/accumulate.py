@@ -78,17 +78,12 @@ def accumulated(gradients: Gradients, parts: int, weight: Weight | None = None) 
             grads, overwriting = split_overwritten(grads)
             return (loss, grads), (aux, stats, overwriting), after.state
 
-        def of_share(state: Any, i: Any) -> Any:
-            summands, (aux, stats, overwriting), state = of_part(state, i)
-            if shares is not None:
-                summands = jax.tree.map(lambda x: _weighted(x, shares[i]), summands)
-                stats = {name: _weighted_stats(s, shares[i]) for name, s in stats.items()}
-            return summands, (aux, stats, overwriting), state
-
         like, *_ = jax.eval_shape(of_part, params.state, 0)
         trained, _ = split_overwritten(params.trained)
         zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
-        sums, (aux, stats, overwriting) = scan_sums(of_share, zeros, parts, params.state)
+        sums, (aux, stats, overwriting) = scan_sums(
+            _of_share(of_part, shares), zeros, parts, params.state
+        )
         total, state = sums
         count = parts if shares is None else 1
         loss, grads = jax.tree.map(lambda t, s: (t / count).astype(s.dtype), total, like)
@@ -150,6 +145,20 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
     result = jnp.asarray(result)
     is_floating = jnp.issubdtype(result.dtype, jnp.floating)
     return result.astype(at_least_float32(result.dtype) if is_floating else float)
+
+
+def _of_share(of_part: Callable[..., Any], shares: jax.Array | None) -> Callable[..., Any]:
+    """The function of a microbatch whose first results count by its share."""
+    if shares is None:
+        return of_part
+
+    def weighted(state: Any, i: Any) -> Any:
+        summands, (aux, stats, overwriting), state = of_part(state, i)
+        summands = jax.tree.map(lambda x: _weighted(x, shares[i]), summands)
+        stats = {name: _weighted_stats(s, shares[i]) for name, s in stats.items()}
+        return summands, (aux, stats, overwriting), state
+
+    return weighted
 
 
 def _weighted(x: jax.Array, share: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The states of clips and of `skip_spikes` in the state of an optimizer, by the names of loggers.
+"""The states of clips and wrappers in the state of an optimizer, by the names of loggers.
 
 This is the one search of an optimizer's state: metrics, `scalars` and the undoing of a skipped step
 read it, so that a clip has one name everywhere.
@@ -14,13 +14,14 @@ import optax
 
 from clipgrad._arrays import instances
 from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState, count_nonfinite
+from clipgrad._training.watch_updates import UpdateNorms, WatchUpdatesState
 
 _OF_CLIPS = ("count", "clipped_count", "nonfinite_count", "threshold")
 _OF_SKIPS = (
     *("raw_norm", "judged", "limit", "skipped", "skipped_count", "spike_count"),
     *("skipped_consecutive", "nonfinite_consecutive"),
 )
-STATES = (GradientClipState, SkipSpikesState)
+STATES = (GradientClipState, SkipSpikesState, WatchUpdatesState)
 
 
 class OptimizerStates(NamedTuple):
@@ -28,6 +29,7 @@ class OptimizerStates(NamedTuple):
 
     clips: dict[str, GradientClipState]
     skips: dict[str, SkipSpikesState]
+    updates: dict[str, dict[str, UpdateNorms]]
 
     @property
     def measured(self) -> dict[str, ClipStats]:
@@ -50,7 +52,7 @@ class OptimizerStates(NamedTuple):
 
 
 def found_in(opt_state: Any) -> OptimizerStates:
-    """The states of clips and of `skip_spikes`, also those in the state of another wrapper.
+    """The states of clips and of wrappers of this library, also those inside of each other.
 
     The clips with statistics are called ``clip``, or ``clip_0``, ``clip_1``, ... if there are
     several. Those without go on with the numbers.
@@ -61,9 +63,11 @@ def found_in(opt_state: Any) -> OptimizerStates:
     names = numbered("clip", len(with_stats or others))
     names += [f"clip_{i}" for i in range(len(names), len(clips))]
     skips = list(_within(opt_state, SkipSpikesState))
+    updates = [state.norms for state in _within(opt_state, WatchUpdatesState)]
     return OptimizerStates(
         dict(zip(names, with_stats + others, strict=True)),
         dict(zip(numbered("skip_spikes", len(skips)), skips, strict=True)),
+        dict(zip(numbered("updates", len(updates)), updates, strict=True)),
     )
 
 

@@ -40,7 +40,7 @@ def step_metrics(loss: Any, grads: Any, opt_state: Any) -> dict[str, Any]:
     found = found_in(opt_state)
     metrics = {"loss": loss, "grad_norm": global_norm(grads, axis_name=())}
     metrics["nonfinite"] = count_nonfinite(grads)
-    return metrics | _of_clips(found) | _of_skips(found)
+    return metrics | _of_clips(found) | _of_skips(found) | found.updates
 
 
 def shown_metrics(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from clipgrad._clip import ClipStats
 from clipgrad._frameworks import without_variables
 from clipgrad._training.found import STATES, found_in, numbered
 from clipgrad._training.state import TrainState
+from clipgrad._training.watch_updates import UpdateNorms
 from clipgrad._values import ValueStats
 
 Items = Iterator[tuple[str, Any]]
@@ -19,6 +20,7 @@ Items = Iterator[tuple[str, Any]]
 _FIELDS = {
     ClipStats: ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "all_zero"),
     ValueStats: ("norm", "rms", "max", "zero_fraction", "nonfinite"),
+    UpdateNorms: ("grad", "param", "update", "ratio"),
 }
 _RECORDS = tuple(_FIELDS)
 
@@ -26,19 +28,19 @@ _RECORDS = tuple(_FIELDS)
 @explain_call(
     'write scalars({"first": ..., "second": ...})', prefix='write scalars({"train": tree})'
 )
-def scalars(tree: Any) -> dict[str, jax.Array]:
+def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
     Statistics of clips and of values give their fields below their name, such as ``attn/norm``. The
     clips of ``train_step``'s metrics, and those in the state of an optimizer, are called ``clip``;
     ``clip_0``, ``clip_1``, ... if there are several with statistics. Those of each leaf are below:
     ``clip/leaves/layers/0/kernel/norm``. `skip_spikes` gives ``skip_spikes/raw_norm``,
-    ``skip_spikes/limit`` and its counters.
+    ``skip_spikes/limit`` and its counters, and `watch_updates` ``updates/blocks/0/attn/ratio``.
 
     Guarantees:
       * The keys of a clip are the same from metrics and from a state.
-      * Works under `jax.jit`. Values have at most one axis: one entry for each step of a scan, or
-        for each inner step of nested scans, in their order.
+      * Works under `jax.jit`. Values have at most one axis: one entry for each layer, or each step
+        of a scan, or each inner step of nested scans, in their order.
       * Booleans are 0 and 1. Other real arrays in metrics (``aux``) are kept if they have at most
         one axis; states and parameters of other libraries are left out.
 
@@ -46,6 +48,8 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
       tree: the statistics of `value_and_grad_with_stats` or `with_value_stats`, the metrics or the
         state of `train_step`, the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a
         `ClipStats` or `ValueStats`, or a dictionary or tuple of such.
+      layers: ``True``: one number for each entry of an array, as ``updates/blocks/attn/ratio/0``,
+        for loggers that take no arrays.
 
     Returns:
       A dictionary from names, joined by ``/``, to arrays.
@@ -82,7 +86,17 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
             "metrics, or the state of a clip with stats=True; of gradients write "
             '{"grad_norm": clipgrad.global_norm(grads)}'
         )
-    return found
+    return _apart(found) if layers else found
+
+
+def _apart(found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The numbers, with the index of an entry of an array at the end of its name."""
+    apart: dict[str, jax.Array] = {}
+    for name, value in found.items():
+        apart |= (
+            {_join(name, str(i)): x for i, x in enumerate(value)} if value.ndim else {name: value}
+        )
+    return apart
 
 
 def _items(path: str, tree: Any) -> Items:
@@ -117,6 +131,7 @@ def _items_of_state(path: str, opt_state: Any) -> Items:
     found = found_in(opt_state)
     yield from _items(path, found.measured)
     yield from _items(path, found.records)
+    yield from _items(path, found.updates)
 
 
 def _items_of_sequence(path: str, tree: tuple | list) -> Items:

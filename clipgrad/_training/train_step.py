@@ -152,6 +152,7 @@ def train_step(
       * with `skip_spikes`: ``skipped``, ``skipped_consecutive`` and ``nonfinite_consecutive``, of
         several together; and ``skip_spikes`` with all numbers of one, such as the ``limit`` that
         the step was judged by;
+      * with `watch_updates`: ``updates``, the `UpdateNorms` of each group of leaves;
       * with ``error_clip``: a dictionary ``error_clip`` of the `ClipStats` of each name (added up
         over microbatches);
       * with ``watch_values``: a dictionary ``values`` of the `ValueStats` of each name (joined over

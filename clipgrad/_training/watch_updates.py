@@ -1,0 +1,159 @@
+"""Norms of gradients, parameters and updates by group of leaves, in any optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from clipgrad._arrays import (
+    AxisName,
+    Where,
+    explain_call,
+    is_none,
+    warn_of_parts,
+    widest,
+)
+from clipgrad._clip import Wrapper, as_optimizer
+from clipgrad._compat import exportable
+from clipgrad._training.leaf_groups import By, LeafGroups, check_by
+
+
+@exportable
+class UpdateNorms(NamedTuple):
+    """The norms of a group of leaves in one step, of shape ``()`` or ``(layers,)``.
+
+    Attributes:
+      grad: of the gradient that arrives, before any clip inside.
+      param: of the parameters before the step.
+      update: of what the optimizer adds to the parameters.
+
+    Example:
+      >>> import clipgrad as cg
+      >>> print(cg.types.UpdateNorms(grad=30.0, param=10.0, update=0.01).ratio)
+      0.001
+    """
+
+    grad: jax.Array
+    param: jax.Array
+    update: jax.Array
+
+    @property
+    def ratio(self) -> jax.Array:
+        """The norm of the update by that of the parameters; 0 where there are none but zeros."""
+        param = jnp.asarray(self.param)
+        return jnp.where(param == 0, 0, self.update / jnp.where(param == 0, 1, param))
+
+
+@exportable
+class WatchUpdatesState(NamedTuple):
+    """The state of `watch_updates`.
+
+    Attributes:
+      inner_state: the state of the optimizer.
+      norms: the `UpdateNorms` of the last step for each group; zeros before the first.
+    """
+
+    inner_state: Any
+    norms: dict[str, UpdateNorms]
+
+
+@explain_call()
+def watch_updates(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    by: By = "module",
+    stacked: Where = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Wraps an optimizer, and measures gradient, parameters and update of each module.
+
+    The ratio of update to parameters shows which layer learns, stands still or explodes; a healthy
+    one is about 1e-3. It doubles before the loss shows anything.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.watch_updates(optax.sgd(0.5))
+      >>> params = {"attn": {"q": jnp.array([3.0]), "k": jnp.array([4.0])}, "mlp": jnp.ones(1)}
+      >>> grads = {"attn": {"q": jnp.array([0.6]), "k": jnp.array([0.8])}, "mlp": jnp.zeros(1)}
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> print(state.norms["attn"].grad, state.norms["attn"].update, state.norms["attn"].ratio)
+      1.0 0.5 0.1
+
+    Args:
+      optimizer: an optax gradient transformation, or ``optax.MultiSteps``. What is to count as
+        the optimizer belongs inside: a clip, weight decay, a schedule, `skip_spikes`.
+      by: what a group is: ``"module"``, the path of a leaf without its last segment;
+        ``"leaf"``; a number of segments from the first on; or a function of the path. The paths
+        are those of `clip_grads`, such as ``"blocks/0/attn/kernel"``, without the ``params/`` that
+        is around all leaves of flax Linen.
+      stacked: which leaves have a first axis of layers, as those of ``flax.linen.scan``, of NNX
+        blocks made under ``nnx.vmap``, or of a scan of one's own: a path, a mask or a function, as
+        ``where`` of `clip_grads`. Their groups have one norm for each layer.
+      axis_name: the mapped axes that the leaves are spread over; see `global_norm`.
+
+    Returns:
+      A gradient transformation with the state `WatchUpdatesState`, which passes all extra arguments
+      of ``update`` on to the optimizer. `train_step` shows the norms in ``metrics["updates"]``, and
+      `scalars` as ``updates/blocks/0/attn/ratio``.
+
+    Raises:
+      TypeError: if ``optimizer`` is not a gradient transformation, or ``by`` is a function that
+        returns something else than text.
+      ValueError: if ``by`` is something else; by ``init``, if ``stacked`` selects nothing, or a
+        group has leaves with other layers than the rest; by ``update``, without parameters.
+
+    Guarantees:
+      * Updates and the inner state are those of the optimizer, bit by bit.
+      * NaN and inf are not hidden. A norm neither overflows nor underflows; it is float32, float64
+        if a leaf is. The ratio of parameters that are all 0 is 0.
+      * The structure, the shapes and the dtypes of the state never change, and a scan can carry it.
+      * Integers, ``None`` and what gradients overwrite (scales of 8-bit floats) are in no group.
+    """
+    inner = as_optimizer("optimizer", optimizer)
+    check_by(by)
+
+    def init(params: Any) -> WatchUpdatesState:
+        groups = LeafGroups.of(params, by, stacked)
+        dtype = widest(_measured(groups, params))
+        norms = {  # each with a buffer of its own, so that the state can be donated
+            name: UpdateNorms(*(jnp.zeros(shape, dtype) for _ in UpdateNorms._fields))
+            for name, shape in groups.shapes.items()
+        }
+        return WatchUpdatesState(inner.init(params), norms)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "params: got None, expected the parameters, whose norms are measured; write "
+                "update(grads, state, params)"
+            )
+        new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        groups = LeafGroups.of(params, by, stacked)
+        if groups.shapes != {name: x.grad.shape for name, x in state.norms.items()}:
+            raise ValueError(
+                f"params: got the groups {groups.shapes}, but the state has {list(state.norms)}; "
+                "expected the state of init(params) for the same parameters"
+            )
+        trees = [_measured(groups, tree) for tree in (updates, params, new)]
+        warn_of_parts("watch_updates", trees[0], axis_name)
+        measured = groups.norms(trees, axis_name)
+        dtypes = {name: x.grad.dtype for name, x in state.norms.items()}
+        norms = {
+            name: UpdateNorms(*(x.astype(dtypes[name]) for x in each))
+            for name, each in measured.items()
+        }
+        return new, WatchUpdatesState(inner_state, norms)
+
+    return Wrapper.of(optimizer, init, update)
+
+
+def _measured(groups: LeafGroups, tree: Any) -> list[jax.Array]:
+    """The leaves of a tree that are in a group."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_none)
+    if len(leaves) != len(groups.measured):
+        raise ValueError(
+            f"updates: got a tree of {len(leaves)} leaves, expected one for each of the "
+            f"{len(groups.measured)} of the parameters"
+        )
+    return [jnp.asarray(x) for x, flag in zip(leaves, groups.measured, strict=True) if flag]
