@@ -5,13 +5,22 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 from typing import Any
 
 import jax
 
 from clipgrad._check import CHECKS, GradCheckReport, check_grads
 from clipgrad._commands.arguments import position_or_name
-from clipgrad._commands.function import FAILED, PASSED, add_command, add_function, arguments, load
+from clipgrad._commands.function import (
+    FAILED,
+    PASSED,
+    UsageError,
+    add_command,
+    add_function,
+    arguments,
+    load,
+)
 from clipgrad._commands.result import plain
 from clipgrad._compat import PLATFORMS
 
@@ -74,6 +83,8 @@ def add_check_parser(subparsers: Any) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
+    if options.json and not os.path.isdir(os.path.dirname(os.path.abspath(options.json))):
+        raise UsageError(f"--json: got {options.json!r}, expected a file in a folder that exists")
     with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
         function = load(options.function)
         report = check_grads(
