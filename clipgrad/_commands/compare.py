@@ -54,7 +54,8 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     texts = options.function, options.other
-    versions = _command_version(options.function), _command_version(options.other, is_other=True)
+    other = _command_version(options.other, is_other=True)
+    versions = _command_version(options.function), other
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
     argnums = options.argnums or "all"
     return compare(
@@ -70,6 +71,8 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
 
 def _command_version(text: str, is_other: bool = False) -> Any:
     """A function, or the text itself if that is a file or a dtype."""
+    if text.endswith(".npz") and not os.path.exists(text):
+        raise UsageError(f"run: got {text!r}, no such file, expected one that save_run wrote")
     if text.endswith(".npz") or os.path.isfile(text) or text in WIDER_DTYPES:
         return text
     if is_other and ":" not in text:
