@@ -26,6 +26,17 @@ def model(params, x):
 def make():
     return {"w": jnp.ones((2, 2))}, jnp.ones((1, 2))
 
+def ones():
+    return (jnp.ones(3),)
+
+def wide(x):
+    if x.dtype != "float64":
+        raise TypeError("narrow")
+    return jnp.sin(x)
+
+def of_params(p):
+    return p["w"]
+
 def make_list():
     return [jnp.ones(2)]
 
@@ -77,6 +88,23 @@ def test_all_options_reach_the_check(folder, capsys):
     rest = "--max-relative-error 0.01 --order 1 --device cpu --skip vmap --x64"
     words = [*options.split(), *rest.split()]
     assert command("check", "here:model", "--args", "here:make", *words) == 0
+
+
+def test_x64_has_arguments_and_the_function_in_64_bits(folder, capsys):
+    words = "check", "here:wide", "--args", "here:ones", "--skip", "vmap", "--points", "1"
+    assert command(*words, "--x64") == 0
+    assert command(*words) == 2 and "narrow" in capsys.readouterr().err
+
+
+def test_a_report_in_a_folder_that_is_not_there_is_told_before_anything_is_loaded(folder, capsys):
+    assert command("check", "here:absent", "--json", "nowhere/report.json") == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_shapes_for_a_function_of_a_dictionary_name_a_function_of_arguments(folder, capsys):
+    assert command("check", "here:of_params", "--args", "f32[3,4]") == 2
+    assert "string indexing" in (shown := capsys.readouterr().err)
+    assert "write --args module:make_args" in shown and shown.count("\n") == 1
 
 
 SHAPES = (

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,3 +144,49 @@ def test_examples_without_a_gradient_are_no_measure_of_the_others(far):
     x[5] = 1.0 if far else 1e-6
     found = cg.diagnose(hinge, (jnp.ones(2), x), examples="x")
     assert [example.index for example in found.examples] == [5] * far
+
+
+def test_examples_that_are_bad_alike_are_one_line():
+    many = {0: -1, **{i: -1 for i in range(1, 8)}}
+    text = str(cg.diagnose(roots, (W, batch(x=many)), examples="batch"))
+    assert "examples 0 to 7, each: its loss is nan, the norm of its gradient nan\n" in text
+    assert text.count("its loss is nan") == 1
+    apart = str(cg.diagnose(roots, (W, batch(x={i: -1 for i in (0, 2, 4, 6)})), examples="batch"))
+    assert "examples 0, 2, 4 and 1 more, each: its loss is nan" in apart
+    few = str(cg.diagnose(roots, (W, batch(x={1: -1, 2: -1})), examples="batch"))
+    assert few.count("its loss is nan") == 2
+
+
+@pytest.mark.parametrize(
+    "examples, error, words",
+    [
+        ("bach", ValueError, "examples: got 'bach', expected the name or the position"),
+        (7, ValueError, "examples: got 7, expected the name or the position"),
+        (
+            None.__class__,
+            TypeError,
+            "examples: got <class 'NoneType'>, expected the name or the pos",
+        ),
+        ([1.5], TypeError, r"examples: got \[1.5\], expected the name or the position"),
+    ],
+)
+def test_wrong_examples_are_told_before_the_loss_is_called(examples, error, words):
+    calls = []
+
+    def counted(params, batch):
+        calls.append(1)
+        return roots(params, batch)
+
+    with pytest.raises(error, match=words):
+        cg.diagnose(counted, (W, batch()), examples=examples)
+    assert not calls
+
+
+def test_examples_of_an_accumulated_step_are_those_of_the_batch(tmp_path):
+    step = cg.train_step(roots, cg.skip_spikes(optax.sgd(0.1), halt=True), accumulate=4)
+    given = batch(x={5: -1})
+    state, _ = step(step.init(W), given)
+    with cg.FlightRecorder(tmp_path, raise_on_halt=False) as recorder:
+        recorder.record(state, given)
+    found = cg.diagnose(roots, cg.load_capture(recorder.captures[0]).args, examples="batch")
+    assert [example.index for example in found.examples] == [5]

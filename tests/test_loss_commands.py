@@ -2,8 +2,11 @@
 
 import json
 
+import jax.numpy as jnp
+import optax
 import pytest
 
+import clipgrad as cg
 from clipgrad._commands.cli import main
 
 MODULE = """
@@ -132,7 +135,7 @@ def test_versions_that_differ_exit_with_1_and_name_the_module(models, capsys):
 
 def test_versions_that_agree_exit_with_0(models, capsys):
     assert compare(models, "loss", "loss") == 0
-    assert capsys.readouterr().out == "no difference beyond rounding, at 1 places\n"
+    assert capsys.readouterr().out == "no difference beyond rounding, at 1 place\n"
     assert compare(models, "loss", "renamed", "--name", "hidden=other", "--argnums", "0", "1") == 0
     assert "not matched" not in capsys.readouterr().out
 
@@ -146,6 +149,26 @@ def test_whole_steps_may_donate_their_arguments(models, capsys):
 def test_a_dtype_is_another_version(models):
     assert compare(models, "loss", "float32") == 0
     assert compare(models, "loss", "float64") == 0
+
+
+def test_a_missing_file_is_told_before_anything_runs(models, capsys):
+    assert main(["compare", f"{models}:absent", "missing/before.npz", "--args", "f32[2]"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_a_capture_of_a_model_says_how_it_is_restored(models, tmp_path, capsys):
+    """A capture has dictionaries, which a loss of a model can't call."""
+    text = "import jax.numpy as jnp\ndef loss(model, x): return jnp.sum(model(x))\n"
+    (tmp_path / f"{models}_of.py").write_text(text)
+    state = cg.skip_spikes(optax.sgd(0.1), halt=True)
+    params = {"w": jnp.ones(2)}
+    _, bad = state.update({"w": jnp.full(2, jnp.nan)}, state.init(params), params)
+    with cg.FlightRecorder(tmp_path / "captures", raise_on_halt=False) as recorder:
+        recorder.record(bad, jnp.ones(2), params=params)
+    capture = str(recorder.captures[0])
+    assert main(["diagnose", f"{models}_of:loss", "--capture", capture]) == 2
+    shown = capsys.readouterr().err
+    assert "not callable" in shown and "--args module:restored, a function of the capture" in shown
 
 
 def test_nothing_judged_exits_with_1(models, capsys):

@@ -5,13 +5,21 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 from typing import Any
 
 import jax
 
 from clipgrad._check import CHECKS, GradCheckReport, check_grads
 from clipgrad._commands.arguments import position_or_name
-from clipgrad._commands.function import FAILED, PASSED, add_command, add_function, arguments, load
+from clipgrad._commands.function import (
+    FAILED,
+    PASSED,
+    add_command,
+    add_function,
+    arguments,
+    load,
+)
 from clipgrad._commands.result import plain
 from clipgrad._compat import PLATFORMS
 
@@ -74,6 +82,8 @@ def add_check_parser(subparsers: Any) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
+    if options.json:
+        os.stat(os.path.dirname(os.path.abspath(options.json)))  # there is no folder: at once
     with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
         function = load(options.function)
         report = check_grads(

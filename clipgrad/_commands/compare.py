@@ -38,7 +38,8 @@ def add_compare_parser(subparsers: Any) -> None:
     words = "a function that returns the tuple of arguments of the other version, if they differ"
     add("--other-args", metavar="module:make_args", help=words)
     how = parser.add_mutually_exclusive_group().add_argument
-    how("--argnums", metavar="N", type=int, nargs="+", help="positions to differentiate (0)")
+    words = "positions to differentiate (default: all arguments that hold floats)"
+    how("--argnums", metavar="N", type=int, nargs="+", help=words)
     how("--steps", action="store_true", help="the functions are whole steps: compare their outputs")
     add("--has-aux", action="store_true", help="the losses return (loss, aux)")
     words = "a name, or pattern, in fun and in other; you can repeat it: 'layers_*=layers'"
@@ -53,14 +54,15 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     texts = options.function, options.other
-    versions = _command_version(options.function), _command_version(options.other, is_other=True)
+    other = _command_version(options.other, is_other=True)
+    versions = _command_version(options.function), other
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
-    argnums = options.argnums or [0]
+    argnums = options.argnums or "all"
     return compare(
         *versions,
         _command_arguments(options, functions),
         other_args=made_arguments(options.other_args) if options.other_args else None,
-        argnums=None if options.steps else tuple(argnums) if argnums[1:] else argnums[0],
+        argnums=None if options.steps else argnums[0] if len(argnums) == 1 else argnums,
         has_aux=options.has_aux,
         names=_renamed_pairs(options.name),
         rtol=options.rtol,
@@ -69,6 +71,8 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
 
 def _command_version(text: str, is_other: bool = False) -> Any:
     """A function, or the text itself if that is a file or a dtype."""
+    if text.endswith(".npz") and not os.path.exists(text):
+        raise UsageError(f"run: got {text!r}, no such file, expected one that save_run wrote")
     if text.endswith(".npz") or os.path.isfile(text) or text in WIDER_DTYPES:
         return text
     if is_other and ":" not in text:

@@ -14,6 +14,7 @@ from clipgrad._commands.function import (
 )
 from clipgrad._commands.result import show_result
 from clipgrad._diagnose import GradientDiagnosis, diagnose
+from clipgrad._errors import first_line
 from clipgrad._recorder import load_capture
 
 DIAGNOSE_EXAMPLES = (
@@ -21,6 +22,10 @@ DIAGNOSE_EXAMPLES = (
     "models:loss --capture captures/step_4000",
 )
 DIAGNOSE_CODES = "nothing is wrong", "there are findings"
+_OF_MODELS = (
+    "; a capture has dictionaries instead of models: write --args module:restored, a function of "
+    "the capture that returns (capture.restore(model), capture.batch)"
+)
 DIAGNOSIS_FIELDS = ("ok", "findings", "rows", "notes", "examples")
 
 
@@ -56,8 +61,15 @@ def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
             examples = examples or (1,)  # the whole batch of the capture
     else:
         args = arguments(options.function, function, options.args, 0)
-    argnums = tuple(options.argnums)
-    return diagnose(function, args, argnums=argnums, has_aux=options.has_aux, examples=examples)
+    more = {"argnums": tuple(options.argnums), "has_aux": options.has_aux, "examples": examples}
+    try:
+        return diagnose(function, args, **more)
+    except Exception as error:
+        if options.capture and options.args is None and not isinstance(error, ValueError):
+            raise UsageError(
+                f"{options.function} raises {first_line(error)}{_OF_MODELS}"
+            ) from error
+        raise
 
 
 def _captured(path: str, make_args: str | None) -> tuple:

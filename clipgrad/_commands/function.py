@@ -13,6 +13,10 @@ from clipgrad._commands.arguments import random_arguments
 from clipgrad._errors import first_line
 
 PASSED, FAILED, WRONG_USAGE = 0, 1, 2
+_INSTEAD_OF_SHAPES = (
+    "; shapes are arrays: for a dictionary, a model or other objects write --args "
+    "module:make_args, a function that returns the tuple of arguments"
+)
 
 
 class UsageError(Exception):
@@ -81,7 +85,8 @@ def arguments(path: str, function: Callable, text: str | None, seed: int) -> tup
         )
     is_path = ":" in text and "[" not in text
     given = made_arguments(text) if is_path else random_arguments(text, seed)
-    _called(path, function, *given)
+    instead = "" if is_path else _INSTEAD_OF_SHAPES
+    _called(path, function, *given, instead=instead)
     return given
 
 
@@ -94,11 +99,11 @@ def made_arguments(path: str, *given: Any) -> tuple:
     return made
 
 
-def _called(path: str, function: Callable, *given: Any) -> Any:
+def _called(path: str, function: Callable, *given: Any, instead: str = "") -> Any:
     try:
         return function(*given)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} raises {first_line(error)}") from error
+        raise UsageError(f"{path} raises {first_line(error)}{instead}") from error
 
 
 def load(path: str) -> Callable:

@@ -56,7 +56,7 @@ class Walk:
     def edges(self) -> tuple[list[Edge], list[str], list[str]]:
         """The edges, and the names of the scopes and of the custom rules that they count.
 
-        To a row inside of another operation, those of the operations outside of that do not count.
+        To a row inside of another operation, the scopes outside of that do not count.
         """
         known = list(self._numbers)
         scopes: dict[str, int] = {}
@@ -64,9 +64,9 @@ class Walk:
         found = []
         for (source, target, carried), bits in self._edges.items():
             inside = self._rows[target].position[:-3]
-            on_the_way = (known[i] for i in range(bits.bit_length()) if bits >> i & 1)
-            within = [own for own in on_the_way if own.around[: len(inside)] == inside]
-            parts = {"/".join(own.scope) for own in within}, {own.rule for own in within} - {""}
+            on_the_way = [known[i] for i in range(bits.bit_length()) if bits >> i & 1]
+            within = (own for own in on_the_way if own.around[: len(inside)] == inside)
+            parts = {"/".join(own.scope) for own in within}, {own.rule for own in on_the_way} - {""}
             numbers = (
                 tuple(of.setdefault(name, len(of)) for name in sorted(names))
                 for of, names in zip((scopes, rules), parts, strict=True)

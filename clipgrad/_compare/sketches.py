@@ -64,7 +64,8 @@ def _sketch_sums(flat: Any, xp: Any) -> Any:
     rows = padded.reshape(2, count, NUMBERS)
     turned = xp.take_along_axis(rows, columns.astype(np.int32)[None], axis=2)
     kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
-    code = xp.sum(kinds.astype(np.uint32) * hashes, dtype=np.uint32) & np.uint32(0xFFFFFF)
+    odd = hashes | np.uint32(1)  # of the first position it is 0, and would hide what is there
+    code = xp.sum(kinds.astype(np.uint32) * odd, dtype=np.uint32) & np.uint32(0xFFFFFF)
     sizes = _sizes(xp.where(finite, flat, 0), xp)
     return xp.concatenate([xp.sum(turned, axis=1).ravel(), *sizes, code.astype(flat.dtype)[None]])
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from clipgrad._arrays import explain_call
+from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
-from clipgrad._diagnose.examples import bad_examples
+from clipgrad._diagnose.examples import arguments_of_examples, bad_examples, rows_of_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
 from clipgrad._diagnose.guilty import raised_from
 from clipgrad._diagnose.judge import broken, raised_in
@@ -109,6 +109,9 @@ def diagnose(
       >>> found.ok, found.findings[0].kind, found.findings[0].operation
       (False, 'vjp', 'sqrt')
     """
+    if examples is not None:
+        check_arguments(fun, args, kwargs)
+        arguments_of_examples(examples, fun, args, kwargs or {})
     with settings_of_runs(), jax.disable_jit(False):
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         try:
@@ -117,6 +120,8 @@ def diagnose(
             if isinstance(args, CapturedArgs):
                 error.add_note(NO_MODELS)
             raise
+        if examples is not None:
+            rows_of_examples(given, args, kwargs or {}, examples)
         found = _diagnosis_or_error(given)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))

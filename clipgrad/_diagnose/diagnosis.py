@@ -1,16 +1,19 @@
 """The result of a diagnosis, for people and for programs."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from clipgrad._diagnose.kinds import FINDING_KINDS
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
-from clipgrad._errors import folded
+from clipgrad._errors import first_few, folded
 
 _WORST = 10
 _NAME = 50
+MOST_EXAMPLES = 3  # alike, a line for each
 _NO_FINDING = (
     "nothing is wrong with the gradient",
     "no operation is at fault; these examples stand out:",
@@ -46,7 +49,7 @@ class GradientDiagnosis:
 
     def __str__(self) -> str:
         parts = [_written_finding(finding) for finding in self.findings]
-        parts += [folded(str(example)) for example in self.examples]
+        parts += [folded(text) for text in _written_examples(self.examples)]
         parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
         parts += [folded(f"note: {note}") for note in self.notes]
         return "\n".join(parts if self.findings else [self.message, *parts])
@@ -63,6 +66,26 @@ class GradientDiagnosis:
         from clipgrad._diagnose.figure import diagnosis_figure
 
         return diagnosis_figure(self.rows, self.findings)
+
+
+def _written_examples(examples: Sequence[GradientExample]) -> list[str]:
+    """A line for each example, or one for many whose loss and gradient are not finite alike."""
+    alike: dict[str, list[GradientExample]] = {}
+    for example in examples:
+        is_odd = not math.isfinite(example.loss) and not math.isfinite(example.norm)
+        key = example.numbers if is_odd else str(example)
+        alike.setdefault(key, []).append(example)
+    found = []
+    for numbers, own in alike.items():
+        first, last = own[0].index, own[-1].index
+        if len(own) <= MOST_EXAMPLES:
+            found += map(str, own)
+        elif last - first == len(own) - 1:
+            found.append(f"examples {first} to {last}, each: {numbers}")
+        else:
+            indices = first_few([str(example.index) for example in own], MOST_EXAMPLES)
+            found.append(f"examples {indices}, each: {numbers}")
+    return found
 
 
 def _table(findings: tuple[GradientFinding, ...], rows: tuple[GradientRow, ...]) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,9 @@ def bad_examples(
     Raises:
       ValueError: `examples` does not name all arguments that have the axis of the batch.
     """
-    keys = _keys(examples, given.fun, args, kwargs)
+    keys = arguments_of_examples(examples, given.fun, args, kwargs)
     places = list(dict.fromkeys(map(argument_name, keys)))
-    size = _rows_of(given, places, examples)
+    size = rows_of_examples(given, args, kwargs, examples)
     inside = [_place_of(name) in places for name in given.names]
     whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
     program, copies = given.program, size
@@ -64,14 +64,20 @@ def _place_of(name: str) -> str:
     return name[: name.index("]") + 1]
 
 
-def _keys(examples: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[int | str]:
-    """The positions of arguments that are chosen by name or position, or the names of keywords."""
+def arguments_of_examples(
+    examples: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> list[int | str]:
+    """The positions of arguments that are chosen by name or position, or the names of keywords.
+
+    Raises:
+      ValueError: there is no such argument.
+    """
     try:
         names = list(inspect.signature(fun).parameters)[: len(args)]
     except (TypeError, ValueError):  # some functions have no signature
         names = []
     found: list[int | str] = []
-    for name in [examples] if isinstance(examples, str | int) else list(examples):
+    for name in _each(examples):
         if isinstance(name, int) and -len(args) <= name < len(args):
             found.append(name % len(args))
         elif name in kwargs:
@@ -86,8 +92,27 @@ def _keys(examples: Any, fun: Callable, args: tuple, kwargs: Mapping[str, Any]) 
     return found
 
 
-def _rows_of(given: DiagnosisSubject, places: Collection[str], examples: Any) -> int:
-    """The length of the leading axis of all arrays in some arguments, if no other has it."""
+def _each(examples: Any) -> list[Any]:
+    """The names and positions; `TypeError` for what is neither."""
+    found = [examples] if isinstance(examples, str | int) else examples
+    if not isinstance(found, Sequence) or not all(isinstance(x, str | int) for x in found):
+        raise TypeError(
+            f"examples: got {examples!r}, expected the name or the position of an argument, or a "
+            "tuple of them"
+        )
+    return list(found)
+
+
+def rows_of_examples(
+    given: DiagnosisSubject, args: tuple, kwargs: Mapping[str, Any], examples: Any
+) -> int:
+    """The length of the leading axis of all arrays in the arguments of examples.
+
+    Raises:
+      ValueError: they do not have one, or another argument has it too.
+    """
+    keys = arguments_of_examples(examples, given.fun, args, kwargs)
+    places = list(dict.fromkeys(map(argument_name, keys)))
     arrays: dict[str, list[Any]] = {}
     for x, name in zip(given.inputs, given.names, strict=True):
         arrays.setdefault(_place_of(name), []).append(np.shape(x))

@@ -99,6 +99,8 @@ class GradientExample:
 
     def __str__(self) -> str:
         where = f" (device {self.device})" if self.device else ""
-        return f"example {self.index}{where}: its loss is {self.loss:.3g}, the norm of its " + (
-            f"gradient {self.norm:.3g}"
-        )
+        return f"example {self.index}{where}: {self.numbers}"
+
+    @property
+    def numbers(self) -> str:
+        return f"its loss is {self.loss:.3g}, the norm of its gradient {self.norm:.3g}"

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from clipgrad._arrays import matches, nearest, with_paths
 from clipgrad._errors import first_few
+from clipgrad._names.attribute_names import flax_nnx
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
 
@@ -13,6 +14,10 @@ _WITH_NAMES = (
     "one with tagged variables or modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "
     '"x"), or compute it in a module: with jax.named_scope("x"):; an NNX or Equinox model has '
     "names if it is an argument: fun(model, ...)"
+)
+_OF_MERGED = (
+    "; a model that fun merges has none: write a function of the model for {caller}, and call what "
+    "it returns with nnx.merge(graphdef, params, copy=True)"
 )
 
 
@@ -117,6 +122,7 @@ def _check_found(
             f"{caller}: got {name!r}, expected a name that is tagged in this function, or the "
             f"path of a module in it (NNX and Equinox: in a model among its arguments); "
             f"{nearest(name, there)}; {instead}{_of_leaf(name, arguments)}"
+            f"{'' if there else _of_merged(caller)}"
         )
     got = f"{caller}: got {name!r}, which {'tags' if own[0].kind == 'tag' else 'names'}"
     closed = next(filter(None, map(wanted.barrier, own)), None)
@@ -186,15 +192,21 @@ def watched_names(
     own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
     if not own and not any(map(wanted.has, found)):
         got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
-        raise ValueError(f"{caller}: got a function {got}, expected {_WITH_NAMES}")
+        more = _of_merged(caller)
+        raise ValueError(f"{caller}: got a function {got}, expected {_WITH_NAMES}{more}")
     return resolved(program, own or {"**": None}, caller, wanted)
+
+
+def _of_merged(caller: str) -> str:
+    """What to write where a function merges an NNX model; "" where there can be none."""
+    return _OF_MERGED.format(caller=caller) if flax_nnx() else ""
 
 
 def why_none(there: Mapping[str, Sites]) -> str:
     """The reason why none of some names can be watched."""
     found = [site for sites in there.values() for site in sites]
     if not found:
-        return f"there are no tags or modules, expected {_WITH_NAMES}"
+        return f"there are no tags or modules, expected {_WITH_NAMES}{_of_merged('this')}"
     closed = sorted({site.sealed for site in found if site.sealed})
     names = first_few([*map(repr, there)], 4)
     if closed:
