@@ -124,10 +124,10 @@ def _mask_of(function: Callable[[Any], Any], tree: Any, name: str) -> Any:
             f"{name}: got {type(error).__name__} from the function: {error}"
             f"{_how_to_exclude(function)}"
         ) from error
-    if isinstance(mask, bool | np.bool_) and not jax.tree_util.all_leaves([tree]):
+    if isinstance(mask, bool | np.bool_) and mask and not jax.tree_util.all_leaves([tree]):
         raise TypeError(
-            f"{name}: got {mask!r} from the function, expected a mask with True or False for each "
-            f"leaf{_how_to_exclude(function)}"
+            f"{name}: got True from the function, expected a mask with True or False for each leaf"
+            f"{_how_to_exclude(function)}"
         )
     return mask
 

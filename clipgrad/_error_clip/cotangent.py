@@ -80,6 +80,11 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
     """
     check_is_no_rule("x", x, rule, "the value", "clip_cotangent(x, rule)")
     check_is_tree("x", x, "error_clip(rule)(fun) for a function")
+    return clip_argument(x, rule, probe)
+
+
+def clip_argument(x: Any, rule: CotangentRule | None, probe: ClipStats | None = None) -> Any:
+    """`clip_cotangent` of anything that a function may get, also a function."""
     rule = as_rule(rule)
     if probe is not None:
         _check_probe(probe)

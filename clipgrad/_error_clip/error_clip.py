@@ -9,7 +9,7 @@ import jax
 
 from clipgrad._arrays import described, explain_call, parts_below
 from clipgrad._clip import as_rule
-from clipgrad._error_clip.cotangent import clip_cotangent
+from clipgrad._error_clip.cotangent import clip_argument
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ALL = object()  # instead of a parameter's name: each of them
@@ -86,7 +86,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
             result = function(*bound.args, **bound.kwargs)
             each, structure = jax.tree.flatten(outputs, is_leaf=_is_rule)
             parts = parts_below("outputs", "rules", structure, result)
-            return structure.unflatten(map(clip_cotangent, parts, each))
+            return structure.unflatten(map(clip_argument, parts, each))
 
         return wrapped  # type: ignore[return-value]
 
@@ -155,15 +155,15 @@ def _clip_inputs(bound: inspect.BoundArguments, rules: dict[Any, Any], has_recei
         kind, rule = parameters[name].kind, left.pop(name, None)
         is_first, has_receiver = has_receiver, False
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            clipped = [clip_cotangent(x, rule) for x in value[is_first:]]
+            clipped = [clip_argument(x, rule) for x in value[is_first:]]
             bound.arguments[name] = (*value[:is_first], *clipped)
         elif is_first:
             continue
         elif kind is inspect.Parameter.VAR_KEYWORD:
             own = {key: left.pop(key, rule) for key in value}
-            bound.arguments[name] = {k: clip_cotangent(x, own[k]) for k, x in value.items()}
+            bound.arguments[name] = {k: clip_argument(x, own[k]) for k, x in value.items()}
         else:
-            bound.arguments[name] = clip_cotangent(value, rule)
+            bound.arguments[name] = clip_argument(value, rule)
     if missed := [name for name in left if name not in parameters]:
         raise ValueError(
             f"error_clip: got a call without {missed}, expected an argument of that name, since it "
