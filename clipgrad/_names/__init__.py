@@ -10,6 +10,8 @@ from clipgrad._names.attribute_names import flax_nnx as flax_nnx
 from clipgrad._names.attribute_names import is_equinox as is_equinox
 from clipgrad._names.attribute_names import is_model as is_model
 from clipgrad._names.attribute_names import with_names as with_names
+from clipgrad._names.dependence import STOPPING as STOPPING
+from clipgrad._names.dependence import active_results as active_results
 from clipgrad._names.dependence import active_variables as active_variables
 from clipgrad._names.dependence import dependence as dependence
 from clipgrad._names.dependence import sources_of_results as sources_of_results

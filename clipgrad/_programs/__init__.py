@@ -26,6 +26,9 @@ from clipgrad._programs.evaluate import bind as bind
 from clipgrad._programs.evaluate import evaluate as evaluate
 from clipgrad._programs.evaluate import is_entered as is_entered
 from clipgrad._programs.evaluate import retrace as retrace
+from clipgrad._programs.flow import Chain as Chain
+from clipgrad._programs.flow import flow as flow
+from clipgrad._programs.flow import flow_through as flow_through
 from clipgrad._programs.hijax import high_operation as high_operation
 from clipgrad._programs.kinds import CALLS as CALLS
 from clipgrad._programs.kinds import CUSTOM_RULES as CUSTOM_RULES

@@ -165,7 +165,7 @@ def _traced(equation: JaxprEqn) -> _Rules:
 
 
 def _constant_count(equation: JaxprEqn) -> int:
-    """How many of the first inputs are closed over by the function itself."""
+    """The number of the first inputs that the function itself closes over."""
     return equation.params.get("num_consts", 0)
 
 

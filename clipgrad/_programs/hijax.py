@@ -52,7 +52,7 @@ def plain_equation(equation: JaxprEqn) -> JaxprEqn:
 
 
 def expanded_program(equation: JaxprEqn) -> Any:
-    """What the operation of an equation computes, or None if JAX knows no such program."""
+    """The program of the operation of an equation, or None if JAX knows no such program."""
     operation = high_operation(equation)
     if operation is None:
         return None
@@ -67,10 +67,10 @@ def _expanded(operation: Any) -> Any:
         program = jax.make_jaxpr(operation.expand)(*operation.in_avals)
     except Exception:  # of types that are no arrays
         return None
-    return _called(program)
+    return _only_called(program)
 
 
-def _called(program: Any) -> Any:
+def _only_called(program: Any) -> Any:
     """The program that a program of one call calls."""
     jaxpr = getattr(program, "jaxpr", program)
     (call,) = jaxpr.eqns if len(jaxpr.eqns) == 1 else (None,)
