@@ -57,7 +57,7 @@ from clipgrad._programs.kinds import tracks_devices as tracks_devices
 from clipgrad._programs.kinds import while_counts as while_counts
 from clipgrad._programs.numeric import FLAT_PRIMITIVES as FLAT_PRIMITIVES
 from clipgrad._programs.numeric import NUMERIC as NUMERIC
-from clipgrad._programs.numeric import OVERFLOWS as OVERFLOWS
+from clipgrad._programs.numeric import OVERFLOWING as OVERFLOWING
 from clipgrad._programs.numeric import OWN_TYPES as OWN_TYPES
 from clipgrad._programs.numeric import PRINTS as PRINTS
 from clipgrad._programs.numeric import PRODUCTS as PRODUCTS

@@ -9,11 +9,12 @@ their method `expand` computes.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 
 # The parameters of the object of a tag, and of the one of a `jax.checkpoint`.
@@ -49,6 +50,24 @@ def plain_equation(equation: JaxprEqn) -> JaxprEqn:
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     own = params | {"jaxpr": jaxpr, "differentiated": False}
     return equation.replace(primitive=jax_primitives.remat_p, params=own)
+
+
+def bound_as_written(
+    primitive: Primitive, params: Mapping[str, Any], inputs: Sequence
+) -> list | None:
+    """The results of a tag or a `jax.checkpoint` as JAX writes them now; None where that is plain.
+
+    With its flag, what becomes of a plain equation is one of its objects again.
+    """
+    if not getattr(jax.config, "jax_remat3", False):
+        return None
+    if primitive is jax_primitives.name_p:
+        return [checkpoint_name(*inputs, params["name"])]
+    if primitive is not jax_primitives.remat_p or params["differentiated"]:
+        return None
+    run = jaxpr_as_fun(ClosedJaxpr(params["jaxpr"], ()))
+    options = {name: params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(lambda *inputs: run(*inputs), **options)(*inputs)
 
 
 def expanded_program(equation: JaxprEqn) -> Any:
