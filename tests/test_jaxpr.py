@@ -144,10 +144,14 @@ OPTIONS = {
 }
 
 
+def equations_of(function):
+    return _programs.opened(jax.make_jaxpr(function)(X))[0].eqns
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_of_a_nested_program_are_kept(name):
     plain, evaluated = (
-        next(e for e in jax.make_jaxpr(f)(X).eqns if _programs.entered_programs(e)[0])
+        next(e for e in equations_of(f) if _programs.entered_programs(e)[0])
         for f in (OPTIONS[name], lambda x: again(OPTIONS[name], _programs.Hook(), x))
     )
     assert plain.primitive is evaluated.primitive

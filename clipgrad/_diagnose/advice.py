@@ -7,6 +7,8 @@ import numpy as np
 
 from clipgrad._diagnose.guilty import MASKING
 from clipgrad._errors import docs_page
+from clipgrad._programs import OVERFLOWING as OVERFLOWING
+from clipgrad._programs import is_bad_at
 
 DOUBLE_WHERE = "the double `where` below"
 _WITHIN_ONE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"
@@ -61,11 +63,6 @@ class Suspect(NamedTuple):
         return f"{self.why.format(operation)}; {self.fix}{page}"
 
 
-# What makes inf of finite numbers by its size alone.
-OVERFLOWING = frozenset(
-    """mul add sub square integer_pow exp exp2 expm1 cumsum add_any reduce_sum dot_general
-    conv_general_dilated convert_element_type""".split()
-)
 _BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
 RULED = ("custom_vjp_call", "custom_jvp_call")
 _SOLVES = ("custom_linear_solve", "triangular_solve", "lu", "cholesky", "linear_solve", "solve")
@@ -94,22 +91,22 @@ NEXT_STEPS = (
 )  # fmt: skip
 # fmt: off
 SUSPECTS = (
-    Suspect("jnp.sqrt(x)", "0", "1 / 0", "zero", ("sqrt", "cbrt")),
+    Suspect("jnp.sqrt(x)", "0", "1 / 0", "zero", is_bad_at("zero")),
     Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", "zero", ("sqrt",), ("norm",),
             why="norm has no derivative at 0",
             fix="use a safe norm: with ok = jnp.sum(x * x) > 0, "
             "jnp.where(ok, jnp.linalg.norm(jnp.where(ok, x, 1.0)), 0.0)"),
     Suspect("jnp.where(x > 0, jnp.log(x), 0.0)", "0", "0 · inf, from the branch not taken",
-            "log of zero", ("log", "log1p"),
+            "log of zero", is_bad_at("log of zero"),
             why="{} has no finite derivative here, even if jnp.where masks its result"),
-    Suspect("x ** 0.3", "0", "1 / 0", "zero", ("pow",)),
+    Suspect("x ** 0.3", "0", "1 / 0", "zero", is_bad_at("zero base")),
     Suspect("jnp.std(jnp.stack([x, x]))", "0", "0 / 0 for equal numbers",
             "zero", ("sqrt",), ("std", "_std", "nanstd"),
             instead="`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
             why="std has no derivative where all numbers are equal",
             fix="write jnp.sqrt(jnp.var(x) + 1e-6)"),
     Suspect("jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])", "-200", "the log of an underflow",
-            "zero", ("log",), kind="value", why="log(0) is -inf",
+            "zero", is_bad_at("log of zero"), kind="value", why="log(0) is -inf",
             instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
             fix="for the log of a softmax use jax.nn.log_softmax"),
     Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
@@ -119,10 +116,10 @@ SUSPECTS = (
             fix="select a finite mask: jnp.where(mask, x, jnp.finfo(x.dtype).min); a mask that is "
             "added overflows in float16"),
     Suspect("jnp.arccos(x)", "1", "1 / 0", "one",
-            ("acos", "asin", "atanh"), instead=f"`jnp.arccos({_WITHIN_ONE})`",
+            is_bad_at("one"), instead=f"`jnp.arccos({_WITHIN_ONE})`",
             why="{} has no finite derivative here",
             fix=f"keep its input inside, as in jnp.arccos({_WITHIN_ONE})"),
-    Suspect("jnp.arccosh(x)", "1", "1 / 0", "one", ("acosh",),
+    Suspect("jnp.arccosh(x)", "1", "1 / 0", "one", is_bad_at("one from above"),
             instead="`jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))`",
             why="{} has no finite derivative here",
             fix="keep its input inside: jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"),

@@ -26,6 +26,9 @@ from clipgrad._programs.evaluate import bind as bind
 from clipgrad._programs.evaluate import evaluate as evaluate
 from clipgrad._programs.evaluate import is_entered as is_entered
 from clipgrad._programs.evaluate import retrace as retrace
+from clipgrad._programs.flow import Chain as Chain
+from clipgrad._programs.flow import flow as flow
+from clipgrad._programs.flow import flow_through as flow_through
 from clipgrad._programs.hijax import high_operation as high_operation
 from clipgrad._programs.kinds import CALLS as CALLS
 from clipgrad._programs.kinds import CUSTOM_RULES as CUSTOM_RULES
@@ -54,7 +57,7 @@ from clipgrad._programs.kinds import tracks_devices as tracks_devices
 from clipgrad._programs.kinds import while_counts as while_counts
 from clipgrad._programs.numeric import FLAT_PRIMITIVES as FLAT_PRIMITIVES
 from clipgrad._programs.numeric import NUMERIC as NUMERIC
-from clipgrad._programs.numeric import OVERFLOWS as OVERFLOWS
+from clipgrad._programs.numeric import OVERFLOWING as OVERFLOWING
 from clipgrad._programs.numeric import OWN_TYPES as OWN_TYPES
 from clipgrad._programs.numeric import PRINTS as PRINTS
 from clipgrad._programs.numeric import PRODUCTS as PRODUCTS

@@ -165,8 +165,12 @@ def _traced(equation: JaxprEqn) -> _Rules:
 
 
 def _constant_count(equation: JaxprEqn) -> int:
-    """How many of the first inputs are closed over by the function itself."""
-    return equation.params.get("num_consts", 0)
+    """The number of the first inputs that the function itself closes over."""
+    operation = high_operation(equation)
+    if operation is None:
+        return equation.params["num_consts"]
+    first = operation.in_avals[0] if operation.in_avals else ()
+    return len(jax.tree.leaves(first)) if isinstance(first, list) else 0  # a list of constants
 
 
 def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[..., list]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from clipgrad._programs.hijax import bound_as_written
 from clipgrad._programs.kinds import CUSTOM_RULES, LINEAR_SOLVES, Kind, kind_of
 from clipgrad._programs.programs import opened
 
@@ -163,7 +164,10 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
 
 def bind(equation: JaxprEqn, inputs: Sequence, **changed: Any) -> list:
     """Apply the primitive of `equation` to `inputs`, with some parameters changed."""
-    params = equation.primitive.get_bind_params({**equation.params, **changed})
+    params = {**equation.params, **changed}
+    if (written := bound_as_written(equation.primitive, params, inputs)) is not None:
+        return written
+    params = equation.primitive.get_bind_params(params)
     outputs = equation.primitive.bind(*inputs, **params)
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 

@@ -9,11 +9,12 @@ their method `expand` computes.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 
 # The parameters of the object of a tag, and of the one of a `jax.checkpoint`.
@@ -51,8 +52,26 @@ def plain_equation(equation: JaxprEqn) -> JaxprEqn:
     return equation.replace(primitive=jax_primitives.remat_p, params=own)
 
 
+def bound_as_written(
+    primitive: Primitive, params: Mapping[str, Any], inputs: Sequence
+) -> list | None:
+    """The results of a tag or a `jax.checkpoint` as JAX writes them now; None where that is plain.
+
+    With its flag, what becomes of a plain equation is one of its objects again.
+    """
+    if not getattr(jax.config, "jax_remat3", False):
+        return None
+    if primitive is jax_primitives.name_p:
+        return [checkpoint_name(*inputs, params["name"])]
+    if primitive is not jax_primitives.remat_p or params["differentiated"]:
+        return None
+    run = jaxpr_as_fun(ClosedJaxpr(params["jaxpr"], ()))
+    options = {name: params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(lambda *inputs: run(*inputs), **options)(*inputs)
+
+
 def expanded_program(equation: JaxprEqn) -> Any:
-    """What the operation of an equation computes, or None if JAX knows no such program."""
+    """The program of the operation of an equation, or None if JAX knows no such program."""
     operation = high_operation(equation)
     if operation is None:
         return None
@@ -67,10 +86,10 @@ def _expanded(operation: Any) -> Any:
         program = jax.make_jaxpr(operation.expand)(*operation.in_avals)
     except Exception:  # of types that are no arrays
         return None
-    return _called(program)
+    return _only_called(program)
 
 
-def _called(program: Any) -> Any:
+def _only_called(program: Any) -> Any:
     """The program that a program of one call calls."""
     jaxpr = getattr(program, "jaxpr", program)
     (call,) = jaxpr.eqns if len(jaxpr.eqns) == 1 else (None,)

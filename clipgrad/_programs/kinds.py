@@ -15,11 +15,11 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._programs.hijax import expanded_program, high_operation
-from clipgrad._programs.primitives import PrimitiveTable, Probe, on_a_mesh, public_primitives
+from clipgrad._programs.primitives import PrimitiveTable, TracedOnce, on_a_mesh, public_primitives
 
 
 class Feed(NamedTuple):
-    """What goes into a program inside of an equation, and where its results go.
+    """The operands that go into a program inside of an equation, and what decides on it.
 
     Attributes:
       operands: the operand that each input of the program is.
@@ -102,7 +102,7 @@ def _matrix(equation: JaxprEqn) -> list:
     return [equation.params["jaxprs"].matvec]
 
 
-def _called(equation: JaxprEqn) -> list:
+def _first_program(equation: JaxprEqn) -> list:
     return held_programs(equation)[:1]
 
 
@@ -144,21 +144,21 @@ class Kind:
     __ror__ = __or__
 
 
-def _chosen(equation: JaxprEqn) -> list:
+def _branches(equation: JaxprEqn) -> list:
     """A choice by platform is one operation."""
     return [] if chooses_by_platform(equation) else held_programs(equation)
 
 
 # The programs inside are the equation, operation by operation.
-_WHOLE: dict[str, Any] = dict.fromkeys(("through", "values", "followed"), held_programs)
-SCANS = Kind("scan", **_WHOLE, feed=_feed_scan)
+_WHOLE: tuple[Any, Any, Any] = (held_programs, held_programs, held_programs)
+SCANS = Kind("scan", *_WHOLE, _feed_scan)
 WHILES = Kind("while", values=_body, followed=_body, feed=_feed_while)
-CONDS = Kind("cond", **_WHOLE | {"followed": _chosen})
-JIT = Kind("jit", **_WHOLE)
-REMAT = Kind("remat", **_WHOLE)
-CALLS = Kind("call", **_WHOLE)
-SHARD_MAPS = Kind("shard_map", **_WHOLE)
-CUSTOM_RULES = Kind("custom rule", followed=_called)
+CONDS = Kind("cond", held_programs, held_programs, _branches)
+JIT = Kind("jit", *_WHOLE)
+REMAT = Kind("remat", *_WHOLE)
+CALLS = Kind("call", *_WHOLE)
+SHARD_MAPS = Kind("shard_map", *_WHOLE)
+CUSTOM_RULES = Kind("custom rule", followed=_first_program)
 LINEAR_SOLVES = Kind("linear solve", through=_matrix, feed=_feed_solve)
 # Operations that hold functions, as a reduction does, and have derivatives of their own.
 WITH_FUNCTIONS = Kind("operation with functions")
@@ -178,7 +178,7 @@ def _linear_call(x: Any) -> Any:
 
 
 def _high_operation(x: Any) -> Any:
-    """What becomes of `jax.lax.custom_root` on JAX 0.12, if it is not the program of `while`."""
+    """A `jax.lax.custom_root`, which JAX 0.12 writes as one."""
     return jax.lax.custom_root(lambda y: y - x, x, lambda f, y: x, lambda g, y: y)
 
 
@@ -206,12 +206,12 @@ KINDS: PrimitiveTable[Kind] = PrimitiveTable(
         JIT: ("jit_p",),
         REMAT: ("remat_p",),
         CALLS: ("closed_call_p", "call_p"),
-        SHARD_MAPS: (Probe("shard_map", on_a_mesh(lambda x: x)),),
+        SHARD_MAPS: (TracedOnce("shard_map", on_a_mesh(lambda x: x)),),
         CUSTOM_RULES: (
             "custom_jvp_call_p",
             "custom_vjp_call_p",
-            Probe("custom_vmap", _ruled_for_vmap),
-            Probe("hijax", _high_operation),
+            TracedOnce("custom_vmap", _ruled_for_vmap),
+            TracedOnce("hijax", _high_operation),
         ),
         LINEAR_SOLVES: ("linear_solve_p",),
         WITH_FUNCTIONS: (
@@ -223,14 +223,14 @@ KINDS: PrimitiveTable[Kind] = PrimitiveTable(
             "scatter_mul_p",
             "scatter_min_p",
             "scatter_max_p",
-            Probe("scatter-sub", lambda x: x.at[0].subtract(1.0)),
-            Probe("linear_call", _linear_call),
-            Probe("composite", lambda x: jax.lax.composite(lambda x: x, "clipgrad.probe")(x)),
+            TracedOnce("scatter-sub", lambda x: x.at[0].subtract(1.0)),
+            TracedOnce("linear_call", _linear_call),
+            TracedOnce("composite", lambda x: jax.lax.composite(lambda x: x, "clipgrad.probe")(x)),
         ),
         KERNELS: (
-            Probe("pallas_call", _kernel, module=_PALLAS),
-            Probe("run_state", _run_state, module=_PALLAS),
-            Probe("partitioned", _partitioned, module=_PARTITIONING),
+            TracedOnce("pallas_call", _kernel, module=_PALLAS),
+            TracedOnce("run_state", _run_state, module=_PALLAS),
+            TracedOnce("partitioned", _partitioned, module=_PARTITIONING),
         ),
     },
 )

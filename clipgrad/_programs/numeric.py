@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from clipgrad._programs.primitives import PrimitiveNames, PrimitiveTable, Probe, on_a_mesh
+from clipgrad._programs.primitives import PrimitiveNames, PrimitiveTable, TracedOnce, on_a_mesh
 
 
 class Does(enum.Enum):
-    """What a primitive does to numbers, and so how its results are rounded."""
+    """The effect of a primitive on numbers, and so how its results are rounded."""
 
     COPIES = "its results are some of its operands"
     SUMS = "adds or multiplies many terms, each of which may be rounded"
@@ -37,7 +37,7 @@ class Numeric:
 
     Attributes:
       does: how results are rounded.
-      bad_at: where the derivative is not finite, a row of `WHEN` in the advice of `diagnose`.
+      bad_at: the point where the derivative is not finite.
       is_flat: whether the derivative is zero everywhere.
       is_product: whether a device may round the operands, by the precision of the product.
       has_bits: whether it looks at the bits of its numbers, or is there for some types alone.
@@ -54,7 +54,7 @@ class Numeric:
     moves: bool = False
 
 
-def _public(names: str) -> tuple[str, ...]:
+def _named_by_jax(names: str) -> tuple[str, ...]:
     return tuple(f"{name.rstrip('?')}_p{'?' * name.endswith('?')}" for name in names.split())
 
 
@@ -99,79 +99,81 @@ NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
     "NUMERIC",
     {
         Numeric(Does.COPIES, moves=True): (
-            *_public(
+            *_named_by_jax(
                 """broadcast_in_dim copy dynamic_slice gather iota reshape slice squeeze
                 transpose"""
             ),
-            Probe("split", lambda x: lax.split(x, (1, 1))),
-            Probe("unstack", jnp.unstack, _MATRIX),
-            Probe("tile", lambda x: jnp.tile(x, 2)),
+            TracedOnce("split", lambda x: lax.split(x, (1, 1))),
+            TracedOnce("unstack", jnp.unstack, _MATRIX),
+            TracedOnce("tile", lambda x: jnp.tile(x, 2)),
         ),
         Numeric(Does.COPIES): (
-            *_public(
+            *_named_by_jax(
                 """abs all_gather all_to_all approx_top_k clamp complex concatenate conj cummax
                 cummin device_put dynamic_update_slice empty2 get imag max min name neg pad pmax
                 pmin ppermute ragged_all_to_all real reduce_max reduce_min reduce_window_max
                 reduce_window_min rev scatter scatter_max scatter_min select_and_gather_add select_n
                 sharding_constraint sort stop_gradient swap top_k"""
             ),
-            Probe("stack", lambda x: jnp.stack([x, x])),
-            Probe("empty", lambda x: jnp.empty(2)),
-            Probe("barrier", lax.optimization_barrier),
-            Probe("layout", _layout),
-            Probe("reshard", on_a_mesh(_reshard, is_explicit=True)),
-            Probe("pcast", on_a_mesh(_vary)),
+            TracedOnce("stack", lambda x: jnp.stack([x, x])),
+            TracedOnce("empty", lambda x: jnp.empty(2)),
+            TracedOnce("barrier", lax.optimization_barrier),
+            TracedOnce("layout", _layout),
+            TracedOnce("reshard", on_a_mesh(_reshard, is_explicit=True)),
+            TracedOnce("pcast", on_a_mesh(_vary)),
         ),
-        Numeric(Does.COPIES, is_flat=True): _public("ceil floor round sign"),
-        Numeric(Does.COPIES, is_flat=True, has_bits=True): _public("nextafter"),
-        Numeric(Does.COPIES, has_bits=True): _public("bitcast_convert_type rng_uniform"),
+        Numeric(Does.COPIES, is_flat=True): _named_by_jax("ceil floor round sign"),
+        Numeric(Does.COPIES, is_flat=True, has_bits=True): _named_by_jax("nextafter"),
+        Numeric(Does.COPIES, has_bits=True): _named_by_jax("bitcast_convert_type rng_uniform"),
         Numeric(Does.SUMS): (
-            *_public(
+            *_named_by_jax(
                 """cumlogsumexp cumprod fft psum reduce_prod reduce_window_sum scatter_add
                 scatter_mul select_and_scatter_add"""
             ),
-            Probe("scatter-sub", lambda x: x.at[0].subtract(1.0)),
-            Probe("psum", on_a_mesh(_psum, ())),
-            Probe("psum_scatter", on_a_mesh(_psum_scatter)),
+            TracedOnce("scatter-sub", lambda x: x.at[0].subtract(1.0)),
+            TracedOnce("psum", on_a_mesh(_psum, ())),
+            TracedOnce("psum_scatter", on_a_mesh(_psum_scatter)),
         ),
-        Numeric(Does.SUMS, overflows=True): _public("cumsum reduce_sum"),
-        Numeric(Does.SUMS, is_product=True, overflows=True): _public(
+        Numeric(Does.SUMS, overflows=True): _named_by_jax("cumsum reduce_sum"),
+        Numeric(Does.SUMS, is_product=True, overflows=True): _named_by_jax(
             "conv_general_dilated dot_general"
         ),
-        Numeric(Does.SUMS, is_product=True): (Probe("ragged_dot", _ragged_dot, _MATRIX),),
+        Numeric(Does.SUMS, is_product=True): (TracedOnce("ragged_dot", _ragged_dot, _MATRIX),),
         Numeric(Does.SOLVES): (
-            *_public(
+            *_named_by_jax(
                 """cholesky eig eigh hessenberg householder_product lu qr schur svd
                 triangular_solve tridiagonal tridiagonal_solve"""
             ),
-            Probe("symmetric", lambda x: lax.linalg.symmetric_product(x, x), _MATRIX),
-            Probe("cholesky_update", _cholesky_update, _MATRIX),
+            TracedOnce("symmetric", lambda x: lax.linalg.symmetric_product(x, x), _MATRIX),
+            TracedOnce("cholesky_update", _cholesky_update, _MATRIX),
         ),
-        Numeric(Does.SCALES, overflows=True): _public("mul"),
-        Numeric(Does.SCALES): _public("div"),
-        Numeric(Does.CASTS, overflows=True, moves=True): _public("convert_element_type"),
-        Numeric(Does.REDUCES): _public("reduce_precision"),
-        Numeric(Does.ROUNDS): _public(
+        Numeric(Does.SCALES, overflows=True): _named_by_jax("mul"),
+        Numeric(Does.SCALES): _named_by_jax("div"),
+        Numeric(Does.CASTS, overflows=True, moves=True): _named_by_jax("convert_element_type"),
+        Numeric(Does.REDUCES): _named_by_jax("reduce_precision"),
+        Numeric(Does.ROUNDS): _named_by_jax(
             """atan atan2 asinh bessel_i0e bessel_i1e cos cosh digamma erf erf_inv erfc
             igamma igamma_grad_a igammac lgamma logistic one_minus_square? polygamma polynomial?
-            random_gamma regularized_incomplete_beta rem sin sinh tan tanh zeta custom_lin"""
+            random_gamma regularized_incomplete_beta rem rsqrt sin sinh tan tanh zeta custom_lin"""
         ),
-        Numeric(Does.ROUNDS, overflows=True): _public(
+        Numeric(Does.ROUNDS, overflows=True): _named_by_jax(
             "add add_jaxvals exp exp2 expm1 integer_pow square sub"
         ),
-        Numeric(Does.ROUNDS, bad_at="zero"): _public("sqrt cbrt pow rsqrt"),
-        Numeric(Does.ROUNDS, bad_at="log of zero"): _public("log log1p log2?"),
-        Numeric(Does.ROUNDS, bad_at="one"): _public("acos asin acosh atanh"),
+        Numeric(Does.ROUNDS, bad_at="zero"): _named_by_jax("sqrt cbrt"),
+        Numeric(Does.ROUNDS, bad_at="zero base"): _named_by_jax("pow"),
+        Numeric(Does.ROUNDS, bad_at="log of zero"): _named_by_jax("log log1p log2?"),
+        Numeric(Does.ROUNDS, bad_at="one"): _named_by_jax("acos asin atanh"),
+        Numeric(Does.ROUNDS, bad_at="one from above"): _named_by_jax("acosh"),
         Numeric(Does.CALLS): (
-            Probe("pure_callback", lambda x: jax.pure_callback(lambda x: x, x, x)),
-            Probe("io_callback", _io_callback),
-            Probe("ffi_call", lambda x: jax.ffi.ffi_call("clipgrad_probe", x)(x)),
+            TracedOnce("pure_callback", lambda x: jax.pure_callback(lambda x: x, x, x)),
+            TracedOnce("io_callback", _io_callback),
+            TracedOnce("ffi_call", lambda x: jax.ffi.ffi_call("clipgrad_probe", x)(x)),
         ),
         Numeric(Does.PRINTS): (
-            Probe("debug.print", lambda x: jax.debug.print("{}", x)),
-            Probe("debug.callback", lambda x: jax.debug.callback(lambda x: None, x)),
+            TracedOnce("debug.print", lambda x: jax.debug.print("{}", x)),
+            TracedOnce("debug.callback", lambda x: jax.debug.callback(lambda x: None, x)),
         ),
-        Numeric(Does.COUNTS): _public(
+        Numeric(Does.COUNTS): _named_by_jax(
             """after_all and argmax argmin axis_index clz create_token eq eq_to ge gt is_finite le
             le_to lt lt_to ne not or population_count random_bits random_fold_in random_seed
             random_split reduce_and reduce_or reduce_xor rng_bit_generator shift_left
@@ -190,7 +192,7 @@ _UNKNOWN = Numeric(Does.ROUNDS)
 
 
 def does(equation: JaxprEqn) -> Does:
-    """What an equation does to numbers."""
+    """The effect of an equation on numbers."""
     return numeric_of(equation).does
 
 
@@ -213,4 +215,4 @@ OWN_TYPES = PrimitiveNames(lambda: NUMERIC, lambda row: row.has_bits)
 PRODUCTS = PrimitiveNames(lambda: NUMERIC, lambda row: row.is_product)
 PRINTS = PrimitiveNames(lambda: NUMERIC, lambda row: row.does is Does.PRINTS)
 FLAT_PRIMITIVES = PrimitiveNames(lambda: NUMERIC, lambda row: row.is_flat)
-OVERFLOWS = PrimitiveNames(lambda: NUMERIC, lambda row: row.overflows)
+OVERFLOWING = PrimitiveNames(lambda: NUMERIC, lambda row: row.overflows)

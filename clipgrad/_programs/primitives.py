@@ -14,10 +14,10 @@ import jax
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.extend.core import primitives as jax_primitives
 
-Row = TypeVar("Row")
+TableRow = TypeVar("TableRow")
 
 
-class Probe(NamedTuple):
+class TracedOnce(NamedTuple):
     """A function of arrays whose program has primitives that JAX gives no public object for."""
 
     name: str  # what the function does
@@ -33,7 +33,7 @@ def public_primitives() -> Mapping[Primitive, str]:
     return {value: name for name, value in found if isinstance(value, Primitive)}
 
 
-class PrimitiveTable(Mapping[Primitive, Row], Generic[Row]):
+class PrimitiveTable(Mapping[Primitive, TableRow], Generic[TableRow]):
     """Rows by primitive.
 
     Args:
@@ -42,15 +42,15 @@ class PrimitiveTable(Mapping[Primitive, Row], Generic[Row]):
         one that the oldest JAX does not have, and probes.
     """
 
-    def __init__(self, name: str, rows: Mapping[Row, tuple[str | Probe, ...]]):
+    def __init__(self, name: str, rows: Mapping[TableRow, tuple[str | TracedOnce, ...]]):
         self.name, self._rows = name, dict(rows)
         self._lock = threading.Lock()
-        probes = ((p, row) for row, own in rows.items() for p in own if isinstance(p, Probe))
-        self._waiting: dict[Probe, Row] = dict(probes)
-        self._found: dict[Probe, set[Primitive]] = {}
-        self._probed: dict[Primitive, Row] = {}
+        probes = ((p, row) for row, own in rows.items() for p in own if isinstance(p, TracedOnce))
+        self._waiting: dict[TracedOnce, TableRow] = dict(probes)
+        self._found: dict[TracedOnce, set[Primitive]] = {}
+        self._probed: dict[Primitive, TableRow] = {}
 
-    def __getitem__(self, primitive: Primitive) -> Row:
+    def __getitem__(self, primitive: Primitive) -> TableRow:
         if (row := self.get(primitive)) is None:
             raise KeyError(primitive)
         return row
@@ -75,7 +75,7 @@ class PrimitiveTable(Mapping[Primitive, Row], Generic[Row]):
         return [p.name for p, found in self._found.items() if not found]
 
     @functools.cached_property
-    def _public(self) -> dict[Primitive, Row]:
+    def _public(self) -> dict[Primitive, TableRow]:
         pairs = [(n, row) for row, own in self._rows.items() for n in own if isinstance(n, str)]
         found = {self._named(name): row for name, row in pairs}
         return {primitive: row for primitive, row in found.items() if primitive is not None}
@@ -92,18 +92,19 @@ class PrimitiveTable(Mapping[Primitive, Row], Generic[Row]):
 
     def _find(self) -> None:
         """Trace the probes that have not been traced and whose modules are there."""
-        new = [(p, row) for p, row in self._waiting.items() if p.module in sys.modules]
-        if not new:
+        if not any(probe.module in sys.modules for probe in self._waiting):
             return
         with self._lock:
-            thread = threading.Thread(target=lambda: [self._trace(*own) for own in new])
+            thread = threading.Thread(target=self._trace)
             thread.start()
             thread.join()
 
-    def _trace(self, probe: Probe, row: Row) -> None:
-        found = self._found[probe] = _primitives_of(probe) - self._probed.keys()
-        self._probed.update(dict.fromkeys(found, row))
-        self._waiting.pop(probe, None)
+    def _trace(self) -> None:
+        for probe, row in [*self._waiting.items()]:
+            if probe.module in sys.modules:
+                found = self._found[probe] = _primitives_of(probe) - self._probed.keys()
+                self._probed.update(dict.fromkeys(found, row))
+                del self._waiting[probe]
 
 
 class PrimitiveNames(Set):
@@ -126,11 +127,11 @@ class PrimitiveNames(Set):
         return frozenset(it)
 
 
-def _primitives_of(probe: Probe) -> set[Primitive]:
+def _primitives_of(probe: TracedOnce) -> set[Primitive]:
     """The primitives in the program of a probe without a public object; none if JAX lacks it."""
     try:
         program = jax.make_jaxpr(probe.run)(jax.ShapeDtypeStruct(probe.shape, "float32"))
-    except Exception:  # `test_each_probe_has_a_primitive` says which
+    except Exception:  # `test_each_program_that_is_traced_once_has_a_primitive` says which
         return set()
     return _innermost(program)
 

@@ -1,0 +1,124 @@
+"""The flow of facts along a program and the programs inside of it, to a fixed point.
+
+A fact is what is known of each value: of what it is computed, say. It goes along each operation by
+a function, around each loop until nothing more becomes known, and out of each branch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._programs.elements import is_reference
+from clipgrad._programs.kinds import Feed, kind_of
+from clipgrad._programs.programs import opened, tracked_programs
+
+Fact = TypeVar("Fact")
+Chain = tuple[JaxprEqn, ...]  # an equation, and the equations that hold its program, outwards
+
+
+class FlowStep(Protocol[Fact]):
+    """The facts of the results of an operation.
+
+    Args:
+      chain: the operation, and those that hold its program, the innermost first.
+      operands: the facts of its operands.
+      inside: the facts of its results, by the programs inside; without any, all operands joined.
+    """
+
+    def __call__(
+        self, chain: Chain, operands: list[Fact], inside: Callable[[], list[Fact]], /
+    ) -> Sequence[Fact]: ...
+
+
+def flow(
+    program: Any,
+    inputs: Sequence[Fact],
+    step: FlowStep[Fact],
+    join: Callable[..., Fact],
+    programs: Callable[[JaxprEqn], list[Any]] = tracked_programs,
+    known: dict[Var, Fact] | None = None,
+) -> list[Fact]:
+    """The facts of the results of a program.
+
+    Args:
+      program: the program.
+      inputs: the facts of its inputs.
+      step: what is known behind each operation. It is called again where a loop brings more; then
+        the last call knows most.
+      join: the fact of what is one of several; of none, that of a constant. Joined again and again
+        it must come to an end.
+      programs: the programs inside of an equation that facts go through.
+      known: is filled with the facts of all variables, also inside; of several calls, joined.
+
+    Example:
+      >>> depth = lambda chain, operands, inside: [1 + max(operands)] * len(chain[0].outvars)
+      >>> flow(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0), [0], depth, lambda *own: max(0, *own))
+      [2]
+    """
+    return _Flow(step, join, programs, known).along(opened(program)[0], inputs, ())
+
+
+def flow_through(
+    equation: JaxprEqn,
+    operands: list[Fact],
+    step: FlowStep[Fact],
+    join: Callable[..., Fact],
+    programs: Callable[[JaxprEqn], list[Any]] = tracked_programs,
+) -> list[Fact]:
+    """The facts of the results of one operation, see `flow`."""
+    return [*_Flow(step, join, programs, None).stepped((equation,), operands)]
+
+
+class _Flow:
+    def __init__(self, step: Any, join: Any, programs: Any, known: dict | None):
+        self._step, self._join, self._programs, self._known = step, join, programs, known
+
+    def along(self, jaxpr: Any, inputs: Sequence, around: Chain) -> list:
+        none = self._join()
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda atom: none if type(atom) is Literal else known.get(atom, none)  # noqa: E731
+        for equation in jaxpr.eqns:
+            operands = [read(v) for v in equation.invars]
+            results = self.stepped((equation, *around), operands)
+            known.update(zip(equation.outvars, results, strict=True))
+            # What an operation writes to a reference, others read.
+            written = [v for v in equation.invars if is_reference(v)]
+            if written:
+                known |= dict.fromkeys(written, self._join(*operands))
+        if self._known is not None:
+            pairs = known.items()
+            self._known |= {v: self._join(own, self._known.get(v, none)) for v, own in pairs}
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def stepped(self, chain: Chain, operands: list) -> Sequence:
+        return self._step(chain, operands, lambda: self._inside(chain, operands))
+
+    def _inside(self, chain: Chain, operands: list) -> list:
+        equation = chain[0]
+        programs, kind = self._programs(equation), kind_of(equation)
+        if not programs or kind is None:
+            return [self._join(*operands)] * len(equation.outvars)
+        each = [
+            self._through(opened(p)[0], kind.feed(equation, p), operands, chain) for p in programs
+        ]
+        return [self._join(*results) for results in zip(*each, strict=True)]
+
+    def _through(self, jaxpr: Any, feed: Feed, operands: list, chain: Chain) -> list:
+        """The results of a program; of a loop, when another step brings no more."""
+        inputs = [operands[i] for i in feed.operands]
+        if not feed.carried:
+            return self.along(jaxpr, inputs, chain)
+        # What a step writes to a reference, the next may read.
+        written = self._join(*operands)
+        pairs = zip(inputs, jaxpr.invars, strict=True)
+        inputs = [written if is_reference(v) else own for own, v in pairs]
+        while True:
+            outputs = self.along(jaxpr, inputs, chain)
+            state = {i: self._join(inputs[i], outputs[k]) for i, k in feed.carried.items()}
+            if all(inputs[i] == own for i, own in state.items()):
+                break
+            inputs = [state.get(i, own) for i, own in enumerate(inputs)]
+        if feed.control:  # a loop that may make no step
+            outputs = [self._join(outputs[k], inputs[i]) for i, k in feed.carried.items()]
+        return outputs
