@@ -20,7 +20,7 @@ from jax.lax import Precision
 
 from clipgrad._arrays import accumulator, times, with_real_dtype
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._per_example.labels import EXAMPLES, Factorization, Kind, AxisLabel
+from clipgrad._per_example.labels import EXAMPLES, AxisLabel, Factorization, Kind
 from clipgrad._per_example.places import ViewPlace, has_views
 from clipgrad._per_example.products import product
 from clipgrad._programs import bind
