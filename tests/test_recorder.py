@@ -448,7 +448,7 @@ def test_only_the_flag_is_sent_to_the_host(recorder):
     with jax.transfer_guard_device_to_host("disallow"):
         state, _ = STEP(state, batch)
         recorder.record(state, batch, key=jax.random.key(0))
-    assert recorder._records[-1].copy.shape == (4,)
+    assert recorder._records[-1].copy.shape == (6,)
 
 
 # The disk, and other machines.
@@ -557,7 +557,7 @@ def test_what_a_process_leaves_that_is_killed_while_it_writes_is_never_loaded(tm
     with pytest.raises(FileNotFoundError, match="expected a capture"):
         cg.load_capture(left)
     found = captured(cg.FlightRecorder(tmp_path), batches(1, 0))
-    with pytest.raises(FileNotFoundError, match="expected a capture; there are .*step_0"):
+    with pytest.raises(FileNotFoundError, match="expected a capture; there is .*step_0"):
         cg.load_capture(tmp_path)
     assert found.path.name == "step_0"
 

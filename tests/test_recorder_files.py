@@ -390,9 +390,9 @@ def test_the_batch_of_a_dispatch_of_several_steps_is_captured(tmp_path):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
     given = np.ones((3, 4, 2), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None, None]
     given[1, 2, 0] = 0
-    for batches in given:
+    for i, batches in enumerate(given):
         state = several(state, batches)
-        recorder.record(state, batches, key=jax.random.key(0))
+        recorder.record(state, batches, key=jax.random.key(0), step=range(4 * i, 4 * i + 4))
     recorder.close()
     found = cg.load_capture(*recorder.captures)
     assert found.step == 6 and found.meta["steps"] == 4 and found.meta["step_in_batch"] == 2

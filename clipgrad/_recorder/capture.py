@@ -1,7 +1,6 @@
 """A capture: what a bad step was given, as it comes back from the disk."""
 
 import dataclasses
-import math
 import os
 import pathlib
 from typing import Any
@@ -10,7 +9,15 @@ from clipgrad._arrays import donated_leaf, explain_call
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.files import CAPTURE_PARTS, LeafEntry, orbax, read, read_manifest
 from clipgrad._recorder.folders import mounted_folder
-from clipgrad._recorder.paths import Path, is_value, listed, path_text, restored, stored_leaves
+from clipgrad._recorder.paths import (
+    Path,
+    TextPath,
+    is_value,
+    listed,
+    restored,
+    stored_leaves,
+    text_path,
+)
 
 _RESTORED = ("params", "state", "batch", "extra")
 
@@ -24,13 +31,16 @@ class Capture:
 
     Attributes:
       path: the folder of the capture, in a file system that this machine has mounted.
-      state: the recorded state, with the parameters from before the bad step. ``None`` if you no
-        longer had it when you called `FlightRecorder.close`.
+      state: the recorded state, with the parameters from before the bad step; with a flag of your
+        own, ``record(..., bad=flag)``, the state that was recorded with that step. ``None`` if you
+        no longer had it when you called `FlightRecorder.close`, or if a later step has overwritten
+        it.
       key: the PRNG key of the step, or None.
       step: the number of the step.
       extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
-        ``device_kind``; ``optimizer`` if the gradient was finite, with the leaves whose update the
+        ``device_kind``; ``nonfinite``: whether the step was not finite, None if a flag of your own
+        calls it bad; ``optimizer`` if the gradient was finite, with the leaves whose update the
         optimizer made NaN or inf; ``no_batch`` gives the reason if there is no batch;
         ``microbatch`` says which one it is if ``optax.MultiSteps`` wraps `skip_spikes`; of a batch
         of several ``steps`` the bad one is ``step_in_batch``.
@@ -51,7 +61,8 @@ class Capture:
         params = _params_in(self.state) if self._params is None else self._params
         if params is None:
             raise ValueError(
-                "params: got none, expected a state with params, or record(..., params=params)"
+                "params: got none, expected a state with params, or record(..., params=params), "
+                "which no later step has overwritten"
             )
         return self._alive("params", params)
 
@@ -66,10 +77,9 @@ class Capture:
     def args(self) -> tuple[Any, Any]:
         """The parameters and the batch, for `diagnose`."""
         args = CapturedArgs((self.params, self.batch))
-        norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [math.nan]
         if "optimizer" in self.meta:
             args.expected = f"as in step {self.step}: {self.meta['optimizer']}"
-        elif not math.isfinite(norms[-1]):
+        elif self.meta["nonfinite"]:
             kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
             which = self.meta.get("microbatch")
             args.expected = (
@@ -184,7 +194,7 @@ def _parts_like(
     for way in ways:
         given = {name: stored_leaves("like", tree) for name, tree in way.items()}
         if all(held[name].keys() == own.keys() for name, own in given.items()):
-            return way, {held[n][text]: x for n, own in given.items() for text, x in own.items()}
+            return way, {held[n][path]: x for n, own in given.items() for path, x in own.items()}
     got, state, params = map(listed, (stored_leaves("like", like), held["state"], held["params"]))
     raise ValueError(
         f"like: got a tree with the paths {got}; expected those of the recorded state, {state}, or "
@@ -192,10 +202,10 @@ def _parts_like(
     )
 
 
-def _places(entries: dict[Path, LeafEntry], name: str) -> dict[str, Path]:
+def _places(entries: dict[Path, LeafEntry], name: str) -> dict[TextPath, Path]:
     """For each path of a leaf in a part of a capture its path in the whole."""
     held = [path for path, e in entries.items() if "dtype" in e or is_value(e.get("value"))]
     is_in_state = name == "params" and not any(path[0] == name for path in held)
     start = ("state", name) if is_in_state else (name,)
     found = [path for path in held if path[: len(start)] == start]
-    return {path_text(path[len(start) :]): path for path in found}
+    return {text_path(path[len(start) :]): path for path in found}

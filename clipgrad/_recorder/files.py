@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from clipgrad._errors import first_few
 from clipgrad._recorder.paths import Path, is_value, leaves_by_path, nested
 
 FORMAT = 3
@@ -27,6 +28,7 @@ _ARRAYS = "arrays"
 # Types that orbax does not write, as of 0.11.
 _ODD = ("uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3")
 _WIDE = ("float64", "int64", "uint64", "complex128")
+_SHOWN = 5
 LeafEntry = dict[str, Any]
 
 
@@ -103,6 +105,11 @@ def _synchronize(what: str) -> None:
         multihost_utils.sync_global_devices(f"clipgrad capture {what}")
 
 
+def captures_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The complete captures in a folder, by their names."""
+    return sorted(path.parent for path in folder.glob(f"[!.]*/{MANIFEST}"))
+
+
 def _entry_of(leaf: Any, arrays: dict[str, Any]) -> LeafEntry:
     """The entry of a leaf; an array is added to ``arrays``."""
     if not is_value(leaf):
@@ -132,8 +139,9 @@ def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Leaf
     """The circumstances of a bad step, and the entry of each leaf by its path."""
     file = folder / MANIFEST
     if folder.name.startswith(".") or not file.is_file():
-        inside = sorted(str(p.parent) for p in folder.glob(f"[!.]*/{MANIFEST}"))
-        hint = f"; there are {', '.join(inside)}" if inside else ""
+        known = captures_in(folder) or captures_in(folder.parent)
+        verb = "is" if len(known) == 1 else "are"
+        hint = f"; there {verb} {first_few([*map(str, known)], _SHOWN)}" if known else ""
         raise FileNotFoundError(f"path: got {str(folder)!r}, expected a capture{hint}")
     with _readable(file):
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -145,7 +153,7 @@ def read_manifest(folder: pathlib.Path) -> tuple[dict[str, Any], dict[Path, Leaf
             f"expected format {FORMAT}; install that version"
         )
     with _readable(file):
-        meta = {"step": None} | manifest["meta"]
+        meta = {"step": None, "nonfinite": None} | manifest["meta"]
         entries = {tuple(e["path"]): e for e in manifest["leaves"]}
         for path, entry in entries.items():
             if path[0] not in CAPTURE_PARTS or not entry.keys() & {"value", "left_out", "dtype"}:

@@ -14,28 +14,44 @@ from clipgrad._frameworks import without_variables
 from clipgrad._training import scalars
 
 _OWN_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
+_FLAGS = bool | np.bool_ | np.ndarray
 _NAMED_LEAVES = 4
 
 
 class Flag(NamedTuple):
-    """The halt and the counts that a state holds."""
+    """The halt and the counts that a state holds, and the loop's own flag.
 
-    halted: Any  # whether a step has halted the training
+    A loop without a halting optimizer has its own flag alone: it counts what it records.
+    """
+
+    halted: Any  # whether a step has halted the training, and with it state and parameters
     halted_at: Any  # the step that did
     count: Any  # the number of steps
     microbatch: Any  # of an `optax.MultiSteps` around it: gradients since its last step
+    nonfinite: Any  # whether the last step was not finite
+    bad: Any  # which of the recorded steps the loop's own flag calls bad, from 1 on; 0: none
+
+    def bad_step(self, steps: int) -> int | None:
+        """The number of the step that is bad, 0 for the first; ``steps`` were recorded at once."""
+        if self.halted:
+            return self.halted_at
+        return self.count - steps + self.bad - 1 if self.bad else None
 
 
 class Small(NamedTuple):
     """The small numbers of a state: their positions among its leaves, or the numbers."""
 
-    skips: SkipSpikesState  # without its window and the state inside
+    skips: SkipSpikesState | None  # without its window and the state inside; None: it has none
     clips: tuple[GradientClipState, ...]  # their statistics alone
     microbatch: Any  # None without an `optax.MultiSteps` around `skip_spikes`
 
 
-def copied_flag(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def copied_flag(
+    place: Small, leaves: list[Any], bad: Any, count: int
+) -> tuple[Any, dict[str, jax.Array]]:
     """The flag and the norms of a state, none of them a buffer of the state.
+
+    ``bad``: the loop's own flags of the recorded steps, ``count``: of all that were recorded.
 
     Raises:
       ValueError: the state was donated.
@@ -46,21 +62,64 @@ def copied_flag(place: Small, leaves: list[Any]) -> tuple[jax.Array, dict[str, j
             "state: got buffers that the step has overwritten, expected the state that the step "
             "returned; call state = step(state, batch), then record(state, batch)"
         )
-    return _copied_numbers(small)
+    if place.skips is None and isinstance(bad, np.ndarray):  # it is known already
+        flag = Flag(0, -1, count, 0, 0, np.argmax(bad) + 1 if np.any(bad) else 0)
+        return np.asarray(flag, np.int32), {}
+    return _copied_numbers(small, np.zeros(1, bool) if bad is None else bad, np.int32(count))
 
 
 @jax.jit
-def _copied_numbers(small: Small) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _copied_numbers(
+    small: Small, bad: jax.Array, count: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     skips, clips, microbatch = small
-    flag = Flag(skips.halted, skips.halted_at, skips.count, 0 if microbatch is None else microbatch)
+    first = jnp.where(jnp.any(bad), jnp.argmax(bad) + 1, 0)
+    flag = Flag(False, -1, count, 0, False, first)
+    if skips is not None:
+        of_state = skips.halted, skips.halted_at, skips.count
+        nonfinite = skips.nonfinite_consecutive > 0
+        flag = Flag(*of_state, 0 if microbatch is None else microbatch, nonfinite, first)
     # Under pmap and vmap each of them has an axis.
     numbers = jnp.stack([jnp.max(jnp.asarray(x)).astype(jnp.int32) for x in flag])
-    found = {name: x for name, x in scalars((skips, *clips)).items() if name.endswith("norm")}
-    return numbers, {name: largest(x).astype(jnp.float32) for name, x in found.items()}
+    states = (*([] if skips is None else [skips]), *clips)
+    found = scalars(states) if states else {}
+    norms = {name: x for name, x in found.items() if name.endswith("norm")}
+    return numbers, {name: largest(x).astype(jnp.float32) for name, x in norms.items()}
 
 
-def find_flag(structure: Any) -> Small:
-    """The place of the one flag.
+def own_flags(bad: Any, steps: int | None) -> Any:
+    """The flags of a loop of one's own, one for each of the recorded steps, or None.
+
+    An array of one step, such as one entry for each device, is a single flag: whether any is set.
+
+    Raises:
+      TypeError: ``bad`` is no flag.
+      ValueError: it is not one flag for each of several steps, or was donated.
+    """
+    if bad is None:
+        return None
+    leaves = jax.tree.leaves(bad)
+    flag = leaves[0] if len(leaves) == 1 else bad
+    is_array = isinstance(flag, jax.Array)
+    array = flag if is_array else np.asarray(flag) if isinstance(flag, _FLAGS) else None
+    if array is None or not (array.dtype == bool or jnp.issubdtype(array.dtype, np.integer)):
+        raise TypeError(
+            f"bad: got {bad!r:.60} of type {type(bad).__name__}, expected True, False or an array "
+            "of these; write bad=~jnp.isfinite(loss)"
+        )
+    if donated_leaf(array) is not None:
+        raise ValueError("bad: got a buffer that a step has overwritten, expected one that is kept")
+    if steps is None:
+        return (jnp.any if is_array else np.any)(array).reshape(1)
+    if array.shape != (steps,):
+        raise ValueError(
+            f"bad: got the shape {array.shape}, expected ({steps},), a flag for each of the steps"
+        )
+    return array != 0
+
+
+def find_flag(structure: Any, has_own: bool) -> Small:
+    """The place of the one flag; ``has_own``: it may lack, since the loop has a flag of its own.
 
     Raises:
       ValueError: there is none, or there are several.
@@ -68,15 +127,19 @@ def find_flag(structure: Any) -> Small:
     found = list(_own_states(structure.unflatten(range(structure.num_leaves)), None))
     skips = [entry for entry in found if isinstance(entry[0], SkipSpikesState)]
     flags = [(state, microbatch) for state, microbatch in skips if state.halted is not None]
+    clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
+    if has_own and len(flags) != 1:
+        return without_variables(Small(None, clips, None))
     if len(flags) != 1:
         without = bool(skips) and not flags
         got = "a state of skip_spikes without halt" if without else f"{len(flags)} states"
         raise ValueError(
             f"state: got {got}{'' if without else ' of skip_spikes(halt=...)'}, expected the state "
-            "of an optimizer that has one: write clipgrad.skip_spikes(optimizer, halt=True)"
+            "of an optimizer that has one: write clipgrad.skip_spikes(optimizer, halt=True), and "
+            "record(state, batch) with the state that the step returned; in a loop without such an "
+            "optimizer write record(state, batch, bad=flag)"
         )
     ((flag, microbatch),) = flags
-    clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
     small = [name for name in flag._fields if name not in ("inner_state", "window")]
     return without_variables(Small(_only(flag, small), clips, microbatch))
 

@@ -8,7 +8,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one letter is a drive; a
 
 
 def mounted_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
-    """The path of a folder, which is read and written by `os` and `pathlib`.
+    """The path of a folder, which is read and written by `os` and `pathlib`; "~" is the home.
 
     Raises `TypeError` for what is no path, and `ValueError` for the address of a bucket or another
     store, such as "gs://bucket/run". ``name`` is the argument's.
@@ -18,7 +18,7 @@ def mounted_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
         raise TypeError(f"{name}: got {path!r}, expected the path of a folder")
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return pathlib.Path(text)
+        return _at_home(name, pathlib.Path(text))
     instead = (
         "give the path at which the bucket is mounted, as by gcsfuse for gs://, or a local folder, "
         "and copy its content to or from the bucket"
@@ -29,3 +29,13 @@ def mounted_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
         f"{name}: got {text!r}, an address, expected the path of a folder in a file system of this "
         f"machine; {instead}"
     )
+
+
+def _at_home(name: str, path: pathlib.Path) -> pathlib.Path:
+    """The path with the home of a user instead of "~", as a shell has it."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}: got {str(path)!r}, but nothing says where the home is"
+        ) from error

@@ -1,7 +1,9 @@
 """The leaves of a tree by their paths, and a tree made of such leaves: nested dictionaries and
 lists, or one like a tree of the user's.
 
-A path is a tuple of text, for a key or an attribute, and of integers.
+A path is a tuple of text, for a key or an attribute, and of integers. Trees of two kinds are
+compared by paths of text alone, since a list may come back as a dictionary. No path is ever joined
+but for a message: a key may have a "/".
 """
 
 import sys
@@ -16,6 +18,7 @@ from clipgrad._errors import first_few
 from clipgrad._frameworks import with_leaves
 
 Path = tuple[str | int, ...]
+TextPath = tuple[str, ...]
 _STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct
 
 
@@ -41,7 +44,13 @@ def is_value(leaf: Any) -> bool:
 
 
 def path_text(path: Path) -> str:
+    """A path as messages show it."""
     return "/".join(map(str, path))
+
+
+def text_path(path: Path) -> TextPath:
+    """A path as all containers share it."""
+    return tuple(map(str, path))
 
 
 def _plain_key(name: str, key: Any) -> str | int:
@@ -98,7 +107,7 @@ def restored(like: Any, found: Any, name: str) -> Any:
     return with_leaves(like, leaves)
 
 
-def _leaf_like(path: str, leaf: Any, other: Any) -> Any:
+def _leaf_like(path: TextPath, leaf: Any, other: Any) -> Any:
     got, expected = (
         (tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__)))
         for x in (leaf, other)
@@ -106,7 +115,7 @@ def _leaf_like(path: str, leaf: Any, other: Any) -> Any:
     is_single = not hasattr(leaf, "shape") or not hasattr(other, "shape")
     if got != expected and not (is_single and got[0] == expected[0] == ()):
         raise ValueError(
-            f"like: got {got[1]}{list(got[0])} at {path!r}, expected "
+            f"like: got {got[1]}{list(got[0])} at {path_text(path)!r}, expected "
             f"{expected[1]}{list(expected[0])} as in the capture"
         )
     sharding = getattr(leaf, "sharding", None)
@@ -114,12 +123,12 @@ def _leaf_like(path: str, leaf: Any, other: Any) -> Any:
     return other if is_there else jax.device_put(other, sharding)
 
 
-def _held_values(name: str, tree: Any) -> dict[str, Any]:
+def _held_values(name: str, tree: Any) -> dict[TextPath, Any]:
     """The leaves that hold something, in JAX's order, by paths that all containers share."""
-    return {path_text(p): x for p, x in leaves_by_path(name, tree).items() if is_value(x)}
+    return {text_path(p): x for p, x in leaves_by_path(name, tree).items() if is_value(x)}
 
 
-def stored_leaves(name: str, tree: Any) -> dict[str, Any]:
+def stored_leaves(name: str, tree: Any) -> dict[TextPath, Any]:
     """The leaves that a capture has; functions, for example, are left out."""
     return {path: x for path, x in _held_values(name, tree).items() if _is_stored(x)}
 
@@ -128,5 +137,5 @@ def _is_stored(leaf: Any) -> bool:
     return isinstance(leaf, _STORED) or is_array(leaf)
 
 
-def listed(paths: Iterable[str]) -> str:
-    return first_few([repr(path or "one leaf") for path in paths], 5) or "none"
+def listed(paths: Iterable[TextPath]) -> str:
+    return first_few([repr(path_text(path) or "one leaf") for path in paths], 5) or "none"

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._arrays import is_array, path_string
+from clipgrad._arrays import donated_leaf, is_array, path_string
 from clipgrad._recorder.files import is_writable
 from clipgrad._recorder.flag import Flag
 from clipgrad._recorder.paths import leaves_by_path, path_text
@@ -22,8 +23,10 @@ class StepRecord:
     copy: Any  # of the flag, a small array that may not have arrived yet
     norms: Any  # on the device
     inputs: dict[str, Any]  # batch, key and extra
-    step: Any  # None if the user gave none
-    before: int | None = None  # the number of steps before it; None if it was not looked at
+    numbers: "StepNumbers"
+    own_state: Any = None  # state and parameters, if the loop has a flag of its own
+    before: int | None = None  # the number of steps before it; None if it is the first record
+    is_read: bool = False  # whether its flag was read
     is_done: bool = False  # whether all was done that its flag asks for
 
     @functools.cached_property
@@ -32,19 +35,89 @@ class StepRecord:
         return Flag(*(int(x) for x in np.asarray(self.copy)))
 
     @property
-    def steps(self) -> int:
-        """The number of steps in the dispatch, if the batch has an entry for each; else 1."""
-        count = self.flag.count - (self.flag.count if self.before is None else self.before)
-        leaves = jax.tree.leaves(self.inputs["batch"])
-        is_stacked = bool(leaves) and all(np.shape(leaf)[:1] == (count,) for leaf in leaves)
-        return count if count > 1 and is_stacked else 1
+    def is_ready(self) -> bool:
+        """Whether the flag has arrived."""
+        return isinstance(self.copy, np.ndarray) or self.copy.is_ready()
 
     @property
-    def has_bad_step(self) -> bool:
-        """Whether the step that has halted the training is this one, or one of these."""
-        flag = self.flag
-        is_bad = flag.halted and flag.count - flag.halted_at <= self.steps
-        return bool(is_bad) and not flag.microbatch
+    def bad_step(self) -> int | None:
+        """The number of the bad step that the flag tells of, recorded or not; 0 for the first."""
+        return self.flag.bad_step(self.numbers.count)
+
+    @property
+    def place(self) -> int | None:
+        """The place of the bad step among the recorded ones; None: it is none of them."""
+        flag, count, bad = self.flag, self.numbers.count, self.bad_step
+        taken = flag.count if self.before is None else flag.count - self.before
+        if bad is None or flag.microbatch or taken < count or bad < flag.count - count:
+            return None
+        return bad - (flag.count - count)
+
+    @property
+    def may_be_stacked(self) -> bool:
+        """Whether the batch may be one batch, or one for each of several steps: nothing says."""
+        taken = 1 if self.before is None else self.flag.count - self.before
+        is_one = self.numbers.is_stacked or taken < 2
+        return not is_one and _has_leading_axis(self.inputs["batch"], taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of the recorded steps, as the user gave them.
+
+    Attributes:
+      given: a number or text, or a number for each of several steps; ``None``: none was given.
+      count: the number of steps.
+      is_stacked: whether the batch has an entry for each of them.
+    """
+
+    given: Any
+    count: int = 1
+    is_stacked: bool = False
+
+    @classmethod
+    def of(cls, step: Any, batch: Any) -> "StepNumbers":
+        """The numbers by the argument ``step`` of `FlightRecorder.record`."""
+        is_array = isinstance(step, jax.Array | np.ndarray) and np.ndim(step) == 1
+        if not is_array and not isinstance(step, range | list | tuple):
+            return cls(_step_number(step))
+        numbers = jnp.copy(step) if isinstance(step, jax.Array) else [*map(_step_number, step)]
+        if not (len(numbers) and _has_leading_axis(batch, len(numbers))):
+            shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+            raise ValueError(
+                f"batch: got leaves of the shapes {shapes} with step={step!r:.60}, expected a "
+                f"leading axis of {len(numbers)}, with a batch for each of these steps"
+            )
+        return cls(numbers, len(numbers), True)
+
+    def at(self, place: int) -> Any:
+        """The number of one of the steps; None if none was given."""
+        return self.given[place] if self.is_stacked else self.given
+
+
+def _has_leading_axis(batch: Any, size: int) -> bool:
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(np.shape(leaf)[:1] == (size,) for leaf in leaves)
+
+
+def _step_number(step: Any) -> Any:
+    """The number of a step, which may be a variable of NNX, or a buffer that is donated later."""
+    leaves = jax.tree.leaves(step)
+    number = jnp.copy(leaves[0]) if isinstance(next(iter(leaves), None), jax.Array) else step
+    if not (number is None or isinstance(number, str) or is_number(number)):
+        raise TypeError(
+            f"step: got {step!r:.60} of type {type(step).__name__}, expected a number or text, or "
+            "a range of numbers if the batch has an entry for each of several steps"
+        )
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a single real number."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return isinstance(value, int | float)
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
+    return value.ndim == 0 and is_real
 
 
 def kept_tree(name: str, tree: Any) -> Any:
@@ -98,6 +171,11 @@ def _check_writable_dtype(where: str, array: Any) -> None:
             f"{where.format(f'an array of dtype {array.dtype}')}, expected numbers of a type that "
             "orbax writes; convert it, or record its number instead"
         )
+
+
+def not_donated(tree: Any) -> Any:
+    """The tree; None if a step has overwritten an array of it."""
+    return None if donated_leaf(tree) is not None else tree
 
 
 def held_weakly(leaves: list[Any], structure: Any) -> Callable[[], Any]:

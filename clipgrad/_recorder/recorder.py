@@ -12,19 +12,27 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._arrays import explain_call
-from clipgrad._recorder.files import MANIFEST, orbax, write
+from clipgrad._recorder.files import captures_in, orbax, write
 from clipgrad._recorder.flag import (
     copied_flag,
     find_flag,
     made_by_the_optimizer,
+    own_flags,
     warning_of_zeros,
 )
 from clipgrad._recorder.folders import mounted_folder
-from clipgrad._recorder.record import StepRecord, check_writable, held_weakly, kept_tree
+from clipgrad._recorder.record import (
+    StepNumbers,
+    StepRecord,
+    check_writable,
+    held_weakly,
+    is_number,
+    kept_tree,
+    not_donated,
+)
 
 # Some numbers of each step: enough to see a trend, and less than one small array in all.
 _STATISTICS = 256
@@ -48,7 +56,10 @@ class HaltedError(RuntimeError):
 
 @explain_call()
 class FlightRecorder:
-    r"""Saves the inputs of a bad step, in any loop with ``skip_spikes(halt=...)``.
+    r"""Saves the inputs of a bad step, in any loop.
+
+    The loop's optimizer is ``skip_spikes(halt=...)``, or the loop has a flag of its own for a bad
+    step, ``record(..., bad=flag)``.
 
     After each step it keeps the batch, starts a copy of the flag to the host, and reads the flags
     that have arrived. If a flag is set, it writes a capture: the parameters from before the bad
@@ -56,15 +67,19 @@ class FlightRecorder:
     raises `HaltedError`.
 
     Guarantees:
-      * It does not copy or hold the parameters, so you may donate the buffers of the state.
+      * It does not copy or hold the parameters, so you may donate the buffers of the state. With a
+        flag of your own it holds the state of each step until the flag of that step arrives, since
+        no optimizer keeps the parameters from before a bad step.
       * In one process it waits for the device in the first `record` only, and keeps the batch of
         each step until the flag of that step arrives. Several processes must stop at the same step:
         there `record` waits for the flag of the step ``keep - 1`` steps before.
       * A capture never has the batch of another step. If the loop does not record every step, or
         records a state that had already halted, the capture says that it has no batch. If a
         compiled function takes several steps, record the state after the last one with the batches
-        of all, stacked along the leading axis: the capture has them all, and says which is bad. If
-        ``optax.MultiSteps`` wraps `skip_spikes`, the capture has the last microbatch.
+        of all, stacked along the leading axis, and their numbers, ``step=range(i, i + 4)``: the
+        capture has them all, and says which is bad. Without these numbers a batch is that of the
+        last step, and one that may be either is an error. If ``optax.MultiSteps`` wraps
+        `skip_spikes`, the capture has the last microbatch.
       * If a clip with ``stats="per_leaf"`` shows that the gradient of a leaf was exactly zero in
         the first step, the first `record` warns.
       * What can't be written is refused by the first `record`, not at the halt; functions and other
@@ -125,44 +140,67 @@ class FlightRecorder:
         self._place: Any = None  # of the flag in the trees that `record` gets
         self._structure: Any = None
         self._newest: Callable[[], Any] = lambda: None
-        self._count = 0  # of the steps that were looked at
-        self._halted_at: int | None = None
+        self._own_count = 0  # of the recorded steps
+        self._count: int | None = None  # of the steps of the last record that was looked at
+        self._bad_step: int | None = None  # of this record, or an earlier one that halted it
         self._unwritten: StepRecord | None = None
 
     def record(
-        self, state: Any, batch: Any, *, key: Any = None, step: Any = None, **extra: Any
+        self,
+        state: Any,
+        batch: Any,
+        *,
+        key: Any = None,
+        step: Any = None,
+        bad: Any = None,
+        **extra: Any,
     ) -> None:
         """Keeps the inputs of a step, and reads the flags of earlier steps.
 
         Args:
           state: the state *after* the step, any tree with the one state of
             ``skip_spikes(halt=...)``: `train_step`'s, a flax ``TrainState``, an
-            ``nnx.Optimizer``, the state of an optimizer, a tuple of such.
+            ``nnx.Optimizer``, the state of an optimizer, a tuple of such. With ``bad`` any tree.
           batch: the batch of the step, any tree of arrays; or its number, if you can load the data
             again by that number. NumPy arrays are copied; arrays of JAX must not be donated.
           key: the PRNG key of the step.
-          step: the number of the step; by default the number of `skip_spikes`, 0 for the first.
+          step: the number of the step; by default the number of `skip_spikes`, or with ``bad`` of
+            the records, 0 for the first. Of several steps in one compiled function their numbers,
+            such as ``range(i, i + 4)``.
+          bad: a flag of your own loop for a bad step, where no optimizer halts: ``True``, ``False``
+            or an array of these, such as ``~jnp.isfinite(loss)``, which `record` does not wait for.
+            Of several steps one flag for each. The capture has the state that was recorded with the
+            bad step, so its parameters are those *after* that step, unless you pass those from
+            before as ``params=``. If a later step donates them before the flag has arrived, the
+            capture has none: pass ``bool(flag)``, which waits. Of bad steps in a row the first is
+            captured.
           **extra: other values of the step. Single numbers, such as ``loss=loss``, become
             statistics; pass ``params=`` if ``state`` does not have the parameters.
 
         Raises:
           HaltedError: a step was bad, and its capture is written; unless ``raise_on_halt=False``.
-          ValueError: ``state`` has no flag or several, or ``state`` or ``batch`` was donated.
-          TypeError: a leaf of ``batch`` is not an array, a number or text; an array has a dtype
-            that orbax does not write; or a key of a dictionary is not text or an integer.
+          ValueError: ``state`` has no flag or several, and ``bad`` is ``None``; ``state`` or
+            ``batch`` was donated; or it is not known of which steps the batch is, see ``step``.
+          TypeError: ``bad`` is no flag; a leaf of ``batch`` is not an array, a number or text; an
+            array has a dtype that orbax does not write; or a key of a dictionary is not text or an
+            integer.
         """
         params = extra.pop("params", None)
         leaves, structure = jax.tree.flatten((state, params))
-        is_first = self._structure is None
-        if is_first or structure != self._structure:
+        numbers, is_first = StepNumbers.of(step, batch), self._structure is None
+        own = own_flags(bad, numbers.count if numbers.is_stacked else None)
+        if is_first or structure != self._structure or own is None and self._place.skips is None:
             check_writable("state", state)
             check_writable("params", params)
-            self._place, self._structure = find_flag(structure), structure
+            self._place, self._structure = find_flag(structure, own is not None), structure
         inputs = {"batch": kept_tree("batch", batch), "key": kept_tree("key", key)}
         inputs["extra"] = {name: kept_tree(name, value) for name, value in extra.items()}
-        number, (flag, norms) = _step_number(step), copied_flag(self._place, leaves)
-        flag.copy_to_host_async()
-        self._records.append(StepRecord(flag, norms, inputs, number))
+        flag, norms = copied_flag(self._place, leaves, own, self._own_count + numbers.count)
+        if isinstance(flag, jax.Array):
+            flag.copy_to_host_async()
+        self._own_count += numbers.count
+        own_state = None if own is None else (state, params)
+        self._records.append(StepRecord(flag, norms, inputs, numbers, own_state))
         self._newest = held_weakly(leaves, structure)
         if is_first and (warning := warning_of_zeros(state, extra.get("loss"))):
             warnings.warn(warning, UserWarning, stacklevel=2)
@@ -197,7 +235,7 @@ class FlightRecorder:
     def _look(self, waiting: int, peek: bool = False) -> None:
         """Looks at flags in their order: waits for the first ones, others must have arrived."""
         for i, record in enumerate(list(self._records)):
-            if not record.is_done and not (i < waiting or peek and record.copy.is_ready()):
+            if not record.is_done and not (i < waiting or peek and record.is_ready):
                 break
             self._look_at(record)
         while len(self._records) > self.keep and self._records[0].is_done:
@@ -208,32 +246,42 @@ class FlightRecorder:
         if record.is_done:
             return
         flag = record.flag
-        if record.before is None:
-            record.before, self._count = self._count, flag.count
-            row = {"step": flag.count - 1 if record.step is None else record.step} | record.norms
-            row |= {name: x for name, x in record.inputs["extra"].items() if _is_number(x)}
+        if not record.is_read:
+            record.before, self._count, record.is_read = self._count, flag.count, True
+            number = record.numbers.at(-1)
+            row = {"step": flag.count - 1 if number is None else number} | record.norms
+            row |= {name: x for name, x in record.inputs["extra"].items() if is_number(x)}
             self._past.append(row)
-        halted_at = flag.halted_at if flag.halted else None
-        if halted_at is not None and halted_at != self._halted_at:
+            if record.may_be_stacked:
+                raise ValueError(_which_steps(flag.count - (record.before or 0)))
+        bad_step, earlier = record.bad_step, self._bad_step
+        is_new = bad_step != earlier if flag.halted else earlier is None
+        if bad_step is not None and is_new:
             self._unwritten = record
-        self._halted_at, record.is_done = halted_at, True
+        self._bad_step, record.is_done = bad_step, True
         if self._unwritten is record:
             self._halt(record)
+        else:
+            record.own_state = None
 
     def _halt(self, record: StepRecord) -> None:
         message, cause, path = f"the training has halted at step {_step_of(record)}", None, None
-        state, _ = self._newest() or (None, None)
-        made = made_by_the_optimizer(state)
-        message += f": {made}" if made else ""
+        if record.flag.halted:
+            state, _ = self._newest() or (None, None)
+            made = made_by_the_optimizer(state)
+            message += f": {made}" if made else ""
+        else:
+            message = f"step {_step_of(record)} is bad by the flag of the loop"
         try:
             path = self._written(record)
-            self._unwritten = None
+            self._unwritten = record.own_state = None
             self.captures.append(path)
             message += (
                 f"; its capture is {path}; to find the reason, call clipgrad.diagnose(loss, "
-                "clipgrad.load_capture(path).args); to continue, write "
-                "opt_state = clipgrad.resume(opt_state)"
+                "clipgrad.load_capture(path).args)"
             )
+            if record.flag.halted:
+                message += "; to continue, write opt_state = clipgrad.resume(opt_state)"
         except Exception as error:
             cause = error
             message += f"; its capture could not be written: {type(error).__name__}: {error}"
@@ -244,26 +292,29 @@ class FlightRecorder:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _written(self, record: StepRecord) -> pathlib.Path:
-        if len(list(self.directory.glob(f"[!.]*/{MANIFEST}"))) >= self.max_captures:
+        if len(captures_in(self.directory)) >= self.max_captures:
             raise RuntimeError(
                 f"max_captures: got {self.max_captures}, but there are as many in {self.directory}"
             )
         step, flag = _step_of(record), record.flag
         names = [f"step_{step}", *(f"step_{step}_{i}" for i in range(1, self.max_captures + 1))]
         paths = [path for path in map(self.directory.joinpath, names) if not path.exists()]
-        meta = {"step": step, "halted_at": flag.halted_at, "statistics": self._statistics()}
-        state, params = self._newest() or (None, None)
+        meta = {"step": step, "halted_at": record.bad_step, "statistics": self._statistics()}
+        meta["nonfinite"] = bool(flag.nonfinite) if flag.halted else None
+        held = self._newest() if flag.halted else not_donated(record.own_state)
+        state, params = held or (None, None)
         content = {"state": state} | ({} if params is None else {"params": params})
-        if record.has_bad_step:
+        if record.place is not None:
             content |= record.inputs
-            place = flag.halted_at - (flag.count - record.steps)
-            meta |= {"steps": record.steps, "step_in_batch": place} if record.steps > 1 else {}
-            meta |= {"optimizer": made} if (made := made_by_the_optimizer(state)) else {}
+            if record.numbers.is_stacked:
+                meta |= {"steps": record.numbers.count, "step_in_batch": record.place}
+            made = made_by_the_optimizer(state) if flag.halted else ""
+            meta |= {"optimizer": made} if made else {}
             if self._place.microbatch is not None:
                 meta["microbatch"] = "the last of those that optax.MultiSteps has averaged"
         else:
             meta["no_batch"] = (
-                f"the first record after step {flag.halted_at} was of step {flag.count - 1}; call "
+                f"the first record after step {record.bad_step} was of step {flag.count - 1}; call "
                 "record after every step, or clipgrad.resume if the state was halted before"
             )
         return write(paths, content, meta | _circumstances())
@@ -297,27 +348,19 @@ def _check_writable(directory: pathlib.Path) -> None:
         pass
 
 
+def _which_steps(count: int) -> str:
+    return (
+        f"batch: got one with a leading axis of {count} at the first record after {count} steps, "
+        "which may be one batch or a batch for each of the steps; call record after every step, or "
+        f"if a compiled function takes {count} steps, write record(state, batches, "
+        f"step=range(i, i + {count}))"
+    )
+
+
 def _step_of(record: StepRecord) -> Any:
-    is_own = record.step is not None and record.has_bad_step and record.steps == 1
-    return _plain_number(record.step) if is_own else record.flag.halted_at
-
-
-def _step_number(step: Any) -> Any:
-    """The number of a step, which may be a variable of NNX, or a buffer that is donated later."""
-    leaves = jax.tree.leaves(step)
-    number = jnp.copy(leaves[0]) if isinstance(next(iter(leaves), None), jax.Array) else step
-    if not (number is None or isinstance(number, str) or _is_number(number)):
-        raise TypeError(
-            f"step: got {step!r:.60} of type {type(step).__name__}, expected a number or text"
-        )
-    return number
-
-
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        return isinstance(value, int | float)
-    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
-    return value.ndim == 0 and is_real
+    """The user's number of the bad step, if it was recorded and has one; else the optimizer's."""
+    number = None if record.place is None else record.numbers.at(record.place)
+    return record.bad_step if number is None else _plain_number(number)
 
 
 def _plain_number(number: Any) -> Any:
