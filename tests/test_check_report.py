@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._check.checked_point import ratio_hint
 from clipgrad._check.report import Failure, GradCheckReport
-from clipgrad._check.values import ratio_hint
 from clipgrad._errors import first_line
 from tests.check_zoo import PAIRS, custom
 
