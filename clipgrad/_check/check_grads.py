@@ -159,7 +159,7 @@ def check_grads(
       >>> square = jax.custom_vjp(lambda x: x * x)
       >>> square.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))
       >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
-      >>> print(report.failures[0].detail.split("; ")[-1])
+      >>> print(report.failures[0].detail.split("; ")[2])
       analytic/numeric is 0.5 throughout
 
     References:

@@ -82,23 +82,32 @@ class CheckedPoint:
 
         Where the gradient is known along directions alone it is that of the leaf.
         """
-        point, exact, found = self.point, self.exact, []
-        for name, (start, stop) in zip(point.of.subject.names, point.ranges, strict=True):
-            parts = {j: part for j, part in self.off.items() if start <= j < stop}
-            looked = {j: n for j, n in self.formula.numbers.items() if start <= j < stop}
-            if exact is not None and not self.is_paddles:
-                off = np.abs(point.computed[:, start:stop] - exact[:, start:stop])
-                typical = np.sqrt(np.mean(exact[:, start:stop] ** 2, axis=1, keepdims=True))
-                size = np.fmax(np.abs(exact[:, start:stop]), typical)
-                error = (off / np.where(size > 0, size, 1.0)).max(axis=0)
-                k = int(np.argmax(np.where(np.isfinite(error), error, np.inf)))
-                found.append((float(error[k]), point.of.subject.element(start + k)))
-            elif looked and (not parts or any(n.kind == WRONG for n in looked.values())):
-                k = max(looked, key=lambda j: relative_error(looked[j]))
-                found.append((relative_error(looked[k]), point.of.subject.element(k)))
-            else:
-                found.append((max(parts.values(), default=np.nan), name))
-        return found
+        areas = zip(self.point.of.subject.names, self.point.ranges, strict=True)
+        return [self._error(name, start, stop) for name, (start, stop) in areas]
+
+    def _error(self, name: str, start: int, stop: int) -> tuple[float, str]:
+        exact, element = self.exact, self.point.of.subject.element
+        looked = {j: n for j, n in self.formula.numbers.items() if start <= j < stop}
+        if exact is not None and not self.is_paddles:
+            errors = self._errors_of(exact[:, start:stop], start, stop)
+            for j, known in looked.items():
+                if known.kind == WRONG:
+                    errors[j - start] = relative_error(known)
+            k = int(np.argmax(errors))
+            return float(errors[k]), element(start + k)
+        parts = [part for j, part in self.off.items() if start <= j < stop]
+        if looked and (not parts or any(n.kind == WRONG for n in looked.values())):
+            k = max(looked, key=lambda j: relative_error(looked[j]))
+            return relative_error(looked[k]), element(k)
+        return max(parts, default=np.nan), name
+
+    def _errors_of(self, exact: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """The largest error of each element of a leaf, in parts of it or of the leaf's typical."""
+        off = np.abs(self.point.computed[:, start:stop] - exact)
+        typical = np.sqrt(np.mean(exact**2, axis=1, keepdims=True))
+        size = np.fmax(np.abs(exact), typical)
+        errors = (off / np.where(size > 0, size, 1.0)).max(axis=0)
+        return np.where(np.isfinite(errors), errors, np.inf)
 
     @property
     def kinds(self) -> np.ndarray:

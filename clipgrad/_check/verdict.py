@@ -189,8 +189,9 @@ def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: An
     kind = np.where(_grows(ladder) | ~np.isfinite(numeric), NOISE, kind)
     worst = np.argmax(kind * 10.0 + off / (1 + off), axis=1)
     sides = (_taken(side, at) for side in (ladder.ahead, ladder.behind))
-    is_stair = _is_nearer_in_the_end(ladder, analytic, numeric)
-    is_smooth = ~is_kink & ~_is_bent(ladder, np.fmax(np.abs(numeric), np.abs(analytic)))
+    largest = np.fmax(np.abs(numeric), np.abs(analytic))
+    is_stair = _is_on_a_stair(ladder, numeric, largest)
+    is_smooth = ~is_kink & ~_is_bent(ladder, largest)
     columns = (kind, numeric, error, analytic, *sides, is_kink, is_smooth, is_stair)
     return Slopes(*(np.take_along_axis(c, worst[:, None], 1)[:, 0] for c in columns))
 
@@ -284,14 +285,14 @@ def _is_bent(ladder: Ladder, size: np.ndarray) -> np.ndarray:
     return np.asarray(least > KINK_GAP * size)
 
 
-def _is_nearer_in_the_end(ladder: Ladder, analytic: np.ndarray, numeric: np.ndarray) -> np.ndarray:
-    """Whether a slope of the smallest steps is the gradient's, and not what the larger ones say.
+def _is_on_a_stair(ladder: Ladder, numeric: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Whether the smallest steps have other slopes than the larger ones, beyond their noise.
 
-    So it is on a stair that is narrower than these.
+    So the function has stairs that are narrower than these.
     """
     central, noise = (ladder.ahead + ladder.behind)[:, -3:] / 2, ladder.noise[:, -3:]
-    to_gradient, to_slope = (np.abs(central - x[:, None]) for x in (analytic, numeric))
-    return np.asarray((to_gradient + noise < to_slope - noise).any(axis=1))
+    off = np.abs(central - numeric[:, None]) - noise
+    return np.asarray((off > KINK_GAP * size[:, None]).any(axis=1))
 
 
 def _grows(ladder: Ladder) -> np.ndarray:
