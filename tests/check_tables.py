@@ -117,7 +117,6 @@ for fill in (of_bugs, of_cases, of_functions, of_vanishing):
     fill()
 
 LIMITS: dict[tuple[str, str], str] = {
-    ("wrong", "second_derivative_of_i0_at_zero"): "JAX's own derivative is wrong: a note",
     ("wrong", "a_sort_of_sorted_numbers"): "a further point keeps what is far apart in order",
     ("wrong", "a_sort_of_the_rows_of_a_range"): "a further point keeps what is far apart in order",
     ("wrong", "sum_in_fixed_point"): "numbers cast to integers in a rule have no slopes in float64",

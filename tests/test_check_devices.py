@@ -70,6 +70,34 @@ def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     assert text in str(report)
 
 
+WRONG_ON = {"the first": {"gpu"}, "the second": {"cpu"}, "both": {"gpu", "cpu"}, "none": set()}
+OPTIONS = {"by three witnesses": {}, "by Paddle's rule": {"max_relative_error": 0.005}}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("where", WRONG_ON)
+def test_each_device_is_held_against_the_numeric_gradient(monkeypatch, where, options):
+    """A callback tells the devices apart: the rule that is traced does not know of them."""
+    there = dict(zip(("gpu", "cpu"), jax.devices("cpu"), strict=False))
+    module = sys.modules["clipgrad._check.check_grads"]
+    monkeypatch.setattr(module, "find_devices", lambda kinds: devices.Devices(there, []))
+    wrong = [there[kind] for kind in WRONG_ON[where]]
+
+    def backward(x, cotangent):
+        is_wrong = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        is_wrong = is_wrong and jax.config.jax_default_device in wrong
+        return ((1.0 + is_wrong) * cotangent * jnp.cos(x),)
+
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), backward)
+    skip = ("jit", "vmap", "determinism", "points")
+    report = cg.check_grads(sine, (X,), raise_on_failure=False, skip=skip, **OPTIONS[options])
+    named = {"gpu": "computed on gpu", "cpu": "the gradient on cpu: 2 of 2 elements wrong"}
+    for kind, text in named.items():
+        assert (text in str(report)) == (kind in WRONG_ON[where]), str(report)
+    assert report.ok == (where == "none") and report.devices == ("gpu", "cpu")
+
+
 GROUPS = {"gpu": slice(0, 4), "cpu": slice(4, 8)}  # two kinds, as far as a check can tell
 
 

@@ -294,7 +294,7 @@ def test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively():
     report = passed(lambda x: jnp.where(x + 1e-9 == x, 1.0, 2.0) * x, X)
     assert report.precision == "float32"
     assert (
-        "float64 is not possible (its values differ from those of the function)" in report.notes[0]
+        "float64 is not possible (its values differ from those of the function: " in report.notes[0]
     )
 
 

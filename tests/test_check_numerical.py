@@ -78,3 +78,37 @@ def test_complex_gradients_follow_jax():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     real = cg.numerical_grad(lambda z: jnp.abs(z) ** 2, (z,), wrt=0)
     np.testing.assert_allclose(real, jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z), rtol=1e-5)
+
+
+def test_keyword_arguments_are_arguments_and_have_gradients_by_their_names():
+    x, y = jnp.asarray([1.0, 2.0]), jnp.asarray([3.0, 5.0])
+    product = lambda x, y, scale=1: scale * x * y  # noqa: E731
+    (of_x,) = cg.numerical_grad(product, (x,), {"y": y, "scale": 2})
+    np.testing.assert_allclose(of_x, 2 * y, rtol=1e-6)
+    of_y = cg.numerical_grad(product, (x,), kwargs={"y": y}, wrt="y")
+    np.testing.assert_allclose(of_y, x, rtol=1e-6)
+    both = cg.numerical_grad(lambda *, x, y: x * y["w"], (), {"x": x, "y": {"w": y}})
+    np.testing.assert_allclose(both["y"]["w"], x, rtol=1e-6)
+    several = cg.numerical_grad(product, (x,), {"y": y}, wrt=["x", "y"], delta=0.005)
+    np.testing.assert_allclose(several, [y, x], rtol=1e-5)
+
+
+@pytest.mark.parametrize("delta", [None, 0.005])
+def test_a_function_that_changes_state_is_an_error(delta):
+    calls = []
+
+    def counting(x):
+        calls.append(1)
+        return x * len(calls)
+
+    with pytest.raises(ValueError, match="at the same point: the function changes state"):
+        cg.numerical_grad(counting, (jnp.ones(2),), delta=delta)
+
+
+def test_a_donated_argument_is_an_error_that_says_what_to_pass():
+    square = jax.jit(lambda x, y: x * y, donate_argnums=0)
+    text = r"args\[0\] is donated: .* pass the function without donate_argnums"
+    with pytest.raises(ValueError, match=text):
+        cg.numerical_grad(square, (jnp.ones(2), jnp.ones(2)))
+    with pytest.raises(cg.GradCheckError, match=text):
+        cg.check_grads(square, (jnp.ones(2), jnp.ones(2)))

@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._check.checked_point import ratio_hint
 from clipgrad._check.report import Failure, GradCheckReport
-from clipgrad._check.values import ratio_hint
+from clipgrad._check.verdict import told_apart
 from clipgrad._errors import first_line
 from tests.check_zoo import PAIRS, custom
 
@@ -205,3 +207,100 @@ def test_pytest_shows_the_report_and_not_the_source_of_the_library(tmp_path):
     assert ">       cg.check_grads(half, (jnp.ones(2),), modes=['rev'])" in text
     assert "raise " not in text and ".py:7: GradCheckError" in text
     assert set(re.findall(r"(\w+)\.py:\d+", text)) == {"test_half"}
+
+
+ARGS = ({"w": np.asarray([[0.5, 1.5], [2.5, 0.25]], np.float32)}, np.float32(0.7))
+
+
+def scaled(k):
+    """The second of two arguments has k times its gradient."""
+
+    def backward(saved, g):
+        params, y = saved
+        return {"w": g * jnp.cos(params["w"]) * y}, k * jnp.sum(g * jnp.sin(params["w"]))
+
+    return custom(lambda params, y: jnp.sin(params["w"]) * y, backward)
+
+
+@pytest.mark.parametrize("k", [1.0, 1.5])
+def test_the_largest_error_of_each_leaf_stands_in_the_report(k):
+    args = jax.tree.map(jnp.asarray, ARGS)
+    report = cg.check_grads(scaled(k), args, raise_on_failure=False)
+    assert set(report.errors) == {"args[0]['w']", "args[1]"}
+    assert report.errors["args[0]['w']"] < 1e-6
+    np.testing.assert_allclose(report.errors["args[1]"], k - 1, atol=1e-6)
+    assert report.max_relative_error == max(report.errors.values())
+    line = str(report).splitlines()[1]
+    assert line.startswith(f"  largest error {report.max_relative_error:.1g}, at args[")
+    assert k == 1 or line.endswith("at args[1]")
+
+
+def test_the_largest_error_by_paddles_rule_is_paddles():
+    args = jax.tree.map(jnp.asarray, ARGS)
+    report = cg.check_grads(scaled(1.003), args, max_relative_error=0.005, skip=("linearity",))
+    np.testing.assert_allclose(report.errors["args[1]"], 0.003, rtol=1e-2)
+
+
+def test_the_message_is_the_first_failure_or_what_is_right():
+    report = cg.check_grads(jnp.sin, (jnp.ones(3),))
+    assert report.message == "the gradient is right: 3 of 3 elements verified"
+    report = wrong("missing_factor")
+    assert report.message == str(report.failures[0])
+
+
+def test_a_cotangent_of_the_user_is_the_one_of_the_check():
+    x = jnp.asarray([0.5, 1.5])
+    size = custom(lambda x: x * x, lambda r, g: (2 * r[0] * jnp.asarray([1.0, 3.0]) * g,))
+    first = cg.check_grads(size, (x,), cotangent=jnp.asarray([1.0, 0.0]), skip=("linearity",))
+    assert first.ok and first.errors == {"args[0]": 0.0}
+    both = cg.check_grads(size, (x,), cotangent=jnp.asarray([1.0, 1.0]), raise_on_failure=False)
+    assert both.failures[0].where == "args[0][1]" and both.failures[0].numeric in (3.0, -3.0)
+    tree = lambda x: {"a": x * x, "b": x.sum()}  # noqa: E731
+    assert cg.check_grads(tree, (x,), cotangent={"a": jnp.ones(2), "b": jnp.float32(0)}).ok
+    with pytest.raises(ValueError, match=r"cotangent: got the shapes \[\(3,\)\], expected"):
+        cg.check_grads(size, (x,), cotangent=jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "texts"),
+    [
+        (1.0, 2.0, ("1", "2")),
+        (1 / 3, 1 / 3 + 1e-9, ("0.333333333", "0.333333334")),
+        (1.0, 1.0, ("1", "1")),
+        (2.0, float("nan"), ("2", "nan")),
+    ],
+)
+def test_two_numbers_are_shown_with_the_digits_that_tell_them_apart(a, b, texts):
+    assert told_apart(a, b) == texts
+
+
+def test_an_error_of_jax_is_shown_whole_and_once():
+    def backward(saved, g):
+        raise ValueError(f"{LONG}\nand a second line")
+
+    report = cg.check_grads(custom(jnp.sin, backward), (jnp.ones(2),), raise_on_failure=False)
+    assert str(report).count("and a second line") == 1 and str(report).count(LONG) == 1
+
+
+@pytest.mark.parametrize("option", ["tolerance", "max_relative_error", "min_verified"])
+@pytest.mark.parametrize("value", ["1e-3", [0.1], True])
+def test_a_number_of_another_type_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=f"^{option}: got .*, expected a "):
+        cg.check_grads(jnp.tanh, (jnp.ones(3),), **{option: value})
+
+
+def test_nothing_of_a_check_stays_alive():
+    import gc
+    import weakref
+
+    def checked(k):
+        x = jnp.linspace(0, 1, 7) + k
+        careless = custom(
+            lambda x: (1e4 + x) - 1e4, lambda r, g: (((1e4 + r[0]) - 1e4) / r[0] * g,)
+        )
+        cg.check_grads(careless, (x + 1,), points=1, raise_on_failure=False)
+        return weakref.ref(x)
+
+    alive = [checked(k) for k in range(2)]
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]

@@ -41,14 +41,14 @@ def checked(function, *args, **options):
 def test_a_derivative_that_is_no_slope_fails_where_the_function_is_smooth(name, is_ruled):
     function = without_slope(AT_ZERO[name])
     report = checked(with_its_own_rule(function) if is_ruled else function, X)
-    (failure,) = report.failures or (None,)
     if name in SMOOTH:
+        (failure,) = report.failures
         assert failure.where == "args[0][0]" and failure.fault == "formula"
         text = "plain AD has the gradient of the rule" if is_ruled else "JAX's derivative of its"
         assert text in failure.detail
     else:
         assert report.verified <= 2 and "not verified" in str(report), str(report)
-        assert failure is None or "nothing was verified" in failure.detail
+        assert all("nothing was verified" in failure.detail for failure in report.failures)
 
 
 MATRIX = jnp.asarray([[2.0, 0.5], [0.5, 1.0]])

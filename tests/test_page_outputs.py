@@ -20,7 +20,7 @@ def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
     text = (DOCS / f"{page}.md").read_text()
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)[1]
-    exec(compile(program, f"{page}.md", "exec"), {})
+    exec(compile(program, "layers.py", "exec"), {})
     assert TIMES.sub("", capsys.readouterr().out) == TIMES.sub("", shown)
 
 

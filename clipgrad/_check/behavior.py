@@ -19,7 +19,7 @@ from clipgrad._check.witnesses import differentiated
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 # Nor has what the user states a tolerance for, such as a loop that stops when it is near enough.
 LARGE, LARGE_HALF, LARGE_LOOSE = 2.0**20, 2.0**4, 2.0
-FEW_BITS = 8
+EIGHT_BITS = 8
 NOT_LINEAR = (
     "the rule is not linear, the pull-back of {} (a clip that acts there? a loop that stops by its "
     'numbers? write skip="linearity")'
@@ -124,7 +124,7 @@ def linearity(point: Point, log: Log) -> Claims:
         return Claim(np.where(finite, got, 0.0), expected, NOT_LINEAR.format(what))
 
     narrow = jnp.finfo(point.of.narrow)
-    is_half, has_few_bits = narrow.bits <= 16, narrow.bits <= FEW_BITS
+    is_half, has_few_bits = narrow.bits <= 16, narrow.bits <= EIGHT_BITS
     large = LARGE_HALF if is_half else LARGE
     large = LARGE_LOOSE if has_few_bits or log.options.tolerance is not None else large
     yield claim(point.vjp(0 * u), 0 * gradient, "a zero cotangent")

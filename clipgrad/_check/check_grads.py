@@ -10,6 +10,7 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu, check_behavior
+from clipgrad._check.checked_point import CheckedPoint
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
 from clipgrad._check.options import Options
@@ -25,7 +26,7 @@ from clipgrad._check.subject import (
 )
 from clipgrad._check.theirs import NotNearby, TheirError, theirs
 from clipgrad._check.untested import note_stops, note_unused_rules
-from clipgrad._check.values import CheckedPoint, check_point, on_another_device
+from clipgrad._check.values import check_point, on_another_device
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._compat import find_devices, moved
@@ -67,16 +68,17 @@ def check_grads(
     as it is written, plain AD with all rules stripped, and slopes of f, all in float64 for every
     dtype of f. Where rule and slopes agree, the element is right. Where plain AD and slopes agree
     and the rule does not, it is wrong. Where rule and plain AD agree and slopes do not, it is
-    disputed: a failure that says so, and without a rule of the user's a note. Without plain AD
-    slopes decide. The gradient as `jax.vjp` computes it must then be the rule's. Two numbers agree
-    if they are apart by no more than::
+    disputed: a failure where the function is smooth, with a rule of the user's or without, and a
+    note at kinks and jumps. Without plain AD slopes decide. The gradient as `jax.vjp` computes it
+    must then be the rule's. Two numbers agree if they are apart by no more than::
 
         rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
 
     with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6. For the gradient as it is
     computed it follows the narrowest type that f computes in: 5e-4 for float32, 1e-2 for float16,
-    5e-2 for bfloat16. Where f cannot run in float64, slopes in its own type judge the gradient to
-    ten times this, and the report says so first.
+    5e-2 for bfloat16. Where f cannot run in float64, slopes in its own type judge the gradient: in
+    float32 to ten times this, in half precision each leaf along several directions to what these
+    show, a quarter at most. The report says first to what share it judged.
 
     Guarantees:
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
@@ -86,7 +88,10 @@ def check_grads(
         equal maxima, are also moved together.
       * At a further point nothing is equal, zero or symmetric; only where plain AD does not have
         the function's slopes there, this stays, and a note says so.
-      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them.
+      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them, in float64
+        and in the function's own type; a note names the user's lines.
+      * A rule that no point ran, or that met no cotangent but zero, is a note that names its line.
+      * A failure names the rule's line, and says whether its formula or its arithmetic is wrong.
       * The same seed gives the same report. The number of evaluations of a right function does not
         depend on the number of its elements. A fault of the checker itself is raised as an error.
 
@@ -102,7 +107,7 @@ def check_grads(
     jit, vmap    compiled and batched gradients equal the eager ones
     points       the gradient is right at a second point, and then again at the first
     outputs      single outputs, and single inputs where a rule is told, have their parts of it
-    devices      each kind of device gives the same gradient
+    devices      the gradient of each kind of device has the numbers that judge the first one's
     ===========  ===================================================================================
 
     Without a custom rule ``vmap`` and ``outputs`` would test JAX, and they are not run where values
@@ -154,7 +159,7 @@ def check_grads(
       >>> square = jax.custom_vjp(lambda x: x * x)
       >>> square.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))
       >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
-      >>> print(report.failures[0].detail.split("; ")[-1])
+      >>> print(report.failures[0].detail.split("; ")[2])
       analytic/numeric is 0.5 throughout
 
     References:
@@ -194,14 +199,14 @@ def _check(subject_on: Callable, there: Mapping[str, Any], log: Log) -> None:
                 continue
             log.devices.append(kind)
             found = _checked(subject_on(device), log)
-        log.failures = [_named(f, kind) if others else f for f in log.failures]
+        log.failures = [_with_device(f, kind) if others else f for f in log.failures]
         for other, where in others.items():
             if found and "devices" not in log.options.skip and log.has_time("devices"):
                 _check_device(found, subject_on, other, where, log)
         return
 
 
-def _named(failure: Failure, kind: str) -> Failure:
+def _with_device(failure: Failure, kind: str) -> Failure:
     """A failure of values with the kind of the device that computed them."""
     text = f"{failure.detail}; computed on {kind}"
     return failure._replace(detail=text) if failure.check == "value" else failure

@@ -4,12 +4,13 @@ import numpy as np
 
 from clipgrad._check import vectors
 from clipgrad._check.behavior import Claim, judge_claims
+from clipgrad._check.checked_point import CheckedPoint, is_near
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, cotangents, further
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._check.values import CheckedPoint, check_point, is_near
+from clipgrad._check.values import check_point
 from clipgrad._check.verdict import NOISE, VERIFIED, WRONG
 from clipgrad._check.witnesses import differentiated, find_witnesses
 

@@ -15,7 +15,7 @@ CHECKS = tuple(
 # For each option which values make sense, and how an error says so.
 MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
     "order": (
-        lambda x: _is_number(x) and x in (1, 2),
+        lambda x: _is_real_number(x) and x in (1, 2),
         "1, or 2 to check the second derivative as well",
     ),
     "mode": (lambda x: isinstance(x, str) and x in MODES, f"one of {', '.join(MODES)}"),
@@ -58,7 +58,7 @@ class Options:
 
 def require_delta(delta: float | None) -> None:
     """Refuse a step that is not a positive number."""
-    if delta is not None and not (_is_number(delta) and 0 < delta < np.inf):
+    if delta is not None and not (_is_real_number(delta) and 0 < delta < np.inf):
         _refuse("delta", delta, "a positive number, such as 0.005, or None")
 
 
@@ -67,7 +67,7 @@ def _is_count(value: Any, least: int) -> bool:
     return is_whole and int(value) >= least
 
 
-def _is_number(value: Any) -> bool:
+def _is_real_number(value: Any) -> bool:
     """Whether a value is a real number, of Python, NumPy or a concrete array of JAX."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -78,7 +78,9 @@ def _is_none_or(value: Any, least: float, most: float, with_least: bool = False)
     if value is None:
         return True
     return (
-        _is_number(value) and (least < value or (with_least and value == least)) and value <= most
+        _is_real_number(value)
+        and (least < value or (with_least and value == least))
+        and value <= most
     )
 
 

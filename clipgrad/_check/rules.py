@@ -1,6 +1,7 @@
 """The derivative rules of a function: where they are written, and which of them is wrong."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,13 +13,14 @@ from clipgrad._check.float64 import Unsupported, Wide
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.witnesses import Witness
-from clipgrad._names import Location, Place, is_users
+from clipgrad._names import Location, is_users
 
-MOST = 8  # rules that are left out one by one
+JAX_FOLDER = os.path.dirname(jax.__file__ or "")
+MOST_RULES = 8  # rules that are left out one by one
 SHARE = 0.1  # of what a gradient is wrong by that leaving out one rule must change
 
 
-def is_rule(equation: JaxprEqn) -> bool:
+def has_own_rule(equation: JaxprEqn) -> bool:
     """Whether an equation is a function with a derivative rule of its own."""
     return equation.primitive.name in _programs.CUSTOM_RULES and rule_of(equation) is not None
 
@@ -29,20 +31,24 @@ def rule_of(equation: JaxprEqn) -> Any:
 
 
 def line_of_rule(equation: JaxprEqn) -> str:
-    """The line of the user's where a rule is written, or its function, or where it is called."""
+    """The line where a rule is written, or else its function; "" of a rule of JAX's own."""
     program = _programs.opened(_programs.called_program(equation))[0]
     for info in (getattr(rule_of(equation), "debug_info", None), program.debug_info):
         file, line = getattr(info, "func_filename", None), getattr(info, "func_lineno", None)
-        if file and line and is_users(file):
-            name = info.func_name  # pyright: ignore[reportOptionalMemberAccess]
-            return f"{name} ({Location(file, line, None)})"
-    return str(Place(equation).location)
+        if info is not None and file and line and not file.startswith(JAX_FOLDER):
+            return f"{info.func_name} ({Location(file, line, None)})"
+    return ""
 
 
-def rules_in(program: Any) -> Iterator[JaxprEqn]:
-    """The rules that users wrote, of a program and of all programs inside it."""
+def rules_in(program: Any) -> list[JaxprEqn]:
+    """The rules of a program and of all programs inside it, but for JAX's own.
+
+    The user's own, or those of installed packages if there are none.
+    """
     found = [] if program is None else _programs.equations(program)
-    return (e for e in found if is_rule(e) and "(" in line_of_rule(e))
+    rules = [e for e in found if has_own_rule(e) and line_of_rule(e)]
+    users = [e for e in rules if is_users(line_of_rule(e).partition("(")[2])]
+    return users or rules
 
 
 def lines_of_wrong_rules(
@@ -61,7 +67,7 @@ def lines_of_wrong_rules(
       exact: the gradient by rules and by plain AD, or None if either is missing.
     """
     lines = list(dict.fromkeys(line_of_rule(e) for e in rules_in(subject.program)))
-    if len(lines) < 2 or exact is None or len(lines) > MOST:
+    if len(lines) < 2 or exact is None or len(lines) > MOST_RULES:
         return lines
     rule, plain = (gradient[:, wrong] for gradient in exact)
     guilty = []
@@ -94,6 +100,6 @@ class _Without(_programs.Hook):
         self.line = line
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        if not is_rule(equation) or line_of_rule(equation) != self.line:
+        if not has_own_rule(equation) or line_of_rule(equation) != self.line:
             return None
         return _programs.evaluate(_programs.called_program(equation), inputs, self)

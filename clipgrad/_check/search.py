@@ -130,7 +130,7 @@ class Search:
             leaf = self._point.leaf == self._point.leaf[some[0]]
             self.kinds[leaf & (self.kinds == WRONG)] = UNSEEN  # as a whole: by these, perhaps
             self.kinds[some[is_wrong]] = WRONG
-            for k in np.flatnonzero(is_wrong):
+            for k in map(int, np.flatnonzero(is_wrong)):
                 self.numbers[int(some[k])] = found.of_one(k, self._point.scale[some[k]])
 
     def _suspects(self) -> np.ndarray:
@@ -289,12 +289,12 @@ class Search:
                 self._note(group[:1], found)
 
     def _is_smooth(self, found: Slopes) -> np.ndarray:
-        """Where a slope is one of a smooth function, and a gradient that is apart from it wrong.
+        """Whether a slope is one of a smooth function, so that a gradient apart from it is wrong.
 
         What looks like a stair may be the rounding of a formula whose terms cancel: a user who
         wrote a rule did so for that reason, and the rule has the slope of the larger steps.
         """
-        return ~found.is_kink & (~found.is_stair | self._point.of.is_ruled)
+        return found.is_smooth & (~found.is_stair | self._point.of.is_ruled)
 
     def _is_apart(self, group: np.ndarray) -> bool:
         """Whether the gradient is not its reference at some of these elements."""

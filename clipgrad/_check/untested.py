@@ -1,4 +1,4 @@
-"""What slopes do not see: values that are held, and rules that no point ran."""
+"""The values that slopes hold, and the rules that no point ran: said in notes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, dense_numbers
-from clipgrad._check.rules import is_rule, line_of_rule, rules_in
+from clipgrad._check.rules import has_own_rule, line_of_rule, rules_in
 from clipgrad._check.theirs import TheirError, ran
 from clipgrad._names import Place, placed_equations
 
@@ -81,7 +81,7 @@ def _are_all_results(program: Any) -> bool:
     jaxpr = _programs.opened(program)[0]
     results = set(map(id, jaxpr.outvars))
     inner = sum(1 for _ in rules_in(program))
-    outer = [e for e in jaxpr.eqns if is_rule(e)]
+    outer = [e for e in jaxpr.eqns if has_own_rule(e)]
     return len(outer) == inner and all(results & set(map(id, e.outvars)) for e in outer)
 
 
@@ -105,7 +105,7 @@ class _Added(_programs.Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a rule, with its number added."""
-        if not is_rule(equation) or (line := line_of_rule(equation)) not in self.lines:
+        if not has_own_rule(equation) or (line := line_of_rule(equation)) not in self.lines:
             return None
         zero = self.zeros[self.lines.index(line)]
         outputs = _programs.bind(equation, inputs)

@@ -22,7 +22,7 @@ HALVES = ("bfloat16", "float16")
 # roundings: 5e-4 is 4,000 of float32, 5e-2 is six of bfloat16.
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # Of a type of 8 bits and fewer a result may be off by two of its roundings.
-FEW_BITS = 2.0
+FEW_ROUNDINGS = 2.0
 # Roundings of the leaf's typical gradient that any element may be off by: sums of products of both
 # signs cancel.
 ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
@@ -75,7 +75,7 @@ def narrowest(names: Iterable[str]) -> str:
 
 def relative_of(name: str) -> float:
     """The stated part of a type."""
-    return RELATIVE.get(name, FEW_BITS * float(jnp.finfo(name).eps))
+    return RELATIVE.get(name, FEW_ROUNDINGS * float(jnp.finfo(name).eps))
 
 
 DIGITS = range(7, 18)  # of two numbers, until they are told apart
@@ -101,7 +101,7 @@ def slack_of(name: str, tolerance: float | None = None, times: float = 1.0) -> S
     limits = jnp.finfo(name)  # XLA's float32 and bfloat16 have no subnormal numbers, float16 has
     has_subnormals = name not in RELATIVE or name == "float16"
     least = float(limits.smallest_subnormal if has_subnormals else limits.tiny)
-    floor = ROUNDINGS.get(name, FEW_BITS) * float(limits.eps)
+    floor = ROUNDINGS.get(name, FEW_ROUNDINGS) * float(limits.eps)
     if tolerance is None:
         return Slack(times * relative_of(name), times * floor, least)
     return Slack(tolerance, tolerance + floor, least)
@@ -137,12 +137,14 @@ class Slopes(NamedTuple):
     ahead: Any
     behind: Any
     is_kink: Any
+    is_smooth: Any = True
     is_stair: Any = False
 
     def of_one(self, k: int, scale: Any) -> "Slopes":
         """The verdict on one direction, for a unit of an input of this scale."""
-        kind, *numbers, is_kink, is_stair = (column[k] for column in self)
-        return Slopes._make([kind, *(float(x / scale) for x in numbers), is_kink, is_stair])
+        kind, *numbers = (column[k] for column in self[:6])
+        flags = (column[k] for column in self[6:])
+        return Slopes._make([kind, *(float(x / scale) for x in numbers), *flags])
 
 
 def agree_at_once(ladder: Ladder, gradient: np.ndarray, slack: Slack) -> np.ndarray:
@@ -187,8 +189,10 @@ def judge_slopes(ladder: Ladder, gradient: np.ndarray, slack: Slack, typical: An
     kind = np.where(_grows(ladder) | ~np.isfinite(numeric), NOISE, kind)
     worst = np.argmax(kind * 10.0 + off / (1 + off), axis=1)
     sides = (_taken(side, at) for side in (ladder.ahead, ladder.behind))
-    is_stair = _is_nearer_in_the_end(ladder, analytic, numeric)
-    columns = (kind, numeric, error, analytic, *sides, is_kink, is_stair)
+    largest = np.fmax(np.abs(numeric), np.abs(analytic))
+    is_stair = _is_on_a_stair(ladder, numeric, largest)
+    is_smooth = ~is_kink & ~_is_bent(ladder, largest)
+    columns = (kind, numeric, error, analytic, *sides, is_kink, is_smooth, is_stair)
     return Slopes(*(np.take_along_axis(c, worst[:, None], 1)[:, 0] for c in columns))
 
 
@@ -275,14 +279,20 @@ def _kink(ladder: Ladder) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     return apart & ~shrinks, (ahead + behind) / 2, width, at
 
 
-def _is_nearer_in_the_end(ladder: Ladder, analytic: np.ndarray, numeric: np.ndarray) -> np.ndarray:
-    """Whether a slope of the smallest steps is the gradient's, and not what the larger ones say.
+def _is_bent(ladder: Ladder, size: np.ndarray) -> np.ndarray:
+    """Whether both sides of some output have other slopes at each step, though their sums agree."""
+    least = (ladder.width - TIMES * ladder.noise).min(axis=1)
+    return np.asarray(least > KINK_GAP * size)
 
-    So it is on a stair that is narrower than these.
+
+def _is_on_a_stair(ladder: Ladder, numeric: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Whether the smallest steps have other slopes than the larger ones, beyond their noise.
+
+    So the function has stairs that are narrower than these.
     """
     central, noise = (ladder.ahead + ladder.behind)[:, -3:] / 2, ladder.noise[:, -3:]
-    to_gradient, to_slope = (np.abs(central - x[:, None]) for x in (analytic, numeric))
-    return (to_gradient + noise < to_slope - noise).any(axis=1)
+    off = np.abs(central - numeric[:, None]) - noise
+    return np.asarray((off > KINK_GAP * size[:, None]).any(axis=1))
 
 
 def _grows(ladder: Ladder) -> np.ndarray:
