@@ -46,7 +46,8 @@ CAUSES = (
           "the loss does not depend on it here, as where a value is subtracted from itself, or "
           "over an axis of length 1", -0.1, is_of_operation=True),
     Cause("empty", lambda cut: cut.way == EMPTY,
-          "{label} takes no element of it", "check the bounds of the slice, or the indices",
+          "{label} takes no element of it: its result has shape {shape}",
+          "check the bounds of the slice, or the indices",
           is_of_operation=True),
     Cause("stop_gradient", lambda cut: cut.stops,
           "{label} detaches it", "if that is meant, leave it out of argnums", DETACHED, True, True),

@@ -255,6 +255,10 @@ class CutFacts:
         return next((dtype_of(v) for v in whole or self.entry.equation.outvars), None)
 
     @property
+    def _shape(self) -> tuple[int, ...]:
+        return next(map(np.shape, self.entry.outs), ())
+
+    @property
     def _count(self) -> int:
         return np.size(self.array)
 
