@@ -138,7 +138,14 @@ def at_one_step(p, x):
     return jnp.sum(lax.scan(step, p["w"], jnp.arange(4))[0] * p["v"])
 
 
-@pytest.mark.parametrize("name", CUTS)
+SOME = frozenset(
+    """integers_in_a_scan index_that_is_gathered codebook flags empty_slice exponent_of_one
+    divisor_that_overflows at_each_step_of_a_carry at_one_step""".split()
+)
+ROWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.exhaustive) for n in CUTS]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_a_cut_is_told_where_it_is_and_why(name):
     loss, cause, says, never, params = CUTS[name]
     found = cg.diagnose(loss, (params, X))
@@ -155,10 +162,11 @@ def test_a_cut_is_told_where_it_is_and_why(name):
     lambda h: lax.cond(jnp.sum(h**2) < 1e9, stop, lambda h: h, h),
     lambda h: lax.switch(jnp.argmin(h) * 0, [stop, jnp.sin], h),
     lambda h: lax.fori_loop(0, (h[0] < 9).astype(int), lambda i, y: y + 0.1, stop(h)),
-], ids=["cond", "switch", "loop"])  # fmt: skip
+    lambda h: jnp.where(jnp.sum(h**2) < 1e9, stop(h), h),
+], ids=["cond", "switch", "loop", "where"])  # fmt: skip
 def test_what_only_chooses_a_branch_is_no_use_of_a_value(by):
     found = cg.diagnose(lambda p, x: jnp.sum(by(p["w"] * 2) * p["v"]), (P, X))
-    assert found.ok and "stop_gradient detaches it" in " ".join(found.notes), found
+    assert found.ok and "detache" in " ".join(found.notes), found
 
 
 def test_a_loss_that_reads_no_parameter_is_not_ok_and_one_unused_leaf_is_a_note():

@@ -15,6 +15,7 @@ from clipgrad._diagnose.findings import operation_at
 from clipgrad._diagnose.guilty import (
     BRANCH,
     Found,
+    chooses_derivative,
     is_of_users_rule,
     origin,
     runs_once,
@@ -93,6 +94,12 @@ class CutFacts:
     @property
     def stops(self) -> bool:
         return self.entry.equation.primitive is primitives.stop_gradient_p
+
+    @property
+    def is_detached_copy(self) -> bool:
+        """Whether a `where` takes the same numbers without a derivative."""
+        is_taken = chooses_derivative(self.entry) and self.is_zero_at_any_size
+        return is_taken and not all(self.entry.active[1:])
 
     @property
     def is_of_users_rule(self) -> bool:
@@ -253,6 +260,12 @@ class CutFacts:
     def _dtype(self) -> Any:
         whole = [v for v in self.entry.equation.outvars if self.entry.alive or not holds_floats(v)]
         return next((dtype_of(v) for v in whole or self.entry.equation.outvars), None)
+
+    @property
+    def _emptiness(self) -> str:
+        if self.entry.equation.primitive is primitives.scan_p:
+            return "it has no steps"
+        return f"its result has shape {next(map(np.shape, self.entry.outs), ())}"
 
     @property
     def _count(self) -> int:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import scan_p
+from jax.extend.core.primitives import scan_p, select_n_p
 
 from clipgrad._diagnose.calls import InBranch
-from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels
+from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels, wide
 from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._names import STOPPING, data_results, is_users
@@ -342,18 +342,35 @@ def reached(tape: Tape, atom: Any) -> str:
         seen.add(use)
         tape, atom, way = use
         for entry, k in tape.uses[atom]:
-            passed = [way if is_data else CONTROL for is_data in data_results(entry.equation, k)]
-            if entry.alive:
-                ways |= {way if way in passed else CONTROL}
-            else:
-                todo += [
-                    (tape, v, own) for v, own in zip(entry.equation.outvars, passed, strict=True)
-                ]
+            here, further = _use(entry, k, way)
+            ways |= here
+            todo += further
         for result in results_of(tape, atom):
             behind = _behind(tape, result)
             ways |= set() if behind else {way}
             todo += [(*variable, way) for variable in behind]
     return DATA if DATA in ways else CONTROL if ways else ""
+
+
+def _use(entry: Entry, k: int, way: str) -> tuple[set[str], list[tuple[Tape, Any, str]]]:
+    """The use of an operand by an operation with a cotangent, or where to look for uses."""
+    inside = entry.inside if entry.alive else None
+    if inside and inside.is_differentiated and (variable := inside.operand(k, is_zero=True)):
+        return set(), [(*variable, way)]
+    is_choice = k == 0 and chooses_derivative(entry)
+    results = data_results(entry.equation, k)
+    passed = [way if is_data and not is_choice else CONTROL for is_data in results]
+    if entry.alive:
+        return {way if way in passed else CONTROL}, []
+    return set(), [(entry.tape, v, w) for v, w in zip(entry.equation.outvars, passed, strict=True)]
+
+
+def chooses_derivative(entry: Entry) -> bool:
+    """Whether an operation chooses among equal numbers, of which some are detached."""
+    if entry.equation.primitive is not select_n_p:
+        return False
+    first, *others = map(wide, entry.ins[1:])
+    return all(np.array_equal(first, x) for x in others)
 
 
 def _behind(tape: Tape, result: int) -> list[Way]:
