@@ -40,7 +40,7 @@ def check_threshold(
         expected += "; only the first threshold of a clip by limits can be adaptive"
     elif _is_schedule(value):
         return
-    if not _is_real(value):
+    if not is_real(value):
         raise TypeError(
             f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}"
         )
@@ -57,7 +57,7 @@ def check_threshold(
             raise ValueError(f"{name}: got {value!r}, expected a threshold that is {wanted}")
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     """Whether this is a real number or an array of these."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
@@ -118,7 +118,7 @@ def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     values = {}
     for name, schedule in schedules_of(rule).items():
         values[name] = schedule(count)
-        if not _is_real(values[name]):
+        if not is_real(values[name]):
             raise TypeError(
                 f"{name}: got {values[name]!r} from the schedule, expected a number or an array"
             )
