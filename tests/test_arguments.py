@@ -158,6 +158,9 @@ ROWS = {
         dict(params=jax.tree.map(lambda w: 2 * w, PARAMS), clipping_type="adaptive"),
         dict(axis=-1, params=PARAMS, clipping_type="adaptive"),
     ),
+    "gradient_clipping": (updated, dict(clipping_type="norm", clipping_threshold=1.0),
+                          dict(clipping_type="value"), dict(clipping_threshold=2.0),
+                          dict(axis=-1, clipping_type="adaptive")),
     "suggest_threshold": (suggested, dict(norms=NORMS), dict(norms=2 * NORMS),
                           dict(percentile=10.0)),
 }  # fmt: skip

@@ -195,3 +195,64 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
 def test_what_is_no_probe_is_refused(bad, match):
     with pytest.raises(TypeError, match=match):
         cg.clip_cotangent(jnp.ones(2), None, probe=bad)
+
+
+# A tree of rules goes with a tree of values.
+
+
+def cotangents_of(place, x, rules):
+    """The cotangent of each array of a tree, each used 10 times."""
+    ten = lambda tree: sum(10 * jnp.sum(leaf) for leaf in jax.tree.leaves(tree))  # noqa: E731
+    losses = {
+        "clip_cotangent": lambda x: ten(cg.clip_cotangent(x, rules)),
+        "inputs": lambda x: cg.error_clip({"x": rules})(lambda x: ten(x))(x),
+        "outputs": lambda x: ten(cg.error_clip(outputs=rules)(lambda x: x)(x)),
+        "args": lambda x: cg.error_clip({"args": rules})(lambda *args: ten(args))(x),
+        "kwargs": lambda x: cg.error_clip({"x": rules})(lambda **kwargs: ten(kwargs))(x=x),
+    }
+    return jax.grad(losses[place])(x)
+
+
+ONE, TWO = cg.ErrorClipByValue(1.0), cg.ErrorClipByValue(2.0)
+TREE = {"b": 0.5, "w": [0.5, (0.5, 0.5)]}
+OF_TREES = {
+    "off": ({"b": ONE, "w": None}, {"b": 1, "w": [10, (10, 10)]}),
+    "prefix": ({"b": ONE, "w": [TWO, ONE]}, {"b": 1, "w": [2, (1, 1)]}),
+    "whole": ({"b": None, "w": [TWO, (ONE, None)]}, {"b": 10, "w": [2, (1, 10)]}),
+    "function": (
+        {"b": lambda g: 3 * g, "w": lambda g: jax.tree.map(jnp.negative, g)},
+        {"b": 30, "w": [-10, (-10, -10)]},
+    ),
+    "norm of a part": ({"b": None, "w": [None, cg.ClipByGlobalNorm(5.0)]},
+                       {"b": 10, "w": [10, (5 / 2**0.5, 5 / 2**0.5)]}),
+    "one": (ONE, {"b": 1, "w": [1, (1, 1)]}),
+    "none": (None, {"b": 10, "w": [10, (10, 10)]}),
+}  # fmt: skip
+IN_PLACES = ("clip_cotangent", "inputs", "outputs", "args", "kwargs")
+
+
+@pytest.mark.parametrize("place", IN_PLACES)
+@pytest.mark.parametrize("rules", OF_TREES)
+def test_each_part_of_a_tree_has_its_rule(rules, place):
+    given, expected = OF_TREES[rules]
+    found = cotangents_of(place, TREE, given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("place", IN_PLACES)
+def test_rules_that_are_no_prefix_or_no_rules_are_refused(place):
+    for rules in ({"b": ONE}, {"b": ONE, "w": [ONE]}, [ONE, TWO], {"b": ONE, "w": {"x": TWO}}):
+        with pytest.raises(ValueError, match="got rules of the structure .*expected a prefix"):
+            cotangents_of(place, TREE, rules)
+    with pytest.raises(TypeError, match="rule: got 0.1 .*did you mean ErrorClipByValue"):
+        cotangents_of(place, TREE, {"b": 0.1, "w": None})
+
+
+def test_the_probe_of_a_tree_of_rules_adds_up_what_they_did():
+    def loss(x, probe):
+        clipped = cg.clip_cotangent(x, {"a": ONE, "b": None}, probe=probe)
+        return 3 * clipped["a"] + 4 * clipped["b"]
+
+    x = {"a": 1.0, "b": jnp.float32(1)}
+    stats = jax.grad(loss, 1)(x, cg.types.ClipStats.zero())
+    assert (stats.norm, stats.changed, stats.size) == (5, 1, 2)

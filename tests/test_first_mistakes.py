@@ -71,7 +71,7 @@ def test_each_public_name_misses_no_letter_without_a_hint():
 
 
 def test_the_rule_of_paddle_prints_as_the_class_that_it_is():
-    assert repr(cg.ErrorClipByValue(1.0)) == "ClipByValue(max=1.0, min=None, nan=None)"
+    assert repr(cg.ErrorClipByValue(1.0)) == "ClipByValue(max=1.0, min=-1.0, nan=None)"
 
 
 # ---- percentiles --------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipgrad as cg
@@ -132,3 +134,78 @@ def test_the_default_is_the_ninetieth():
 def test_norms_that_are_none_are_refused(norms, percentile, match):
     with pytest.raises(ValueError, match=match):
         cg.published.suggest_threshold(norms, percentile)
+
+
+# Composer's algorithm as a transformation, and its calls as they are written there.
+
+W, G = np.float32([[3, 0.3], [4, 0.4]]), np.float32([[30, -0.1], [40, 0.2]])
+TREE, WEIGHTS = ({"a": jnp.asarray(x), "b": jnp.asarray(x[0])} for x in (G, W))
+UNITS = {None: 0, -1: 1, pytorch: 1}  # the axis of a matrix that a unit spans
+
+
+@pytest.mark.parametrize("axis", UNITS)
+@pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
+def test_the_transformation_is_the_function_of_one_call(kind, axis):
+    given = axis if kind == "adaptive" else None
+    tx = optax.chain(cg.published.gradient_clipping(kind, 0.1, axis=given), optax.scale(-1.0))
+    state = tx.init(WEIGHTS)
+    updates, after = jax.jit(tx.update)(TREE, state, WEIGHTS)
+    expected = jax.jit(lambda g: clip(g, WEIGHTS, kind, 0.1, given))(TREE)
+    assert after == state and jax.tree.leaves(state) == []
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(updates[name], -expected[name])
+    if kind == "adaptive":
+        right = reference(np.float64(W), np.float64(G), 0.1, lambda path, w: UNITS[axis])
+        np.testing.assert_allclose(expected["a"], right, rtol=1e-6)
+
+
+def test_the_transformation_trains():
+    tx = optax.chain(cg.published.gradient_clipping("adaptive", 0.01), optax.sgd(0.1))
+    step = cg.train_step(lambda p, x: jnp.sum((p["w"] @ x) ** 2), tx)
+    state, metrics = step(step.init({"w": jnp.ones((2, 2))}), jnp.ones(2))
+    change = np.abs(np.asarray(state.params["w"]) - 1)
+    np.testing.assert_allclose(np.linalg.norm(change, axis=0), 0.001 * 2**0.5, rtol=1e-3)
+
+
+PAIRS = [(jnp.ones(2), jnp.full(2, 9.0)), (jnp.ones(3), jnp.full(3, 9.0))]
+COMPOSERS = {
+    "positional": (lambda: cg.published.apply_gradient_clipping([W], "norm", 0.1),
+                   r'at most 2, \(grads, params\); .*clipping_type="norm", clipping_threshold=0.1'),
+    "half": (lambda: cg.published.apply_gradient_clipping(
+        [W], "norm", clipping_type="norm", clipping_threshold=0.1), "params: got 'norm'"),
+    "type as a rule": (lambda: cg.gradient_clip("norm"),
+                       r"published.gradient_clipping\('norm', threshold\)"),
+    "type and threshold": (lambda: cg.gradient_clip("norm", 0.1),
+                           r"published.gradient_clipping\(clipping_type, threshold\)"),
+    "keyword": (lambda: cg.gradient_clip(clipping_type="norm"),
+                r"clipping_type='norm'; .*gradient_clipping\(.*ClipByGlobalNorm"),
+    "keywords": (lambda: cg.gradient_clip(clipping_type="norm", clipping_threshold=0.1),
+                 r"clipping_type='norm'; .*gradient_clipping\(.*ClipByGlobalNorm"),
+    "clip_grads": (lambda: cg.clip_grads([W], "norm"), "apply_gradient_clipping"),
+    "pairs": (lambda: cg.clip_grads(PAIRS, cg.ClipByGlobalNorm(1.0)), "pass the gradients"),
+    "one pair": (lambda: cg.clip_grads(PAIRS[:1], cg.ClipByNorm(1.0)), "pass the gradients"),
+    "pairs of Composer": (lambda: clip(PAIRS, kind="norm"), "pass the gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSERS)
+def test_a_call_of_another_library_says_what_to_write(name):
+    call, match = COMPOSERS[name]
+    with pytest.raises(TypeError, match=match):
+        call()
+
+
+def test_a_tree_of_pairs_that_are_all_gradients_is_clipped():
+    rule = cg.ClipByNorm(1.0)
+    for grads in ([(W, W[0])], {"a": PAIRS[0]}, [list(PAIRS[0])], [PAIRS[0], W]):
+        assert jax.tree.structure(cg.clip_grads(grads, rule)[0]) == jax.tree.structure(grads)
+    clipped = cg.clip_grads(PAIRS, rule, PAIRS)[0]
+    np.testing.assert_allclose(clipped[0][0], 0.5**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [("nrm", 0.1), ("norm", -0.1), ("value", float("nan"))])
+def test_a_transformation_is_refused_when_it_is_made(bad):
+    with pytest.raises(ValueError, match="clipping_t"):
+        cg.published.gradient_clipping(*bad)
+    with pytest.raises(ValueError, match="axis: got 0 with clipping_type='norm'"):
+        cg.published.gradient_clipping("norm", 0.1, axis=0)

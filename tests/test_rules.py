@@ -1,6 +1,9 @@
 """Known answers of single rules: units, axes, bounds, orders."""
 
+import copy
+import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -246,3 +249,50 @@ def test_a_function_in_a_rule_is_asked_anew_in_each_call():
         np.testing.assert_allclose(gradient(), cg.AdaptiveClip(0.1, axis=axis)(2 * w, w), rtol=1e-6)
         clipped = cg.clip_grads(2 * w, rule, w)[0]
         np.testing.assert_allclose(clipped, gradient(), rtol=1e-6)
+
+
+# The lower bound that was left out.
+
+BOUNDS = {
+    "int": (5, -5.0), "float": (5.0, -5.0), "text": ("5.0", -5.0), "zero": (0, 0.0),
+    "NumPy": (np.float32(5), -5.0), "inf": (np.inf, -np.inf),
+    "an array": (np.float32([1, 2]), [-1, -2]), "an array of JAX": (jnp.arange(3.0), [0, -1, -2]),
+    "schedule": (optax.constant_schedule(1.0), None), "adaptive": (cg.EMAThreshold(), None),
+}  # fmt: skip
+
+
+class OfTheUser(cg.ClipByValue):
+    pass
+
+
+@pytest.mark.parametrize("cls", [cg.ErrorClipByValue, OfTheUser])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_lower_bound_that_is_left_out_is_the_negative_of_the_upper(bound, cls):
+    maximum, expected = BOUNDS[bound]
+    rule = cls(maximum)
+    assert jax.tree.leaves(jax.tree.map(lambda x: 0, rule)) == [0], "max is the only threshold"
+    assert dataclasses.asdict(rule)["min"] is None
+    copies = [rule, copy.copy(rule), dataclasses.replace(rule), cls(rule.max, None)]
+    copies += [pickle.loads(pickle.dumps(rule))] if bound != "schedule" else []
+    for one in copies:
+        assert (one.min is None) == (expected is None)
+        if expected is not None:
+            np.testing.assert_array_equal(one.min, expected)
+            assert one == rule == cls(rule.max, rule.min)
+        assert dataclasses.replace(one, max=7.0).min == -7
+    assert dataclasses.replace(rule, max=7.0, min=-1.0).min == -1 == cls(2.0, -1.0).min
+
+
+def test_a_lower_bound_of_a_traced_rule_follows_its_upper_one():
+    rule = cg.ErrorClipByValue(2.0)
+    assert jax.jit(lambda rule: rule.min)(rule) == -2
+    assert jax.tree.map(lambda c: 3 * c, rule).min == -6
+    np.testing.assert_array_equal(
+        jax.vmap(lambda c: cg.ClipByValue(c).min)(jnp.arange(3.0)), [0, -1, -2]
+    )
+    clip = lambda c: cg.ClipByValue(c)(jnp.array([-9.0, 1.0, 9.0]))  # noqa: E731
+    np.testing.assert_array_equal(jax.jacobian(clip)(2.0), [-1, 0, 1])
+    assert jax.tree.map(lambda c: object(), rule).min is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.min = -1.0
+    assert hash(rule) == hash(cg.ClipByValue(2.0, -2.0)) and "min=-2.0" in repr(rule)

@@ -9,11 +9,14 @@ list of norms and limits. A rule is a function of a tree of gradients and an opt
 from clipgrad._clip.adaptive import AdaptiveClip as AdaptiveClip
 from clipgrad._clip.applied import apply_rule as apply_rule
 from clipgrad._clip.applied import as_rule as as_rule
+from clipgrad._clip.applied import asks as asks
+from clipgrad._clip.applied import for_value as for_value
 from clipgrad._clip.auto_norm import AutoNorm as AutoNorm
 from clipgrad._clip.block_rms import ClipByBlockRMS as ClipByBlockRMS
 from clipgrad._clip.clip_grads import clip_grads as clip_grads
 from clipgrad._clip.clipping import clipped_with_stats as clipped_with_stats
 from clipgrad._clip.composer import apply_gradient_clipping as apply_gradient_clipping
+from clipgrad._clip.composer import gradient_clipping as gradient_clipping
 from clipgrad._clip.ema import EMAThreshold as EMAThreshold
 from clipgrad._clip.global_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._clip.gradient_clip import gradient_clip as gradient_clip

@@ -33,7 +33,9 @@ class AdaptiveClip(MeasuringRule):
 
     where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
     one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
-    kernels (dense, convolution of any rank, attention output); a whole vector or scalar.
+    kernels (dense, convolution of any rank, attention output); a whole vector or scalar. So of an
+    embedding, of shape (tokens, features), a unit is a feature's column over all tokens; for a
+    token's row, as the rows of PyTorch are, set ``axis`` by the path, as in the second example.
 
     Guarantees:
       * A unit whose gradient norm is within its limit comes back bit-identical.
@@ -75,6 +77,14 @@ class AdaptiveClip(MeasuringRule):
       >>> cg.AdaptiveClip(0.5)(grads, params)    # a column is a unit, and its limit is 2.5
       Array([[1.5, 0.1],
              [2. , 0.1]], dtype=float32)
+      >>> def axes(path, w):    # of embeddings a token's row, of all else as by default
+      ...     if path.endswith("embedding"):
+      ...         return -1
+      ...     return tuple(range(w.ndim - 1)) if w.ndim > 1 else None
+      >>> rule = cg.AdaptiveClip(0.5, axis=axes)
+      >>> rule({"embedding": grads}, {"embedding": params})["embedding"]
+      Array([[2.1201427 , 0.07067142],
+             [2.8275437 , 0.07068859]], dtype=float32)
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clipgrad._arrays import Where, check_is_tree, explain_call
-from clipgrad._clip.applied import as_rule
+from clipgrad._clip.applied import as_rule, check_no_pairs
 from clipgrad._clip.clipping import Clipped, Part, measured
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.rule import check_is_no_rule
@@ -48,7 +48,8 @@ def clip_grads(
 
     Raises:
       TypeError: if ``rule`` is not a rule, ``where`` has leaves other than booleans, or a leaf is
-        an object or of a dtype that JAX lacks; strings and functions are ignored.
+        an object or of a dtype that JAX lacks (strings and functions are ignored); for a list of
+        pairs of arrays of one shape without ``params``, as of (parameter, gradient).
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``,
         and each error of the rule.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit`, and so in
@@ -70,6 +71,7 @@ def clip_grads(
     check_is_no_rule("grads", grads, rule, "the gradients", "clip_grads(grads, rule)")
     check_is_no_rule("params", params, rule, "the parameters", "clip_grads(grads, rule, params)")
     check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, batch), rule)")
+    check_no_pairs(grads, params)
     rule, part = as_rule(rule, of="gradients"), Part.of(grads, where, nonfinite)
     clipped = Clipped.by(rule, part, measured(rule, part.before, params), params)
     return clipped.tree, clipped.stats()

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 
 from clipgrad._arrays import explain_call, map_clippable, times, with_real_dtype
 from clipgrad._clip.adaptive import unit_norms
-from clipgrad._clip.applied import apply_rule
+from clipgrad._clip.applied import apply_rule, check_no_pairs
 from clipgrad._clip.global_norm import ClipByGlobalNorm
 from clipgrad._clip.limits import check_threshold, limit_of
 from clipgrad._clip.thresholds import is_adaptive
@@ -19,7 +20,8 @@ TYPES = ("norm", "value", "adaptive")
 
 
 @explain_call(
-    'write apply_gradient_clipping(grads, params, clipping_type="norm", clipping_threshold=0.1)'
+    "write the others by name, as in apply_gradient_clipping(grads, params, "
+    'clipping_type="norm", clipping_threshold=0.1); the parameters are for "adaptive"'
 )
 def apply_gradient_clipping(
     grads: Any,
@@ -80,30 +82,95 @@ def apply_gradient_clipping(
       2022,
       https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
     """
+    _check(clipping_type, clipping_threshold, axis)
+    if isinstance(params, str):
+        raise TypeError(f"params: got {params!r}, expected the parameters; write clipping_type=")
+    check_no_pairs(grads, params)
+    if clipping_type == "adaptive":
+        return _adaptive(grads, params, clipping_threshold, axis)
+    rule = ClipByGlobalNorm if clipping_type == "norm" else ClipByValue
+    return apply_rule(rule(clipping_threshold), grads)
+
+
+@explain_call()
+def gradient_clipping(
+    clipping_type: str, clipping_threshold: ArrayLike, *, axis: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Composer's algorithm of this name, as a gradient transformation.
+
+    Each update is `apply_gradient_clipping`, by Composer's formulas. In Composer the algorithm is
+    given to the trainer, which clips before the optimizer's step; here it stands before the
+    optimizer in ``optax.chain``.
+
+    Guarantees:
+      * The state is `optax.EmptyState`, as of optax's clips.
+      * Structure, shapes and dtypes of the updates are kept.
+
+    Args:
+      clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``, whose ``update`` needs the
+        parameters.
+      clipping_threshold: the threshold, not negative.
+      axis: the axes that a unit spans, for ``"adaptive"``; see `AdaptiveClip`.
+
+    Returns:
+      A gradient transformation.
+
+    Raises:
+      TypeError, ValueError: as `apply_gradient_clipping`.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = optax.chain(cg.published.gradient_clipping("norm", 0.5), optax.sgd(1.0))
+      >>> params = jnp.zeros(2)
+      >>> tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)[0]
+      Array([-0.3, -0.4], dtype=float32)
+
+    References:
+      MosaicML, Composer: Gradient Clipping, 2022,
+      https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
+    """
+    _check(clipping_type, clipping_threshold, axis)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        del extra_args
+        clipped = apply_gradient_clipping(
+            updates,
+            params,
+            clipping_type=clipping_type,
+            clipping_threshold=clipping_threshold,
+            axis=axis,
+        )
+        return clipped, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _check(clipping_type: Any, clipping_threshold: Any, axis: Any) -> None:
+    """Raises an error for arguments that no clip of Composer has."""
     if callable(clipping_threshold) or is_adaptive(clipping_threshold):
         raise TypeError(
             f"clipping_threshold: got {clipping_threshold!r}, expected a number or an array, such "
             "as schedule(step); for schedules and adaptive thresholds write clipgrad.gradient_clip"
         )
     check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type == "adaptive":
-        return _adaptive(grads, params, clipping_threshold, check_unit_axis("axis", axis))
     if clipping_type not in TYPES:
         raise ValueError(
             f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}"
         )
-    if axis is not None:
+    if axis is not None and clipping_type != "adaptive":
         raise ValueError(
             f"axis: got {axis!r} with clipping_type={clipping_type!r}, which has no units; "
             "expected axis to be left out, or clipping_type='adaptive'"
         )
-    rule = ClipByGlobalNorm if clipping_type == "norm" else ClipByValue
-    return apply_rule(rule(clipping_threshold), grads)
+    check_unit_axis("axis", axis)
 
 
 def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
     if params is None:
-        raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
+        raise ValueError(
+            "params: got None, expected the parameters for clipping_type='adaptive'; of a "
+            "transformation write update(grads, state, params)"
+        )
     parts = [
         (norm.value, limit_of(threshold, norm) * weight.value.astype(norm.root.dtype))
         for norm, weight in unit_norms(grads, params, unit_axes(axis, grads))

@@ -18,12 +18,20 @@ from clipgrad._clip.state import (
     next_state,
 )
 
+_COMPOSER = (
+    "for a type of Composer write clipgrad.published.gradient_clipping(clipping_type, threshold), "
+    "or give the rule, such as ClipByGlobalNorm(threshold)"
+)
 
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clip without an optimizer, known by its type."""
 
 
-@explain_call()
+@explain_call(
+    f"write the others by name, of where=, nonfinite=, stats=; {_COMPOSER}",
+    clipping_type=_COMPOSER,
+    clipping_threshold=_COMPOSER,
+)
 def gradient_clip(
     rule: Callable[..., Any] | None,
     *,

@@ -40,7 +40,7 @@ def check_threshold(
         expected += "; only the first threshold of a clip by limits can be adaptive"
     elif _is_schedule(value):
         return
-    if not _is_real(value):
+    if not is_real(value):
         expected += _instead_of_threshold(value)
         raise TypeError(f"{name}: got {_shown_threshold(value)}, expected {expected}")
     if isinstance(value, Tracer):
@@ -72,7 +72,7 @@ def _instead_of_threshold(value: Any) -> str:
     return ""
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     """Whether this is a real number or an array of these."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
@@ -133,7 +133,7 @@ def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     values = {}
     for name, schedule in schedules_of(rule).items():
         values[name] = schedule(count)
-        if not _is_real(values[name]):
+        if not is_real(values[name]):
             raise TypeError(
                 f"{name}: got {values[name]!r} from the schedule, expected a number or an array"
             )

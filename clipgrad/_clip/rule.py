@@ -126,8 +126,10 @@ class MeasuringRule(ClipRule):
         """Whether the other is of the same class, with equal thresholds and options."""
         if type(other) is not type(self):
             return False
-        mine, others = vars(self), vars(other)  # a subclass may keep more than the fields
-        return mine.keys() == others.keys() and all(_is_equal(mine[k], others[k]) for k in mine)
+        names = {**vars(self), **vars(other)}  # a subclass may keep more than the fields
+        return all(hasattr(rule, name) for rule in (self, other) for name in names) and all(
+            _is_equal(getattr(self, name), getattr(other, name)) for name in names
+        )
 
     def __hash__(self) -> int:
         return _hash_of_numbers(self)
@@ -205,8 +207,9 @@ def pytree_rule(cls: C) -> C:
     static = [f.name for f in dataclasses.fields(cls) if f.name not in names]
 
     def flatten_with_keys(rule: Any) -> Any:
-        children = [(jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in names]
-        return children, tuple(getattr(rule, n) for n in static)
+        written = vars(rule)
+        children = [(jax.tree_util.GetAttrKey(n), written[n]) for n in names]
+        return children, tuple(written[n] for n in static)
 
     def unflatten(aux: Any, children: Any) -> Any:
         rule = object.__new__(cls)

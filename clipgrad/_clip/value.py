@@ -1,6 +1,7 @@
 """Clipping each element to an interval."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from clipgrad._arrays import (
 from clipgrad._clip.limits import (
     broadcasts_into,
     check_threshold,
+    is_real,
     nonnegative,
     require_numbers,
     threshold_array,
@@ -31,6 +33,33 @@ from clipgrad._clip.limits import (
 from clipgrad._clip.rule import MeasuringRule, pytree_rule
 from clipgrad._clip.thresholds import is_adaptive
 from clipgrad._compat import broadcast_like
+
+
+class _LowerBound:
+    """The field ``min`` of a rule: ``-max`` where it was left out and ``max`` is a number.
+
+    The rule keeps ``None``. That is what `dataclasses.replace` reads, so that a rule with another
+    ``max`` has another ``min``, and what the rule clips by: then ``max`` is its only threshold.
+    """
+
+    def __get__(self, rule: Any, owner: Any = None) -> Any:
+        reader = inspect.currentframe()
+        if rule is None:
+            return None  # the default of the field
+        written, maximum = _written_min(rule), rule.max
+        assert reader is not None and reader.f_back is not None
+        is_copied = reader.f_back.f_globals.get("__name__") == dataclasses.__name__
+        if written is not None or is_copied or not is_real(maximum):
+            return written
+        return -maximum if hasattr(maximum, "dtype") else -float(maximum)
+
+    def __set__(self, rule: Any, value: Any) -> None:
+        vars(rule)["min"] = value
+
+
+def _written_min(rule: Any) -> Any:
+    """The lower bound as it was written, ``None`` for ``-max``."""
+    return vars(rule)["min"]
 
 
 @pytree_rule
@@ -59,7 +88,9 @@ class ClipByValue(MeasuringRule):
 
     Args:
       max: the upper bound: a number, or an array that broadcasts into each leaf.
-      min: the lower bound, of the same kinds; ``None`` means ``-max``.
+      min: the lower bound, of the same kinds; ``None`` means ``-max``, and the attribute ``min``
+        says so: ``ErrorClipByValue(5.0).min`` is -5.0. It stays ``None`` with a schedule or an
+        adaptive threshold.
       nan: the number that replaces NaN before the clip; ``None`` lets NaN through.
 
     Raises:
@@ -82,23 +113,24 @@ class ClipByValue(MeasuringRule):
     """
 
     max: ArrayLike
-    min: ArrayLike | None = None
+    min: ArrayLike | None = _LowerBound()  # type: ignore[assignment]
     _: dataclasses.KW_ONLY
     nan: ArrayLike | None = None
     acts_on: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
-        for name in ("max", "min"):
-            object.__setattr__(self, name, _number_of_text(name, getattr(self, name)))
-        check_threshold("max", self.max, negative=self.min is not None, adaptive=True)
-        for name in ("min", "nan"):
-            if getattr(self, name) is not None:
-                check_threshold(name, getattr(self, name), negative=True)
-        if self.min is not None:
+        for name, bound in (("max", self.max), ("min", _written_min(self))):
+            object.__setattr__(self, name, _number_of_text(name, bound))
+        lower = _written_min(self)
+        check_threshold("max", self.max, negative=lower is not None, adaptive=True)
+        for name, number in (("min", lower), ("nan", self.nan)):
+            if number is not None:
+                check_threshold(name, number, negative=True)
+        if lower is not None:
             if is_adaptive(self.max):
-                raise ValueError(f"min: got {self.min!r} with an adaptive max, expected None")
-            if self._are_known() and np.any(np.asarray(self.min) > np.asarray(self.max)):
-                raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
+                raise ValueError(f"min: got {lower!r} with an adaptive max, expected None")
+            if self._are_known() and np.any(np.asarray(lower) > np.asarray(self.max)):
+                raise ValueError(f"min: got {lower!r}, expected at most max, {self.max!r}")
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with each element in [min, max]; nothing need be measured."""
@@ -122,8 +154,8 @@ class ClipByValue(MeasuringRule):
         return with_clippable(grads, clipped)
 
     def _bounds(self, maximum: Any, dtype: Any) -> tuple[Any, Any]:
-        if self.min is not None:
-            return _bound(self.min, dtype), _bound(maximum, dtype)
+        if (lower := _written_min(self)) is not None:
+            return _bound(lower, dtype), _bound(maximum, dtype)
         if isinstance(maximum, jax.Array):
             upper = _bound(nonnegative(maximum, at_least_float32(dtype)), dtype)
         else:
@@ -140,11 +172,12 @@ class ClipByValue(MeasuringRule):
         return jax.lax.clamp(lower, leaf, upper)
 
     def _clip_complex(self, leaf: jax.Array, upper: Any) -> jax.Array:
-        if self.min is not None and not (
-            self._are_known() and np.all(np.asarray(self.min) == -np.asarray(self.max))
+        lower = _written_min(self)
+        if lower is not None and not (
+            self._are_known() and np.all(np.asarray(lower) == -np.asarray(self.max))
         ):
             raise ValueError(
-                f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
+                f"min: got {lower!r} with a complex leaf, whose absolute value is clipped to "
                 "max; expected None"
             )
         upper = _into(upper, leaf, "max")
@@ -160,7 +193,8 @@ class ClipByValue(MeasuringRule):
 
     def _are_known(self) -> bool:
         """Whether both bounds are numbers or arrays, no schedules and not traced."""
-        return not any(callable(x) or isinstance(x, Tracer) for x in (self.min, self.max))
+        bounds = _written_min(self), self.max
+        return not any(callable(x) or isinstance(x, Tracer) for x in bounds)
 
 
 ErrorClipByValue = ClipByValue

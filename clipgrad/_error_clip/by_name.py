@@ -10,8 +10,8 @@ import jax
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
-from clipgrad._clip import ClipStats, is_own
-from clipgrad._error_clip.cotangent import clip_cotangent
+from clipgrad._clip import ClipStats, asks, is_own
+from clipgrad._error_clip.cotangent import clip_of_value
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._errors import warn
@@ -56,12 +56,17 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         says so where ``fun`` returns it, as ``jax.grad(loss)`` does.
       * What ``fun`` changes in flax NNX models among the arguments and in references
         (`jax.new_ref`) changes as without clips.
+      * Of two clips of one name the one inside, in ``fun`` or by the first of two transformations,
+        gets the cotangent first.
       * The result can be transformed again; in forward mode if no clipped variable depends on the
         differentiated arguments. Each call traces ``fun`` once, as `jax.jit` does.
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
-      rules: a rule for each name or pattern; ``None`` instead of a rule: off.
+      rules: a rule for each name or pattern; ``None`` instead of a rule: off. A function as a rule
+        may have the keyword-only parameters ``name``, the name of the variable, and ``operation``,
+        the primitive of JAX that made it, such as ``"dot_general"`` or ``"exp"``:
+        ``def rule(cotangent, *, name, operation)``.
       prefix: a text to put before each name, such as ``"encoder/"``.
 
     Returns:
@@ -101,7 +106,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED, call)
         warn_of_batches(traced.program, names, caller)
         warn_of_own_gradients(traced.program, names, caller)
-        return traced.evaluate(args, kwargs, ByName.of(names, {}))
+        return traced.evaluate(args, kwargs, ByName.of(traced.program, names, {}))
 
     return clipped  # type: ignore[return-value]
 
@@ -109,7 +114,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["clips"],
-    meta_fields=["modules", "active", "scopes"],
+    meta_fields=["modules", "active", "scopes", "operations"],
 )
 @dataclasses.dataclass(frozen=True)
 class ByName(_programs.Hook):
@@ -119,15 +124,23 @@ class ByName(_programs.Hook):
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
     active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
     scopes: _names.ScopePath = ()  # those around the program
+    # The primitives that made the variables with names, if a rule asks for them.
+    operations: frozenset[tuple[Any, str]] = frozenset()
 
     @classmethod
     def of(
-        cls, names: Resolved, probes: dict[str, ClipStats], active: frozenset[Any] | None = None
+        cls,
+        program: Any,
+        names: Resolved,
+        probes: dict[str, ClipStats],
+        active: frozenset[Any] | None = None,
     ) -> "ByName":
         """The clips of these names; a probe has a leading axis for each scan around its name."""
+        is_asked = any(asks(chosen.rule) for chosen in names.values())
+        operations = _names.operations(program) if is_asked else frozenset()
         clips = {name: (chosen.rule, probes.get(name)) for name, chosen in names.items()}
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
-        return cls(clips, modules, active)
+        return cls(clips, modules, active, (), operations)
 
     @property
     def is_reusable(self) -> bool:
@@ -138,7 +151,7 @@ class ByName(_programs.Hook):
         name = equation.params.get("name")
         if equation.primitive.name == "name" and name in self.clips.keys() - self.modules:
             (tagged,) = _programs.bind(equation, inputs)
-            return [self._clip(name, tagged)]
+            return [self._clip(name, equation.outvars[0], tagged)]
         return None if self._part_inside(equation).clips else _programs.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _programs.ProgramValues:
@@ -146,12 +159,13 @@ class ByName(_programs.Hook):
         if not self.modules:
             return super().values(jaxpr)
 
-        def leave(_: Any, scopes: _names.ScopePath) -> Callable[[Any], Any] | None:
+        def leave(variable: Any, scopes: _names.ScopePath) -> Callable[[Any], Any] | None:
             name = "/".join((*self.scopes, *scopes))
             is_clipped = name in self.modules and name in self.clips
-            return functools.partial(self._clip, name) if is_clipped else None
+            return functools.partial(self._clip, name, variable) if is_clipped else None
 
-        return _names.ModuleValues(self, jaxpr, leave, self.active)
+        # A clip from outside of a value that is clipped so already comes before this one.
+        return _names.ModuleValues(self, jaxpr, leave, self.active, outside=True)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
@@ -164,9 +178,9 @@ class ByName(_programs.Hook):
         clips = {name: (rule, own.get(name, probe)) for name, (rule, probe) in inner.clips.items()}
         return dataclasses.replace(inner, clips=clips)
 
-    def _clip(self, name: str, x: Any) -> Any:
+    def _clip(self, name: str, variable: Any, x: Any) -> Any:
         rule, probe = self.clips[name]
-        return clip_cotangent(x, rule, probe=probe)
+        return clip_of_value(x, rule, name, dict(self.operations).get(variable, ""), probe)
 
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
@@ -182,7 +196,7 @@ class ByName(_programs.Hook):
         active = self.active
         if active is not None:
             active &= frozenset().union(*map(_names.variables_of_modules, inner))
-        return ByName(clips, self.modules & names, active, scopes)
+        return ByName(clips, self.modules & names, active, scopes, self.operations)
 
 
 def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:

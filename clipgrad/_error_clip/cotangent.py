@@ -23,18 +23,21 @@ from clipgrad._arrays import (
 from clipgrad._clip import (
     ClipStats,
     apply_rule,
-    as_rule,
     check_is_no_rule,
     clipped_with_stats,
+    for_value,
     is_data,
 )
 from clipgrad._compat import to_varying, varying_axes
+from clipgrad._error_clip.rule_trees import RuleTree
 
 CotangentRule = Callable[..., Any]
 
 
 @explain_call("write clip_cotangent(x, rule), with a tree for several values")
-def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | None = None) -> Any:
+def clip_cotangent(
+    x: Any, rule: CotangentRule | Any | None, *, probe: ClipStats | None = None
+) -> Any:
     r"""Returns ``x`` with a clipped cotangent: use the result, since ``x`` itself is not clipped.
 
     Let $\bar x$ be the sum of the cotangents of all uses of the result. The program that produced
@@ -51,10 +54,15 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
       * It works inside and outside of all transformations of JAX but forward mode, which has no
         cotangents (pass ``rule=None`` there), and can be differentiated again. Inside `jax.vmap` a
         norm rule measures each example; outside, the batch.
+      * Of two clips, one around the other, the outer one gets the cotangent first: with
+        ``clip_cotangent(clip_cotangent(x, inner), outer)`` it is ``inner(outer(...))``.
 
     Args:
       x: a pytree of arrays.
-      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off.
+      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off; or a tree of these
+        that is a prefix of ``x``, such as ``{"w": rule, "b": None}``: each clips the part at its
+        place. A function may have the keyword-only parameters ``name`` and ``operation``, see
+        `error_clip_by_name`; here they are the path of the part, ``""`` for ``x``, and ``""``.
       probe: `ClipStats.zero()` as an argument of the differentiated function: its gradient is
         the statistics of the clip, summed over all uses of the probe. A scan over
         ``ClipStats.zero((steps,))`` gives one entry for each step.
@@ -64,7 +72,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
 
     Raises:
       TypeError: if ``rule`` is not a rule, or ``probe`` not a `ClipStats` without leading axes.
-      ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass.
+      ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass; if
+        a tree of rules is not a prefix of ``x``.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -83,13 +92,25 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
     return clip_argument(x, rule, probe)
 
 
-def clip_argument(x: Any, rule: CotangentRule | None, probe: ClipStats | None = None) -> Any:
+def clip_argument(x: Any, rule: Any, probe: ClipStats | None = None) -> Any:
     """`clip_cotangent` of anything that a function may get, also a function."""
-    rule = as_rule(rule)
+    rules = RuleTree.of("rule", rule)
     if probe is not None:
         _check_probe(probe)
     check_tree("x", x)
     check_gradients("x", x)
+    return rules.clip(functools.partial(_clipped, probe), x)
+
+
+def clip_of_value(
+    x: Any, rule: Any, name: str, operation: str, probe: ClipStats | None = None
+) -> Any:
+    """`clip_cotangent` of a value inside of a function, whose name and operation are known."""
+    return clip_cotangent(x, for_value(rule, name, operation), probe=probe)
+
+
+def _clipped(probe: ClipStats | None, x: Any, rule: CotangentRule | None) -> Any:
+    """The value, with its cotangent clipped by one rule."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
     # Python and NumPy numbers have cotangents only where they are watched.
     kind: Any = jax.Array if probe is None else object

@@ -5,14 +5,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import jax
-
-from clipgrad._arrays import described, explain_call, parts_below
+from clipgrad._arrays import described, explain_call
 from clipgrad._clip import as_rule
 from clipgrad._error_clip.cotangent import clip_argument
+from clipgrad._error_clip.rule_trees import RuleTree
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ALL = object()  # instead of a parameter's name: each of them
+_OFF = RuleTree.of("inputs", None)
 
 
 @explain_call("write error_clip(inputs, outputs=rule)")
@@ -27,14 +27,19 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
         docstring are kept; ``__wrapped__`` is the plain function.
       * One rule for all inputs clips each input separately: a norm rule sees the tree of one
         input. What a method is called on (``self``, ``cls``) is no input, unless you name it.
+      * Decorators are parts of the function that is decorated next. So of two on one function
+        the outer one clips the cotangent of a result first, and the inner one that of an input.
       * Everything that `clip_cotangent` guarantees.
 
     Args:
       inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
         passed by position or by name; ``None`` instead of a rule: off. The name of ``*args`` or
-        ``**kwargs`` stands for each of them.
+        ``**kwargs`` stands for each of them. Instead of a rule there may be a tree of rules that is
+        a prefix of the argument's tree, as in ``{"params": {"w": rule, "b": None}}``.
       outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
-        of the result's tree.
+        of the result's tree. A function as a rule may have the keyword-only parameters ``name`` and
+        ``operation``, see `error_clip_by_name`: here the path of the input, such as
+        ``"params/w"``, or of the part of the result, and ``""``.
 
     Returns:
       The decorator.
@@ -42,7 +47,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
     Raises:
       TypeError: for a rule that is not one, or if the decorated object is not a function.
       ValueError: when decorated, for a name that is not a parameter of the function; when called,
-        for ``outputs`` that are not a prefix of the result.
+        for rules that are not a prefix of an input or of the result.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -62,9 +67,9 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       https://arxiv.org/abs/1308.0850: the derivatives with respect to the inputs of LSTM
       layers are clipped.
     """
-    rules = inputs if isinstance(inputs, Mapping) else {_ALL: inputs}
-    for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:
-        as_rule(rule)
+    given = inputs if isinstance(inputs, Mapping) else {_ALL: as_rule(inputs)}
+    rules = {name: RuleTree.of("inputs", rule) for name, rule in given.items()}
+    of_outputs = RuleTree.of("outputs", outputs)
 
     def decorate(function: Decorated) -> Decorated:
         if isinstance(function, staticmethod | classmethod):
@@ -83,10 +88,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
                     "function, expected one that does; decorate the function that it wraps"
                 ) from None
             _clip_inputs(bound, chosen, _ALL in rules and _has_receiver(bound, wrapped))
-            result = function(*bound.args, **bound.kwargs)
-            each, structure = jax.tree.flatten(outputs, is_leaf=_is_rule)
-            parts = parts_below("outputs", "rules", structure, result)
-            return structure.unflatten(map(clip_argument, parts, each))
+            return of_outputs.clip(clip_argument, function(*bound.args, **bound.kwargs))
 
         return wrapped  # type: ignore[return-value]
 
@@ -105,8 +107,8 @@ def _signature_of_inputs(function: Any) -> inspect.Signature:
 
 
 def _rules_by_parameter(
-    function: Any, signature: inspect.Signature, rules: Mapping[Any, Any]
-) -> dict[Any, Any]:
+    function: Any, signature: inspect.Signature, rules: Mapping[Any, RuleTree]
+) -> dict[Any, RuleTree]:
     names = list(signature.parameters)
     if _ALL in rules:
         return dict.fromkeys(names, rules[_ALL])
@@ -145,31 +147,31 @@ def _unwrapped(value: Any, wrapped: Any) -> Any:
     return inspect.unwrap(found, stop=lambda f: f is wrapped) if is_function else None
 
 
-def _clip_inputs(bound: inspect.BoundArguments, rules: dict[Any, Any], has_receiver: bool) -> None:
+def _clip_inputs(
+    bound: inspect.BoundArguments, rules: dict[Any, RuleTree], has_receiver: bool
+) -> None:
     """Clips the arguments of a call that have rules, those in ``**kwargs`` by their own names.
 
     The first argument is not clipped if it is what a method is called on.
     """
     parameters, left = bound.signature.parameters, dict(rules)
     for name, value in bound.arguments.items():
-        kind, rule = parameters[name].kind, left.pop(name, None)
+        kind, rule = parameters[name].kind, left.pop(name, _OFF)
         is_first, has_receiver = has_receiver, False
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            clipped = [clip_argument(x, rule) for x in value[is_first:]]
+            pairs = enumerate(value[is_first:], start=is_first)
+            clipped = [rule.clip(clip_argument, x, f"{name}/{i}") for i, x in pairs]
             bound.arguments[name] = (*value[:is_first], *clipped)
         elif is_first:
             continue
         elif kind is inspect.Parameter.VAR_KEYWORD:
             own = {key: left.pop(key, rule) for key in value}
-            bound.arguments[name] = {k: clip_argument(x, own[k]) for k, x in value.items()}
+            pairs = [(k, own[k].clip(clip_argument, x, k)) for k, x in value.items()]
+            bound.arguments[name] = dict(pairs)
         else:
-            bound.arguments[name] = clip_argument(value, rule)
+            bound.arguments[name] = rule.clip(clip_argument, value, name)
     if missed := [name for name in left if name not in parameters]:
         raise ValueError(
             f"error_clip: got a call without {missed}, expected an argument of that name, since it "
             "has a rule"
         )
-
-
-def _is_rule(rules: Any) -> bool:
-    return rules is None or callable(rules)

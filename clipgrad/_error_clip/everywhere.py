@@ -9,10 +9,11 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, Literal, Var
 
+import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
-from clipgrad._clip import is_own
-from clipgrad._error_clip.cotangent import clip_cotangent
+from clipgrad._clip import asks, is_own
+from clipgrad._error_clip.cotangent import clip_of_value
 from clipgrad._error_clip.names import check_function, rule_of_variable
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
@@ -31,6 +32,8 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
       * The result is bit-identical to the result of ``fun``, see `error_clip_by_name`.
       * Operations are clipped at any depth, at each step of a `jax.lax.scan`. A function with a
         custom rule, such as `jax.custom_vjp`, is one operation.
+      * A clip inside of ``fun`` is an operation whose result is clipped like any other: the
+        cotangent meets the rule from outside, the clip, and the rule again.
       * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
         does not use itself. The next step of a scan uses the carry.
 
@@ -39,7 +42,11 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     Args:
       fun: a function of pytrees.
-      rule: a `ClipRule`, a function of the cotangent, or ``None``: off.
+      rule: a `ClipRule`, a function of the cotangent, or ``None``: off. A function may have the
+        keyword-only parameters ``name`` (the tag, or the innermost module that the value leaves, or
+        ``""``) and ``operation`` (the primitive of JAX that computed it): so
+        ``lambda g, *, operation: jnp.clip(g, -1, 1) if operation == "exp" else g`` clips what
+        ``exp`` made.
 
     Returns:
       A function like ``fun``.
@@ -71,18 +78,26 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
         traced = _programs.trace(fun, args, kwargs)
         warn_of_own_gradients(traced.program, None, "error_clip_everywhere")
         results = range(len(_programs.opened(traced.program)[0].outvars))
-        return traced.evaluate(args, kwargs, _Everywhere(rule, _ends(traced.program, results)))
+        ends, names = _ends(traced.program, results), _names.names_of_variables(traced.program)
+        hook = _Everywhere(rule, ends, (), frozenset(names.items() if asks(rule) else ()))
+        return traced.evaluate(args, kwargs, hook)
 
     return clipped  # type: ignore[return-value]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["rule"], meta_fields=["ends"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rule"],
+    meta_fields=["ends", "scopes", "names"],
+)
 @dataclasses.dataclass(frozen=True)
 class _Everywhere(_programs.Hook):
     """Clips the results of operations, except the variables ``ends`` and what has no cotangent."""
 
     rule: Callable[..., Any] | None
     ends: frozenset[Var]
+    scopes: _names.ScopePath = ()  # those around the program
+    names: frozenset[tuple[Var, str]] = frozenset()  # of its variables, if the rule asks for them
 
     @property
     def is_reusable(self) -> bool:
@@ -97,15 +112,22 @@ class _Everywhere(_programs.Hook):
         if equation.primitive.name == "name":
             return outputs
         flags = [self._is_clipped(variable) for variable in equation.outvars]
-        pairs = zip(flags, outputs, strict=True)
-        return [clip_cotangent(x, self.rule) if flag else x for flag, x in pairs]
+        names, operation = dict(self.names), equation.primitive.name
+        rows = zip(flags, outputs, equation.outvars, strict=True)
+        return [
+            clip_of_value(x, self.rule, names.get(variable, ""), operation) if flag else x
+            for flag, x, variable in rows
+        ]
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
         inner, _ = _programs.entered_programs(equation)
         # The next step of a scan uses what it carries.
         first = _programs.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]
-        return _Everywhere(self.rule, frozenset().union(*(_ends(p, ends) for p in inner)))
+        inside = frozenset().union(*(_ends(p, ends) for p in inner))
+        scopes = (*self.scopes, *_names.path(equation))
+        names = _names.names_inside(equation, scopes, dict(self.names)) if asks(self.rule) else {}
+        return _Everywhere(self.rule, inside, scopes, frozenset(names.items()))
 
     def _is_clipped(self, variable: Any) -> bool:
         is_plain = type(variable.aval) is ShapedArray and not isinstance(variable, DropVar)

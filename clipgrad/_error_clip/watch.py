@@ -130,7 +130,7 @@ def with_stats(
                 apart = isinstance(function, Pure)
                 known = _programs.trace(function, args, kwargs) if apart else traced
                 active = active_variables(known.program, moved)
-                return known.evaluate(args, kwargs, ByName.of(names, probes, active))
+                return known.evaluate(args, kwargs, ByName.of(known.program, names, probes, active))
 
             result = with_models(again, fun, tuple(args), kwargs)
             loss_and_aux("fun", result, has_aux)

@@ -28,6 +28,9 @@ from clipgrad._names.modules import module_entries as module_entries
 from clipgrad._names.modules import variables_of_modules as variables_of_modules
 from clipgrad._names.names import Names as Names
 from clipgrad._names.names import names_of as names_of
+from clipgrad._names.operations import names_inside as names_inside
+from clipgrad._names.operations import names_of_variables as names_of_variables
+from clipgrad._names.operations import operations as operations
 from clipgrad._names.places import Location as Location
 from clipgrad._names.places import Place as Place
 from clipgrad._names.places import is_users as is_users

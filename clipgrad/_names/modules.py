@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._names.scopes import ScopePath, common_start, path
+from clipgrad._names.scopes import ScopePath, common_start, outside_of_scopes, path
 from clipgrad._programs import (
     Hook,
     ProgramValues,
@@ -188,7 +188,8 @@ class ModuleValues(ProgramValues):
 
     `leave(variable, path)` is a function of the values of a variable that leave the scopes
     ``path`` of this program, or None. Uses inside of the scopes see the value itself, all others
-    what the function returned. Only ``variables`` are replaced; ``None``: all.
+    what the function returned. Only ``variables`` are replaced; ``None``: all. With ``outside``
+    the operations of the function are outside of these scopes, too.
     """
 
     def __init__(
@@ -197,11 +198,12 @@ class ModuleValues(ProgramValues):
         jaxpr: Any,
         leave: Callable[[Var, ScopePath], Callable[[Any], Any] | None],
         variables: frozenset[Var] | None = None,
+        outside: bool = False,
     ) -> None:
         super().__init__(hook)
         found = exits(jaxpr).items()
         self._exits = {v: e for v, e in found if variables is None or v in variables}
-        self._leave = leave
+        self._leave, self._outside = leave, outside
         self._views: dict[Var, _Views] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
@@ -211,7 +213,9 @@ class ModuleValues(ProgramValues):
             views, depths = [self.read(variable)], []
             for scopes in exit.left:
                 if (function := self._leave(variable, scopes)) is not None:
-                    views.append(function(views[-1]))
+                    left = len(exit.path) - len(scopes) + 1 if self._outside else 0
+                    with outside_of_scopes(left):
+                        views.append(function(views[-1]))
                     depths.append(len(scopes))
             if depths:
                 self._views[variable] = _Views(exit.path, tuple(depths), tuple(views))

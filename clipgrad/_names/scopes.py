@@ -52,6 +52,19 @@ def is_mapped(equation: JaxprEqn) -> bool:
     return any(type(entry) is type(vmap) and entry == vmap for entry in entries)
 
 
+def outside_of_scopes(count: int) -> Any:
+    """A context without the innermost so many scopes; the transformations in them stay."""
+    stack = source_info_util.current_name_stack()
+    for i, entry in reversed(list(enumerate(stack.stack))):
+        if count and type(entry) is _scope():
+            segments = [segment for segment in entry.name.split("/") if segment]
+            kept = segments[: max(len(segments) - count, 0)]
+            count -= len(segments) - len(kept)
+            outer = stack[:i].extend("/".join(kept)) if kept else stack[:i]
+            stack = outer + stack[i + 1 :]
+    return source_info_util.set_name_stack(stack)
+
+
 def scope_around(name: str) -> Any:
     """`jax.named_scope`, around the innermost scopes that layers of Equinox have entered."""
     stack = source_info_util.current_name_stack()
