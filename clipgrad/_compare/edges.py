@@ -17,7 +17,7 @@ RowOrigins = dict[tuple[int, Carried, bool], int]
 
 
 class Passed(NamedTuple):
-    """What operations on the way have in common.
+    """A kind of operations on the way.
 
     Attributes:
       around: the numbers of operations and programs around them.
@@ -67,11 +67,11 @@ class Walk:
             on_the_way = [known[i] for i in range(bits.bit_length()) if bits >> i & 1]
             within = (own for own in on_the_way if own.around[: len(inside)] == inside)
             parts = {"/".join(own.scope) for own in within}, {own.rule for own in on_the_way} - {""}
-            numbers = (
+            of_scopes, of_rules = (
                 tuple(of.setdefault(name, len(of)) for name in sorted(names))
                 for of, names in zip((scopes, rules), parts, strict=True)
             )
-            found.append(Edge(source, target, carried, *numbers, is_stopped))
+            found.append(Edge(source, target, carried, of_scopes, of_rules, is_stopped))
         return found, list(scopes), list(rules)
 
     def lead(self, own: RowOrigins, row: int) -> None:

@@ -277,11 +277,11 @@ def not_judged(sides: Sides) -> list[ComparisonFinding]:
 
 def _are_many(some: Sequence[Pair], pairs: Sequence[Pair]) -> bool:
     """Whether some pairs are half or more of all of them, or have half or more of their norm."""
-    norm, whole = _norm(some), _norm(pairs)
+    norm, whole = _joint_norm(some), _joint_norm(pairs)
     return bool(some) and (2 * len(some) >= len(pairs) or norm >= math.sqrt(0.5) * whole > 0)
 
 
-def _norm(pairs: Sequence[Pair]) -> float:
+def _joint_norm(pairs: Sequence[Pair]) -> float:
     """The norm of some rows together, each as large as in the version where it is larger."""
     return math.hypot(*(max((norm for norm, _ in p.judgment.sizes), default=0) for p in pairs))
 
