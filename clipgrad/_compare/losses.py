@@ -51,7 +51,8 @@ def recorded_by_all(
     what is left out. ``among`` has the arguments that a file has gradients of, if there is one.
     """
     check_tree("args", (args, dict(kwargs)))
-    every = {k: x for k, x in {**dict(enumerate(args)), **kwargs}.items() if _floats(x)}
+    every: dict[Argument, Any] = {key: x for key, x in enumerate(args) if _floats(x)}
+    every |= {k: x for k, x in kwargs.items() if not all(map(_is_python_number, _floats(x)))}
     chosen = [key for key in every if key in among or not among] or [0]
     own, notes = _loss_by_all(fun, args, kwargs, has_aux, chosen, every)
     record = functools.partial(_by_all, own, with_arguments)
@@ -73,10 +74,10 @@ def recorded_by_all(
 
 def _floats(argument: Any) -> list[Any]:
     """The models, the floating arrays and the Python numbers of an argument."""
+    is_floating = lambda x: is_array(x) and holds_floats(x)  # noqa: E731
+    kinds = is_model, _is_python_number, is_floating
     leaves = jax.tree.leaves(argument, is_leaf=is_model)
-    return [
-        x for x in leaves if is_model(x) or _is_python_number(x) or is_array(x) and holds_floats(x)
-    ]
+    return [x for x in leaves if any(is_kind(x) for is_kind in kinds)]
 
 
 def _is_python_number(x: Any) -> bool:
@@ -100,7 +101,7 @@ def _loss_by_all(
     ]
     try:
         return traced(chosen), []
-    except Exception as error:
+    except (TypeError, ValueError, IndexError) as error:  # as JAX's of what needs a number
         if not numbers:
             raise
         found = traced([key for key in chosen if key not in numbers])
