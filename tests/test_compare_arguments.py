@@ -97,6 +97,7 @@ def test_numbers_of_python_are_arguments_unless_the_function_needs_them_as_they_
     assert [f.path for f in found.findings] == ["args[1]"], str(found)
     found = cg.compare(numbers_loss, numbers_loss, (x, 0.5, 3.0), rtol=RTOL)
     assert found.ok and "args[2]" in found.notes[0] and "was not compared" in found.notes[0]
+    assert cg.compare(numbers_loss, numbers_loss, (x, 0.5), {"flag": 3.0}, rtol=RTOL).ok
 
 
 def looped(x):

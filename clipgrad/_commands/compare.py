@@ -57,7 +57,7 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     other = _command_version(options.other, is_other=True)
     versions = _command_version(options.function), other
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
-    argnums = options.argnums or "all"
+    argnums: Any = options.argnums or "all"
     return compare(
         *versions,
         _command_arguments(options, functions),

@@ -91,7 +91,8 @@ def compare(
       kwargs: keyword arguments of both versions.
       other_args: the arguments of ``other``, if they are of other types, trees or layouts.
       argnums: the positions of the arguments to differentiate, ``"all"`` for every argument that
-        holds floats, or beside a file for those that it has, or ``None`` for whole steps.
+        holds floats, or beside a file for those that it has, or ``None`` for whole steps. Python
+        numbers among keyword arguments stay as they are.
       has_aux: whether the functions return ``(scalar, aux)``; aux is not compared.
       names: names of values in ``other`` by their names in ``fun``, where they differ:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In

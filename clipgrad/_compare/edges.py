@@ -11,13 +11,13 @@ from clipgrad._names import ScopePath, custom_rule, path
 from clipgrad._programs import opened, scan_counts, value_programs
 
 Carried = tuple[int, ...]  # the depths of scans, as of an edge
-# The rows that a variable is computed from, each with the scans that carry it on; and the kinds of
-# operations on the way, as the bits of a number.
-RowOrigins = dict[tuple[int, Carried], int]
+# The rows that a variable is computed from, each with the scans that carry it on, and whether a
+# `stop_gradient` is between; and the kinds of operations on the way, as the bits of a number.
+RowOrigins = dict[tuple[int, Carried, bool], int]
 
 
 class Passed(NamedTuple):
-    """What operations on the way have in common.
+    """A kind of operations on the way.
 
     Attributes:
       around: the numbers of operations and programs around them.
@@ -47,9 +47,9 @@ class Walk:
         self, program: Any, inputs: Sequence[int], places: dict[tuple, list[int]], rows: Any
     ) -> None:
         self._places, self._rows = places, rows
-        self._edges: collections.Counter[tuple[int, int, Carried]] = collections.Counter()
+        self._edges: collections.Counter[tuple[int, int, Carried, bool]] = collections.Counter()
         self._numbers: dict[Passed, int] = {}
-        given = [({(i, ()): 0}, 0) for i in inputs]
+        given = [({(i, (), False): 0}, 0) for i in inputs]
         found = self._program(program, given, (), (), 0)
         self.results, self.ages = [x for x, _ in found], [age for _, age in found]
 
@@ -62,22 +62,22 @@ class Walk:
         scopes: dict[str, int] = {}
         rules: dict[str, int] = {}
         found = []
-        for (source, target, carried), bits in self._edges.items():
+        for (source, target, carried, is_stopped), bits in self._edges.items():
             inside = self._rows[target].position[:-3]
             on_the_way = [known[i] for i in range(bits.bit_length()) if bits >> i & 1]
             within = (own for own in on_the_way if own.around[: len(inside)] == inside)
             parts = {"/".join(own.scope) for own in within}, {own.rule for own in on_the_way} - {""}
-            numbers = (
+            of_scopes, of_rules = (
                 tuple(of.setdefault(name, len(of)) for name in sorted(names))
                 for of, names in zip((scopes, rules), parts, strict=True)
             )
-            found.append(Edge(source, target, carried, *numbers))
+            found.append(Edge(source, target, carried, of_scopes, of_rules, is_stopped))
         return found, list(scopes), list(rules)
 
     def lead(self, own: RowOrigins, row: int) -> None:
         """Add the edges from origins to a row."""
-        for (source, carried), scopes in own.items():
-            self._edges[source, row, carried] |= scopes
+        for (source, carried, is_stopped), scopes in own.items():
+            self._edges[source, row, carried, is_stopped] |= scopes
 
     def _program(
         self, program: Any, given: list, around: tuple, scopes: ScopePath, depth: int
@@ -95,6 +95,8 @@ class Walk:
                 age = 1 + max((age for _, age in inputs), default=0)
                 passed = Passed(around, scope, custom_rule(equation))
                 own = self._joined([x for x, _ in inputs], passed)
+                if equation.primitive.name == "stop_gradient":
+                    own = self._stopped(own)
                 found = [(own, age)] * len(equation.outvars)
             for i, (v, (own, age)) in enumerate(zip(equation.outvars, found, strict=True)):
                 known[v] = self._through((*here, i), own), age
@@ -104,8 +106,14 @@ class Walk:
         """The origins of what goes on from a place: the last of the rows there, if any."""
         for row in self._places.get(place, ()):
             self.lead(own, row)
-            own = {(row, ()): 0}
+            own = {(row, (), False): 0}
         return own
+
+    def _stopped(self, own: RowOrigins) -> RowOrigins:
+        found: RowOrigins = {}
+        for (source, carried, _), scopes in own.items():
+            found[source, carried, True] = found.get((source, carried, True), 0) | scopes
+        return found
 
     def _joined(self, parts: Sequence[RowOrigins], passed: Passed | None = None) -> RowOrigins:
         """All origins of what an operation computes."""
@@ -181,12 +189,12 @@ class Walk:
         after ``most`` steps; if it is returned at each step, that is 0.
         """
         found: RowOrigins = {}
-        for (source, depths), scopes in own.items():
-            key = source, depths
+        for (source, depths, is_stopped), scopes in own.items():
             if self._rows[source].position[: len(inside)] == inside:
                 if depths.count(depth) < most:
-                    key = source, tuple(sorted((*depths, depth)))
+                    depths = tuple(sorted((*depths, depth)))
                 elif not most:
-                    key = source, tuple(d for d in depths if d != depth)
+                    depths = tuple(d for d in depths if d != depth)
+            key = source, depths, is_stopped
             found[key] = found.get(key, 0) | scopes
         return found

@@ -102,8 +102,9 @@ def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Recor
                     raise ValueError(f"{kind} of shape {x.shape} for {orders} orders of axes")
                 setattr(row, kind, x)
         record.add(row, range(len(header["rows"]))[row.node])
-    for source, target, *lists in header["edges"]:
-        record.edges.append(Edge(source, target, *map(tuple, lists)))
+    for edge in header["edges"]:
+        parts: Any = (tuple(x) if isinstance(x, list) else x for x in edge)
+        record.edges.append(Edge(*parts))
     plain = {name: header[name] for name in ("scopes", "framework", "circumstances", "notes")}
     # Files from before 28 November 2026 lack these.
     rules, argnums = header.get("rules", []), tuple(header.get("argnums", ()))

@@ -178,17 +178,23 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
 
 
 def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
-    """The slices to values that have a cotangent in one version only, if there are any.
+    """The slices to values that send a cotangent back in one version only, if there are any.
 
-    The other version cuts the gradient behind such a value, by a `stop_gradient` say.
+    The other version cuts the gradient behind such a value, or before it, by a `stop_gradient` say.
     """
+    values = sides.of("value")
     rows = [{r.rows[i].node for i in r.of("cotangent")} for r in (sides.a, sides.b)]
-    one = [p for p in sides.of("value") if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
-    found = []
-    for side, own in enumerate(slices):
-        ends = {p.at(side) for p in one}
-        found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
-    return found if any(own.steps for own in found) else slices
+    behind = [p for p in values if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
+    moving = [own.differentiated for own in slices]
+    before = [p for p in values if (p.own in moving[0]) != (p.other in moving[1])]
+    for one in (behind, before):
+        found = []
+        for side, own in enumerate(slices):
+            ends = {p.at(side) for p in one}
+            found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
+        if any(own.steps for own in found):
+            return found
+    return slices
 
 
 def _user(own: Slice) -> tuple[str, int | None]:
@@ -271,11 +277,11 @@ def not_judged(sides: Sides) -> list[ComparisonFinding]:
 
 def _are_many(some: Sequence[Pair], pairs: Sequence[Pair]) -> bool:
     """Whether some pairs are half or more of all of them, or have half or more of their norm."""
-    norm, whole = _norm(some), _norm(pairs)
+    norm, whole = _joint_norm(some), _joint_norm(pairs)
     return bool(some) and (2 * len(some) >= len(pairs) or norm >= math.sqrt(0.5) * whole > 0)
 
 
-def _norm(pairs: Sequence[Pair]) -> float:
+def _joint_norm(pairs: Sequence[Pair]) -> float:
     """The norm of some rows together, each as large as in the version where it is larger."""
     return math.hypot(*(max((norm for norm, _ in p.judgment.sizes), default=0) for p in pairs))
 

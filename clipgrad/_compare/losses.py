@@ -32,7 +32,7 @@ def recorded_loss(
 ) -> Recording:
     """Trace a loss, and its gradient with sketches of values and cotangents."""
     own = subject(fun, args, kwargs, argnums, has_aux)
-    return _recording(own, _paths_by_position(own, argnums, len(args)), with_arguments)
+    return _with_gradients(own, _paths_by_position(own, argnums, len(args)), with_arguments)
 
 
 def recorded_by_all(
@@ -50,9 +50,10 @@ def recorded_by_all(
     what is left out. ``among`` has the arguments that a file has gradients of, if there is one.
     """
     check_tree("args", (args, dict(kwargs)))
-    every = {k: x for k, x in {**dict(enumerate(args)), **kwargs}.items() if _floats(x)}
+    every: dict[Argument, Any] = {key: x for key, x in enumerate(args) if _floats(x)}
+    every |= {k: x for k, x in kwargs.items() if not all(map(_is_python_number, _floats(x)))}
     chosen = [key for key in every if key in among or not among] or [0]
-    own, notes = _traced(fun, args, kwargs, has_aux, chosen, every)
+    own, notes = _loss_by_all(fun, args, kwargs, has_aux, chosen, every)
     record = functools.partial(_by_all, own, with_arguments)
     keys = list(dict.fromkeys(own.paths[i][0] for i in own.chosen))
     try:
@@ -72,15 +73,17 @@ def recorded_by_all(
 
 def _floats(argument: Any) -> list[Any]:
     """The models, the floating arrays and the Python numbers of an argument."""
+    is_floating = lambda x: is_array(x) and holds_floats(x)  # noqa: E731
+    kinds = is_model, _is_python_number, is_floating
     leaves = jax.tree.leaves(argument, is_leaf=is_model)
-    return [x for x in leaves if is_model(x) or _is_number(x) or is_array(x) and holds_floats(x)]
+    return [x for x in leaves if any(is_kind(x) for is_kind in kinds)]
 
 
-def _is_number(x: Any) -> bool:
+def _is_python_number(x: Any) -> bool:
     return isinstance(x, float | complex | np.inexact)
 
 
-def _traced(
+def _loss_by_all(
     fun: Callable, args: tuple, kwargs: Mapping, has_aux: bool, chosen: list, every: Mapping
 ) -> tuple[DiagnosisSubject, list[str]]:
     """The loss with arrays for the Python numbers in arguments, or else without, and notes."""
@@ -93,11 +96,11 @@ def _traced(
     numbers = [
         key
         for key in chosen[1:]
-        if any(map(_is_number, _floats(every[key]))) and not has_modules(every[key])
+        if any(map(_is_python_number, _floats(every[key]))) and not has_modules(every[key])
     ]
     try:
         return traced(chosen), []
-    except Exception as error:
+    except (TypeError, ValueError, IndexError) as error:  # as JAX's of what needs a number
         if not numbers:
             raise
         found = traced([key for key in chosen if key not in numbers])
@@ -117,7 +120,7 @@ def _left_out(keys: Sequence[Argument], why: str) -> str:
     return f"the gradient of {', '.join(map(argument_name, keys))} was not compared: {why}"
 
 
-def _recording(
+def _with_gradients(
     own: DiagnosisSubject, gradients: Mapping[int, str], with_arguments: bool
 ) -> Recording:
     """The recording of a traced loss whose gradients have these paths, by the numbers of inputs."""
@@ -140,7 +143,7 @@ def _by_all(own: DiagnosisSubject, with_arguments: bool, keys: Sequence[Argument
         paths[i] = path if is_first else own.names[i]
         if is_first and keys[1:] and not path:
             paths[i] = argument_name(key)
-    return _recording(own._replace(chosen=chosen), _distinct(paths, own), with_arguments)
+    return _with_gradients(own._replace(chosen=chosen), _distinct(paths, own), with_arguments)
 
 
 def _paths_by_position(

@@ -114,6 +114,7 @@ class Edge(NamedTuple):
         around both, or from one of the last steps of a scan around the source alone.
       scopes: the numbers of the scopes of the operations on the way.
       rules: the numbers of the custom rules on the way.
+      is_stopped: whether a `stop_gradient` is on the way, so that no cotangent goes back.
     """
 
     source: int
@@ -121,6 +122,7 @@ class Edge(NamedTuple):
     carried: tuple[int, ...] = ()
     scopes: tuple[int, ...] = ()
     rules: tuple[int, ...] = ()
+    is_stopped: bool = False
 
 
 @dataclasses.dataclass

@@ -192,7 +192,7 @@ def _row_table(rows: tuple[ComparisonRow, ...], what: str) -> list[str]:
 
 
 def _excess(row: ComparisonRow) -> tuple[float, float]:
-    """How far a row is beyond what rounding explains; and, where that is all, how far it is."""
+    """The difference of a row in what rounding explains; and, where that is all, by itself."""
     value = row.value / (row.value_tolerance or 1e-300)
     if row.cotangent is None:
         return value, row.value

@@ -29,6 +29,15 @@ class Slice(NamedTuple):
         names = self.graph.record.rules
         return list(dict.fromkeys(names[i] for edge, *_ in self.steps for i in edge.rules))
 
+    @property
+    def differentiated(self) -> set[Instance]:
+        """The instances from which a cotangent comes back to the first one."""
+        ways = [(at, to) for edge, at, to in self.steps if not edge.is_stopped]
+        reached = {at for _, at, _ in self.steps[:1]}
+        while more := {to for at, to in ways if at in reached} - reached:
+            reached |= more
+        return reached
+
 
 def module_of(slices: Sequence[Slice]) -> str | None:
     """The common module of the operations; None if there are none."""

@@ -26,7 +26,7 @@ def custom_rule(equation: JaxprEqn) -> str:
     rules = [found for key in _RULES if (found := _source(equation.params.get(key)))]
     if function is None or function["file"].startswith(_JAX):
         return ""
-    lines = [_line(function), *(f"its rule: {_line(own)}" for own in rules)]
+    lines = [_shown_line(function), *(f"its rule: {_shown_line(own)}" for own in rules)]
     return f"{function['name']} ({', '.join(lines)})"
 
 
@@ -36,5 +36,5 @@ def _source(function: Any) -> re.Match | None:
     return _SOURCE.fullmatch(getattr(info, "func_src_info", None) or "")
 
 
-def _line(source: re.Match) -> str:
+def _shown_line(source: re.Match) -> str:
     return f"{shown(source['file'])}:{source['line']}"

@@ -198,7 +198,7 @@ def watched_names(
 
 
 def _of_merged(caller: str) -> str:
-    """What to write where a function merges an NNX model; "" where there can be none."""
+    """The advice for a function that merges an NNX model; "" where there can be none."""
     return _OF_MERGED.format(caller=caller) if flax_nnx() else ""
 
 
