@@ -1,7 +1,9 @@
 """Messages: texts of other errors, lists of names, pages, and warnings at the user's line."""
 
 import inspect
+import json
 import pathlib
+import re
 import sys
 import textwrap
 import warnings
@@ -62,13 +64,47 @@ _HERE = pathlib.Path(__file__).parent
 
 
 def docs_pages() -> dict[str, pathlib.Path]:
-    """The files of the pages that have a title, by name."""
-    return {path.stem: path for path in sorted(_folder().glob("*.md")) if _first_heading(path)}
+    """The files of the pages that have a title, by name: `nan`, `coming_from/paddle`."""
+    found = {}
+    for folder, patterns in _folders().items():
+        files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+        found |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    return {name: file for name, file in found.items() if _first_heading(docs_text(file))}
+
+
+def docs_found_by() -> dict[str, list[str]]:
+    """The words that a page is to be found by, besides its own."""
+    text = (next(iter(_folders())) / "keywords.json").read_text(encoding="utf-8")
+    return {page: found["words"] for page, found in json.loads(text).items()}
+
+
+def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
+    """The folders of pages, the first with those that have no folder in their names.
+
+    A wheel has one with all; in a clone notebooks and results are beside it.
+    """
+    installed = _HERE / "_pages"
+    if installed.exists():
+        return {installed: ("**/*.md", "notebooks/*.ipynb")}
+    root = _HERE.parent
+    return {root / "docs": ("**/*.md",), root: ("notebooks/*.ipynb", "benchmarks/RESULTS.md")}
+
+
+def docs_text(path: pathlib.Path) -> str:
+    """The text of a page; of a notebook that of its cells, with programs between fences."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        included = re.match(r"```\{include\} (\S+)\n```", text)
+        return (path.parent / included[1]).read_text(encoding="utf-8") if included else text
+    cells = [(c["cell_type"], "".join(c["source"]).strip()) for c in json.loads(text)["cells"]]
+    return "\n\n".join(
+        source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells
+    )
 
 
 def docs_title(name: str) -> str:
     """The title of a page, such as ``"nan"`` for ``docs/nan.md``."""
-    return _first_heading(_folder() / f"{name}.md")
+    return _first_heading(docs_text(next(iter(_folders())) / f"{name}.md"))
 
 
 def docs_page(name: str) -> str:
@@ -76,12 +112,6 @@ def docs_page(name: str) -> str:
     return f'"{docs_title(name)}": clipgrad help {name}'
 
 
-def _folder() -> pathlib.Path:
-    installed = _HERE / "_pages"  # in a clone the pages are beside the package
-    return installed if installed.exists() else _HERE.parent / "docs"
-
-
-def _first_heading(path: pathlib.Path) -> str:
-    with path.open(encoding="utf-8") as page:
-        first = page.readline().rstrip("\n")
+def _first_heading(text: str) -> str:
+    first = text.partition("\n")[0]
     return first.removeprefix("# ") if first.startswith("# ") else ""

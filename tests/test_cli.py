@@ -43,15 +43,6 @@ def test_an_unknown_page_is_refused_with_the_pages_there_are(capsys):
     )
 
 
-SOUGHT = {"wandb": "logging", "epsilon": "privacy", "multisteps": "recipes", "pallas": "check"}
-
-
-@pytest.mark.parametrize("word, page", [*SOUGHT.items(), ("nnx", "frameworks"), ("MLA", "recipes")])
-def test_help_with_a_word_lists_the_page_that_answers_first(word, page, capsys):
-    assert cli.main(["help", word]) == 0
-    assert capsys.readouterr().out.startswith(f"{page} ")
-
-
 @pytest.mark.exhaustive
 def test_a_reader_that_goes_away_ends_the_command_in_silence():
     command = [sys.executable, "-m", "clipgrad", "help", "my_run_blew_up"]

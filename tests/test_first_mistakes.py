@@ -221,7 +221,7 @@ def test_every_public_function_says_which_keywords_there_are(name):
     with pytest.raises(TypeError, match=rf"^{called}: got \d+ positional .* at most|in one tuple"):
         EXPLAINED[name](*[(W,)] * (len(known) + 1))
     if any(p.default is p.empty for p in known.values()):
-        with pytest.raises(TypeError, match=rf"^{called}: got no \w+.*; write {called}\(\w+"):
+        with pytest.raises(TypeError, match=rf"^{called}: missing .*; write {called}\(\w+"):
             EXPLAINED[name]()
 
 

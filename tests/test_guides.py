@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -151,13 +152,8 @@ def test_every_setting_of_a_language_model_has_a_source_and_a_value():
 
 def found_by():
     """Of each page the words that its author wants it found by."""
-    tree = ast.parse((DOCS / "keywords.py").read_text())
-    (table,) = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "FOUND_BY"
-    ]
-    return {page: words.split("; ") for page, (_, words) in table.items()}
+    table = json.loads((DOCS / "keywords.json").read_text())
+    return {page: found["words"] for page, found in table.items()}
 
 
 def test_the_words_of_the_index_lead_to_one_page_each():

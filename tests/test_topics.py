@@ -4,8 +4,11 @@ The documents are Paddle's on error clip, gradient clip and gradient check, Comp
 and PyTorch's notes on autograd. A place is a page or a notebook, with a heading.
 """
 
+import re
+
 import pytest
 
+from clipgrad._errors import docs_text
 from tests.test_docs import DOCS, ROOT, anchors
 
 # A document, a place, and the topics that are taught there.
@@ -80,16 +83,23 @@ which_clip.md#which-threshold
 # PyTorch: autograd mechanics
 1_autograd#1-how-is-a-computation-recorded
     how the history is recorded
+1_autograd#what-is-the-counterpart-of-grad_fn
+    `grad_fn` and `next_functions`
+    the three tasks of a backward pass: the chain rule, the sum over uses (`add_any`), the leaves
 1_autograd#what-happens-to-pythons-control-flow
     Python's control flow in the graph
 1_autograd#2-what-are-leaves-and-how-do-i-get-the-gradient-of-an-intermediate-value
-    leaves, `requires_grad`
+    leaves
+    the defaults of tensors and of `nn.Parameter`, and of `nnx.Param`
+    the whole gradient of an intermediate value, `retain_grad`
 1_autograd#5-how-do-i-turn-gradients-off
     excluded parts of a model, fine-tuning
 1_autograd#4-what-is-saved-for-the-backward-pass-and-who-decides-that
     saved tensors: saving, packing, moving to the host
+    a saved tensor `is` the argument or the result
 1_autograd#no_grad-inference_mode-no-call-of-grad
     `no_grad`, inference mode
+    modes as context managers and decorators: an optimizer's `step`, `nn.init`
 1_autograd#detach-stop_gradient
     `detach`
 1_autograd#train-and-eval-an-argument
@@ -101,11 +111,14 @@ which_clip.md#which-threshold
 1_autograd#2-what-are-leaves-and-how-do-i-get-the-gradient-of-an-intermediate-value
     hooks on tensors and modules
 1_autograd#8-what-differs-in-the-details
-    operations in place and their checks; kinks; complex numbers
+    operations in place and their checks: the version counter, `jax.new_ref`
+    kinks; complex numbers: Wirtinger calculus
 # PyTorch: extending autograd
 1_autograd#6-how-do-i-write-my-own-derivative-rule
     a function with `forward` and `backward`, in four steps
     `save_for_backward`
+    what may be saved: a text is a `TypeError`, and goes into `nondiff_argnums`
+    a trailing `None` in what `backward` returns
 1_autograd#what-else-ctx-can-do-setup_context-mark_dirty-mark_non_differentiable
     `setup_context`, `mark_dirty`, `mark_non_differentiable`
 1_autograd#arguments-that-are-not-arrays-nondiff_argnums
@@ -121,7 +134,11 @@ which_clip.md#which-threshold
 1_autograd#a-linear-layer-with-its-own-vjp-and-an-optional-bias
     the example: a linear layer with an optional bias
 1_autograd#7-how-do-i-find-out-that-a-rule-is-wrong
-    `gradcheck`, `gradgradcheck`
+    `gradcheck`
+    the notes' own `LinearFunction`, which has two wrong gradients
+1_autograd#pytorch---jax
+    `gradgradcheck`
+    `detect_anomaly`, `saved_tensors`, `register_hook`
 """
 
 
@@ -148,6 +165,23 @@ def test_a_topic_is_taught_at_a_place_that_exists(document, topic, place):
     assert not anchor or anchor in anchors(path)
 
 
+NAMED = [row for row in ROWS if "`" in row[1] and row[2][0].isdigit() and row[0][:7] == "PyTorch"]
+
+
+@pytest.mark.parametrize("document, topic, place", NAMED)
+def test_the_names_of_a_topic_stand_in_its_section(document, topic, place):
+    name, _, anchor = place.partition("#")
+    lines = docs_text(ROOT / "notebooks" / f"{name}.ipynb").splitlines()
+    slug = lambda h: re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-")  # noqa: E731
+    is_heading = [re.match(r"##+ ", line) for line in lines]
+    (start,) = (i for i, h in enumerate(is_heading) if h and slug(lines[i].lstrip("# ")) == anchor)
+    level = lines[start].index(" ")
+    same = (i for i, h in enumerate(is_heading) if h and i > start and lines[i].index(" ") <= level)
+    section = "\n".join(lines[start : next(same, len(lines))])
+    for word in re.findall(r"`([^`]+)`", topic):
+        assert word.strip("()") in section, word
+
+
 def test_no_topic_is_left_out():
     documents = [document for document, _, _ in ROWS]
-    assert [documents.count(name) for name in dict.fromkeys(documents)] == [9, 3, 11, 11, 12, 10]
+    assert [documents.count(name) for name in dict.fromkeys(documents)] == [9, 3, 11, 11, 19, 15]

@@ -203,14 +203,14 @@ class Signature:
         if self._takes_arguments() and args and "args" in missing:
             call = self._with_arguments(args[0], [])
             if callable(args[0]):
-                return f"got no args, expected the tuple of the arguments; write {call}"
+                return f"missing the argument 'args', the tuple of the arguments; write {call}"
             return (
                 f"got {described(args[0])} alone, expected a function, without calling it, and the "
                 f"tuple of its arguments; write {call}"
             )
         by_name = [n if n in self.positional else f"{n}={n}" for n in needed]
         call = f"{self.name}({', '.join(by_name)})"
-        return f"got no {' and no '.join(missing)}, expected one; write {call}"
+        return f"missing the argument {' and '.join(map(repr, missing))}; write {call}"
 
     def _takes_arguments(self) -> bool:
         """Whether this is a function of a function and the tuple of its arguments."""

@@ -61,7 +61,9 @@ class AdaptiveClip(MeasuringRule):
       eps: the smallest weight norm, so that zero weights can train.
       axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; or
         a function ``(path, leaf) -> axes``. For weights that
-        are stacked over layers or experts leave the axes of these out.
+        are stacked over layers or experts leave the axes of these out. The table of an embedding
+        is (tokens, features): write ``-1`` for its path, so that a unit is the row of a token,
+        and not one feature of all tokens.
       axis_name: the mapped axes over which units are spread; see `global_norm`. A unit is whole
         along the axes that are not named; ``()`` if it is whole on its device.
 

@@ -1,37 +1,48 @@
-"""`clipgrad help page`: the pages of the documentation, on the command line."""
+"""`clipgrad help words`: the pages of the documentation, on the command line."""
 
 import argparse
-import re
 from typing import Any
 
 from clipgrad._arrays import nearest
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._errors import docs_pages, docs_title
+from clipgrad._commands.search import Found, search
+from clipgrad._errors import docs_pages, docs_text
+
+_MOST = 8  # places that are listed
 
 
 def add_help_parser(subparsers: Any) -> None:
-    about = "Print a page of the documentation, or list those with a word; without one, list all."
-    parser = add_command(subparsers, "help", about, run_help, ["nan"], ["printed"])
-    parser.add_argument("page", nargs="?", help="the name of a page, or a word to search for")
+    about = "Print a page of the documentation, or find words in it; without words, list the pages."
+    parser = add_command(
+        subparsers, "help", about, run_help, ["nan", "loss is nan", "retain_graph"], ["printed"]
+    )
+    parser.add_argument("words", nargs="*", help="the name of a page, or words to search for")
 
 
 def run_help(options: argparse.Namespace) -> int:
-    pages = docs_pages()
-    if options.page in pages:
-        print(pages[options.page].read_text(encoding="utf-8"))
-        return PASSED
-    listed = list(pages) if options.page is None else _pages_with(options.page)
-    if not listed:
-        raise UsageError(
-            f"page: got {options.page!r}, which is not a page; {nearest(str(options.page), pages)}"
-        )
-    width = max(map(len, listed))
-    print("\n".join(f"{name:{width}}  {docs_title(name)}" for name in listed))
+    words, pages = " ".join(options.words), docs_pages()
+    if page := _named(words, list(pages)):
+        print(docs_text(pages[page]))
+    elif words:
+        _print_found(words, search(words)[:_MOST])
+    else:
+        width = max(map(len, pages))
+        for name, path in pages.items():
+            print(f"{name:{width}}  {docs_text(path).partition(chr(10))[0].lstrip('# ')}")
     return PASSED
 
 
-def _pages_with(word: str) -> list[str]:
-    """The pages that have this word, those that have it most often first."""
-    whole = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
-    uses = {n: len(whole.findall(p.read_text(encoding="utf-8"))) for n, p in docs_pages().items()}
-    return sorted((n for n in uses if uses[n]), key=lambda n: -uses[n])
+def _named(name: str, pages: list[str]) -> str | None:
+    """The page of this name, with its folder or without."""
+    same = [page for page in pages if name in (page, page.rpartition("/")[2])]
+    return min(same, key=lambda page: page.count("/"), default=None)
+
+
+def _print_found(words: str, places: list[Found]) -> None:
+    if not places:
+        raise UsageError(
+            f"page: got {words!r}, which is not a page; {nearest(words, docs_pages())}"
+        )
+    for place in places:
+        print(f"{place.page}  {place.section}, line {place.line}\n    {place.text}")
+    print(f"\nThe whole page: clipgrad help {places[0].page}")

@@ -1,0 +1,155 @@
+"""`clipgrad help`: pages by name, words and phrases in all pages, and the pages of a wheel."""
+
+import importlib.util
+import json
+import posixpath
+import re
+
+import pytest
+
+from clipgrad import _errors
+from clipgrad._commands import cli
+from clipgrad._commands.search import search
+from clipgrad._errors import docs_pages, docs_text
+from tests.test_docs import ROOT, anchors
+
+spec = importlib.util.spec_from_file_location("shipped", ROOT / "docs" / "shipped.py")
+assert spec is not None and spec.loader is not None
+shipped = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(shipped)
+
+# Words and phrases, and the pages that answer them.
+SOUGHT = {
+    "wandb": "logging", "epsilon": "privacy", "multisteps": "recipes", "pallas": "check",
+    "nnx": "frameworks", "MLA": "recipes", "bf16": "bfloat16", "router": "zero", "moe": "zero",
+    "agc": "rules coming_from/composer", "llm": "published_clips", "live": "names logging",
+    "pytorch port": "port", "gradient zero": "zero", "loss is nan": "nan my_run_blew_up",
+    "sharded": "layout", "which layer explodes": "names logging exploding",
+    "clip threshold of a language model": "published_clips which_clip",
+    "gradient accumulation": "recipes", "freeze layers": "recipes",
+    "skip spikes": "my_run_blew_up which_clip", "attention logits": "recipes",
+    "muon": "published_clips", "dp-sgd": "privacy", "opacus": "privacy",
+    "mosaicml": "coming_from/composer", "custom_vjp": "check", "resume": "my_run_blew_up",
+    "checkpoint": "my_run_blew_up", "frozen": "recipes", "equinox": "frameworks",
+    "log gradient norm": "logging", "error clip": "api/error_clip notebooks/2_error_clip",
+    "why is my gradient zero?": "zero", "all but the last layer": "coming_from/composer",
+    "straight-through": "zero", "loss scaling": "recipes",
+}  # fmt: skip
+# The words of the systems that this library grew from, by the page that has a row for them.
+PADDLE = """error_clip_callback append_clip_op BaseErrorClipAttr grad_to_var set_error_clip
+need_clip set_gradient_clip check_grad input_to_check inputs_to_check output_name local_scope
+no_grad_set
+only_cpu framework.Variable ErrorClipByValue append_backward minimize prepend_clip_op_desc op_desc
+GradientClipByGlobalNorm ClipGradByNorm gradient_clip_attr append_gradient_clip_ops params_grads
+group_name get_numeric_gradient numeric_grad_delta max_diff user_defined_grad_outputs OpTest
+create_op in_place ParamAttr global_block NullGradientClipAttr"""
+COMPOSER = """clipping_threshold AFTER_TRAIN_BATCH NF-ResNet Inception CTRL TaBERT Thakur Mikolov
+Brock GradientClipping clipping_type Event.BATCH_START apply_gradient_clipping algorithms Engine
+fsdp_enabled Event.AFTER_BACKWARD microbatch"""
+PYTORCH = """grad_fn retain_graph create_graph requires_grad inference_mode save_for_backward
+saved_tensors saved_tensors_hooks setup_context mark_dirty mark_non_differentiable
+set_materialize_grads once_differentiable needs_input_grad nn.Parameter custom_jvp register_hook
+retain_grad detect_anomaly Wirtinger hook AccumulateGrad next_functions is_leaf zero_grad
+enable_grad set_grad_enabled no_grad detach autograd.Function ctx pack_hook save_on_cpu _version
+generate_vmap_rule register_full_backward_hook register_post_accumulate_grad_hook gradgradcheck
+gradcheck Hogwild DistributedDataParallel functional_call torch.func.vjp register_buffer
+clip_grad_norm_ torch.autograd.grad __torch_function__ fast_mode"""
+WORDS = {
+    word: page
+    for page, words in {"paddle": PADDLE, "composer": COMPOSER, "pytorch": PYTORCH}.items()
+    for word in words.split()
+}
+
+
+@pytest.mark.parametrize("words", SOUGHT)
+def test_words_and_phrases_lead_to_the_page_that_answers_them_first(words, capsys):
+    assert cli.main(["help", *words.split()]) == 0
+    assert capsys.readouterr().out.split()[0] in SOUGHT[words].split()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_of_another_library_leads_to_a_line_that_has_it(word, capsys):
+    places = search(word)[:4]
+    name = word.rpartition(".")[2]
+    assert any(name.lower() in line_of(place).lower() for place in places), places
+    pages = {place.page for place in places}
+    assert pages & {f"coming_from/{WORDS[word]}", "notebooks/1_autograd", "check"}, pages
+    if name not in docs_pages():
+        assert cli.main(["help", word]) == 0
+        first, second = capsys.readouterr().out.splitlines()[:2]
+        assert re.fullmatch(r"[\w/]+  .+, line \d+", first) and second.startswith("    ")
+
+
+def line_of(place):
+    return docs_text(docs_pages()[place.page]).splitlines()[place.line - 1]
+
+
+def test_each_word_of_the_index_finds_its_page_among_the_first():
+    missed = {}
+    for page, found in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():
+        for word in found["words"]:
+            if page not in [place.page for place in search(word)[:12]]:
+                missed[word] = page
+    assert not missed
+
+
+def test_a_page_is_printed_by_its_name_with_and_without_its_folder(capsys):
+    for name, page in {
+        "paddle": "coming_from/paddle",
+        "1_autograd": "notebooks/1_autograd",
+    }.items():
+        for words in (name, page):
+            assert cli.main(["help", words]) == 0
+            assert capsys.readouterr().out == docs_text(docs_pages()[page]) + "\n"
+
+
+def test_words_that_are_nowhere_are_refused_with_the_nearest_pages(capsys):
+    assert cli.main(["help", "qwzx", "vvkj"]) == 2
+    assert "got 'qwzx vvkj', which is not a page" in capsys.readouterr().err
+
+
+# The pages of a wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder of an installed package with the pages that the wheel has."""
+    folder = tmp_path_factory.mktemp("installed")
+    shipped.write_pages(ROOT, folder / "_pages")
+    return folder
+
+
+def test_a_wheel_has_every_page_of_the_repository(installed, monkeypatch):
+    here = docs_pages()
+    monkeypatch.setattr(_errors, "_HERE", installed)
+    assert docs_pages().keys() == here.keys()
+    assert {"nan", "coming_from/paddle", "api/training", "notebooks/7_per_example"} <= here.keys()
+    for name, path in docs_pages().items():
+        assert docs_text(path).splitlines()[0] == docs_text(here[name]).splitlines()[0]
+    assert _errors.docs_found_by()["nan"]
+
+
+def test_the_build_of_a_wheel_writes_these_pages():
+    assert "write_pages(root, folder)" in (ROOT / "hatch_build.py").read_text()
+    assert 'path = "hatch_build.py"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_link_of_a_page_in_a_wheel_leads_to_one_of_its_pages(installed):
+    folder = installed / "_pages"
+    texts = shipped.shipped_texts(ROOT)
+    for name, text in texts.items():
+        if name.endswith(".json"):
+            continue
+        if name.endswith(".ipynb"):
+            cells = json.loads(text)["cells"]
+            text = "\n".join(c["source"][0] for c in cells if c["cell_type"] == "markdown")
+        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith("http"):
+                continue
+            page, _, anchor = target.partition("#")
+            path = (
+                posixpath.normpath(posixpath.join(posixpath.dirname(name), page)) if page else name
+            )
+            assert path in texts, (name, target)
+            assert not anchor or anchor in anchors(folder / path), (name, target)
