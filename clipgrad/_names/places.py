@@ -40,7 +40,7 @@ _MACHINERY = {
 # The folders of functions that people call, and frames in these that are no such functions.
 _FOLDERS = [*(f"jax/_src/{own}" for own in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
 _FUNCTIONS = tuple(os.path.join("", *folder.split("/"), "") for folder in _FOLDERS)
-_WRAPPERS = frozenset({"wrapper", "call", "deferring_binary_op", "binary_op", "fn", "op"})
+_WRAPPERS = frozenset({"wrapper", "call", "fn", "op"})
 
 
 class Location(NamedTuple):
