@@ -13,6 +13,8 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._names.scopes import ScopePath, path
 from clipgrad._programs import (
+    SCANS,
+    SHARD_MAPS,
     called_program,
     device_count,
     has_custom_rule,
@@ -99,7 +101,7 @@ class Place(NamedTuple):
         """
         found = [(e, scan_length(e)) for e in reversed(self.chain) if is_scan(e) or is_shard_map(e)]
         return tuple(
-            ("shard_map", device_count(e)) if length is None else ("scan", length)
+            (SHARD_MAPS.noun, device_count(e)) if length is None else (SCANS.noun, length)
             for e, length in found
         )
 
