@@ -1,7 +1,6 @@
 """The shape of the package: imports go one way, and functions are short."""
 
 import ast
-import collections
 import functools
 import graphlib
 import pathlib
@@ -28,7 +27,6 @@ FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py
 
 
 # Names that several modules of a folder define on purpose, and no other module.
-SHARED = {("save_run", "_compare"), ("save_run", "torch")}
 
 
 def room(path):
@@ -118,40 +116,6 @@ def test_functions_are_short(path):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             assert lines <= 40, node.name
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_docstrings_name_the_thing(path):
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in nodes(path):
-        text = isinstance(node, documented) and ast.get_docstring(node) or ""
-        assert not re.match(r"(What|How|Where|Which|The same)\b", text), text
-
-
-def bindings(statements):
-    """The names that statements of a module define, also under `if`, `try` and `with`."""
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
-        else:
-            nested = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
-            nested += [handler.body for handler in getattr(node, "handlers", [])]
-            yield from (name for part in nested for name in bindings(part))
-
-
-def test_no_name_is_defined_in_two_modules():
-    modules = collections.defaultdict(set)
-    for path in FILES:
-        for name in bindings(parsed(path).body):
-            if not name.startswith("__"):
-                modules[name].add(path)
-    several = {name: paths for name, paths in modules.items() if len(paths) > 1}
-    found = {(name, room(path)) for name, paths in several.items() for path in paths}
-    assert found == SHARED, several
 
 
 def test_the_tests_that_comments_name_as_reasons_exist():

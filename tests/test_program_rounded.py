@@ -59,6 +59,7 @@ def test_a_program_of_exact_operations_does_not_move():
         return {
             "powers": (x * 0.5, x / 4, x * jnp.where(counts > 0, 2.0, 0.25)),
             "copies": (ordered, x[3:, ::2], jnp.where(x > 0.125, x, -x), x.reshape(-1)),
+            "stacks": (jnp.stack([x, x]), jnp.unstack(x)[1], jnp.tile(x, 2)),
             "counts": (counts @ jnp.round(3 * W), jnp.sum(counts), jnp.cumsum(counts), counts**2),
             "casts": half.astype(jnp.float32).astype(jnp.bfloat16) == half,
             "largest": (jnp.max(x), jnp.maximum(x, 0.125), jnp.argmax(x), jnp.floor(x)),

@@ -38,10 +38,9 @@ class Wide:
         if program is None:
             raise Unsupported("it cannot be traced")
         found = list(_programs.equations(program))
-        names = {equation.primitive.name for equation in found}
-        if foreign := names & _programs.FOREIGN_PROGRAMS:
+        if foreign := {e.primitive.name for e in found if _programs.is_foreign(e)}:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
-        bits = (e for e in found if e.primitive.name in _programs.OWN_TYPES)
+        bits = (e for e in found if _programs.numeric_of(e).has_bits)
         if any(_programs.holds_floats(v) for e in bits for v in e.invars):
             raise Unsupported("it looks at the bits of its numbers, or carries them as integers")
         self.program = program
@@ -123,9 +122,9 @@ def _stopped_factors(program: Any) -> frozenset:
         if needed.isdisjoint(equation.outvars):
             continue
         atoms = list(equation.invars)
-        if equation.primitive.name == "custom_linear_solve":
+        if _programs.is_linear_solve(equation):
             matvec, vecmat, *factors = equation.params["const_lengths"]
             del atoms[matvec + vecmat : matvec + vecmat + sum(factors)]
         needed |= {atom for atom in atoms if not isinstance(atom, Literal)}
-    stops = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "stop_gradient")
+    stops = (e.outvars[0] for e in jaxpr.eqns if _programs.detaches(e))
     return frozenset(variable for variable in stops if variable not in needed)

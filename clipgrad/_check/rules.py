@@ -22,7 +22,7 @@ SHARE = 0.1  # of what a gradient is wrong by that leaving out one rule must cha
 
 def has_own_rule(equation: JaxprEqn) -> bool:
     """Whether an equation is a function with a derivative rule of its own."""
-    return equation.primitive.name in _programs.CUSTOM_RULES and rule_of(equation) is not None
+    return _programs.has_custom_rule(equation) and rule_of(equation) is not None
 
 
 def rule_of(equation: JaxprEqn) -> Any:

@@ -41,7 +41,7 @@ def note_stops(program: Any, log: Log) -> None:
 
 def _entered(equation: JaxprEqn) -> list:
     """The programs inside; what a custom rule stops in its function is nothing to JAX."""
-    if equation.primitive.name in _programs.CUSTOM_RULES:
+    if _programs.has_custom_rule(equation):
         return []
     return _programs.held_programs(equation)
 

@@ -177,13 +177,13 @@ def has_rules(subject: CheckSubject) -> bool:
     """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
     if subject.program is None:
         return True
-    names = {equation.primitive.name for equation in _programs.equations(subject.program)}
-    return bool(names & _programs.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
+    found = _programs.equations(subject.program)
+    return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in found)
 
 
 def _stops_by_numbers(program: Any) -> bool:
     """Whether the condition of a `while` looks at floating numbers."""
     found = [] if program is None else _programs.equations(program)
-    conditions = (e.params["cond_jaxpr"] for e in found if e.primitive.name == "while")
+    conditions = (e.params["cond_jaxpr"] for e in found if _programs.is_while(e))
     inner = (e for condition in conditions for e in _programs.equations(condition))
     return any(_programs.holds_floats(v) for e in inner for v in e.invars)

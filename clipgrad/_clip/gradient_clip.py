@@ -23,6 +23,7 @@ _COMPOSER = (
     "or give the rule, such as ClipByGlobalNorm(threshold)"
 )
 
+
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clip without an optimizer, known by its type."""
 

@@ -8,7 +8,15 @@ from jax.extend.core import Literal
 
 from clipgrad._compare.record import Edge
 from clipgrad._names import ScopePath, custom_rule, path
-from clipgrad._programs import opened, scan_counts, value_programs
+from clipgrad._programs import (
+    is_cond,
+    is_scan,
+    is_while,
+    opened,
+    scan_counts,
+    value_programs,
+    while_counts,
+)
 
 Carried = tuple[int, ...]  # the depths of scans, as of an edge
 # The rows that a variable is computed from, each with the scans that carry it on, and whether a
@@ -127,19 +135,19 @@ class Walk:
     def _inside(
         self, equation: Any, inputs: list, here: tuple, scope: ScopePath, depth: int
     ) -> list[tuple[RowOrigins, int]]:
-        name, programs = equation.primitive.name, value_programs(equation)
-        if name == "cond":
+        programs = value_programs(equation)
+        if is_cond(equation):
             branches = [
                 self._program(p, inputs[1:], (*here, i), scope, depth)
                 for i, p in enumerate(programs)
             ]
             chosen = self._joined([inputs[0][0]], Passed(here[:-1], scope))
             return [self._both([(chosen, inputs[0][1] + 1), *own]) for own in zip(*branches)]  # noqa: B905
-        if name == "scan":
+        if is_scan(equation):
             return self._scan(equation, inputs, (*here, 0), scope, depth)
-        if name == "while":
-            constants = equation.params["body_nconsts"]
-            start = inputs[equation.params["cond_nconsts"] :]
+        if is_while(equation):
+            first, constants = while_counts(equation)
+            start = inputs[first:]
             carried = len(start) - constants
             ends = self._looped(programs[0], start, constants, carried, (*here, 0), scope, depth)
             return [self._both(pair) for pair in zip(start[constants:], ends, strict=True)]

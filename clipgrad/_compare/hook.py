@@ -16,6 +16,7 @@ from clipgrad._programs import (
     called_program,
     equations,
     holds_floats,
+    is_scan,
     opened,
     scan_counts,
     value_programs,
@@ -60,7 +61,7 @@ class Sketches(ValueHook):
 
     def inside(self, equation: Any, step: Any) -> Self:
         """The hook for a program inside of an equation."""
-        count = scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
+        count = scan_counts(equation)[1] if is_scan(equation) else 0
         return dataclasses.replace(super().inside(equation, step), carried=count)
 
     def end_of_step(self, jaxpr: Any, results: list) -> list:
@@ -74,7 +75,7 @@ class Sketches(ValueHook):
 
     def _has_names_inside(self, equation: Any) -> bool:
         inner = [e for program in value_programs(equation) for e in equations(program)]
-        scans = any(e.primitive.name == "scan" for e in (equation, *inner))
+        scans = any(map(is_scan, (equation, *inner)))
         entered = any(map(_has_entries, value_programs(equation)))
         return scans or entered or super()._has_names_inside(equation)
 
@@ -115,7 +116,7 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
     """
     for own, place, _, scopes in placed_equations(program, value_programs):
         equation = place.equation
-        if equation.primitive.name != "scan":
+        if not is_scan(equation):
             continue
         inside = (*scopes, *path(equation))
         body = opened(called_program(equation))[0]

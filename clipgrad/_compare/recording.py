@@ -31,6 +31,7 @@ from clipgrad._diagnose import (
 )
 from clipgrad._names import Place, active_variables
 from clipgrad._programs import (
+    SHARD_MAPS,
     Hook,
     Traced,
     Widen,
@@ -40,6 +41,7 @@ from clipgrad._programs import (
     on_host,
     opened,
     rounded,
+    scan_length,
     trace,
 )
 from clipgrad._values import NamedValue
@@ -202,7 +204,7 @@ def _with_output(record: Record, walk: Walk, program: Any, number: int, row: Row
 def _value_row(kind: str, v: NamedValue) -> Row:
     around = []
     for e in reversed(v.place.chain[1:]):
-        length = e.params["length"] if e.primitive.name == "scan" else 0
+        length = scan_length(e) or 0
         around.append(-length if length and e.params["reverse"] else length)
     more = {"view": v.kind, "position": v.position, "around": tuple(around)}
     return plain_row(kind, v.name, v.variable.aval, line=_line_of(v.place), **more)
@@ -211,7 +213,7 @@ def _value_row(kind: str, v: NamedValue) -> Row:
 def _axes_of_devices(v: NamedValue) -> tuple[int, ...]:
     """The axes before a sketch that are over devices, not over the steps of a scan."""
     axes = v.place.parent.axes if v.place.parent else ()
-    return tuple(i for i, (name, _) in enumerate(axes) if name == "shard_map")
+    return tuple(i for i, (name, _) in enumerate(axes) if name == SHARD_MAPS.noun)
 
 
 def _line_of(place: Place | None) -> str:

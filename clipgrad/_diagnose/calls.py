@@ -8,10 +8,10 @@ import numpy as np
 
 from clipgrad._diagnose.runs import OnDevices
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
-from clipgrad._programs import CUSTOM_RULES, holds_floats
+from clipgrad._programs import CONDS, CUSTOM_RULES, SHARD_MAPS, holds_floats
 
 
-@opening("cond")
+@opening(CONDS)
 class InBranch(Inside):
     """The branch that was taken."""
 
@@ -33,14 +33,14 @@ class InBranch(Inside):
         return super().operand(number, is_zero) if number else None
 
 
-@opening(*CUSTOM_RULES)
+@opening(CUSTOM_RULES)
 class InRule(Inside):
     """The function that a rule was written for; the cotangents are those of the rule."""
 
     is_differentiated = False
 
 
-@opening("shard_map")
+@opening(SHARD_MAPS)
 class InMesh(Inside):
     """The program of a `shard_map`, with an axis of devices in front of each array."""
 

@@ -26,7 +26,7 @@ from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.parts import as_program
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry, Tape
-from clipgrad._programs import CUSTOM_RULES, Widen, dtype_of, evaluate, holds_floats
+from clipgrad._programs import Widen, dtype_of, evaluate, has_custom_rule, holds_floats
 
 FLAT = frozenset("round floor ceil sign nextafter floor_divide rint trunc fix".split())
 INDICES = frozenset(
@@ -149,7 +149,7 @@ class CutFacts:
     @property
     def is_unary(self) -> bool:
         """Whether this is a function of one array, or has a rule of its own."""
-        return self.name in CUSTOM_RULES or sum(map(holds_floats, self.entry.ins)) == 1
+        return has_custom_rule(self.entry.equation) or sum(map(holds_floats, self.entry.ins)) == 1
 
     # -- What the numbers are.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
@@ -21,7 +22,6 @@ from clipgrad._diagnose.tape import is_of_callback
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import underflow_findings
 from clipgrad._diagnose.units import (
-    CLOSED,
     all_units,
     inner_programs,
     module_sites,
@@ -30,7 +30,7 @@ from clipgrad._diagnose.units import (
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._names import placed_equations
-from clipgrad._programs import settings_of_runs
+from clipgrad._programs import has_custom_vjp, is_cond, is_foreign, is_while, settings_of_runs
 
 
 @explain_call()
@@ -192,14 +192,20 @@ def _with_zeros(
     return [*named, *(own for own in zeros if own.cause != "underflow")]
 
 
+def _is_closed(equation: JaxprEqn) -> bool:
+    """Whether what is inside of an equation is not measured."""
+    is_held = is_while(equation) or is_cond(equation) or is_foreign(equation)
+    return is_held and not inner_programs(equation)
+
+
 def _notes_on_rules(program: Any) -> list[str]:
     """Notes on operations that have rules of their own, or are not measured inside."""
     notes = {}
     for own in placed_equations(program, inner_programs):
         place, name = own.place, own.place.equation.primitive.name
-        if name == "custom_vjp_call":
+        if has_custom_vjp(place.equation):
             text = f"{place.operation} has a custom VJP, and is measured as one operation"
-        elif name in CLOSED and not inner_programs(place.equation):
+        elif _is_closed(place.equation):
             text = f"{name} is measured as one operation, not inside"
         else:
             continue

@@ -8,14 +8,15 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from clipgrad._programs import (
-    JIT,
-    PRINTS,
     Hook,
     bind,
     called_program,
     equations,
     evaluate,
+    is_jit,
+    is_print,
     is_reference,
+    is_scan,
     opened,
     scan_counts,
 )
@@ -35,7 +36,7 @@ def discharged(program: Any) -> Any:
     or a loop of unknown length, becomes one function of the arrays before it.
     """
     every = list(equations(program))
-    has_prints = any(e.primitive.name in PRINTS for e in every)
+    has_prints = any(map(is_print, every))
     if not (has_prints or any(is_reference(v) for e in every for v in [*e.invars, *e.outvars])):
         return program
     types = [v.aval for v in opened(program)[0].invars]
@@ -48,7 +49,7 @@ class _Discharge(Hook):
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results; None where there is nothing to discharge."""
         name = equation.primitive.name
-        if name in PRINTS:
+        if is_print(equation):
             return []
         if name == "new_ref":
             return [_Cell(inputs[0])]
@@ -56,9 +57,11 @@ class _Discharge(Hook):
             return [inputs[0].value]
         if not any(type(x) is _Cell for x in inputs):
             return None
-        if name in JIT:
+        if is_jit(equation):
             return evaluate(called_program(equation), inputs, self)
-        return self._scan(equation, inputs) if name == "scan" else _of_references(equation, inputs)
+        return (
+            self._scan(equation, inputs) if is_scan(equation) else _of_references(equation, inputs)
+        )
 
     def _scan(self, equation: JaxprEqn, inputs: list) -> list:
         constants, carried = scan_counts(equation)

@@ -16,7 +16,14 @@ from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
 from clipgrad._names import Location, Place
-from clipgrad._programs import CUSTOM_RULES, at_first, dtype_of, equations, holds_floats
+from clipgrad._programs import (
+    at_first,
+    dtype_of,
+    equations,
+    has_custom_rule,
+    holds_floats,
+    is_scan,
+)
 
 _ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MULTILINE)
 
@@ -52,7 +59,7 @@ def vjp_finding(found: Found, hidden: Found | None = None) -> GradientFinding:
     """
     entry = found.entry
     values = _values(entry, entry.back, of_own=True)
-    rule = "rule" if entry.name in CUSTOM_RULES else "VJP"
+    rule = "rule" if has_custom_rule(entry.equation) else "VJP"
     at = f"the {rule} of {_operation_at(entry, values)}"
     what = f"{at} turns finite cotangents into NaN or inf"
     advice = _advice(("vjp",), entry, values)
@@ -83,7 +90,7 @@ def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
         name, dtype = given.names[found.number], dtype_of(given.inputs[found.number])
         return function_finding("sum", f"{name} {finite}{_too_large(dtype)}", given)
     entry = found.entry
-    is_carry = bool(found.steps) and entry.name == "scan"
+    is_carry = bool(found.steps) and is_scan(entry.equation)
     name = "the carry of the scan" if is_carry else f"the value of {_op(entry)}"
     dtype = next(dtype_of(v) for v in entry.equation.outvars if holds_floats(v))
     return operation_finding("sum", found, f"{name} {finite}", _too_large(dtype))
@@ -281,7 +288,7 @@ def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
     for kind in kinds:
         if row := _suspect(kind, entry, values):
             return f"; {row.advice(_op(entry))}"
-    is_foreign = entry.name in CUSTOM_RULES and not is_of_users_rule(entry)
+    is_foreign = has_custom_rule(entry.equation) and not is_of_users_rule(entry)
     steps = (next_step(kind, entry.name, values) for kind in kinds if not is_foreign)
     step = next(filter(None, steps), None)
     return f"; {step}" if step else ""

@@ -18,11 +18,12 @@ from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._names import STOPPING, data_results, is_users
 from clipgrad._programs import (
-    CUSTOM_RULES,
     called_program,
     equations,
+    has_custom_rule,
     held_programs,
     holds_floats,
+    is_bad_at,
     opened,
 )
 
@@ -136,7 +137,7 @@ def value_at(tape: Tape, atom: Any, wanted: int) -> tuple[Found, Found | None]:
         return found, None
     root = min(roots, key=lambda r: r.entry.order)
     package = (entry.place.location.package or "").partition(" ")[0]
-    if package in MASKING and root.entry.name in ("log", "log1p"):
+    if package in MASKING and root.entry.name in is_bad_at("log of zero"):
         return found, None
     return root, found
 
@@ -323,7 +324,7 @@ def _cuts_at_loop(entry: Entry, inside: InWhile, k: int) -> LookedAt:
 
 def is_of_users_rule(entry: Entry) -> bool:
     """Whether an entry is a function with a custom rule of the user's."""
-    if entry.name not in CUSTOM_RULES:
+    if not has_custom_rule(entry.equation):
         return False
     info = getattr(opened(called_program(entry.equation))[0], "debug_info", None)
     return is_users(getattr(info, "func_filename", None) or "<frozen")

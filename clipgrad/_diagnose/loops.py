@@ -11,10 +11,10 @@ from jax import lax
 
 from clipgrad._diagnose.levels import level, levels, wide
 from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
-from clipgrad._programs import evaluate, holds_floats, scan_counts
+from clipgrad._programs import SCANS, WHILES, evaluate, holds_floats, scan_counts, while_counts
 
 
-@opening("scan")
+@opening(SCANS)
 class InScan(Inside):
     """The steps of a scan.
 
@@ -253,7 +253,7 @@ class InScan(Inside):
         return self.times[now]
 
 
-@opening("while")
+@opening(WHILES)
 class InWhile(Inside):
     """The iterations of a loop of unknown length, which has no derivative."""
 
@@ -268,8 +268,8 @@ class InWhile(Inside):
         super().__init__(entry)
         params = entry.equation.params
         self.condition, self.body = params["cond_jaxpr"], params["body_jaxpr"]
-        self.first = params["cond_nconsts"]
-        self.split = self.first + params["body_nconsts"]  # the first operand that is carried
+        self.first, constants = while_counts(entry.equation)
+        self.split = self.first + constants  # the first operand that is carried
 
     def result(self, number: int, wanted: int) -> tuple[Tape, Any]:
         """The result at the iteration that makes it as bad, or what the loop begins with."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from clipgrad._diagnose.probe import Probe, Site, Summary, is_sent_whole, received, summary
 from clipgrad._names import active_variables
-from clipgrad._programs import Widen, evaluate, jit_by_size, on_host
+from clipgrad._programs import SCANS, Widen, evaluate, jit_by_size, on_host
 
 # From the largest that float16 can hold: a smaller one where this makes the gradient NaN or inf.
 LOSS_SCALES = (2.0**15, 2.0**9, 2.0**4)
@@ -84,7 +84,7 @@ def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) 
 
 def over_devices(found: Summary, axes: Sequence[tuple[str, int]]) -> Summary:
     """The numbers of a site, the devices of the `shard_map`s around it joined."""
-    for axis in reversed([i for i, (name, _) in enumerate(axes) if name != "scan"]):
+    for axis in reversed([i for i, (name, _) in enumerate(axes) if name != SCANS.noun]):
         found = Summary(
             reached=np.max(found.reached, axis),
             nonfinite=np.max(found.nonfinite, axis),

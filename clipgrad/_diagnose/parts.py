@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, new_jaxpr_eqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn, primitives
 
 from clipgrad._names import common_start, path
 
@@ -12,7 +12,6 @@ from clipgrad._names import common_start, path
 # compilation, so that the two meet at some tens.
 _LONG_PROGRAM = 24
 _FEW = 4  # equations that are not worth a compilation
-_CALL = Primitive("closed_call")  # whose program a tape runs; it is not bound itself
 
 
 def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
@@ -31,7 +30,7 @@ def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
             program = as_program(run, jaxpr, leaving(run, read))
             call = {"call_jaxpr": ClosedJaxpr(program, ())}
             ends = program.invars, program.outvars
-            found.append(new_jaxpr_eqn(*ends, _CALL, call, program.effects))
+            found.append(new_jaxpr_eqn(*ends, primitives.closed_call_p, call, program.effects))
     return found
 
 

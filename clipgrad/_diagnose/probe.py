@@ -15,8 +15,6 @@ from clipgrad._arrays import at_least_float32, real_or_absolute
 from clipgrad._compat import on_every_device, to_varying, varying_axes
 from clipgrad._names import Place
 from clipgrad._programs import (
-    JIT,
-    PRINTS,
     Hook,
     ProgramValues,
     bind,
@@ -24,6 +22,8 @@ from clipgrad._programs import (
     dtype_of,
     entered_programs,
     evaluate,
+    is_jit,
+    is_print,
     opened,
     scan_counts,
 )
@@ -84,11 +84,11 @@ class Probe(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of an equation without sites inside; None where there are some."""
-        if equation.primitive.name in PRINTS:
+        if is_print(equation):
             return []
         if not (entered_programs(equation)[0] and self.steps(equation)):
             return bind(equation, inputs)
-        if equation.primitive.name in JIT:
+        if is_jit(equation):
             return evaluate(called_program(equation), inputs, self.inside(equation, ()))
         return None
 

@@ -18,6 +18,7 @@ from clipgrad._programs import (
     kind_of,
     low_jit,
     manual_axes,
+    tracks_devices,
 )
 
 
@@ -75,7 +76,7 @@ class OnDevices(Runs):
         super().__init__(programs)
         self.equation = equation
         self._own = PartitionSpec(manual_axes(equation))
-        self.is_checked = equation.params["check_vma"]
+        self.is_checked = tracks_devices(equation)
         self.hook = _Varying(manual_axes(equation)) if self.is_checked else Hook()
 
     def mapped(self, fun: Callable) -> Callable:

@@ -21,6 +21,7 @@ from clipgrad._programs import (
     CALLS,
     JIT,
     REMAT,
+    Kind,
     bind,
     called_program,
     chooses_by_platform,
@@ -28,6 +29,7 @@ from clipgrad._programs import (
     evaluate,
     held_programs,
     holds_floats,
+    kind_of,
     opened,
     watched,
 )
@@ -92,7 +94,7 @@ class Entry:
         """The object of a class of `OPENINGS` that opens the entry; None for one operation."""
         if chooses_by_platform(self.equation):
             return None
-        opening = OPENINGS.get(self.name)
+        opening = OPENINGS.get(kind_of(self.equation))
         return opening(self) if opening and opening.opens(self) else None
 
     @functools.cached_property
@@ -108,7 +110,7 @@ class Entry:
     def run(self, *inputs: Any) -> list:
         """The results, for the operands of one device."""
         runs = self.tape.runs
-        if self.name in CALLS:
+        if kind_of(self.equation) is CALLS:
             return evaluate(called_program(self.equation), inputs, runs.hook)
         if isinstance(runs, OnDevices) and runs.is_checked:
             pairs = zip(inputs, self.equation.invars, strict=True)
@@ -149,20 +151,20 @@ class Entry:
             self.back[i] = cotangent if i in reached else None
 
 
-OPENINGS: dict[str, type["Inside"]] = {}
+OPENINGS: dict[Kind | None, type["Inside"]] = {}
 
 
-def opening(*names: str) -> Callable[[type], type]:
-    """Decorates the class that opens the entries of these names."""
+def opening(*kinds: Kind) -> Callable[[type], type]:
+    """Decorates the class that opens the entries of these kinds."""
 
     def register(cls: type) -> type:
-        OPENINGS.update(dict.fromkeys(names, cls))
+        OPENINGS.update(dict.fromkeys(kinds, cls))
         return cls
 
     return register
 
 
-@opening(*JIT, *REMAT, *CALLS)
+@opening(JIT, REMAT, CALLS)
 class Inside:
     """The tape inside of an entry, and the ways between it and the one around.
 

@@ -12,22 +12,23 @@ from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._names import Place
 from clipgrad._programs import (
-    JIT,
+    SCANS,
     chooses_by_platform,
     differentiated_programs,
     equations,
     holds_floats,
+    is_jit,
+    is_scan,
+    numeric_of,
     opened,
 )
 
-SCAN = "scan"
+SCAN = SCANS.noun
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
 _PARTS, _LONGEST = 64, 24
 # A function that JAX compiles by itself, such as `jnp.linalg.norm`, stays whole up to this size.
 _SMALL_FUNCTION = 24
-_LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"})
 
 
 def inner_programs(equation: JaxprEqn) -> list:
@@ -80,8 +81,8 @@ def all_units(
 
 def _carried(equation: JaxprEqn, parent: Place | None, inside: list) -> list[Site]:
     """The floating numbers that a scan with programs inside carries."""
-    is_scan = inside and equation.primitive.name == SCAN
-    states = carried_variables(equation) if is_scan else []
+    is_loop = inside and is_scan(equation)
+    states = carried_variables(equation) if is_loop else []
     return [site_of(v, Place(equation, parent)) for v in states if holds_floats(v)]
 
 
@@ -106,8 +107,8 @@ def _units_of(jaxpr: Any, longest: int) -> Iterator[tuple[list[JaxprEqn], list]]
 
 def _is_small_call(equation: JaxprEqn, inside: list) -> bool:
     """Whether an equation stays whole in a measurement of modules."""
-    has_loops = any(e.primitive.name == SCAN for program in inside for e in equations(program))
-    is_small = equation.primitive.name in JIT and sum(map(_size_of, inside)) <= _SMALL_FUNCTION
+    has_loops = any(is_scan(e) for program in inside for e in equations(program))
+    is_small = is_jit(equation) and sum(map(_size_of, inside)) <= _SMALL_FUNCTION
     return is_small and not has_loops
 
 
@@ -118,7 +119,7 @@ def _size_of(program: Any) -> int:
 
 
 def _is_layer(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in _LAYERS
+    return numeric_of(equation).is_product
 
 
 def module_sites(units: list[Unit]) -> list[Site]:
@@ -180,7 +181,7 @@ def ancestors(program: Any, units: list[Unit]) -> list[frozenset[int]]:
             results = [everything] * len(equation.outvars)
             same = [p for p in map(opened, inner_programs(equation))
                     if len(p[0].invars) == len(given)]  # fmt: skip
-            if len(same) == 1 and equation.primitive.name != SCAN:
+            if len(same) == 1 and not is_scan(equation):
                 results = walk(same[0][0], given, place)
             if (number := own.get(place.key)) is not None:
                 found[number] |= everything - {number}

@@ -16,10 +16,9 @@ from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import OperationRaised, Tape
-from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import docs_page, first_few, first_line
 from clipgrad._names import sources_of_results
-from clipgrad._programs import equations
+from clipgrad._programs import equations, is_scan
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
 ExplainedCut = tuple[Found, Cause]
@@ -58,7 +57,7 @@ def _unread_finding(given: DiagnosisSubject, unread: Sequence[str]) -> GradientF
 
 def _may_have_lost_layers(given: DiagnosisSubject, number: int, zeros: float) -> bool:
     """Whether a leaf has as many zeros as one layer of a scan in the program."""
-    lengths = {e.params["length"] for e in equations(given.program) if e.primitive.name == SCAN}
+    lengths = {e.params["length"] for e in equations(given.program) if is_scan(e)}
     return any(n in lengths and n * zeros > 1 - 1e-3 for n in np.shape(given.inputs[number]))
 
 

@@ -148,8 +148,8 @@ class ByName(_programs.Hook):
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped result of a tag; None for an equation with names inside."""
-        name = equation.params.get("name")
-        if equation.primitive.name == "name" and name in self.clips.keys() - self.modules:
+        name = _programs.tag_of(equation)
+        if name in self.clips.keys() - self.modules:
             (tagged,) = _programs.bind(equation, inputs)
             return [self._clip(name, equation.outvars[0], tagged)]
         return None if self._part_inside(equation).clips else _programs.bind(equation, inputs)

@@ -106,10 +106,10 @@ class _Everywhere(_programs.Hook):
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped results of an operation; None for an equation with programs inside."""
         inner, _ = _programs.entered_programs(equation)
-        if inner and equation.primitive.name != "custom_linear_solve":
+        if inner and not _programs.is_linear_solve(equation):
             return None
         outputs = _programs.bind(equation, inputs)
-        if equation.primitive.name == "name":
+        if _programs.is_tag(equation):
             return outputs
         flags = [self._is_clipped(variable) for variable in equation.outvars]
         names, operation = dict(self.names), equation.primitive.name
@@ -122,7 +122,7 @@ class _Everywhere(_programs.Hook):
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
         inner, _ = _programs.entered_programs(equation)
         # The next step of a scan uses what it carries.
-        first = _programs.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
+        first = _programs.scan_counts(equation)[1] if _programs.is_scan(equation) else 0
         ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]
         inside = frozenset().union(*(_ends(p, ends) for p in inner))
         scopes = (*self.scopes, *_names.path(equation))

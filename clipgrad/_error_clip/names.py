@@ -60,7 +60,7 @@ def program_of(
     fun: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    chosen: Mapping[int, Any] | None = None,
+    chosen: Mapping[int | str, Any] | None = None,
     only_read: bool = False,
 ) -> tuple[_programs.Traced, bool, list[int]]:
     """The program of a function, and whether it would change an NNX model; here they stay.

@@ -65,7 +65,7 @@ def _is_loss(program: Any, result: int = 0) -> bool:
     e, place = next(makers, (None, 0))
     if e is None or _transforms(e):
         return e is None
-    is_call = e.primitive.name in _programs.JIT
+    is_call = _programs.is_jit(e)
     return not is_call or _is_loss(_programs.called_program(e), place)
 
 
@@ -74,7 +74,7 @@ def _inside_of_gradients(program: Any, names: Iterable[str]) -> list[str]:
     plain: set[str] = set()
     for e, around, scopes in _with_transforms(program, frozenset(), ""):
         if "jvp" not in around:
-            tag = {e.params["name"]} if e.primitive.name == "name" else set()
+            tag = {e.params["name"]} if _programs.is_tag(e) else set()
             plain |= tag | {name for name in names if scopes.startswith(f"{name}/")}
     return [name for name in names if name not in plain]
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from clipgrad._names.places import shown
-from clipgrad._programs import CUSTOM_RULES, called_program, opened
+from clipgrad._programs import called_program, has_custom_rule, opened
 
 _JAX = os.path.dirname(jax.__file__ or "")
 _SOURCE = re.compile(r"(?P<name>.*) at (?P<file>.+):(?P<line>\d+)", re.DOTALL)
@@ -20,7 +20,7 @@ def custom_rule(equation: JaxprEqn) -> str:
 
     "" for any other operation, and for the functions of JAX itself.
     """
-    if equation.primitive.name not in CUSTOM_RULES:
+    if not has_custom_rule(equation):
         return ""
     function = _source(opened(called_program(equation))[0])
     rules = [found for key in _RULES if (found := _source(equation.params.get(key)))]

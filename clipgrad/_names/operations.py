@@ -12,16 +12,19 @@ from clipgrad._programs import (
     REMAT,
     called_program,
     entered_programs,
+    is_tag,
+    kind_of,
     opened,
     read_once,
+    tag_of,
 )
 
 # Equations whose program is evaluated as a part of the one around.
-_CALLS = CALLS | JIT | REMAT
+_CALLS = (CALLS, JIT, REMAT)
 
 
-def _is_tag(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "name" and not is_mark(equation)
+def _is_users_tag(equation: JaxprEqn) -> bool:
+    return is_tag(equation) and not is_mark(equation)
 
 
 @read_once
@@ -40,7 +43,7 @@ def _found(program: Any, made: dict[Var, str]) -> dict[Var, str]:
         operands = [None if isinstance(a, Literal) else made.get(a, "") for a in equation.invars]
         inner, _ = entered_programs(equation)
         for jaxpr in (opened(each)[0] for each in inner):
-            is_call = equation.primitive.name in _CALLS
+            is_call = kind_of(equation) in _CALLS
             given = operands if is_call else [""] * len(jaxpr.invars)
             made |= zip(jaxpr.invars, (name or "" for name in given), strict=True)
             _found(jaxpr, made)
@@ -49,9 +52,9 @@ def _found(program: Any, made: dict[Var, str]) -> dict[Var, str]:
 
 
 def _results(equation: JaxprEqn, operands: list[str | None], made: dict[Var, str]) -> list[str]:
-    if _is_tag(equation):
+    if _is_users_tag(equation):
         return [operands[0] or ""]
-    if equation.primitive.name in _CALLS:
+    if kind_of(equation) in _CALLS:
         results = opened(called_program(equation))[0].outvars
         return ["" if isinstance(atom, Literal) else made.get(atom, "") for atom in results]
     return [equation.primitive.name] * len(equation.outvars)
@@ -67,8 +70,8 @@ def names_of_variables(program: Any, around: ScopePath = ()) -> NamesOfVariables
     """
     jaxpr, _ = opened(program)
     left = {variable: "/".join((*around, *e.left[0])) for variable, e in exits(jaxpr).items()}
-    tagged = [e for e in jaxpr.eqns if _is_tag(e) and not isinstance(e.invars[0], Literal)]
-    return left | {e.invars[0]: e.params["name"] for e in tagged}
+    tagged = [e for e in jaxpr.eqns if _is_users_tag(e) and not isinstance(e.invars[0], Literal)]
+    return left | {e.invars[0]: tag_of(e) or "" for e in tagged}
 
 
 def names_inside(
@@ -80,7 +83,7 @@ def names_inside(
     """
     found: NamesOfVariables = {}
     for program in entered_programs(equation)[0]:
-        if equation.primitive.name in _CALLS:
+        if kind_of(equation) in _CALLS:
             pairs = zip(opened(program)[0].outvars, equation.outvars, strict=True)
             own = [(v, names.get(result)) for v, result in pairs if not isinstance(v, Literal)]
             found |= {v: name for v, name in own if name}

@@ -13,6 +13,8 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._names.scopes import ScopePath, path
 from clipgrad._programs import (
+    SCANS,
+    SHARD_MAPS,
     called_program,
     device_count,
     has_custom_rule,
@@ -50,7 +52,7 @@ _FRAMES_OF_LAYERS = tuple(
 # The folders of functions that people call, and frames in these that are no such functions.
 _FOLDERS = [*(f"jax/_src/{own}" for own in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
 _FUNCTIONS = tuple(os.path.join("", *folder.split("/"), "") for folder in _FOLDERS)
-_WRAPPERS = frozenset({"wrapper", "call", "deferring_binary_op", "binary_op", "fn", "op"})
+_WRAPPERS = frozenset({"wrapper", "call", "fn", "op"})
 
 
 class Location(NamedTuple):
@@ -109,7 +111,7 @@ class Place(NamedTuple):
         """
         found = [(e, scan_length(e)) for e in reversed(self.chain) if is_scan(e) or is_shard_map(e)]
         return tuple(
-            ("shard_map", device_count(e)) if length is None else ("scan", length)
+            (SHARD_MAPS.noun, device_count(e)) if length is None else (SCANS.noun, length)
             for e, length in found
         )
 

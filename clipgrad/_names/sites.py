@@ -14,6 +14,7 @@ from clipgrad._names.modules import exits, is_mark, is_used, left_unused
 from clipgrad._names.scopes import ScopePath, is_mapped, path
 from clipgrad._programs import (
     entered_programs,
+    noun_of,
     opened,
     read_once,
     scan_length,
@@ -63,7 +64,7 @@ def sites(jaxpr: Any) -> dict[NamedSite, int]:
 
 def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
     for equation in jaxpr.eqns:
-        name, mapped, scopes = equation.primitive.name, is_mapped(equation), path(equation)
+        name, mapped, scopes = noun_of(equation), is_mapped(equation), path(equation)
         if (tag := tag_of(equation)) is not None and not is_mark(equation):
             (tagged,) = equation.outvars
             yield _site(tag, "tag", tagged, is_used(jaxpr, tagged), mapped), 1

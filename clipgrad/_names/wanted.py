@@ -8,6 +8,7 @@ from clipgrad._errors import first_few
 from clipgrad._names.attribute_names import flax_nnx
 from clipgrad._names.scopes import common_start
 from clipgrad._names.sites import NamedSite, sites
+from clipgrad._programs import WHILES
 
 Sites = dict[NamedSite, int]
 _WITH_NAMES = (
@@ -172,7 +173,7 @@ CLIPPED = Wanted(
     "cotangents",
     "rule",
     has=lambda site: site.has_cotangent,
-    barrier=lambda site: None if site.within == "while" else site.within,
+    barrier=lambda site: None if site.within == WHILES.noun else site.within,
 )
 # Where nothing need be differentiated: such a loop runs, and differentiates forwards.
 CLIPPED_IF_DIFFERENTIATED = CLIPPED._replace(in_loops=True)

@@ -13,11 +13,14 @@ from clipgrad._programs import (
     CALLS,
     JIT,
     REMAT,
+    SCANS,
     Hook,
     bind,
     called_program,
     evaluate,
+    is_jit,
     is_reference,
+    kind_of,
     opened,
     scan_counts,
 )
@@ -73,13 +76,14 @@ class WalkedProgram:
                 self._end(inputs, f"used by {equation.primitive.name}")
             return []
         name, inner = equation.primitive.name, (*where, equation.outvars[0])
-        if name in JIT | CALLS:
+        kind = kind_of(equation)
+        if kind in (JIT, CALLS):
             return self._along(called_program(equation), inputs, inner)
-        if name in REMAT:
+        if kind is REMAT:
             results = self._along(called_program(equation), inputs, inner)
             self._end(results, f"{name} returns it")
             return [None] * len(results)
-        if name == "scan":
+        if kind is SCANS:
             return self._scanned(equation, inputs, inner)
         views = [i for i, place in enumerate(inputs) if place]
         if len(views) == 1:
@@ -144,7 +148,7 @@ class Taps(Hook):
             return [tap(bind(equation, inputs)[0], self.zeros[number])]
         if not self._inside(equation):
             return bind(equation, inputs)
-        if equation.primitive.name not in JIT:
+        if not is_jit(equation):
             return None
         inner = self.inside(equation, ())  # in place: nothing is kept from call to call
         results = evaluate(called_program(equation), inputs, inner)

@@ -62,7 +62,7 @@ def bound_as_written(
     if not getattr(jax.config, "jax_remat3", False):
         return None
     if primitive is jax_primitives.name_p:
-        return [checkpoint_name(*inputs, params["name"])]
+        return [checkpoint_name(inputs[0], params["name"])]
     if primitive is not jax_primitives.remat_p or params["differentiated"]:
         return None
     run = jaxpr_as_fun(ClosedJaxpr(params["jaxpr"], ()))

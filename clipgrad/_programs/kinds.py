@@ -194,7 +194,9 @@ def _run_state(x: Any) -> Any:
 
 
 def _partitioned(x: Any) -> Any:
-    return sys.modules[_PARTITIONING].custom_partitioning(lambda x: x)(x)
+    same = sys.modules[_PARTITIONING].custom_partitioning(lambda x: x)
+    same.def_partition(lambda *own: own, sharding_rule="i -> i")
+    return same(x)
 
 
 KINDS: PrimitiveTable[Kind] = PrimitiveTable(
@@ -243,6 +245,13 @@ def kind_of(equation: JaxprEqn) -> Kind | None:
     return None
 
 
+def noun_of(equation: JaxprEqn) -> str:
+    """The word for an equation in messages: the name of its primitive, unless it says nothing."""
+    kind = kind_of(equation)
+    says_nothing = kind is WHILES or high_operation(equation) is not None
+    return kind.noun if kind and says_nothing else equation.primitive.name
+
+
 def is_scan(equation: JaxprEqn) -> bool:
     return kind_of(equation) is SCANS
 
@@ -265,6 +274,22 @@ def is_shard_map(equation: JaxprEqn) -> bool:
 
 def has_custom_rule(equation: JaxprEqn) -> bool:
     return kind_of(equation) is CUSTOM_RULES
+
+
+def has_custom_vjp(equation: JaxprEqn) -> bool:
+    """Whether an equation is a function of `jax.custom_vjp`."""
+    is_own = {"fwd", "bwd"} <= getattr(high_operation(equation), "params", {}).keys()
+    return is_own or equation.primitive is jax_primitives.custom_vjp_call_p
+
+
+def has_own_derivative(equation: JaxprEqn) -> bool:
+    """Whether an equation has a rule, of JAX's or of a user's, that stands in the program."""
+    return kind_of(equation) in (CUSTOM_RULES, LINEAR_SOLVES) or is_linear_part(equation)
+
+
+def is_linear_part(equation: JaxprEqn) -> bool:
+    """Whether an equation is the derivative of a custom rule, before it is transposed."""
+    return equation.primitive is jax_primitives.custom_lin_p
 
 
 def is_linear_solve(equation: JaxprEqn) -> bool:

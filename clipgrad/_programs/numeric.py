@@ -138,7 +138,10 @@ NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
         Numeric(Does.SUMS, is_product=True, overflows=True): _named_by_jax(
             "conv_general_dilated dot_general"
         ),
-        Numeric(Does.SUMS, is_product=True): (TracedOnce("ragged_dot", _ragged_dot, _MATRIX),),
+        Numeric(Does.SUMS, is_product=True): (
+            TracedOnce("ragged_dot", _ragged_dot, _MATRIX),
+            TracedOnce("scaled_dot", lambda x: lax.scaled_dot(x, x), _MATRIX),
+        ),
         Numeric(Does.SOLVES): (
             *_named_by_jax(
                 """cholesky eig eigh hessenberg householder_product lu qr schur svd
