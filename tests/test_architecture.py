@@ -26,9 +26,6 @@ ROOMS = [
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 
 
-# Names that several modules of a folder define on purpose, and no other module.
-
-
 def room(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 

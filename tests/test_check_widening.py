@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import clipgrad._programs as _programs
-from clipgrad._check.float64 import AXIS, Unsupported, Wide
+from clipgrad._check.float64 import AXIS, Unsupported, Wide, held
 from clipgrad._check.subject import make_subject
 from clipgrad._check.witnesses import differentiated, has_rules
 from tests.check_zoo import custom
@@ -58,11 +58,11 @@ def test_integers_and_random_bits_stay_what_they_are():
 
 def test_stopped_values_are_held_at_the_first_row():
     function = lambda x: x * lax.stop_gradient(x)  # noqa: E731
-    widened = Wide(jax.make_jaxpr(lambda xs: [function(xs[0])])([X]))
-    assert widened.stops
-    rows = jnp.stack([X, 2 * X])
-    held = jax.vmap(lambda xs: widened(xs, widened.held()), axis_name=AXIS)([rows])[0]
-    np.testing.assert_allclose(held[1], 2 * X * X, rtol=1e-6)
+    program = jax.make_jaxpr(lambda xs: [function(xs[0])])([X])
+    hook, rows = held(program, is_wide=True), jnp.stack([X, 2 * X])
+    results = jax.vmap(lambda xs: Wide(program)(xs, hook), axis_name=AXIS)([rows])[0]
+    np.testing.assert_allclose(results[1], 2 * X * X, rtol=1e-6)
+    assert held(jax.make_jaxpr(lambda xs: [xs[0] * 2])([X]), is_wide=True) is None
 
 
 def test_a_stripped_program_rounds_as_the_function_does():

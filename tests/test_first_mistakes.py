@@ -311,7 +311,10 @@ PLACES = {
         lambda: cg.clip_grads(GRADS, cg.ClipByNorm),
         r"mean .*ClipByNorm\(\.\.\.\)",
     ),
-    "class in a chain": (chained, r"write the class with its arguments"),
+    "class in a chain": (
+        chained,
+        r"the class of a rule .*write optax\.chain\(clipgrad\.ClipByGlobalNorm",
+    ),
     "class of a threshold": (
         lambda: cg.clip_by_global_norm(cg.PercentileThreshold),
         r"mean an object, PercentileThreshold\(",
