@@ -56,8 +56,9 @@ def diagnose(
         not a finding. If a NaN is made of the inf of an earlier operation, that is the finding.
       * A "vjp" finding is the first operation in backward order whose VJP turns finite cotangents
         into NaN or inf, a "sum" finding a value whose cotangents are finite, but their sum is not.
-        Neither is behind the "value" finding. If a VJP reads NaN or inf from data that is not
-        differentiated, the finding is a "value": the argument, or the operation that computed it.
+        Neither is behind the "value" finding. If a VJP reads NaN or inf from an argument, or from
+        data that is not differentiated, the finding is a "value": the argument, or the operation
+        that computed it.
       * A "grows" or "shrinks" finding is a steady trend of the norms, by layers one of which is
         computed from the other, or by step of a scan, over four orders of magnitude in all: growth
         by at least 1.05 a step, decay by at most 0.6, or a slower decay over thirty orders or until
