@@ -70,7 +70,7 @@ def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callab
 
 
 def asks(rule: Any) -> list[str]:
-    """Which facts of a value, its name and its operation, a function has parameters for.
+    """The facts of a value, its name and its operation, that a function has parameters for.
 
     They are keyword-only; one that `functools.partial` has set already is not asked for.
     """

@@ -5,7 +5,7 @@ from typing import Any
 
 from clipgrad._arrays import Where, check_is_tree, explain_call
 from clipgrad._clip.applied import as_rule, check_no_pairs
-from clipgrad._clip.clipping import Clipped, Part, measured
+from clipgrad._clip.clipping import Clipped, Part, measured_norms
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.rule import check_is_no_rule
 from clipgrad._clip.stats import ClipStats
@@ -73,5 +73,5 @@ def clip_grads(
     check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, batch), rule)")
     check_no_pairs(grads, params)
     rule, part = as_rule(rule, of="gradients"), Part.of(grads, where, nonfinite)
-    clipped = Clipped.by(rule, part, measured(rule, part.before, params), params)
+    clipped = Clipped.by(rule, part, measured_norms(rule, part.before, params), params)
     return clipped.tree, clipped.stats()

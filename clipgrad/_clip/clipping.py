@@ -42,13 +42,13 @@ class Part(NamedTuple):
         return cls(raw, apply_policy(nonfinite, raw), rest)
 
 
-def measured(rule: Any, tree: Any, params: Any) -> list[Any]:
+def measured_norms(rule: Any, tree: Any, params: Any) -> list[Any]:
     """The norms that a rule scales by, or that its threshold adapts to; none if it needs none."""
     is_measured = scales_by_norms(rule) or adaptive_threshold(rule) is not None
     return rule.measure(tree, params) if is_measured else []
 
 
-def scaled(rule: Any, tree: Any, norms: list[Any], params: Any) -> Any:
+def scaled_tree(rule: Any, tree: Any, norms: list[Any], params: Any) -> Any:
     """The tree clipped by a rule that has measured these norms."""
     if rule is None:
         return tree
@@ -67,7 +67,7 @@ class Clipped(NamedTuple):
     @classmethod
     def by(cls, rule: Any, part: Part, norms: list[Any], params: Any) -> "Clipped":
         """The part clipped, by a rule whose thresholds are numbers."""
-        return cls(rule, norms, part, scaled(rule, part.before, norms, params))
+        return cls(rule, norms, part, scaled_tree(rule, part.before, norms, params))
 
     @property
     def tree(self) -> Any:
@@ -138,7 +138,7 @@ def clipped_with_stats(
     rule: Any, tree: Any, params: Any = None, dtype: Any = None
 ) -> tuple[Any, ClipStats]:
     """A clip of a whole tree, and its statistics on this device."""
-    norms = measured(rule, tree, params)
-    after = scaled(rule, tree, norms, params)
+    norms = measured_norms(rule, tree, params)
+    after = scaled_tree(rule, tree, norms, params)
     groups = scaled_groups(rule, tree, after, norms)
     return after, stats_of_groups(tree, after, groups, dtype)

@@ -82,7 +82,7 @@ def apply_gradient_clipping(
       2022,
       https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
     """
-    _check(clipping_type, clipping_threshold, axis)
+    _check_composers(clipping_type, clipping_threshold, axis)
     if isinstance(params, str):
         raise TypeError(f"params: got {params!r}, expected the parameters; write clipping_type=")
     check_no_pairs(grads, params)
@@ -129,7 +129,7 @@ def gradient_clipping(
       MosaicML, Composer: Gradient Clipping, 2022,
       https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
     """
-    _check(clipping_type, clipping_threshold, axis)
+    _check_composers(clipping_type, clipping_threshold, axis)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
@@ -145,7 +145,7 @@ def gradient_clipping(
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _check(clipping_type: Any, clipping_threshold: Any, axis: Any) -> None:
+def _check_composers(clipping_type: Any, clipping_threshold: Any, axis: Any) -> None:
     """Raises an error for arguments that no clip of Composer has."""
     if callable(clipping_threshold) or is_adaptive(clipping_threshold):
         raise TypeError(

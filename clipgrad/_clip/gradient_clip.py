@@ -7,7 +7,7 @@ import optax
 
 from clipgrad._arrays import Where, explain_call, partition, selected
 from clipgrad._clip.applied import as_rule
-from clipgrad._clip.clipping import Clipped, Part, measured
+from clipgrad._clip.clipping import Clipped, Part, measured_norms
 from clipgrad._clip.limits import adaptive_threshold, resolve_schedules
 from clipgrad._clip.nonfinite import check_policy
 from clipgrad._clip.state import (
@@ -92,7 +92,7 @@ def gradient_clip(
         check_state(state, rule, stats)
         active = resolve_schedules(rule, state.count) if needs_state else rule
         part = Part.of(updates, where, nonfinite)
-        norms = measured(active, part.before, params)
+        norms = measured_norms(active, part.before, params)
         if adaptive_threshold(active) is not None:
             active, state = adapted(active, state, norms)
         clipped = Clipped.by(active, part, norms, params)

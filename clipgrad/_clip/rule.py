@@ -128,7 +128,7 @@ class MeasuringRule(ClipRule):
             return False
         names = {**vars(self), **vars(other)}  # a subclass may keep more than the fields
         return all(hasattr(rule, name) for rule in (self, other) for name in names) and all(
-            _is_equal(getattr(self, name), getattr(other, name)) for name in names
+            _is_equal_field(getattr(self, name), getattr(other, name)) for name in names
         )
 
     def __hash__(self) -> int:
@@ -238,7 +238,7 @@ def static(check: Callable[[str, Any], Any] | None = None) -> Any:
     return {"static": True, "check": check}
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def _is_equal_field(a: Any, b: Any) -> bool:
     """Whether two fields of rules are equal; traced arrays are only if they are the same."""
     if a is b:
         return True
@@ -248,7 +248,7 @@ def _is_equal(a: Any, b: Any) -> bool:
         is_number = all(isinstance(x, int | float | np.generic) or is_array(x) for x in (a, b))
         return is_number and np.array_equal(np.asarray(a), np.asarray(b))
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
+        return len(a) == len(b) and all(map(_is_equal_field, a, b))
     return bool(a == b)
 
 

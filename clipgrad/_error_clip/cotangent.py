@@ -99,7 +99,7 @@ def clip_argument(x: Any, rule: Any, probe: ClipStats | None = None) -> Any:
         _check_probe(probe)
     check_tree("x", x)
     check_gradients("x", x)
-    return rules.clip(functools.partial(_clipped, probe), x)
+    return rules.clip(functools.partial(_clip_by_one, probe), x)
 
 
 def clip_of_value(
@@ -109,7 +109,7 @@ def clip_of_value(
     return clip_cotangent(x, for_value(rule, name, operation), probe=probe)
 
 
-def _clipped(probe: ClipStats | None, x: Any, rule: CotangentRule | None) -> Any:
+def _clip_by_one(probe: ClipStats | None, x: Any, rule: CotangentRule | None) -> Any:
     """The value, with its cotangent clipped by one rule."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
     # Python and NumPy numbers have cotangents only where they are watched.

@@ -12,7 +12,7 @@ from clipgrad._errors import warn
 
 
 @functools.cache
-def _transform() -> type:
+def _transform_entry() -> type:
     """The class of the entries that transformations leave in a name stack: JAX has no name for it.
 
     Read when it is first asked for, so that an import needs no form of a name stack.
@@ -42,7 +42,7 @@ def warn_of_own_gradients(program: Any, names: Iterable[str] | None, caller: str
 
 def _transforms(equation: Any) -> frozenset[str]:
     stack = equation.source_info.name_stack.stack
-    return frozenset(entry.name for entry in stack if type(entry) is _transform())
+    return frozenset(entry.name for entry in stack if type(entry) is _transform_entry())
 
 
 @_programs.read_once

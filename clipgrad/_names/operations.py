@@ -1,4 +1,4 @@
-"""What is known of the variables of a program: the names that they have, and what made them."""
+"""Facts of the variables of a program: the names that they have, and what made them."""
 
 from typing import Any
 
@@ -34,10 +34,10 @@ def operations(program: Any) -> frozenset[tuple[Var, str]]:
     What makes a tagged value is the operation before the tag, and what makes the result of a call
     the operation inside; an input of the whole program has none.
     """
-    return frozenset(_found(program, {}).items())
+    return frozenset(_add_operations(program, {}).items())
 
 
-def _found(program: Any, made: dict[Var, str]) -> dict[Var, str]:
+def _add_operations(program: Any, made: dict[Var, str]) -> dict[Var, str]:
     """The operations so far, with those of a program whose inputs are among them."""
     for equation in opened(program)[0].eqns:
         operands = [None if isinstance(a, Literal) else made.get(a, "") for a in equation.invars]
@@ -46,12 +46,14 @@ def _found(program: Any, made: dict[Var, str]) -> dict[Var, str]:
             is_call = kind_of(equation) in _CALLS
             given = operands if is_call else [""] * len(jaxpr.invars)
             made |= zip(jaxpr.invars, (name or "" for name in given), strict=True)
-            _found(jaxpr, made)
-        made |= zip(equation.outvars, _results(equation, operands, made), strict=True)
+            _add_operations(jaxpr, made)
+        made |= zip(equation.outvars, _operations_of_results(equation, operands, made), strict=True)
     return made
 
 
-def _results(equation: JaxprEqn, operands: list[str | None], made: dict[Var, str]) -> list[str]:
+def _operations_of_results(
+    equation: JaxprEqn, operands: list[str | None], made: dict[Var, str]
+) -> list[str]:
     if _is_users_tag(equation):
         return [operands[0] or ""]
     if kind_of(equation) in _CALLS:

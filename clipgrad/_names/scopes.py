@@ -15,14 +15,14 @@ ScopePath = tuple[str, ...]
 # JAX has no public name for the two kinds of entries of a name stack. They are read when they are
 # first asked for, so that an import needs no form of a name stack.
 @functools.cache
-def _scope() -> type:
+def _scope_entry() -> type:
     """The class of the entry of a scope."""
     with jax.named_scope("scope"):
         return type(source_info_util.current_name_stack().stack[-1])
 
 
 @functools.cache
-def _vmap() -> Any:
+def _vmap_entry() -> Any:
     """The entry of `jax.vmap`."""
     with source_info_util.transform_name_stack("vmap"):
         return source_info_util.current_name_stack().stack[-1]
@@ -35,7 +35,7 @@ def path(equation: JaxprEqn) -> ScopePath:
     is two scopes; entries of transformations such as `vmap` are none.
     """
     stack = equation.source_info.name_stack.stack
-    scopes = (e.name for e in stack if type(e) is _scope())
+    scopes = (e.name for e in stack if type(e) is _scope_entry())
     return tuple(segment for name in scopes for segment in name.split("/") if segment)
 
 
@@ -48,7 +48,7 @@ def common_start(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
 
 def is_mapped(equation: JaxprEqn) -> bool:
     """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
-    entries, vmap = equation.source_info.name_stack.stack, _vmap()
+    entries, vmap = equation.source_info.name_stack.stack, _vmap_entry()
     return any(type(entry) is type(vmap) and entry == vmap for entry in entries)
 
 
@@ -56,7 +56,7 @@ def outside_of_scopes(count: int) -> Any:
     """A context without the innermost so many scopes; the transformations in them stay."""
     stack = source_info_util.current_name_stack()
     for i, entry in reversed(list(enumerate(stack.stack))):
-        if count and type(entry) is _scope():
+        if count and type(entry) is _scope_entry():
             segments = [segment for segment in entry.name.split("/") if segment]
             kept = segments[: max(len(segments) - count, 0)]
             count -= len(segments) - len(kept)
@@ -70,7 +70,7 @@ def scope_around(name: str) -> Any:
     stack = source_info_util.current_name_stack()
     place = len(stack)
     for i, entry in reversed(list(enumerate(stack.stack))):
-        if type(entry) is _scope():
+        if type(entry) is _scope_entry():
             if not entry.name.startswith("eqx."):
                 break
             place = i

@@ -85,7 +85,7 @@ def resolved(
             _check_found(given, found, there, caller, wanted, arguments)
         for name in listed if given in patterns else found:
             first = origin.setdefault(name, given)
-            if first in patterns and not _is_same(rules[first], rules[given]):
+            if first in patterns and not _is_same_choice(rules[first], rules[given]):
                 raise ValueError(
                     f"{caller}: got {first!r} and {given!r} with a {wanted.choice} each, "
                     f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
@@ -95,7 +95,7 @@ def resolved(
     return names
 
 
-def _is_same(choice: Any, other: Any) -> bool:
+def _is_same_choice(choice: Any, other: Any) -> bool:
     """Whether two choices are equal; those that can't be compared, as with arrays, are not."""
     try:
         return choice is other or bool(choice == other)

@@ -7,7 +7,6 @@ import os
 import pathlib
 import platform
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 
 from clipgrad._arrays import explain_call
+from clipgrad._errors import warn
 from clipgrad._recorder.files import captures_in, orbax, write
 from clipgrad._recorder.flag import (
     copied_flag,
@@ -203,7 +203,7 @@ class FlightRecorder:
         self._records.append(StepRecord(flag, norms, inputs, numbers, own_state))
         self._newest = held_weakly(leaves, structure)
         if is_first and (warning := warning_of_zeros(state, extra.get("loss"))):
-            warnings.warn(warning, UserWarning, stacklevel=2)
+            warn(warning)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
 
@@ -289,7 +289,7 @@ class FlightRecorder:
         if self.raise_on_halt:
             raise HaltedError(path, message) from cause
         if cause is not None:
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warn(message, RuntimeWarning)
 
     def _written(self, record: StepRecord) -> pathlib.Path:
         if len(captures_in(self.directory)) >= self.max_captures:
