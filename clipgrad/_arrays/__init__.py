@@ -16,7 +16,7 @@ from clipgrad._arrays.calls import argument_name as argument_name
 from clipgrad._arrays.calls import check_arguments as check_arguments
 from clipgrad._arrays.calls import explain_call as explain_call
 from clipgrad._arrays.calls import parameter_names as parameter_names
-from clipgrad._arrays.flat_norms import flat_norms as flat_norms
+from clipgrad._arrays.group_norms import group_norms as group_norms
 from clipgrad._arrays.losses import check_scalar as check_scalar
 from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName
