@@ -102,7 +102,35 @@ def coordinates() -> Figure:
     return figure
 
 
-PICTURES = {"bfloat16": precision, "coordinates": coordinates, "diagnose": where_it_breaks}
+def layers() -> Figure:
+    """The ratios of update to parameters, and the loss, by the code of the page."""
+    program = re.search(
+        r"```python\n(.*?)for i in \(40", (DOCS / "which_layer.md").read_text(), re.S
+    )
+    assert program is not None
+    names: dict[str, Any] = {}
+    exec(program[1], names)
+    losses, ratios = names["losses"], names["ratios"]
+    groups = sorted(ratios[0])
+    rows = jnp.array([[row[group] for row in ratios] for group in groups])
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2])
+    top.plot(losses, color="#0072B2")
+    top.set(ylabel="loss", yscale="log")
+    top.grid(alpha=0.3)
+    image = bottom.imshow(jnp.log10(rows), aspect="auto", cmap="viridis", interpolation="nearest")
+    bottom.set_yticks(range(len(groups)), groups, fontsize=8)
+    bottom.set_xlabel("step")
+    figure.colorbar(image, ax=bottom, label="log10 of update / parameters")
+    return figure
+
+
+PICTURES = {
+    "bfloat16": precision,
+    "coordinates": coordinates,
+    "diagnose": where_it_breaks,
+    "which_layer": layers,
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:

@@ -326,3 +326,131 @@ def test_where_says_what_is_judged():
     grads = {"meta": jnp.array([99.0]), "w": jnp.array([3.0])}
     updates, state = tx.update(grads, tx.init(grads), grads)
     assert state.raw_norm == 3 and updates["meta"] == -99
+
+
+# What is judged: the gradient, the update, or the loss.
+
+
+def judged_by(judge, **options):
+    """Adam of whose updates the norm is the rate, however large the gradient is."""
+    schedule = lambda i: jnp.where(i == 20, 1.0, 0.01) * (1 + 0.01 * jnp.cos(1.0 * i))  # noqa: E731
+    inner = optax.chain(optax.scale_by_sign(), optax.scale_by_learning_rate(schedule))
+    options = SMALL | options
+    return cg.skip_spikes(inner, judge=judge, **options)
+
+
+def judged_run(judge, jump, steps=24, **options):
+    """What is skipped in a run whose gradient, update or loss jumps in step 20."""
+    tx = judged_by(judge, **options)
+    inner_step = jnp.arange(steps)
+
+    def step(carried, i):
+        grads = jnp.array([3.0, 4.0]) * (1 + 0.1 * jnp.cos(1.0 * i))
+        value = 2.0 + 0.1 * jnp.sin(1.0 * i)
+        grads = jnp.where((i == 20) & (jump == 0), 1e4, 1.0) * grads
+        value = jnp.where((i == 20) & (jump == 2), 1e4, value)
+        # The count of the schedule stands still in a step that is skipped.
+        _, state = tx.update(grads, carried, grads, value=value)
+        return state, state
+
+    return jax.lax.scan(step, tx.init(jnp.zeros(2)), inner_step)[1]
+
+
+JUDGED = ["gradient", "update", "loss"]
+
+
+@pytest.mark.parametrize("judge", JUDGED)
+def test_the_jump_of_what_is_judged_is_skipped_and_no_other(judge):
+    run = jax.jit(lambda jump: judged_run(judge, jump))
+    for jump, name in enumerate(JUDGED):
+        states = run(jump)
+        # The update jumps in every run, by its schedule.
+        jumps = name == judge or judge == "update"
+        assert states.skipped[20] == jumps and not states.skipped[:20].any(), name
+        assert (states.judged is None) == (judge == "gradient")
+        number = states.raw_norm if judge == "gradient" else states.judged
+        np.testing.assert_array_equal(states.skipped, number > states.limit)
+    past = np.asarray(number[4:20], np.float64)
+    limit = past.mean() + 6 * max(past.std(), abs(past.mean()) / 100)
+    np.testing.assert_allclose(states.limit[20], limit, rtol=1e-5)
+
+
+LOSSES = {
+    "positive": lambda noise: 2 + noise,
+    "negative": lambda noise: -50 + noise,
+    "around zero": lambda noise: noise - 0.5,
+    "constant": lambda noise: 3 + 0 * noise,
+    "large": lambda noise: 1e30 * (2 + noise),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_any_sign_has_a_limit(name):
+    values = LOSSES[name](np.random.default_rng(0).uniform(size=40))
+    values[30] += 100 * max(1.0, np.abs(values[:30]).max())
+    tx = cg.skip_spikes(optax.sgd(1.0), judge="loss", **SMALL)
+
+    def step(state, value):
+        _, state = tx.update(jnp.ones(2), state, value=value)
+        return state, (state.skipped, state.limit)
+
+    skipped, limits = jax.jit(lambda x: jax.lax.scan(step, tx.init(jnp.ones(2)), x)[1])(
+        np.float32(values)
+    )
+    np.testing.assert_array_equal(np.flatnonzero(skipped), [30])
+    past = values[14:30]
+    limit = past.mean() + 6 * max(past.std(), abs(past.mean()) / 100)
+    np.testing.assert_allclose(limits[30], limit, rtol=1e-4)
+
+
+@pytest.mark.parametrize("judge", JUDGED)
+@pytest.mark.parametrize("halt", [False, True, "spike"])
+def test_an_update_that_is_not_finite_is_skipped_before_it_spoils_anything(halt, judge):
+    """Adam of a zero gradient in float16 is 0 / 0."""
+    tx = cg.skip_spikes(optax.adam(1e-3), halt=halt, judge=judge)
+    step = cg.train_step(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["v"]), tx)
+    params = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(2, jnp.float16)}
+    state, metrics = step(step.init(params), jnp.array([0.0, 1.0], jnp.float16))
+    assert_same(state.params, params)
+    assert metrics["skipped"] and np.isfinite(metrics["skip_spikes"]["raw_norm"])
+    assert metrics["skipped_consecutive"] == metrics["nonfinite_consecutive"] == 1
+    assert state.opt_state.spike_count == 0
+    if halt:
+        assert state.opt_state.halted and state.opt_state.halted_at == 0
+        flags = {path: bool(x) for path, x in state.opt_state.nonfinite_leaves.items()}
+        assert flags == {"w": True, "v": False}
+        resumed = cg.resume(state)
+        assert not resumed.opt_state.halted
+    if judge == "update":
+        assert np.isnan(metrics["skip_spikes"]["judged"])
+
+
+@pytest.mark.parametrize("judge", JUDGED)
+def test_multi_steps_and_lbfgs_may_be_inside_whatever_is_judged(judge):
+    multi = cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), 2), judge=judge)
+    step = cg.train_step(lambda w, x: jnp.sum(w * x), multi)
+    state = step.init(jnp.zeros(2))
+    for value in (1.0, jnp.nan, 1.0):
+        state, _ = step(state, jnp.full(2, value))
+    np.testing.assert_array_equal(state.params, [-1.0, -1.0])
+    newton = cg.train_step(
+        lambda w, x: jnp.sum((w - x) ** 2), cg.skip_spikes(optax.lbfgs(), judge=judge)
+    )
+    state = newton.init(jnp.zeros(2))
+    for _ in range(3):
+        state, metrics = newton(state, jnp.array([1.0, 2.0]))
+    assert not metrics["skipped"] and metrics["loss"] < 1e-4
+
+
+def test_what_is_judged_wrongly_is_an_error():
+    with pytest.raises(ValueError, match="judge: got 'norm', expected one of 'gradient', 'update'"):
+        cg.skip_spikes(optax.sgd(1.0), judge="norm")
+    tx = cg.skip_spikes(optax.sgd(1.0), judge="loss", max_norm=-3.0)
+    state = tx.init(jnp.ones(2))
+    for value, got in ((None, "none"), (jnp.ones(2), r"float32\[2\]")):
+        with pytest.raises(ValueError, match=rf'value: got {got} with judge="loss", .*value=loss'):
+            tx.update(jnp.ones(2), state, value=value)
+    assert tx.update(jnp.ones(2), state, value=-2.0)[1].skipped
+    assert not tx.update(jnp.ones(2), state, value=-4.0)[1].skipped
+    for value in (jnp.nan, jnp.inf):
+        assert tx.update(jnp.ones(2), state, value=value)[1].skipped

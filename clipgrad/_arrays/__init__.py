@@ -13,7 +13,7 @@ are summed in float32, in float64 if a leaf is float64.
 
 from clipgrad._arrays.by_leaf import for_each as for_each
 from clipgrad._arrays.calls import explain_call as explain_call
-from clipgrad._arrays.flat_norms import flat_norms as flat_norms
+from clipgrad._arrays.group_norms import group_norms as group_norms
 from clipgrad._arrays.losses import check_scalar as check_scalar
 from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName

@@ -6,15 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from clipgrad._arrays import (
     AxisName,
     Where,
-    flat_norms,
+    group_norms,
     is_clippable,
     is_none,
-    largest,
     path_string,
     selected,
 )
@@ -60,50 +58,21 @@ class LeafGroups:
         return {group: () if n is None else (n,) for group, n in pairs}
 
     def norms(self, trees: Sequence[Sequence[jax.Array]], axis_name: AxisName) -> dict[str, Any]:
-        """For each group its norm in each of some trees, whose measured leaves these are.
-
-        Of all of them there is one pass, and one array of norms of leaves, which small gathers add
-        up: XLA compiles a formula of a thousand numbers slowly.
-        """
+        """For each group its norms in each of some trees, whose measured leaves these are."""
         leaves = [leaf for tree in trees for leaf in tree]
-        axes = [None if n is None else tuple(range(1, x.ndim)) for x, n in self._with_layers(trees)]
-        flat = flat_norms(leaves, axes, axis_name)
-        flat = jnp.concatenate([flat, jnp.zeros(1, flat.dtype)])
-        rows, results, start = _root_of_squares(flat, self._places(len(trees))), {}, 0
-        for group, shape in self.shapes.items():
-            stop = start + (shape[0] if shape else 1)
-            results[group] = [row[start:stop].reshape(shape) for row in rows]
-            start = stop
-        return results
+        axes = [None if n is None else tuple(range(1, x.ndim)) for x, n in self._layered(trees)]
+        each = len(self.groups)
+        places = [
+            [i + k * each for i, name in enumerate(self.groups) if name == group]
+            for group in self.shapes
+            for k in range(len(trees))
+        ]
+        found = group_norms(leaves, axes, places, axis_name)
+        count = len(trees)
+        return {name: found[i * count : (i + 1) * count] for i, name in enumerate(self.shapes)}
 
-    def _with_layers(self, trees: Sequence[Sequence[jax.Array]]) -> list[tuple[Any, int | None]]:
+    def _layered(self, trees: Sequence[Sequence[jax.Array]]) -> list[tuple[jax.Array, int | None]]:
         return [pair for tree in trees for pair in zip(tree, self.layers, strict=True)]
-
-    def _places(self, count: int) -> np.ndarray:
-        """For each norm of a group, in each of so many trees, the places of the leaves' norms.
-
-        Rows that are shorter than the longest end with the place behind the last norm.
-        """
-        sizes = [1 if n is None else n for n in self.layers]
-        starts = np.cumsum([0, *sizes])
-        rows: list[list[int]] = []
-        for group, shape in self.shapes.items():
-            own = [i for i, name in enumerate(self.groups) if name == group]
-            rows += [[int(starts[i]) + k for i in own] for k in range(shape[0] if shape else 1)]
-        total, longest = int(starts[-1]), max(map(len, rows), default=0)
-        table = np.full((count, len(rows), longest), count * total)
-        for tree in range(count):
-            for i, row in enumerate(rows):
-                table[tree, i, : len(row)] = np.array(row) + tree * total
-        return table
-
-
-def _root_of_squares(norms: jax.Array, places: np.ndarray) -> jax.Array:
-    """For each row of places the root of the sum of the squares of some norms, in any range."""
-    members = norms[places]
-    most = largest(members, -1)
-    unit = jnp.where(jnp.isfinite(most) & (most > 0), most, 1)
-    return jnp.sqrt(jnp.sum(jnp.square(members / unit[..., None]), axis=-1)) * unit
 
 
 def _shown(tree: Any, paths: Sequence[Any]) -> list[str]:

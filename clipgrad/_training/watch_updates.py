@@ -104,7 +104,7 @@ def watch_updates(
         group has leaves with other layers than the rest; by ``update``, without parameters.
 
     Guarantees:
-      * Updates and the inner state are those of the optimizer, bit by bit.
+      * Updates and the inner state are those of the optimizer.
       * NaN and inf are not hidden. A norm neither overflows nor underflows; it is float32, float64
         if a leaf is. The ratio of parameters that are all 0 is 0.
       * The structure, the shapes and the dtypes of the state never change, and a scan can carry it.
