@@ -27,7 +27,7 @@ _OF_PARTS = 0.05  # how much a part of a name counts where the whole name is fou
 _SATURATION, _LENGTH, _AVERAGE = 1.2, 0.7, 150
 
 
-class Found(NamedTuple):
+class PageLine(NamedTuple):
     """A place in a page: the section, and the line of the page that has most of the words."""
 
     page: str
@@ -49,7 +49,7 @@ class Section(NamedTuple):
     counts: collections.Counter[str]
 
 
-def search(words: str) -> list[Found]:
+def search(words: str) -> list[PageLine]:
     """The places where some of these words are, the best first; at most two of a page."""
     sections = _all_sections()
     frequency = collections.Counter(word for section in sections for word in _vocabulary(section))
@@ -101,7 +101,7 @@ def _score(section: Section, wanted: dict[str, float]) -> float:
     return total * (there / sum(wanted.values())) ** 2 if there else 0.0
 
 
-def _place(section: Section, wanted: dict[str, float]) -> Found:
+def _place(section: Section, wanted: dict[str, float]) -> PageLine:
     """The section with its line that has most of what is wanted, the heading if none has any."""
 
     def weight(line: str) -> float:
@@ -110,7 +110,7 @@ def _place(section: Section, wanted: dict[str, float]) -> Found:
 
     best = max(range(len(section.lines)), key=lambda i: (weight(section.lines[i]), -i))
     text = textwrap.shorten(section.lines[best].strip(" |#"), _WIDTH, placeholder=" ...")
-    return Found(section.page, section.heading, section.first + best, text)
+    return PageLine(section.page, section.heading, section.first + best, text)
 
 
 @functools.cache
