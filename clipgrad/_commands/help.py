@@ -5,7 +5,7 @@ from typing import Any
 
 from clipgrad._arrays import nearest
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._commands.search import Found, search
+from clipgrad._commands.search import PageLine, search
 from clipgrad._errors import docs_pages, docs_text
 
 _MOST = 8  # places that are listed
@@ -21,7 +21,7 @@ def add_help_parser(subparsers: Any) -> None:
 
 def run_help(options: argparse.Namespace) -> int:
     words, pages = " ".join(options.words), docs_pages()
-    if page := _named(words, list(pages)):
+    if page := _page_of(words, list(pages)):
         print(docs_text(pages[page]))
     elif words:
         _print_found(words, search(words)[:_MOST])
@@ -32,13 +32,13 @@ def run_help(options: argparse.Namespace) -> int:
     return PASSED
 
 
-def _named(name: str, pages: list[str]) -> str | None:
+def _page_of(name: str, pages: list[str]) -> str | None:
     """The page of this name, with its folder or without."""
     same = [page for page in pages if name in (page, page.rpartition("/")[2])]
     return min(same, key=lambda page: page.count("/"), default=None)
 
 
-def _print_found(words: str, places: list[Found]) -> None:
+def _print_found(words: str, places: list[PageLine]) -> None:
     if not places:
         raise UsageError(
             f"page: got {words!r}, which is not a page; {nearest(words, docs_pages())}"

@@ -22,11 +22,12 @@ _STOP = frozenset(
 _IN_HEADING, _IN_TITLE, _IN_WORDS, _IN_TEXT = 6.0, 5.0, 5.0, 2.2
 # Where the text of a section holds a word often, and is long (Robertson and Zaragoza, The
 # Probabilistic Relevance Framework: BM25 and Beyond, 2009).
+_LEAST = 5  # letters that words have in common, for one that is nowhere
 _OF_PARTS = 0.05  # how much a part of a name counts where the whole name is found
 _SATURATION, _LENGTH, _AVERAGE = 1.2, 0.7, 150
 
 
-class Found(NamedTuple):
+class PageLine(NamedTuple):
     """A place in a page: the section, and the line of the page that has most of the words."""
 
     page: str
@@ -48,7 +49,7 @@ class Section(NamedTuple):
     counts: collections.Counter[str]
 
 
-def search(words: str) -> list[Found]:
+def search(words: str) -> list[PageLine]:
     """The places where some of these words are, the best first; at most two of a page."""
     sections = _all_sections()
     frequency = collections.Counter(word for section in sections for word in _vocabulary(section))
@@ -66,11 +67,11 @@ def search(words: str) -> list[Found]:
 
 def _wanted(words: str, frequency: collections.Counter[str], sections: int) -> dict[str, float]:
     """The weight of each word of a question, by how rare it is; its parts if it is nowhere."""
-    asked = [word for word in re.findall(r"[^\s,;:?!()\[\]{}\"'`=]+", words.lower()) if word]
-    asked = [word for word in asked if word not in _STOP] or asked
+    asked = re.findall(r"[^\s,;:?!()\[\]{}\"'`=]+", words)
+    asked = [word for word in asked if word.lower() not in _STOP] or asked
     wanted: dict[str, float] = {}
     for word in asked:
-        forms = [form for form in _forms(word) if frequency[form]]
+        forms = [form for form in _forms(word) if frequency[form]] or _alike(word, frequency)
         whole = next((form for form in forms if form in _wholes(word)), None)
         for form in forms:
             share = 1.0 if whole in (None, form) else _OF_PARTS
@@ -79,21 +80,28 @@ def _wanted(words: str, frequency: collections.Counter[str], sections: int) -> d
     return wanted
 
 
+def _alike(word: str, frequency: collections.Counter[str]) -> list[str]:
+    """The words that begin as this one does, but for its last letters."""
+    start = _stem(word)[: -(len(word) // 3)]
+    return [form for form in frequency if len(start) >= _LEAST and form.startswith(start)]
+
+
 def _score(section: Section, wanted: dict[str, float]) -> float:
     length = 1 - _LENGTH + _LENGTH * section.counts.total() / _AVERAGE
-    total = 0.0
+    total = there = 0.0
     for word, weight in wanted.items():
         count = section.counts[word]
+        there += weight * (word in _vocabulary(section))
         total += weight * (
             _IN_HEADING * (word in section.in_heading)
             + _IN_TITLE * (word in section.in_title)
             + _IN_WORDS * (word in section.in_words)
             + _IN_TEXT * count / (count + _SATURATION * length)
         )
-    return total
+    return total * (there / sum(wanted.values())) ** 2 if there else 0.0
 
 
-def _place(section: Section, wanted: dict[str, float]) -> Found:
+def _place(section: Section, wanted: dict[str, float]) -> PageLine:
     """The section with its line that has most of what is wanted, the heading if none has any."""
 
     def weight(line: str) -> float:
@@ -102,7 +110,7 @@ def _place(section: Section, wanted: dict[str, float]) -> Found:
 
     best = max(range(len(section.lines)), key=lambda i: (weight(section.lines[i]), -i))
     text = textwrap.shorten(section.lines[best].strip(" |#"), _WIDTH, placeholder=" ...")
-    return Found(section.page, section.heading, section.first + best, text)
+    return PageLine(section.page, section.heading, section.first + best, text)
 
 
 @functools.cache
@@ -144,8 +152,8 @@ def _headings(lines: Sequence[str]) -> list[int]:
     return found
 
 
-def _vocabulary(section: Section) -> set[str]:
-    return {*section.counts, *section.in_heading, *section.in_title, *section.in_words}
+def _vocabulary(section: Section) -> frozenset[str]:
+    return section.in_heading | section.in_title | section.in_words | section.counts.keys()
 
 
 def _words(line: str) -> tuple[str, ...]:
