@@ -78,3 +78,13 @@ def test_complex_gradients_follow_jax():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     real = cg.numerical_grad(lambda z: jnp.abs(z) ** 2, (z,), wrt=0)
     np.testing.assert_allclose(real, jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z), rtol=1e-5)
+
+
+def test_what_is_left_out_of_the_numerical_gradient_is_none():
+    args = ({"w": np.float32([1.0, 2.0]), "b": np.float32([3.0])}, np.float32(2.0))
+    fun = lambda p, x: x * jnp.sum(p["w"] ** 2) + jnp.sum(p["b"])  # noqa: E731
+    for wrt in ("!b", ("!b",), ("**", "!b")):
+        params, x = cg.numerical_grad(fun, args, wrt=wrt)
+        np.testing.assert_allclose(params["w"], [4.0, 8.0], rtol=1e-5)
+        assert params["b"] is None and x.shape == ()
+    np.testing.assert_allclose(cg.numerical_grad(fun, args, wrt="w"), [4.0, 8.0], rtol=1e-5)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._arrays import check_arguments, explain_call, parameter_names
+from clipgrad._arrays import check_arguments, explain_call, leaves_out, parameter_names
 from clipgrad._check import vectors
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
@@ -44,9 +44,11 @@ def numerical_grad(
       fun: the function; it takes and returns any trees of arrays.
       args: the tuple of its positional arguments.
       wrt: the inputs to differentiate with respect to: the position or name of an argument gives
-        its tree, the path of a leaf such as ``params/w`` gives its array, several give a tuple.
-        None gives the tuple of all arguments. Leaves that are not floats become None.
-      output: which outputs to sum: a position, key or path in the result of ``fun``; None for all.
+        its tree, a pattern such as ``params/w`` gives the array of the leaf that it selects, or of
+        several a tree; several of these give a tuple. None gives the tuple of all arguments, and
+        with ``!`` what is left out becomes None, as do leaves that are not floats.
+      output: which outputs to sum: a position, key or pattern in the result of ``fun``; None for
+        all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.
       delta: an absolute step; Paddle's default is 0.005.
@@ -74,7 +76,7 @@ def numerical_grad(
     """
     check_arguments(fun, args)
     require_delta(delta)
-    if isinstance(wrt, (list, tuple)):
+    if isinstance(wrt, (list, tuple)) and not any(map(leaves_out, wrt)):
         return tuple(
             numerical_grad(fun, args, wrt=w, output=output, cotangent=cotangent, delta=delta)
             for w in wrt
