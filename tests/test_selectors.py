@@ -111,11 +111,11 @@ def test_other_ways_to_leave_out_are_answered_with_the_pattern(text):
 
 def test_the_last_that_matches_decides():
     flags = {"a": [True, True, False], "!b": [False, True, False], "c": [False, True, True]}
-    assert decided(["a"], flags.get, 3) == [True, True, False]
-    assert decided(["a", "!b"], flags.get, 3) == [True, False, False]
-    assert decided(["!b", "a"], flags.get, 3) == [True, True, True]
-    assert decided(["!b", "c"], flags.get, 3) == [True, True, True]
-    assert decided([], flags.get, 3) == [False, False, False]
+    assert decided(["a"], flags.__getitem__, 3) == [True, True, False]
+    assert decided(["a", "!b"], flags.__getitem__, 3) == [True, False, False]
+    assert decided(["!b", "a"], flags.__getitem__, 3) == [True, True, True]
+    assert decided(["!b", "c"], flags.__getitem__, 3) == [True, True, True]
+    assert decided([], flags.__getitem__, 3) == [False, False, False]
 
 
 def test_variables_of_flax_are_selected_with_and_without_their_box():

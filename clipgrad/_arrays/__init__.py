@@ -53,8 +53,8 @@ from clipgrad._arrays.patterns import decided as decided
 from clipgrad._arrays.patterns import is_pattern as is_pattern
 from clipgrad._arrays.patterns import leaves_out as leaves_out
 from clipgrad._arrays.patterns import matches as matches
+from clipgrad._arrays.patterns import pattern_text as pattern_text
 from clipgrad._arrays.patterns import prefix_of as prefix_of
-from clipgrad._arrays.patterns import shown as shown
 from clipgrad._arrays.patterns import without_sign as without_sign
 from clipgrad._arrays.ranges import root_of_sums as root_of_sums
 from clipgrad._arrays.ranges import stacked_sums as stacked_sums

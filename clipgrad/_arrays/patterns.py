@@ -21,7 +21,7 @@ Patterns = Pattern | Sequence[Pattern]
 _OF_EXPRESSIONS = frozenset("^$()[]{}+?\\|")
 _LOOKAHEAD = re.compile(r"\^?\(\?!(?:\.\*|\^|/)*(?P<word>[\w/.*-]+?)(?:\.\*|\$|/)*\)(?:\.\*|\$)*")
 _EXCLUSION = re.compile(r"(?:[~-]|(?:not|no|except|exclude|all but) )\s*(?P<word>.+)")
-Entry = TypeVar("Entry")
+Chooser = TypeVar("Chooser")
 
 
 def are_patterns(value: Any) -> TypeGuard[Patterns]:
@@ -47,7 +47,7 @@ def is_pattern(text: Pattern) -> bool:
 
 
 def decided(
-    patterns: Sequence[Entry], flags_of: Callable[[Entry], Sequence[bool]], count: int
+    patterns: Sequence[Chooser], flags_of: Callable[[Chooser], Sequence[bool]], count: int
 ) -> list[bool]:
     """For each of several things whether it is chosen: the last pattern that matches decides."""
     chosen = [bool(patterns) and leaves_out(patterns[0])] * count
@@ -108,7 +108,7 @@ def _instead_of(text: str) -> str:
 
 
 def advice(pattern: Pattern) -> str:
-    """What to write instead of a pattern that matches nothing; "" if nothing is known."""
+    """A hint for a pattern that matches nothing; "" if none is known."""
     excluded = _EXCLUSION.fullmatch(pattern) if isinstance(pattern, str) else None
     if excluded is None:
         return ""
@@ -116,7 +116,7 @@ def advice(pattern: Pattern) -> str:
     return f'; for all but {word} write "!{word}", or re.compile("^(?!.*{word})")'
 
 
-def shown(pattern: Pattern) -> str:
+def pattern_text(pattern: Pattern) -> str:
     """The text of a pattern."""
     return pattern if isinstance(pattern, str) else pattern.pattern
 

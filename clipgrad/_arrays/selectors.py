@@ -15,8 +15,8 @@ from clipgrad._arrays.patterns import (
     are_patterns,
     check_pattern,
     decided,
+    pattern_text,
     selects,
-    shown,
     without_sign,
 )
 from clipgrad._arrays.trees import check_tree, is_clippable, is_none, parts_below, with_paths
@@ -66,7 +66,7 @@ def no_match(pattern: Pattern, there: Sequence[str], name: str) -> ValueError:
     """The error for a pattern that selects no leaf."""
     return ValueError(
         f"{name}: got {pattern!r}, expected one that selects a leaf; "
-        f"{nearest(shown(pattern), there)}{advice(pattern)}"
+        f"{nearest(pattern_text(pattern), there)}{advice(pattern)}"
     )
 
 

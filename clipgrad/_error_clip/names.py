@@ -1,5 +1,6 @@
 """The names of the variables inside of a function, and the rules for them."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ from clipgrad._clip import as_rule, is_rule
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._names import Names, names_of
 
-Rules = Mapping[str, Callable[..., Any] | None]
+_Rule = Callable[..., Any] | None
+Rules = Mapping[str, _Rule] | Mapping[re.Pattern, _Rule] | Mapping[Pattern, _Rule]
 
 
 @explain_call()
@@ -110,10 +112,10 @@ def checked_rules(rules: Any, prefix: Any = "", argument: str = "rules") -> dict
         )
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: got {prefix!r}, expected a string to put before each name")
-    return {_below(prefix, name): rule_of_variable(rule) for name, rule in rules.items()}
+    return {_after_prefix(prefix, name): rule_of_variable(rule) for name, rule in rules.items()}
 
 
-def _below(prefix: str, pattern: Pattern) -> Pattern:
+def _after_prefix(prefix: str, pattern: Pattern) -> Pattern:
     """A name or a pattern with a prefix before it."""
     if isinstance(pattern, str):
         return f"!{prefix}{pattern[1:]}" if leaves_out(pattern) else prefix + pattern

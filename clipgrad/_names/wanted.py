@@ -10,7 +10,7 @@ from clipgrad._arrays import (
     leaves_out,
     matches,
     nearest,
-    shown,
+    pattern_text,
     without_sign,
 )
 from clipgrad._errors import first_few
@@ -138,7 +138,7 @@ def _check_found(
         raise ValueError(
             f"{caller}: got {name!r}, expected a name that is tagged in this function, or the "
             f"path of a module in it (NNX and Equinox: in a model among its arguments); "
-            f"{nearest(shown(name), there)}; {instead}"
+            f"{nearest(pattern_text(name), there)}; {instead}"
         )
     got = f"{caller}: got {name!r}, which {'tags' if own[0].kind == 'tag' else 'names'}"
     closed = next(filter(None, map(wanted.barrier, own)), None)
