@@ -365,7 +365,7 @@ def inputs(key):
 @every_clip
 @every_kind
 def test_the_state_has_one_structure(name, kind, key):
-    tx = CLIPS[name](made(kind), where="bias|conv", stats="per_leaf")
+    tx = CLIPS[name](made(kind), where=("bias", "conv"), stats="per_leaf")
     jax.eval_shape(functools.partial(scan, tx), *inputs(key))
 
 

@@ -112,3 +112,13 @@ def test_a_donated_argument_is_an_error_that_says_what_to_pass():
         cg.numerical_grad(square, (jnp.ones(2), jnp.ones(2)))
     with pytest.raises(cg.GradCheckError, match=text):
         cg.check_grads(square, (jnp.ones(2), jnp.ones(2)))
+
+
+def test_what_is_left_out_of_the_numerical_gradient_is_none():
+    args = ({"w": np.float32([1.0, 2.0]), "b": np.float32([3.0])}, np.float32(2.0))
+    fun = lambda p, x: x * jnp.sum(p["w"] ** 2) + jnp.sum(p["b"])  # noqa: E731
+    for wrt in ("!b", ("!b",), ("**", "!b")):
+        params, x = cg.numerical_grad(fun, args, wrt=wrt)
+        np.testing.assert_allclose(params["w"], [4.0, 8.0], rtol=1e-5)
+        assert params["b"] is None and x.shape == ()
+    np.testing.assert_allclose(cg.numerical_grad(fun, args, wrt="w"), [4.0, 8.0], rtol=1e-5)

@@ -139,12 +139,13 @@ TREE = {
 @pytest.mark.parametrize(
     "where, error, match",
     [
-        (lambda tree: False, ValueError, "where: got a mask, expected one"),
+        (lambda tree: False, TypeError, "where: got False from the function, expected a mask"),
+        ({"layer": False, "head": False}, ValueError, "where: got a mask, expected one"),
         ({"layer": True}, ValueError, "where: got a mask of the structure .* expected a prefix"),
         ([True, False], ValueError, "where: got a mask of the structure .* expected a prefix"),
         ({"layer": 1, "head": 0}, TypeError, "where: got [01] of type int in the mask"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_a_wrong_where_is_refused(where, error, match):
     with pytest.raises(error, match=match):

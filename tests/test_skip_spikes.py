@@ -322,7 +322,7 @@ def test_the_training_step_says_what_was_skipped():
 
 
 def test_where_says_what_is_judged():
-    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, where="^(?!meta)")
+    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, where="!meta")
     grads = {"meta": jnp.array([99.0]), "w": jnp.array([3.0])}
     updates, state = tx.update(grads, tx.init(grads), grads)
     assert state.raw_norm == 3 and updates["meta"] == -99

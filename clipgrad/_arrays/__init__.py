@@ -1,9 +1,9 @@
 """Arrays in pytrees: which leaves there are, and how large they are.
 
 Each leaf has a path, such as ``layers/0/kernel``. A leaf is clipped if it is floating or complex;
-all others pass through. One function selects leaves: by a tree of booleans, a function, or an
-expression on paths. Calls such as ``check_grads(fun, args)`` are read here, too, and the keywords
-of other libraries are answered with those of this one.
+all others pass through. One function selects leaves: by a tree of booleans, a function, or patterns
+of paths, whose language is in ``patterns.py``. Calls such as ``check_grads(fun, args)`` are read
+here, too, and the keywords of other libraries are answered with those of this one.
 
 Sums and norms neither overflow nor underflow, on any device and sharding. A norm is a root divided
 by a power of two. In the ordinary range the power is 1, and the root is that of a plain sum of
@@ -47,6 +47,15 @@ from clipgrad._arrays.numbers import with_real_dtype as with_real_dtype
 from clipgrad._arrays.overwritten import overwrite as overwrite
 from clipgrad._arrays.overwritten import split_overwritten as split_overwritten
 from clipgrad._arrays.overwritten import zeros_for as zeros_for
+from clipgrad._arrays.patterns import Pattern as Pattern
+from clipgrad._arrays.patterns import check_pattern as check_pattern
+from clipgrad._arrays.patterns import decided as decided
+from clipgrad._arrays.patterns import is_pattern as is_pattern
+from clipgrad._arrays.patterns import leaves_out as leaves_out
+from clipgrad._arrays.patterns import matches as matches
+from clipgrad._arrays.patterns import pattern_text as pattern_text
+from clipgrad._arrays.patterns import prefix_of as prefix_of
+from clipgrad._arrays.patterns import without_sign as without_sign
 from clipgrad._arrays.ranges import root_of_sums as root_of_sums
 from clipgrad._arrays.ranges import stacked_sums as stacked_sums
 from clipgrad._arrays.ranges import sums_of_norm as sums_of_norm
@@ -54,10 +63,9 @@ from clipgrad._arrays.ranges import three_squares as three_squares
 from clipgrad._arrays.reductions import Axes as Axes
 from clipgrad._arrays.reductions import reduced_together as reduced_together
 from clipgrad._arrays.selectors import Where as Where
-from clipgrad._arrays.selectors import matches as matches
+from clipgrad._arrays.selectors import leaves_selected as leaves_selected
 from clipgrad._arrays.selectors import nearest as nearest
 from clipgrad._arrays.selectors import selected as selected
-from clipgrad._arrays.selectors import selects as selects
 from clipgrad._arrays.selectors import unboxed as unboxed
 from clipgrad._arrays.sums_in_range import sums_and_nonfinite as sums_and_nonfinite
 from clipgrad._arrays.trees import check_concrete as check_concrete

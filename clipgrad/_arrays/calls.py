@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from clipgrad._arrays.selectors import all_but
 from clipgrad._arrays.trees import described
 from clipgrad._arrays.user_functions import fits, parameter_names, whole_tuple_of
 
@@ -59,7 +58,7 @@ ELSEWHERE = {name: words.split() for name, words in _WORDS.items()}
 # Keywords whose value is another one here, with the keyword that they stand for.
 _VALUES = {
     "error_if_nonfinite": ("nonfinite", lambda value: '"error"' if value else '"propagate"'),
-    "exclude": ("where", lambda value: repr(all_but(value)) if isinstance(value, str) else "..."),
+    "exclude": ("where", lambda value: repr(f"!{value}") if isinstance(value, str) else "..."),
 }
 # A rule that has a field, and the clip of it, for calls with the field instead of a rule.
 _RULES = {

@@ -117,10 +117,10 @@ def check_grads(
       fun: the function, of any trees of arrays, to any tree of arrays.
       args: the tuple of its positional arguments: the point.
       kwargs: its keyword arguments; their arrays are checked too.
-      wrt: which inputs to check: an argument's position or name, a path such as ``params/w`` or a
-        regular expression on such paths, or several of these; None for all.
+      wrt: which inputs to check: an argument's position or name, a pattern of leaves such as
+        ``params/w``, ``blocks/*/kernel`` or ``!head``, or several of these; None for all.
       no_grad: which inputs to leave out, written the same way.
-      output: which outputs to check: a position, key or path, or several; None for all.
+      output: which outputs to check: a position, key or pattern, or several; None for all.
       order: 2 to check the second derivative as well, the VJP of the VJP.
       mode: "auto" looks at single elements where rule and plain AD are apart, and at the rest
         together; "full" moves every element by itself.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._arrays import check_arguments, explain_call, parameter_names
+from clipgrad._arrays import check_arguments, explain_call, leaves_out, parameter_names
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu
 from clipgrad._check.options import require_delta
@@ -55,10 +55,12 @@ def numerical_grad(
       args: the tuple of its positional arguments.
       kwargs: its keyword arguments.
       wrt: the inputs to differentiate with respect to: the position or name of an argument gives
-        its tree, the path of a leaf such as ``params/w`` gives its array, several give a tuple.
-        None gives the tuple of all positional arguments, or where there are none the dictionary of
-        ``kwargs``. Leaves that are not floats become None.
-      output: which outputs to sum: a position, key or path in the result of ``fun``; None for all.
+        its tree, a pattern such as ``params/w`` gives the array of the leaf that it selects, or of
+        several a tree; several of these give a tuple. None gives the tuple of all positional
+        arguments, or where there are none the dictionary of ``kwargs``; with ``!`` what is left out
+        becomes None, as do leaves that are not floats.
+      output: which outputs to sum: a position, key or pattern in the result of ``fun``; None for
+        all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.
       delta: an absolute step; Paddle's default is 0.005.
@@ -87,7 +89,7 @@ def numerical_grad(
     """
     check_arguments(fun, args, kwargs)
     require_delta(delta)
-    if isinstance(wrt, (list, tuple)):
+    if isinstance(wrt, (list, tuple)) and not any(map(leaves_out, wrt)):
         options = {"output": output, "cotangent": cotangent, "delta": delta}
         return tuple(numerical_grad(fun, args, kwargs, wrt=w, **options) for w in wrt)
     kwargs = dict(kwargs or {})

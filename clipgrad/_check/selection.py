@@ -1,4 +1,4 @@
-"""The leaves of a tree that an expression means: a position, a name, a path, or several."""
+"""The leaves of a tree that a selector means: a position, a name, a pattern, or several."""
 
 import operator
 import re
@@ -7,9 +7,16 @@ from typing import Any
 
 import jax
 
-from clipgrad._arrays import nearest, path_string, selects
+from clipgrad._arrays import (
+    Pattern,
+    decided,
+    leaves_selected,
+    nearest,
+    path_string,
+    without_sign,
+)
 
-Selector = int | str | Sequence[int | str]
+Selector = int | Pattern | Sequence[int | Pattern]
 
 
 def leaf_names(tree: Any, root: str) -> list[str]:
@@ -27,40 +34,37 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     """Return the positions in `paths` that a selector means.
 
     Args:
-      selector: positions, names, or paths such as `params/w`; several in a sequence. A path
-        from the root means every leaf at or below it; failing that, an expression means what it
-        does for the clips: whole segments of a path, or a regular expression that is searched.
+      selector: positions, names, or patterns such as `params/w`; of several in a sequence the last
+        that matches decides, and `!` leaves out. A path from the root means every leaf at or below
+        it; failing that, a pattern means what it does for the clips.
       paths: simple leaf paths; a leaf with several spellings separates them by `|`.
       word: the name of the selector's parameter, for errors.
     """
-    one = isinstance(selector, str) or getattr(selector, "ndim", None) == 0
-    several: Any = selector if isinstance(selector, Iterable) and not one else [selector]
-    chosen: set[int] = set()
-    for expression in several:
-        found = _matches(expression, paths, word)
-        if not found:
-            there = nearest(str(expression), [path.replace("|", " or ") for path in paths], 20)
-            raise ValueError(
-                f"{word}: got {expression!r}, expected one that selects a floating-point leaf; "
-                f"{there}"
-            )
-        chosen |= found
-    return chosen
+    one = isinstance(selector, Pattern) or getattr(selector, "ndim", None) == 0
+    several: Any = list(selector) if isinstance(selector, Iterable) and not one else [selector]
+    flags = decided(several, lambda each: _matches(each, paths, word), len(paths))
+    return {k for k, flag in enumerate(flags) if flag}
 
 
-def _matches(expression, paths: Sequence[str], word: str) -> set[int]:
-    is_position: Any = hasattr(expression, "__index__") and not isinstance(expression, bool)
-    if not is_position and not isinstance(expression, str):
+def _matches(selector: Any, paths: Sequence[str], word: str) -> list[bool]:
+    """For each path whether a selector matches it, which may leave it out."""
+    is_position: Any = hasattr(selector, "__index__") and not isinstance(selector, bool)
+    if not is_position and not isinstance(selector, Pattern):
         raise TypeError(
-            f"{word}: got {expression!r}, expected a position (int), a name or a path (str)"
+            f"{word}: got {selector!r}, expected a position (int), a name or a pattern (str)"
         )
-    text = _simple(expression) if isinstance(expression, str) else str(operator.index(expression))
-    spellings = [(k, name) for k, path in enumerate(paths) for name in path.split("|")]
-    found = {k for k, name in spellings if f"{name}/".startswith(f"{text}/")}
-    if found or is_position:
-        return found
-    flags = selects(text, [name for _, name in spellings], word)
-    return {k for (k, _), flag in zip(spellings, flags, strict=True) if flag}
+    spellings, labels = [path.split("|") for path in paths], [p.replace("|", " or ") for p in paths]
+    own: Pattern = str(operator.index(selector)) if is_position else without_sign(selector)  # type: ignore
+    if isinstance(own, str):
+        own = _simple(own)
+        at_root = [any(f"{p}/".startswith(f"{own}/") for p in each) for each in spellings]
+        if any(at_root):
+            return at_root
+    if not is_position:
+        return leaves_selected(own, spellings, labels, word)
+    raise ValueError(
+        f"{word}: got {selector!r}, expected one that selects a leaf; {nearest(str(own), labels)}"
+    )
 
 
 def _simple(path: str) -> str:

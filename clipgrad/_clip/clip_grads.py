@@ -36,10 +36,11 @@ def clip_grads(
       rule: a `ClipRule`, a function of the tree, or ``None``: off.
       params: the parameters, for rules that need them (`AdaptiveClip`).
       where: which leaves are clipped: a tree of booleans that is a prefix of ``grads``, a function
-        from the tree to one, or an expression on paths such as ``"layers/0/kernel"``; ``None``:
-        all. An expression that is whole segments of a path selects the leaves at or below it:
-        ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a regular
-        expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
+        from the tree to one, or patterns of paths; ``None``: all. ``"kernel"`` selects the leaves
+        at or below this segment, such as ``"layers/0/kernel"`` and not ``"layers/0/out_kernel"``;
+        ``"layers/*/kernel"`` one in each layer; ``"!head"`` all but the head. Of several,
+        ``("layers", "!bias")``, the last that matches decides. A `re.Pattern` is searched in the
+        paths.
       nonfinite: ``"propagate"``; ``"zero"``: NaN and inf become 0 before anything is measured;
         ``"error"``: raise and name the leaves.
 

@@ -4,7 +4,7 @@ import collections
 import re
 from collections.abc import Sequence
 
-from clipgrad._arrays import nearest
+from clipgrad._arrays import check_pattern, nearest, prefix_of
 
 
 class Renamed:
@@ -17,7 +17,7 @@ class Renamed:
 
     def __call__(self, name: str) -> str:
         for pattern, wanted in self.rules:
-            if found := _prefix(pattern, name):
+            if found := prefix_of(pattern, name):
                 texts = found.groups() if "*" in wanted else ()
                 for text in texts:
                     wanted = re.sub(r"\*+", lambda _, text=text: text, wanted, count=1)
@@ -25,7 +25,7 @@ class Renamed:
                 self._found.setdefault(pattern, set()).add(renamed)
                 return renamed
         for pattern in self.patterns:
-            if found := _prefix(pattern, name):
+            if found := prefix_of(pattern, name):
                 return pattern + name[found.end() :]
         return name
 
@@ -33,6 +33,7 @@ class Renamed:
         """Raise `ValueError` for an expression that fits no name, or leads to none."""
         for pattern, wanted in self.rules:
             if pattern not in self._found:
+                check_pattern(pattern, "names")
                 raise ValueError(
                     f"names: got {pattern!r}, expected the path of a value in fun, or a "
                     f"pattern of it; {nearest(pattern, here)}"
@@ -42,15 +43,6 @@ class Renamed:
                     f"names: got {wanted!r} for {pattern!r}, expected the path of a value in "
                     f"other; {nearest(wanted, there)}"
                 )
-
-
-def _prefix(pattern: str, name: str) -> re.Match | None:
-    """Match whole segments at the start of a name: ``*`` within one, ``**`` any number of them."""
-    parts = re.split(r"(\*\*|\*)", pattern)
-    regex = "".join(
-        "(.*)" if part == "**" else "([^/]*)" if part == "*" else re.escape(part) for part in parts
-    )
-    return re.match(f"{regex}(?=/|$)", name)
 
 
 def same_leaves(own: Sequence[str], other: Sequence[str]) -> dict[int, int]:

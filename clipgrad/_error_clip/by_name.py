@@ -36,8 +36,9 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$.
 
     In a pattern ``*`` stands for any text within a segment, ``**`` for any number of segments, as
-    in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. An exact name overrides a pattern, and a
-    tag overrides a module of the same name.
+    in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``; ``"!head"`` is for all names but this
+    one, or leaves out what the patterns before it match; a `re.Pattern` is searched in the names.
+    An exact name overrides a pattern, and a tag overrides a module of the same name.
 
     Guarantees:
       * The result is bit-identical to the result of ``fun``, with its structure, weak types and

@@ -1,16 +1,18 @@
 """The names of the variables inside of a function, and the rules for them."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import clipgrad._arrays as _arrays
 import clipgrad._programs as _programs
-from clipgrad._arrays import described, explain_call
+from clipgrad._arrays import Pattern, described, explain_call, leaves_out
 from clipgrad._clip import as_rule, is_rule
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._names import Names, names_of
 
-Rules = Mapping[str, Callable[..., Any] | None]
+_Rule = Callable[..., Any] | None
+Rules = Mapping[str, _Rule] | Mapping[re.Pattern, _Rule] | Mapping[Pattern, _Rule]
 
 
 @explain_call()
@@ -101,9 +103,9 @@ def check_call(fun: Any, args: Any, kwargs: Any) -> None:
     _arrays.check_arguments(fun, args, kwargs)
 
 
-def checked_rules(rules: Any, prefix: Any = "", argument: str = "rules") -> dict[str, Any]:
+def checked_rules(rules: Any, prefix: Any = "", argument: str = "rules") -> dict[Any, Any]:
     """The rules with the prefix before their names; `TypeError` for what is not a mapping."""
-    if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+    if not isinstance(rules, Mapping) or not all(isinstance(name, Pattern) for name in rules):
         shown = repr(rules) if isinstance(rules, str) or is_rule(rules) else described(rules)
         raise TypeError(
             f"{argument}: got {shown}, expected a mapping from names to rules, such as "
@@ -112,7 +114,19 @@ def checked_rules(rules: Any, prefix: Any = "", argument: str = "rules") -> dict
         )
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: got {prefix!r}, expected a string to put before each name")
-    return {prefix + name: rule_of_variable(rule) for name, rule in rules.items()}
+    return {_after_prefix(prefix, name): rule_of_variable(rule) for name, rule in rules.items()}
+
+
+def _after_prefix(prefix: str, pattern: Pattern) -> Pattern:
+    """A name or a pattern with a prefix before it."""
+    if isinstance(pattern, str):
+        return f"!{prefix}{pattern[1:]}" if leaves_out(pattern) else prefix + pattern
+    if prefix:
+        raise ValueError(
+            f"prefix: got {prefix!r} with {pattern!r}, expected names or patterns in text with a "
+            "prefix; write it into the re.Pattern"
+        )
+    return pattern
 
 
 def rule_of_variable(rule: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 import clipgrad._names as _names
 import clipgrad._programs as _programs
-from clipgrad._arrays import check_tree, described, explain_call, is_array, loss_and_aux
+from clipgrad._arrays import Pattern, check_tree, described, explain_call, is_array, loss_and_aux
 from clipgrad._clip import ClipStats
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
 from clipgrad._error_clip.names import Rules, check_function, checked_rules, program_of
@@ -43,7 +43,7 @@ def value_and_grad_with_stats(
     has_aux: bool = False,
     *,
     error_clip: Rules | None = None,
-    watch: Iterable[str] | None = None,
+    watch: Iterable[Pattern] | None = None,
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, and also returns statistics of the cotangents of named variables.
 
@@ -104,7 +104,7 @@ def with_stats(
     argnums: Any,
     has_aux: bool,
     rules: dict[str, Any],
-    watch: Iterable[str] | None,
+    watch: Iterable[Pattern] | None,
     value_and_grad: Callable[..., Any],
     caller: str,
 ) -> Callable[..., Any]:

@@ -3,7 +3,17 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._arrays import matches, nearest, with_paths
+from clipgrad._arrays import (
+    Pattern,
+    check_pattern,
+    is_pattern,
+    leaves_out,
+    matches,
+    nearest,
+    pattern_text,
+    with_paths,
+    without_sign,
+)
 from clipgrad._errors import first_few
 from clipgrad._names.attribute_names import flax_nnx
 from clipgrad._names.scopes import common_start
@@ -66,20 +76,28 @@ Resolved = dict[str, Chosen]
 
 
 def resolved(
-    program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted, arguments: Any = ()
+    program: Any, rules: Mapping[Any, Any], caller: str, wanted: Wanted, arguments: Any = ()
 ) -> Resolved:
     """The rule of each name of a program that these names and patterns are, or match.
 
-    What is written out wins over a pattern. An error says which one matches nothing, or nothing
-    that can be reached, or is the name of a leaf of the arguments.
+    What is written out wins over a pattern, and a pattern with ``!`` leaves out what those before
+    it match; if it is the first of them, it is for all other names. An error says which one matches
+    nothing, or nothing that can be reached, or is the name of a leaf of the arguments.
     """
     there = sites_by_name(program)
-    patterns = {pattern for pattern in rules if pattern not in there and "*" in pattern}
+    patterns = [pattern for pattern in rules if pattern not in there and is_pattern(pattern)]
     names: Resolved = {}
-    origin: dict[str, str] = {}
+    origin: dict[str, Pattern] = {}
     for given in sorted(rules, key=patterns.__contains__):
-        is_own = matches if given in patterns else str.__eq__
-        found = {name: sites for name, sites in there.items() if is_own(given, name)}
+        found = _meant(given, there, patterns)
+        if given in patterns and leaves_out(given):
+            _check_found(given, found, there, caller, wanted._replace(has=lambda site: True))
+            for name in found.keys() & {name for name in names if origin[name] in patterns}:
+                del names[name], origin[name]
+            if given != next(iter(rules)):
+                _check_after_a_pattern(given, patterns, caller)
+                continue
+            found = {name: sites for name, sites in there.items() if name not in found}
         listed = [name for name, sites in found.items() if wanted.lists(sites)]
         if given not in patterns or not listed:
             _check_found(given, found, there, caller, wanted, arguments)
@@ -103,26 +121,46 @@ def _is_same_choice(choice: Any, other: Any) -> bool:
         return False
 
 
+def _meant(
+    given: Pattern, there: dict[str, Sites], patterns: Sequence[Pattern]
+) -> dict[str, Sites]:
+    """The names that one written out or a pattern means, or that a pattern leaves out."""
+    if given not in patterns:
+        return {name: sites for name, sites in there.items() if name == given}
+    own = without_sign(given)
+    return {name: sites for name, sites in there.items() if matches(own, name)}
+
+
+def _check_after_a_pattern(given: Pattern, patterns: Sequence[Pattern], caller: str) -> None:
+    """Refuses a pattern that leaves out of nothing: names that are written out stay."""
+    if given == patterns[0]:
+        raise ValueError(
+            f"{caller}: got {given!r} after names alone, expected it after a pattern, such as "
+            '"**", that it leaves out of, or first, where it is for all other names'
+        )
+
+
 def _check_found(
-    name: str,
+    name: Pattern,
     found: dict[str, Sites],
     there: dict[str, Sites],
     caller: str,
     wanted: Wanted,
-    arguments: Any,
+    arguments: Any = (),
 ) -> None:
     """Raises an error unless what a name or a pattern matches can be clipped or watched."""
     own = [site for sites in found.values() for site in sites]
     if not own:
+        check_pattern(name, caller)
         instead = (
             "* stands for any text within a segment, ** for any number of segments"
-            if "*" in name
+            if is_pattern(name)
             else f"tag a variable with x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
         )
         raise ValueError(
             f"{caller}: got {name!r}, expected a name that is tagged in this function, or the "
             f"path of a module in it (NNX and Equinox: in a model among its arguments); "
-            f"{nearest(name, there)}; {instead}{_of_leaf(name, arguments)}"
+            f"{nearest(pattern_text(name), there)}; {instead}{_of_leaf(name, arguments)}"
             f"{'' if there else _of_merged(caller)}"
         )
     got = f"{caller}: got {name!r}, which {'tags' if own[0].kind == 'tag' else 'names'}"
@@ -137,7 +175,7 @@ def _check_found(
     _check_has(got, own, wanted)
 
 
-def _of_leaf(name: str, arguments: Any) -> str:
+def _of_leaf(name: Pattern, arguments: Any) -> str:
     """A hint for the name of a parameter, which is no name of a value inside of the function."""
     paths = [path for path, _ in with_paths(arguments)]
     if not any(f"/{name}/" in f"/{path}/" for path in paths):
@@ -224,7 +262,7 @@ def checked_watch(watch: Any) -> dict[str, Any] | None:
     if watch is None:
         return None
     names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else None
-    if names is None or not all(isinstance(name, str) for name in names):
+    if names is None or not all(isinstance(name, Pattern) for name in names):
         raise TypeError(
             f'watch: got {watch!r}, expected names such as ["h"], or None for all names'
         )

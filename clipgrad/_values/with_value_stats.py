@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import clipgrad._programs as _programs
-from clipgrad._arrays import explain_call
+from clipgrad._arrays import Pattern, explain_call
 from clipgrad._compat import varying_axes
 from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
@@ -23,7 +23,7 @@ from clipgrad._names import (
 from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
-Watch = Iterable[str] | Mapping[str, int | None] | None
+Watch = Iterable[Pattern] | Mapping[str, int | None] | Mapping[Pattern, int | None] | None
 _OF_VALUES = "with_value_stats"
 
 
