@@ -109,6 +109,20 @@ def test_numbers_that_the_batch_does_not_have_are_refused(size, tmp_path):
         recorder.record(state, 7, step=range(size))
 
 
+def test_a_training_that_begins_anew_is_captured_too(tmp_path):
+    step = cg.train_step(lambda p, x: jnp.sum(jnp.log(p * x)), TX)
+    recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
+    for bad in (None, 0):
+        state = step.init(jnp.ones(()))
+        for i in range(5):
+            batch = np.full(2, 0.0 if i == bad else i + 1.0, np.float32)
+            state, _ = step(state, batch)
+            recorder.record(state, batch)
+    recorder.close()
+    found = cg.load_capture(*recorder.captures)
+    assert found.step == 0 and not found.batch.any()
+
+
 # A flag of the loop's own.
 
 

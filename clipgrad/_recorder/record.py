@@ -48,16 +48,22 @@ class StepRecord:
     def place(self) -> int | None:
         """The place of the bad step among the recorded ones; None: it is none of them."""
         flag, count, bad = self.flag, self.numbers.count, self.bad_step
-        taken = flag.count if self.before is None else flag.count - self.before
+        taken = flag.count if self._taken is None else self._taken
         if bad is None or flag.microbatch or taken < count or bad < flag.count - count:
             return None
         return bad - (flag.count - count)
 
     @property
+    def _taken(self) -> int | None:
+        """The steps since the last record; None if it is the first, or counts began anew."""
+        is_known = self.before is not None and self.before <= self.flag.count
+        return self.flag.count - self.before if is_known else None
+
+    @property
     def may_be_stacked(self) -> bool:
         """Whether the batch may be one batch, or one for each of several steps: nothing says."""
-        taken = 1 if self.before is None else self.flag.count - self.before
-        is_one = self.numbers.is_stacked or taken < 2
+        taken = self._taken or 1
+        is_one = self.numbers.is_stacked or taken == 1
         return not is_one and _has_leading_axis(self.inputs["batch"], taken)
 
 
