@@ -30,12 +30,12 @@ THOUSANDTH = 1e-3
 LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
 CONSTANT = 8.0  # roundings that constants which are rounded apart may make of a formula
 DISPUTES = (
-    "; plain AD has the gradient of the rule there, and the function has other slopes: where it is "
-    "not meant to be differentiated, choose another point"
+    "; disputed: plain AD has the gradient of the rule there, and the function, which is smooth, has "
+    "other slopes: where it is not meant to be differentiated, choose another point"
 )
 OF_JAX = (
-    "; JAX's derivative of its own operations is wrong there, the function is smooth and has other "
-    "slopes: choose another point, or write a rule"
+    "; disputed: JAX's derivative of its own operations is wrong there, the function is smooth and "
+    "has other slopes: choose another point, or write a rule"
 )
 STAIRCASE = (
     "; the function is flat there (piecewise constant?), so slopes cannot judge a straight-through "

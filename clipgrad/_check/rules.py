@@ -1,6 +1,7 @@
 """The derivative rules of a function: where they are written, and which of them is wrong."""
 
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.witnesses import Witness
 from clipgrad._names import Location, is_users
 
-JAX_FOLDER = os.path.dirname(jax.__file__ or "")
+# Files whose rules are no user's.
+NOT_NAMED = os.path.dirname(jax.__file__ or ""), str(pathlib.Path(__file__).parents[1])
+NOTEBOOK = "ipykernel_"  # in the name of a file that a cell is run from
 MOST_RULES = 8  # rules that are left out one by one
 SHARE = 0.1  # of what a gradient is wrong by that leaving out one rule must change
 
@@ -31,12 +34,18 @@ def rule_of(equation: JaxprEqn) -> Any:
 
 
 def line_of_rule(equation: JaxprEqn) -> str:
-    """The line where a rule is written, or else its function; "" of a rule of JAX's own."""
+    """The line where a rule is written, or else its function; "" of a rule of JAX or this library.
+
+    Of a notebook it is the line of a cell.
+    """
     program = _programs.opened(_programs.called_program(equation))[0]
     for info in (getattr(rule_of(equation), "debug_info", None), program.debug_info):
         file, line = getattr(info, "func_filename", None), getattr(info, "func_lineno", None)
-        if info is not None and file and line and not file.startswith(JAX_FOLDER):
-            return f"{info.func_name} ({Location(file, line, None)})"
+        if info is None or not file or not line:
+            continue
+        if is_users(file) or not file.startswith(NOT_NAMED):
+            place = f"line {line} of its cell" if NOTEBOOK in file else Location(file, line, None)
+            return f"{info.func_name} ({place})"
     return ""
 
 

@@ -83,7 +83,8 @@ class Search:
 
     def run(self, full: bool = False) -> "Search":
         """Look at suspects one by one, and at the rest together or, in `full`, one by one too."""
-        if self._point.of.evaluation.is_half:
+        is_paddles = self._log.options.max_relative_error is not None  # of each element by itself
+        if self._point.of.evaluation.is_half and not is_paddles:
             return self._in_half_precision()
         suspects = self._suspects()
         if len(suspects):
