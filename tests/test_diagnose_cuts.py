@@ -139,7 +139,7 @@ def at_one_step(p, x):
 
 
 SOME = frozenset(
-    """integers_in_a_scan index_that_is_gathered codebook flags empty_slice exponent_of_one
+    """integers_in_a_scan index_that_is_gathered flags empty_slice exponent_of_one
     divisor_that_overflows at_each_step_of_a_carry at_one_step""".split()
 )
 ROWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.exhaustive) for n in CUTS]
@@ -211,8 +211,9 @@ def test_a_constant_that_is_not_finite_is_no_argument(constant):
 
 
 @pytest.mark.parametrize("inner, name", [
-    (lambda y: jnp.sqrt(jnp.abs(y)), "sqrt"), (lambda y: jnp.linalg.norm(y, axis=-1), "norm"),
-    (lambda y: jnp.log(jnp.abs(y)) ** 2, "log"),
+    (lambda y: jnp.sqrt(jnp.abs(y)), "sqrt"),
+    pytest.param(lambda y: jnp.linalg.norm(y, axis=-1), "norm", marks=pytest.mark.exhaustive),
+    pytest.param(lambda y: jnp.log(jnp.abs(y)) ** 2, "log", marks=pytest.mark.exhaustive),
 ], ids=["sqrt", "norm", "log"])  # fmt: skip
 def test_an_inner_gradient_names_the_operation_of_the_user(inner, name):
     def loss(w, x):
