@@ -59,6 +59,13 @@ FOUND_BY = {
         "flax; Linen; NNX; TrainState; nnx.Optimizer; Haiku; dm-haiku; Equinox; Keras; Keras 3;"
         " training step; training loop",
     ),
+    "which_layer": (
+        "See which layer of a JAX model learns, stands still or explodes while it trains: norms of "
+        "gradients, parameters and updates by module, in optax, flax NNX, Linen and Equinox.",
+        "which layer explodes; which layer; live; update norm; update ratio; update-to-weight "
+        "ratio; parameter norm; norm per layer; training dynamics; wandb.watch; watch_updates; "
+        "UpdateNorms; dead layer; layer that stands still",
+    ),
     "recipes": (
         "Gradient clipping with LoRA, frozen parameters, optax.MultiSteps and gradient "
         "accumulation, dynamic loss scaling in float16, and mixed precision with bfloat16; "
