@@ -116,7 +116,7 @@ def layers() -> Figure:
     figure = Figure(figsize=(8, 4), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2])
     top.plot(losses, color="#0072B2")
-    top.set(ylabel="loss", yscale="log")
+    top.set(ylabel="loss", ylim=(0, 3))
     top.grid(alpha=0.3)
     image = bottom.imshow(jnp.log10(rows), aspect="auto", cmap="viridis", interpolation="nearest")
     bottom.set_yticks(range(len(groups)), groups, fontsize=8)

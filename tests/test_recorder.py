@@ -283,14 +283,14 @@ def test_a_capture_says_that_the_optimizer_made_it_and_replays_it(tmp_path):
     step = cg.train_step(linear, cg.skip_spikes(optax.adam(1e-3), halt=True), donate=False)
     params = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(2, jnp.float16)}
     state, recorder = step.init(params), cg.FlightRecorder(tmp_path)
-    match = "step 2: the gradient was finite, and the optimizer made an update of 'w' that is not; "
+    match = "step 0: the gradient was finite, and the optimizer made an update of 'w' that is not; "
     with pytest.raises(cg.HaltedError, match=match) as raised:
-        for x in ([1, 1], [1, 2], [0, 1], [1, 1]):
+        for x in ([0, 1], [1, 1], [1, 1]):
             state, _ = step(state, batch := jnp.array(x, jnp.float16))
             recorder.record(state, batch)
         recorder.close()
     found = cg.load_capture(raised.value.path)
-    assert "an update of 'w'" in found.meta["optimizer"] and found.step == 2
+    assert "an update of 'w'" in found.meta["optimizer"] and found.step == 0
     diagnosed = cg.diagnose(linear, found.args)
     assert diagnosed.ok and "the optimizer made an update of 'w'" in str(diagnosed)
     again, metrics = step(cg.resume(found.restore(state, "state")), found.batch)

@@ -431,6 +431,57 @@ def test_an_optimizer_may_be_differentiated():
     np.testing.assert_allclose(jax.grad(after)(jnp.array([1.0, 2.0])), [0.8, 0.6], rtol=1e-6)
 
 
+# ---- a run that diverges by one layer: the ratio names it long before the loss doubles
+
+
+def diverging(sick, steps=180):
+    """The losses and the ratios of blocks, of which one has a rate that never stops to grow."""
+    keys = jax.random.split(jax.random.key(0), 20)
+    matrix = lambda i, rows, columns: jax.random.normal(keys[i], (rows, columns)) / rows**0.5  # noqa: E731
+    blocks = [
+        {"up": matrix(2 * i + 1, 16, 16), "down": 0.3 * matrix(2 * i + 2, 16, 16)} for i in range(6)
+    ]
+    params = {"emb": matrix(0, 8, 16), "blocks": blocks, "head": matrix(15, 16, 1)}
+    xs = jax.random.normal(keys[16], (steps, 64, 8))
+    noise = 0.5 * jax.random.normal(keys[17], (steps, 64, 1))
+
+    def loss(params, batch):
+        h = batch[0] @ params["emb"]
+        for block in params["blocks"]:
+            h = h + jnp.tanh(h @ block["up"]) @ block["down"]
+        return jnp.mean((h @ params["head"] - batch[1]) ** 2)
+
+    def label(path, _):
+        return "late" if f"[{sick}]" in jax.tree_util.keystr(path) else "all"
+
+    late = optax.adam(lambda i: 3e-3 * 1.05 ** jnp.maximum(i - 40, 0))
+    rates = {"all": optax.adam(3e-3), "late": late}
+    rate_of = lambda params: jax.tree.map_with_path(label, params)  # noqa: E731
+    tx = cg.watch_updates(optax.chain(cg.clip_by_global_norm(1.0), optax.partition(rates, rate_of)))
+    step = cg.train_step(loss, tx)
+
+    def one(state, batch):
+        state, metrics = step(state, batch)
+        return state, (metrics["loss"], {n: x.ratio for n, x in metrics["updates"].items()})
+
+    batches = (xs, jnp.sin(xs.sum(-1, keepdims=True)) + noise)
+    return jax.jit(lambda params: jax.lax.scan(one, step.init(params), batches)[1])(params)
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("sick", [3, 1])
+def test_the_ratio_names_the_layer_that_diverges_twenty_steps_before_the_loss_doubles(sick):
+    losses, ratios = jax.device_get(diverging(sick))
+    rows = np.array([ratios[name] for name in ratios])
+    loudest = np.array(list(ratios))[rows.argmax(0)]
+    stands_out = rows.max(0) > 4 * np.median(rows, axis=0)
+    smooth = np.convolve(losses, np.ones(5) / 5, "valid")
+    doubled = np.flatnonzero(smooth[20:] > 2 * np.minimum.accumulate(smooth)[20:])[0] + 20
+    named = np.flatnonzero(stands_out[20:])[0] + 20
+    assert loudest[named] == f"blocks/{sick}" and doubled - named >= 20, (named, doubled)
+    assert set(loudest[:doubled][stands_out[:doubled]]) == {f"blocks/{sick}"}
+
+
 # ---- bad input, and every argument
 
 WRONG = {
@@ -440,7 +491,7 @@ WRONG = {
     "by a function of numbers": (
         {"by": len},
         TypeError,
-        "by: got 13 from it for 'blocks/attn/b', expected",
+        "by: got 13 from it for 'blocks/attn/b'",
     ),
     "stacked nothing": ({"stacked": "layers"}, ValueError, "stacked: got 'layers', expected one"),
     "stacked a part": (

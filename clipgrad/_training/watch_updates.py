@@ -30,8 +30,8 @@ class UpdateNorms(NamedTuple):
 
     Example:
       >>> import clipgrad as cg
-      >>> print(cg.types.UpdateNorms(grad=30.0, param=10.0, update=0.01).ratio)
-      0.001
+      >>> print(cg.types.UpdateNorms(grad=30.0, param=8.0, update=0.5).ratio)
+      0.0625
     """
 
     grad: jax.Array
