@@ -1,5 +1,6 @@
 """Pictures of pages, drawn anew: python docs/pictures.py, or some of them by their names."""
 
+import json
 import pathlib
 import re
 import sys
@@ -125,8 +126,38 @@ def layers() -> Figure:
     return figure
 
 
+# Okabe and Ito's colors, which color-blind readers can tell apart.
+COLORS = {
+    "no clip": "#000000",
+    "norm": "#0072B2",
+    "value": "#E69F00",
+    "adaptive": "#009E73",
+    "adaptive, not the last layer": "#CC79A7",
+}
+
+
+def convolutions() -> Figure:
+    """The accuracy of each clip by learning rate, at the best threshold for it, from the sweep."""
+    tasks = json.loads((DOCS / "which_clip.json").read_text())["tasks"]
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, size in zip(panels, ("large", "small"), strict=True):
+        for way, found in tasks[f"convolutions, {size} batches"]["ways"].items():
+            best: dict[float, float] = {}
+            for run in found["sweep"]:
+                mean = sum(x or 0.0 for x in run["accuracy"]) / len(run["accuracy"])
+                best[run["rate"]] = max(mean, best.get(run["rate"], 0.0))
+            panel.plot([*best], [*best.values()], marker="o", color=COLORS[way], label=way)
+        panel.set(xscale="log", ylim=(0, 1), title=f"{size} batches", xlabel="learning rate")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("accuracy of unseen digits")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
 PICTURES = {
     "bfloat16": precision,
+    "convolutions": convolutions,
     "coordinates": coordinates,
     "diagnose": where_it_breaks,
     "which_layer": layers,

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -117,6 +118,38 @@ def test_a_message_names_the_title_of_a_page_and_the_command_that_prints_it():
     sources = "".join(path.read_text() for path in (ROOT / "clipgrad").rglob("*.py"))
     named = set(re.findall(r"docs_page\([\"'](\w+)[\"']\)", sources))
     assert named and all(map(docs_title, named))
+
+
+# The measured tasks of which_clip.md
+
+MEASURED = json.loads((DOCS / "which_clip.json").read_text())["tasks"]
+# The columns of its two tables, as the file has them.
+WAYS = ["no clip", "norm", "error clip", "error clip + norm", "auto norm", "fixed"]
+CLIPS_OF_CONVOLUTIONS = ["no clip", "norm", "value", "adaptive", "adaptive, not the last layer"]
+
+
+def measured(way, metric):
+    """The median of a way to train, where NaN is worst; a star if all have reached the goal."""
+    worst = -np.inf if metric == "accuracy" else np.inf
+    middle = np.median([worst if value is None else value for value in way["metrics"][metric]])
+    shown = f"{middle:.3g}" if np.isfinite(middle) else "NaN"
+    return shown + " *" * all(way["metrics"]["reached"])
+
+
+def test_the_tables_of_measured_tasks_are_those_of_the_file():
+    shown = {row[0].split(":")[0]: row[1:] for row in rows("which_clip.md", "task")}
+    assert len(shown) == 10
+    for name, cells in shown.items():
+        task = MEASURED[name]
+        ways = [task["ways"].get(way) for way in WAYS]
+        ways[-1] = ways[-1] or task["ways"].get("truncated plus norm")
+        assert cells == [measured(way, task["metric"]) if way else "" for way in ways], name
+
+
+def test_the_table_of_convolutions_is_that_of_the_file():
+    for size, *cells in rows("which_clip.md", "batches"):
+        ways = MEASURED[f"convolutions, {size.split()[0]} batches"]["ways"]
+        assert cells == [measured(ways[way], "accuracy") for way in CLIPS_OF_CONVOLUTIONS]
 
 
 NEEDS = {"loss": lambda w: w, "h": jnp.ones(2), "rule": cg.ClipByValue(1.0)}
