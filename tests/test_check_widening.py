@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import clipgrad._programs as _programs
-from clipgrad._check.float64 import AXIS, Unsupported, Wide
+from clipgrad._check.float64 import AXIS, Unsupported, Wide, held
 from clipgrad._check.subject import make_subject
 from clipgrad._check.witnesses import differentiated, has_rules
 from tests.check_zoo import custom
@@ -56,13 +56,16 @@ def test_integers_and_random_bits_stay_what_they_are():
         wide(bits)
 
 
-def test_stopped_values_are_held_at_the_first_row():
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_stopped_values_are_held_at_the_first_row(is_wide):
     function = lambda x: x * lax.stop_gradient(x)  # noqa: E731
-    widened = Wide(jax.make_jaxpr(lambda xs: [function(xs[0])])([X]))
-    assert widened.stops
+    program = jax.make_jaxpr(lambda xs: [function(xs[0])])([X])
+    hook = held(program, is_wide)
+    assert hook is not None and held(jax.make_jaxpr(jnp.sin)(X), is_wide) is None
     rows = jnp.stack([X, 2 * X])
-    held = jax.vmap(lambda xs: widened(xs, widened.held()), axis_name=AXIS)([rows])[0]
-    np.testing.assert_allclose(held[1], 2 * X * X, rtol=1e-6)
+    run = lambda xs: _programs.evaluate(program, xs, hook)  # noqa: E731
+    found = jax.vmap(run, axis_name=AXIS)([rows])[0]
+    np.testing.assert_allclose(found[1], 2 * X * X, rtol=1e-6)
 
 
 def test_a_stripped_program_rounds_as_the_function_does():
