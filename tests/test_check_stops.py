@@ -118,11 +118,15 @@ UNTESTED = {
     "in a branch that is not taken": lambda f: (
         lambda x: lax.cond(jnp.sum(x) > 100, f, lambda x: jnp.tanh(x), x)
     ),
+    "in another branch than its twin": lambda f: lambda x: lax.switch(0, [sine(1.0), f], x),
     "with cotangents of zero": lambda f: lambda x: 0 * f(x) + x,
     "of a result that is not used": lambda f: lambda x: jnp.where(x > -9, x, f(x)),
 }
 TESTED = {
     "alone": lambda f: f,
+    "in one of two branches": lambda f: (
+        lambda x: lax.cond(jnp.sum(x) < 100, f, lambda x: f(2 * x), x)
+    ),
     "in a branch that is taken": lambda f: lambda x: lax.cond(jnp.sum(x) < 100, f, jnp.tanh, x),
     "in a scan": lambda f: lambda x: lax.scan(lambda c, y: (c + f(y), None), jnp.float32(0), x)[0],
 }

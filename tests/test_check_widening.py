@@ -56,13 +56,16 @@ def test_integers_and_random_bits_stay_what_they_are():
         wide(bits)
 
 
-def test_stopped_values_are_held_at_the_first_row():
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_stopped_values_are_held_at_the_first_row(is_wide):
     function = lambda x: x * lax.stop_gradient(x)  # noqa: E731
     program = jax.make_jaxpr(lambda xs: [function(xs[0])])([X])
-    hook, rows = held(program, is_wide=True), jnp.stack([X, 2 * X])
-    results = jax.vmap(lambda xs: Wide(program)(xs, hook), axis_name=AXIS)([rows])[0]
-    np.testing.assert_allclose(results[1], 2 * X * X, rtol=1e-6)
-    assert held(jax.make_jaxpr(lambda xs: [xs[0] * 2])([X]), is_wide=True) is None
+    hook = held(program, is_wide)
+    assert hook is not None and held(jax.make_jaxpr(jnp.sin)(X), is_wide) is None
+    rows = jnp.stack([X, 2 * X])
+    run = lambda xs: _programs.evaluate(program, xs, hook)  # noqa: E731
+    found = jax.vmap(run, axis_name=AXIS)([rows])[0]
+    np.testing.assert_allclose(found[1], 2 * X * X, rtol=1e-6)
 
 
 def test_a_stripped_program_rounds_as_the_function_does():

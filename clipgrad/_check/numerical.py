@@ -19,8 +19,13 @@ from clipgrad._check.subject import (
     make_subject,
     require_arrays,
 )
+from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
+
+STATE = (
+    "the function changes state or draws random numbers; pass the state, or the key, as an argument"
+)
 
 
 @explain_call()
@@ -119,12 +124,16 @@ def _require_one_value(subject: CheckSubject) -> None:
     """Raises an error for a function that has another value when it is called again."""
     if donated := donated_arguments(subject):
         raise ValueError(DONATED.format(", ".join(donated)))
-    again = subject.fun(subject.inputs)
+    try:
+        again = theirs(subject.fun, subject.inputs)
+    except TheirError as error:
+        raise ValueError(
+            f"fun: it raises an error when it is called again: {STATE} ({error})"
+        ) from error.original
     different = contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
     if different:
         raise ValueError(
-            f"fun: {different[0].where}: {different[0].detail}, at the same point: the function "
-            "changes state or draws random numbers; pass the state, or the key, as an argument"
+            f"fun: {different[0].where}: {different[0].detail}, at the same point: {STATE}"
         )
 
 

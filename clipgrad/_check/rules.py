@@ -33,6 +33,15 @@ def rule_of(equation: JaxprEqn) -> Any:
     return equation.params.get("bwd") or equation.params.get("jvp_jaxpr_fun")
 
 
+def same_rule(equation: JaxprEqn) -> Any:
+    """A key that two calls of one function with a rule have in common.
+
+    A backward function is itself; of the rule of a JVP, which is traced anew at each call, it is
+    the line.
+    """
+    return getattr(equation.params.get("bwd"), "f", None) or line_of_rule(equation)
+
+
 def line_of_rule(equation: JaxprEqn) -> str:
     """The line where a rule is written, or else its function; "" of a rule of JAX or this library.
 

@@ -13,7 +13,7 @@ import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, dense_numbers
-from clipgrad._check.rules import has_own_rule, line_of_rule, rules_in
+from clipgrad._check.rules import has_own_rule, line_of_rule, rules_in, same_rule
 from clipgrad._check.theirs import TheirError, ran
 from clipgrad._names import Place, placed_equations
 
@@ -61,17 +61,18 @@ def _is_in_a_derivative(place: Place) -> bool:
 def note_unused_rules(point: Point, xs: Sequence[Sequence[Any]], log: Log) -> None:
     """A note for each rule that met no cotangent but zero at any of some points."""
     subject = point.of.subject
-    lines = sorted({line_of_rule(e) for e in rules_in(subject.program)})
+    lines = {same_rule(e): line_of_rule(e) for e in rules_in(subject.program)}
     if not lines or _are_all_results(subject.program):
         return
+    keys = tuple(lines)
     u = vectors.cotangent_leaves(point.covectors[0], subject.outputs)
-    run = _programs.low_jit(lambda zeros, x: _pulled(subject, x, lines, u, zeros))
+    run = _programs.low_jit(lambda zeros, x: _pulled(subject, x, keys, u, zeros))
     try:
         zeros = np.zeros(len(lines), np.float32)
         reached = np.any([np.asarray(ran(run, zeros, list(x))) != 0 for x in xs], axis=0)
     except TheirError:
         return
-    for line, is_reached in zip(lines, reached, strict=True):
+    for line, is_reached in zip(lines.values(), reached, strict=True):
         if not is_reached:
             log.note(f"the rule {line} was not tested: no point ran it with a cotangent but zero")
 
@@ -85,12 +86,12 @@ def _are_all_results(program: Any) -> bool:
     return len(outer) == inner and all(results & set(map(id, e.outvars)) for e in outer)
 
 
-def _pulled(subject, xs, lines: list[str], u, zeros) -> Any:
+def _pulled(subject, xs, keys: tuple, u, zeros) -> Any:
     """The cotangents of the results of each rule, added up with random factors."""
 
     def run(zeros):
         with _programs.one_promotion():
-            return _programs.evaluate(subject.program, xs, _Added(zeros, tuple(lines)))
+            return _programs.evaluate(subject.program, xs, _Added(zeros, keys))
 
     return jax.vjp(run, zeros)[1](u)[0]
 
@@ -101,13 +102,13 @@ class _Added(_programs.Hook):
     """Adds a multiple of a number, which is zero, to the results of each rule."""
 
     zeros: Any
-    lines: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    keys: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a rule, with its number added."""
-        if not has_own_rule(equation) or (line := line_of_rule(equation)) not in self.lines:
+        if not has_own_rule(equation) or (key := same_rule(equation)) not in self.keys:
             return None
-        zero = self.zeros[self.lines.index(line)]
+        zero = self.zeros[self.keys.index(key)]
         outputs = _programs.bind(equation, inputs)
         return [y + _multiple(zero, y) if _programs.holds_floats(y) else y for y in outputs]
 
