@@ -129,6 +129,12 @@ def test_everywhere_each_operation_at_any_depth_is_told_with_the_name_of_its_val
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("keyword", ["where", "operation", "names"])
+def test_a_selection_in_place_of_a_rule_that_asks_says_what_to_write(keyword):
+    with pytest.raises(TypeError, match=rf"got {keyword}='exp'; .*\*, name, operation"):
+        cg.error_clip_everywhere(jnp.exp, Facts().both, **{keyword: "exp"})
+
+
 def of_arguments(rule):
     @cg.error_clip(rule)
     def f(x, *args, **kwargs):

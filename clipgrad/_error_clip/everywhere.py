@@ -21,7 +21,10 @@ from clipgrad._frameworks import with_models
 Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 
 
-@explain_call()
+_ASK = "write a rule that asks for them: def rule(cotangent, *, name, operation)"
+
+
+@explain_call(where=_ASK, names=_ASK, operation=_ASK, operations=_ASK)
 def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
     r"""Clips the cotangent of every value that a function computes.
 
