@@ -29,7 +29,7 @@ class Flag(NamedTuple):
 class Small(NamedTuple):
     """The small numbers of a state: their positions among its leaves, or the numbers."""
 
-    skips: SkipSpikesState  # without its window and the state inside
+    skips: SkipSpikesState  # without its window, the flags of leaves and the state inside
     clips: tuple[GradientClipState, ...]  # their statistics alone
     microbatch: Any  # None without an `optax.MultiSteps` around `skip_spikes`
 
@@ -77,7 +77,8 @@ def find_flag(structure: Any) -> Small:
         )
     ((flag, microbatch),) = flags
     clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
-    small = [name for name in flag._fields if name not in ("inner_state", "window")]
+    large = ("inner_state", "window", "nonfinite_leaves")
+    small = [name for name in flag._fields if name not in large]
     return without_variables(Small(_only(flag, small), clips, microbatch))
 
 
