@@ -41,7 +41,8 @@ class Flag(NamedTuple):
 class Small(NamedTuple):
     """The small numbers of a state: their positions among its leaves, or the numbers."""
 
-    skips: SkipSpikesState | None  # without its window and the state inside; None: it has none
+    # Without its window, the flags of leaves and the state inside; None: it has none.
+    skips: SkipSpikesState | None
     clips: tuple[GradientClipState, ...]  # their statistics alone
     microbatch: Any  # None without an `optax.MultiSteps` around `skip_spikes`
 
@@ -140,7 +141,8 @@ def find_flag(structure: Any, has_own: bool) -> Small:
             "optimizer write record(state, batch, bad=flag)"
         )
     ((flag, microbatch),) = flags
-    small = [name for name in flag._fields if name not in ("inner_state", "window")]
+    large = ("inner_state", "window", "nonfinite_leaves")
+    small = [name for name in flag._fields if name not in large]
     return without_variables(Small(_only(flag, small), clips, microbatch))
 
 
