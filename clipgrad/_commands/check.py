@@ -13,7 +13,7 @@ from clipgrad._check import CHECKS, GradCheckReport, check_grads
 from clipgrad._commands.arguments import position_or_name
 from clipgrad._commands.function import FAILED, PASSED, add_command, add_function, arguments, load
 from clipgrad._commands.result import plain
-from clipgrad._compat import PLATFORMS
+from clipgrad._devices import PLATFORMS
 
 CHECK_EXAMPLES = (
     "models:loss --args models:example_args --order 2",
