@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad import _compat as devices
+from clipgrad import _devices as devices
 from clipgrad._check.report import GradCheckReport
 from clipgrad._check.slopes import LONG, progress_bar
 from clipgrad._check.subject import make_subject

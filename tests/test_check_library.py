@@ -40,7 +40,15 @@ def test_the_checker_imports_only_programs_trees_devices_and_errors_of_the_packa
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clipgrad"):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             allowed = node.module.startswith("clipgrad._check") or names == {"clipgrad._programs"}
-            shared = "_compat", "_errors", "_programs", "_program", "_arrays"
+            shared = (
+                "_compat",
+                "_sharding",
+                "_devices",
+                "_errors",
+                "_programs",
+                "_program",
+                "_arrays",
+            )
             allowed |= node.module in [f"clipgrad.{name}" for name in shared]
             assert allowed, f"{path.name} imports {names}"
         if isinstance(node, ast.Import | ast.ImportFrom):

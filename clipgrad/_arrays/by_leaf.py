@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from clipgrad._compat import explicit_sharding, is_local, varying_axes
+from clipgrad._compat import varying_axes
+from clipgrad._sharding import explicit_sharding, is_local
 
 
 def for_each(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from clipgrad._compat import explicit_sharding
+from clipgrad._sharding import explicit_sharding
 
 
 def accumulator(leaf: Any) -> str:

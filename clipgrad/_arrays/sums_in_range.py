@@ -34,14 +34,9 @@ from clipgrad._arrays.ranges import (
     unless_plain,
 )
 from clipgrad._arrays.reductions import Arrays, Groups, reduced_together
-from clipgrad._compat import (
-    by_platform,
-    explicit_sharding,
-    is_local,
-    on_one_device,
-    to_varying,
-    varying_axes,
-)
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._devices import by_platform
+from clipgrad._sharding import explicit_sharding, is_local, on_one_device
 
 # For each group the root of a sum of squares, the scale of its elements, and a divisor: the root
 # that is NaN where it is not finite, and small where it is 0.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._compat import unreduced_axes
+from clipgrad._sharding import unreduced_axes
 
 
 def is_clippable(leaf: Any) -> bool:

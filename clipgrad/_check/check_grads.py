@@ -29,7 +29,7 @@ from clipgrad._check.untested import note_stops, note_unused_rules
 from clipgrad._check.values import check_point, on_another_device
 from clipgrad._check.verdict import MASK, UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
-from clipgrad._compat import find_devices, moved
+from clipgrad._devices import find_devices, moved
 
 # In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
 OTHER_DEVICES = ("incompatible devices", "DeviceAssignmentMismatch", "does not match the sharding")

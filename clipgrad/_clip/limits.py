@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from clipgrad._arrays import Norm, described, is_array
 from clipgrad._clip.thresholds import is_adaptive
-from clipgrad._compat import broadcast_like
+from clipgrad._sharding import broadcast_like
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
 # A module that is reloaded keeps the list, which other modules hold.

@@ -25,7 +25,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.gradient_clip import gradient_clip
 from clipgrad._clip.limits import RULES, check_threshold, leaf_fields, require_numbers
-from clipgrad._compat import broadcast_like
+from clipgrad._sharding import broadcast_like
 
 C = TypeVar("C", bound=type)
 # The norm of a group of elements, and its limit.

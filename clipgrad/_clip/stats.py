@@ -24,13 +24,8 @@ from clipgrad._arrays import (
     tree_size,
     widest,
 )
-from clipgrad._compat import (
-    broadcast_like,
-    exportable,
-    on_every_device,
-    to_varying,
-    varying_axes,
-)
+from clipgrad._compat import exportable, to_varying, varying_axes
+from clipgrad._sharding import broadcast_like, on_every_device
 
 
 @exportable

@@ -32,7 +32,7 @@ from clipgrad._clip.limits import (
 )
 from clipgrad._clip.rule import MeasuringRule, pytree_rule
 from clipgrad._clip.thresholds import is_adaptive
-from clipgrad._compat import broadcast_like
+from clipgrad._sharding import broadcast_like
 
 
 class _LowerBound:

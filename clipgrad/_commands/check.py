@@ -21,7 +21,7 @@ from clipgrad._commands.function import (
     load,
 )
 from clipgrad._commands.result import plain
-from clipgrad._compat import PLATFORMS
+from clipgrad._devices import PLATFORMS
 
 CHECK_EXAMPLES = (
     "models:loss --args models:example_args --order 2",

@@ -18,7 +18,7 @@ from clipgrad._arrays import global_norm
 from clipgrad._check import check_grads
 from clipgrad._clip import RULES, AutoNorm, ClipByNorm, ErrorClipByValue
 from clipgrad._commands.function import FAILED, PASSED, UsageError, add_command
-from clipgrad._compat import PLATFORMS, find_devices
+from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
 
 INFINITE = (

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compat import on_every_device, to_varying, varying_axes
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._programs import measuring, mixed
+from clipgrad._sharding import on_every_device
 
 SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from clipgrad._arrays import at_least_float32, real_or_absolute
-from clipgrad._compat import on_every_device, to_varying, varying_axes
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._names import Place
 from clipgrad._programs import (
     Hook,
@@ -27,6 +27,7 @@ from clipgrad._programs import (
     opened,
     scan_counts,
 )
+from clipgrad._sharding import on_every_device
 
 # An array of so few elements, at all steps and on all devices, leaves a program as it is, and is
 # reduced on the host: to compile a reduction takes longer. A program has some thousands of values.

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import AxisName, check_tree, is_array, path_string, whole_along
-from clipgrad._compat import explicit_sharding, to_varying, varying_axes
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._sharding import explicit_sharding
 from clipgrad._training import microbatches, scan_sums
 
 

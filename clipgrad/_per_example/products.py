@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.lax import platform_dependent
 
 from clipgrad._arrays import accumulator
-from clipgrad._compat import gpus_have_bfloat16
+from clipgrad._devices import gpus_have_bfloat16
 
 
 def einsum(

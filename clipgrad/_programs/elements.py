@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipgrad._compat import on_every_device
+from clipgrad._sharding import on_every_device
 
 
 def holds_floats(x: Any) -> bool:

@@ -19,8 +19,9 @@ from clipgrad._arrays import (
     three_squares,
     to_bits,
 )
-from clipgrad._compat import exportable, is_local
+from clipgrad._compat import exportable
 from clipgrad._programs import dtype_of, holds_floats
+from clipgrad._sharding import is_local
 
 
 @exportable
