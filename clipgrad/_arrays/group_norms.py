@@ -15,7 +15,8 @@ from clipgrad._arrays.norms import AxisName, mapped_names
 from clipgrad._arrays.numbers import real_or_absolute, widest, with_real_dtype
 from clipgrad._arrays.ranges import in_range, is_in_range, scaled_squares, three_squares
 from clipgrad._arrays.reductions import Arrays, Axes, Groups, reduced_together
-from clipgrad._compat import by_platform, is_local, on_every_device
+from clipgrad._devices import by_platform
+from clipgrad._sharding import is_local, on_every_device
 
 Members = Sequence[Sequence[int]]
 Terms = Callable[[jax.Array], Sequence[jax.Array]]
