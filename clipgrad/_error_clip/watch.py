@@ -117,7 +117,9 @@ def with_stats(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         positions = _argnums_of_call(chosen, len(args))
-        filters = dict(zip(positions, (getattr(x, "filter", None) for x in chosen), strict=True))
+        filters: dict[int | str, Any] = dict(
+            zip(positions, (getattr(x, "filter", None) for x in chosen), strict=True)
+        )
         arrays = _as_arrays(args, positions)
         traced, has_changes, moved = program_of(fun, arrays, kwargs, filters)
         names, probes = _named(traced.program, rules, watched, caller, (args, kwargs))
