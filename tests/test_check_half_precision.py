@@ -52,7 +52,7 @@ KERNELS = {
     "one": (jnp.cos, [(1,)]),
 }
 FACTORS = [0.0, -1.0, 0.5, 2.0, 3.0, 5.0]
-CORE = {("sine", "bfloat16", 1.0), ("sine", "bfloat16", 2.0), ("sine", "bfloat16", 0.5)}
+CORE = {("sine", "bfloat16", 2.0), ("sine", "bfloat16", 0.5)}  # and the right one, below
 ROWS = [
     pytest.param(*row, marks=() if row in CORE else pytest.mark.exhaustive)
     for name in KERNELS
@@ -139,10 +139,17 @@ def test_slopes_of_a_kernel_with_numbers_of_eight_bits_verify_nothing_and_say_so
 HALVES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
-@pytest.mark.parametrize(("dtype", "error"), HALVES.items())
-@pytest.mark.parametrize("constant", [(0.1, 6.0), (0.3, 7.0)])
-def test_constants_of_a_right_rule_may_be_rounded_apart(dtype, error, constant):
-    a, b = constant
+@pytest.mark.parametrize(
+    ("dtype", "a", "b"),
+    [
+        pytest.param(dtype, *row, marks=() if k == 0 else pytest.mark.exhaustive)
+        for k, (dtype, row) in enumerate(
+            (dtype, row) for dtype in HALVES for row in [(0.1, 6.0), (0.3, 7.0), (0.7, 3.0)]
+        )
+    ],
+)
+def test_constants_of_a_right_rule_may_be_rounded_apart(dtype, a, b):
+    error = HALVES[dtype]
     rule = custom(lambda x: a * x / b, lambda r, g: (a / b * g,))
     x = jnp.asarray([0.3, -1.2, 2.5], dtype)
     assert cg.check_grads(rule, (x,), raise_on_failure=False, points=1).ok
@@ -159,6 +166,7 @@ def test_a_rule_in_half_precision_that_is_off_by_some_roundings_names_the_tolera
     assert cg.check_grads(off, (x,), points=1, tolerance=0.06).ok
 
 
+@pytest.mark.exhaustive
 def test_a_sum_that_bfloat16_loses_fails_with_its_numbers():
     """A sum in bfloat16, term by term, does not grow beyond 256."""
     total = lambda g: jax.lax.scan(lambda c, y: (c + y, None), jnp.zeros_like(g[0]), g)[0]  # noqa: E731

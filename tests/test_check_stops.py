@@ -58,7 +58,7 @@ USES = {
     ),
     "in a jit": lambda q: jax.jit(lambda x: (x - stop(q(x))) ** 2),
 }
-CORE = {("frexp", "straight through"), ("kernel", "straight through"), ("callback", "scale")}
+CORE = {("kernel", "straight through"), ("callback", "scale")}
 ROWS = [
     pytest.param(*row, marks=() if row in CORE else pytest.mark.exhaustive)
     for kind in KINDS
@@ -114,6 +114,11 @@ def sine(k):
     return custom(lambda x: jnp.sin(x), backward)
 
 
+def some_of(table, core):
+    """The names of a table; one of them runs by default."""
+    return [n if n == core else pytest.param(n, marks=pytest.mark.exhaustive) for n in table]
+
+
 UNTESTED = {
     "in a branch that is not taken": lambda f: (
         lambda x: lax.cond(jnp.sum(x) > 100, f, lambda x: jnp.tanh(x), x)
@@ -132,27 +137,31 @@ TESTED = {
 }
 
 
-@pytest.mark.parametrize("name", UNTESTED)
+@pytest.mark.parametrize("name", some_of(UNTESTED, "in a branch that is not taken"))
 def test_a_rule_that_no_point_ran_is_noted_with_its_line(name):
     (note,) = notes_of(UNTESTED[name](sine(2.0)), X)
     assert "was not tested" in note and "backward (" in note and "test_check_stops.py:" in note
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", some_of(TESTED, "in one of two branches"))
 def test_a_rule_that_ran_is_not_noted(name):
     assert not any("not tested" in note for note in notes_of(TESTED[name](sine(1.0)), X))
 
 
-def test_the_line_of_the_wrong_rule_among_several_is_named():
+def exhaustive(*cases):
+    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+
+
+@pytest.mark.parametrize("around", [jax.jit, *exhaustive(jax.checkpoint, lambda f: f)])
+def test_the_line_of_the_wrong_rule_among_several_is_named(around):
     def halved(saved, g):
         return (g * saved[0],)
 
     square = custom(lambda x: x * x, halved)
     both = lambda x: square(sine(1.0)(x))  # noqa: E731
-    for function in (both, jax.jit(both), jax.checkpoint(both)):
-        (failure,) = cg.check_grads(function, (X,), raise_on_failure=False).failures
-        assert "; rule: halved (" in failure.detail and "test_check_stops.py:" in failure.detail
-        assert "backward" not in failure.detail
+    (failure,) = cg.check_grads(around(both), (X,), raise_on_failure=False).failures
+    assert "; rule: halved (" in failure.detail and "test_check_stops.py:" in failure.detail
+    assert "backward" not in failure.detail
 
 
 @pytest.mark.exhaustive
