@@ -587,6 +587,10 @@ ARGUMENTS = {
     ),
     (WATCHED, "watch"): (watched, lambda: watched(error_clip={"layer": None}, watch=["lay"])),
     ("scalars", "tree"): (lambda: cg.scalars({"a": 1.0}), lambda: cg.scalars({"b": 1.0})),
+    ("scalars", "layers"): (
+        lambda: cg.scalars({"a": jnp.ones(2)}),
+        lambda: cg.scalars({"a": jnp.ones(2)}, layers=True),
+    ),
     ("resume", "tree"): (lambda: cg.resume({"a": 1.0}), lambda: cg.resume({"a": halted()})),
 }
 
