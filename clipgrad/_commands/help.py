@@ -14,7 +14,12 @@ _MOST = 8  # places that are listed
 def add_help_parser(subparsers: Any) -> None:
     about = "Print a page of the documentation, or find words in it; without words, list the pages."
     parser = add_command(
-        subparsers, "help", about, run_help, ["nan", "loss is nan", "retain_graph"], ["printed"]
+        subparsers,
+        "help",
+        about,
+        run_help,
+        ["nan", "loss is nan"],
+        ["printed"],
     )
     parser.add_argument("words", nargs="*", help="the name of a page, or words to search for")
 

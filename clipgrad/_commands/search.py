@@ -178,4 +178,4 @@ def _wholes(name: str) -> list[str]:
 def _stem(word: str) -> str:
     word = re.sub(r"(?<=[a-z]{3})ies$", "y", word.lower())
     word = re.sub(r"(?<=[a-z]{2})(?<=s|x|z|h)es$|(?<=[a-z]{2}[^su])s$", "", word)
-    return re.sub(r"([^aeiouls])\1$", r"\1", re.sub(r"(?<=[a-z]{3})(ing|ed)$", "", word))
+    return re.sub(r"([^aeiouls])\1$", r"\1", re.sub(r"(?<=[a-z]{4})(ing|ed)$", "", word))
