@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from clipgrad._arrays import explain_call, map_clippable, times, with_real_dtype
+from clipgrad._arrays import (
+    check_leaves,
+    check_tree,
+    explain_call,
+    map_clippable,
+    times,
+    with_real_dtype,
+)
 from clipgrad._clip.adaptive import unit_norms
 from clipgrad._clip.applied import apply_rule, check_no_pairs
 from clipgrad._clip.global_norm import ClipByGlobalNorm
@@ -85,6 +92,8 @@ def apply_gradient_clipping(
     _check_composers(clipping_type, clipping_threshold, axis)
     if isinstance(params, str):
         raise TypeError(f"params: got {params!r}, expected the parameters; write clipping_type=")
+    check_tree("grads", grads)
+    check_leaves("grads", grads)
     check_no_pairs(grads, params)
     if clipping_type == "adaptive":
         return _adaptive(grads, params, clipping_threshold, axis)

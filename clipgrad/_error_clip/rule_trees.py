@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from clipgrad._arrays import is_array, parts_below, path_string
+from clipgrad._arrays import check_tree, is_array, parts_below, path_string
 from clipgrad._clip import as_rule, for_value
 
 
@@ -24,6 +24,7 @@ class RuleTree(NamedTuple):
         """The rules of an argument; `TypeError` for one that is none."""
         if isinstance(rules, optax.GradientTransformation):
             as_rule(rules)  # a tuple of functions, and no tree of rules
+        check_tree(argument, rules)
         entries, structure = jax.tree_util.tree_flatten_with_path(rules, is_leaf=_is_rule)
         each = [as_rule(rule) for _, rule in entries]
         return cls(argument, rules, [path_string(path) for path, _ in entries], each, structure)
