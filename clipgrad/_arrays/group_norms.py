@@ -41,24 +41,23 @@ def group_norms(
     over = tuple(tuple(range(x.ndim)) if each is None else each for each, x in pairs)
     groups = Groups(over, mapped_names(axis_name))
     forms = {"groups": groups, "members": members}
-    apart = functools.partial(_of_three_sums, _apart, **forms)
-    together = functools.partial(_of_three_sums, _together, **forms)
-    by_branch = functools.partial(_by_branch, **forms)
+    apart = functools.partial(_of_three_sums, _sums_apart, **forms)
+    together = functools.partial(_of_three_sums, _sums_together, **forms)
+    by_branch = functools.partial(_unless_out_of_range, **forms)
     gpu = together if all(map(is_local, fixed)) else apart
     return by_platform(*fixed, cpu=by_branch, gpu=gpu, default=apart)
 
 
-def _by_branch(*leaves: jax.Array, groups: Groups, members: Members) -> list[jax.Array]:
+def _unless_out_of_range(*leaves: jax.Array, groups: Groups, members: Members) -> list[jax.Array]:
     """The roots of plain sums, and only if one of them is out of range those of scaled ones."""
-    # The branch reads them from memory: else each sum would have what computes its leaf as well.
-    leaves = jax.lax.optimization_barrier(leaves)
-    (plain,) = _totals(_apart(lambda x: [jnp.square(x)], leaves, groups), leaves, groups, members)
+    rows = _sums_apart(lambda x: [jnp.square(x)], leaves, groups)
+    (plain,) = _totals(rows, leaves, groups, members)
     flags = [jnp.all(is_in_range(total)) for total in plain]
 
     def again() -> list[jax.Array]:
-        rows = _apart(scaled_squares, leaves, groups)
+        rows = _sums_apart(scaled_squares, leaves, groups)
         down, up = _totals(rows, leaves, groups, members)
-        return list(map(_root, down, plain, up))
+        return list(map(_root_in_range, down, plain, up))
 
     with jax.named_scope("out_of_range"):
         is_plain = functools.reduce(jnp.logical_and, flags)
@@ -70,22 +69,22 @@ def _of_three_sums(
 ) -> list[jax.Array]:
     """Three sums of each group, and the root of the one in range."""
     sums = _totals(summed(three_squares, leaves, groups), leaves, groups, members)
-    return list(map(_root, *sums))
+    return list(map(_root_in_range, *sums))
 
 
-def _root(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
+def _root_in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
     total, scale = in_range(down, plain, up)
     return jnp.sqrt(total) / scale
 
 
-def _apart(terms: Terms, leaves: Arrays, groups: Groups) -> list[Arrays]:
+def _sums_apart(terms: Terms, leaves: Arrays, groups: Groups) -> list[Arrays]:
     """For each leaf the sums of some terms, side by side."""
     assert groups.axes is not None
     pairs = zip(leaves, groups.axes, strict=True)
     return [[jnp.sum(term, axis) for term in terms(leaf)] for leaf, axis in pairs]
 
 
-def _together(terms: Terms, leaves: Arrays, groups: Groups) -> list[Arrays]:
+def _sums_together(terms: Terms, leaves: Arrays, groups: Groups) -> list[Arrays]:
     """For each leaf the sums of some terms in one reduction, which reads the leaf once."""
     assert groups.axes is not None
     pairs = zip(leaves, groups.axes, strict=True)

@@ -45,7 +45,7 @@ class LeafGroups:
         rows = [
             (*entry, flag) for entry, flag, m in zip(entries, flags, measured, strict=True) if m
         ]
-        paths = _shown(tree, [path for path, _, _ in rows])
+        paths = _path_texts(tree, [path for path, _, _ in rows])
         layers = tuple(_layers_of(p, x, flag) for p, (_, x, flag) in zip(paths, rows, strict=True))
         groups = tuple(_group_of(path, by) for path in paths)
         _check_layers(paths, groups, layers)
@@ -75,7 +75,7 @@ class LeafGroups:
         return [pair for tree in trees for pair in zip(tree, self.layers, strict=True)]
 
 
-def _shown(tree: Any, paths: Sequence[Any]) -> list[str]:
+def _path_texts(tree: Any, paths: Sequence[Any]) -> list[str]:
     """Paths as text, without the boxes of flax around a leaf, and the collection around all."""
     entries = jax.tree.leaves_with_path(tree, is_leaf=is_box)
     boxes = {path for path, leaf in entries if is_box(leaf)}

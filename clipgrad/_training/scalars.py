@@ -86,10 +86,10 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
             "metrics, or the state of a clip with stats=True; of gradients write "
             '{"grad_norm": clipgrad.global_norm(grads)}'
         )
-    return _apart(found) if layers else found
+    return _entries_apart(found) if layers else found
 
 
-def _apart(found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _entries_apart(found: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The numbers, with the index of an entry of an array at the end of its name."""
     apart: dict[str, jax.Array] = {}
     for name, value in found.items():
