@@ -88,7 +88,9 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=str)
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_of_two_clips_of_a_value_one_gets_the_cotangent_first(form, transform):
     clipped, expected = FORMS[form]
