@@ -180,7 +180,7 @@ def test_the_growth_of_the_character_rnn_is_found():
     "fun, args, options, error, match",
     [
         (3, (1.0,), {}, TypeError, "^fun: got 3, expected a function"),
-        (cg.ErrorClipByValue(max=1.0), (1.0,), {}, TypeError, "^fun: got ClipByValue"),
+        (cg.ErrorClipByValue(max=1.0), (1.0,), {}, TypeError, "^fun: got the rule ClipByValue"),
         (jnp.sum, [1.0], {}, TypeError, r"^args: got list, expected a tuple; write \(a,\)"),
         (jnp.sum, (1.0,), {"kwargs": [1]}, TypeError, "^kwargs: got list, expected a mapping"),
         (jnp.sin, (jnp.ones(2),), {}, ValueError, r"^fun: got float32\[2\].*write its mean or sum"),

@@ -56,7 +56,7 @@ def test_a_check_of_equinox_leads_to_what_it_checks():
     assert finding.kind == "raises" and "EquinoxRuntimeError: negative" in finding.message
 
 
-@pytest.mark.parametrize("other", [jax.jit(solver), "float32"], ids=["jit", "float32"])
+@pytest.mark.parametrize("other", [jax.jit(solver), "float64"], ids=["jit", "float64"])
 def test_a_comparison_names_the_operation_that_raises(other):
     with pytest.raises(ValueError, match=r"diagnose_numbers.py:\d+: pure_callback raises Solv"):
         cg.compare(solver, other, (SINGULAR,))

@@ -22,9 +22,9 @@ spec.loader.exec_module(shipped)
 SOUGHT = {
     "wandb": "logging", "epsilon": "privacy", "multisteps": "recipes", "pallas": "check",
     "nnx": "frameworks", "MLA": "recipes", "bf16": "bfloat16", "router": "zero", "moe": "zero",
-    "agc": "rules coming_from/composer", "llm": "published_clips", "live": "names logging",
+    "agc": "rules coming_from/composer", "llm": "published_clips", "live": "which_layer",
     "pytorch port": "port", "gradient zero": "zero", "loss is nan": "nan my_run_blew_up",
-    "sharded": "layout", "which layer explodes": "names logging exploding",
+    "sharded": "layout", "which layer explodes": "which_layer", "update norm": "which_layer",
     "clip threshold of a language model": "published_clips which_clip",
     "gradient accumulation": "recipes", "freeze layers": "recipes",
     "skip spikes": "my_run_blew_up which_clip", "attention logits": "recipes",

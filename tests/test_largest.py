@@ -104,6 +104,7 @@ HARMLESS = {
     ("_arrays/reductions.py", "merged"): "of integers",
     ("_programs/elements.py", "at_first"): "on every device",
     ("_compare/sketches.py", "_sizes"): "of finite elements",
+    ("_diagnose/cut_facts.py", "_other_numbers"): "of NumPy, of finite operands",
     ("_diagnose/loops.py", "_by_step"): "of levels, which are integers",
     ("_diagnose/measure.py", "run"): "of gradients that are finite",
     ("_diagnose/probe.py", "_sums_of"): "a sum beside it says whether there is NaN",

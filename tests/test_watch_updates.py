@@ -501,7 +501,7 @@ WRONG = {
         r"'blocks/attn/q' \(2 layers\), expected the same layers",
     ),
     "different layers": (
-        {"stacked": lambda tree: True, "by": lambda path: "all"},
+        {"stacked": lambda tree: jax.tree.map(lambda _: True, tree), "by": lambda path: "all"},
         ValueError,
         r"'blocks/attn/b' \(2 layers\) and 'emb' \(5 layers\)",
     ),

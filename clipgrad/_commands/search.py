@@ -18,8 +18,9 @@ _STOP = frozenset(
     "should that the there this to use what when where which who why with you your".split()
 )
 # How much a word counts in the heading of a section, in the title of its page, among the words that
-# the page is to be found by, and at most in the text.
+# the page is to be found by, and at most in the text; and a whole question that is one of these.
 _IN_HEADING, _IN_TITLE, _IN_WORDS, _IN_TEXT = 6.0, 5.0, 5.0, 2.2
+_IS_FOUND_BY = 6.0
 # Where the text of a section holds a word often, and is long (Robertson and Zaragoza, The
 # Probabilistic Relevance Framework: BM25 and Beyond, 2009).
 _LEAST = 5  # letters that words have in common, for one that is nowhere
@@ -46,6 +47,7 @@ class Section(NamedTuple):
     in_heading: frozenset[str]
     in_title: frozenset[str]
     in_words: frozenset[str]
+    found_by: frozenset[str]  # whole words and phrases
     counts: collections.Counter[str]
 
 
@@ -54,7 +56,8 @@ def search(words: str) -> list[PageLine]:
     sections = _all_sections()
     frequency = collections.Counter(word for section in sections for word in _vocabulary(section))
     wanted = _wanted(words, frequency, len(sections))
-    scored = [(_score(section, wanted), section) for section in sections]
+    question = words.strip().lower()
+    scored = [(_score(section, wanted, question), section) for section in sections]
     ranked = sorted((pair for pair in scored if pair[0]), key=lambda pair: -pair[0])
     seen: collections.Counter[str] = collections.Counter()
     found = []
@@ -86,9 +89,10 @@ def _alike(word: str, frequency: collections.Counter[str]) -> list[str]:
     return [form for form in frequency if len(start) >= _LEAST and form.startswith(start)]
 
 
-def _score(section: Section, wanted: dict[str, float]) -> float:
+def _score(section: Section, wanted: dict[str, float], question: str) -> float:
     length = 1 - _LENGTH + _LENGTH * section.counts.total() / _AVERAGE
-    total = there = 0.0
+    there = 0.0
+    total = _IS_FOUND_BY * max(wanted.values(), default=0.0) * (question in section.found_by)
     for word, weight in wanted.items():
         count = section.counts[word]
         there += weight * (word in _vocabulary(section))
@@ -138,6 +142,7 @@ def _sections(page: str, text: str, found_by: Sequence[str]) -> Iterator[Section
             frozenset(_words(own)),
             frozenset(_words(f"{title[1] if title else ''} {page}")),
             frozenset(_words(" ".join(found_by))),
+            frozenset(word.lower() for word in found_by),
             collections.Counter(word for line in lines[first + 1 : end] for word in _words(line)),
         )
 

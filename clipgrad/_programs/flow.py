@@ -52,8 +52,10 @@ def flow(
       known: is filled with the facts of all variables, also inside; of several calls, joined.
 
     Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from clipgrad._programs import flow
       >>> depth = lambda chain, operands, inside: [1 + max(operands)] * len(chain[0].outvars)
-      >>> flow(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0), [0], depth, lambda *own: max(0, *own))
+      >>> flow(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0), [0], depth, lambda *own: max((0, *own)))
       [2]
     """
     return _Flow(step, join, programs, known).along(opened(program)[0], inputs, ())
