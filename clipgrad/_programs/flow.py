@@ -55,7 +55,8 @@ def flow(
       >>> import jax, jax.numpy as jnp
       >>> from clipgrad._programs import flow
       >>> depth = lambda chain, operands, inside: [1 + max(operands)] * len(chain[0].outvars)
-      >>> flow(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0), [0], depth, lambda *own: max((0, *own)))
+      >>> program = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+      >>> flow(program, [0], depth, lambda *depths: max((0, *depths)))
       [2]
     """
     return _Flow(step, join, programs, known).along(opened(program)[0], inputs, ())
