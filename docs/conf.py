@@ -68,7 +68,7 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 # Other projects and private types are named, not linked: a build needs no network.
-_OTHERS = "jax|optax|numpy|torch|collections|os|pathlib"
+_OTHERS = "jax|optax|numpy|torch|collections|os|pathlib|re"
 nitpick_ignore_regex = [("py:.*", rf"({_OTHERS}|clipgrad\._\w+)\..*")]
 
 # The stored outputs are shown; the tests see to it that they are fresh.

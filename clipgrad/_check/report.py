@@ -94,7 +94,7 @@ class GradCheckReport:
 
     @property
     def max_relative_error(self) -> float:
-        """The largest of `errors`; NaN if nothing was measured."""
+        """The largest of ``errors``; NaN if nothing was measured."""
         known = [error for error in self.errors.values() if not np.isnan(error)]
         return max(known, default=float("nan"))
 
