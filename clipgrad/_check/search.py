@@ -113,8 +113,11 @@ class Search:
             self.kinds[leaf], bound = found.kind, found.bound
             self.together[start] = found.numeric, found.error, found.analytic
             self.off[start] = found.off
-            bounds += [] if found.kind == WRONG else [bound]
             self._look_in_half_precision(leaf[:: max(1, -(-len(leaf) // SINGLES))])
+            if found.kind != WRONG:
+                bounds.append(bound)
+            elif not (self.kinds[leaf] == WRONG).any():
+                bounds.append(TRUSTED)
         self.share = max(bounds, default=self.share)
         return self
 
@@ -127,9 +130,13 @@ class Search:
         is_wrong = (found.kind == WRONG) & (found.is_kink | is_off)
         bent = (found.kind == KINK) & (self.kinds[some] != WRONG)
         self.kinds[some[bent]] = KINK
-        if is_wrong.any():
+        is_known = off + found.error <= TRUSTED * np.fmax(size, np.abs(found.numeric))
+        if is_wrong.any() or is_known.any():
             leaf = self._point.leaf == self._point.leaf[some[0]]
-            self.kinds[leaf & (self.kinds == WRONG)] = UNSEEN  # as a whole: by these, perhaps
+            # As a whole: by those that are wrong, perhaps, or by kinks that all of them cross.
+            was_wrong = leaf & (self.kinds == WRONG)
+            self.kinds[was_wrong] = UNSEEN
+            self.kinds[some[is_known & was_wrong[some]]] = OK
             self.kinds[some[is_wrong]] = WRONG
             for k in map(int, np.flatnonzero(is_wrong)):
                 self.numbers[int(some[k])] = found.of_one(k, self._point.scale[some[k]])
