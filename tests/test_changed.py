@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 
@@ -120,3 +121,29 @@ def test_statistics_of_a_spread_tree_are_those_of_the_whole(name, spelling, nonf
     right = jax.jit(lambda g: stats(g, rule))(whole)
     for field, found, expected in zip(right._fields, jax.jit(mapped)(whole), right, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=field)
+
+
+OF_DEVICES = {
+    "one norm of all": cg.ClipByGlobalNorm(1e-3, axis_name="x"),
+    "a norm of each": cg.ClipByGlobalNorm(1e-3, axis_name=()),
+    "another order": cg.ClipByGlobalNorm(1e-3, ord=3, axis_name="x"),
+    "leaves": cg.ClipByNorm(1e-3, axis_name="x"),
+    "block RMS": cg.ClipByBlockRMS(1e-4, axis_name=()),
+    "value": cg.ClipByValue(1e-4),
+    "function": lambda grads: jax.tree.map(jnp.sign, grads),
+}
+
+
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_statistics_by_name_on_devices_count_the_elements_of_all(name):
+    mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        return jax.lax.pmean(jnp.mean(checkpoint_name(jnp.tanh(x @ w), "h") ** 2), "x")
+
+    run = cg.value_and_grad_with_stats(loss, error_clip={"h": OF_DEVICES[name]})
+    spec = jax.sharding.PartitionSpec
+    specs = {"in_specs": (spec(), spec("x")), "out_specs": spec()}
+    x = jnp.linspace(-1, 1, 48, dtype=jnp.float32).reshape(16, 3)
+    _, _, stats = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(jnp.ones((3, 2)), x)
+    assert float(stats["h"].size) == 32 and float(stats["h"].fraction) == 1

@@ -24,6 +24,7 @@ from clipgrad._clip.stats import (
     stats_of_limits,
     stats_over_devices,
 )
+from clipgrad._compat import to_varying, varying_axes
 
 
 class Part(NamedTuple):
@@ -131,7 +132,9 @@ def stats_of_groups(
     stats = ClipStats.of(before, after, dtype)
     if groups is None:
         return stats
-    return stats._replace(changed=elements_of_groups(groups, before, stats.size.dtype))
+    changed = elements_of_groups(groups, before, stats.size.dtype)
+    # Counted on each device, also where one norm of all devices decides.
+    return stats._replace(changed=to_varying(changed, varying_axes(stats.before)))
 
 
 def clipped_with_stats(
