@@ -151,7 +151,7 @@ ROWS = [(rule, place) for rule in RULES for place in PLACES if fits(rule, place)
 def test_the_gradient_is_that_of_the_formula(rule, place, way):
     case, number = RULES[rule]
     made = case.make(number)
-    if way == "shard_map" and hasattr(made, "axis_name"):
+    if way == "shard_map" and any(f.name == "axis_name" for f in dataclasses.fields(made)):
         made = dataclasses.replace(made, axis_name=())
     dtype = way if way in ("bfloat16", "float64") else "float32"
     rng = np.random.default_rng(0)

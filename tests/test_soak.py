@@ -69,8 +69,14 @@ class Training(NamedTuple):
 
 @jax.jit
 def and_finite(before: jax.Array, state: Any, metrics: Any) -> jax.Array:
-    """Whether all of a state is finite, but for statistics, which report of a NaN what it was."""
+    """Whether all of a state is finite, but for statistics, which report of a NaN what it was.
+
+    So does the norm that `skip_spikes` measured.
+    """
     bad = metrics["nonfinite"] > 0
+    is_skips = lambda x: isinstance(x, cg.types.SkipSpikesState)  # noqa: E731
+    without_norm = lambda x: x._replace(raw_norm=jnp.zeros(())) if is_skips(x) else x  # noqa: E731
+    state = jax.tree.map(without_norm, state, is_leaf=is_skips)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, cg.types.ClipStats))
     kept = [x for x in leaves if not isinstance(x, cg.types.ClipStats)]
     stats = jax.tree.leaves([x for x in leaves if isinstance(x, cg.types.ClipStats)])
