@@ -195,7 +195,9 @@ def _unstack(params: Any, shape: Sequence[int]) -> _Cuts:
     return [((*whole[:axis], cut, *whole[axis + 1 :]), axis) for cut in cuts]
 
 
-_CUTS = {primitives.slice_p: _slice, lax.split_p: _split, lax.unstack_p: _unstack}
+_CUTS = {primitives.slice_p: _slice, lax.split_p: _split}
+if hasattr(lax, "unstack_p"):  # JAX 0.10.0 slices instead
+    _CUTS[lax.unstack_p] = _unstack
 
 
 def has_views(x: Any) -> bool:
