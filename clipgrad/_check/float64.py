@@ -108,7 +108,7 @@ class _HeldAsItIs(_Held, _programs.NoRules):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results."""
-        if equation.primitive.name not in _programs.FOREIGN_PROGRAMS:
+        if not _programs.is_foreign(equation):
             return super().__call__(equation, inputs)
         call = lambda *operands: _programs.bind(equation, operands)  # noqa: E731
         return jax.custom_batching.sequential_vmap(call)(*inputs)

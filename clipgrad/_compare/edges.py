@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 from clipgrad._compare.record import Edge
 from clipgrad._names import ScopePath, custom_rule, path
 from clipgrad._programs import (
+    detaches,
     is_cond,
     is_scan,
     is_while,
@@ -103,7 +104,7 @@ class Walk:
                 age = 1 + max((age for _, age in inputs), default=0)
                 passed = Passed(around, scope, custom_rule(equation))
                 own = self._joined([x for x, _ in inputs], passed)
-                if equation.primitive.name == "stop_gradient":
+                if detaches(equation):
                     own = self._stopped(own)
                 found = [(own, age)] * len(equation.outvars)
             for i, (v, (own, age)) in enumerate(zip(equation.outvars, found, strict=True)):

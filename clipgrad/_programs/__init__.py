@@ -62,12 +62,8 @@ from clipgrad._programs.kinds import scan_length as scan_length
 from clipgrad._programs.kinds import tag_of as tag_of
 from clipgrad._programs.kinds import tracks_devices as tracks_devices
 from clipgrad._programs.kinds import while_counts as while_counts
-from clipgrad._programs.numeric import FLAT_PRIMITIVES as FLAT_PRIMITIVES
 from clipgrad._programs.numeric import NUMERIC as NUMERIC
 from clipgrad._programs.numeric import OVERFLOWING as OVERFLOWING
-from clipgrad._programs.numeric import OWN_TYPES as OWN_TYPES
-from clipgrad._programs.numeric import PRINTS as PRINTS
-from clipgrad._programs.numeric import PRODUCTS as PRODUCTS
 from clipgrad._programs.numeric import Does as Does
 from clipgrad._programs.numeric import Numeric as Numeric
 from clipgrad._programs.numeric import does as does
@@ -75,7 +71,6 @@ from clipgrad._programs.numeric import is_bad_at as is_bad_at
 from clipgrad._programs.numeric import is_move as is_move
 from clipgrad._programs.numeric import is_print as is_print
 from clipgrad._programs.numeric import numeric_of as numeric_of
-from clipgrad._programs.programs import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS
 from clipgrad._programs.programs import device_count as device_count
 from clipgrad._programs.programs import differentiated_programs as differentiated_programs
 from clipgrad._programs.programs import entered_programs as entered_programs

@@ -214,8 +214,4 @@ def is_bad_at(point: str) -> PrimitiveNames:
     return PrimitiveNames(lambda: NUMERIC, lambda row: row.bad_at == point)
 
 
-OWN_TYPES = PrimitiveNames(lambda: NUMERIC, lambda row: row.has_bits)
-PRODUCTS = PrimitiveNames(lambda: NUMERIC, lambda row: row.is_product)
-PRINTS = PrimitiveNames(lambda: NUMERIC, lambda row: row.does is Does.PRINTS)
-FLAT_PRIMITIVES = PrimitiveNames(lambda: NUMERIC, lambda row: row.is_flat)
 OVERFLOWING = PrimitiveNames(lambda: NUMERIC, lambda row: row.overflows)

@@ -10,9 +10,8 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._programs.elements import is_reference
 from clipgrad._programs.hijax import high_operation, with_plain_equations
-from clipgrad._programs.kinds import KERNELS, KINDS, Kind, held_programs, kind_of
-from clipgrad._programs.numeric import NUMERIC, Does, does, is_print
-from clipgrad._programs.primitives import PrimitiveNames
+from clipgrad._programs.kinds import KERNELS, Kind, held_programs, kind_of
+from clipgrad._programs.numeric import Does, does, is_print
 
 Kept = TypeVar("Kept")
 # JAX has no public names for the effects of an operation on a reference, along a named axis, or of
@@ -23,10 +22,6 @@ _HARMLESS = {
     "MXUEffect", "MemoryEffect", "BarrierEffect",
 }  # fmt: skip
 _NO_KIND = Kind("operation")
-FOREIGN_PROGRAMS = PrimitiveNames(
-    lambda: {**KINDS, **NUMERIC},
-    lambda row: row is KERNELS or getattr(row, "does", 0) is Does.CALLS,
-)
 # Of each jaxpr the one with plain equations; None if that is itself.
 _PLAIN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
