@@ -25,9 +25,21 @@ OPTIMIZERS = {
     "rmsprop": lambda: optax.rmsprop(1e-2),
     "lion": lambda: optax.lion(1e-3),
 }
+
+
+def by_leaf_of_optax(max_norm):
+    one = optax.clip_by_global_norm(max_norm)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: one.update(g, one.init(g))[0], updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 CLIPS = {
     "value": (optax.clip, cg.clip_by_value),
     "global norm": (optax.clip_by_global_norm, cg.clip_by_global_norm),
+    "norm": (by_leaf_of_optax, cg.clip_by_norm),
 }
 # These are equal up to 1e-6, in the update of one step.
 NEAR = {
@@ -38,6 +50,7 @@ NEAR = {
 THRESHOLDS = {
     "value": (1e-3, 0.05, 100.0),
     "global norm": (1e-3, 0.1, 100.0),
+    "norm": (1e-3, 0.1, 100.0),
 }
 ROWS = [
     *((clip, optimizer, 1) for clip in CLIPS for optimizer in OPTIMIZERS),

@@ -100,8 +100,8 @@ EXTREMES = {
 # The others: (file, function) and why no NaN is lost there.
 HARMLESS = {
     ("_arrays/numbers.py", "largest"): "the one maximum",
-    ("_arrays/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
-    ("_arrays/reductions.py", "merged"): "of integers",
+    ("_arrays/sums.py", "maxima"): "of integers, whose largest is NaN: one collective",
+    ("_arrays/sums.py", "merged"): "of integers",
     ("_programs/elements.py", "at_first"): "on every device",
     ("_compare/sketches.py", "_sizes"): "of finite elements",
     ("_diagnose/cut_facts.py", "_other_numbers"): "of NumPy, of finite operands",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._arrays import sums_in_range
+from clipgrad._arrays.sums import joined_leaves
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_nan import (  # noqa: F401
     test_a_bad_element_makes_its_whole_group_nan,
@@ -58,7 +58,7 @@ def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
 def test_the_second_pass_of_a_global_norm_joins_4_mb_of_small_leaves_at_most():
     leaves = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 66
     leaves += [jax.ShapeDtypeStruct((2**14 + 1,), jnp.float32)]
-    parts = jax.eval_shape(sums_in_range.joined_leaves, leaves)
+    parts = jax.eval_shape(joined_leaves, leaves)
     assert [part.size for part in parts] == [2**20, 2**14, 2**14, 2**14 + 1]
 
 

@@ -1,5 +1,6 @@
 """`ClipStats`: sums that add up, and what is derived from them."""
 
+import functools
 import itertools
 import re
 
@@ -11,7 +12,8 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays import root_of_sums
-from clipgrad._arrays import sums_in_range as forms
+from clipgrad._arrays import sums as forms
+from clipgrad._clip import stats as clip_stats
 from tests.helpers import SCALING, assert_same, tree_of
 from tests.strategies import trees
 
@@ -73,12 +75,17 @@ SIZES = [0.0, 2e-38, 1e-30, 3e-10, 1e-9, 1.0, 1e14, 1e15, 2e15, 1e30, 1e38]
 def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype):
     """Whatever form the platform has, of numbers around the bounds of its ranges too."""
 
+    terms, finish, groups = clip_stats._summands, clip_stats._stacked, forms.Groups.one(2)
+
     @jax.jit
     def measured(x):
+        leaves = [x, 2 * x]
         found = [
-            form(x, 2 * x) for form in (forms.all_by_branch, forms.all_together, forms.all_apart)
+            clip_stats._by_branch((), leaves),
+            forms._together(terms, (), leaves, groups, finish, ()),
+            forms.added_up_apart(terms, (), leaves, groups, finish),
         ]
-        return [(root_of_sums(sums), nonfinite) for sums, nonfinite in found]
+        return [(root_of_sums(sums), nonfinite) for [(sums, nonfinite)] in found]
 
     rtol = 1e-6 if dtype == "float32" else 1e-14
     with jax.enable_x64(dtype == "float64"):
@@ -92,7 +99,7 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype):
 
 
 def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():
-    program = jax.make_jaxpr(forms.all_by_branch)(jnp.ones(3)).jaxpr
+    program = jax.make_jaxpr(functools.partial(clip_stats._by_branch, ()))([jnp.ones(3)]).jaxpr
     names = [equation.primitive.name for equation in program.eqns]
     assert names.count("reduce_sum") == names.count("cond") == 1
 

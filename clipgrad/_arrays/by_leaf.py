@@ -1,10 +1,12 @@
 """Work for each leaf: traced once for many leaves, and its scalars in few arrays."""
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from clipgrad._compat import varying_axes
@@ -14,42 +16,21 @@ from clipgrad._sharding import explicit_sharding, is_local
 def for_each(
     function: Callable[..., Any], static: Iterable[tuple[Any, ...]], *columns: Sequence[Any]
 ) -> list[Any]:
-    """The function of each row of arguments; within a program that is traced, in few calls.
+    """The function of each row of arguments; within a program that is traced, each in a call.
 
-    Rows whose static arguments and types are equal, n of them, share about sqrt(n) calls of as
-    many rows each: then JAX traces and lowers 2 sqrt(n) rows and calls instead of n. It keeps the
-    calls by the function, which must be the same object each time. Outside of a program each
-    operation runs on its own.
+    JAX traces and lowers it once for all rows whose static arguments and types are equal, and XLA
+    compiles equal kernels once. It is kept by the function, which must be the same object each
+    time. Outside of a program each operation runs on its own.
     """
-    rows = list(zip(static, zip(*columns, strict=True), strict=True))
+    rows = zip(static, zip(*columns, strict=True), strict=True)
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(columns)):
         return [function(*given, *row) for given, row in rows]
-    flat = [jax.tree.flatten(row) for _, row in rows]
-    kinds = [
-        (given, structure, *map(jax.typeof, leaves))
-        for (given, _), (leaves, structure) in zip(rows, flat, strict=True)
-    ]
-    results: dict[int, Any] = {}
-    for places in _places_by(kinds, math.isqrt):
-        found = _rows(function, rows[places[0]][0], [rows[i][1] for i in places])
-        results |= zip(places, found, strict=True)
-    return [results[i] for i in range(len(rows))]
+    return [_called(function, given, *row) for given, row in rows]
 
 
-def _each_row(
-    function: Callable[..., Any], static: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]
-) -> list[Any]:
-    return [function(*static, *row) for row in rows]
-
-
-# JAX lowers what a backward pass may compute again without a call. XLA writes the operations of a
-# call out after its first passes, and may then round what is fused with them differently than in
-# optax. As a `jax.jit` it is compiled where it is called eagerly.
-_rows = jax.jit(
-    jax.checkpoint(_each_row, static_argnums=(0, 1), prevent_cse=False),
-    static_argnums=(0, 1),
-    inline=True,
-)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _called(function: Callable[..., Any], static: tuple[Any, ...], *row: Any) -> Any:
+    return function(*static, *row)
 
 
 class Joined(NamedTuple):
@@ -90,6 +71,16 @@ class Joined(NamedTuple):
             return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in some], 0)
 
         return list(map(one, self.places))
+
+    def numbers(self, numbers: Sequence[float]) -> list[list[Any]]:
+        """Numbers for the arrays, if there are any, as arrays or a number for each of the few."""
+
+        def one(places: list[int]) -> Any:
+            if len({numbers[i] for i in places}) == 1:
+                return numbers[places[0]]
+            return np.concatenate([np.full(math.prod(self.shapes[i]), numbers[i]) for i in places])
+
+        return [list(map(one, self.places))] if numbers else []
 
     def part(self, few: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays again, of what was computed element by element."""

@@ -2,7 +2,7 @@ r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
 A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
 ``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves its range, the squares of elements
-times a power of two are summed; see `roots_in_range`.
+times a power of two are summed (``ranges.py``), as each device does it best (``sums.py``).
 """
 
 import contextlib
@@ -17,22 +17,39 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from clipgrad._arrays.by_leaf import Joined, for_each
 from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
     if_else,
+    in_one_program,
     nan_unless,
     over,
     real_product,
+    square,
     times,
     widest,
     with_real_dtype,
 )
-from clipgrad._arrays.ranges import scale_of_largest
-from clipgrad._arrays.reductions import Arrays, Axes, Groups
-from clipgrad._arrays.sums_in_range import nothing, roots_in_range
+from clipgrad._arrays.ranges import (
+    in_range,
+    scale_of_largest,
+    scale_of_plain,
+    scaled_square,
+    three_squares,
+    unless_plain,
+)
+from clipgrad._arrays.sums import (
+    Arrays,
+    Axes,
+    Groups,
+    added_up,
+    joined_leaves,
+    unless_out_of_range,
+)
 from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._errors import warn
+from clipgrad._sharding import broadcast_like
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
 AxisName = str | Sequence[str] | PartitionSpec | None
@@ -56,7 +73,7 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
-        divisor = if_else(root == 0, nothing(root) ** 0.5, root)
+        divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
         return cls(root, scale, nan_unless(jnp.isfinite(root), divisor))
 
     @property
@@ -184,7 +201,7 @@ def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     leaves = clippable_leaves(tree)
     if not leaves:
         return Norm.of(jnp.float32(0), jnp.float32(1))
-    return _group_norms(leaves, Groups(None, names), kind)[0]
+    return _group_norms(leaves, Groups.one(len(leaves), names), kind)[0]
 
 
 def slice_norms(
@@ -199,7 +216,23 @@ def slice_norms(
     ``mean=True`` divides the sum by the number of its terms first: the root mean square.
     """
     kind, names = _Kind(check_order("ord", ord), mean), mapped_names(axis_name)
-    return _group_norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
+    return _group_norms(list(leaves), Groups.slices(axes, names), kind) if leaves else []
+
+
+def group_norms(
+    leaves: Sequence[jax.Array],
+    axes: Sequence[Axes],
+    members: Sequence[Sequence[int]],
+    axis_name: AxisName = None,
+) -> list[jax.Array]:
+    """For each group the norms of its members, the leaves at these places, over their axes.
+
+    ``axes`` has the axes of each leaf, ``None``: all. The leaves of a group keep the same others.
+    Norms are constants to differentiation.
+    """
+    fixed = list(map(jax.lax.stop_gradient, leaves))
+    groups = Groups(tuple(axes), tuple(map(tuple, members)), mapped_names(axis_name))
+    return [norm.value for norm in _norms_of_squares(groups, (1.0,) * len(members), fixed)]
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
@@ -215,7 +248,7 @@ def total_over_devices(
     local: Sequence[jax.Array], leaves: Sequence[jax.Array], axis_name: AxisName = None
 ) -> jax.Array:
     """The sum of one number for each leaf, and over the devices on which the leaf differs."""
-    groups = Groups(None, mapped_names(axis_name))
+    groups = Groups.one(len(leaves), mapped_names(axis_name))
     return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
 
 
@@ -231,7 +264,8 @@ def sums_of_groups(
     """
     if not leaves:
         return []
-    groups = Groups(None if axes is None else tuple(axes), mapped_names(axis_name))
+    names = mapped_names(axis_name)
+    groups = Groups.one(len(leaves), names) if axes is None else Groups.slices(axes, names)
     return groups.sums(parts, leaves)
 
 
@@ -275,15 +309,109 @@ def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[N
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    counts = tuple(_counts(groups, kind.mean, leaves))
-    return [Norm(*root) for root in roots_in_range(groups, counts, leaves)]
+    return _norms_of_squares(groups, _counts(groups, kind.mean, leaves), leaves)
 
 
-def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
+def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
     """The divisors of the sums of squares: 1, or for a mean the numbers of elements."""
     if not mean:
-        return [1.0] * (1 if groups.joint else len(leaves))
-    return [float(max(size, 1)) for size in groups.slice_sizes(leaves)]
+        return (1.0,) * len(groups.members)
+    return tuple(float(max(size, 1)) for size in groups.slice_sizes(leaves))
+
+
+def _norms_of_squares(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> list[Norm]:
+    """The root of the sum of squares in range of each group, divided by its count."""
+    # Eagerly one operation after the other, so that results round as optax's do.
+    plain = in_one_program(_plain_sums, 0)(groups, leaves)
+    return _in_range(groups, counts, plain, leaves)
+
+
+def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
+    # Not in calls, whose operations XLA writes out late: it would round differently than in optax.
+    squares = map(square, map(with_real_dtype, leaves, groups.dtypes(leaves)))
+    rows = zip(squares, groups.axes_from_end(leaves), groups.keeps(), strict=True)
+    return groups.totals([jnp.sum(x, axes, keepdims=keep) for x, axes, keep in rows], leaves)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _in_range(
+    groups: Groups, counts: tuple[float, ...], plain: list[jax.Array], leaves: Arrays
+) -> list[Norm]:
+    """The norms, from the plain sums where these are in range."""
+    if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
+        return for_each(_of_plain, [(n,) for n in counts], plain)
+    cpu, gpu = (functools.partial(form, groups, counts) for form in (_by_branch, _by_gpu_branch))
+    return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts)
+
+
+def _by_branch(
+    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
+) -> list[Norm]:
+    """The plain sums, and only if one of them is out of range another pass over the leaves."""
+    again = functools.partial(_scaled_sums, groups, plain, leaves)
+    scaled = unless_out_of_range(plain, lambda: list(plain), again)
+    return for_each(_of_scaled, [(n,) for n in counts], plain, scaled)
+
+
+def _by_gpu_branch(
+    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
+) -> list[Norm]:
+    """The same for a GPU, which copies each result of a branch: they are few."""
+    few = Joined.of(plain)
+
+    def again() -> list[jax.Array]:
+        totals = few.join(list(map(unless_plain, plain, _scaled_sums(groups, plain, leaves))))
+        # XLA makes a choice of a branch that is cheap, and then always reads the leaves again.
+        return jax.lax.optimization_barrier(totals)
+
+    totals = few.part(unless_out_of_range(plain, lambda: few.join(plain), again))
+    return for_each(_of_total, [(n,) for n in counts], plain, totals)
+
+
+def _scaled_sums(groups: Groups, plain: Arrays, leaves: Arrays) -> list[jax.Array]:
+    """The sums of squares of elements times a scale that suits the plain sum."""
+    if groups.joint:
+        leaves = joined_leaves(leaves)
+        groups = Groups.one(len(leaves), groups.names)
+    return groups.totals(groups.sums_of(_scaled_sum, leaves, groups.per_leaf(plain)), leaves)
+
+
+def _scaled_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array, plain: jax.Array) -> jax.Array:
+    if not keep and plain.ndim:
+        front = tuple(i % leaf.ndim for i in axes)
+        plain = broadcast_like(jnp.expand_dims(plain, front), leaf)
+    return jnp.sum(scaled_square(leaf, plain), axis=axes, keepdims=keep)
+
+
+def _of_plain(count: float, plain: jax.Array) -> Norm:
+    return _rooted(count, plain, jnp.ones_like(plain))
+
+
+def _of_scaled(count: float, plain: jax.Array, scaled: jax.Array) -> Norm:
+    # A sum in range stays as it is if another is not: in a branch XLA adds up in another order.
+    return _of_total(count, plain, unless_plain(plain, scaled))
+
+
+def _of_total(count: float, plain: jax.Array, total: jax.Array) -> Norm:
+    return _rooted(count, total, scale_of_plain(plain))
+
+
+def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> Norm:
+    return _rooted(count, *in_range(down, plain, up))
+
+
+def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
+    total = total / jnp.asarray(count, total.dtype)
+    finite = nan_unless(jnp.isfinite(total), total)
+    return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
+
+
+def _nothing(total: jax.Array) -> float:
+    """A small sum of squares to divide by the root of, instead of 0.
+
+    A second derivative divides by the third power of that root, which must not be 0.
+    """
+    return 2.0 ** (jnp.finfo(total.dtype).minexp // 2 - 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -297,7 +425,7 @@ def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
         return [Norm.of(top, s) for top, s in zip(tops, scales, strict=True)]
     # Not the maximum itself: it may be a subnormal number that acts as 0.
     tops = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
-    shrunk = zip(sizes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves), strict=True)
+    shrunk = zip(sizes, groups.per_leaf(scales), groups.per_leaf(tops), strict=True)
     totals = groups.sums([(g * s / t) ** ord for g, s, t in shrunk], leaves)
     return [Norm.of(x ** (1 / ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
 
@@ -322,16 +450,16 @@ def _weights_of_norms(
     groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]
 ) -> list[jax.Array]:
     """The derivative of each norm by its elements; 0 where the norm is 0."""
-    roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
+    roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms])
     # No scale at 0: twice the large one of small numbers would be inf in a second derivative.
-    scales = groups.per_leaf([jnp.where(n.root == 0, 0, n.scale) for n in norms], leaves)
+    scales = groups.per_leaf([jnp.where(n.root == 0, 0, n.scale) for n in norms])
     units = [
         over(times(with_real_dtype(g, r.dtype.name), s), r)
         for g, s, r in zip(leaves, scales, roots, strict=True)
     ]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
-        counts = groups.per_leaf(_counts(groups, kind.mean, leaves), leaves)
+        counts = groups.per_leaf(_counts(groups, kind.mean, leaves))
         return [
             times(over(u, size), size ** (kind.ord - 1) / n)
             for u, size, n in zip(units, sizes, counts, strict=True)
@@ -341,7 +469,7 @@ def _weights_of_norms(
         ((jnp.abs(with_real_dtype(g, r.dtype.name)) * s == r) & (u != 0)).astype(u.real.dtype)
         for g, s, r, u in zip(leaves, scales, roots, units, strict=True)
     ]
-    counts = groups.per_leaf(groups.sums(ties, leaves), leaves)
+    counts = groups.per_leaf(groups.sums(ties, leaves))
     shares = [
         tie / jnp.maximum(n, 1) / size for tie, n, size in zip(ties, counts, sizes, strict=True)
     ]

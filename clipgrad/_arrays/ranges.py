@@ -1,7 +1,9 @@
-"""Ranges of numbers whose squares can be added up, and the squares of numbers out of range.
+"""Blue's method: three sums of squares, of which one is in range for every norm that is a float.
 
-There are three sums of squares: of elements scaled down, as they are, and scaled up. One of them is
-in range for every norm that float32 holds, and a norm is its root divided by the scale.
+The sums are of elements scaled down, as they are, and scaled up; a norm is the root of the one that
+is in range, divided by the scale. It is the method of LAPACK's ``nrm2`` (Blue, A Portable Fortran
+Program to Find the Euclidean Norm of a Vector, 1978; Anderson, Algorithm 978, 2017), with constants
+that leave room for sums of very many elements.
 """
 
 import functools
@@ -16,10 +18,8 @@ from clipgrad._arrays.numbers import if_else, real_or_absolute
 class _Range(NamedTuple):
     """Exponents of two: what norms a plain sum of squares is right for, and two scales.
 
-    Norms from 2 ** low to 2 ** high are read off the plain sum: elements that matter for them have
-    squares in range. Larger norms are read off the sum of elements times 2 ** down, with room for
-    2 ** 50 of the largest; smaller ones off the sum of elements times 2 ** up, whose smallest have
-    squares in range.
+    A plain sum is right for norms in [2 ** low, 2 ** high]. Larger norms are read off the sum of
+    (x * 2 ** down) ** 2, smaller ones off the sum of (x * 2 ** up) ** 2.
     """
 
     low: int
@@ -28,6 +28,14 @@ class _Range(NamedTuple):
     up: int
 
 
+# In float32, where numbers are from 2 ** -126 to 2 ** 128:
+# * low: of a norm of 2 ** -30 the square is 2 ** -60. Elements from 2 ** -63 on have squares in
+#   range, and 2 ** 42 smaller ones add less than its rounding.
+# * high: the square, 2 ** 100, leaves room where sums of many leaves and devices are added up.
+# * down: 2 ** 50 of the largest elements have a sum in range, 2 ** (2 * (128 - 90) + 50).
+# * up: the smallest elements have squares in range, 2 ** (2 * (-126 + 73)), and so has a norm of
+#   2 ** low, 2 ** (2 * (-30 + 73)).
+# In float64, from 2 ** -1022 to 2 ** 1024, in the same way.
 _RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
 
 

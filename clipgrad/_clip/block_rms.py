@@ -19,6 +19,9 @@ from clipgrad._arrays import (
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
 
+# An element is less than 2 ** 32 times the rms of its leaf; that times a larger limit may be inf.
+_LARGE = 2.0**90
+
 
 @pytree_rule
 class ClipByBlockRMS(MeasuringRule):
@@ -71,8 +74,9 @@ class ClipByBlockRMS(MeasuringRule):
 
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
         """The rms of each leaf, and ``threshold``, or the rms if that is less."""
-        # An element, which may be many times the rms, over the rms times no limit would be inf.
-        pairs = zip(norms, limits_by_leaf(self, norms), strict=True)
+        pairs = list(zip(norms, limits_by_leaf(self, norms), strict=True))
+        if isinstance(self.threshold, int | float) and self.threshold < _LARGE:
+            return pairs
         return [(norm, jnp.minimum(limit, norm.divisor / norm.scale)) for norm, limit in pairs]
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[Limit] | None:

@@ -10,18 +10,26 @@ import numpy as np
 
 from clipgrad._arrays import (
     AxisName,
+    Groups,
     Norm,
     accumulator,
+    added_up,
+    added_up_apart,
     check_tree,
     clippable_leaves,
     clippable_paths,
+    flags_of_bits,
+    from_plain,
     is_clippable,
+    real_or_absolute,
     root_of_sums,
-    sums_and_nonfinite,
+    stacked_sums,
     sums_of_groups,
     sums_of_norm,
+    three_squares,
     total_over_devices,
     tree_size,
+    unless_out_of_range,
     widest,
 )
 from clipgrad._compat import exportable, to_varying, varying_axes
@@ -157,15 +165,47 @@ def _check_same(before: Any, after: Any) -> None:
 @functools.partial(jax.jit, static_argnums=2)
 def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> ClipStats:
     """Traced once for leaves of the same shapes; ``None`` after a clip that is off."""
-    sums, nonfinite = sums_and_nonfinite(before, dtype)
+    sums, nonfinite = _sums_and_nonfinite(before, dtype)
     one = _one(sums[1])
     size = jnp.array(float(sum(leaf.size for leaf in before)), dtype) * one
     if after is None:
         # Three products with the same number are one kernel on a GPU.
         return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
     masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
-    clipped, _ = sums_and_nonfinite(after, dtype)
+    clipped, _ = _sums_and_nonfinite(after, dtype)
     return ClipStats(sums, clipped, _count_true(masks, dtype), nonfinite, size)
+
+
+def _sums_and_nonfinite(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
+    """The three sums of squares, and how many elements are NaN or inf."""
+    if not leaves:
+        return jnp.zeros(3, dtype), jnp.zeros((), dtype)
+    sizes = [real_or_absolute(leaf).astype(dtype) for leaf in leaves]
+    return added_up(_summands, sizes, Groups.one(len(sizes)), _stacked, _by_branch)[0]
+
+
+def _summands(size: jax.Array) -> list[jax.Array]:
+    """The terms of sums of real numbers: squares in three ranges, and 1 if not finite."""
+    return [*three_squares(size), flags_of_bits(size)[0]]
+
+
+def _stacked(*sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    *squares, nonfinite = sums
+    return stacked_sums(*squares), nonfinite
+
+
+def _by_branch(_: Any, sizes: Sequence[jax.Array]) -> list[Any]:
+    """The plain sum; all others follow from it where it is in range, as it almost always is."""
+    plain = functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in sizes])
+
+    def known() -> list[Any]:
+        none = to_varying(jnp.zeros((), plain.dtype), varying_axes(plain))
+        return [(jnp.stack(from_plain(plain)), none)]
+
+    def again() -> list[Any]:
+        return added_up_apart(_summands, (), sizes, Groups.one(len(sizes)), _stacked)
+
+    return unless_out_of_range([plain], known, again)
 
 
 def stats_dtype(tree: Any) -> str:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import (
+    fit_one_reduction,
     flags_of_bits,
     from_bits,
     larger,
@@ -21,7 +22,6 @@ from clipgrad._arrays import (
 )
 from clipgrad._compat import exportable
 from clipgrad._programs import dtype_of, holds_floats
-from clipgrad._sharding import is_local
 
 
 @exportable
@@ -131,7 +131,7 @@ def _measured_value(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
     several devices XLA would gather the whole for one reduction, and columns it would store.
     """
     terms = [*three_squares(x), *flags_of_bits(x)]
-    if is_local(x) and x.ndim - 1 in over and x.dtype == jnp.float32:
+    if fit_one_reduction([x], [over]) and x.dtype == jnp.float32:
         # As integers, magnitudes need no array of zeros, which JAX would store before a scan.
         sums, (bits,) = reduced_together(terms, [to_bits(jnp.abs(x))], over)
         top = from_bits(bits)
