@@ -245,6 +245,34 @@ def test_facts_flow_around_loops_to_a_fixed_point():
     assert flow(never, [frozenset({"start"})], through, either) == [frozenset({"start"})]
 
 
+def test_other_facts_may_go_into_a_program_and_on_to_the_next_step():
+    """Each operation has its position; of a branch that is the number of the branch, too."""
+
+    def counted(x):
+        x = lax.cond(x > 0, jnp.sin, jnp.sin, x)
+        return lax.scan(lambda c, y: (jnp.cos(c) + y, c), x, X)
+
+    positions = []
+
+    def through(chain, operands, inside):
+        positions.append(chain.position)
+        if kind_of(chain[0]) is _programs.SCANS:
+            return inside([fact | {"entered"} for fact in operands])
+        return inside()
+
+    def carry(loop, number, fact):
+        assert number == 0 and kind_of(loop[0]) is _programs.SCANS
+        return frozenset({"carried"})
+
+    either = lambda *facts: frozenset().union(*facts)  # noqa: E731
+    program = jax.make_jaxpr(counted)(1.0)
+    found = flow(program, [frozenset({"x"})], through, either, carry=carry)
+    assert found == [frozenset({"x", "entered", "carried"})] * 2
+    chains = {*positions}
+    conditional = next(i for i, e in enumerate(program.eqns) if _programs.is_cond(e))
+    assert {(conditional, 0, 0), (conditional, 1, 0), (conditional,)} <= chains
+
+
 UPGRADES = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
 
 
