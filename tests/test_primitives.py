@@ -24,6 +24,7 @@ import clipgrad as cg
 from clipgrad import _programs
 from clipgrad._programs import KINDS, NUMERIC, Does, flow, kind_of, numeric_of
 from clipgrad._programs.primitives import PrimitiveTable, TracedOnce
+from tests.helpers import assert_same
 
 X = jnp.linspace(0.1, 1.0, 4)
 TABLES = {"KINDS": KINDS, "NUMERIC": NUMERIC}
@@ -211,6 +212,38 @@ def test_a_jax_without_a_primitive_that_a_row_needs_is_told_by_name(monkeypatch)
         AttributeError, match=r"has no jax\.extend\.core\.primitives\.scan_p.*KINDS"
     ):
         table.get(jax_primitives.tanh_p)
+
+
+HOLDERS = {
+    "scan_p": lambda run, x: lax.scan(lambda c, y: (run(c + y), None), x[0], x)[0],
+    "while_p": lambda run, x: lax.while_loop(lambda c: c[0] < 1, lambda c: run(c) + 1, x),
+    "cond_p": lambda run, x: lax.cond(x[0] > 5, run, jnp.cos, x),
+    "jit_p": lambda run, x: jax.jit(run)(x),
+    "remat_p": lambda run, x: jax.checkpoint(run)(x),
+}
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_primitive_of_a_new_jax_that_no_row_has_is_told_where_a_name_in_it_is_wanted(
+    monkeypatch, name
+):
+    """It holds programs as before, under a name of its own: the program stays what it is."""
+
+    def model(x):
+        return jnp.sum(HOLDERS[name](lambda x: checkpoint_name(jnp.sin(x), "h"), x))
+
+    monkeypatch.delitem(KINDS._public, getattr(jax_primitives, name))
+    monkeypatch.setattr(getattr(jax_primitives, name), "name", "made_up")
+    program = jax.make_jaxpr(model)(X)
+    holding = [e for e in program.eqns if _programs.held_programs(e) and kind_of(e) is None]
+    assert "made_up" in {_programs.noun_of(e) for e in holding}
+    assert_same(_programs.evaluate(program, [X], _programs.Hook()), [model(X)])
+    told = "got 'h', which tags a variable inside of made_up, expected one whose"
+    with pytest.raises(ValueError, match=f"error_clip_by_name: {told} cotangents"):
+        cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)})(X)
+    with pytest.raises(ValueError, match=f"with_value_stats: {told} values"):
+        cg.with_value_stats(model, watch=["h"])(X)
 
 
 def test_what_an_operation_does_to_numbers_is_read_from_its_row():

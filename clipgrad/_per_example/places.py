@@ -160,7 +160,7 @@ class ViewPlace(NamedTuple):
     ) -> list["ViewPlace"] | None:
         """The places of parts of the view."""
         cuts = cuts_of(equation.params, equation.invars[0].aval.shape)  # type: ignore
-        return cuts and [self._cut(equation, i, *cut) for i, cut in enumerate(cuts)]
+        return None if cuts is None else [self._cut(equation, i, *c) for i, c in enumerate(cuts)]
 
     def _cut(self, equation: JaxprEqn, result: int, cut: Box, gone: int | None) -> "ViewPlace":
         """The place of a part of the view, from where to where along each of its axes.

@@ -15,12 +15,10 @@ from clipgrad._programs import (
     REMAT,
     SCANS,
     Chain,
-    Hook,
+    NotingHook,
+    Part,
     bind,
-    called_program,
-    evaluate,
     flow,
-    is_jit,
     is_reference,
     kind_of,
     noun_of,
@@ -123,7 +121,7 @@ tap.defvjp(lambda y, zero: (y, None), lambda _, ct: (ct, ct))
 
 
 @dataclasses.dataclass
-class Taps(Hook):
+class Taps(NotingHook):
     """Taps the results of uses, and hands out what meets the weights there.
 
     Which uses there are is known from shapes, by the flow of `WalkedProgram`; what meets them is an
@@ -140,7 +138,7 @@ class Taps(Hook):
     zeros: dict[int, jax.Array]
     where: EquationPath = ()
     seen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    has_notes = True
+    in_place = (JIT,)  # nothing is kept from call to call
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, tapped; None where programs inside have uses."""
@@ -151,27 +149,20 @@ class Taps(Hook):
             source, x, number = self.taps[place]
             self.seen[x] = inputs[source]
             return [tap(bind(equation, inputs)[0], self.zeros[number])]
-        if not self._inside(equation):
-            return bind(equation, inputs)
-        if not is_jit(equation):
-            return None
-        inner = self.inside(equation, ())  # in place: nothing is kept from call to call
-        results = evaluate(called_program(equation), inputs, inner)
-        self.note(equation, inputs, [inner.seen])
-        return results
+        return None if self._inside(equation) else bind(equation, inputs)
 
     def _inside(self, equation: JaxprEqn) -> list[int]:
         """The numbers of the uses inside of an equation."""
         place = (*self.where, equation.outvars[0])
         return [n for path, (*_, n) in self.taps.items() if path[: len(place)] == place]
 
-    def steps(self, equation: JaxprEqn) -> dict[int, jax.Array]:
+    def slices(self, equation: JaxprEqn) -> dict[int, jax.Array]:
         """The zeros of the uses inside of a scan, which has one of each for each step."""
         return {n: self.zeros[n] for n in self._inside(equation)}
 
-    def inside(self, equation: JaxprEqn, step: Any) -> "Taps":
+    def inside(self, equation: JaxprEqn, part: Part) -> "Taps":
         """The taps of a program inside."""
-        zeros = step if isinstance(step, dict) else self.zeros
+        zeros = self.zeros if part.own is None else part.own
         return Taps(self.taps, zeros, (*self.where, equation.outvars[0]))
 
     def noted(self) -> dict[int, jax.Array]:
