@@ -7,8 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import reduce_max_p
 
-from clipgrad._diagnose.advice import MASKED_INPUT, OVERFLOWING, Suspect, next_step, suspect
+from clipgrad._diagnose.advice import MASKED_INPUT, Suspect, is_lookup, next_step, suspect
 from clipgrad._diagnose.guilty import MASKING, Found, is_of_users_rule
 from clipgrad._diagnose.levels import INF, NAN, level, levels, wide
 from clipgrad._diagnose.records import GradientFinding
@@ -17,6 +18,7 @@ from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
 from clipgrad._names import Location, Place
 from clipgrad._programs import (
+    Does,
     at_first,
     dtype_of,
     equations,
@@ -190,7 +192,7 @@ def _values(entry: Entry, bad: Sequence[Any], of_own: bool = False) -> list[floa
 
     Of a gather these are the index that is out of range, and its axis.
     """
-    if entry.name == "gather" and not of_own:
+    if is_lookup(entry.equation) and not of_own:
         return _index_out_of_range(entry)
     if of_own:
         pairs = [(x, _bad_elements(b)) for x, b in zip(entry.ins, bad, strict=True) if level(b)]
@@ -226,7 +228,7 @@ def operation_at(entry: Entry) -> str:
 
 def _operation_at(entry: Entry, values: Sequence[float]) -> str:
     """Such as "sqrt at 0", or "gather of index 14 on axis 0 of float32[10,4]"."""
-    if entry.name == "gather" and len(values) == 2:
+    if is_lookup(entry.equation) and len(values) == 2:
         array = _type(entry.equation.invars[0])
         return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
     numbers = ", ".join(f"{np.float64(value):.4g}" for value in values)
@@ -261,7 +263,7 @@ def _masked_axis(entry: Entry) -> str:
     """The axis of a softmax, which has subtracted the largest element along it."""
     package = entry.place.location.package or ""
     before = entry.tape.entries[: entry.number]
-    found = [e for e in before if e.name == "reduce_max"]
+    found = [e for e in before if e.equation.primitive is reduce_max_p]
     if package.partition(" ")[0] not in MASKING or not found:
         return ""
     axes = ", ".join(map(str, found[-1].equation.params["axes"]))
@@ -280,7 +282,7 @@ def _suspect(kind: str, entry: Entry, values: Sequence[float]) -> Suspect | None
     package = entry.place.location.package
     function = package.partition(" ")[0] if package else None
     dtype = next((str(dtype_of(v)) for v in entry.equation.outvars if holds_floats(v)), "")
-    return suspect(kind, entry.name, function, dtype, values)
+    return suspect(kind, entry.equation, function, dtype, values)
 
 
 def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
@@ -289,7 +291,7 @@ def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
         if row := _suspect(kind, entry, values):
             return f"; {row.advice(_op(entry))}"
     is_foreign = has_custom_rule(entry.equation) and not is_of_users_rule(entry)
-    steps = (next_step(kind, entry.name, values) for kind in kinds if not is_foreign)
+    steps = (next_step(kind, entry.equation, values) for kind in kinds if not is_foreign)
     step = next(filter(None, steps), None)
     return f"; {step}" if step else ""
 
@@ -298,10 +300,10 @@ def _overflow(entry: Entry) -> str:
     """The advice for a VJP that makes inf of finite numbers by their size."""
     bad = [(i, b) for i, b in enumerate(entry.back) if level(b)]
     is_inf = all(level(b) == INF for _, b in bad) and not any(map(level, entry.ins))
-    if not is_inf or entry.name not in OVERFLOWING:
+    if not is_inf or not entry.numeric.overflows:
         return ""
     number = None
-    if entry.name == "convert_element_type":
+    if entry.numeric.does is Does.CASTS:
         number = float(at_first(_bad_elements(bad[0][1]), entry.got[0]))
     return _too_large(dtype_of(bad[0][1]), number)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from clipgrad._diagnose.causes import DETACHED, EXCUSED, SILENT, Cause, cause_of, is_at_each_step
 from clipgrad._diagnose.findings import function_finding, operation_finding
-from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
+from clipgrad._diagnose.guilty import Found, cuts, results_of
 from clipgrad._diagnose.judge import tape_of
 from clipgrad._diagnose.levels import wide
 from clipgrad._diagnose.loops import InScan
@@ -18,10 +18,12 @@ from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._errors import docs_page, first_few, first_line
 from clipgrad._names import sources_of_results
-from clipgrad._programs import equations, is_scan
+from clipgrad._programs import Back, equations, is_scan
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
 ExplainedCut = tuple[Found, Cause]
+# Operations whose result has the axis of the layers that an operand has.
+_STEP_BY_STEP = (Back.MOVED, Back.MULTIPLIED, Back.DIVIDED)
 
 
 def zero_findings(
@@ -130,7 +132,7 @@ def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[InScan, int, list[int]
         elif inside and not isinstance(inside, InScan):
             way = inside.operand(k, is_zero=True) if entry.alive else None
             yield from _lost_layers(*way) if way else ()
-        elif entry.name in MOVES | {"mul", "div"}:
+        elif entry.numeric.back in _STEP_BY_STEP:
             yield from _lost_layers(tape, entry.equation.outvars[0])
     if tape.within:
         for j in results_of(tape, atom):
