@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from clipgrad._diagnose.cut_facts import CutFacts
 from clipgrad._diagnose.guilty import BRANCH, CANCELS, CARRY, CONTROL, EMPTY, Found
-from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._losses import TracedLoss
 
 # What is meant to detach comes last: a cut that nobody chooses is the finding beside it.
 DETACHED = 8
@@ -134,7 +134,7 @@ EXCUSED = frozenset(
 )
 
 
-def cause_of(cut: Found, given: DiagnosisSubject, zero: Any) -> Cause:
+def cause_of(cut: Found, given: TracedLoss, zero: Any) -> Cause:
     """The cause of a cut; ``zero`` are the inputs whose gradients are zero."""
     facts = CutFacts(cut, given, zero)
     row = next(row for row in CAUSES if row.holds(facts))
@@ -144,6 +144,6 @@ def cause_of(cut: Found, given: DiagnosisSubject, zero: Any) -> Cause:
     return row._replace(text=row.text.format(**words), step=row.step.format(**words), rank=rank)
 
 
-def is_at_each_step(cut: Found, cause: Cause, given: DiagnosisSubject) -> bool:
+def is_at_each_step(cut: Found, cause: Cause, given: TracedLoss) -> bool:
     """Whether a cut in a scan is one at every step of it, not at the one at which it was found."""
     return cause.is_of_operation or CutFacts(cut, given, ()).is_zero_at_each_step

@@ -24,8 +24,8 @@ from clipgrad._diagnose.guilty import (
 from clipgrad._diagnose.levels import INF, holds_zeros, range_of, wide
 from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.parts import as_program
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry, Tape
+from clipgrad._losses import TracedLoss
 from clipgrad._programs import (
     BACK_AT_ANY_SIZE,
     BACK_BY_FACTORS,
@@ -71,7 +71,7 @@ class CutFacts:
       zero: the inputs whose gradients are zero.
     """
 
-    def __init__(self, cut: Found, given: DiagnosisSubject, zero: Any):
+    def __init__(self, cut: Found, given: TracedLoss, zero: Any):
         self.cut, self.given, self.zero = cut, given, zero
         self.entry: Entry = cut.entry
         self.operand, self.way = cut.number, cut.way
@@ -465,7 +465,7 @@ def _range(x: Any) -> str:
     return f"{low:.3g} to {high:.3g}" if np.size(x) > 1 else f"{high:.3g}"
 
 
-def _is_random(tape: Tape, atoms: Any, given: DiagnosisSubject) -> bool:
+def _is_random(tape: Tape, atoms: Any, given: TracedLoss) -> bool:
     """Whether values are random, and computed from keys and counters alone."""
     arguments, operations = sources(tape, atoms)
     is_drawn = any(use_of(equation) is Use.DRAWS for equation in operations)

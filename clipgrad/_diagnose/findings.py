@@ -13,9 +13,9 @@ from clipgrad._diagnose.advice import MASKED_INPUT, Suspect, is_lookup, next_ste
 from clipgrad._diagnose.guilty import MASKING, Found, is_of_users_rule
 from clipgrad._diagnose.levels import INF, NAN, level, levels, wide
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
+from clipgrad._losses import TracedLoss
 from clipgrad._names import Location, Place
 from clipgrad._programs import (
     Does,
@@ -33,9 +33,7 @@ _ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MU
 # -- The findings.
 
 
-def value_finding(
-    found: Found, given: DiagnosisSubject, then: Found | None = None
-) -> GradientFinding:
+def value_finding(found: Found, given: TracedLoss, then: Found | None = None) -> GradientFinding:
     """A finding on where a value has its NaN or inf from; ``then`` is what makes NaN of an inf."""
     if found.entry is None:
         is_constant = found.is_constant
@@ -85,7 +83,7 @@ def hidden_finding(found: Found, names: str) -> GradientFinding:
     return operation_finding("vjp", found, what, step)
 
 
-def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
+def sum_finding(found: Found, given: TracedLoss) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
     finite = "is used more than once; the cotangents of its uses are finite, but their sum is not"
     if found.entry is None:
@@ -99,7 +97,7 @@ def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
 
 
 def data_finding(
-    found: Found, reader: Entry, sources: Sequence[int], given: DiagnosisSubject
+    found: Found, reader: Entry, sources: Sequence[int], given: TracedLoss
 ) -> GradientFinding:
     """A finding on what is not finite in an argument, or is computed from some that are data."""
     finding = value_finding(found, given)
@@ -111,7 +109,7 @@ def data_finding(
     return dataclasses.replace(finding, message=finding.message + what)
 
 
-def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> GradientFinding:
+def raised_finding(found: Found | None, error: str, given: TracedLoss) -> GradientFinding:
     """A finding on an operation that raises an error; None for one that was not found."""
     if found is None:
         return function_finding("raises", f"a callback in it raises {error}", given)
@@ -122,7 +120,7 @@ def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> 
     return operation_finding("raises", found, what, _advice(("raises",), entry, []))
 
 
-def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
+def function_finding(kind: str, message: str, given: TracedLoss) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
@@ -130,12 +128,12 @@ def function_finding(kind: str, message: str, given: DiagnosisSubject) -> Gradie
     return GradientFinding(kind, file, line, "argument", "", None, where + message)
 
 
-def _constant_finding(given: DiagnosisSubject) -> GradientFinding:
+def _constant_finding(given: TracedLoss) -> GradientFinding:
     what = "the loss is a constant that is not finite; it is computed from no argument"
     return function_finding("value", what, given)
 
 
-def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding:
+def _argument_finding(argument: int, given: TracedLoss) -> GradientFinding:
     array = jnp.asarray(given.inputs[argument])
     count = int(jnp.sum(~jnp.isfinite(array)))
     name = given.names[argument]
@@ -243,7 +241,7 @@ def _type(x: Any) -> str:
     return f"{x.aval.dtype}{list(x.aval.shape)}"
 
 
-def _infinite_arguments(entry: Entry, given: DiagnosisSubject) -> str:
+def _infinite_arguments(entry: Entry, given: TracedLoss) -> str:
     """The arguments that an infinity among the operands is, or comes from unchanged."""
     bad = [i for i, x in enumerate(given.inputs) if level(x) == INF]
     return f" ({', '.join(given.names[i] for i in bad)} contains inf)" if bad else ""
