@@ -56,15 +56,46 @@ class HaltedError(RuntimeError):
 
 @explain_call()
 class FlightRecorder:
-    r"""Saves the inputs of a bad step, in any loop.
+    """Saves the parameters, the batch and the key of a bad training step, in any loop.
 
-    The loop's optimizer is ``skip_spikes(halt=...)``, or the loop has a flag of its own for a bad
-    step, ``record(..., bad=flag)``.
+    A step is bad if the optimizer of the loop, ``skip_spikes(halt=...)``, halts, or if a flag of
+    your own says so, ``record(..., bad=flag)``.
 
-    After each step it keeps the batch, starts a copy of the flag to the host, and reads the flags
-    that have arrived. If a flag is set, it writes a capture: the parameters from before the bad
-    step, the batch and the key of that step, norms of the steps before it, and versions. Then it
-    raises `HaltedError`.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
+      >>> step = cg.train_step(lambda w, x: jnp.sum(jnp.log(w * x)),
+      ...                      cg.skip_spikes(optax.sgd(0.1), halt=True))
+      >>> state = step.init(jnp.ones(2))
+      >>> recorder = cg.FlightRecorder(tempfile.mkdtemp())
+      >>> try:
+      ...     for i, x in enumerate([jnp.ones(2), jnp.array([1.0, 0.0]), jnp.ones(2)]):
+      ...         state, _ = step(state, x)
+      ...         recorder.record(state, x, step=i)
+      ...     recorder.close()
+      ... except cg.HaltedError as error:
+      ...     capture = cg.load_capture(error.path)
+      >>> print(capture.step, capture.batch)
+      1 [1. 0.]
+
+    Args:
+      directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
+        A bucket must be mounted.
+      keep: the number of batches to keep of steps that are known to be good.
+      max_captures: the most captures in the directory, captures of earlier runs included.
+      raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
+        ``captures`` lists the captures, and the training stays halted until `resume`.
+
+    Raises:
+      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
+      OSError: the directory can't be made or written to.
+      TypeError: the directory is not a path.
+      ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
+        directory is an address (``gs://``), or has the character ``*``, ``?`` or ``[``.
+
+    After each step `record` keeps the batch, starts a copy of the flag to the host, and reads the
+    flags that have arrived. If a flag is set, it writes a capture: the parameters from before the
+    bad step, the batch and the key of that step, norms of the steps before it, and versions. Then
+    it raises `HaltedError`.
 
     Guarantees:
       * It does not copy or hold the parameters, so you may donate the buffers of the state. With a
@@ -86,37 +117,6 @@ class FlightRecorder:
         objects in a state or a model are left out.
       * A capture gets its name when it is complete, and never overwrites another one. Loading it
         does not run code from it.
-
-    Args:
-      directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
-        A bucket must be mounted.
-      keep: the number of batches to keep of steps that are known to be good.
-      max_captures: the most captures in the directory, captures of earlier runs included.
-      raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
-        ``captures`` lists the captures, and the training stays halted until `resume`.
-
-    Raises:
-      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
-      OSError: the directory can't be made or written to.
-      TypeError: the directory is not a path.
-      ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
-        directory is an address (``gs://``), or has the character ``*``, ``?`` or ``[``.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
-      >>> step = cg.train_step(lambda w, x: jnp.sum(jnp.log(w * x)),
-      ...                      cg.skip_spikes(optax.sgd(0.1), halt=True))
-      >>> state = step.init(jnp.ones(2))
-      >>> recorder = cg.FlightRecorder(tempfile.mkdtemp())
-      >>> try:
-      ...     for i, x in enumerate([jnp.ones(2), jnp.array([1.0, 0.0]), jnp.ones(2)]):
-      ...         state, _ = step(state, x)
-      ...         recorder.record(state, x, step=i)
-      ...     recorder.close()
-      ... except cg.HaltedError as error:
-      ...     capture = cg.load_capture(error.path)
-      >>> print(capture.step, capture.batch)
-      1 [1. 0.]
     """
 
     def __init__(
