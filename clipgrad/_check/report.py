@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clipgrad._arrays import Findings, answers_lookups
+
 # The header, and for failures and for notes these and a line that counts the rest: 25 lines.
 SHOWN = 11
 SAID = 0.1  # the share of elements not verified that the first line says
@@ -39,6 +41,7 @@ class Failure(NamedTuple):
         return f"[{self.check}] {self.where}: {self.detail}"
 
 
+@answers_lookups("report")
 @dataclasses.dataclass(frozen=True)
 class GradCheckReport:
     """The outcome of `check_grads`; ``print`` it.
@@ -91,6 +94,9 @@ class GradCheckReport:
     judged_to: float = 0.0
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     largest_at: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "failures", Findings(self.failures))
 
     @property
     def max_relative_error(self) -> float:

@@ -13,6 +13,7 @@ from clipgrad._arrays import (
     described,
     explain_call,
     parameter_names,
+    shown,
 )
 from clipgrad._compare.compare_records import compare_records
 from clipgrad._compare.file import load_record
@@ -27,7 +28,9 @@ from clipgrad._error_clip import check_call
 from clipgrad._programs import settings_of_runs
 
 
-@explain_call()
+@explain_call(
+    dtype='write compare(fun, "float32", args)',
+)
 def compare(
     fun: Callable[..., Any] | str | os.PathLike,
     other: Callable[..., Any] | str | os.PathLike,
@@ -125,6 +128,7 @@ def compare(
       * Files and dtypes are checked before a function is called. If nothing is narrower than the
         dtype, nothing runs.
     """
+    _check_order(fun, other, args)
     if not _is_path(fun):
         check_is_function(fun)
     if args is not None and not _is_path(fun):
@@ -208,6 +212,18 @@ def _is_path(run: Any) -> bool:
     return isinstance(run, os.PathLike) or (isinstance(run, str) and run not in WIDER_DTYPES)
 
 
+def _check_order(fun: Any, other: Any, args: Any) -> None:
+    """Raises `TypeError` for the name of a dtype, or the tuple of arguments, in another place."""
+    if isinstance(fun, str) and fun in WIDER_DTYPES and callable(other):
+        raise TypeError(f'fun: got {fun!r}, expected a function; write compare(fun, "{fun}", args)')
+    for name, value in (("fun", fun), ("other", other)):
+        if isinstance(value, tuple) and callable(args):
+            raise TypeError(
+                f"{name}: got a tuple, expected a version, and args the tuple of arguments; write "
+                "compare(fun, other, args)"
+            )
+
+
 def _check_comparison(
     fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
 ) -> None:
@@ -278,7 +294,8 @@ def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any
     for name, given in (("other_args", other_args), ("names", names)):
         if given is not None:
             raise ValueError(
-                f"{name}: got {given!r} with other={other!r}, expected None; both runs are of fun"
+                f"{name}: got {shown(given)} with other={other!r}, expected None; both runs are of "
+                "fun"
             )
     if argnums is None:
         raise ValueError(

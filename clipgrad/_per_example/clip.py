@@ -173,6 +173,7 @@ class ClipPerExample:
     subject: PerExampleSubject
     reduce: Reduction
 
+    @explain_call("write (params, (x, y))", "clip_per_example(loss_fn, rule)")
     def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, ClipStats]:
         """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
         check_params(params)

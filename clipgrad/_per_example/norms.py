@@ -115,6 +115,7 @@ class PerExampleNorms:
     per_leaf: bool
     axis_name: AxisName
 
+    @explain_call("write (params, (x, y))", "per_example_norms(loss_fn)")
     def __call__(self, params: Any, batch: Any) -> Any:
         """The norms of the gradients of the examples."""
         check_params(params)

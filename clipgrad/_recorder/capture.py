@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any, Literal, get_args
 
-from clipgrad._arrays import donated_leaf, explain_call
+from clipgrad._arrays import answers_lookups, donated_leaf, explain_call
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.files import CAPTURE_PARTS, LeafEntry, orbax, read, read_manifest
 from clipgrad._recorder.folders import mounted_folder
@@ -22,6 +22,7 @@ from clipgrad._recorder.paths import (
 Part = Literal["params", "state", "batch", "extra"]
 
 
+@answers_lookups("capture", opt_state="capture.state")
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """The inputs of a bad step, as `FlightRecorder` saved them.

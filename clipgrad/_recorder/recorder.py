@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
-from clipgrad._arrays import explain_call
+from clipgrad._arrays import answers_lookups, explain_call
 from clipgrad._errors import warn
 from clipgrad._recorder.files import captures_in, orbax, write
 from clipgrad._recorder.flag import (
@@ -54,6 +55,7 @@ class HaltedError(RuntimeError):
         return type(self), (self.path, str(self))
 
 
+@answers_lookups("recorder")
 @explain_call()
 class FlightRecorder:
     """Saves the parameters, the batch and the key of a bad training step, in any loop.
@@ -119,6 +121,9 @@ class FlightRecorder:
         does not run code from it.
     """
 
+    directory: pathlib.Path
+    captures: list[pathlib.Path]
+
     def __init__(
         self,
         directory: str | os.PathLike,
@@ -134,7 +139,7 @@ class FlightRecorder:
         self.directory = mounted_folder("directory", directory).absolute()
         _check_writable(self.directory)
         self.keep, self.max_captures, self.raise_on_halt = keep, max_captures, raise_on_halt
-        self.captures: list[pathlib.Path] = []
+        self.captures = []
         self._records: collections.deque[StepRecord] = collections.deque()
         self._past: collections.deque[dict] = collections.deque(maxlen=_STATISTICS)
         self._place: Any = None  # of the flag in the trees that `record` gets
@@ -145,6 +150,7 @@ class FlightRecorder:
         self._bad_step: int | None = None  # of this record, or an earlier one that halted it
         self._unwritten: StepRecord | None = None
 
+    @explain_call()
     def record(
         self,
         state: Any,
@@ -186,6 +192,11 @@ class FlightRecorder:
             integer.
         """
         params = extra.pop("params", None)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            raise TypeError(
+                "record: got a traced array, expected the state that a compiled step returned; "
+                "call this outside of jax.jit and jax.lax.scan, after the step"
+            )
         leaves, structure = jax.tree.flatten((state, params))
         numbers, is_first = StepNumbers.of(step, batch), self._structure is None
         own = own_flags(bad, numbers.count if numbers.is_stacked else None)

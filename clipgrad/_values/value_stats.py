@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import (
+    answers_lookups,
     flags_of_bits,
     from_bits,
     larger,
@@ -25,6 +26,7 @@ from clipgrad._sharding import is_local
 
 
 @exportable
+@answers_lookups("stats")
 class ValueStats(NamedTuple):
     r"""Norm, largest magnitude, NaN and zeros of the values with one name, see `with_value_stats`.
 
@@ -63,11 +65,6 @@ class ValueStats(NamedTuple):
     nonfinite: jax.Array
     zero_count: jax.Array
     size: jax.Array
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise TypeError(f"stats: got [{key!r}], expected an attribute; write stats.{key}")
-        return tuple.__getitem__(self, key)
 
     @property
     def norm(self) -> jax.Array:
