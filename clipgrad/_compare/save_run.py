@@ -64,9 +64,10 @@ def save_run(
       * The file is whole or not there: it is written beside its place, and moved there.
       * Of several processes, which all call this, the first writes the file.
     """
-    if isinstance(fun, str | os.PathLike) and callable(args):
+    first: Any = fun
+    if isinstance(first, str | os.PathLike) and callable(args):
         raise TypeError(
-            f"fun: got the path {os.fspath(fun)!r}, expected a function; write save_run(fun, args, "
+            f"fun: got the path {os.fspath(first)!r}, expected a function; write save_run(fun, args, "
             "path)"
         )
     one_by_one = not isinstance(args, tuple) and not isinstance(path, str | os.PathLike)
