@@ -12,7 +12,9 @@ import jax
 import pytest
 
 import clipgrad as cg
+from clipgrad._lazily import PUBLIC
 from tests.helpers import NAMES, public
+from tests.test_architecture import ROOMS
 
 ROOT = pathlib.Path(__file__).parents[1]
 # These need orbax, which README's command does not install, or compile for seconds.
@@ -26,32 +28,39 @@ EXAMPLES = [
     if ">>> " in path.read_text() and path.name != "torch.py"  # which needs torch
     for name in [".".join(path.relative_to(ROOT).with_suffix("").parts)]
 ]
-EXPORT = re.compile(r"( *)from clipgrad\.([\w.]+) import (\w+) as \3$", re.MULTILINE)
+EXPORT = re.compile(r"^    from clipgrad\.(\w+) import (\w+) as \2$", re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("module", "later"),
-    [(cg, cg._LATER), (cg.types, cg.types._HOMES), (cg.published, {})],
-    ids=["clipgrad", "types", "published"],
-)
-def test_exports_are_sorted_and_explicit(module, later):
-    exports = EXPORT.findall(pathlib.Path(module.__file__).read_text())
-    assert sorted(name for _, _, name in exports) == module.__all__
-    rooms = [(bool(indent), room) for indent, room, _ in exports]
-    assert rooms == sorted(rooms)
-    # What only type checkers import is loaded when it is used.
-    assert {name: room for indent, room, name in exports if indent} == later
+@pytest.mark.parametrize("module", PUBLIC)
+def test_each_module_has_the_names_of_the_table_and_type_checkers_see_them(module):
+    rooms, source = PUBLIC[module], pathlib.Path(sys.modules[module].__file__).read_text()
+    names = [name for names in rooms.values() for name in names]
+    assert sys.modules[module].__all__ == sorted(names) and len({*names}) == len(names)
+    assert set(names) <= set(dir(sys.modules[module]))
+    assert all(list(names) == sorted(names) for names in rooms.values())
+    assert list(rooms) == sorted(rooms, key=ROOMS.index)
+    lines = [(room, name) for room, name in EXPORT.findall(source)]
+    assert lines == [(room, name) for room in sorted(rooms) for name in rooms[room]]
+
+
+def test_only_the_table_and_the_modules_that_it_makes_are_public():
+    files = {path.stem for path in (ROOT / "clipgrad").glob("[!_]*.py")} - {"torch"}
+    assert {name.partition(".")[2] for name in PUBLIC} - {""} == files
+    public = {name for name in vars(cg) if not name.startswith("_")} - {"typing", "importlib"}
+    assert public <= {*cg.__all__, *files, "torch"}
 
 
 @pytest.mark.exhaustive
-def test_the_checker_and_the_diagnosis_are_loaded_when_they_are_used():
+def test_rooms_that_a_training_does_not_need_are_loaded_when_they_are_used():
     program = """
 import sys, clipgrad
-loaded = lambda: [m for m in ("_check", "_diagnose") if f"clipgrad.{m}" in sys.modules]
+from clipgrad._lazily import LATER
+loaded = lambda: [room for room in LATER if f"clipgrad.{room}" in sys.modules]
 assert loaded() == [] and {"check_grads", "diagnose", "clip_grads"} <= set(dir(clipgrad))
 assert clipgrad.check_grads is clipgrad.check_grads and loaded() == ["_check"]
 from clipgrad import *
 assert issubclass(GradCheckError, AssertionError) and callable(diagnose), loaded()
+assert sorted(loaded()) == sorted(LATER)
 clipgrad.chek_grads
 """
     command = [sys.executable, "-c", program]

@@ -23,6 +23,7 @@ def clip_by_value(
     max: Threshold,
     min: Threshold | None = None,
     *,
+    nan: Threshold | None = None,
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
@@ -32,6 +33,7 @@ def clip_by_value(
     Args:
       max: the upper bound.
       min: the lower bound; ``None`` means ``-max``.
+      nan: the number that replaces NaN before the clip; ``None`` lets NaN through.
       where: which leaves are clipped; see `gradient_clip`.
       nonfinite: the policy for NaN and inf; see `gradient_clip`.
       stats: the statistics that the state keeps; see `gradient_clip`.
@@ -48,7 +50,7 @@ def clip_by_value(
       >>> tx.update(jnp.array([4.0, -0.5]), tx.init(jnp.zeros(2)))[0]
       Array([-0.5 ,  0.25], dtype=float32)
     """
-    rule = ClipByValue(max, min)  # type: ignore[arg-type]
+    rule = ClipByValue(max, min, nan=nan)  # type: ignore[arg-type]
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
