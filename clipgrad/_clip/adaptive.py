@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     Axes,
@@ -22,7 +21,8 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf, limits_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._clip.units import check_unit_axis, unit_axes
+from clipgrad._clip.thresholds import Number, Threshold
+from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 
 
 @pytree_rule
@@ -93,10 +93,10 @@ class AdaptiveClip(MeasuringRule):
       Normalization, 2021, https://arxiv.org/abs/2102.06171.
     """
 
-    clipping: ArrayLike = dataclasses.field(default=0.01, metadata=threshold(adaptive=True))
-    eps: ArrayLike = dataclasses.field(default=1e-3, metadata=threshold())
+    clipping: Threshold = dataclasses.field(default=0.01, metadata=threshold(adaptive=True))
+    eps: Number = dataclasses.field(default=1e-3, metadata=threshold())
     _: dataclasses.KW_ONLY
-    axis: Any = dataclasses.field(default=None, metadata=static(check_unit_axis))
+    axis: UnitAxis = dataclasses.field(default=None, metadata=static(check_unit_axis))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     needs_params: ClassVar[bool] = True
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     AxisName,
@@ -19,6 +18,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limit_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
+from clipgrad._clip.thresholds import Number
 
 
 @pytree_rule
@@ -65,11 +65,11 @@ class AutoNorm(MeasuringRule):
       Easier and Stronger, 2023, https://arxiv.org/abs/2206.07136: AUTO-S, with ``gamma`` 0.01.
     """
 
-    max_norm: ArrayLike = dataclasses.field(default=1.0, metadata=threshold(infinite=False))
-    gamma: ArrayLike = dataclasses.field(default=0.01, metadata=threshold())
+    max_norm: Number = dataclasses.field(default=1.0, metadata=threshold(infinite=False))
+    gamma: Number = dataclasses.field(default=0.01, metadata=threshold())
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
-    acts_on: ClassVar[str] = "tree"
+    acts_on = "tree"
     limits: ClassVar[bool] = False
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     AxisName,
@@ -18,6 +17,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.thresholds import Threshold
 
 
 @pytree_rule
@@ -59,7 +59,7 @@ class ClipByBlockRMS(MeasuringRule):
       https://arxiv.org/abs/1804.04235.
     """
 
-    threshold: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
+    threshold: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
 

@@ -6,7 +6,7 @@ from typing import Any
 from clipgrad._arrays import Where, check_is_tree, explain_call
 from clipgrad._clip.applied import as_rule, check_no_pairs
 from clipgrad._clip.clipping import Clipped, Part, measured_norms
-from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.nonfinite import NonFinite, check_policy
 from clipgrad._clip.rule import check_is_no_rule
 from clipgrad._clip.stats import ClipStats
 
@@ -18,7 +18,7 @@ def clip_grads(
     params: Any = None,
     *,
     where: Where = None,
-    nonfinite: str = "propagate",
+    nonfinite: NonFinite = "propagate",
 ) -> tuple[Any, ClipStats]:
     """Clips a tree of gradients without an optimizer, and returns statistics of the clip.
 

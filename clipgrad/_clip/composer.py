@@ -1,6 +1,6 @@
 """Gradient clipping with the arguments and the adaptive rule of MosaicML Composer."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from clipgrad._clip.applied import apply_rule, check_no_pairs
 from clipgrad._clip.global_norm import ClipByGlobalNorm
 from clipgrad._clip.limits import check_threshold, limit_of
 from clipgrad._clip.thresholds import is_adaptive
-from clipgrad._clip.units import check_unit_axis, unit_axes
+from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._clip.value import ClipByValue
 
-TYPES = ("norm", "value", "adaptive")
+ClippingType = Literal["norm", "value", "adaptive"]
 
 
 @explain_call(
@@ -34,9 +34,9 @@ def apply_gradient_clipping(
     grads: Any,
     params: Any = None,
     *,
-    clipping_type: str,
+    clipping_type: ClippingType,
     clipping_threshold: ArrayLike,
-    axis: Any = None,
+    axis: UnitAxis = None,
 ) -> Any:
     r"""Clips gradients as Composer's function of this name does.
 
@@ -103,7 +103,7 @@ def apply_gradient_clipping(
 
 @explain_call()
 def gradient_clipping(
-    clipping_type: str, clipping_threshold: ArrayLike, *, axis: Any = None
+    clipping_type: ClippingType, clipping_threshold: ArrayLike, *, axis: UnitAxis = None
 ) -> optax.GradientTransformationExtraArgs:
     """Composer's algorithm of this name, as a gradient transformation.
 
@@ -162,9 +162,9 @@ def _check_composers(clipping_type: Any, clipping_threshold: Any, axis: Any) -> 
             "as schedule(step); for schedules and adaptive thresholds write clipgrad.gradient_clip"
         )
     check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type not in TYPES:
+    if clipping_type not in (types := get_args(ClippingType)):
         raise ValueError(
-            f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}"
+            f"clipping_type: got {clipping_type!r}, expected one of {', '.join(types)}"
         )
     if axis is not None and clipping_type != "adaptive":
         raise ValueError(

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import (
+    Feed,
+    Window,
+    check,
+    counts,
+    fed,
+    feeds,
+    number,
+    steps,
+    unlimited,
+)
 from clipgrad._compat import exportable
 
 
@@ -79,7 +89,7 @@ class EMAThreshold:
     relative: float = number(1.05, 1)
     absolute: float = number(1.0, 1e-30)
     warmup: int = steps(100)
-    feed: str = feeds("clipped")
+    feed: Feed = feeds("clipped")
 
     __post_init__ = check
 

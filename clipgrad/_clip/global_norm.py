@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
-
-from jax.typing import ArrayLike
+from typing import Any
 
 from clipgrad._arrays import (
     AxisName,
@@ -16,6 +14,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limit_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.thresholds import Threshold
 
 
 @pytree_rule
@@ -63,11 +62,11 @@ class ClipByGlobalNorm(MeasuringRule):
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
+    max_norm: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
     ord: float = dataclasses.field(default=2, metadata=static(check_order))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
-    acts_on: ClassVar[str] = "tree"
+    acts_on = "tree"
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""

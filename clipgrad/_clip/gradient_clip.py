@@ -9,8 +9,9 @@ from clipgrad._arrays import Where, explain_call, partition, selected
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import Clipped, Part, measured_norms
 from clipgrad._clip.limits import adaptive_threshold, resolve_schedules
-from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.nonfinite import NonFinite, check_policy
 from clipgrad._clip.state import (
+    KeptStats,
     adapted,
     check_state,
     first_state,
@@ -37,8 +38,8 @@ def gradient_clip(
     rule: Callable[..., Any] | None,
     *,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a gradient transformation from any clip rule.
 

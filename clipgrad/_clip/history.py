@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import Feed, Window, check, fed, feeds, number, steps, unlimited
 
 
 @explain_call()
@@ -60,7 +60,7 @@ class HistoryThreshold:
     window: int = steps(128)
     sigma: float = number(3.0, 0)
     min_history: int | None = steps(None)
-    feed: str = feeds("raw")
+    feed: Feed = feeds("raw")
 
     def __post_init__(self) -> None:
         check(self)

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jax.typing import ArrayLike
-
 from clipgrad._arrays import (
     Axes,
     AxisName,
@@ -18,7 +16,8 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._clip.units import check_axis, reduced_axes
+from clipgrad._clip.thresholds import Threshold
+from clipgrad._clip.units import ReducedAxes, check_axis, reduced_axes
 
 
 @pytree_rule
@@ -69,12 +68,10 @@ class ClipByNorm(MeasuringRule):
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
+    max_norm: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
     ord: float = dataclasses.field(default=2, metadata=static(check_order))
-    axis: int | tuple[int, ...] | None = dataclasses.field(
-        default=None, metadata=static(check_axis)
-    )
+    axis: ReducedAxes = dataclasses.field(default=None, metadata=static(check_axis))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import Feed, Window, check, fed, feeds, number, steps, unlimited
 from clipgrad._errors import warn
 
 
@@ -59,7 +59,7 @@ class PercentileThreshold:
 
     percentile: float = number(dataclasses.MISSING, 0, 100)
     window: int = steps(1024)
-    feed: str = feeds("raw")
+    feed: Feed = feeds("raw")
 
     def __post_init__(self) -> None:
         check(self)

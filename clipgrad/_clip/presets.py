@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._arrays import explain_call
+from clipgrad._clip.composer import ClippingType
 
 
 class SuggestedThreshold(NamedTuple):
@@ -17,7 +18,7 @@ class SuggestedThreshold(NamedTuple):
       source: where it was published: authors, title, year and link.
     """
 
-    kind: str
+    kind: ClippingType
     value: float
     setting: str
     source: str

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from clipgrad._arrays import (
@@ -47,7 +48,21 @@ def _of_instances(method: Any) -> Any:
     return checked
 
 
-class ClipRule:
+# mypy takes this for true. It knows no types of optax, and would know none of a rule.
+MYPY: Literal[False] = False
+
+if TYPE_CHECKING and not MYPY:
+
+    class _Transformation(optax.GradientTransformationExtraArgs):
+        """What optax asks type checkers for: a rule has its methods, and is no tuple."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self: ...
+
+else:
+    _Transformation = object
+
+
+class ClipRule(_Transformation):
     """A function from a tree of gradients, or cotangents, to a clipped tree like it.
 
     The rules of this library are frozen dataclasses and pytrees whose leaves are their
@@ -116,7 +131,7 @@ class MeasuringRule(ClipRule):
       limits: whether the threshold is a limit: what is within it stays as it is.
     """
 
-    acts_on: ClassVar[str] = "leaf"
+    acts_on: ClassVar[Literal["element", "leaf", "tree"]] = "leaf"
     limits: ClassVar[bool] = True
     # What a rule without such a field has.
     ord: Any = 2

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from clipgrad._arrays import (
     AxisName,
@@ -156,7 +157,7 @@ def _in_parentheses(names: Iterable[str], values: Iterable[str]) -> str:
 
 def _is_here(field: Any) -> bool:
     """Whether the numbers of an array can be shown, here and now."""
-    if isinstance(field, jax.Array) and not isinstance(field, jax.core.Tracer):
+    if isinstance(field, jax.Array) and not isinstance(field, Tracer):
         return field.is_fully_addressable and not field.is_deleted()
     return isinstance(field, np.ndarray | np.generic)
 

@@ -4,15 +4,18 @@ import dataclasses
 import functools
 import math
 import numbers
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from clipgrad._compat import exportable
 
-FEEDS = ("raw", "clipped")
+# The norms that enter a history.
+Feed = Literal["raw", "clipped"]
 # A norm further than this factor from the median is not a sample of the same process.
 FAR_ABOVE_MEDIAN = 10.0
 
@@ -56,6 +59,12 @@ class AdaptiveThreshold(Protocol):
     def update(self, state: Any, norms: jax.Array) -> tuple[jax.Array, Any]: ...  # noqa: D102
 
 
+# A number of a rule, and its threshold. In the backward pass, where no steps are counted, schedules
+# (functions of the step, as in optax) and adaptive thresholds are refused.
+Number = ArrayLike | Callable[[Any], ArrayLike]
+Threshold = Number | AdaptiveThreshold
+
+
 def is_adaptive(value: Any) -> bool:
     """Whether ``value`` is an adaptive threshold, no rule and none of optax's transformations."""
     is_other = isinstance(value, (tuple, type)) or callable(value)
@@ -73,7 +82,7 @@ def counts(norms: jax.Array) -> jax.Array:
     return jnp.isfinite(norms) & (norms >= jnp.finfo(norms.dtype).tiny)
 
 
-def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
+def fed(feed: Feed, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
     """The norms for a history, raw or clipped; 0 instead of those that never enter one."""
     clipped = jnp.minimum(norms, thresholds) if feed == "clipped" else norms
     return jnp.where(counts(norms), clipped, 0)
@@ -175,7 +184,7 @@ def steps(default: int | None) -> Any:
     return dataclasses.field(default=default, metadata={"check": check_steps})
 
 
-def feeds(default: str) -> Any:
+def feeds(default: Feed) -> Any:
     """A field for the name of the norms that enter a history."""
     return dataclasses.field(default=default, metadata={"check": _check_feed})
 
@@ -191,8 +200,8 @@ def check(threshold: Any) -> None:
 
 
 def _check_feed(name: str, value: Any) -> None:
-    if value not in FEEDS:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(FEEDS)}")
+    if value not in get_args(Feed):
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(get_args(Feed))}")
 
 
 def _if_injected(value: Any) -> str:

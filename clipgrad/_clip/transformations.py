@@ -1,32 +1,31 @@
 """Gradient clips by name: each rule as an optax gradient transformation."""
 
-from typing import Any
-
 import optax
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import AxisName, Where, explain_call
 from clipgrad._clip.adaptive import AdaptiveClip
 from clipgrad._clip.block_rms import ClipByBlockRMS
 from clipgrad._clip.global_norm import ClipByGlobalNorm
 from clipgrad._clip.gradient_clip import gradient_clip
+from clipgrad._clip.nonfinite import NonFinite
 from clipgrad._clip.norm import ClipByNorm
-from clipgrad._clip.thresholds import AdaptiveThreshold
+from clipgrad._clip.state import KeptStats
+from clipgrad._clip.thresholds import Number, Threshold
+from clipgrad._clip.units import ReducedAxes, UnitAxis
 from clipgrad._clip.value import ClipByValue
 
-Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
 Transformation = optax.GradientTransformationExtraArgs
 
 
 @explain_call()
 def clip_by_value(
     max: Threshold,
-    min: Threshold | None = None,
+    min: Number | None = None,
     *,
-    nan: Threshold | None = None,
+    nan: Number | None = None,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> Transformation:
     """`gradient_clip` of `ClipByValue`: each element into [min, max]; ``optax.clip`` has -max.
 
@@ -50,7 +49,7 @@ def clip_by_value(
       >>> tx.update(jnp.array([4.0, -0.5]), tx.init(jnp.zeros(2)))[0]
       Array([-0.5 ,  0.25], dtype=float32)
     """
-    rule = ClipByValue(max, min, nan=nan)  # type: ignore[arg-type]
+    rule = ClipByValue(max, min, nan=nan)
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
@@ -58,12 +57,12 @@ def clip_by_value(
 def clip_by_norm(
     max_norm: Threshold,
     ord: float | None = None,
-    axis: int | tuple[int, ...] | None = None,
+    axis: ReducedAxes = None,
     *,
     axis_name: AxisName = None,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> Transformation:
     """`gradient_clip` of `ClipByNorm`: each leaf, or slice, down to a maximal norm.
 
@@ -90,7 +89,7 @@ def clip_by_norm(
       [Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32)]
     """
     order = 2 if ord is None else ord
-    rule = ClipByNorm(max_norm, ord=order, axis=axis, axis_name=axis_name)  # type: ignore[arg-type]
+    rule = ClipByNorm(max_norm, ord=order, axis=axis, axis_name=axis_name)
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
@@ -101,8 +100,8 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     *,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> Transformation:
     """`gradient_clip` of `ClipByGlobalNorm`: all leaves by one factor, down to a maximal norm.
 
@@ -133,7 +132,7 @@ def clip_by_global_norm(
       [Array([-0.6], dtype=float32), Array([-0.8], dtype=float32)]
     """
     order = 2 if ord is None else ord
-    rule = ClipByGlobalNorm(max_norm, ord=order, axis_name=axis_name)  # type: ignore[arg-type]
+    rule = ClipByGlobalNorm(max_norm, ord=order, axis_name=axis_name)
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
@@ -143,8 +142,8 @@ def clip_by_block_rms(
     *,
     axis_name: AxisName = None,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> Transformation:
     """`gradient_clip` of `ClipByBlockRMS`: each leaf down to a maximal root mean square.
 
@@ -167,20 +166,20 @@ def clip_by_block_rms(
       >>> tx.update(jnp.array([3.0, 3.0]), tx.init(None))[0]
       Array([1., 1.], dtype=float32)
     """
-    rule = ClipByBlockRMS(threshold, axis_name=axis_name)  # type: ignore[arg-type]
+    rule = ClipByBlockRMS(threshold, axis_name=axis_name)
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
 @explain_call()
 def adaptive_grad_clip(
     clipping: Threshold = 0.01,
-    eps: Threshold = 1e-3,
-    axis: Any = None,
+    eps: Number = 1e-3,
+    axis: UnitAxis = None,
     *,
     axis_name: AxisName = None,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> Transformation:
     """`gradient_clip` of `AdaptiveClip` (AGC): each unit down to a part of its weights' norm.
 
@@ -212,5 +211,5 @@ def adaptive_grad_clip(
       Array([[1.5],
              [2. ]], dtype=float32)
     """
-    rule = AdaptiveClip(clipping, eps, axis=axis, axis_name=axis_name)  # type: ignore[arg-type]
+    rule = AdaptiveClip(clipping, eps, axis=axis, axis_name=axis_name)
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)

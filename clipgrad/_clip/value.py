@@ -4,13 +4,12 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     Norm,
@@ -31,7 +30,7 @@ from clipgrad._clip.limits import (
     thresholds_by_leaf,
 )
 from clipgrad._clip.rule import MeasuringRule, pytree_rule
-from clipgrad._clip.thresholds import is_adaptive
+from clipgrad._clip.thresholds import Number, Threshold, is_adaptive
 from clipgrad._sharding import broadcast_like
 
 
@@ -112,11 +111,11 @@ class ClipByValue(MeasuringRule):
       Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
     """
 
-    max: ArrayLike
-    min: ArrayLike | None = _LowerBound()  # type: ignore[assignment]
+    max: Threshold
+    min: Number | None = _LowerBound()  # type: ignore[assignment]
     _: dataclasses.KW_ONLY
-    nan: ArrayLike | None = None
-    acts_on: ClassVar[str] = "element"
+    nan: Number | None = None
+    acts_on = "element"
 
     def __post_init__(self) -> None:
         for name, bound in (("max", self.max), ("min", _written_min(self))):

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import (
+    Feed,
+    Window,
+    check,
+    counts,
+    fed,
+    feeds,
+    number,
+    steps,
+    unlimited,
+)
 from clipgrad._compat import exportable
 
 
@@ -86,7 +96,7 @@ class ZScoreThreshold:
     warmup: int = steps(25)
     eps: float = number(1e-6, 0)
     max_norm: float | None = number(None, 0)
-    feed: str = feeds("clipped")
+    feed: Feed = feeds("clipped")
 
     __post_init__ = check
 
