@@ -27,50 +27,9 @@ from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 
 @pytree_rule
 class AdaptiveClip(MeasuringRule):
-    r"""Adaptive gradient clipping (AGC): limits each unit by the norm of its weights.
+    r"""Adaptive gradient clipping (AGC): limits the gradient of each unit by its weights' norm.
 
-    $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
-
-    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
-    one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
-    kernels (dense, convolution of any rank, attention output); a whole vector or scalar. So of an
-    embedding, of shape (tokens, features), a unit is a feature's column over all tokens; for a
-    token's row, as the rows of PyTorch are, set ``axis`` by the path, as in the second example.
-
-    Guarantees:
-      * A unit whose gradient norm is within its limit comes back bit-identical.
-      * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
-        is kept.
-      * Where the units are the same, the result is that of ``optax.adaptive_grad_clip`` up to a
-        relative 1e-6.
-      * The gradient keeps its dtype, for every dtype of the parameters.
-
-    ============================  ======================================================
-    unit or threshold             result
-    ============================  ======================================================
-    weights 0                     limit ``clipping * eps``
-    gradient 0                    unchanged, with finite derivatives
-    ``clipping=0``                exact zeros
-    ``clipping`` traced, < 0      acts as 0
-    NaN or inf in the gradient    NaN throughout the unit
-    NaN in the weights            NaN throughout the unit
-    ============================  ======================================================
-
-    Args:
-      clipping: the maximal ratio of gradient norm to weight norm.
-      eps: the smallest weight norm, so that zero weights can train.
-      axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; or
-        a function ``(path, leaf) -> axes``. For weights that
-        are stacked over layers or experts leave the axes of these out. The table of an embedding
-        is (tokens, features): write ``-1`` for its path, so that a unit is the row of a token,
-        and not one feature of all tokens.
-      axis_name: the mapped axes over which units are spread; see `global_norm`. A unit is whole
-        along the axes that are not named; ``()`` if it is whole on its device.
-
-    Raises:
-      ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
-        parameters of another structure or shape, for a leaf that lacks an axis.
-      TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
+    A unit is, by default, the weights of one output.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -87,6 +46,52 @@ class AdaptiveClip(MeasuringRule):
       >>> rule({"embedding": grads}, {"embedding": params})["embedding"]
       Array([[2.1201427 , 0.07067142],
              [2.8275437 , 0.07068859]], dtype=float32)
+
+    Args:
+      clipping: the maximal ratio of gradient norm to weight norm.
+      eps: the smallest weight norm, so that zero weights can train.
+      axis: the axes that a unit spans. ``None``: all but the last of leaves of rank 2 and
+        more, a whole vector. Else an int or a tuple for all leaves, or a function ``(path,
+        leaf) -> axes``. For weights that are stacked over layers or experts leave the axes of
+        these out. The table of an embedding is (tokens, features): write ``-1`` for its path,
+        so that a unit is the row of a token, and not one feature of all tokens.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that units are spread
+        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
+        each leaf is, also one that JAX does not know to differ between devices; not needed
+        under `jax.jit`. A unit is whole along the axes that you do not name; ``()`` if it is
+        whole on its device.
+
+    Raises:
+      ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
+        parameters of another structure or shape, for a leaf that lacks an axis.
+      TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
+
+    $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
+
+    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
+    one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
+    kernels (dense, convolution of any rank, attention output); a whole vector or scalar. So of an
+    embedding, of shape (tokens, features), a unit is a feature's column over all tokens; for a
+    token's row, as the rows of PyTorch are, set ``axis`` by the path, as in the second example.
+
+    ============================  ======================================================
+    unit or threshold             result
+    ============================  ======================================================
+    weights 0                     limit ``clipping * eps``
+    gradient 0                    unchanged, with finite derivatives
+    ``clipping=0``                exact zeros
+    ``clipping`` traced, < 0      acts as 0
+    NaN or inf in the gradient    NaN throughout the unit
+    NaN in the weights            NaN throughout the unit
+    ============================  ======================================================
+
+    Guarantees:
+      * A unit whose gradient norm is within its limit comes back bit-identical.
+      * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
+        is kept.
+      * Where the units are the same, the result is that of ``optax.adaptive_grad_clip`` up to a
+        relative 1e-6.
+      * The gradient keeps its dtype, for every dtype of the parameters.
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without

@@ -23,15 +23,24 @@ class ClipByGlobalNorm(MeasuringRule):
 
     The norm is `global_norm`, the norm of all leaves as one vector.
 
-    Guarantees:
-      * A tree whose norm is at most ``max_norm`` comes back bit-identical.
-      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
-        direction is kept.
-      * On float32 trees in the ordinary range the result is bit-identical to
-        ``optax.clip_by_global_norm``, eagerly and under `jax.jit`. In half precision it differs:
-        optax rounds squares and their sums to it, and this rule keeps them in float32.
-      * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
-        where leaves are spread over different axes of the mesh.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByGlobalNorm(1.0)({"b": jnp.array([3.0]), "w": jnp.array([4.0])})
+      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+
+    Args:
+      max_norm: the maximal norm: a number; before the optimizer also a schedule or an
+        adaptive threshold.
+      ord: the order $p$ of the norm, a number in (0, inf]; by default 2, the Euclidean norm.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the tree is spread
+        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
+        each leaf is, also one that JAX does not know to differ between devices; not needed
+        under `jax.jit`.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
+        called, for an ``axis_name`` that is not a mapped axis.
+      TypeError: for a threshold that is not a number, array or schedule.
 
     ==========================  ==========================================================
     norm or threshold           result
@@ -42,20 +51,15 @@ class ClipByGlobalNorm(MeasuringRule):
     NaN or inf in any leaf      NaN throughout the tree
     ==========================  ==========================================================
 
-    Args:
-      max_norm: the maximal norm, a number.
-      ord: the order $p$ of the norm, in (0, inf].
-      axis_name: the mapped axes that the tree is spread over; see `global_norm`.
-
-    Raises:
-      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
-        called, for an ``axis_name`` that is not a mapped axis.
-      TypeError: for a threshold that is not a number, array or schedule.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.ClipByGlobalNorm(1.0)({"b": jnp.array([3.0]), "w": jnp.array([4.0])})
-      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+    Guarantees:
+      * A tree whose norm is at most ``max_norm`` comes back bit-identical.
+      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * On float32 trees in the ordinary range the result is bit-identical to
+        ``optax.clip_by_global_norm``, eagerly and under `jax.jit`. In half precision it differs:
+        optax rounds squares and their sums to it, and this rule keeps them in float32.
+      * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
+        where leaves are spread over different axes of the mesh.
 
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,

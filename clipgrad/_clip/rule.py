@@ -65,18 +65,6 @@ else:
 class ClipRule(_Transformation):
     """A function from a tree of gradients, or cotangents, to a clipped tree like it.
 
-    The rules of this library are frozen dataclasses and pytrees whose leaves are their
-    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
-    not retrace. A custom rule is a plain function of the tree, or a subclass with ``__call__``. It
-    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
-    attributes that the rule has at that time.
-
-    A rule is an optax transformation, too: `gradient_clip` of it, with the same state.
-
-    Attributes:
-      needs_params: whether the rule wants the second argument: the parameters for a gradient
-        clip, the value itself for an error clip (which is then saved for the backward pass).
-
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp, optax
       >>> tx = optax.chain(cg.ClipByGlobalNorm(1.0), optax.sgd(1.0))
@@ -85,6 +73,18 @@ class ClipRule(_Transformation):
       >>> sign = lambda grads: jax.tree.map(jnp.sign, grads)    # a rule of your own
       >>> jax.grad(lambda x: 3 * cg.clip_cotangent(x, sign))(2.0)
       Array(1., dtype=float32)
+
+    Attributes:
+      needs_params: whether the rule wants the second argument: the parameters for a gradient
+        clip, the value itself for an error clip (which is then saved for the backward pass).
+
+    The rules of this library are frozen dataclasses and pytrees whose leaves are their
+    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
+    not retrace. A custom rule is a plain function of the tree, or a subclass with ``__call__``. It
+    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
+    attributes that the rule has at that time.
+
+    A rule is an optax transformation, too: `gradient_clip` of it, with the same state.
     """
 
     needs_params: ClassVar[bool] = False

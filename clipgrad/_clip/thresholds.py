@@ -24,17 +24,6 @@ FAR_ABOVE_MEDIAN = 10.0
 class AdaptiveThreshold(Protocol):
     """A threshold computed from the norms of past gradients, instead of a number.
 
-    A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
-    wherever they accept a schedule. A custom threshold is a class with these two methods, without
-    side effects. The state is a pytree of arrays whose structure, shapes and dtypes never change.
-
-    The norms of a step are the smallest thresholds at which the rule would change nothing. For
-    `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
-    entry for each leaf, which has its own history and threshold: the largest norm of its
-    slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
-    `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
-    or 0. The threshold is a constant to differentiation.
-
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
       >>> class LargestSoFar:
@@ -53,6 +42,17 @@ class AdaptiveThreshold(Protocol):
       init: takes zeros in the shape of the norms, and returns the state before the first update.
       update: takes a state and the norms of this step, and returns the thresholds of this step, in
         the shape of the norms, and the next state.
+
+    A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
+    wherever they accept a schedule. A custom threshold is a class with these two methods, without
+    side effects. The state is a pytree of arrays whose structure, shapes and dtypes never change.
+
+    The norms of a step are the smallest thresholds at which the rule would change nothing. For
+    `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
+    entry for each leaf, which has its own history and threshold: the largest norm of its
+    slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
+    `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
+    or 0. The threshold is a constant to differentiation.
     """
 
     def init(self, norms: jax.Array) -> Any: ...  # noqa: D102

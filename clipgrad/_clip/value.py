@@ -65,25 +65,12 @@ def _written_min(rule: Any) -> Any:
 class ClipByValue(MeasuringRule):
     r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
-    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
-    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
-
-    Guarantees:
-      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
-        the leaf; elements inside this interval do not change. The absolute value of a complex
-        element is at most ``max`` up to a relative 4e-7 in complex64; one at ``max`` stays.
-      * Structure, shapes and dtypes are kept, for every dtype of the bounds.
-      * Leaves that are not floating or complex are unchanged.
-
-    ==========================  ==========================================================
-    element or bound            result
-    ==========================  ==========================================================
-    ``min=None``                the interval is [-max, max]
-    +-inf                       the bounds
-    NaN                         NaN, or ``nan`` clipped to the interval
-    ``max=0``                   exact zeros
-    ``max`` traced, negative    acts as 0, if ``min=None``
-    ==========================  ==========================================================
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByValue(1.0)({"w": jnp.array([-3.0, 0.5, 3.0])})
+      {'w': Array([-1. ,  0.5,  1. ], dtype=float32)}
+      >>> cg.ClipByValue(max=2.0, min=-1.0, nan=0.0)(jnp.array([-3.0, jnp.nan, 3.0]))
+      Array([-1.,  0.,  2.], dtype=float32)
 
     Args:
       max: the upper bound: a number, or an array that broadcasts into each leaf.
@@ -98,12 +85,25 @@ class ClipByValue(MeasuringRule):
         leaves with a ``min`` other than ``-max``.
       TypeError: for a bound that is not a number, array or schedule.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.ClipByValue(1.0)({"w": jnp.array([-3.0, 0.5, 3.0])})
-      {'w': Array([-1. ,  0.5,  1. ], dtype=float32)}
-      >>> cg.ClipByValue(max=2.0, min=-1.0, nan=0.0)(jnp.array([-3.0, jnp.nan, 3.0]))
-      Array([-1.,  0.,  2.], dtype=float32)
+    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
+    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
+
+    ==========================  ==========================================================
+    element or bound            result
+    ==========================  ==========================================================
+    ``min=None``                the interval is [-max, max]
+    +-inf                       the bounds
+    NaN                         NaN, or ``nan`` clipped to the interval
+    ``max=0``                   exact zeros
+    ``max`` traced, negative    acts as 0, if ``min=None``
+    ==========================  ==========================================================
+
+    Guarantees:
+      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
+        the leaf; elements inside this interval do not change. The absolute value of a complex
+        element is at most ``max`` up to a relative 4e-7 in complex64; one at ``max`` stays.
+      * Structure, shapes and dtypes are kept, for every dtype of the bounds.
+      * Leaves that are not floating or complex are unchanged.
 
     References:
       In the backward pass: Mikolov, Statistical Language Models Based on Neural Networks, 2012,
