@@ -56,7 +56,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "_compare": ("compare", "save_run"),
     },
     "clipgrad.types": {
-        "_clip": ("ClipStats", "GradientClipState", "SkipSpikesState"),
+        "_arrays": ("Patterns", "Where"),
+        "_clip": ("ClipStats", "GradientClipState", "SkipSpikesState", "Threshold"),
         "_values": ("ValueStats",),
         "_training": ("TrainState", "TrainStep", "UpdateNorms", "WatchUpdatesState"),
         "_check": ("GradCheckReport",),
