@@ -38,7 +38,7 @@ class Wide:
         if program is None:
             raise Unsupported("it cannot be traced")
         found = list(_programs.equations(program))
-        if foreign := {e.primitive.name for e in found if _programs.is_foreign(e)}:
+        if foreign := {_programs.operation_name(e) for e in found if _programs.is_foreign(e)}:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         bits = (e for e in found if _programs.numeric_of(e).has_bits)
         if any(_programs.holds_floats(v) for e in bits for v in e.invars):
