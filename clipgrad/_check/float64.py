@@ -90,9 +90,9 @@ class _Held(_programs.Widen):
         super().__init__(jnp.float64, lambda x: lax.all_gather(x, AXIS)[0])
         self._factors = _stopped_factors(program)
 
-    def inside(self, equation: JaxprEqn, step: Any) -> _programs.Widen:
+    def inside(self, equation: JaxprEqn, part: _programs.Part) -> _programs.Widen:
         """The hook for a program inside, which knows the factors there too."""
-        hook: Any = copy.copy(super().inside(equation, step))
+        hook: Any = copy.copy(super().inside(equation, part))
         programs = jaxprs_in_params(equation.params)
         hook._factors = self._factors.union(*map(_stopped_factors, programs))
         return hook
