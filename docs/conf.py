@@ -42,6 +42,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "breaks",
+    "dark",
     "formulas",
     "guarantee",
     "keywords",
