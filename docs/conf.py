@@ -42,6 +42,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "breaks",
+    "dark",
     "formulas",
     "guarantee",
     "keywords",
@@ -74,7 +75,5 @@ nitpick_ignore_regex = [("py:.*", rf"({_OTHERS}|clipgrad\._\w+)\..*")]
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = "Show what asserts this"
-nb_code_prompt_hide = "Hide what asserts this"
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
 myst_heading_anchors = 3
