@@ -6,6 +6,7 @@ and the pages of the reference, are asserted equal to it.
 
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -74,8 +75,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-# A training needs none of these rooms. The others have the types of states, which `jax.export` can
-# load only once they are imported.
+# A training needs none of these rooms. The others have the types of states, which `jax.export`
+# loads only once they are imported.
 LATER = ("_per_example", "_check", "_diagnose", "_recorder", "_compare")
 
 # The names of torch and optax that are used most, and of an error clip that is a number now.
@@ -85,9 +86,39 @@ NAMES_ELSEWHERE = {
     "clip": "clip_by_value(max)",
     "clip_grad_norm_": "clip_grads(grads, ClipByGlobalNorm(max_norm)), or clip_by_global_norm",
     "clip_grad_value_": "clip_grads(grads, ClipByValue(max)), or clip_by_value",
+    "clip_by_rms": "clip_by_block_rms(threshold)",
+    "clip_gradient": "clip_grads(grads, rule), or of a value inside clip_cotangent(x, rule)",
+    "error_clip_callback": "error_clip_by_name(fun, rules)",
+    "finite_differences": "numerical_grad(fun, args)",
+    "get_numerical_gradient": "numerical_grad(fun, args)",
+    "get_total_norm": "global_norm(grads)",
     "grad_norm": "global_norm(grads)",
     "gradcheck": "check_grads(fun, args)",
+    "l2_norm": "global_norm(grads)",
+    "torch": "torch after import clipgrad.torch",
+    "tree_norm": "global_norm(grads)",
+    "zero_nans": 'gradient_clip(rule, nonfinite="zero")',
 }
+# Words of other libraries and papers, for names of theirs that have one: what is here instead.
+_TOPICS = {
+    "adaptive_grad_clip(clipping)": "agc unitwise",
+    "clip_by_global_norm(EMAThreshold())": "ema",
+    "clip_by_global_norm(PercentileThreshold(90))": "autoclip percentile quantile",
+    "clip_by_global_norm(ZScoreThreshold())": "zclip zscore",
+    "clip_cotangent(x, rule)": "hook backward",
+    "clip_per_example(loss_fn, rule)": "dp dpsgd private privately privacy sample example",
+    "compare(fun, other, args)": "diff difference",
+    "diagnose(fun, args)": "anomaly debug nan nans vanishing exploding",
+    "FlightRecorder(directory)": "recorder",
+    "list_names(fun, args)": "tags names tabulate",
+    "load_capture(path)": "replay capture load",
+    "scalars(metrics)": "log logs logging metrics scalar",
+    "skip_spikes(optimizer)": "finite nonfinite skip spam spike spikes",
+    "train_step(loss_fn, optimizer)": "trainer",
+    "watch_updates(optimizer)": "ratio ratios dynamics",
+    "with_value_stats(fun), value_and_grad_with_stats(fun) or watch_updates(optimizer)": "watch",
+}
+INSTEAD = {word: written for written, words in _TOPICS.items() for word in words.split()}
 
 
 def published(
@@ -127,7 +158,14 @@ def _hint(name: str) -> str:
     found = difflib.get_close_matches(_letters(name), map(_letters, public), n=1, cutoff=0.8)
     same = [own for own in public if _letters(own) in found]  # ClipByNorm and clip_by_norm
     near = max(same, key=lambda n: difflib.SequenceMatcher(None, name, n).ratio(), default="")
-    return f"; write {public[near]}.{near}" if near else ""
+    topic = next(filter(None, map((INSTEAD | {n: n for n in public}).get, _words(name))), "")
+    return f"; write {public[near]}.{near}" if near else f"; write clipgrad.{topic}" * bool(topic)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name, also of ``AutoClip`` and ``AGC``; and the name as a whole."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
+    return [name.lower(), *(part.lower() for part in parts)]
 
 
 def _letters(name: str) -> str:

@@ -30,7 +30,7 @@ from clipgrad._arrays.numbers import (
 from clipgrad._arrays.ranges import scale_of_largest
 from clipgrad._arrays.reductions import Arrays, Axes, Groups
 from clipgrad._arrays.sums_in_range import nothing, roots_in_range
-from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described
+from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described, shown
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._errors import warn
 
@@ -246,7 +246,7 @@ def check_order(name: str, ord: float) -> float:
         ord = ord.item()
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(
-            f"{name}: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or "
+            f"{name}: got {shown(ord)}, expected a number in (0, inf], not a tracer, such as 2 or "
             "jnp.inf; for optax.inject_hyperparams name it in static_args"
         )
     return int(ord) if ord < math.inf and ord == int(ord) else float(ord)

@@ -137,7 +137,7 @@ def _flags(mask: Any, tree: Any, name: str) -> list[bool]:
         if flag is not None and not isinstance(flag, (bool, np.bool_)):
             raise TypeError(
                 f"{name}: got {flag!r} of type {type(flag).__name__} in the mask, expected True or "
-                "False for each leaf or subtree"
+                'False for each leaf or subtree; or write patterns such as "head" or ("head", "w")'
             )
     parts = parts_below(name, "a mask", prefix, tree)
     if any(flag is None and jax.tree.leaves(part) for flag, part in zip(each, parts, strict=True)):

@@ -12,6 +12,7 @@ from clipgrad._arrays import (
     check_tree,
     explain_call,
     map_clippable,
+    shown,
     times,
     with_real_dtype,
 )
@@ -167,11 +168,12 @@ def _check_composers(clipping_type: Any, clipping_threshold: Any, axis: Any) -> 
             f"clipping_threshold: got {clipping_threshold!r}, expected a number or an array, such "
             "as schedule(step); for schedules and adaptive thresholds write clipgrad.gradient_clip"
         )
-    check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type not in (types := get_args(ClippingType)):
+    types = get_args(ClippingType)
+    if not isinstance(clipping_type, str) or clipping_type not in types:
         raise ValueError(
-            f"clipping_type: got {clipping_type!r}, expected one of {', '.join(types)}"
+            f"clipping_type: got {shown(clipping_type)}, expected one of {', '.join(types)}"
         )
+    check_threshold("clipping_threshold", clipping_threshold)
     if axis is not None and clipping_type != "adaptive":
         raise ValueError(
             f"axis: got {axis!r} with clipping_type={clipping_type!r}, which has no units; "

@@ -6,8 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Feed, Window, check, fed, feeds, number, steps, unlimited
-from clipgrad._errors import warn
+from clipgrad._clip.thresholds import (
+    Feed,
+    Window,
+    check,
+    fed,
+    feeds,
+    number,
+    steps,
+    unlimited,
+    warn_of_share,
+)
 
 
 @explain_call()
@@ -63,12 +72,7 @@ class PercentileThreshold:
 
     def __post_init__(self) -> None:
         check(self)
-        if 0 < self.percentile < 1:
-            warn(
-                f"percentile: got {self.percentile!r}, which is the {self.percentile}th "
-                "percentile, since percentiles are from 0 to 100; for this share write "
-                f"{100 * self.percentile:g}"
-            )
+        warn_of_share(self.percentile)
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from clipgrad._arrays import explain_call
 from clipgrad._clip.composer import ClippingType
+from clipgrad._clip.thresholds import warn_of_share
 
 
 class SuggestedThreshold(NamedTuple):
@@ -90,6 +91,7 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     """
     if not 0 <= percentile <= 100:
         raise ValueError(f"percentile: got {percentile!r}, expected a number in [0, 100]")
+    warn_of_share(percentile)
     try:
         recorded = np.asarray(norms, np.float64).ravel()
     except (TypeError, ValueError) as error:

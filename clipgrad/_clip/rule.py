@@ -13,6 +13,7 @@ from jax.core import Tracer
 from clipgrad._arrays import (
     Axes,
     Norm,
+    check_is_tree,
     clippable_leaves,
     described,
     explain_call,
@@ -159,6 +160,7 @@ class MeasuringRule(ClipRule):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The clipped tree."""
         require_numbers(self)
+        check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
         return self.scale(grads, self.measure(grads, params))
 
     def measure(self, grads: Any, params: Any = None) -> list[Any]:

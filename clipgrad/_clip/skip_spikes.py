@@ -9,8 +9,10 @@ import optax
 from clipgrad._arrays import (
     AxisName,
     Where,
+    answers_lookups,
     clippable_leaves,
     clippable_paths,
+    described,
     explain_call,
     global_norm,
     increment_if,
@@ -28,6 +30,7 @@ from clipgrad._frameworks import is_model
 
 
 @exportable
+@answers_lookups("state")
 class SkipSpikesState(NamedTuple):
     """The state of `skip_spikes`.
 
@@ -79,6 +82,7 @@ class SkipSpikesState(NamedTuple):
 
 @explain_call(
     max_consecutive_errors="a step that is not finite is always skipped; write halt=True to stop",
+    patience="a step that is not finite is always skipped; write halt=True to stop",
 )
 def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
@@ -181,6 +185,7 @@ def skip_spikes(
         return _first_state(optimizer.init(params), norm, spike_limit, params if halt else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        _check_is_state(state)
         halted, norm = _halted(halt, state), norm_of(updates, state)
         limit = spike_limit.limit(state.window, norm)
         loss = spike_limit.loss_in(extra_args, norm)
@@ -205,6 +210,14 @@ def skip_spikes(
         return _zero_if(skip | halted, new), after._replace(inner_state=kept)
 
     return Wrapper.of(inner, init, update)
+
+
+def _check_is_state(state: Any) -> None:
+    if not hasattr(state, "raw_norm"):  # the parameters, say
+        raise ValueError(
+            f"state: got {described(state)}, expected the SkipSpikesState of init(params); write "
+            "update(grads, state, params)"
+        )
 
 
 def _first_state(

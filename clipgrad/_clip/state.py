@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._arrays import clippable_paths, increment_if, largest, unboxed
+from clipgrad._arrays import (
+    answers_lookups,
+    clippable_paths,
+    described,
+    increment_if,
+    largest,
+    unboxed,
+)
 from clipgrad._clip.clipping import Clipped
 from clipgrad._clip.limits import (
     PerLeaf,
@@ -27,6 +34,7 @@ KeptStats = bool | Literal["per_leaf"]
 
 
 @exportable
+@answers_lookups("state", clip_stats="state.stats", norm="state.stats.norm")
 class GradientClipState(NamedTuple):
     """The state of a gradient clip with a schedule, an adaptive threshold or statistics.
 
@@ -92,6 +100,12 @@ def check_state(state: Any, rule: Any, kept: KeptStats) -> None:
             f"state: got {type(state).__name__} with {needs}, expected the GradientClipState of "
             "init(params)"
         )
+    if not has_lasting_state(rule, kept) and not isinstance(state, GradientClipState):
+        if jax.tree.leaves(state):  # the parameters, say
+            raise ValueError(
+                f"state: got {described(state)} with arrays, expected the state of init(params); "
+                "write update(grads, state, params)"
+            )
 
 
 def is_joint(rule: Any) -> bool:

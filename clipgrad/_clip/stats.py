@@ -13,6 +13,7 @@ from clipgrad._arrays import (
     AxisName,
     Norm,
     accumulator,
+    answers_lookups,
     check_tree,
     clippable_leaves,
     clippable_paths,
@@ -30,6 +31,7 @@ from clipgrad._sharding import broadcast_like, on_every_device
 
 
 @exportable
+@answers_lookups("stats")
 class ClipStats(NamedTuple):
     r"""Statistics of a clip of a tree of gradients or cotangents.
 
@@ -61,11 +63,6 @@ class ClipStats(NamedTuple):
     changed: jax.Array
     nonfinite: jax.Array
     size: jax.Array
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise TypeError(f"stats: got [{key!r}], expected an attribute; write stats.{key}")
-        return tuple.__getitem__(self, key)
 
     def __repr__(self) -> str:
         """Norms and counts; the types of what is traced, abstract, or not on this machine."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from clipgrad._compat import exportable
+from clipgrad._errors import warn
 
 # The norms that enter a history.
 Feed = Literal["raw", "clipped"]
@@ -207,3 +208,12 @@ def _check_feed(name: str, value: Any) -> None:
 def _if_injected(value: Any) -> str:
     injected = isinstance(value, jax.Array)
     return "; for optax.inject_hyperparams name it in static_args" if injected else ""
+
+
+def warn_of_share(percentile: float) -> None:
+    """Warns of a percentile that looks like a share, such as 0.9."""
+    if 0 < percentile < 1:
+        warn(
+            f"percentile: got {percentile!r}, which is the {percentile}th percentile, since "
+            f"percentiles are from 0 to 100; for this share write {100 * percentile:g}"
+        )

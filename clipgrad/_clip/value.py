@@ -14,6 +14,7 @@ from jax.core import Tracer
 from clipgrad._arrays import (
     Norm,
     at_least_float32,
+    check_is_tree,
     clippable_leaves,
     over,
     slice_norms,
@@ -134,6 +135,7 @@ class ClipByValue(MeasuringRule):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with each element in [min, max]; nothing need be measured."""
         require_numbers(self)
+        check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
         return self.scale(grads)
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

@@ -99,7 +99,8 @@ def _signature_of_inputs(function: Any) -> inspect.Signature:
     if not callable(function) or isinstance(function, type):
         raise TypeError(
             f"error_clip: got {described(function)} to decorate, expected a function or a method; "
-            "write @error_clip(rule), with a rule in the parentheses"
+            "write @error_clip(rule), with a rule in the parentheses, or for a value "
+            "clip_cotangent(x, rule)"
         )
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         raise TypeError(f"error_clip: got {function!r}, expected a function that returns a result")

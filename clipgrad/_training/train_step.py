@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._arrays import (
+    answers_lookups,
     check_leaves,
     check_scalar,
     check_takes,
@@ -42,6 +43,14 @@ from clipgrad._training.state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
 
+@answers_lookups(
+    "step",
+    lower="step.update.lower(state, batch)",
+    metrics="state, metrics = step(state, batch)",
+    params="state.params",
+    state="state = step.init(params)",
+    step="step(state, batch)",
+)
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
     """A compiled function ``step(state, batch) -> (state, metrics)`` and its first state.
@@ -78,7 +87,11 @@ class TrainStep:
         return from_static(state), shown_metrics(metrics)
 
 
-@explain_call()
+@explain_call(
+    learning_rate="it is the optimizer's; write train_step(loss_fn, optax.adam(learning_rate))",
+    lr="it is the optimizer's; write train_step(loss_fn, optax.adam(lr))",
+    skip_nonfinite="write train_step(loss_fn, skip_spikes(optimizer))",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -251,6 +264,8 @@ def _check_state(state: Any, batch: Any) -> None:
     if not all(hasattr(state, field) for field in TrainState._fields):
         is_swapped = isinstance(batch, TrainState)
         advice = "the state comes first" if is_swapped else "it is step.init(params)"
+        if isinstance(state, tuple) and any(isinstance(x, TrainState) for x in state):
+            advice = "a step returns it with its metrics, state, metrics = step(state, batch)"
         raise TypeError(
             f"state: got {type(state).__name__}, expected the state of a training step; {advice}: "
             "write step(state, batch)"

@@ -9,6 +9,7 @@ import optax
 from clipgrad._arrays import (
     AxisName,
     Where,
+    answers_lookups,
     explain_call,
     is_none,
     warn_of_parts,
@@ -20,6 +21,7 @@ from clipgrad._training.leaf_groups import By, LeafGroups, check_by
 
 
 @exportable
+@answers_lookups("norms")
 class UpdateNorms(NamedTuple):
     """The norms of a group of leaves in one step, of shape ``()`` or ``(layers,)``.
 
@@ -46,6 +48,7 @@ class UpdateNorms(NamedTuple):
 
 
 @exportable
+@answers_lookups("state")
 class WatchUpdatesState(NamedTuple):
     """The state of `watch_updates`.
 
