@@ -5,10 +5,13 @@ import typing
 from clipgrad._lazily import published as _published
 
 if typing.TYPE_CHECKING:
+    from clipgrad._arrays import Patterns as Patterns
+    from clipgrad._arrays import Where as Where
     from clipgrad._check import GradCheckReport as GradCheckReport
     from clipgrad._clip import ClipStats as ClipStats
     from clipgrad._clip import GradientClipState as GradientClipState
     from clipgrad._clip import SkipSpikesState as SkipSpikesState
+    from clipgrad._clip import Threshold as Threshold
     from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._recorder import Capture as Capture

@@ -7,6 +7,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
+import typing
 
 import jax
 import pytest
@@ -28,7 +30,7 @@ EXAMPLES = [
     if ">>> " in path.read_text() and path.name != "torch.py"  # which needs torch
     for name in [".".join(path.relative_to(ROOT).with_suffix("").parts)]
 ]
-EXPORT = re.compile(r"^    from clipgrad\.(\w+) import (\w+) as \2$", re.MULTILINE)
+EXPORT = re.compile(r"^    from clipgrad\.([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -39,8 +41,11 @@ def test_each_module_has_the_names_of_the_table_and_type_checkers_see_them(modul
     assert set(names) <= set(dir(sys.modules[module]))
     assert all(list(names) == sorted(names) for names in rooms.values())
     assert list(rooms) == sorted(rooms, key=ROOMS.index)
-    lines = [(room, name) for room, name in EXPORT.findall(source)]
-    assert lines == [(room, name) for room in sorted(rooms) for name in rooms[room]]
+    typed = {name: place for place, name in EXPORT.findall(source)}
+    # mypy takes a function for the file of its name, unless that file is written.
+    files = {path.relative_to(ROOT / "clipgrad") for path in (ROOT / "clipgrad").glob("*/*.py")}
+    own = lambda room, name: f".{name}" * (pathlib.Path(room, f"{name}.py") in files)  # noqa: E731
+    assert typed == {n: room + own(room, n) for room, names in rooms.items() for n in names}
 
 
 def test_only_the_table_and_the_modules_that_it_makes_are_public():
@@ -113,11 +118,49 @@ def test_what_is_public_is_documented_functions_with_arguments_results_and_an_ex
             assert re.search(rf"^\s+{parameter}: ", doc, re.MULTILINE), parameter
 
 
+SECTIONS = ["Example", "Attributes", "Args", "Returns", "Raises", "Guarantees", "References"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_docstring_is_in_the_order_of_use(name):
+    """A sentence, an example, arguments, result, errors; what is for the second reading is last."""
+    doc = inspect.getdoc(public(name)) or ""
+    title, *sections = re.split(r"^(\w+):$", doc, flags=re.MULTILINE)
+    heads, texts = sections[::2], dict(zip(sections[::2], sections[1::2], strict=True))
+    assert heads == sorted(heads, key=SECTIONS.index)
+    assert len(title.split()) <= 150
+    # Arguments are explained in place.
+    assert not re.search(r"\bsee\s+`", texts.get("Args", ""))
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_in_docstrings_run(name):
     with jax.numpy_dtype_promotion("standard"):
         result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and result.failed == 0
+
+
+# The rooms whose words are still any text.
+ANY_TEXT = {"clip_per_example", "per_example_norms", "check_grads"}
+
+
+def kinds_of(annotation):
+    """The kinds of a union."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+@pytest.mark.parametrize("name", sorted({*cg.__all__, *cg.published.__all__} - ANY_TEXT))
+def test_a_word_of_several_is_a_literal_and_a_selection_of_leaves_has_its_type(name):
+    """So that a type checker sees a misspelt one."""
+    if not inspect.isfunction(public(name)) and not hasattr(public(name), "__dataclass_fields__"):
+        return
+    for parameter in inspect.signature(public(name)).parameters.values():
+        kinds = kinds_of(parameter.annotation)
+        if isinstance(parameter.default, str) and parameter.name != "prefix":
+            assert str not in kinds and typing.Literal in map(typing.get_origin, kinds)
+        if parameter.name in ("where", "stacked"):
+            assert parameter.annotation == cg.types.Where
 
 
 def test_types_are_shipped():

@@ -51,6 +51,7 @@ from clipgrad._arrays.overwritten import overwrite as overwrite
 from clipgrad._arrays.overwritten import split_overwritten as split_overwritten
 from clipgrad._arrays.overwritten import zeros_for as zeros_for
 from clipgrad._arrays.patterns import Pattern as Pattern
+from clipgrad._arrays.patterns import Patterns as Patterns
 from clipgrad._arrays.patterns import check_pattern as check_pattern
 from clipgrad._arrays.patterns import decided as decided
 from clipgrad._arrays.patterns import is_pattern as is_pattern

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from clipgrad._arrays import (
     AxisName,
@@ -34,12 +35,11 @@ from clipgrad._sharding import broadcast_like, on_every_device
 class ClipStats(NamedTuple):
     r"""Statistics of a clip of a tree of gradients or cotangents.
 
-    All fields are sums over elements, so that statistics of several places, scan steps, vmap
-    lanes or devices add up field by field; norms and scales are derived from the sums.
-    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
-    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
-    computed.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> stats = cg.types.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
+      >>> print(stats.norm, stats.clipped, stats.fraction)
+      5.0 True 0.5
 
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
@@ -50,11 +50,12 @@ class ClipStats(NamedTuple):
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> stats = cg.types.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
-      >>> print(stats.norm, stats.clipped, stats.fraction)
-      5.0 True 0.5
+    All fields are sums over elements, so that statistics of several places, scan steps, vmap
+    lanes or devices add up field by field; norms and scales are derived from the sums.
+    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
+    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
+    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
+    computed.
     """
 
     before: jax.Array
@@ -153,7 +154,7 @@ def _in_parentheses(names: Iterable[str], values: Iterable[str]) -> str:
 
 def _is_here(field: Any) -> bool:
     """Whether the numbers of an array can be shown, here and now."""
-    if isinstance(field, jax.Array) and not isinstance(field, jax.core.Tracer):
+    if isinstance(field, jax.Array) and not isinstance(field, Tracer):
         return field.is_fully_addressable and not field.is_deleted()
     return isinstance(field, np.ndarray | np.generic)
 

@@ -67,8 +67,8 @@ def save_run(
     first: Any = fun
     if isinstance(first, str | os.PathLike) and callable(args):
         raise TypeError(
-            f"fun: got the path {os.fspath(first)!r}, expected a function; write save_run(fun, args, "
-            "path)"
+            f"fun: got the path {os.fspath(first)!r}, expected a function; write "
+            "save_run(fun, args, path)"
         )
     one_by_one = not isinstance(args, tuple) and not isinstance(path, str | os.PathLike)
     check_call(fun, args, path if one_by_one else kwargs)

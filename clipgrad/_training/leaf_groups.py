@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._frameworks import is_box
 
-By = str | int | Callable[[str], str]
+By = Literal["module", "leaf"] | int | Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
