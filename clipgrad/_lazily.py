@@ -75,8 +75,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-# A training needs none of these rooms. The others have the types of states, which `jax.export` can
-# load only once they are imported.
+# A training needs none of these rooms. The others have the types of states, which `jax.export`
+# loads only once they are imported.
 LATER = ("_per_example", "_check", "_diagnose", "_recorder", "_compare")
 
 # The names of torch and optax that are used most, and of an error clip that is a number now.

@@ -19,7 +19,7 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 ROOMS = [
     "_compat", "_sharding", "_devices", "_lazily", "_errors", "_chart",
     "_arrays", "_programs", "_names", "_frameworks", "_clip",
-    "_error_clip", "_values", "_training", "_per_example", "_check",
+    "_error_clip", "_values", "_training", "_losses", "_per_example", "_check",
     "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
     "_commands", "__main__",
 ]  # fmt: skip

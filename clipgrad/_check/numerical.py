@@ -11,7 +11,7 @@ from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
-from clipgrad._check.selection import Selector, leaf_names
+from clipgrad._check.selection import Selector
 from clipgrad._check.subject import (
     DONATED,
     CheckSubject,
@@ -22,6 +22,7 @@ from clipgrad._check.subject import (
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
+from clipgrad._losses import leaf_names
 
 STATE = (
     "the function changes state or draws random numbers; pass the state, or the key, as an argument"
@@ -145,7 +146,7 @@ def _tree(fun, args: tuple, kwargs: dict, wrt, subject: CheckSubject, gradient) 
     by_name = dict(zip(subject.names, leaves, strict=True))
 
     def tree_of(arguments, root: str):
-        named = [by_name.get(name) for name in leaf_names(arguments, root)]
+        named = [by_name.get(name) for name in leaf_names(root, arguments)]
         return jax.tree.unflatten(jax.tree.structure(arguments), named)
 
     trees, keywords = tree_of(args, "args"), tree_of(kwargs, "kwargs")

@@ -5,30 +5,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
 from clipgrad._arrays import (
     Pattern,
     decided,
     leaves_selected,
     nearest,
-    path_string,
     shown,
     without_sign,
 )
 
 Selector = int | Pattern | Sequence[int | Pattern]
-
-
-def leaf_names(tree: Any, root: str) -> list[str]:
-    """The leaves' names as one writes them in Python: `args[0]['w']`."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [root + jax.tree_util.keystr(path) for path, _ in paths]
-
-
-def simple_paths(tree: Any) -> list[str]:
-    """Leaf paths with their parts separated by slashes."""
-    return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from clipgrad._arrays import check_arguments, explain_call
+from clipgrad._diagnose.captured_args import NO_MODELS, CapturedArgs
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import arguments_of_examples, bad_examples, rows_of_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
@@ -17,7 +18,6 @@ from clipgrad._diagnose.judge import broken, raised_in
 from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS
 from clipgrad._diagnose.measure import measure
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import NO_MODELS, CapturedArgs, DiagnosisSubject, subject
 from clipgrad._diagnose.tape import is_of_callback
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import underflow_findings
@@ -29,6 +29,7 @@ from clipgrad._diagnose.units import (
 )
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
+from clipgrad._losses import TracedLoss, traced_loss
 from clipgrad._names import placed_equations
 from clipgrad._programs import has_custom_vjp, is_cond, is_foreign, is_while, settings_of_runs
 
@@ -127,7 +128,7 @@ def diagnose(
         check_arguments(fun, args, kwargs)
         arguments_of_examples(examples, fun, args, kwargs or {})
     with settings_of_runs(), jax.disable_jit(False):
-        trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
+        trace = functools.partial(traced_loss, fun, argnums=argnums, has_aux=has_aux)
         try:
             given = trace(args, kwargs)
         except Exception as error:
@@ -145,7 +146,7 @@ def diagnose(
         return dataclasses.replace(found, examples=bad)
 
 
-def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
+def _diagnosis_or_error(given: TracedLoss) -> GradientDiagnosis:
     """The diagnosis of a loss, also if a callback in it raises an error.
 
     If the operation that raises gets what is not finite, the finding is on where that is from.
@@ -165,7 +166,7 @@ def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
     return GradientDiagnosis((finding,), (), ())
 
 
-def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
+def _diagnosis(given: TracedLoss) -> GradientDiagnosis:
     units = list(all_units(given.program))
     sites = module_sites(units)
     measured = measure(given.program, given.inputs, given.chosen, sites)
