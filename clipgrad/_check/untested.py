@@ -48,9 +48,9 @@ def _entered(equation: JaxprEqn) -> list:
 
 def _is_users_stop(place: Place) -> bool:
     """Whether a line of the user's calls `jax.lax.stop_gradient`, not a function of a library."""
-    name = place.equation.primitive.name
     is_known = place.location.file is not None
-    return name == "stop_gradient" and place.function == name and is_known
+    calls_it = place.function == jax.lax.stop_gradient.__name__
+    return _programs.detaches(place.equation) and calls_it and is_known
 
 
 def _is_in_a_derivative(place: Place) -> bool:

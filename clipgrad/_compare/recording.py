@@ -23,12 +23,12 @@ from clipgrad._compare.numbers import (
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._diagnose import (
-    DiagnosisSubject,
     is_of_callback,
     raised_finding,
     raised_in,
     told_error,
 )
+from clipgrad._losses import TracedLoss
 from clipgrad._names import Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
@@ -68,7 +68,7 @@ class Recording:
     leaves: list[Any]
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
-    given: DiagnosisSubject | None = None
+    given: TracedLoss | None = None
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.

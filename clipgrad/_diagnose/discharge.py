@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._programs import (
     Hook,
+    Use,
     bind,
     called_program,
     equations,
@@ -19,6 +20,7 @@ from clipgrad._programs import (
     is_scan,
     opened,
     scan_counts,
+    use_of,
 )
 
 
@@ -48,12 +50,11 @@ class _Discharge(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results; None where there is nothing to discharge."""
-        name = equation.primitive.name
         if is_print(equation):
             return []
-        if name == "new_ref":
+        if use_of(equation) is Use.MAKES_REFERENCE:
             return [_Cell(inputs[0])]
-        if name == "freeze":
+        if use_of(equation) is Use.ENDS_REFERENCE:
             return [inputs[0].value]
         if not any(type(x) is _Cell for x in inputs):
             return None
