@@ -37,9 +37,8 @@ def content(tmp_path_factory):
     assert lines[-2:] == [str(out / "demo.png"), str(out / "demo.json")]
     assert errors.getvalue() == "" and "\r" not in shown.getvalue()
     labels = [arm.label for arm in TASKS["blank-patches"].arms]
-    assert [line for line in lines if line.startswith(tuple(labels))] == lines[
-        -3 - len(labels) - 1 : -4
-    ]
+    table = lines[-4 - len(labels) : -4]
+    assert [line for line in lines if line.startswith(tuple(labels))] == table
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
     return json.loads((out / "demo.json").read_text(), parse_constant=pytest.fail)
 
