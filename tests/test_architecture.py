@@ -62,7 +62,10 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
         # The door of the package loads the later rooms when they are used.
         before = room(path) == "__init__" or ROOMS.index(imported) < ROOMS.index(room(path))
         assert inside or before, module
-        assert inside or len(parts) <= 2, f"{path} reaches past {imported} to {module}"
+        # For type checkers it names files, see there.
+        assert inside or len(parts) <= 2 or room(path) == "__init__", (
+            f"{path} reaches past {imported} to {module}"
+        )
 
 
 DESIGN = (PACKAGE.parent / "DESIGN.md").read_text()

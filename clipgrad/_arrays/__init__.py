@@ -14,6 +14,9 @@ are summed in float32, in float64 if a leaf is float64.
 from clipgrad._arrays.by_leaf import for_each as for_each
 from clipgrad._arrays.calls import explain_call as explain_call
 from clipgrad._arrays.group_norms import group_norms as group_norms
+from clipgrad._arrays.lookups import Findings as Findings
+from clipgrad._arrays.lookups import answers_lookups as answers_lookups
+from clipgrad._arrays.lookups import nearest_word as nearest_word
 from clipgrad._arrays.losses import check_scalar as check_scalar
 from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName
@@ -48,6 +51,7 @@ from clipgrad._arrays.overwritten import overwrite as overwrite
 from clipgrad._arrays.overwritten import split_overwritten as split_overwritten
 from clipgrad._arrays.overwritten import zeros_for as zeros_for
 from clipgrad._arrays.patterns import Pattern as Pattern
+from clipgrad._arrays.patterns import Patterns as Patterns
 from clipgrad._arrays.patterns import check_pattern as check_pattern
 from clipgrad._arrays.patterns import decided as decided
 from clipgrad._arrays.patterns import is_pattern as is_pattern
@@ -90,6 +94,7 @@ from clipgrad._arrays.trees import parameters_like as parameters_like
 from clipgrad._arrays.trees import partition as partition
 from clipgrad._arrays.trees import parts_below as parts_below
 from clipgrad._arrays.trees import path_string as path_string
+from clipgrad._arrays.trees import shown as shown
 from clipgrad._arrays.trees import wide_dtype as wide_dtype
 from clipgrad._arrays.trees import widened_leaf as widened_leaf
 from clipgrad._arrays.trees import with_clippable as with_clippable

@@ -30,7 +30,7 @@ from clipgrad._arrays.numbers import (
 from clipgrad._arrays.ranges import scale_of_largest
 from clipgrad._arrays.reductions import Arrays, Axes, Groups
 from clipgrad._arrays.sums_in_range import nothing, roots_in_range
-from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described
+from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described, shown
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._errors import warn
 
@@ -90,16 +90,12 @@ class _Kind(NamedTuple):
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
     r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
 
-    Guarantees:
-      * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
-        dtype, and the result has that dtype.
-      * A finite tree whose squares over- or underflow still has the right norm. Only subnormal
-        elements (below 1.2e-38 in float32) may count as 0, as XLA takes them on most devices.
-      * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
-      * Its derivative is finite everywhere; at zero it is 0.
-      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
-        PRNG-key leaves are not counted; complex leaves count with their absolute values.
-      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
+      Array(5., dtype=float32)
+      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
+      Array(600., dtype=float32)
 
     Args:
       tree: a pytree of gradients.
@@ -120,12 +116,16 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
     Raises:
       ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
-      Array(5., dtype=float32)
-      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
-      Array(600., dtype=float32)
+    Guarantees:
+      * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
+        dtype, and the result has that dtype.
+      * A finite tree whose squares over- or underflow still has the right norm. Only subnormal
+        elements (below 1.2e-38 in float32) may count as 0, as XLA takes them on most devices.
+      * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
+      * Its derivative is finite everywhere; at zero it is 0.
+      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
+        PRNG-key leaves are not counted; complex leaves count with their absolute values.
+      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
     """
     warn_of_parts("global_norm", clippable_leaves(tree), axis_name)
     check_is_tree("tree", tree, "global_norm(jax.grad(loss)(params, batch))")
@@ -246,7 +246,7 @@ def check_order(name: str, ord: float) -> float:
         ord = ord.item()
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(
-            f"{name}: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or "
+            f"{name}: got {shown(ord)}, expected a number in (0, inf], not a tracer, such as 2 or "
             "jnp.inf; for optax.inject_hyperparams name it in static_args"
         )
     return int(ord) if ord < math.inf and ord == int(ord) else float(ord)

@@ -71,6 +71,11 @@ def described(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
 
 
+def shown(x: Any) -> str:
+    """A number or a text as it is written, and anything else by its type: no arrays in messages."""
+    return repr(x) if isinstance(x, bool | int | float | complex | str | None) else described(x)
+
+
 def _in_jax(dtype: np.dtype) -> bool:
     """Whether JAX has a dtype of NumPy."""
     if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.bool_):

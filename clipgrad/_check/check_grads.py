@@ -1,7 +1,7 @@
 """`check_grads`: check a gradient, and name the element that is wrong."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from clipgrad._check.behavior import are_on_cpu, check_behavior
 from clipgrad._check.checked_point import CheckedPoint
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
-from clipgrad._check.options import Options
+from clipgrad._check.options import Check, Mode, Options
 from clipgrad._check.points import Point, cotangents, further
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, percent
 from clipgrad._check.selection import Selector
@@ -49,8 +49,8 @@ def check_grads(
     wrt: Selector | None = None,
     no_grad: Selector | None = None,
     output: Selector | None = None,
-    order: int = 1,
-    mode: str = "auto",
+    order: Literal[1, 2] = 1,
+    mode: Mode = "auto",
     max_relative_error: float | None = None,
     tolerance: float | None = None,
     min_verified: float | None = None,
@@ -60,96 +60,9 @@ def check_grads(
     seed: int = 0,
     cotangent: Any = None,
     raise_on_failure: bool = True,
-    skip: Sequence[str] = (),
+    skip: Check | Sequence[Check] = (),
 ) -> GradCheckReport:
-    """Check the VJP of a function by three witnesses, and how it behaves.
-
-    For random dense cotangents u there are, at each element of the gradient of <u, f(x)>, the rule
-    as it is written, plain AD with all rules stripped, and slopes of f, all in float64 for every
-    dtype of f. Where rule and slopes agree, the element is right. Where plain AD and slopes agree
-    and the rule does not, it is wrong. Where rule and plain AD agree and slopes do not, it is
-    disputed: a failure where the function is smooth, with a rule of the user's or without, and a
-    note at kinks and jumps. Without plain AD slopes decide. The gradient as `jax.vjp` computes it
-    must then be the rule's. Two numbers agree if they are apart by no more than::
-
-        rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
-
-    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6. For the gradient as it is
-    computed it follows the narrowest type that f computes in: 5e-4 for float32, 1e-2 for float16,
-    5e-2 for bfloat16. Where f cannot run in float64, slopes in its own type judge the gradient: in
-    float32 to ten times this, in half precision each leaf along several directions to what these
-    show, a quarter at most. The report says first to what share it judged.
-
-    Guarantees:
-      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
-        run; a report in which nothing was verified is not ok. An element that is off by more than a
-        quarter of itself and its leaf is not verified, though rounding explains it.
-      * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
-        equal maxima, are also moved together.
-      * At a further point nothing is equal, zero or symmetric; only where plain AD does not have
-        the function's slopes there, this stays, and a note says so.
-      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them, in float64
-        and in the function's own type; a note names the user's lines.
-      * A rule that no point ran, or that met no cotangent but zero, is a note that names its line.
-      * A failure names the rule's line, and says whether its formula or its arithmetic is wrong.
-      * The same seed gives the same report. The number of evaluations of a right function does not
-        depend on the number of its elements. A fault of the checker itself is raised as an error.
-
-    ===========  ===================================================================================
-    check        requirement
-    ===========  ===================================================================================
-    value        every element of the gradient, by three witnesses
-    primal       value, dtype and shape of the function called and differentiated are the same
-    cotangent    dtype, shape and structure are as of the input; float0 for integers
-    finite       the value and the gradient are finite
-    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
-    determinism  a second run is bit-identical, on CPUs
-    jit, vmap    compiled and batched gradients equal the eager ones
-    points       the gradient is right at a second point, and then again at the first
-    outputs      single outputs, and single inputs where a rule is told, have their parts of it
-    devices      the gradient of each kind of device has the numbers that judge the first one's
-    ===========  ===================================================================================
-
-    Without a custom rule ``vmap`` and ``outputs`` would test JAX, and they are not run where values
-    are wrong.
-
-    Args:
-      fun: the function, of any trees of arrays, to any tree of arrays.
-      args: the tuple of its positional arguments: the point.
-      kwargs: its keyword arguments; their arrays are checked too.
-      wrt: which inputs to check: an argument's position or name, a pattern of leaves such as
-        ``params/w``, ``blocks/*/kernel`` or ``!head``, or several of these; None for all.
-      no_grad: which inputs to leave out, written the same way.
-      output: which outputs to check: a position, key or pattern, or several; None for all.
-      order: 2 to check the second derivative as well, the VJP of the VJP.
-      mode: "auto" looks at single elements where rule and plain AD are apart, and at the rest
-        together; "full" moves every element by itself.
-      max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
-        denominator where ``|numeric| < 1e-3``, may not exceed it at any element.
-      tolerance: a relative error, of the element or its leaf, that stands in for rtol everywhere:
-        for rules in low precision, random rounding, loops that stop by their numbers.
-      min_verified: the least share of the elements to be verified, those at kinks left out; a half
-        if it is None. Fewer is a failure.
-      time_budget: seconds after which what is left is reported as not verified or not run.
-      devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
-        devices here. What is missing, or holds the function elsewhere, is reported as not run.
-      points: the number of points to check.
-      seed: the seed of the cotangents, directions and further points.
-      cotangent: the cotangent u instead of random ones, a tree like the chosen outputs or an array
-        for a single one, as in `numerical_grad`. An error that it does not see is not found.
-      raise_on_failure: False to return the report also if the check fails.
-      skip: checks of the table to switch off, such as "linearity" for a function that clips on
-        purpose.
-
-    Returns:
-      The report.
-
-    Raises:
-      GradCheckError: the gradient is wrong, or nothing was verified; it has the report.
-      TypeError: ``args`` is not a tuple, an argument is unknown, or the call is inside of
-        ``jax.jit`` or another transformation.
-      ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
-        function cannot be evaluated near the point.
+    """Checks a gradient against finite differences, and names the element that is wrong.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -161,6 +74,107 @@ def check_grads(
       >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
       >>> print(report.failures[0].detail.split("; ")[2])
       analytic/numeric is 0.5 throughout
+
+    Args:
+      fun: the function to check. It takes and returns any trees of arrays.
+      args: the tuple of its positional arguments, which is the point to check at; for one argument
+        ``(x,)``.
+      kwargs: its keyword arguments; their arrays are checked too.
+      wrt: the inputs to check: the position or name of an argument, a pattern of leaves such as
+        ``"params/w"``, ``"blocks/*/kernel"`` or ``"!head"``, or several of these; ``None``: all.
+      no_grad: the inputs to leave out, written the same way.
+      output: the outputs to check: a position, key or pattern, or several; ``None``: all.
+      order: 1, or 2 to check the second derivative as well, which is the VJP of the VJP.
+      mode: ``"auto"`` moves single elements where your rule and plain autodiff differ, and the
+        others together; ``"full"`` moves every element by itself.
+      max_relative_error: Paddle's criterion, beside the tolerances below: at no element may
+        ``|numeric - analytic| / |numeric|`` be larger, or ``|numeric - analytic|`` where
+        ``|numeric| < 1e-3``.
+      tolerance: a relative error, from 0 to 1, in place of ``rtol`` below everywhere: for rules in
+        low precision, random rounding, and loops that stop by their numbers.
+      min_verified: the smallest share of the elements to verify, from 0 to 1, without those at
+        kinks; ``None``: a half. A smaller share is a failure.
+      time_budget: seconds, after which the elements and checks that are left are reported as not
+        verified or not run; ``None``: no limit.
+      devices: the kinds of device to compute the gradient on, such as ``("cpu", "gpu")``; ``None``:
+        all that are here. A kind that is missing, or that cannot run the function since it holds
+        arrays elsewhere, is reported as not run.
+      points: the number of points to check at: the one in ``args``, and others nearby.
+      seed: the seed of the random cotangents, directions and further points.
+      cotangent: the cotangent of the outputs, instead of random ones: a tree like the chosen
+        outputs, or an array for a single output. Errors that do not change this one product are not
+        found.
+      raise_on_failure: ``False``: return the report also if the check fails.
+      skip: the checks of the table below to leave out, such as ``"linearity"`` for a function that
+        clips on purpose.
+
+    Returns:
+      A `GradCheckReport`; ``print`` it.
+
+    Raises:
+      GradCheckError: the gradient is wrong, or nothing was verified. Its ``report`` has the
+        details.
+      TypeError: ``args`` is not a tuple, an argument is unknown, or the call is inside of
+        ``jax.jit`` or another transformation.
+      ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
+        function cannot be evaluated near the point.
+
+    For random dense cotangents u, `check_grads` computes each element of the gradient of <u, f(x)>
+    in three ways: by your rule as it is written, by plain autodiff with all custom rules stripped,
+    and by finite differences of f. All three run in float64, whatever the dtype of f. An element is
+
+    * right where the rule and the differences agree;
+    * wrong where plain autodiff and the differences agree, and the rule does not;
+    * disputed where the rule and plain autodiff agree, and the differences do not. That is a
+      failure where the function is smooth, with or without a custom rule, and a note at kinks and
+      jumps.
+
+    Where plain autodiff is not possible, the differences decide. The gradient as `jax.vjp` computes
+    it
+    must then equal that of the rule. Two numbers agree if they differ by at most ::
+
+        rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times the measured rounding error,
+
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 ``rtol`` is 1e-6. For the gradient as it
+    is computed, the narrowest dtype inside f sets it: 5e-4 for float32, 1e-2 for float16, 5e-2 for
+    bfloat16. If f cannot run in float64, the differences are taken in its own dtype: they check a
+    float32 gradient to ten times this tolerance, and in half precision each leaf along several
+    directions, to the precision that these show, a quarter at most. The report begins with it.
+
+    ===========  ===================================================================================
+    check        requirement
+    ===========  ===================================================================================
+    value        every element of the gradient is right, as above
+    primal       value, dtype and shape of the function called and differentiated are the same
+    cotangent    dtype, shape and structure are as of the input; float0 for integers
+    finite       the value and the gradient are finite
+    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
+    determinism  a second run is bit-identical, on CPUs
+    jit, vmap    compiled and batched gradients equal the eager ones
+    points       the gradient is right at a second point, and then again at the first
+    outputs      one output alone, or one input of a rule with symbolic zeros, has its part of it
+    devices      the gradient on each further kind of device agrees like that on the first
+    ===========  ===================================================================================
+
+    Without a custom rule ``vmap`` and ``outputs`` would test JAX, so they do not run; nor do they
+    where values are wrong.
+
+    Guarantees:
+      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
+        run; a report in which nothing was verified is not ok. An element that is off by more than a
+        quarter of itself and its leaf is not verified, even if rounding explains it.
+      * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
+        equal maxima, are also moved together.
+      * At a further point no inputs are equal, zero or symmetric. If the function needs such
+        inputs, they stay, and a note says so.
+      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them, in float64
+        and in the function's own dtype; a note names your lines.
+      * If no point ran a rule, or the rule met no cotangent but zero, a note names the line of the
+        rule.
+      * A failure names the line of the rule, and says whether the formula or the arithmetic is
+        wrong.
+      * The same seed gives the same report. The number of evaluations of a right function does not
+        depend on the number of its elements. A fault of the checker itself is raised as an error.
 
     References:
       PaddlePaddle, Auto Gradient Checker Design, 2017,

@@ -40,45 +40,7 @@ def numerical_grad(
     cotangent: Any = None,
     delta: float | None = None,
 ) -> Any:
-    """Differentiate the sum of an output numerically, element by element.
-
-    For each real number x_i of the inputs, with u the cotangent and e_i a unit vector::
-
-        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
-
-    extrapolated from the two steps h at which it is known best; with ``delta``, for h = delta. The
-    function is evaluated in float64 if possible, for every dtype. Its own VJP is never used.
-
-    Guarantees:
-      * The result has the structure and shapes of the differentiated inputs, in NumPy's float64
-        (complex128), the precision of the measurement.
-      * Values under `jax.lax.stop_gradient` are held at the point, as JAX differentiates them: the
-        gradient of ``stop_gradient(x) * x`` is x.
-      * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
-
-    Args:
-      fun: the function; it takes and returns any trees of arrays.
-      args: the tuple of its positional arguments.
-      kwargs: its keyword arguments.
-      wrt: the inputs to differentiate with respect to: the position or name of an argument gives
-        its tree, a pattern such as ``params/w`` gives the array of the leaf that it selects, or of
-        several a tree; several of these give a tuple. None gives the tuple of all positional
-        arguments, or where there are none the dictionary of ``kwargs``; with ``!`` what is left out
-        becomes None, as do leaves that are not floats.
-      output: which outputs to sum: a position, key or pattern in the result of ``fun``; None for
-        all.
-      cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
-        one; None for the plain sum.
-      delta: an absolute step; Paddle's default is 0.005.
-
-    Returns:
-      The gradient.
-
-    Raises:
-      TypeError: ``args`` is not a tuple, or an argument is unknown.
-      ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
-        shape, a ``delta`` that is not positive, an input that is not finite or is donated, or a
-        function that has another value when it is called again.
+    """Computes the gradient of a function by finite differences, element by element.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,6 +50,46 @@ def numerical_grad(
       [ 3. 12.]
       >>> print(cg.numerical_grad(lambda x: x**3, (x,), wrt=0, delta=0.5).round(6))
       [ 3.25 12.25]
+
+    Args:
+      fun: the function. It takes and returns any trees of arrays; outputs that are not scalars are
+        summed, see ``cotangent``.
+      args: the tuple of its positional arguments; for one argument ``(x,)``.
+      kwargs: its keyword arguments.
+      wrt: the inputs to differentiate with respect to. The position or name of an argument gives
+        its tree. A pattern such as ``"params/w"`` gives the array of the leaf that it selects, or
+        of several leaves a tree. Several of these give a tuple. ``None`` gives the tuple of all
+        positional arguments, or if there are none the dictionary of ``kwargs``. Leaves that ``"!"``
+        leaves out, or that are not floats, become ``None``.
+      output: the outputs to sum: a position, key or pattern in the result of ``fun``; ``None``:
+        all.
+      cotangent: weights of the outputs, a tree like the chosen outputs, or an array for a single
+        output; ``None``: the plain sum.
+      delta: the distance h to move each element by, in the units of that element. ``None``: the
+        step follows the scale of each element. Paddle's default is 0.005.
+
+    Returns:
+      The gradient: arrays of NumPy, in float64 or complex128, with the structure and shapes of the
+      inputs that ``wrt`` chooses.
+
+    Raises:
+      TypeError: ``args`` is not a tuple, or an argument is unknown.
+      ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
+        shape, a ``delta`` that is not positive, an input that is not finite or is donated, or a
+        function that has another value when it is called again.
+
+    For each real number x_i of the inputs, with the cotangent u and the unit vector e_i::
+
+        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
+
+    With ``delta``, h is delta. Without it, the result is extrapolated from the two steps h at which
+    the extrapolation is most precise. The function runs in float64 if possible, whatever its dtype.
+
+    Guarantees:
+      * The custom rules of the function are never used.
+      * Values under `jax.lax.stop_gradient` are held at the point, as JAX differentiates them: the
+        gradient of ``stop_gradient(x) * x`` is x.
+      * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
 
     References:
       PaddlePaddle, Auto Gradient Checker Design, 2017, which has ``get_numerical_gradient``:

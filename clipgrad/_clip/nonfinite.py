@@ -1,6 +1,6 @@
 """The policies for gradients that contain NaN or inf."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from jax.experimental import checkify
 from clipgrad._arrays import is_clippable, map_clippable, with_paths
 from clipgrad._clip.stats import count_nonfinite
 
-POLICIES = ("propagate", "zero", "error")
+NonFinite = Literal["propagate", "zero", "error"]
 
 
-def check_policy(nonfinite: str) -> None:
+def check_policy(nonfinite: Any) -> None:
     """Raises `ValueError` for what is not the name of a policy."""
-    if nonfinite not in POLICIES:
-        raise ValueError(f"nonfinite: got {nonfinite!r}, expected one of {', '.join(POLICIES)}")
+    if nonfinite not in (policies := get_args(NonFinite)):
+        raise ValueError(f"nonfinite: got {nonfinite!r}, expected one of {', '.join(policies)}")
 
 
 def apply_policy(nonfinite: str, tree: Any) -> Any:

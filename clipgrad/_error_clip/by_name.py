@@ -23,7 +23,39 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 @explain_call('write {"name": rule}')
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
-    r"""Clips the cotangents of variables inside a function by name, without editing it.
+    r"""Clips the gradients of values inside a function by name, without editing it.
+
+    A name is a tag or the path of a module, such as ``"encoder/attn"``; `list_names` lists them.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def model(x):
+      ...     with jax.named_scope("encoder"):
+      ...         h = 2 * x
+      ...     return 10 * h
+      >>> clipped = cg.error_clip_by_name(model, {"encoder": cg.ErrorClipByValue(max=5.0)})
+      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
+      20.0 10.0
+
+    Args:
+      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
+      rules: a rule for each name or pattern, such as ``{"encoder/*": ErrorClipByValue(max=5.0)}``;
+        ``None`` instead of a rule: off. A function as a rule
+        may have the keyword-only parameters ``name``, the name of the variable, and ``operation``,
+        the primitive of JAX that made it, such as ``"dot_general"`` or ``"exp"``:
+        ``def rule(cotangent, *, name, operation)``.
+      prefix: a text to put before each name, such as ``"encoder/"``.
+
+    Returns:
+      A function like ``fun``.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
+        needs parameters; when called, if the variables of a name are integers.
+      ValueError: when called, if a name or a pattern matches no variable that can be reached; if
+        two patterns with different rules match one name; if ``fun`` changes an NNX model that it
+        closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
+        differentiated value.
 
     A name is a tag or the path of a module. A *tag* names a value where it is computed:
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
@@ -61,35 +93,6 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         gets the cotangent first.
       * The result can be transformed again; in forward mode if no clipped variable depends on the
         differentiated arguments. Each call traces ``fun`` once, as `jax.jit` does.
-
-    Args:
-      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
-      rules: a rule for each name or pattern; ``None`` instead of a rule: off. A function as a rule
-        may have the keyword-only parameters ``name``, the name of the variable, and ``operation``,
-        the primitive of JAX that made it, such as ``"dot_general"`` or ``"exp"``:
-        ``def rule(cotangent, *, name, operation)``.
-      prefix: a text to put before each name, such as ``"encoder/"``.
-
-    Returns:
-      A function like ``fun``.
-
-    Raises:
-      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
-        needs parameters; when called, if the variables of a name are integers.
-      ValueError: when called, if a name or a pattern matches no variable that can be reached; if
-        two patterns with different rules match one name; if ``fun`` changes an NNX model that it
-        closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
-        differentiated value.
-
-    Example:
-      >>> import clipgrad as cg, jax
-      >>> def model(x):
-      ...     with jax.named_scope("encoder"):
-      ...         h = 2 * x
-      ...     return 10 * h
-      >>> clipped = cg.error_clip_by_name(model, {"encoder": cg.ErrorClipByValue(max=5.0)})
-      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
-      20.0 10.0
     """
     check_function(fun)
     named = checked_rules(rules, prefix)

@@ -87,7 +87,8 @@ def batch_size(batch: Any) -> int:
     if len(sizes) != 1 or sizes <= {(), (0,)}:
         raise ValueError(
             f"batch: got leaves of the shapes {shapes}, expected the same leading axis of 1 or "
-            "more in all of them, with one example for each index"
+            "more in all of them, with one example for each index; write (params, batch), in this "
+            "order"
         )
     return sizes.pop()[0]
 

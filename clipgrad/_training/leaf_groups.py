@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from clipgrad._arrays import (
     AxisName,
     Where,
+    check_takes,
     group_norms,
     is_clippable,
     is_none,
@@ -18,7 +19,7 @@ from clipgrad._arrays import (
     selected,
 )
 
-By = str | int | Callable[[str], str]
+By = Literal["module", "leaf"] | int | Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,8 @@ def check_by(by: Any) -> None:
             f'by: got {by!r}, expected "module", "leaf", a positive number of segments of a path, '
             "or a function from a path to the name of its group"
         )
+    if callable(by):
+        check_takes("by", by, "path")
 
 
 def _layers_of(path: str, leaf: Any, is_stacked: bool) -> int | None:

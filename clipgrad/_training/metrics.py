@@ -7,9 +7,26 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from clipgrad._arrays import global_norm
+from clipgrad._arrays import global_norm, nearest_word
 from clipgrad._clip import count_nonfinite
 from clipgrad._training.found import OptimizerStates, found_in, numbered
+
+# Metrics that only some steps have, and what makes them.
+_COMES_FROM = {
+    **dict.fromkeys(
+        ("clip", "clips", "clip_scale", "clipped_norm", "measured_norm"),
+        "clip_by_global_norm(..., stats=True) or another clip in the optimizer",
+    ),
+    **dict.fromkeys(
+        ("nonfinite_consecutive", "skip_spikes", "skipped", "skipped_consecutive"),
+        "skip_spikes(optimizer)",
+    ),
+    "aux": "train_step(..., has_aux=True)",
+    "error_clip": "train_step(..., error_clip=rules)",
+    "leaves": 'clip_by_global_norm(..., stats="per_leaf") or another clip in the optimizer',
+    "updates": "watch_updates(optimizer)",
+    "values": "train_step(..., watch_values=names)",
+}
 
 
 class StepMetrics(dict[str, Any]):
@@ -21,6 +38,13 @@ class StepMetrics(dict[str, Any]):
                 f"metrics: got .{name}, but they are a dictionary; write metrics[{name!r}]"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __missing__(self, name: Any) -> Any:
+        origin = _COMES_FROM.get(name)
+        near = nearest_word(str(name), list(self))
+        answer = f"it comes from {origin}" if origin else f"write metrics[{near!r}]" * bool(near)
+        answer = answer or f"there are {', '.join(self)}"
+        raise KeyError(f"metrics: got [{name!r}], which is not there; {answer}")
 
 
 def _flatten_with_keys(metrics: StepMetrics) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
