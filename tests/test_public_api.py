@@ -118,16 +118,10 @@ def test_what_is_public_is_documented_functions_with_arguments_results_and_an_ex
             assert re.search(rf"^\s+{parameter}: ", doc, re.MULTILINE), parameter
 
 
-# What is not yet in the order of use.
-OTHER_ORDER = {
-    *("with_value_stats", "ValueStats", "clip_per_example", "per_example_norms", "check_grads"),
-    *("numerical_grad", "GradCheckError", "GradCheckReport", "diagnose", "FlightRecorder"),
-    *("load_capture", "compare", "save_run"),
-}
 SECTIONS = ["Example", "Attributes", "Args", "Returns", "Raises", "Guarantees", "References"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHER_ORDER])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_is_in_the_order_of_use(name):
     """A sentence, an example, arguments, result, errors; what is for the second reading is last."""
     doc = inspect.getdoc(public(name)) or ""
