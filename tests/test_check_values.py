@@ -7,7 +7,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._check import contract
-from clipgrad._check.subject import make_subject
+from clipgrad._check.checked_function import checked_function
 from clipgrad._check.verdict import (
     DISPUTED,
     KINK,
@@ -24,7 +24,7 @@ from clipgrad._check.verdict import (
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.4, 1.2, 2.5])
-SUBJECT = make_subject(lambda x: 2 * x, (X,))
+SUBJECT = checked_function(lambda x: 2 * x, (X,))
 
 
 def test_wrong_is_the_largest_kind_and_only_right_and_rounding_are_verified():
