@@ -53,7 +53,7 @@ def numerical_grad(
 
     Args:
       fun: the function. It takes and returns any trees of arrays; outputs that are not scalars are
-        summed, see ``cotangent``.
+        summed, or weighted by ``cotangent``.
       args: the tuple of its positional arguments; for one argument ``(x,)``.
       kwargs: its keyword arguments.
       wrt: the inputs to differentiate with respect to. The position or name of an argument gives
