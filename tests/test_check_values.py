@@ -97,7 +97,8 @@ def test_a_rule_that_is_as_wrong_as_plain_ad_is_disputed_and_said_so():
     x = jnp.asarray([-16.5, 2.0])
     (failure,) = cg.check_grads(rule, (x,), raise_on_failure=False).failures
     assert (
-        failure.where == "args[0][0]" and "plain AD has the gradient of the rule" in failure.detail
+        failure.where == "args[0][0]"
+        and "plain autodiff has the gradient of the rule" in failure.detail
     )
     (failure,) = cg.check_grads(digamma, (x,), raise_on_failure=False).failures
     assert failure.where == "args[0][0]" and "JAX's derivative of its own operations" in str(

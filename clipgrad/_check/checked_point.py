@@ -30,8 +30,8 @@ THOUSANDTH = 1e-3
 LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
 CONSTANT = 8.0  # roundings that constants which are rounded apart may make of a formula
 DISPUTES = (
-    "; disputed: plain AD has the gradient of the rule there, and the function, which is smooth, "
-    "has other slopes: where it is not meant to be differentiated, choose another point"
+    "; disputed: plain autodiff has the gradient of the rule there, and the function, which is "
+    "smooth, has other slopes: where it is not meant to be differentiated, choose another point"
 )
 OF_JAX = (
     "; disputed: JAX's derivative of its own operations is wrong there, the function is smooth and "

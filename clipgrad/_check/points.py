@@ -62,7 +62,7 @@ class Point:
         self.computed = found
         self.gradient = found if self.finite.all() else np.where(self.finite, found, 0.0)
         self.scale = np.concatenate([scale_of(x) for x in xs])
-        self.plain = self._exact(of.plain, "plain AD")
+        self.plain = self._exact(of.plain, "plain autodiff")
         self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
         self._roundings: dict[tuple[Parts, bool], np.ndarray] = {}
         log.are_zero.append(not found.any())
