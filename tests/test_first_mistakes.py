@@ -412,6 +412,9 @@ def test_a_metric_that_is_not_there_says_what_it_comes_from():
     for name, match in METRICS_ELSEWHERE.items():
         with pytest.raises(KeyError, match=match):
             metrics[name]
+    for name in METRICS_ELSEWHERE.keys() - set(dir(dict)):
+        with pytest.raises(AttributeError, match=METRICS_ELSEWHERE[name]):
+            getattr(metrics, name)
     with pytest.raises(AttributeError, match=r"write metrics\['loss'\]"):
         _ = metrics.loss
 
@@ -548,6 +551,14 @@ PLACES = {
     "state and metrics for a state": (
         lambda: cg.train_step(loss, SGD)((cg.types.TrainState(W, ()), {}), X),
         r"a step returns it with its metrics, state, metrics = step\(state, batch\)",
+    ),
+    "state for arguments": (
+        lambda: cg.diagnose(loss, cg.types.TrainState(W, ())),
+        r"got the state TrainState, .*; write \(state\.params, batch\)",
+    ),
+    "loss for parameters": (
+        lambda: cg.train_step(loss, SGD).init(loss),
+        r"write step\.init\(params",
     ),
     "optimizer's option": (lambda: cg.train_step(loss, SGD, lr=0.1), r"optax\.adam\(lr\)"),
     "function of path and leaf, groups": (

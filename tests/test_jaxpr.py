@@ -58,11 +58,15 @@ NESTED = {
 }
 
 
+FLAT = _programs.Widen.in_place, _programs.Widen.whole
+
+
 class Doubling(_programs.Hook):
     """Doubles every sine."""
 
     def __init__(self, flatten=False):
-        self.flatten = flatten
+        if flatten:
+            self.in_place, self.whole = FLAT
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin":
@@ -88,7 +92,8 @@ def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatt
 
 def _keep(flatten):
     hook = _programs.Hook()
-    hook.flatten = flatten
+    if flatten:
+        hook.in_place, hook.whole = FLAT
     return hook
 
 
@@ -113,7 +118,7 @@ def test_remat_stays_remat_with_its_policy():
     policy = jax.checkpoint_policies.everything_saveable
     function = functools.partial(jax.checkpoint, policy=policy)(jnp.sin)
     program = jax.make_jaxpr(lambda x: again(function, _programs.Hook(), x))(X)
-    found = [e for e in _programs.equations(program) if e.primitive.name in _programs.REMAT]
+    found = [e for e in _programs.equations(program) if _programs.kind_of(e) is _programs.REMAT]
     assert found[0].params["policy"] is policy
 
 
@@ -229,11 +234,11 @@ class PerStep(_programs.Hook):
     def __init__(self, weights, weight=None):
         self.weights, self.weight = weights, weight
 
-    def steps(self, equation):
+    def slices(self, equation):
         return self.weights
 
-    def inside(self, equation, step):
-        return PerStep(self.weights, step) if equation.primitive.name == "scan" else self
+    def inside(self, equation, part):
+        return PerStep(self.weights, part.own) if _programs.is_scan(equation) else self
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin" and self.weight is not None:

@@ -25,6 +25,7 @@ import clipgrad as cg
 from clipgrad import _programs
 from clipgrad._programs import KINDS, NUMERIC, Does, flow, kind_of, numeric_of
 from clipgrad._programs.primitives import PrimitiveTable, TracedOnce
+from tests.helpers import assert_same
 
 X = jnp.linspace(0.1, 1.0, 4)
 TABLES = {"KINDS": KINDS, "NUMERIC": NUMERIC}
@@ -36,6 +37,19 @@ def public():
 
 def test_every_primitive_that_jax_names_has_a_row():
     assert [n for n, p in public().items() if p not in KINDS and p not in NUMERIC] == []
+
+
+ROOT = pathlib.Path(cg.__file__ or "").parent
+
+
+def test_the_name_of_a_primitive_is_read_in_the_table_alone():
+    """Elsewhere it is asked what an equation is, or what to call it in a message."""
+    reading = []
+    for path in ROOT.rglob("*.py"):
+        found = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute))
+        owners = {ast.unparse(n.value).rpartition(".")[2] for n in found if n.attr == "name"}
+        reading += [path.relative_to(ROOT).as_posix()] * ("primitive" in owners)
+    assert reading == ["_programs/kinds.py"]
 
 
 def traced_once():
@@ -287,6 +301,38 @@ def test_a_jax_without_a_primitive_that_a_row_needs_is_told_by_name(monkeypatch)
         table.get(jax_primitives.tanh_p)
 
 
+HOLDERS = {
+    "scan_p": lambda run, x: lax.scan(lambda c, y: (run(c + y), None), x[0], x)[0],
+    "while_p": lambda run, x: lax.while_loop(lambda c: c[0] < 1, lambda c: run(c) + 1, x),
+    "cond_p": lambda run, x: lax.cond(x[0] > 5, run, jnp.cos, x),
+    "jit_p": lambda run, x: jax.jit(run)(x),
+    "remat_p": lambda run, x: jax.checkpoint(run)(x),
+}
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_primitive_of_a_new_jax_that_no_row_has_is_told_where_a_name_in_it_is_wanted(
+    monkeypatch, name
+):
+    """It holds programs as before, under a name of its own: the program stays what it is."""
+
+    def model(x):
+        return jnp.sum(HOLDERS[name](lambda x: checkpoint_name(jnp.sin(x), "h"), x))
+
+    monkeypatch.delitem(KINDS._public, getattr(jax_primitives, name))
+    monkeypatch.setattr(getattr(jax_primitives, name), "name", "made_up")
+    program = jax.make_jaxpr(model)(X)
+    holding = [e for e in program.eqns if _programs.held_programs(e) and kind_of(e) is None]
+    assert "made_up" in {_programs.noun_of(e) for e in holding}
+    assert_same(_programs.evaluate(program, [X], _programs.Hook()), [model(X)])
+    told = "got 'h', which tags a variable inside of made_up, expected one whose"
+    with pytest.raises(ValueError, match=f"error_clip_by_name: {told} cotangents"):
+        cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)})(X)
+    with pytest.raises(ValueError, match=f"with_value_stats: {told} values"):
+        cg.with_value_stats(model, watch=["h"])(X)
+
+
 def test_what_an_operation_does_to_numbers_is_read_from_its_row():
     program = jax.make_jaxpr(lambda x: (jnp.stack([x, x]), jnp.tile(x, 2), jnp.unstack(x)))(X)
     found = {e: numeric_of(e).does for e in _programs.equations(program) if e.outvars}
@@ -319,6 +365,34 @@ def test_facts_flow_around_loops_to_a_fixed_point():
     assert flow(program, inputs, through, either) == [frozenset({"w", "x"})] * 3
     never = jax.make_jaxpr(lambda x: lax.while_loop(lambda c: c < 0, lambda c: c * 0 + 1.0, x))(1.0)
     assert flow(never, [frozenset({"start"})], through, either) == [frozenset({"start"})]
+
+
+def test_other_facts_may_go_into_a_program_and_on_to_the_next_step():
+    """Each operation has its position; of a branch that is the number of the branch, too."""
+
+    def counted(x):
+        x = lax.cond(x > 0, jnp.sin, jnp.sin, x)
+        return lax.scan(lambda c, y: (jnp.cos(c) + y, c), x, X)
+
+    positions = []
+
+    def through(chain, operands, inside):
+        positions.append(chain.position)
+        if kind_of(chain[0]) is _programs.SCANS:
+            return inside([fact | {"entered"} for fact in operands])
+        return inside()
+
+    def carry(loop, number, fact):
+        assert number == 0 and kind_of(loop[0]) is _programs.SCANS
+        return frozenset({"carried"})
+
+    either = lambda *facts: frozenset().union(*facts)  # noqa: E731
+    program = jax.make_jaxpr(counted)(1.0)
+    found = flow(program, [frozenset({"x"})], through, either, carry=carry)
+    assert found == [frozenset({"x", "entered", "carried"})] * 2
+    chains = {*positions}
+    conditional = next(i for i, e in enumerate(program.eqns) if _programs.is_cond(e))
+    assert {(conditional, 0, 0), (conditional, 1, 0), (conditional,)} <= chains
 
 
 UPGRADES = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")

@@ -81,6 +81,17 @@ cg.watch_updates(optax.sgd(0.1), by="modules")  # error
 cg.global_norm(grads, ord=jnp.inf)
 cg.global_norm(grads, norm_type=2)  # error
 
+each = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), reduce="sum", method="auto")
+cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), reduce="total")  # error
+cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), nonfinite="ignore")  # error
+cg.per_example_norms(loss, method="best")  # error
+report = cg.check_grads(loss, (params, jnp.ones(2)), mode="full", wrt="w")
+cg.check_grads(loss, (params, jnp.ones(2)), mode="quick")  # error
+cg.check_grads(loss, (params, jnp.ones(2)), order=3)  # error
+print(report.ok, cg.compare(loss, "float32", (params, jnp.ones(2))).ok)
+print(cg.diagnose(loss, (params, jnp.ones(2))).message)
+cg.diagnose(loss, params)  # error
+
 # What comes back has types.
 clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
 total: ClipStats = stats

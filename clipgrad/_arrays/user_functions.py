@@ -49,6 +49,11 @@ def check_arguments(fun: Any, args: Any, kwargs: Any = None) -> None:
             f"fun: got {described(fun)}, expected a function; it comes first, write (fun, args)"
         )
     check_is_function(fun)
+    if "params" in getattr(args, "_fields", ()):
+        raise TypeError(
+            f"args: got the state {type(args).__name__}, expected the tuple of arguments; write "
+            "(state.params, batch)"
+        )
     if isinstance(args, tuple):
         if kwargs is not None and not isinstance(kwargs, Mapping):
             is_option = isinstance(kwargs, bool | int | float | str)

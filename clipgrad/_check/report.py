@@ -152,9 +152,6 @@ def percent(part: float) -> str:
 class GradCheckError(AssertionError):
     """Raised by `check_grads` when the gradient is wrong; the text is the report.
 
-    Attributes:
-      report: the `GradCheckReport`.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import clipgrad as cg
@@ -165,6 +162,9 @@ class GradCheckError(AssertionError):
       ... except cg.GradCheckError as error:
       ...     print(error.report.failures[0].check)
       value
+
+    Attributes:
+      report: the `GradCheckReport`.
     """
 
     def __init__(self, report: GradCheckReport):

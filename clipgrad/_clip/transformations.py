@@ -49,7 +49,7 @@ def clip_by_value(
         ``"per_leaf"``: also a `ClipStats` of each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``: `gradient_clip` of `ClipByValue`.
+      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByValue`.
 
     Raises:
       TypeError: for a bound that is not a number, an array, a schedule or, as ``max``, an adaptive
@@ -104,7 +104,7 @@ def clip_by_norm(
         ``"per_leaf"``: also a `ClipStats` of each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``: `gradient_clip` of `ClipByNorm`.
+      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByNorm`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
@@ -155,7 +155,7 @@ def clip_by_global_norm(
         ``"per_leaf"``: also a `ClipStats` of each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``: `gradient_clip` of `ClipByGlobalNorm`.
+      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByGlobalNorm`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
@@ -208,7 +208,7 @@ def clip_by_block_rms(
         ``"per_leaf"``: also a `ClipStats` of each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``: `gradient_clip` of `ClipByBlockRMS`.
+      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByBlockRMS`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
@@ -265,7 +265,7 @@ def adaptive_grad_clip(
         ``"per_leaf"``: also a `ClipStats` of each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``: `gradient_clip` of `AdaptiveClip`.
+      A gradient transformation for ``optax.chain``, `gradient_clip` of `AdaptiveClip`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive

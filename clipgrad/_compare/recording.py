@@ -37,6 +37,7 @@ from clipgrad._programs import (
     Widen,
     equations,
     evaluate,
+    is_reversed,
     jit_by_size,
     on_host,
     opened,
@@ -205,7 +206,7 @@ def _value_row(kind: str, v: NamedValue) -> Row:
     around = []
     for e in reversed(v.place.chain[1:]):
         length = scan_length(e) or 0
-        around.append(-length if length and e.params["reverse"] else length)
+        around.append(-length if is_reversed(e) else length)
     more = {"view": v.kind, "position": v.position, "around": tuple(around)}
     return plain_row(kind, v.name, v.variable.aval, line=_line_of(v.place), **more)
 

@@ -19,11 +19,11 @@ from clipgrad._diagnose.guilty import (
     is_of_users_rule,
     origin,
     runs_once,
-    sources,
 )
 from clipgrad._diagnose.levels import INF, holds_zeros, range_of, wide
 from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.parts import as_program
+from clipgrad._diagnose.sources import sources
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._losses import TracedLoss
 from clipgrad._programs import (
@@ -32,7 +32,6 @@ from clipgrad._programs import (
     BACK_IN_SUMS,
     Back,
     Does,
-    Use,
     Widen,
     detaches,
     dtype_of,
@@ -40,7 +39,6 @@ from clipgrad._programs import (
     has_custom_rule,
     holds_floats,
     is_scan,
-    use_of,
 )
 
 # Functions that a line may call, by what their operations are.
@@ -467,9 +465,8 @@ def _range(x: Any) -> str:
 
 def _is_random(tape: Tape, atoms: Any, given: TracedLoss) -> bool:
     """Whether values are random, and computed from keys and counters alone."""
-    arguments, operations = sources(tape, atoms)
-    is_drawn = any(use_of(equation) is Use.DRAWS for equation in operations)
-    return is_drawn and not any(holds_floats(given.inputs[i]) for i in arguments)
+    found = sources(tape, atoms)
+    return found.is_drawn and not any(holds_floats(given.inputs[i]) for i in found.arguments)
 
 
 def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:

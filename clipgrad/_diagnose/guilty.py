@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 
 from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels, wide
@@ -19,9 +19,7 @@ from clipgrad._names import STOPPING, data_results, is_users
 from clipgrad._programs import (
     Back,
     called_program,
-    equations,
     has_custom_rule,
-    held_programs,
     holds_floats,
     is_bad_at,
     opened,
@@ -398,7 +396,7 @@ def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
     return inside.entry, operand
 
 
-# -- What raises, and what anything is computed from.
+# -- What raises.
 
 
 def raised_from(found: Found) -> Found | None:
@@ -410,24 +408,3 @@ def raised_from(found: Found) -> Found | None:
         if level(x) and not entry.tape.is_constant(atom):
             return value_at(entry.tape, atom, level(x))[0]
     return None
-
-
-def sources(tape: Tape, atoms: Any) -> tuple[set[int], list[JaxprEqn]]:
-    """The arguments and all operations that some values are computed from."""
-    todo, seen = [(tape, a) for a in atoms], set()
-    arguments, operations = set(), []
-    while todo:
-        tape, atom = todo.pop()
-        if tape.is_constant(atom) or (tape, atom) in seen:
-            continue
-        seen.add((tape, atom))
-        entry = tape.made.get(atom)
-        if entry is not None:
-            inside = (e for p in held_programs(entry.equation) for e in equations(p))
-            operations += [entry.equation, *inside]
-            todo += [(tape, a) for a in entry.equation.invars]
-        elif tape.within is None:
-            arguments.add(tape.jaxpr.invars.index(atom))
-        else:
-            todo.append(tape.outside(tape.jaxpr.invars.index(atom)))
-    return arguments, operations

@@ -23,12 +23,12 @@ from clipgrad._diagnose.guilty import (
     infinite_argument,
     origin,
     runs_once,
-    sources,
     value_at,
 )
 from clipgrad._diagnose.levels import INF, level
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
+from clipgrad._diagnose.sources import sources
 from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import first_line
@@ -149,7 +149,7 @@ def _of_vjp(fault: Found, given: TracedLoss) -> GradientFinding:
     if root.entry and depends(root, given):
         return vjp_finding(fault, root)
     read = root.entry
-    arguments = sources(read.tape, read.equation.invars)[0] if read else ()
+    arguments = sources(read.tape, read.equation.invars).arguments if read else ()
     return data_finding(root, entry, sorted(arguments), given)
 
 

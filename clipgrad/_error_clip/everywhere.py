@@ -115,14 +115,14 @@ class _Everywhere(_programs.Hook):
         if _programs.is_tag(equation):
             return outputs
         flags = [self._is_clipped(variable) for variable in equation.outvars]
-        names, operation = dict(self.names), equation.primitive.name
+        names, operation = dict(self.names), _programs.operation_name(equation)
         rows = zip(flags, outputs, equation.outvars, strict=True)
         return [
             clip_of_value(x, self.rule, names.get(variable, ""), operation) if flag else x
             for flag, x, variable in rows
         ]
 
-    def inside(self, equation: Any, step: Any) -> "_Everywhere":
+    def inside(self, equation: Any, part: _programs.Part) -> "_Everywhere":
         inner, _ = _programs.entered_programs(equation)
         # The next step of a scan uses what it carries.
         first = _programs.scan_counts(equation)[1] if _programs.is_scan(equation) else 0

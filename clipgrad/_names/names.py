@@ -17,6 +17,7 @@ from clipgrad._names.wanted import (
 )
 
 
+@answers_lookups("name")
 class Name(NamedTuple):
     """A name of variables inside of a function.
 

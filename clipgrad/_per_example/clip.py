@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import Where, explain_call
-from clipgrad._clip import ClipStats, as_rule, check_policy, raise_for_counts
+from clipgrad._clip import ClipStats, NonFinite, as_rule, check_policy, raise_for_counts
 from clipgrad._per_example.batches import (
     check_axes,
     check_microbatch,
@@ -46,7 +46,7 @@ def clip_per_example(
     microbatch: int | None = None,
     has_aux: bool = False,
     where: Where = None,
-    nonfinite: Literal["propagate", "zero", "error"] = "propagate",
+    nonfinite: NonFinite = "propagate",
     method: Method = "auto",
     wrt: Any = None,
 ) -> "ClipPerExample":

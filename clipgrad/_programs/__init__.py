@@ -21,6 +21,8 @@ from clipgrad._programs.elements import is_reference as is_reference
 from clipgrad._programs.elements import on_host as on_host
 from clipgrad._programs.evaluate import ENTRANCES as ENTRANCES
 from clipgrad._programs.evaluate import Hook as Hook
+from clipgrad._programs.evaluate import NotingHook as NotingHook
+from clipgrad._programs.evaluate import Part as Part
 from clipgrad._programs.evaluate import ProgramValues as ProgramValues
 from clipgrad._programs.evaluate import bind as bind
 from clipgrad._programs.evaluate import evaluate as evaluate
@@ -51,12 +53,14 @@ from clipgrad._programs.kinds import held_programs as held_programs
 from clipgrad._programs.kinds import is_cond as is_cond
 from clipgrad._programs.kinds import is_jit as is_jit
 from clipgrad._programs.kinds import is_linear_solve as is_linear_solve
+from clipgrad._programs.kinds import is_reversed as is_reversed
 from clipgrad._programs.kinds import is_scan as is_scan
 from clipgrad._programs.kinds import is_shard_map as is_shard_map
 from clipgrad._programs.kinds import is_tag as is_tag
 from clipgrad._programs.kinds import is_while as is_while
 from clipgrad._programs.kinds import kind_of as kind_of
 from clipgrad._programs.kinds import noun_of as noun_of
+from clipgrad._programs.kinds import operation_name as operation_name
 from clipgrad._programs.kinds import scan_counts as scan_counts
 from clipgrad._programs.kinds import scan_length as scan_length
 from clipgrad._programs.kinds import tag_of as tag_of
@@ -77,10 +81,12 @@ from clipgrad._programs.numeric import is_move as is_move
 from clipgrad._programs.numeric import is_print as is_print
 from clipgrad._programs.numeric import numeric_of as numeric_of
 from clipgrad._programs.numeric import use_of as use_of
+from clipgrad._programs.programs import axis_lengths as axis_lengths
 from clipgrad._programs.programs import device_count as device_count
 from clipgrad._programs.programs import differentiated_programs as differentiated_programs
 from clipgrad._programs.programs import entered_programs as entered_programs
 from clipgrad._programs.programs import equations as equations
+from clipgrad._programs.programs import function_name as function_name
 from clipgrad._programs.programs import is_foreign as is_foreign
 from clipgrad._programs.programs import manual_axes as manual_axes
 from clipgrad._programs.programs import opened as opened

@@ -37,14 +37,17 @@ class StepMetrics(dict[str, Any]):
             raise AttributeError(
                 f"metrics: got .{name}, but they are a dictionary; write metrics[{name!r}]"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        more = "" if name.startswith("_") else f"; {self._answer(name)}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
 
     def __missing__(self, name: Any) -> Any:
-        origin = _COMES_FROM.get(name)
+        raise KeyError(f"metrics: got [{name!r}], which is not there; {self._answer(name)}")
+
+    def _answer(self, name: Any) -> str:
+        if origin := _COMES_FROM.get(name):
+            return f"metrics[{name!r}] comes from {origin}"
         near = nearest_word(str(name), list(self))
-        answer = f"it comes from {origin}" if origin else f"write metrics[{near!r}]" * bool(near)
-        answer = answer or f"there are {', '.join(self)}"
-        raise KeyError(f"metrics: got [{name!r}], which is not there; {answer}")
+        return f"write metrics[{near!r}]" if near else f"there are {', '.join(self)}"
 
 
 def _flatten_with_keys(metrics: StepMetrics) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:

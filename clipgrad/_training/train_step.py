@@ -11,6 +11,7 @@ import optax
 
 from clipgrad._arrays import (
     answers_lookups,
+    check_is_tree,
     check_leaves,
     check_scalar,
     check_takes,
@@ -69,6 +70,7 @@ class TrainStep:
     def init(self, params: Any) -> TrainState:
         """The first state; it has copies, because a step may overwrite the buffers of its state."""
         check_tree("params", params)
+        check_is_tree("params", params, "step.init(params)")
         if not has_modules(params):  # leaves of a module that are not floating arrays stay
             check_leaves("params", params)
             _check_numbers(params)

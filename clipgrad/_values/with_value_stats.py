@@ -15,12 +15,13 @@ from clipgrad._frameworks import Pure, with_models
 from clipgrad._names import (
     VALUES,
     NamedSite,
+    Seen,
     checked_watch,
     common_nest,
     sites_by_name,
     watched_names,
 )
-from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
+from clipgrad._values.hook import KeyedNotes, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[Pattern] | Mapping[str, int | None] | Mapping[Pattern, int | None] | None
@@ -186,7 +187,7 @@ class _Measure(ValueHook):
 
     def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
         *_, axis, _ = self._by_name[key[0]]
-        if axis is not None and not equation.params["check_vma"]:
+        if axis is not None and not _programs.tracks_devices(equation):
             _check_whole(key[0], axis, frozenset(_programs.manual_axes(equation)))
         return note.over(0)
 

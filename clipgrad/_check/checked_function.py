@@ -18,7 +18,7 @@ Leaves = list[jax.Array]
 Range = tuple[int, int]
 
 
-class CheckSubject(NamedTuple):
+class CheckedFunction(NamedTuple):
     """A function of the leaves to be checked, and the point at which to check it.
 
     `fun` maps the chosen input leaves to the chosen output leaves; all else is constant.
@@ -70,15 +70,15 @@ def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
         _arrays.check_leaves(name, leaves)
 
 
-def make_subject(
+def checked_function(
     fun: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
     wrt: Selector | None = None,
     no_grad: Selector | None = None,
     output: Selector | None = None,
-) -> CheckSubject:
-    """Call the function once and set up the subject, or say what is wrong with the request."""
+) -> CheckedFunction:
+    """Call the function once and choose its leaves, or say what is wrong with the request."""
     kwargs = dict(kwargs or {})
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
@@ -96,7 +96,7 @@ def make_subject(
     def chosen_fun(xs):
         return pick(call(chosen, xs))
 
-    return CheckSubject(
+    return CheckedFunction(
         fun=chosen_fun,
         program=traced(chosen_fun, inputs),
         inputs=inputs,
@@ -111,9 +111,9 @@ def make_subject(
 DONATED = "{} is donated: the first call used it up; pass the function without donate_argnums"
 
 
-def donated_arguments(subject: CheckSubject) -> list[str]:
+def donated_arguments(function: CheckedFunction) -> list[str]:
     """The names of the inputs whose buffers the first call of the function used up."""
-    pairs = zip(subject.names, subject.inputs, strict=True)
+    pairs = zip(function.names, function.inputs, strict=True)
     return [name for name, x in pairs if x.is_deleted()]
 
 
