@@ -139,15 +139,26 @@ def each_example(dtype: Any, layers: int) -> Any:
 
 def steps(dtype: Any, layers: int) -> Any:
     """Steps of adamw on 16 sequences of 512 tokens, all modules watched."""
-    tx, tokens = optax.adamw(1e-4), array(16, 512, dtype=jnp.int32)
+    adamw, tokens = optax.adamw(1e-4), array(16, 512, dtype=jnp.int32)
     params = parameters(layers)
-    args = params, jax.eval_shape(tx.init, params), tokens
+    args = params, jax.eval_shape(adamw.init, params), tokens
+    watched = cg.watch_updates(adamw, stacked="layers")
+    norms = jax.eval_shape(watched.init, params).norms
 
     def step_of(gradient: Callable) -> Callable:
         def step(params: Any, state: Any, batch: Any) -> Any:
             value, grads, *stats = gradient(params, batch)
-            updates, state = tx.update(grads, state, params)
+            updates, state = adamw.update(grads, state, params)
             return optax.apply_updates(params, updates), state, (value, stats)
+
+        return step
+
+    def watched_step(gradient: Callable) -> Callable:
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            value, grads = gradient(params, batch)
+            updates, state = watched.update(grads, cg.types.WatchUpdatesState(state, norms), params)
+            new = optax.apply_updates(params, updates)
+            return new, state.inner_state, (value, state.norms)
 
         return step
 
@@ -158,6 +169,7 @@ def steps(dtype: Any, layers: int) -> Any:
                 f"step, {'scanned' if scanned else 'unrolled'} layers": step_of(
                     jax.value_and_grad(loss)
                 ),
+                "watch_updates": watched_step(jax.value_and_grad(loss)),
                 "statistics of cotangents": step_of(cg.value_and_grad_with_stats(loss)),
                 "statistics of values": step_of(
                     jax.value_and_grad(cg.with_value_stats(loss), has_aux=True)

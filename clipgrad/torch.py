@@ -42,23 +42,18 @@ def save_run(
     args: tuple,
     path: str | os.PathLike,
 ) -> None:
-    """Runs a torch model and its gradient, and writes a file that `compare` sets beside JAX.
+    """Runs a PyTorch model and its gradient, and writes a file to `compare` with a JAX loss.
 
-    The model is not edited: hooks see what enters and leaves each module, and the cotangents.
-    Gradients, buffers, the mode and the state of random numbers stay as they are.
+    Example:
+      .. code-block:: python
 
-    Guarantees:
-      * Of each array a sketch of 515 numbers, with its norm and its largest magnitude, is written
-        in every order of its axes, up to 24, so that layouts such as NCHW and NHWC can be told from
-        differences.
-      * A recurrent module of ``torch.nn`` has a value for each step, and for each direction if it
-        is bidirectional, ``lstm[+]`` and ``lstm[-]``. Layers in a ``ModuleList`` are
-        written also as one stack, and fused weights, such as ``qkv``, also in parts.
+         clipgrad.torch.save_run(model.eval(), lambda m, x: m(x).mean(), (x,), "torch.npz")
+         print(cg.compare("torch.npz", jax_loss, (params, x)))
 
     Args:
-      module: the model, in the mode, train or eval, that is compared.
-      loss_fn: a function of the module and of ``args`` that returns a scalar.
-      args: the tuple of further arguments of ``loss_fn``.
+      module: the model, in the mode, train or eval, that you want to compare.
+      loss_fn: ``loss_fn(module, *args)``, which returns a scalar tensor.
+      args: the tuple of further arguments of ``loss_fn``; for one argument ``(x,)``.
       path: where to write the file, such as ``"torch.npz"``.
 
     Returns:
@@ -68,11 +63,15 @@ def save_run(
       TypeError: an argument is not of the type above.
       ValueError: the loss is not a floating scalar, or depends on no parameter.
 
-    Example:
-      .. code-block:: python
-
-         clipgrad.torch.save_run(model.eval(), lambda m, x: m(x).mean(), (x,), "torch.npz")
-         print(cg.compare("torch.npz", jax_loss, (params, x)))
+    Guarantees:
+      * The model is not edited: hooks see what enters and leaves each module, and the cotangents.
+        Gradients, buffers, the mode and the state of random numbers stay as they are.
+      * Of each array a sketch of 515 numbers, with its norm and its largest magnitude, is written
+        in every order of its axes, up to 24, so that layouts such as NCHW and NHWC can be told from
+        differences.
+      * A recurrent module of ``torch.nn`` has a value for each step, and for each direction if it
+        is bidirectional, ``lstm[+]`` and ``lstm[-]``. Layers in a ``ModuleList`` are
+        written also as one stack, and fused weights, such as ``qkv``, also in parts.
     """
     _check_call(module, loss_fn, args, path)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}

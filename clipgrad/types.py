@@ -2,13 +2,16 @@
 
 import typing
 
-from clipgrad._lazily import attributes
+from clipgrad._lazily import published as _published
 
 if typing.TYPE_CHECKING:
+    from clipgrad._arrays import Patterns as Patterns
+    from clipgrad._arrays import Where as Where
     from clipgrad._check import GradCheckReport as GradCheckReport
     from clipgrad._clip import ClipStats as ClipStats
     from clipgrad._clip import GradientClipState as GradientClipState
     from clipgrad._clip import SkipSpikesState as SkipSpikesState
+    from clipgrad._clip import Threshold as Threshold
     from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._recorder import Capture as Capture
@@ -17,21 +20,5 @@ if typing.TYPE_CHECKING:
     from clipgrad._training import UpdateNorms as UpdateNorms
     from clipgrad._training import WatchUpdatesState as WatchUpdatesState
     from clipgrad._values import ValueStats as ValueStats
-
-_HOMES = {
-    "Capture": "_recorder",
-    "ClipStats": "_clip",
-    "GradCheckReport": "_check",
-    "GradientClipState": "_clip",
-    "GradientComparison": "_compare",
-    "GradientDiagnosis": "_diagnose",
-    "SkipSpikesState": "_clip",
-    "TrainState": "_training",
-    "TrainStep": "_training",
-    "UpdateNorms": "_training",
-    "ValueStats": "_values",
-    "WatchUpdatesState": "_training",
-}
-if not typing.TYPE_CHECKING:
-    __all__ = sorted(_HOMES)
-__getattr__, __dir__ = attributes(__name__, _HOMES)
+else:
+    __getattr__, __dir__, __all__ = _published(__name__)

@@ -1,7 +1,6 @@
 """How Sphinx builds the site: `python -m sphinx -W docs build/site`."""
 
 import pathlib
-import shutil
 import sys
 
 import clipgrad
@@ -9,20 +8,9 @@ import clipgrad
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-# The notebooks are pages of the site, whose sources have to be in one folder.
-shutil.rmtree(HERE / "notebooks", ignore_errors=True)
-shutil.copytree(
-    HERE.parent / "notebooks",
-    HERE / "notebooks",
-    ignore=shutil.ignore_patterns("*.py", "__pycache__", ".*"),
-)
-# So is the page of measurements, which README links to from its own folder.
-shutil.rmtree(HERE / "benchmarks", ignore_errors=True)
-(HERE / "benchmarks" / "results").mkdir(parents=True)
-for name in ("RESULTS.md", "results/leaves.png"):
-    shutil.copy(HERE.parent / "benchmarks" / name, HERE / "benchmarks" / name)
-for copied in (HERE / "notebooks").glob("*.ipynb"):
-    copied.write_text(copied.read_text().replace("](../docs/", "](../"))
+from copies import copy_pages  # noqa: E402
+
+copy_pages()
 
 project = "clipgrad"
 version = release = clipgrad.__version__
@@ -42,6 +30,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "breaks",
+    "dark",
     "formulas",
     "guarantee",
     "keywords",
@@ -74,7 +63,5 @@ nitpick_ignore_regex = [("py:.*", rf"({_OTHERS}|clipgrad\._\w+)\..*")]
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = "Show what asserts this"
-nb_code_prompt_hide = "Hide what asserts this"
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
 myst_heading_anchors = 3

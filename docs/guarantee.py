@@ -1,4 +1,11 @@
-"""The directive ``guarantee``: a sentence, and the tests that hold it, to unfold below it."""
+"""Guarantees: on their page with the tests that hold them, in the reference folded.
+
+The directive ``guarantee`` is a sentence, and the tests, to unfold below it. A docstring is in the
+order of use; what comes after the errors is for the second reading, and to unfold.
+"""
+
+import re
+from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -39,7 +46,25 @@ class Guarantee(SphinxDirective):
         return [container]
 
 
+# A field of a docstring as napoleon has written it, and what belongs to it.
+_FIELD = re.compile(r":(param|type|returns?|rtype|raises|ivar|vartype)\b")
+_UNFOLD = "Details, guarantees and sources"
+
+
+def fold(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Folds what comes after arguments, result and errors."""
+    fields = [i for i, line in enumerate(lines) if _FIELD.match(line)]
+    if what not in ("class", "function", "exception") or not fields:
+        return
+    after = [i for i in range(fields[-1] + 1, len(lines)) if lines[i] and lines[i][0] != " "]
+    if after:
+        folded = [f"   {line}" if line else "" for line in lines[after[0] :]]
+        lines[after[0] :] = [f".. dropdown:: {_UNFOLD}", "", *folded, ""]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directive with Sphinx."""
+    """Registers the directive, and what folds docstrings, with Sphinx."""
     app.add_directive("guarantee", Guarantee)
+    # After napoleon, which has the priority 500, has made fields of the sections.
+    app.connect("autodoc-process-docstring", fold, priority=700)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

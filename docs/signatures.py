@@ -7,11 +7,19 @@ import jax
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
+from clipgrad._clip.thresholds import Number
+from clipgrad.types import Patterns, Threshold, Where
+
 _CALLABLE = "~collections.abc.Callable"
 _DECORATED = "~clipgrad._error_clip.error_clip.Decorated"
 _ARRAY_LIKE = "~jax.typing.ArrayLike"
 # In this order, since later ones hold earlier ones.
 _SHORT = {
+    **{
+        stringify_annotation(alias, "smart"): f"~clipgrad.types.{name}"
+        for name, alias in (("Threshold", Threshold), ("Where", Where), ("Patterns", Patterns))
+    },
+    stringify_annotation(Number, "smart"): "~jax.typing.ArrayLike | ~optax.Schedule",
     stringify_annotation(jax.typing.ArrayLike, "smart"): _ARRAY_LIKE,
     stringify_annotation(jax.Array, "smart"): "~jax.Array",
     f"{_CALLABLE}[[{_ARRAY_LIKE}], {_ARRAY_LIKE}]": "~optax.Schedule",

@@ -19,7 +19,11 @@ def execute(path: pathlib.Path, **kernel: Any) -> nbformat.NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", record_timing=False, coalesce_streams=True
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
     )
     client.resources = {"metadata": {"path": str(FOLDER)}}
     return client.execute(**kernel)

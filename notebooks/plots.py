@@ -6,11 +6,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import networkx as nx
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 from matplotlib.axes import Axes
 from matplotlib.transforms import offset_copy
 
-# Okabe and Ito's colors, which the color-blind can tell apart; the same as those of the demo.
+# Okabe and Ito's colors, which the color-blind can tell apart; the demo has the same.
 COLORS = {
     "no clip": "#000000",
     "norm": "#0072B2",
@@ -23,7 +22,12 @@ COLORS = {
     "each example": "#44AA99",
 }
 _OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_NODES = {"input": "#BFDDF0", "saved": "#F9D9A8", "operation": "#F2F2F2", "output": "#BFE5D8"}
+_NODES = {
+    "input": "#BFDDF0",
+    "saved": "#F9D9A8",
+    "operation": "#F2F2F2",
+    "output": "#BFE5D8",
+}
 
 plt.rcParams.update(
     {
@@ -43,11 +47,15 @@ plt.rcParams.update(
 )
 
 
-def panels(*titles: str, height: float = 3.2, width: float = 4.6, columns: int = 3) -> list[Axes]:
+def panels(
+    *titles: str, height: float = 3.2, width: float = 4.6, columns: int = 3
+) -> list[Axes]:
     """One panel for each title, side by side, in rows of at most ``columns``."""
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
-    _, grid = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+    _, grid = plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False
+    )
     axes = list(grid.flat)
     for ax, title in zip(axes, titles, strict=False):
         ax.set_title(title)
@@ -57,7 +65,12 @@ def panels(*titles: str, height: float = 3.2, width: float = 4.6, columns: int =
 
 
 def curves(
-    ax: Axes, lines: Mapping[str, Any], *, x: Any = None, xlabel: str = "step", ylabel: str = ""
+    ax: Axes,
+    lines: Mapping[str, Any],
+    *,
+    x: Any = None,
+    xlabel: str = "step",
+    ylabel: str = "",
 ) -> None:
     """Draws lines by name; those of ``COLORS`` always look the same."""
     taken = {COLORS[name] for name in lines if name in COLORS}
@@ -72,10 +85,12 @@ def curves(
 
 
 def dots(ax: Axes, rows: Mapping[str, Any], *, xlabel: str = "") -> None:
-    """Draws a row of dots for each name, one for each seed; what is not finite is left out."""
+    """Draws a row of dots for each name, one for each seed, without what is not finite."""
     for row, (name, values) in enumerate(rows.items()):
         color = COLORS.get(name, "#777777")
-        ax.plot(values, np.full(len(values), row), "o", color=color, markersize=6, alpha=0.75)
+        ax.plot(
+            values, np.full(len(values), row), "o", color=color, markersize=6, alpha=0.75
+        )
     ax.set(xlabel=xlabel, yticks=range(len(rows)), yticklabels=list(rows))
     ax.set_ylim(len(rows) - 0.5, -0.5)
 
@@ -85,7 +100,9 @@ def vectors(ax: Axes, before: Any, after: Any, *, color: str = "#0072B2") -> Non
     for points, style in ((before, {"color": "#BBBBBB"}), (after, {"color": color})):
         x, y = np.asarray(points).T
         zero = np.zeros_like(x)
-        ax.quiver(zero, zero, x, y, angles="xy", scale_units="xy", scale=1, width=0.008, **style)
+        ax.quiver(
+            zero, zero, x, y, angles="xy", scale_units="xy", scale=1, width=0.008, **style
+        )
     reach = 1.1 * np.abs(np.asarray(before)).max()
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
 
@@ -106,64 +123,97 @@ def layout(ax: Axes, array: Any) -> None:
     ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=[], yticks=[])
 
 
-def program(
+def flow(
     ax: Axes,
-    closed: ClosedJaxpr,
-    inputs: Sequence[str],
-    outputs: Sequence[str] = ("result",),
+    record: Sequence[tuple[Any, Sequence[Any], Sequence[Any], Any]],
+    leaves: Mapping[str, Any],
+    cotangents: Mapping[int, Any],
     *,
-    saved: str = "saved",
+    marked: Any = None,
 ) -> None:
-    """Draws the operations of a jaxpr from the top to the bottom.
+    """Draws what notebook 1 records, from top to bottom, with the numbers on each arrow.
 
     Args:
       ax: where to.
-      closed: what `jax.make_jaxpr` returns; its constants are what a forward pass saved.
-      inputs: the names of its inputs.
-      outputs: the names of its results.
-      saved: what to call its constants.
+      record: rows of an operation, its inputs, their values and the result.
+      leaves: the tracers that are differentiated, by name.
+      cotangents: of each value, by the `id` of its tracer.
+      marked: an operation in another color.
     """
-    graph = _graph(closed, inputs, outputs, saved)
+    graph, made_by = nx.DiGraph(), {id(leaf): name for name, leaf in leaves.items()}
+    for name in leaves:
+        graph.add_node(name, label=name, kind="input")
+    for row, (operation, inputs, _, result) in enumerate(record):
+        numbers = [f"{x:g}" for x in inputs if np.isscalar(x)]
+        kind = "saved" if operation is marked else "operation"
+        graph.add_node(row, label=" ".join([operation.__name__, *numbers]), kind=kind)
+        for x in inputs:
+            if id(x) in made_by:
+                numbers = x.value, cotangents[id(x)]
+                graph.add_edge(made_by[id(x)], row, numbers=[f"{n:.3g}" for n in numbers])
+        made_by[id(result)] = row
+    graph.add_node("loss", label="loss", kind="output")
+    graph.add_edge(row, "loss", numbers=[f"{n:.3g}" for n in (result.value, 1.0)])
+    _draw(ax, graph)
+
+
+def pairs(ax: Axes, edges: Mapping[tuple[str, str], Any], *, marked: str) -> None:
+    """Draws arrows by their ends, from top to bottom, each with its two numbers."""
+    graph = nx.DiGraph()
+    for ends, numbers in edges.items():
+        graph.add_edge(*ends, numbers=[f"{float(number):g}" for number in numbers])
+    for node in graph:
+        kind = "saved" if node == marked else "operation"
+        graph.nodes[node].update(label=node, kind=kind)
+    _draw(ax, graph)
+
+
+def _draw(ax: Axes, graph: nx.DiGraph) -> None:
     position = _positions(graph)
-    top, bottom = (offset_copy(ax.transData, ax.figure, y=y, units="points") for y in (8, -8))
+    top, bottom = (
+        offset_copy(ax.transData, ax.figure, y=y, units="points") for y in (9, -9)
+    )
     arrow = {"arrowstyle": "-|>", "color": "#888888", "shrinkA": 0, "shrinkB": 0}
-    for start, end in graph.edges:
+    for start, end, numbers in graph.edges.data("numbers"):
         ends = {"xycoords": top, "textcoords": bottom, "arrowprops": arrow}
         ax.annotate("", position[end], position[start], **ends)
+        middle = np.mean([position[start], position[end]], axis=0)
+        sides = ("right", "#0072B2", -7), ("left", "#D55E00", 7)
+        for number, (side, color, away) in zip(numbers, sides, strict=True):
+            place = {"xytext": (away, 0), "textcoords": "offset points", "ha": side}
+            ax.annotate(number, middle, color=color, va="center", fontsize=11, **place)
     for node, (x, y) in position.items():
         box = {"facecolor": _NODES[graph.nodes[node]["kind"]], "edgecolor": "#777777"}
         box["boxstyle"] = "round,pad=0.35"
-        ax.text(x, y, graph.nodes[node]["label"], ha="center", va="center", fontsize=8, bbox=box)
+        ax.text(
+            x,
+            y,
+            graph.nodes[node]["label"],
+            ha="center",
+            va="center",
+            fontsize=11,
+            bbox=box,
+        )
     across, down = zip(*position.values(), strict=True)
-    ax.set(xlim=(min(across) - 0.6, max(across) + 0.6), ylim=(min(down) - 0.5, max(down) + 0.5))
+    ax.set(
+        xlim=(min(across) - 0.6, max(across) + 0.6), ylim=(min(down) - 0.5, max(down) + 0.5)
+    )
     ax.axis("off")
 
 
-def _graph(
-    closed: ClosedJaxpr, inputs: Sequence[str], outputs: Sequence[str], saved: str
-) -> nx.DiGraph:
-    graph, producer, jaxpr = nx.DiGraph(), {}, closed.jaxpr
-    names = [(name, "input") for name in inputs] + [(saved, "saved")] * len(jaxpr.constvars)
-    for number, (variable, (name, kind)) in enumerate(
-        zip([*jaxpr.invars, *jaxpr.constvars], names, strict=True)
-    ):
-        shape = ", ".join(map(str, variable.aval.shape))
-        graph.add_node(f"in {number}", label=f"{name} ({shape})", kind=kind)
-        producer[variable] = f"in {number}"
-    for number, equation in enumerate(jaxpr.eqns):
-        graph.add_node(number, label=equation.primitive.name, kind="operation")
-        _connect(graph, producer, equation.invars, number)
-        producer.update(dict.fromkeys(equation.outvars, number))
-    for number, (variable, name) in enumerate(zip(jaxpr.outvars, outputs, strict=True)):
-        graph.add_node(f"out {number}", label=name, kind="output")
-        _connect(graph, producer, [variable], f"out {number}")
-    graph.remove_nodes_from(list(nx.isolates(graph)))
-    return graph
-
-
-def _connect(graph: nx.DiGraph, producer: dict, variables: Sequence[Any], node: Any) -> None:
-    sources = [producer[v] for v in variables if not isinstance(v, Literal) and v in producer]
-    graph.add_edges_from((source, node) for source in sources)
+def cells(ax: Axes, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    """Draws a table; a cell that repeats one to its left has the color of that."""
+    colors = list(_NODES.values())
+    for down, (name, texts) in enumerate(rows.items()):
+        ax.text(0, -down, name, fontweight="bold", va="center")
+        for across, column in enumerate(columns):
+            text = texts[across] if across < len(texts) else "nothing"
+            first = texts.index(text) if text in texts else 2
+            box = {"facecolor": colors[(0, 3, 1, 2)[first]], "edgecolor": "none", "pad": 4}
+            ax.text(across + 0.9, -down, text, ha="center", va="center", bbox=box)
+            ax.text(across + 0.9, 0.9, column, ha="center", va="center", color="#555555")
+    ax.set(xlim=(0, len(columns) + 0.45), ylim=(0.6 - len(rows), 1.3))
+    ax.axis("off")
 
 
 def _positions(graph: nx.DiGraph) -> dict[Any, tuple[float, float]]:
@@ -176,7 +226,9 @@ def _positions(graph: nx.DiGraph) -> dict[Any, tuple[float, float]]:
     across = {}
     for row in range(max(depth.values()) + 1):
         nodes = [node for node in graph if depth[node] == row]
-        wanted = {n: np.mean([across[p] for p in graph.predecessors(n)] or [0]) for n in nodes}
+        wanted = {
+            n: np.mean([across[p] for p in graph.predecessors(n)] or [0]) for n in nodes
+        }
         nodes.sort(key=wanted.get)
         middle = np.mean(list(wanted.values()))
         across |= {n: middle + i - (len(nodes) - 1) / 2 for i, n in enumerate(nodes)}

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._clip import RULES
 from tests.helpers import HOMES, public
 
 A, B = np.float32([3, 4]), np.float32([[6, 8], [0.3, 0.4]])
@@ -113,7 +116,8 @@ SPREAD = jax.P("x")
 # row with several is beside a row with all but the first.
 ROWS = {
     "clip_by_value": (updated, dict(max=2.0), dict(max=1.0),
-                      dict(min=-0.5, grads={"a": -A, "b": B}), OF_CLIPS),
+                      dict(min=-0.5, grads={"a": -A, "b": B}), dict(nan=0.0, grads=WITH_NAN),
+                      OF_CLIPS),
     "clip_by_norm": (updated, dict(max_norm=2.0), dict(max_norm=1.0), dict(ord=1), dict(axis=-1),
                      dict(axis_name=SPREAD), OF_CLIPS),
     "clip_by_global_norm": (updated, dict(max_norm=2.0), dict(max_norm=1.0), dict(ord=jnp.inf),
@@ -226,3 +230,49 @@ def without(name, argument):
 def test_each_argument_changes_the_result(name, argument, row):
     call, defaults, *_ = ROWS[name]
     assert not equal(without(name, argument), call(public(name), **{**defaults, **row}))
+
+
+# The functions of the classes of rules; the others are written with `gradient_clip`.
+FUNCTIONS = {
+    cg.ClipByValue: cg.clip_by_value, cg.ClipByNorm: cg.clip_by_norm,
+    cg.ClipByGlobalNorm: cg.clip_by_global_norm, cg.ClipByBlockRMS: cg.clip_by_block_rms,
+    cg.AdaptiveClip: cg.adaptive_grad_clip,
+}  # fmt: skip
+WITHOUT_FUNCTION = {cg.AutoNorm}
+
+
+def arguments(function):
+    return dict(inspect.signature(function).parameters)
+
+
+def test_each_rule_has_a_function_or_is_one_of_those_without():
+    assert set(RULES) == {*FUNCTIONS, *WITHOUT_FUNCTION}
+
+
+@pytest.mark.parametrize("rule", FUNCTIONS, ids=lambda rule: rule.__name__)
+def test_a_function_has_the_arguments_of_its_class_and_of_gradient_clip(rule):
+    written, options = arguments(FUNCTIONS[rule]), arguments(cg.gradient_clip)
+    options.pop("rule")
+    # In the order of the class, so that positions mean the same.
+    assert [*written] == [*arguments(rule), *options]
+    for name, parameter in (arguments(rule) | options).items():
+        # optax.inject_hyperparams would trace a number, which an order can't be.
+        default = None if name == "ord" else parameter.default
+        assert written[name].default == default, name
+        assert written[name].kind == parameter.kind or name in ("ord", "axis", "axis_name")
+
+
+def test_what_clips_once_has_the_options_of_gradient_clip_but_statistics():
+    once, clip = arguments(cg.clip_grads), arguments(cg.gradient_clip)
+    assert set(clip) - set(once) == {"stats"}
+    assert set(once) - set(clip) == {"grads", "params"}
+    for name in ("where", "nonfinite"):
+        assert once[name].default == clip[name].default and once[name].kind == clip[name].kind
+
+
+def test_the_page_says_who_writes_which_spelling_with_which_arguments():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "rules.md"
+    table = page.read_text().split("| spelling |")[1].split("\n\n")[0].splitlines()[2:]
+    written = [re.findall(r"`(\w+)`", row.rsplit("|", 2)[1]) for row in table]
+    options = [name for name in arguments(cg.gradient_clip) if name != "rule"]
+    assert written == [[], options, [*arguments(cg.gradient_clip)], [*arguments(cg.clip_grads)]]

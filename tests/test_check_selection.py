@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._arrays import parameter_names
-from clipgrad._check.selection import leaf_names, select, simple_paths
+from clipgrad._arrays import leaf_names, leaf_paths, parameter_names
+from clipgrad._check.selection import select
 
 pytestmark = pytest.mark.exhaustive
 
@@ -88,8 +88,8 @@ def test_the_error_names_the_parameter_and_stays_short():
 
 def test_leaves_are_named_as_python_writes_them():
     tree = ({"w": jnp.ones(1), "b": [jnp.ones(1)]}, jnp.ones(1))
-    assert leaf_names(tree, "args") == ["args[0]['b'][0]", "args[0]['w']", "args[1]"]
-    assert simple_paths(tree) == ["0/b/0", "0/w", "1"]
+    assert leaf_names("args", tree) == ["args[0]['b'][0]", "args[0]['w']", "args[1]"]
+    assert leaf_paths(tree) == ["0/b/0", "0/w", "1"]
 
 
 def test_parameters_have_names_as_far_as_they_are_positional():
@@ -127,8 +127,8 @@ def test_a_leaf_is_selected_by_the_name_that_the_report_gives_it():
         dataclasses.make_dataclass("Point", [("at", dict), ("time", object)])
     )
     args = (Point({"x": jnp.ones(2)}, jnp.ones(3)), jnp.ones(4))
-    names = leaf_names(args, "args")
+    names = leaf_names("args", args)
     assert names == ["args[0].at['x']", "args[0].time", "args[1]"]
     for k, name in enumerate(names):
-        assert select(name, simple_paths(args), "wrt") == {k}
-    assert select("args[0]", simple_paths(args), "wrt") == {0, 1}
+        assert select(name, leaf_paths(args), "wrt") == {k}
+    assert select("args[0]", leaf_paths(args), "wrt") == {0, 1}

@@ -1,6 +1,8 @@
 """The demo: what it trains, and its table, figure and numbers."""
 
+import contextlib
 import functools
+import io
 import json
 import math
 
@@ -19,14 +21,24 @@ NAN = math.nan
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
-    """What the command writes for blank-patches, which it names at the end."""
+    """What the command writes for blank-patches, which it names at the end.
+
+    Its output goes to no terminal, so it is the table alone, without the progress.
+    """
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     argv = ["demo", "--all", "--task", "blank-patches", "--seeds", "2", "--steps", "20"]
-    printed = []
-    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setattr("builtins.print", lambda *args, **kwargs: printed.extend(map(str, args)))
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        jax.numpy_dtype_promotion("standard"),
+    ):
         assert cli.main([*argv, "--out", str(out)]) == 0
-    assert printed == [str(out / "demo.png"), str(out / "demo.json")]
+    lines = shown.getvalue().splitlines()
+    assert lines[-2:] == [str(out / "demo.png"), str(out / "demo.json")]
+    assert errors.getvalue() == "" and "\r" not in shown.getvalue()
+    labels = [arm.label for arm in TASKS["blank-patches"].arms]
+    table = lines[-4 - len(labels) : -4]
+    assert [line for line in lines if line.startswith(tuple(labels))] == table
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
     return json.loads((out / "demo.json").read_text(), parse_constant=pytest.fail)
 

@@ -138,8 +138,22 @@ def at_one_step(p, x):
     return jnp.sum(lax.scan(step, p["w"], jnp.arange(4))[0] * p["v"])
 
 
+def keep_half(key):
+    return jax.random.bernoulli(key, 0.5, (3,)).astype(jnp.float32)
+
+
+@cut("zero factor", never="random numbers")
+def masks_that_the_data_makes_from_the_second_step_on(p, x):
+    def step(keep, row):
+        y = jnp.sum(p["w"] * keep * (1 - keep))  # cut
+        return (row > 0.3).astype(jnp.float32), y
+
+    return jnp.sum(lax.scan(step, keep_half(jax.random.key(1)), x)[1]) + jnp.sum(p["v"])
+
+
 SOME = frozenset(
-    """integers_in_a_scan index_that_is_gathered flags empty_slice exponent_of_one
+    """masks_that_the_data_makes_from_the_second_step_on integers_in_a_scan
+    index_that_is_gathered flags empty_slice exponent_of_one
     divisor_that_overflows at_each_step_of_a_carry at_one_step""".split()
 )
 ROWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.exhaustive) for n in CUTS]
@@ -156,6 +170,19 @@ def test_a_cut_is_told_where_it_is_and_why(name):
 
 
 # -- What may be meant.
+
+
+def test_masks_of_a_key_that_a_scan_carries_are_random_at_each_step():
+    def loss(p, x):
+        def step(key, row):
+            key, now = jax.random.split(key)
+            keep = keep_half(now)
+            return key, jnp.sum(p["w"] * keep * (1 - keep))
+
+        return jnp.sum(lax.scan(step, jax.random.key(1), x)[1]) + jnp.sum(p["v"])
+
+    found = cg.diagnose(loss, (P, X))
+    assert found.ok and "random numbers alone" in found.notes[0], found
 
 
 @pytest.mark.parametrize("by", [

@@ -128,6 +128,23 @@ def test_growth_on_devices_has_the_factor_of_the_program_on_one():
     assert several.findings[0].factor == pytest.approx(1.5)
 
 
+def first_layers(ws, x, some=8):
+    for w in ws[:some]:
+        x = jax.nn.leaky_relu(x) @ w
+    return x
+
+
+@pytest.mark.parametrize("deep", [
+    lambda ws, x: jax.lax.cond(x[0, 0] > -9, first_layers, lambda ws, x: x, ws, x),
+    lambda ws, x: jax.lax.switch(0, [first_layers, lambda ws, x: first_layers(ws, x, 1)], ws, x),
+    lambda ws, x: jax.checkpoint(jax.jit(first_layers))(ws, x),
+], ids=["cond", "switch", "checkpoint"])  # fmt: skip
+def test_layers_in_a_branch_are_a_depth(deep):
+    args = [40.0 * jnp.eye(4)] * 8, jnp.full((3, 4), 1e-3)
+    found = cg.diagnose(lambda ws, x: jnp.sum(deep(ws, x)), args)
+    assert kinds(found) == ["grows"] and "each of the 8 modules" in found.message
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 def test_arrays_with_explicit_axes_are_diagnosed(bad, kind):

@@ -1,5 +1,6 @@
 """What somebody writes first by mistake gets a sentence that says what to write."""
 
+import copy
 import inspect
 import re
 
@@ -14,7 +15,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._arrays import answers_lookups
 from clipgrad._arrays.calls import ELSEWHERE as WORDS
+from clipgrad._arrays.lookups import FIELDS_ELSEWHERE
+from clipgrad._lazily import INSTEAD
 from tests.helpers import NAMES
 
 W, X = jnp.ones(3), jnp.arange(3.0)
@@ -38,6 +42,30 @@ ELSEWHERE = {
     "clip": r"clip_by_value\(max\)",
     "adaptive_error_clip": r"ErrorClipByValue\(max\), with a number from value_and_grad_with_stats",
     "SUGGESTED_THRESHOLDS": "published.SUGGESTED_THRESHOLDS",
+    "clip_by_rms": r"clip_by_block_rms\(threshold\)",
+    "get_numerical_gradient": r"numerical_grad\(fun, args\)",
+    "l2_norm": r"global_norm\(grads\)",
+    "torch": "torch after import clipgrad.torch",
+    "zero_nans": r'gradient_clip\(rule, nonfinite="zero"\)',
+    # by a word in it
+    "AGC": r"adaptive_grad_clip\(clipping\)",
+    "AutoClip": r"clip_by_global_norm\(PercentileThreshold\(90\)\)",
+    "ZClip": r"clip_by_global_norm\(ZScoreThreshold\(\)\)",
+    "ema_clip": r"clip_by_global_norm\(EMAThreshold\(\)\)",
+    "register_hook": r"clip_cotangent\(x, rule\)",
+    "differentially_private_aggregate": r"clip_per_example\(loss_fn, rule\)",
+    "per_sample_clip": r"clip_per_example\(loss_fn, rule\)",
+    "diff_grads": r"compare\(fun, other, args\)",
+    "compare_models": "compare",
+    "detect_anomaly": r"diagnose\(fun, args\)",
+    "find_nan": r"diagnose\(fun, args\)",
+    "Recorder": r"FlightRecorder\(directory\)",
+    "list_tags": r"list_names\(fun, args\)",
+    "replay": r"load_capture\(path\)",
+    "log_metrics": r"scalars\(metrics\)",
+    "skip_if_nonfinite": r"skip_spikes\(optimizer\)",
+    "Trainer": r"train_step\(loss_fn, optimizer\)",
+    "update_ratio": r"watch_updates\(optimizer\)",
 }
 MISSPELT = {
     "clip_by_globalnorm": "clip_by_global_norm", "ClipByGlobalnorm": "ClipByGlobalNorm",
@@ -51,6 +79,13 @@ def test_a_name_that_is_not_here_says_what_to_write(name):
     wanted = ELSEWHERE.get(name) or MISSPELT[name]
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; write clipgrad\.{wanted}$"):
         getattr(cg, name)
+
+
+def test_every_word_of_another_name_has_a_hint():
+    for word, written in INSTEAD.items():
+        with pytest.raises(AttributeError, match="; write clipgrad") as raised:
+            getattr(cg, f"qqqqqqqqqqqq_{word}")
+        assert str(raised.value).endswith(f"clipgrad.{written}")
 
 
 NO_HINT = ["numpy", "loss", "zz", "stats", "_stat", "__wrapped__", "qk_clip", "u_clip"]
@@ -81,11 +116,14 @@ def test_the_rule_of_paddle_prints_as_the_class_that_it_is():
 def test_a_percentile_that_looks_like_a_share_is_asked_about(given, meant):
     with pytest.warns(UserWarning, match=rf"got {given}, which is the .*; .* write {meant}$"):
         cg.PercentileThreshold(given)
+    with pytest.warns(UserWarning, match=rf"for this share write {meant}$"):
+        cg.published.suggest_threshold([1.0, 2.0], given)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("given", [0, 1, 1.0, 1.5, 10, 90.0, 99.5, 100])
 def test_other_percentiles_are_taken_as_they_are(given):
+    cg.published.suggest_threshold([1.0, 2.0], given)
     assert cg.PercentileThreshold(given).percentile == given
 
 
@@ -146,12 +184,18 @@ def test_the_gradient_of_a_loss_in_its_place_is_answered_by_the_loss(watched):
 # ---- calls as they are written elsewhere --------------------------------------------------------
 
 BATCH = jnp.ones((4, 3))
+GRADS = {"head": jnp.ones(3), "w": jnp.ones(3)}
+NORM = cg.ClipByGlobalNorm(1.0)
+SGD = optax.sgd(0.1)
 CALLS = {
     "clip_by_global_norm: got clip_norm=1.0, expected max_norm=1.0": lambda: cg.clip_by_global_norm(
         clip_norm=1.0
     ),
     "clip_by_value: got max_delta=1.0, expected max=1.0": lambda: cg.clip_by_value(max_delta=1.0),
     "clip_by_norm: got max_nrom=1.0, expected max_norm=1.0": lambda: cg.clip_by_norm(max_nrom=1.0),
+    "skip_spikes: got threshhold=1.0, expected max_norm=1.0": lambda: cg.skip_spikes(
+        optax.sgd(0.1), threshhold=1.0
+    ),
     "train_step: got grad_accum=4, expected accumulate=4": lambda: cg.train_step(
         loss, optax.sgd(0.1), grad_accum=4
     ),
@@ -280,11 +324,105 @@ def test_a_field_instead_of_a_rule_is_answered_by_the_rule(name):
         function(**{word: 1.0})
 
 
-# ---- in the wrong place, or of the wrong kind ----------------------------------------------------
+# ---- results that are read as elsewhere ----------------------------------------------------------
 
-GRADS = {"head": jnp.ones(3), "w": jnp.ones(3)}
-NORM = cg.ClipByGlobalNorm(1.0)
-SGD = optax.sgd(0.1)
+READ = {
+    "clip": cg.types.ClipStats.of(X, X),
+    "values": cg.types.ValueStats.of(X),
+    "norms": cg.types.UpdateNorms(30.0, 8.0, 0.5),
+    "clip state": cg.types.GradientClipState(0, None, None, None, 1.0),
+    "skip state": cg.skip_spikes(SGD, halt=True).init(W),
+    "train state": cg.types.TrainState(W, SGD.init(W)),
+    "updates state": cg.types.WatchUpdatesState((), {}),
+    "step": cg.train_step(loss, SGD),
+    "diagnosis": cg.types.GradientDiagnosis((), (), ()),
+    "comparison": cg.types.GradientComparison(True, (), ()),
+    "report": cg.types.GradCheckReport((), (), {}, 1, 0.0, "float64", ("cpu",), 1),
+    "capture": cg.types.Capture("step_57", {}, None, 57, {}, {}, W, X),
+    "names": cg.list_names(loss, (W, X)),
+}
+ASKED = {
+    "clip": {"zeros": "stats.all_zero", "grad_norm": "stats.norm", "['norm']": "stats.norm"},
+    "values": {"zeros": "stats.zero_fraction", "amax": "stats.max", "['rms']": "stats.rms"},
+    "norms": {"grad_norm": "norms.grad", "weight_norm": "norms.param", "['ratio']": "norms.ratio"},
+    "clip state": {"clip_stats": "state.stats", "norm": "state.stats.norm"},
+    "skip state": {
+        "consecutive": "state.skipped_consecutive", "norm": "state.raw_norm",
+        "['limit']": "state.limit",
+    },
+    "train state": {
+        "parameters": "state.params", "stats": 'metrics["clips"]', "['params']": "state.params",
+    },
+    "updates state": {"norm": "state.norms"},
+    "step": {"lower": "step.update.lower(", "step": "step(state, batch)", "state": "step.init("},
+    "diagnosis": {"passed": "found.ok", "finding": "found.findings", "['ok']": "found.ok"},
+    "comparison": {"success": "found.ok", "diff": "ok, findings, rows", "['rows']": "found.rows"},
+    "report": {"passed": "report.ok", "max_error": "report.max_relative_error"},
+    "capture": {"data": "capture.batch", "opt_state": "capture.state", "['key']": "capture.key"},
+    "names": {"['h']": "there are reason"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "asked"), [(n, a) for n in READ for a in ASKED[n]])
+def test_a_field_that_is_called_otherwise_is_answered_by_the_one_to_write(name, asked):
+    answer = ASKED[name][asked]
+    with pytest.raises((AttributeError, TypeError), match=re.escape(answer)):
+        eval(f"value{asked if asked.startswith('[') else '.' + asked}", {"value": READ[name]})
+
+
+@pytest.mark.parametrize("name", READ)
+def test_results_pickle_copy_and_have_no_fields_but_theirs(name):
+    value = READ[name]
+    assert not hasattr(value, "shape") and not hasattr(value, "__jax_array__")
+    assert jax.tree.structure(copy.deepcopy(value)) == jax.tree.structure(value)
+
+
+def test_every_word_for_a_field_is_for_one_that_there_is():
+    fields = {field for value in READ.values() for field in dir(value)} | {"record", "directory"}
+    metrics = {"clips"}
+    there = fields | metrics | {*cg.types.GradCheckReport.__annotations__, "captures"}
+    assert there >= set(FIELDS_ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", ["diagnosis", "comparison", "report"])
+def test_the_first_finding_of_none_is_answered_by_the_message(name):
+    findings = READ[name].failures if name == "report" else READ[name].findings
+    assert findings == () and not findings and findings[:1] == ()
+    with pytest.raises(IndexError, match=r"write \.message .* or ask \.ok$"):
+        findings[0]
+
+
+def test_an_error_inside_of_a_property_stays_as_it_is():
+    class Result:
+        norm = property(lambda self: (3).dtype)
+
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'dtype'$"):
+        _ = answers_lookups("result")(Result)().norm
+
+
+METRICS_ELSEWHERE = {
+    "gradnorm": "write metrics\\['grad_norm'\\]", "skipped": r"comes from skip_spikes\(optimizer\)",
+    "updates": r"from watch_updates\(optimizer\)", "aux": "has_aux=True", "values": "watch_values=",
+    "clips": "stats=True", "leaves": 'stats="per_leaf"', "error_clip": "error_clip=rules",
+    "zzz": "there are grad_norm, loss, nonfinite",
+}  # fmt: skip
+
+
+def test_a_metric_that_is_not_there_says_what_it_comes_from():
+    step = cg.train_step(loss, SGD)
+    _, metrics = step(step.init(W), X)
+    assert "skipped" not in metrics and metrics.get("skipped") is None
+    for name, match in METRICS_ELSEWHERE.items():
+        with pytest.raises(KeyError, match=match):
+            metrics[name]
+    for name in METRICS_ELSEWHERE.keys() - set(dir(dict)):
+        with pytest.raises(AttributeError, match=METRICS_ELSEWHERE[name]):
+            getattr(metrics, name)
+    with pytest.raises(AttributeError, match=r"write metrics\['loss'\]"):
+        _ = metrics.loss
+
+
+# ---- in the wrong place, or of the wrong kind ----------------------------------------------------
 
 
 def where(selection):
@@ -298,6 +436,8 @@ def chained():
 def of_three(params, x, y):
     return jnp.sum(params * x * y)
 
+
+RECORDER = object.__new__(cg.FlightRecorder)
 
 PLACES = {
     "rule before value": (lambda: cg.clip_cotangent(SMALL, X), r"write clip_cotangent\(x, rule\)"),
@@ -377,6 +517,104 @@ PLACES = {
     ),
     "function of a path": (lambda: where(lambda path: "b" not in path), r"gets the whole tree"),
     "function of a path, text": (lambda: where(lambda path: path.endswith("w")), "the whole tree"),
+    "all but, several": (
+        lambda: cg.clip_grads(GRADS, NORM, ignore=["head", "w"]),
+        r"expected where=\('!head', '!w'\)",
+    ),
+    "several in one text": (lambda: where("head, x"), r"for several write \('head', 'x'\)"),
+    "a set of patterns": (lambda: where({"head"}), r'write patterns such as "head" or \("head"'),
+    "a position": (lambda: where(0), r'write patterns such as "head"'),
+    "a rule of a loss": (lambda: NORM(loss), r"write clip_grads\(jax.grad\(loss\)"),
+    "a value rule of a loss": (lambda: SMALL(loss), r"write clip_grads\(jax.grad\(loss\)"),
+    "order before gradients": (
+        lambda: cg.global_norm(2, GRADS),
+        "ord: got dict, expected a number",
+    ),
+    "threshold before type": (
+        lambda: cg.published.gradient_clipping(1.0, "norm"),
+        "clipping_type: got 1.0, expected one of norm, value, adaptive",
+    ),
+    "maker in a chain": (
+        lambda: optax.chain(cg.clip_by_global_norm, SGD).init(GRADS),
+        r"call it first, as in clip_by_global_norm\(\.\.\.\)",
+    ),
+    "maker of a step": (lambda: cg.train_step.init(W), r"call it first, as in train_step\("),
+    "class of a recorder": (
+        lambda: cg.FlightRecorder.record(W, X),
+        r"write the class with its arguments, such as FlightRecorder\(",
+    ),
+    "parameters for a state": (
+        lambda: cg.clip_by_norm(1.0).update(GRADS, GRADS, GRADS),
+        r"got dict with arrays, expected the state of init.*write update\(grads, state, params\)",
+    ),
+    "parameters for a state, skipping": (
+        lambda: cg.skip_spikes(SGD).update(GRADS, GRADS, GRADS),
+        r"got dict, expected the SkipSpikesState.*write update\(grads, state, params\)",
+    ),
+    "state and metrics for a state": (
+        lambda: cg.train_step(loss, SGD)((cg.types.TrainState(W, ()), {}), X),
+        r"a step returns it with its metrics, state, metrics = step\(state, batch\)",
+    ),
+    "state for arguments": (
+        lambda: cg.diagnose(loss, cg.types.TrainState(W, ())),
+        r"got the state TrainState, .*; write \(state\.params, batch\)",
+    ),
+    "loss for parameters": (
+        lambda: cg.train_step(loss, SGD).init(loss),
+        r"write step\.init\(params",
+    ),
+    "optimizer's option": (lambda: cg.train_step(loss, SGD, lr=0.1), r"optax\.adam\(lr\)"),
+    "function of path and leaf, groups": (
+        lambda: cg.watch_updates(SGD, by=lambda path, leaf: path),
+        r"by: got a function of \(path, leaf\), expected one of \(path\)",
+    ),
+    "batch before parameters": (
+        lambda: cg.clip_per_example(loss, NORM)(BATCH, {"w": W, "b": W[:2]}),
+        r"write \(params, batch\), in this order",
+    ),
+    "x and y of a batch": (
+        lambda: cg.clip_per_example(loss, NORM)(W, X, X),
+        r"write \(params, \(x, y\)\)",
+    ),
+    "x and y of norms": (lambda: cg.per_example_norms(loss)(W, X, X), r"\(params, \(x, y\)\)"),
+    "value to decorate": (lambda: cg.error_clip(SMALL)(X), r"or for a value clip_cotangent\(x, "),
+    "dtype first": (
+        lambda: cg.compare("float32", loss, (W, X)),
+        r'write compare\(fun, "float32", args\)',
+    ),
+    "dtype by name": (
+        lambda: cg.compare(loss, loss, (W, X), dtype="float32"),
+        r'write compare\(fun, "float32", args\)',
+    ),
+    "arguments between versions": (
+        lambda: cg.compare(loss, (W, X), loss),
+        r"write compare\(fun, other, args\)",
+    ),
+    "arguments before versions": (
+        lambda: cg.compare((W, X), loss, loss),
+        r"write compare\(fun, other, args\)",
+    ),
+    "path first": (
+        lambda: cg.save_run("a.npz", loss, (W, X)),
+        r"write save_run\(fun, args, path\)",
+    ),
+    "path behind arguments": (
+        lambda: cg.save_run(loss, W, X, "a.npz"),
+        r"write save_run\(fun, \(w, x\), path\)",
+    ),
+    "a capture": (
+        lambda: cg.diagnose(loss, READ["capture"]),
+        r"write its arguments, capture\.args",
+    ),
+    "an array to select": (
+        lambda: cg.check_grads(loss, (W, X), wrt=W),
+        r"wrt: got float32\[\], expected a position",
+    ),
+    "a tree for a path": (lambda: cg.load_capture(GRADS), "path: got dict, expected the path"),
+    "a step in a compiled function": (
+        lambda: jax.jit(lambda x: RECORDER.record(x, x))(W),
+        r"call this outside of jax\.jit and jax\.lax\.scan, after the step",
+    ),
     "function of path and leaf": (lambda: where(lambda path, leaf: True), "gets the whole tree"),
 }
 

@@ -27,7 +27,8 @@ GUIDES = sorted(
     for page in DOCS.glob("*.md")
     if page.stem not in ELSEWHERE and "```python\n" in page.read_text()
 )
-TREE = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
+TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 every_guide = pytest.mark.parametrize("page", GUIDES)
@@ -135,10 +136,29 @@ def test_a_tensorboard_writer_takes_what_the_page_gives_it(tmp_path):
 
 
 def test_every_page_is_in_the_tree():
-    entries = "\n".join(TREE).split("\n")
+    trees = [tree for page in DOCS.glob("*.md") for tree in TOCTREE.findall(page.read_text())]
+    entries = "\n".join(trees).split("\n")
     listed = {re.sub(r".*<(.+)>", r"\1", entry) for entry in entries}
     pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
     assert pages <= listed
+
+
+def test_the_sidebar_begins_with_the_start_and_is_short():
+    trees = TOCTREE.findall((DOCS / "index.md").read_text())
+    entries = [line for line in "\n".join(trees).split("\n") if line and line[0] != ":"]
+    assert entries[0] == "Start <self>" and len(entries) <= 30
+    assert any("<agents>" in tree for tree in TOCTREE.findall(text_of("contributing")))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_notebook_has_its_download_on_its_page(path):
+    files = {"__name__": "copies", "__file__": str(DOCS / "copies.py")}
+    exec((DOCS / "copies.py").read_text(), files)
+    page = json.loads(files["notebook_page"](path.name, path.read_text()))
+    first = page["cells"][0]["source"]
+    for name in re.findall(r"\{download\}`\S+ <(\S+)>`", first):
+        assert (DOCS / "notebooks" / name).resolve().is_file() or (DOCS / name[3:]).is_file()
+    assert f"<../../notebooks/{path.name}>" in first and "](../docs/" not in json.dumps(page)
 
 
 def test_every_setting_of_a_language_model_has_a_source_and_a_value():

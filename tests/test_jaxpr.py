@@ -58,11 +58,15 @@ NESTED = {
 }
 
 
+FLAT = _programs.Widen.in_place, _programs.Widen.whole
+
+
 class Doubling(_programs.Hook):
     """Doubles every sine."""
 
     def __init__(self, flatten=False):
-        self.flatten = flatten
+        if flatten:
+            self.in_place, self.whole = FLAT
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin":
@@ -88,13 +92,35 @@ def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatt
 
 def _keep(flatten):
     hook = _programs.Hook()
-    hook.flatten = flatten
+    if flatten:
+        hook.in_place, hook.whole = FLAT
     return hook
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_a_hook_reaches_the_equations_of_a_nested_program(name):
     assert not np.allclose(again(NESTED[name], Doubling()), NESTED[name](X))
+
+
+def kinds_of(program):
+    return {kind for e in program.eqns if (kind := _programs.kind_of(e)) is not None}
+
+
+@pytest.mark.parametrize("name", sorted(NESTED.keys() - {"linear solve"}))
+def test_a_hook_enters_all_kinds_but_those_that_it_leaves_whole(name):
+    program, hook, others = jax.make_jaxpr(NESTED[name])(X), Doubling(), Doubling()
+    hook.whole = kinds_of(program)
+    others.whole = set(_programs.KINDS.values()) - hook.whole
+    np.testing.assert_allclose(*_programs.evaluate(program, [X], hook), NESTED[name](X), rtol=1e-6)
+    assert not np.allclose(*_programs.evaluate(program, [X], others), NESTED[name](X))
+
+
+@pytest.mark.parametrize("name", ["jit", "remat", *CUSTOM])
+def test_a_kind_that_a_hook_has_in_place_is_evaluated_without_its_wrapper(name):
+    program, hook = jax.make_jaxpr((NESTED | CUSTOM)[name])(X), _programs.Hook()
+    hook.in_place = kinds_of(program)
+    again = jax.make_jaxpr(lambda x: _programs.evaluate(program, [x], hook))(X)
+    assert kinds_of(program) and not kinds_of(again)
 
 
 @pytest.mark.parametrize("name", CUSTOM)
@@ -113,7 +139,7 @@ def test_remat_stays_remat_with_its_policy():
     policy = jax.checkpoint_policies.everything_saveable
     function = functools.partial(jax.checkpoint, policy=policy)(jnp.sin)
     program = jax.make_jaxpr(lambda x: again(function, _programs.Hook(), x))(X)
-    found = [e for e in _programs.equations(program) if e.primitive.name in _programs.REMAT]
+    found = [e for e in _programs.equations(program) if _programs.kind_of(e) is _programs.REMAT]
     assert found[0].params["policy"] is policy
 
 
@@ -229,11 +255,11 @@ class PerStep(_programs.Hook):
     def __init__(self, weights, weight=None):
         self.weights, self.weight = weights, weight
 
-    def steps(self, equation):
+    def slices(self, equation):
         return self.weights
 
-    def inside(self, equation, step):
-        return PerStep(self.weights, step) if equation.primitive.name == "scan" else self
+    def inside(self, equation, part):
+        return PerStep(self.weights, part.own) if _programs.is_scan(equation) else self
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin" and self.weight is not None:

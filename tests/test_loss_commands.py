@@ -125,6 +125,19 @@ def test_a_picture_and_data_are_written(run, name, kind, line, models, tmp_path)
     assert (data["findings"][0]["kind"], data["findings"][0]["line"]) == (kind, line)
 
 
+@pytest.mark.parametrize("name", ["diagnose", "compare"])
+def test_a_result_is_written_as_json_without_a_picture(name, models, tmp_path):
+    run, code = {
+        "diagnose": (lambda *options: diagnose(models, "{}:sick", *options), 1),
+        "compare": (lambda *options: compare(models, "loss", "renamed", *options), 0),
+    }[name]
+    assert run("--json", "missing/folder.json") == 2
+    assert run("--json", "result.json") == code
+    data = json.loads((tmp_path / "result.json").read_text())
+    assert data["ok"] == (code == 0) and data["message"]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".py", ".json", ""}
+
+
 def test_versions_that_differ_exit_with_1_and_name_the_module(models, capsys):
     assert compare(models, "loss", "changed") == 1
     shown = capsys.readouterr().out

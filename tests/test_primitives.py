@@ -1,5 +1,6 @@
 """The tables of JAX's primitives are whole, and know them by their objects."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -24,6 +25,7 @@ import clipgrad as cg
 from clipgrad import _programs
 from clipgrad._programs import KINDS, NUMERIC, Does, flow, kind_of, numeric_of
 from clipgrad._programs.primitives import PrimitiveTable, TracedOnce
+from tests.helpers import assert_same
 
 X = jnp.linspace(0.1, 1.0, 4)
 TABLES = {"KINDS": KINDS, "NUMERIC": NUMERIC}
@@ -35,6 +37,19 @@ def public():
 
 def test_every_primitive_that_jax_names_has_a_row():
     assert [n for n, p in public().items() if p not in KINDS and p not in NUMERIC] == []
+
+
+ROOT = pathlib.Path(cg.__file__ or "").parent
+
+
+def test_the_name_of_a_primitive_is_read_in_the_table_alone():
+    """Elsewhere it is asked what an equation is, or what to call it in a message."""
+    reading = []
+    for path in ROOT.rglob("*.py"):
+        found = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute))
+        owners = {ast.unparse(n.value).rpartition(".")[2] for n in found if n.attr == "name"}
+        reading += [path.relative_to(ROOT).as_posix()] * ("primitive" in owners)
+    assert reading == ["_programs/kinds.py"]
 
 
 def traced_once():
@@ -134,7 +149,7 @@ def test_an_equation_that_holds_programs_is_of_a_kind(noun, function):
 # Primitives of a part of JAX's public functions, which nobody asks the tables for: of random keys,
 # of references, and of shapes that are numbers in the program.
 OTHERS = frozenset(
-    """random_wrap random_unwrap random_clone new_ref freeze addupdate platform_index
+    """random_wrap random_unwrap random_clone addupdate platform_index
     lu_pivots_to_permutation scaled_matmul_wrapper scaled_matmul dce_sink unreachable geqp3 geqrf
     ormqr empty_ref free_ref with_memory_space_constraint tie reciprocal""".split()
 )
@@ -203,6 +218,79 @@ def test_a_primitive_that_jax_renames_is_known_by_its_object(monkeypatch, name):
     jax.tree.map(np.testing.assert_array_equal, before[1], after[1])
 
 
+ZERO = jnp.zeros(3)
+TWICE = jnp.array([[1.0], [-1.0]])
+EXPLAINED = {  # functions of three numbers, and what `diagnose` says that knows their primitives
+    "cast": (lambda x: x.astype(jnp.int32) * 1.5, "a cast to int32"),
+    "bits": (lambda x: lax.bitcast_convert_type(x, jnp.int32) * 1e-9, "a cast to int32"),
+    "index": (lambda x: jnp.argmax(x) * 1.5, "the indices of"),
+    "comparison": (lambda x: (x > 1) * 1.5, "a comparison"),
+    "flat": (jnp.round, "flat everywhere"),
+    "detached": (lax.stop_gradient, "detaches it"),
+    "clipped": (lambda x: lax.clamp(-0.1, x, 0.1) + 1, "clips all 3"),
+    "one side": (lambda x: lax.max(x, 5.0 + ZERO), "is flat at all 3"),
+    "mask": (lambda x: lax.select(x < -1, x, ZERO + 1), "takes the other side"),
+    "read": (lambda x: jnp.concatenate([x, ZERO + 1])[3:], "reads or writes no element"),
+    "written": (lambda x: lax.dynamic_update_slice(x, ZERO + 1, (0,)), "is overwritten before"),
+    "added": (lambda x: (ZERO + 1).at[5].add(x[0], mode="drop"), "reads or writes no element"),
+    "factor": (lambda x: x * jnp.where(x > 9, x, 0.0) + 1, "it is multiplied by values that are 0"),
+    "sum": (lambda x: lax.broadcast_in_dim(x, (2, 3), (1,)) * TWICE, "nothing is wrong"),
+    "power": (lambda x: (x * 1e-25) ** 2, "rounds to 0 in float32"),
+    "random": (lambda x: x * jax.random.bernoulli(jax.random.key(0), 1e-9, (3,)), "random numbers"),
+    "sqrt": (lambda x: jnp.sqrt(x - x), "has no finite derivative at 0"),
+    "log": (lambda x: jnp.where(x > 9, jnp.log(x - x), x), "even if jnp.where masks its result"),
+    "exp": (lambda x: jnp.exp(x + 1000), "bound its argument"),
+    "cosh": (lambda x: jnp.where(x > 9, jnp.cosh(x + 1000), x), "bound its argument"),
+    "div": (lambda x: 1e-30 / (x * 1e-25), "computes 1 / x ** 2"),
+    "atan2": (lambda x: jnp.arctan2(x - x, x - x), "computes 0 / 0"),
+    "solve": (lambda x: jnp.linalg.solve(jnp.zeros((3, 3)), x), "the matrix may be singular"),
+    "eigh": (lambda x: jnp.linalg.eigh(jnp.eye(3) * x[0])[1], "two of them are equal"),
+    "lookup": (lambda x: x.at[jnp.array([5])].get(mode="fill"), "correct the indices"),
+    "softmax": (lambda x: jax.nn.softmax(x - jnp.inf), "all masked"),
+    "reference": (lambda x: jax.freeze(jax.new_ref(jnp.round(x))), "flat everywhere"),
+}
+
+
+SLOW = ("solve", "eigh", "softmax")
+
+
+@pytest.fixture
+def renamed(monkeypatch):
+    """A made-up JAX that calls each primitive otherwise, but for one that JAX knows by name."""
+    for primitive in {*KINDS, *NUMERIC} - {jax_primitives.custom_lin_p}:
+        monkeypatch.setattr(primitive, "name", f"renamed_{primitive.name}")
+
+
+@pytest.mark.usefixtures("users_promotion", "renamed")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in SLOW)) for n in EXPLAINED],
+)
+def test_diagnose_knows_what_it_explains_by_the_object_of_a_primitive(name):
+    function, says = EXPLAINED[name]
+    found = cg.diagnose(lambda x: jnp.sum(function(x)), (jnp.array([0.5, -0.25, 2.0]),))
+    assert says in "\n".join([found.message, *(f.message for f in found.findings), *found.notes])
+
+
+# Files that show the name of a primitive to people, or hand it to their rules.
+SHOWN = """_check/float64 _diagnose/diagnose _diagnose/discharge _error_clip/everywhere
+_names/operations _names/places _per_example/places _per_example/walk"""
+
+
+def reads_a_name(node):
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "name"]
+    return any(getattr(n.value, "attr", "") == "primitive" for n in names)
+
+
+def test_no_other_room_compares_the_name_of_a_primitive():
+    root = pathlib.Path(cg.__file__).parent
+    paths = [path for path in root.rglob("*.py") if path.parent.name != "_programs"]
+    trees = {str(p.relative_to(root).with_suffix("")): ast.parse(p.read_text()) for p in paths}
+    assert {name for name, tree in trees.items() if reads_a_name(tree)} <= set(SHOWN.split())
+    compared = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.Compare)]
+    assert not any(map(reads_a_name, compared))
+
+
 def test_a_jax_without_a_primitive_that_a_row_needs_is_told_by_name(monkeypatch):
     """The made-up JAX calls `scan_p` otherwise: one place says so, when it is first asked."""
     table = PrimitiveTable("KINDS", {object(): ("scan_p", "log2_p?")})
@@ -213,13 +301,47 @@ def test_a_jax_without_a_primitive_that_a_row_needs_is_told_by_name(monkeypatch)
         table.get(jax_primitives.tanh_p)
 
 
+HOLDERS = {
+    "scan_p": lambda run, x: lax.scan(lambda c, y: (run(c + y), None), x[0], x)[0],
+    "while_p": lambda run, x: lax.while_loop(lambda c: c[0] < 1, lambda c: run(c) + 1, x),
+    "cond_p": lambda run, x: lax.cond(x[0] > 5, run, jnp.cos, x),
+    "jit_p": lambda run, x: jax.jit(run)(x),
+    "remat_p": lambda run, x: jax.checkpoint(run)(x),
+}
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_primitive_of_a_new_jax_that_no_row_has_is_told_where_a_name_in_it_is_wanted(
+    monkeypatch, name
+):
+    """It holds programs as before, under a name of its own: the program stays what it is."""
+
+    def model(x):
+        return jnp.sum(HOLDERS[name](lambda x: checkpoint_name(jnp.sin(x), "h"), x))
+
+    monkeypatch.delitem(KINDS._public, getattr(jax_primitives, name))
+    monkeypatch.setattr(getattr(jax_primitives, name), "name", "made_up")
+    program = jax.make_jaxpr(model)(X)
+    holding = [e for e in program.eqns if _programs.held_programs(e) and kind_of(e) is None]
+    assert "made_up" in {_programs.noun_of(e) for e in holding}
+    assert_same(_programs.evaluate(program, [X], _programs.Hook()), [model(X)])
+    told = "got 'h', which tags a variable inside of made_up, expected one whose"
+    with pytest.raises(ValueError, match=f"error_clip_by_name: {told} cotangents"):
+        cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)})(X)
+    with pytest.raises(ValueError, match=f"with_value_stats: {told} values"):
+        cg.with_value_stats(model, watch=["h"])(X)
+
+
 def test_what_an_operation_does_to_numbers_is_read_from_its_row():
     program = jax.make_jaxpr(lambda x: (jnp.stack([x, x]), jnp.tile(x, 2), jnp.unstack(x)))(X)
     found = {e: numeric_of(e).does for e in _programs.equations(program) if e.outvars}
     found = {e: own for e, own in found.items() if kind_of(e) is None}
     assert set(found.values()) <= {Does.COPIES}
-    assert {"log", "log1p"} <= set(_programs.is_bad_at("log of zero"))
-    assert "log2" in {*_programs.is_bad_at("log of zero")} or not hasattr(jax_primitives, "log2_p")
+    logs = jax.make_jaxpr(lambda x: (jnp.log(x), jnp.log1p(x)))(X)
+    assert all(map(_programs.is_bad_at("log of zero"), _programs.equations(logs)))
+    assert "log of zero" in {row.bad_at for row in NUMERIC.values()}
+    assert not hasattr(jax_primitives, "log2_p") or NUMERIC[vars(jax_primitives)["log2_p"]].bad_at
 
 
 def test_facts_flow_around_loops_to_a_fixed_point():
@@ -243,6 +365,34 @@ def test_facts_flow_around_loops_to_a_fixed_point():
     assert flow(program, inputs, through, either) == [frozenset({"w", "x"})] * 3
     never = jax.make_jaxpr(lambda x: lax.while_loop(lambda c: c < 0, lambda c: c * 0 + 1.0, x))(1.0)
     assert flow(never, [frozenset({"start"})], through, either) == [frozenset({"start"})]
+
+
+def test_other_facts_may_go_into_a_program_and_on_to_the_next_step():
+    """Each operation has its position; of a branch that is the number of the branch, too."""
+
+    def counted(x):
+        x = lax.cond(x > 0, jnp.sin, jnp.sin, x)
+        return lax.scan(lambda c, y: (jnp.cos(c) + y, c), x, X)
+
+    positions = []
+
+    def through(chain, operands, inside):
+        positions.append(chain.position)
+        if kind_of(chain[0]) is _programs.SCANS:
+            return inside([fact | {"entered"} for fact in operands])
+        return inside()
+
+    def carry(loop, number, fact):
+        assert number == 0 and kind_of(loop[0]) is _programs.SCANS
+        return frozenset({"carried"})
+
+    either = lambda *facts: frozenset().union(*facts)  # noqa: E731
+    program = jax.make_jaxpr(counted)(1.0)
+    found = flow(program, [frozenset({"x"})], through, either, carry=carry)
+    assert found == [frozenset({"x", "entered", "carried"})] * 2
+    chains = {*positions}
+    conditional = next(i for i, e in enumerate(program.eqns) if _programs.is_cond(e))
+    assert {(conditional, 0, 0), (conditional, 1, 0), (conditional,)} <= chains
 
 
 UPGRADES = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")

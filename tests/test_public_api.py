@@ -7,12 +7,16 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
+import typing
 
 import jax
 import pytest
 
 import clipgrad as cg
+from clipgrad._lazily import PUBLIC
 from tests.helpers import NAMES, public
+from tests.test_architecture import ROOMS
 
 ROOT = pathlib.Path(__file__).parents[1]
 # These need orbax, which README's command does not install, or compile for seconds.
@@ -26,32 +30,42 @@ EXAMPLES = [
     if ">>> " in path.read_text() and path.name != "torch.py"  # which needs torch
     for name in [".".join(path.relative_to(ROOT).with_suffix("").parts)]
 ]
-EXPORT = re.compile(r"( *)from clipgrad\.([\w.]+) import (\w+) as \3$", re.MULTILINE)
+EXPORT = re.compile(r"^    from clipgrad\.([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("module", "later"),
-    [(cg, cg._LATER), (cg.types, cg.types._HOMES), (cg.published, {})],
-    ids=["clipgrad", "types", "published"],
-)
-def test_exports_are_sorted_and_explicit(module, later):
-    exports = EXPORT.findall(pathlib.Path(module.__file__).read_text())
-    assert sorted(name for _, _, name in exports) == module.__all__
-    rooms = [(bool(indent), room) for indent, room, _ in exports]
-    assert rooms == sorted(rooms)
-    # What only type checkers import is loaded when it is used.
-    assert {name: room for indent, room, name in exports if indent} == later
+@pytest.mark.parametrize("module", PUBLIC)
+def test_each_module_has_the_names_of_the_table_and_type_checkers_see_them(module):
+    rooms, source = PUBLIC[module], pathlib.Path(sys.modules[module].__file__).read_text()
+    names = [name for names in rooms.values() for name in names]
+    assert sys.modules[module].__all__ == sorted(names) and len({*names}) == len(names)
+    assert set(names) <= set(dir(sys.modules[module]))
+    assert all(list(names) == sorted(names) for names in rooms.values())
+    assert list(rooms) == sorted(rooms, key=ROOMS.index)
+    typed = {name: place for place, name in EXPORT.findall(source)}
+    # mypy takes a function for the file of its name, unless that file is written.
+    files = {path.relative_to(ROOT / "clipgrad") for path in (ROOT / "clipgrad").glob("*/*.py")}
+    own = lambda room, name: f".{name}" * (pathlib.Path(room, f"{name}.py") in files)  # noqa: E731
+    assert typed == {n: room + own(room, n) for room, names in rooms.items() for n in names}
+
+
+def test_only_the_table_and_the_modules_that_it_makes_are_public():
+    files = {path.stem for path in (ROOT / "clipgrad").glob("[!_]*.py")} - {"torch"}
+    assert {name.partition(".")[2] for name in PUBLIC} - {""} == files
+    public = {name for name in vars(cg) if not name.startswith("_")} - {"typing", "importlib"}
+    assert public <= {*cg.__all__, *files, "torch"}
 
 
 @pytest.mark.exhaustive
-def test_the_checker_and_the_diagnosis_are_loaded_when_they_are_used():
+def test_rooms_that_a_training_does_not_need_are_loaded_when_they_are_used():
     program = """
 import sys, clipgrad
-loaded = lambda: [m for m in ("_check", "_diagnose") if f"clipgrad.{m}" in sys.modules]
+from clipgrad._lazily import LATER
+loaded = lambda: [room for room in LATER if f"clipgrad.{room}" in sys.modules]
 assert loaded() == [] and {"check_grads", "diagnose", "clip_grads"} <= set(dir(clipgrad))
 assert clipgrad.check_grads is clipgrad.check_grads and loaded() == ["_check"]
 from clipgrad import *
 assert issubclass(GradCheckError, AssertionError) and callable(diagnose), loaded()
+assert sorted(loaded()) == sorted(LATER)
 clipgrad.chek_grads
 """
     command = [sys.executable, "-c", program]
@@ -104,11 +118,45 @@ def test_what_is_public_is_documented_functions_with_arguments_results_and_an_ex
             assert re.search(rf"^\s+{parameter}: ", doc, re.MULTILINE), parameter
 
 
+SECTIONS = ["Example", "Attributes", "Args", "Returns", "Raises", "Guarantees", "References"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_docstring_is_in_the_order_of_use(name):
+    """A sentence, an example, arguments, result, errors; what is for the second reading is last."""
+    doc = inspect.getdoc(public(name)) or ""
+    title, *sections = re.split(r"^(\w+):$", doc, flags=re.MULTILINE)
+    heads, texts = sections[::2], dict(zip(sections[::2], sections[1::2], strict=True))
+    assert heads == sorted(heads, key=SECTIONS.index)
+    assert len(title.split()) <= 150
+    # Arguments are explained in place.
+    assert not re.search(r"\bsee\s+`\w", texts.get("Args", ""))
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_in_docstrings_run(name):
     with jax.numpy_dtype_promotion("standard"):
         result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and result.failed == 0
+
+
+def kinds_of(annotation):
+    """The kinds of a union."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+@pytest.mark.parametrize("name", [*cg.__all__, *cg.published.__all__])
+def test_a_word_of_several_is_a_literal_and_a_selection_of_leaves_has_its_type(name):
+    """So that a type checker sees a misspelt one."""
+    if not inspect.isfunction(public(name)) and not hasattr(public(name), "__dataclass_fields__"):
+        return
+    for parameter in inspect.signature(public(name)).parameters.values():
+        kinds = kinds_of(parameter.annotation)
+        if isinstance(parameter.default, str) and parameter.name != "prefix":
+            assert str not in kinds and typing.Literal in map(typing.get_origin, kinds)
+        if parameter.name in ("where", "stacked"):
+            assert parameter.annotation == cg.types.Where
 
 
 def test_types_are_shipped():

@@ -222,3 +222,53 @@ def test_norms_can_be_differentiated(scale):
         lambda x: cg.types.ClipStats.of(x, x).norm + cg.types.ClipStats.of(x, x).scale
     )(0 * x)
     np.testing.assert_array_equal(at_zero, np.zeros(2))
+
+
+STEPS = np.float32([[3, 4], [0, 0], [0.3, 0.4]])
+SHOWN = {
+    "numbers": (lambda clip: clip(STEPS[0]),
+                "norm=5.0, clipped_norm=1.0, changed=2, nonfinite=0, size=2"),
+    "numpy": (lambda clip: jax.device_get(clip(STEPS[0])),
+              "norm=5.0, clipped_norm=1.0, changed=2, nonfinite=0, size=2"),
+    "nan": (lambda clip: clip(STEPS[0] * np.float32(np.nan)),
+            "norm=nan, clipped_norm=nan, changed=2, nonfinite=2, size=2"),
+    "steps": (lambda clip: jax.lax.map(clip, STEPS),
+              "norm=[5. 0. 0.5], clipped_norm=[1. 0. 0.5], changed=[2. 0. 0.], "
+              "nonfinite=[0. 0. 0.], size=[2. 2. 2.]"),
+    "many": (lambda clip: cg.types.ClipStats.zero((100,)), "norm=[0. 0. 0. ... 0. 0. 0.], "),
+    "none": (lambda clip: jax.tree.map(lambda x: None, clip(STEPS[0])), "before=None, after=None"),
+    "abstract": (lambda clip: jax.eval_shape(clip, STEPS[0]),
+                 "norm=float32[], clipped_norm=float32[], changed=float32[]"),
+    "traced": (lambda clip: traced(jax.jit, clip, STEPS[0]), "norm=float32[], "),
+    "lanes": (lambda clip: traced(jax.vmap, clip, STEPS), "norm=float32[], "),
+    "lanes of rows": (lambda clip: jax.eval_shape(jax.vmap(clip), STEPS), "norm=float32[3], "),
+    "known in a trace": (lambda clip: shown_in_a_trace(clip(STEPS[0])), "norm=5.0, "),
+    "donated": (lambda clip: deleted(clip(STEPS[0])), "norm=float32[], "),
+}  # fmt: skip
+
+
+def traced(transform, clip, x):
+    """What is shown inside of a transformation."""
+    shown = []
+    transform(lambda x: shown.append(repr(clip(x))))(x)
+    return shown[0]
+
+
+def shown_in_a_trace(stats):
+    return traced(jax.jit, lambda x: stats, 1.0)
+
+
+def deleted(stats):
+    for field in stats:
+        field.delete()
+    return stats
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_norms_are_shown_and_shapes_where_there_are_no_numbers(kind):
+    make, shown = SHOWN[kind]
+    with jax.debug_nans(False):
+        stats = make(lambda x: cg.clip_grads(x, cg.ClipByNorm(1.0))[1])
+    with jax.debug_nans(True):
+        text = stats if isinstance(stats, str) else repr(stats)
+    assert text.startswith(f"ClipStats({shown}") and "\n" not in text

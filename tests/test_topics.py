@@ -4,10 +4,16 @@ The documents are Paddle's on error clip, gradient clip and gradient check, Comp
 and PyTorch's notes on autograd. A place is a page or a notebook, with a heading.
 """
 
+import ast
+import json
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import clipgrad as cg
 from clipgrad._errors import docs_text
 from tests.test_docs import DOCS, ROOT, anchors
 
@@ -97,20 +103,18 @@ which_clip.md#which-threshold
 1_autograd#4-what-is-saved-for-the-backward-pass-and-who-decides-that
     saved tensors: saving, packing, moving to the host
     a saved tensor `is` the argument or the result
-1_autograd#no_grad-inference_mode-no-call-of-grad
+1_autograd#modes-detach-no_grad-train-eval
     `no_grad`, inference mode
     modes as context managers and decorators: an optimizer's `step`, `nn.init`
-1_autograd#detach-stop_gradient
     `detach`
-1_autograd#train-and-eval-an-argument
     `train()` and `eval()`, which are not modes of autograd
-1_autograd#all-of-them-in-one-loop-training-with-evaluation
+1_autograd#a-training-loop-with-evaluation
     a training loop with evaluation
 1_autograd#3-can-i-run-the-backward-pass-twice
     `retain_graph`, a second backward pass
 1_autograd#2-what-are-leaves-and-how-do-i-get-the-gradient-of-an-intermediate-value
     hooks on tensors and modules
-1_autograd#8-what-differs-in-the-details
+1_autograd#8-cheat-sheet-what-you-rarely-need
     operations in place and their checks: the version counter, `jax.new_ref`
     kinks; complex numbers: Wirtinger calculus
 # PyTorch: extending autograd
@@ -119,19 +123,18 @@ which_clip.md#which-threshold
     `save_for_backward`
     what may be saved: a text is a `TypeError`, and goes into `nondiff_argnums`
     a trailing `None` in what `backward` returns
-1_autograd#what-else-ctx-can-do-setup_context-mark_dirty-mark_non_differentiable
+1_autograd#8-cheat-sheet-what-you-rarely-need
     `setup_context`, `mark_dirty`, `mark_non_differentiable`
-1_autograd#arguments-that-are-not-arrays-nondiff_argnums
+1_autograd#6-how-do-i-write-my-own-derivative-rule
     arguments that are not tensors
-1_autograd#integer-inputs-none-and-float0
+1_autograd#8-cheat-sheet-what-you-rarely-need
     `None` as a gradient
-1_autograd#only-what-is-needed-symbolic_zeros
     `needs_input_grad`, `set_materialize_grads`
 1_autograd#forward-mode-custom_jvp
     forward mode
 1_autograd#do-second-derivatives-work
     double backward, `once_differentiable`
-1_autograd#a-linear-layer-with-its-own-vjp-and-an-optional-bias
+1_autograd#6-how-do-i-write-my-own-derivative-rule
     the example: a linear layer with an optional bias
 1_autograd#7-how-do-i-find-out-that-a-rule-is-wrong
     `gradcheck`
@@ -185,3 +188,65 @@ def test_the_names_of_a_topic_stand_in_its_section(document, topic, place):
 def test_no_topic_is_left_out():
     documents = [document for document, _, _ in ROWS]
     assert [documents.count(name) for name in dict.fromkeys(documents)] == [9, 3, 11, 11, 19, 15]
+
+
+# The first notebook, for those who know PyTorch
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def cells(path, kind):
+    return [
+        "".join(cell["source"])
+        for cell in json.loads(path.read_text())["cells"]
+        if cell["cell_type"] == kind
+    ]
+
+
+def side_by_side():
+    """The programs of the tables with a column for PyTorch and one for JAX."""
+    tables = re.findall(
+        r'<table class="two">.*?</table>', "\n".join(cells(NOTEBOOKS[0], "markdown")), re.S
+    )
+    return [re.findall(r"```python\n(.*?)```", table, re.S) for table in tables]
+
+
+def test_pytorch_and_jax_stand_side_by_side_from_the_first_cell_on():
+    assert cells(NOTEBOOKS[0], "markdown")[0].count('<table class="two">') == 1
+    assert [len(programs) for programs in side_by_side()] == [2] * 4
+    for program in sum(side_by_side(), []):
+        assert ast.parse(program) and max(map(len, program.splitlines())) <= 48
+
+
+def test_the_programs_in_the_column_of_jax_run():
+    loss, leaves, _, rule = (programs[1] for programs in side_by_side())
+    names = {"jax": jax, "jnp": jnp, "cg": cg}
+    exec(loss, names)
+    np.testing.assert_allclose(names["gradient"](0.5, -1.0), [-1.1326, -0.3775], rtol=1e-3)
+    names |= {"inputs": jnp.ones((16, 5)), "params": {"w1": jnp.ones((5, 8)), "w2": jnp.ones(8)}}
+    exec(leaves, names)
+    assert names["of_h"].shape == (16, 8) and jax.tree.map(jnp.shape, names["grads"]) == {
+        "w1": (5, 8),
+        "w2": (8,),
+    }
+    exec(rule, names | {"plain_norm": lambda x: jnp.sqrt(jnp.sum(x**2))})
+
+
+def test_the_reader_builds_the_engine_in_forty_lines_and_predicts_six_times():
+    (engine,) = (cell for cell in cells(NOTEBOOKS[0], "code") if "def backward(record" in cell)
+    assert sum(bool(line.strip()) for line in engine.splitlines()) <= 40
+    text = "\n".join(cells(NOTEBOOKS[0], "markdown"))
+    assert text.count("**Predict, then run.**") == 6
+
+
+def test_all_notebooks_have_at_most_nine_thousand_words_of_prose():
+    texts = ["\n".join(cells(path, "markdown")) for path in NOTEBOOKS]
+    assert sum(len(re.sub(r"```.*?```", "", text, flags=re.S).split()) for text in texts) <= 9000
+
+
+def test_cells_that_only_test_are_not_shown():
+    for path in NOTEBOOKS:
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            tests = source.startswith(("assert ", "np.testing."))
+            assert not tests or "remove-cell" in cell["metadata"].get("tags", []), source

@@ -144,3 +144,20 @@ def test_the_page_on_ports_runs_and_finds_what_it_says(tmp_path, monkeypatch, ca
     assert "value: the values differ from here on: Sequential/layers_1" in capsys.readouterr().out
     exec(compile(program.replace("LayerNorm()", "LayerNorm(epsilon=1e-5)"), "port.md", "exec"), {})
     assert "no difference beyond rounding" in capsys.readouterr().out
+
+
+def test_the_programs_of_the_first_notebook_give_what_jax_gives():
+    """The first and the last of its programs that stand beside JAX's."""
+    from tests.test_topics import side_by_side
+
+    first, _, _, last = (programs[0] for programs in side_by_side())
+    names = {"torch": torch}
+    exec(first, names)
+    assert [names["w"].grad.item(), names["b"].grad.item()] == pytest.approx(
+        [-1.1326, -0.3775], rel=1e-3
+    )
+    exec(last, names)
+    for point, slopes in {(0.0, 0.0): (0, 0), (3.0, 4.0): (0.6, 0.8)}.items():
+        x = torch.tensor(point, requires_grad=True)
+        names["norm"](x).backward()
+        assert x.grad.tolist() == pytest.approx(slopes)

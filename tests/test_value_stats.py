@@ -452,8 +452,8 @@ def test_one_reduction_gives_what_sums_give_side_by_side(scale, bad, monkeypatch
     x = jnp.asarray(x, jnp.float32)
     for axis in (None, 0, 1):
         found = []
-        for is_local in (True, False):
-            monkeypatch.setattr(value_stats, "is_local", lambda x, own=is_local: own)
+        for fits in (True, False):
+            monkeypatch.setattr(value_stats, "fit_one_reduction", lambda *_, own=fits: own)
             jax.clear_caches()
             found.append(jax.jit(lambda x, axis=axis: cg.types.ValueStats.of(x, axis))(x))
         together, apart = found

@@ -12,6 +12,7 @@ from benchmarks.subjects import (
     recorder,
     steps,
     thresholds,
+    updates,
     values,
 )
 
@@ -22,6 +23,7 @@ SUBJECTS = {
         leaves,
         clips,
         steps,
+        updates,
         per_example,
         compilation,
         error_clip,

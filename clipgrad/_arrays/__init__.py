@@ -13,6 +13,9 @@ are summed in float32, in float64 if a leaf is float64.
 
 from clipgrad._arrays.by_leaf import for_each as for_each
 from clipgrad._arrays.calls import explain_call as explain_call
+from clipgrad._arrays.lookups import Findings as Findings
+from clipgrad._arrays.lookups import answers_lookups as answers_lookups
+from clipgrad._arrays.lookups import nearest_word as nearest_word
 from clipgrad._arrays.losses import check_scalar as check_scalar
 from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName
@@ -48,6 +51,7 @@ from clipgrad._arrays.overwritten import overwrite as overwrite
 from clipgrad._arrays.overwritten import split_overwritten as split_overwritten
 from clipgrad._arrays.overwritten import zeros_for as zeros_for
 from clipgrad._arrays.patterns import Pattern as Pattern
+from clipgrad._arrays.patterns import Patterns as Patterns
 from clipgrad._arrays.patterns import check_pattern as check_pattern
 from clipgrad._arrays.patterns import decided as decided
 from clipgrad._arrays.patterns import is_pattern as is_pattern
@@ -89,11 +93,15 @@ from clipgrad._arrays.trees import is_clippable as is_clippable
 from clipgrad._arrays.trees import is_complex as is_complex
 from clipgrad._arrays.trees import is_float_array as is_float_array
 from clipgrad._arrays.trees import is_none as is_none
+from clipgrad._arrays.trees import leaf_names as leaf_names
+from clipgrad._arrays.trees import leaf_paths as leaf_paths
+from clipgrad._arrays.trees import leaves_with_keys as leaves_with_keys
 from clipgrad._arrays.trees import map_clippable as map_clippable
 from clipgrad._arrays.trees import parameters_like as parameters_like
 from clipgrad._arrays.trees import partition as partition
 from clipgrad._arrays.trees import parts_below as parts_below
 from clipgrad._arrays.trees import path_string as path_string
+from clipgrad._arrays.trees import shown as shown
 from clipgrad._arrays.trees import wide_dtype as wide_dtype
 from clipgrad._arrays.trees import widened_leaf as widened_leaf
 from clipgrad._arrays.trees import with_clippable as with_clippable

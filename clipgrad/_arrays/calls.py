@@ -14,52 +14,64 @@ Explained = TypeVar("Explained", bound=Callable[..., Any])
 # A keyword here, and those of optax, torch, jax.test_util, Paddle, a trainer, or another function
 # here that stand for it. Those that are spelled much alike, as ``no_grad_set``, need no row.
 _WORDS = {
-    "accumulate": "accumulation_steps every_k_schedule gradient_accumulation_steps grad_accum "
-    "num_microbatches",
+    "accumulate": "accumulation_steps every_k_schedule gradient_accumulation "
+    "gradient_accumulation_steps grad_accum micro_batches microbatches num_microbatches",
     "argnums": "argnum wrt",
     "axis": "axes dim dims",
     "axis_name": "pmap_axis_name",
+    "by": "group group_by groupby level",
     "clipping": "clip_factor clipping_factor clipping_threshold lam lambda_ threshold",
     "decay": "alpha beta ema_decay momentum",
     "delta": "check_eps eps numeric_grad_delta step",
+    "directory": "dir folder logdir path save_dir",
     "error_clip": "error_clip_by_name rules",
     "fun": "f fn func function loss loss_fn",
     "grads": "grad gradients updates",
     "inner": "opt optim optimizer tx",
     "inputs": "input rule rules",
+    "judge": "criterion metric monitor on",
+    "like": "item params target template",
     "loss_fn": "f fn fun func loss loss_function",
-    "max": "a_max clip clip_value clip_value_max clipping_threshold limit max_delta max_norm "
+    "max": "a_max clip clip_value clip_value_max clipping_threshold high limit max_delta max_norm "
     "max_value threshold upper",
     "max_norm": "clip clip_grad_norm clip_norm clipping_threshold grad_clip grad_clip_norm "
-    "gradient_clip_norm gradient_clip_val l2_clip_norm l2_norm_clip limit max max_grad_norm "
-    "threshold",
+    "gradient_clip_norm gradient_clip_val l2_clip l2_clip_norm l2_norm_clip limit max "
+    "max_grad_norm threshold",
     "microbatch": "batch_size chunk_size microbatch_size",
-    "min": "a_min clip_value_min lower min_value",
+    "min": "a_min clip_value_min low lower min_value",
     "mode": "fast_mode",
+    "names": "map mapping name_map rename",
     "optimizer": "inner opt optim tx",
     "ord": "norm_type order p",
+    "other_args": "args2 args_other",
+    "path": "file file_name filename",
     "percentile": "p q quantile",
     "raise_on_failure": "raise_exception",
+    "raise_on_halt": "raise_error raise_exception",
     "reduce": "reduction",
     "rtol": "atol tol tolerance",
-    "rules": "error_clip error_clip_by_name rule",
+    "rules": "clip clips error_clip error_clip_by_name rule",
     "sigma": "num_std std z z_threshold zscore",
     "skip": "check_batched_grad",
+    "stacked": "layer_axis layers scan scanned",
     "threshold": "clipping clipping_threshold max max_norm",
     "tolerance": "atol rtol tol",
     "tree": "grads gradients updates",
     "watch": "names watch_values",
     "watch_values": "names watch",
     "where": "filter mask need_clip",
+    "window": "history history_len history_length length maxlen window_size",
     "wrt": "argnum argnums input_to_check inputs_to_check",
-    "z": "sigma z_thresh z_threshold",
+    "z": "sigma threshold z_thresh z_threshold",
 }
 ELSEWHERE = {name: words.split() for name, words in _WORDS.items()}
 # Keywords whose value is another one here, with the keyword that they stand for.
 _VALUES = {
     "error_if_nonfinite": ("nonfinite", lambda value: '"error"' if value else '"propagate"'),
-    "exclude": ("where", lambda value: repr(f"!{value}") if isinstance(value, str) else "..."),
+    **dict.fromkeys(("exclude", "ignore", "skip_names"), ("where", lambda value: _left_out(value))),
 }
+# What functions return that has a state, and so an ``init``, which is asked for in chains, too.
+_HAVE_INIT = ("GradientTransformationExtraArgs", "TrainStep")
 # A rule that has a field, and the clip of it, for calls with the field instead of a rule.
 _RULES = {
     "max_norm": ("ClipByGlobalNorm", "clip_by_global_norm"),
@@ -69,6 +81,14 @@ _RULES = {
 
 
 _REQUIRED = inspect.Parameter.empty
+
+
+def _left_out(names: Any) -> str:
+    """The patterns that leave out what these names select."""
+    if isinstance(names, str):
+        return repr(f"!{names}")
+    are_names = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
+    return repr(tuple(f"!{name}" for name in names)) if are_names else "..."
 
 
 def explain_call(
@@ -100,11 +120,25 @@ def explain_call(
                 raise
 
         if function is target:
+            if getattr(called.signature.return_annotation, "__name__", "") in _HAVE_INIT:
+                setattr(explained, "init", _refused_init(called.name))  # noqa: B010
             return explained
         target.__init__ = explained
         return target
 
     return decorate
+
+
+def _refused_init(name: str) -> Callable[..., Any]:
+    """What stands for ``init`` of a function that returns something that has it."""
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise TypeError(
+            f"{name}: got the function, expected what it returns; call it first, as in {name}(...)"
+        )
+
+    return init
 
 
 class Signature:
@@ -121,13 +155,13 @@ class Signature:
         """The error of a call that does not fit; empty for one that does."""
         if fits(self.signature, args, kwargs):
             return ""
-        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self.known.values()):
-            return ""
         if self.owner and not self._is_of_owner(args):
             return (
                 "got a call on the class, expected one on an object of it; write the class with "
                 f"its arguments, such as {self.owner}(...)"
             )
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self.known.values()):
+            return ""
         args = args[bool(self.owner) :]
         if wrong := next((name for name in kwargs if name not in self.known), None):
             return self._wrong_keyword(wrong, args, kwargs, keywords)
@@ -161,10 +195,16 @@ class Signature:
             return f'{got}, expected rules={{"{wrong}": ...}}'
         if call := self._with_rule(wrong, value):
             return f"{got}, expected a rule with it; write {call}"
+        near = self._spelled_like(wrong)
+        expected = f"{near}={value}" if near else f"some of {', '.join(self.known)}"
+        return f"{got}, expected {expected}"
+
+    def _spelled_like(self, wrong: str) -> str:
+        """The parameter that a keyword, or a word for it elsewhere, is spelled like; or empty."""
+        words = {word: name for name in self.known for word in ELSEWHERE.get(name, ())}
         near = difflib.get_close_matches(wrong, self.known, 1)
-        if not near:
-            return f"{got}, expected some of {', '.join(self.known)}"
-        return f"{got}, expected {near[0]}={value}"
+        like = difflib.get_close_matches(wrong, words, 1, cutoff=0.85)
+        return next(iter([*near, *map(words.__getitem__, like)]), "")
 
     def _with_rule(self, word: str, value: str) -> str:
         """The call with a rule that has this field, for a function of a rule; or empty."""
@@ -188,7 +228,8 @@ class Signature:
         got = f"got {len(args)} positional arguments, expected"
         first = self.positional.index("args") if self._takes_arguments() else 0
         if first and not instead and not isinstance(args[first], tuple):
-            call = self._with_arguments(args[0], args[first:])
+            behind = len(self._required_behind())  # such as a path, which stays where it is
+            call = self._with_arguments(args[0], args[first : len(args) - behind])
             return f"{got} those of {self.positional[0]} in one tuple; write {call}"
         by_name = [f"{name}=" for name in self.known if name not in self.positional]
         hint = instead or (f"write the others by name, of {', '.join(by_name)}" if by_name else "")
@@ -226,8 +267,13 @@ class Signature:
         """The call with the arguments in a tuple."""
         first = self.positional.index("args")
         before = ["loss" if not callable(fun) else self.positional[0], *self.positional[1:first]]
-        after = [n for n in self.positional[first + 1 :] if self.known[n].default is _REQUIRED]
-        return f"{self.name}({', '.join([*before, whole_tuple_of(fun, values), *after])})"
+        written = [*before, whole_tuple_of(fun, values), *self._required_behind()]
+        return f"{self.name}({', '.join(written)})"
+
+    def _required_behind(self) -> list[str]:
+        """The parameters without a default that come behind the tuple of arguments."""
+        behind = self.positional[self.positional.index("args") + 1 :]
+        return [name for name in behind if self.known[name].default is _REQUIRED]
 
 
 def _as_written(value: Any) -> str:

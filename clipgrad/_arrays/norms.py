@@ -24,6 +24,7 @@ from clipgrad._arrays.numbers import (
     in_one_program,
     nan_unless,
     over,
+    real_or_absolute,
     real_product,
     square,
     times,
@@ -46,10 +47,9 @@ from clipgrad._arrays.sums import (
     joined_leaves,
     unless_out_of_range,
 )
-from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described
+from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described, shown
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._errors import warn
-from clipgrad._sharding import broadcast_like
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
 AxisName = str | Sequence[str] | PartitionSpec | None
@@ -107,16 +107,12 @@ class _Kind(NamedTuple):
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
     r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
 
-    Guarantees:
-      * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
-        dtype, and the result has that dtype.
-      * A finite tree whose squares over- or underflow still has the right norm. Only subnormal
-        elements (below 1.2e-38 in float32) may count as 0, as XLA takes them on most devices.
-      * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
-      * Its derivative is finite everywhere; at zero it is 0.
-      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
-        PRNG-key leaves are not counted; complex leaves count with their absolute values.
-      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
+      Array(5., dtype=float32)
+      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
+      Array(600., dtype=float32)
 
     Args:
       tree: a pytree of gradients.
@@ -137,12 +133,16 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
     Raises:
       ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
-      Array(5., dtype=float32)
-      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
-      Array(600., dtype=float32)
+    Guarantees:
+      * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
+        dtype, and the result has that dtype.
+      * A finite tree whose squares over- or underflow still has the right norm. Only subnormal
+        elements (below 1.2e-38 in float32) may count as 0, as XLA takes them on most devices.
+      * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
+      * Its derivative is finite everywhere; at zero it is 0.
+      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
+        PRNG-key leaves are not counted; complex leaves count with their absolute values.
+      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
     """
     warn_of_parts("global_norm", clippable_leaves(tree), axis_name)
     check_is_tree("tree", tree, "global_norm(jax.grad(loss)(params, batch))")
@@ -228,11 +228,32 @@ def group_norms(
     """For each group the norms of its members, the leaves at these places, over their axes.
 
     ``axes`` has the axes of each leaf, ``None``: all. The leaves of a group keep the same others.
-    Norms are constants to differentiation.
+    Norms are constants to differentiation, in the widest dtype that a norm of a leaf has. A CPU
+    alone adds up in float64, in whose range all squares of float32 are: a hundred groups compile
+    like plain sums.
     """
-    fixed = list(map(jax.lax.stop_gradient, leaves))
+    if not leaves:
+        return []
+    dtype = widest(leaves)
+    fixed = [real_or_absolute(with_real_dtype(jax.lax.stop_gradient(x), dtype)) for x in leaves]
     groups = Groups(tuple(axes), tuple(map(tuple, members)), mapped_names(axis_name))
-    return [norm.value for norm in _norms_of_squares(groups, (1.0,) * len(members), fixed)]
+    cpu = functools.partial(_norms_of_wide_sums, groups) if dtype == "float32" else None
+    return added_up(three_squares, fixed, groups, _value_of_three, cpu)
+
+
+def _norms_of_wide_sums(groups: Groups, _: Arrays, leaves: Arrays) -> list[jax.Array]:
+    with jax.enable_x64(True):
+        sums = groups.sums_of(_wide_sum, leaves)
+        return [jnp.sqrt(x).astype(jnp.float32) for x in groups.totals(sums, leaves)]
+
+
+def _wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(leaf.astype(jnp.float64)), axis=axes, keepdims=keep)
+
+
+def _value_of_three(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
+    total, scale = in_range(down, plain, up)
+    return jnp.sqrt(total) / scale
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
@@ -280,7 +301,7 @@ def check_order(name: str, ord: float) -> float:
         ord = ord.item()
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(
-            f"{name}: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or "
+            f"{name}: got {shown(ord)}, expected a number in (0, inf], not a tracer, such as 2 or "
             "jnp.inf; for optax.inject_hyperparams name it in static_args"
         )
     return int(ord) if ord < math.inf and ord == int(ord) else float(ord)
@@ -377,9 +398,6 @@ def _scaled_sums(groups: Groups, plain: Arrays, leaves: Arrays) -> list[jax.Arra
 
 
 def _scaled_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array, plain: jax.Array) -> jax.Array:
-    if not keep and plain.ndim:
-        front = tuple(i % leaf.ndim for i in axes)
-        plain = broadcast_like(jnp.expand_dims(plain, front), leaf)
     return jnp.sum(scaled_square(leaf, plain), axis=axes, keepdims=keep)
 
 

@@ -109,9 +109,12 @@ def _instead_of(text: str) -> str:
 
 def advice(pattern: Pattern) -> str:
     """A hint for a pattern that matches nothing; "" if none is known."""
-    excluded = _EXCLUSION.fullmatch(pattern) if isinstance(pattern, str) else None
-    if excluded is None:
+    if not isinstance(pattern, str):
         return ""
+    excluded = _EXCLUSION.fullmatch(pattern)
+    if excluded is None:
+        several = tuple(re.split(r"[,;]\s*|\s+", pattern.strip()))
+        return f"; for several write {several}" if len(several) > 1 else ""
     word = excluded["word"]
     return f'; for all but {word} write "!{word}", or re.compile("^(?!.*{word})")'
 

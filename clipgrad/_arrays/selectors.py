@@ -1,8 +1,8 @@
 """Selections of leaves: `where`, patterns, and what is said if they are empty."""
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -21,7 +21,16 @@ from clipgrad._arrays.patterns import (
 )
 from clipgrad._arrays.trees import check_tree, is_clippable, is_none, parts_below, with_paths
 
-Where = Any | Callable[[Any], Any] | Patterns | None
+
+class _Dataclass(Protocol):
+    """A tree of booleans in the form of a model, such as an Equinox module."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# A tree of booleans: a prefix of the tree whose leaves it selects.
+Mask = bool | Mapping[Any, Any] | Sequence[Any] | _Dataclass
+Where = Patterns | Mask | Callable[[Any], Any] | None
 
 
 def unboxed(path: str) -> str:
@@ -128,7 +137,7 @@ def _flags(mask: Any, tree: Any, name: str) -> list[bool]:
         if flag is not None and not isinstance(flag, (bool, np.bool_)):
             raise TypeError(
                 f"{name}: got {flag!r} of type {type(flag).__name__} in the mask, expected True or "
-                "False for each leaf or subtree"
+                'False for each leaf or subtree; or write patterns such as "head" or ("head", "w")'
             )
     parts = parts_below(name, "a mask", prefix, tree)
     if any(flag is None and jax.tree.leaves(part) for flag, part in zip(each, parts, strict=True)):

@@ -165,8 +165,8 @@ def added_up(
     leaves: Arrays,
     groups: Groups,
     finish: Callable[..., Any],
-    by_branch: Callable[[Arrays, Arrays], Any],
-    by_gpu_branch: Callable[[Arrays, Arrays], Any] | None = None,
+    cpu: Callable[[Arrays, Arrays], Any] | None,
+    gpu_columns: Callable[[Arrays, Arrays], Any] | None = None,
     plain: Arrays = (),
     counts: Sequence[float] = (),
 ) -> Any:
@@ -179,9 +179,8 @@ def added_up(
       groups: which of them, or which of their slices, are added up together.
       finish: a function of the group's count, if there are counts, and of the total of each term,
         element by element.
-      by_branch: the same on a CPU: a function of ``plain`` and the leaves, for which see
-        `unless_out_of_range`.
-      by_gpu_branch: the same on a GPU, of sums that are not over rows.
+      cpu: the same on a CPU: a function of ``plain`` and the leaves; see `unless_out_of_range`.
+      gpu_columns: the same on a GPU, of sums that are not over rows.
       plain: the total of the second term of each group, if the program has it anyway.
       counts: a number for each group.
     """
@@ -189,11 +188,11 @@ def added_up(
     apart = functools.partial(added_up_apart, terms, **each)
     if fit_one_reduction(leaves, groups.axes):
         gpu = functools.partial(_together, terms, **each)
-    elif by_gpu_branch is not None and on_one_device(leaves):
-        gpu = by_gpu_branch
+    elif gpu_columns and on_one_device(leaves):
+        gpu = gpu_columns
     else:
         gpu = functools.partial(apart, launched=True)
-    return by_platform(list(plain), list(leaves), cpu=by_branch, gpu=gpu, default=apart)
+    return by_platform(list(plain), list(leaves), cpu=cpu or apart, gpu=gpu, default=apart)
 
 
 def fit_one_reduction(leaves: Arrays, axes: Sequence[Axes]) -> bool:

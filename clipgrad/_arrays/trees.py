@@ -71,6 +71,11 @@ def described(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
 
 
+def shown(x: Any) -> str:
+    """A number or a text as it is written, and anything else by its type: no arrays in messages."""
+    return repr(x) if isinstance(x, bool | int | float | complex | str | None) else described(x)
+
+
 def _in_jax(dtype: np.dtype) -> bool:
     """Whether JAX has a dtype of NumPy."""
     if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.bool_):
@@ -248,16 +253,54 @@ def parameters_like(tree: Any, params: Any) -> list[Any]:
     return [w for leaf, w in zip(leaves, others, strict=True) if is_clippable(leaf)]
 
 
+def leaves_with_keys(
+    tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree with their keys; what a box of flax holds stands instead of the box.
+
+    So the kernel of a layer is at ``layers[0].kernel`` in a model of flax NNX, in its state and in
+    its gradient, and with a sharding or without. All names and paths of leaves come from here.
+    """
+    boxes = _boxes()
+    is_cut = lambda x: is_leaf(x) or isinstance(x, boxes)  # noqa: E731
+    found = []
+    for keys, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_cut)[0]:
+        if is_leaf(part) or not isinstance(part, boxes):
+            found.append((keys, part))
+            continue
+        inside = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_leaf)[0]
+        first = int(len({own[:1] for own, _ in inside}) == 1)
+        found += [((*keys, *own[first:]), leaf) for own, leaf in inside]
+    return found
+
+
+def _boxes() -> tuple[type, ...]:
+    """The classes of flax that hold an array beside what is known of it."""
+    names = ("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata")
+    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
+    return tuple(kind for kind in found if kind is not None)
+
+
 def path_string(path: Any) -> str:
     """The path of a leaf as text: ``"layers/0/kernel"``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaf_names(root: str, tree: Any) -> list[str]:
+    """The names of the leaves of a tree, called ``root``, as one writes them: ``args[0]['w']``."""
+    return [root + jax.tree_util.keystr(keys) for keys, _ in leaves_with_keys(tree)]
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The paths of the leaves of a tree, as patterns have them: ``0/w``."""
+    return [path_string(keys) for keys, _ in leaves_with_keys(tree)]
 
 
 def donated_leaf(tree: Any) -> str | None:
     """The place of the first array that a function has overwritten, as ``[0]['w']``, or None."""
     if not any(map(_is_deleted, jax.tree.leaves(tree))):  # paths would be dear in each step
         return None
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    entries = leaves_with_keys(tree)
     return next(jax.tree_util.keystr(path) for path, leaf in entries if _is_deleted(leaf))
 
 
@@ -267,5 +310,4 @@ def _is_deleted(leaf: Any) -> bool:
 
 def with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of ``tree``, ``None`` included, with their paths."""
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
-    return [(path_string(path), leaf) for path, leaf in entries]
+    return [(path_string(path), leaf) for path, leaf in leaves_with_keys(tree, is_none)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._arrays.trees import described, is_array
+from clipgrad._arrays.trees import described, is_array, shown
 
 
 def fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -49,6 +49,11 @@ def check_arguments(fun: Any, args: Any, kwargs: Any = None) -> None:
             f"fun: got {described(fun)}, expected a function; it comes first, write (fun, args)"
         )
     check_is_function(fun)
+    if "params" in getattr(args, "_fields", ()):
+        raise TypeError(
+            f"args: got the state {type(args).__name__}, expected the tuple of arguments; write "
+            "(state.params, batch)"
+        )
     if isinstance(args, tuple):
         if kwargs is not None and not isinstance(kwargs, Mapping):
             is_option = isinstance(kwargs, bool | int | float | str)
@@ -65,6 +70,11 @@ def check_arguments(fun: Any, args: Any, kwargs: Any = None) -> None:
         raise TypeError(
             "args: got the arguments of fun one by one, expected a tuple of them; write "
             f"{_tuple_of(fun, (args, kwargs))}"
+        )
+    if isinstance(getattr(type(args), "args", None), property):  # a capture
+        raise TypeError(
+            f"args: got {described(args)}, expected a tuple; write its arguments, "
+            f"{type(args).__name__.lower()}.args"
         )
     values, one = (args, "") if isinstance(args, list) else ([args], "for one argument ")
     written, whole = _tuple_of(fun, values), whole_tuple_of(fun, values)
@@ -149,9 +159,7 @@ def check_is_function(fun: Any, name: str = "fun") -> None:
     instead = _instead_of(fun)
     if instead is None:
         return
-    is_plain = isinstance(fun, bool | int | float | str)
-    got = repr(fun) if is_plain else described(fun)
-    got = f"the class {fun.__name__}" if isinstance(fun, type) else got
+    got = f"the class {fun.__name__}" if isinstance(fun, type) else shown(fun)
     raise TypeError(f"{name}: got {got}, expected a function{instead and '; '}{instead}")
 
 

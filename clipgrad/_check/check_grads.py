@@ -1,7 +1,7 @@
 """`check_grads`: check a gradient, and name the element that is wrong."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -10,20 +10,20 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu, check_behavior
+from clipgrad._check.checked_function import (
+    DONATED,
+    CheckedFunction,
+    checked_function,
+    donated_arguments,
+    require_arrays,
+)
 from clipgrad._check.checked_point import CheckedPoint
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
-from clipgrad._check.options import Options
+from clipgrad._check.options import Check, Mode, Options
 from clipgrad._check.points import Point, cotangents, further
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, percent
 from clipgrad._check.selection import Selector
-from clipgrad._check.subject import (
-    DONATED,
-    CheckSubject,
-    donated_arguments,
-    make_subject,
-    require_arrays,
-)
 from clipgrad._check.theirs import NotNearby, TheirError, theirs
 from clipgrad._check.untested import note_stops, note_unused_rules
 from clipgrad._check.values import check_point, on_another_device
@@ -49,8 +49,8 @@ def check_grads(
     wrt: Selector | None = None,
     no_grad: Selector | None = None,
     output: Selector | None = None,
-    order: int = 1,
-    mode: str = "auto",
+    order: Literal[1, 2] = 1,
+    mode: Mode = "auto",
     max_relative_error: float | None = None,
     tolerance: float | None = None,
     min_verified: float | None = None,
@@ -60,96 +60,9 @@ def check_grads(
     seed: int = 0,
     cotangent: Any = None,
     raise_on_failure: bool = True,
-    skip: Sequence[str] = (),
+    skip: Check | Sequence[Check] = (),
 ) -> GradCheckReport:
-    """Check the VJP of a function by three witnesses, and how it behaves.
-
-    For random dense cotangents u there are, at each element of the gradient of <u, f(x)>, the rule
-    as it is written, plain AD with all rules stripped, and slopes of f, all in float64 for every
-    dtype of f. Where rule and slopes agree, the element is right. Where plain AD and slopes agree
-    and the rule does not, it is wrong. Where rule and plain AD agree and slopes do not, it is
-    disputed: a failure where the function is smooth, with a rule of the user's or without, and a
-    note at kinks and jumps. Without plain AD slopes decide. The gradient as `jax.vjp` computes it
-    must then be the rule's. Two numbers agree if they are apart by no more than::
-
-        rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times one measured rounding,
-
-    with 8 eps in float16 and 4 eps in bfloat16. In float64 rtol is 1e-6. For the gradient as it is
-    computed it follows the narrowest type that f computes in: 5e-4 for float32, 1e-2 for float16,
-    5e-2 for bfloat16. Where f cannot run in float64, slopes in its own type judge the gradient: in
-    float32 to ten times this, in half precision each leaf along several directions to what these
-    show, a quarter at most. The report says first to what share it judged.
-
-    Guarantees:
-      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
-        run; a report in which nothing was verified is not ok. An element that is off by more than a
-        quarter of itself and its leaf is not verified, though rounding explains it.
-      * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
-        equal maxima, are also moved together.
-      * At a further point nothing is equal, zero or symmetric; only where plain AD does not have
-        the function's slopes there, this stays, and a note says so.
-      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them, in float64
-        and in the function's own type; a note names the user's lines.
-      * A rule that no point ran, or that met no cotangent but zero, is a note that names its line.
-      * A failure names the rule's line, and says whether its formula or its arithmetic is wrong.
-      * The same seed gives the same report. The number of evaluations of a right function does not
-        depend on the number of its elements. A fault of the checker itself is raised as an error.
-
-    ===========  ===================================================================================
-    check        requirement
-    ===========  ===================================================================================
-    value        every element of the gradient, by three witnesses
-    primal       value, dtype and shape of the function called and differentiated are the same
-    cotangent    dtype, shape and structure are as of the input; float0 for integers
-    finite       the value and the gradient are finite
-    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
-    determinism  a second run is bit-identical, on CPUs
-    jit, vmap    compiled and batched gradients equal the eager ones
-    points       the gradient is right at a second point, and then again at the first
-    outputs      single outputs, and single inputs where a rule is told, have their parts of it
-    devices      the gradient of each kind of device has the numbers that judge the first one's
-    ===========  ===================================================================================
-
-    Without a custom rule ``vmap`` and ``outputs`` would test JAX, and they are not run where values
-    are wrong.
-
-    Args:
-      fun: the function, of any trees of arrays, to any tree of arrays.
-      args: the tuple of its positional arguments: the point.
-      kwargs: its keyword arguments; their arrays are checked too.
-      wrt: which inputs to check: an argument's position or name, a pattern of leaves such as
-        ``params/w``, ``blocks/*/kernel`` or ``!head``, or several of these; None for all.
-      no_grad: which inputs to leave out, written the same way.
-      output: which outputs to check: a position, key or pattern, or several; None for all.
-      order: 2 to check the second derivative as well, the VJP of the VJP.
-      mode: "auto" looks at single elements where rule and plain AD are apart, and at the rest
-        together; "full" moves every element by itself.
-      max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
-        denominator where ``|numeric| < 1e-3``, may not exceed it at any element.
-      tolerance: a relative error, of the element or its leaf, that stands in for rtol everywhere:
-        for rules in low precision, random rounding, loops that stop by their numbers.
-      min_verified: the least share of the elements to be verified, those at kinks left out; a half
-        if it is None. Fewer is a failure.
-      time_budget: seconds after which what is left is reported as not verified or not run.
-      devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
-        devices here. What is missing, or holds the function elsewhere, is reported as not run.
-      points: the number of points to check.
-      seed: the seed of the cotangents, directions and further points.
-      cotangent: the cotangent u instead of random ones, a tree like the chosen outputs or an array
-        for a single one, as in `numerical_grad`. An error that it does not see is not found.
-      raise_on_failure: False to return the report also if the check fails.
-      skip: checks of the table to switch off, such as "linearity" for a function that clips on
-        purpose.
-
-    Returns:
-      The report.
-
-    Raises:
-      GradCheckError: the gradient is wrong, or nothing was verified; it has the report.
-      TypeError: ``args`` is not a tuple, an argument is unknown, or the call is inside of
-        ``jax.jit`` or another transformation.
-      ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
-        function cannot be evaluated near the point.
+    """Checks a gradient against finite differences, and names the element that is wrong.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -161,6 +74,107 @@ def check_grads(
       >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
       >>> print(report.failures[0].detail.split("; ")[2])
       analytic/numeric is 0.5 throughout
+
+    Args:
+      fun: the function to check. It takes and returns any trees of arrays.
+      args: the tuple of its positional arguments, which is the point to check at; for one argument
+        ``(x,)``.
+      kwargs: its keyword arguments; their arrays are checked too.
+      wrt: the inputs to check: the position or name of an argument, a pattern of leaves such as
+        ``"params/w"``, ``"blocks/*/kernel"`` or ``"!head"``, or several of these; ``None``: all.
+      no_grad: the inputs to leave out, written the same way.
+      output: the outputs to check: a position, key or pattern, or several; ``None``: all.
+      order: 1, or 2 to check the second derivative as well, which is the VJP of the VJP.
+      mode: ``"auto"`` moves single elements where your rule and plain autodiff differ, and the
+        others together; ``"full"`` moves every element by itself.
+      max_relative_error: Paddle's criterion, beside the tolerances below: at no element may
+        ``|numeric - analytic| / |numeric|`` be larger, or ``|numeric - analytic|`` where
+        ``|numeric| < 1e-3``.
+      tolerance: a relative error, from 0 to 1, in place of ``rtol`` below everywhere: for rules in
+        low precision, random rounding, and loops that stop by their numbers.
+      min_verified: the smallest share of the elements to verify, from 0 to 1, without those at
+        kinks; ``None``: a half. A smaller share is a failure.
+      time_budget: seconds, after which the elements and checks that are left are reported as not
+        verified or not run; ``None``: no limit.
+      devices: the kinds of device to compute the gradient on, such as ``("cpu", "gpu")``; ``None``:
+        all that are here. A kind that is missing, or that cannot run the function since it holds
+        arrays elsewhere, is reported as not run.
+      points: the number of points to check at: the one in ``args``, and others nearby.
+      seed: the seed of the random cotangents, directions and further points.
+      cotangent: the cotangent of the outputs, instead of random ones: a tree like the chosen
+        outputs, or an array for a single output. Errors that do not change this one product are not
+        found.
+      raise_on_failure: ``False``: return the report also if the check fails.
+      skip: the checks of the table below to leave out, such as ``"linearity"`` for a function that
+        clips on purpose.
+
+    Returns:
+      A `GradCheckReport`; ``print`` it.
+
+    Raises:
+      GradCheckError: the gradient is wrong, or nothing was verified. Its ``report`` has the
+        details.
+      TypeError: ``args`` is not a tuple, an argument is unknown, or the call is inside of
+        ``jax.jit`` or another transformation.
+      ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
+        function cannot be evaluated near the point.
+
+    For random dense cotangents u, `check_grads` computes each element of the gradient of <u, f(x)>
+    in three ways: by your rule as it is written, by plain autodiff with all custom rules stripped,
+    and by finite differences of f. All three run in float64, whatever the dtype of f. An element is
+
+    * right where the rule and the differences agree;
+    * wrong where plain autodiff and the differences agree, and the rule does not;
+    * disputed where the rule and plain autodiff agree, and the differences do not. That is a
+      failure where the function is smooth, with or without a custom rule, and a note at kinks and
+      jumps.
+
+    Where plain autodiff is not possible, the differences decide. The gradient as `jax.vjp` computes
+    it
+    must then equal that of the rule. Two numbers agree if they differ by at most ::
+
+        rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times the measured rounding error,
+
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 ``rtol`` is 1e-6. For the gradient as it
+    is computed, the narrowest dtype inside f sets it: 5e-4 for float32, 1e-2 for float16, 5e-2 for
+    bfloat16. If f cannot run in float64, the differences are taken in its own dtype: they check a
+    float32 gradient to ten times this tolerance, and in half precision each leaf along several
+    directions, to the precision that these show, a quarter at most. The report begins with it.
+
+    ===========  ===================================================================================
+    check        requirement
+    ===========  ===================================================================================
+    value        every element of the gradient is right, as above
+    primal       value, dtype and shape of the function called and differentiated are the same
+    cotangent    dtype, shape and structure are as of the input; float0 for integers
+    finite       the value and the gradient are finite
+    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
+    determinism  a second run is bit-identical, on CPUs
+    jit, vmap    compiled and batched gradients equal the eager ones
+    points       the gradient is right at a second point, and then again at the first
+    outputs      one output alone, or one input of a rule with symbolic zeros, has its part of it
+    devices      the gradient on each further kind of device agrees like that on the first
+    ===========  ===================================================================================
+
+    Without a custom rule ``vmap`` and ``outputs`` would test JAX, so they do not run; nor do they
+    where values are wrong.
+
+    Guarantees:
+      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
+        run; a report in which nothing was verified is not ok. An element that is off by more than a
+        quarter of itself and its leaf is not verified, even if rounding explains it.
+      * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
+        equal maxima, are also moved together.
+      * At a further point no inputs are equal, zero or symmetric. If the function needs such
+        inputs, they stay, and a note says so.
+      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them, in float64
+        and in the function's own dtype; a note names your lines.
+      * If no point ran a rule, or the rule met no cotangent but zero, a note names the line of the
+        rule.
+      * A failure names the line of the rule, and says whether the formula or the arithmetic is
+        wrong.
+      * The same seed gives the same report. The number of evaluations of a right function does not
+        depend on the number of its elements. A fault of the checker itself is raised as an error.
 
     References:
       PaddlePaddle, Auto Gradient Checker Design, 2017,
@@ -176,33 +190,33 @@ def check_grads(
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
 
-    def subject_on(device: Any):
+    def function_on(device: Any):
         own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
-        return make_subject(fun, own_args, own_kwargs, wrt, no_grad, output)
+        return checked_function(fun, own_args, own_kwargs, wrt, no_grad, output)
 
     with jax.default_matmul_precision("highest"), np.errstate(all="ignore"):
-        _check(subject_on, found.there, log)
+        _check(function_on, found.there, log)
     report = log.report()
     if raise_on_failure and not report.ok:
         raise GradCheckError(report)
     return report
 
 
-def _check(subject_on: Callable, there: Mapping[str, Any], log: Log) -> None:
+def _check(function_on: Callable, there: Mapping[str, Any], log: Log) -> None:
     """All checks on the first device that can run the function; the others' gradients."""
     others = dict(there)
     for kind, device in there.items():
         del others[kind]
         with jax.default_device(device):
-            if others and _is_bound(subject_on, device):  # else no other can run it
+            if others and _is_bound(function_on, device):  # else no other can run it
                 log.not_run[f"device {kind}"] = BOUND
                 continue
             log.devices.append(kind)
-            found = _checked(subject_on(device), log)
+            found = _checked(function_on(device), log)
         log.failures = [_with_device(f, kind) if others else f for f in log.failures]
         for other, where in others.items():
             if found and "devices" not in log.options.skip and log.has_time("devices"):
-                _check_device(found, subject_on, other, where, log)
+                _check_device(found, function_on, other, where, log)
         return
 
 
@@ -212,11 +226,11 @@ def _with_device(failure: Failure, kind: str) -> Failure:
     return failure._replace(detail=text) if failure.check == "value" else failure
 
 
-def _is_bound(subject_on: Callable, device: Any) -> bool:
+def _is_bound(function_on: Callable, device: Any) -> bool:
     """Whether a function does not run here since it is bound to other devices than its inputs'."""
     try:
-        subject = theirs(subject_on, device)
-        vjp = differentiated(subject, subject.inputs)
+        function = theirs(function_on, device)
+        vjp = differentiated(function, function.inputs)
         theirs(vjp.pull, vjp.outputs)
     except TheirError as error:
         text = f"{type(error.original).__name__} {error.original}"
@@ -224,47 +238,47 @@ def _is_bound(subject_on: Callable, device: Any) -> bool:
     return False
 
 
-def _checked(subject: CheckSubject, log: Log) -> CheckedPoint | None:
+def _checked(function: CheckedFunction, log: Log) -> CheckedPoint | None:
     """All checks on one device; what the function raises where it did not before is a failure."""
     try:
-        return _check_there(subject, log)
+        return _check_there(function, log)
     except NotNearby as error:
         reasons = "; ".join([f"it raises {error}", *log.notes])
         text = f"the function cannot be evaluated at a point nearby: {reasons}"
         raise ValueError(text) from error.original
     except TheirError as error:
         detail = f"it raises {error} when it is called again"
-        log.failures.append(Failure("determinism", subject.names[0], detail))
+        log.failures.append(Failure("determinism", function.names[0], detail))
         return None
 
 
-def _check_there(subject: CheckSubject, log: Log) -> CheckedPoint | None:
+def _check_there(function: CheckedFunction, log: Log) -> CheckedPoint | None:
     """All checks on one device, in order; each writes to the log."""
-    if donated := donated_arguments(subject):
+    if donated := donated_arguments(function):
         log.failures.append(Failure("determinism", donated[0], DONATED.format(", ".join(donated))))
         return None
-    log.kinds = np.full(int(vectors.offsets(subject.inputs)[-1]), np.int8(UNSEEN))
-    vjp = _differentiated(subject, log)
+    log.kinds = np.full(int(vectors.offsets(function.inputs)[-1]), np.int8(UNSEEN))
+    vjp = _differentiated(function, log)
     if vjp is None:
         return None
-    covectors = _covectors(subject, log)
+    covectors = _covectors(function, log)
     gradient = vjp.rows(covectors)  # before a trace, which may change the function's state
-    of = _witnesses(subject, log) if log.has_time("value") else None
+    of = _witnesses(function, log) if log.has_time("value") else None
     if of is None:
         return None
     is_still = _masks(of, vjp, covectors)
     if is_still.any():
         covectors = np.where(is_still, 0.0, covectors)
         gradient = vjp.rows(covectors)
-    point = Point(of, vjp, subject.inputs, covectors, log, gradient)
-    log.fail(contract.finite_gradient(subject, point.finite))
+    point = Point(of, vjp, function.inputs, covectors, log, gradient)
+    log.fail(contract.finite_gradient(function, point.finite))
     found = check_point(point, log)
     log.kinds = found.kinds
-    log.errors = dict(zip(subject.names, found.errors(), strict=True))
+    log.errors = dict(zip(function.names, found.errors(), strict=True))
     log.fail(found.failures())
     log.notes += found.notes()
     _note_half_precision(of, log)
-    note_stops(subject.program, log)
+    note_stops(function.program, log)
     if "points" not in log.options.skip:
         check_further_points(point, log)
     if all(log.are_zero) and not log.failures:
@@ -272,17 +286,17 @@ def _check_there(subject: CheckSubject, log: Log) -> CheckedPoint | None:
     check_behavior(point, log)
     check_second_order(point, log)
     if not log.failures and log.has_time("rules"):
-        others = further(subject, log.options.seed + 1, keeps=False)
+        others = further(function, log.options.seed + 1, keeps=False)
         note_unused_rules(point, [point.xs, others][: log.options.points], log)
     log.evaluations += of.evaluation.count
     return found
 
 
-def _covectors(subject: CheckSubject, log: Log) -> np.ndarray:
+def _covectors(function: CheckedFunction, log: Log) -> np.ndarray:
     """Two cotangents: random ones, or the user's and its negative."""
     if log.cotangent is None:
-        return cotangents(subject, log.options.seed)
-    given = vectors.covector_of(log.cotangent, subject.outputs)
+        return cotangents(function, log.options.seed)
+    given = vectors.covector_of(log.cotangent, function.outputs)
     return np.stack([given, -given])
 
 
@@ -294,51 +308,51 @@ def _note_half_precision(of: Witnesses, log: Log) -> None:
         )
 
 
-def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
+def _differentiated(function: CheckedFunction, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
-    again, u = theirs(subject.fun, subject.inputs), _covectors(subject, log)[0]
+    again, u = theirs(function.fun, function.inputs), _covectors(function, log)[0]
     log.evaluations += 3
-    if contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
+    if contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
         text = "two calls of the function give different values (randomness or side effects?)"
-        log.fail([Failure("determinism", subject.output_names[0], text)])
-    failures = contract.finite_values(subject)
+        log.fail([Failure("determinism", function.output_names[0], text)])
+    failures = contract.finite_values(function)
     try:
-        vjp = differentiated(subject, subject.inputs)
-        first = theirs(vjp.pull, vectors.cotangent_leaves(u, subject.outputs))[0]
-        failures += contract.primal(subject, vjp.outputs, "differentiated")
-        failures += contract.same_types(subject, first)
-        failures += contract.integers(subject, u)
+        vjp = differentiated(function, function.inputs)
+        first = theirs(vjp.pull, vectors.cotangent_leaves(u, function.outputs))[0]
+        failures += contract.primal(function, vjp.outputs, "differentiated")
+        failures += contract.same_types(function, first)
+        failures += contract.integers(function, u)
     except TheirError as error:
-        failure = _not_differentiated(subject, error)
+        failure = _not_differentiated(function, error)
         log.fail([failure])
         if not log.failures:
             log.note(str(failure))
         return None
     log.fail(failures)
     is_random = any(f.check == "determinism" for f in log.failures)
-    pairs = [*zip(subject.outputs, vjp.outputs, strict=True)]
-    pairs += zip(subject.inputs, first, strict=True)
+    pairs = [*zip(function.outputs, vjp.outputs, strict=True)]
+    pairs += zip(function.inputs, first, strict=True)
     kinds = [(x.shape, vectors.is_complex(x)) == (y.shape, vectors.is_complex(y)) for x, y in pairs]
     stops = is_random or any(f.check == "finite" for f in failures) or not all(kinds)
     if not all(kinds) and not log.failures:
         log.notes += [str(f) for f in failures]
-    different = any(x.dtype != y.dtype for x, y in pairs[: len(subject.outputs)])
+    different = any(x.dtype != y.dtype for x, y in pairs[: len(function.outputs)])
     return None if stops or different else vjp
 
 
-def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
+def _witnesses(function: CheckedFunction, log: Log) -> Witnesses | None:
     """The witnesses; None where the function fails another way as it is compiled."""
     try:
-        of = find_witnesses(subject, log.notes)
+        of = find_witnesses(function, log.notes)
     except TheirError:
-        compiled = theirs(_programs.low_jit(subject.fun), subject.inputs)
-        failures = contract.primal(subject, compiled, "compiled")
+        compiled = theirs(_programs.low_jit(function.fun), function.inputs)
+        failures = contract.primal(function, compiled, "compiled")
         log.fail([failure._replace(check="jit") for failure in failures])
         if log.failures:
             return None
         raise
     log.precision = of.evaluation.label
-    if of.narrow not in map(vectors.real_name, subject.inputs):
+    if of.narrow not in map(vectors.real_name, function.inputs):
         text = "the function computes in {0} inside, so the tolerances are those of {0}"
         log.notes.append(text.format(of.narrow))
     return of
@@ -350,7 +364,7 @@ def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
     The rounding of so large a number would hide the slopes of all others. What depends on nothing
     has no gradient; one that has keeps its cotangent.
     """
-    size, x = np.abs(of.evaluation.base), vectors.to_numpy(of.subject.inputs)
+    size, x = np.abs(of.evaluation.base), vectors.to_numpy(of.function.inputs)
     is_still = np.zeros(size.shape, bool)
     if size.max(initial=0.0) > MASK * np.median(size):
         change = of.evaluation.change(np.where(x == 0, 1.0, x) / 16)
@@ -359,23 +373,23 @@ def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
 
 
 def _check_device(
-    found: CheckedPoint, subject_on: Callable, kind: str, device: Any, log: Log
+    found: CheckedPoint, function_on: Callable, kind: str, device: Any, log: Log
 ) -> None:
     """The gradient computed on another device has the numbers that judge the first one's."""
     with jax.default_device(device):
-        if _is_bound(subject_on, device):
+        if _is_bound(function_on, device):
             log.not_run[f"device {kind}"] = BOUND
             return
-        subject = subject_on(device)
-        gradient = differentiated(subject, subject.inputs).rows(found.point.covectors)
+        function = function_on(device)
+        gradient = differentiated(function, function.inputs).rows(found.point.covectors)
     log.devices.append(kind)
     log.evaluations += 2
     log.fail(on_another_device(found, gradient, kind, log))
 
 
-def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
+def _not_differentiated(function: CheckedFunction, error: TheirError) -> Failure:
     """The failure where `jax.vjp` raises an error."""
-    closing = [] if subject.program is None else _programs.closing_functions(subject.program)
+    closing = [] if function.program is None else _programs.closing_functions(function.program)
     detail = f"differentiation raises {error}"
     if closing:
         detail = (
@@ -383,14 +397,14 @@ def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
             f"{', '.join(closing)} close over a traced value; pass it to the function as an "
             "argument, or leave what it depends on out with wrt or no_grad"
         )
-    return Failure("cotangent", _not_differentiable(subject), detail)
+    return Failure("cotangent", _not_differentiable(function), detail)
 
 
-def _not_differentiable(subject: CheckSubject) -> str:
+def _not_differentiable(function: CheckedFunction) -> str:
     """The name of the first input by which `jax.vjp` raises an error where it is alone."""
-    for k, name in enumerate(subject.names):
+    for k, name in enumerate(function.names):
         try:
-            theirs(jax.vjp, subject.alone(k), subject.inputs[k])
+            theirs(jax.vjp, function.alone(k), function.inputs[k])
         except TheirError:
             return name
-    return subject.names[0]
+    return function.names[0]

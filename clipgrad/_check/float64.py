@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core.primitives import random_gamma_p
 
 import clipgrad._programs as _programs
 from clipgrad._programs import one_promotion
 
 AXIS = "clipgrad_perturbation"
-STOPS = frozenset({"stop_gradient", "random_gamma"})
 
 
 class Unsupported(Exception):
@@ -38,7 +38,7 @@ class Wide:
         if program is None:
             raise Unsupported("it cannot be traced")
         found = list(_programs.equations(program))
-        if foreign := {e.primitive.name for e in found if _programs.is_foreign(e)}:
+        if foreign := {_programs.operation_name(e) for e in found if _programs.is_foreign(e)}:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         bits = (e for e in found if _programs.numeric_of(e).has_bits)
         if any(_programs.holds_floats(v) for e in bits for v in e.invars):
@@ -57,9 +57,14 @@ def held(program: Any, is_wide: bool) -> _programs.Hook | None:
     So slopes see what JAX differentiates, and a straight-through estimator is right. None where
     nothing is stopped.
     """
-    if program is None or not any(e.primitive.name in STOPS for e in _programs.equations(program)):
+    if program is None or not any(map(_is_stopped, _programs.equations(program))):
         return None
     return _HeldInFloat64(program) if is_wide else _HeldAsItIs(program)
+
+
+def _is_stopped(equation: JaxprEqn) -> bool:
+    """Whether `_programs.Widen` stops something there, see its ``stop``."""
+    return _programs.detaches(equation) or equation.primitive is random_gamma_p
 
 
 @contextlib.contextmanager
@@ -85,9 +90,9 @@ class _Held(_programs.Widen):
         super().__init__(jnp.float64, lambda x: lax.all_gather(x, AXIS)[0])
         self._factors = _stopped_factors(program)
 
-    def inside(self, equation: JaxprEqn, step: Any) -> _programs.Widen:
+    def inside(self, equation: JaxprEqn, part: _programs.Part) -> _programs.Widen:
         """The hook for a program inside, which knows the factors there too."""
-        hook: Any = copy.copy(super().inside(equation, step))
+        hook: Any = copy.copy(super().inside(equation, part))
         programs = jaxprs_in_params(equation.params)
         hook._factors = self._factors.union(*map(_stopped_factors, programs))
         return hook

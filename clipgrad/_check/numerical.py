@@ -6,19 +6,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._arrays import check_arguments, explain_call, leaves_out, parameter_names
+from clipgrad._arrays import (
+    check_arguments,
+    explain_call,
+    leaf_names,
+    leaves_out,
+    parameter_names,
+)
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu
-from clipgrad._check.options import require_delta
-from clipgrad._check.points import scale_of
-from clipgrad._check.selection import Selector, leaf_names
-from clipgrad._check.subject import (
+from clipgrad._check.checked_function import (
     DONATED,
-    CheckSubject,
+    CheckedFunction,
+    checked_function,
     donated_arguments,
-    make_subject,
     require_arrays,
 )
+from clipgrad._check.options import require_delta
+from clipgrad._check.points import scale_of
+from clipgrad._check.selection import Selector
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
@@ -39,45 +45,7 @@ def numerical_grad(
     cotangent: Any = None,
     delta: float | None = None,
 ) -> Any:
-    """Differentiate the sum of an output numerically, element by element.
-
-    For each real number x_i of the inputs, with u the cotangent and e_i a unit vector::
-
-        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
-
-    extrapolated from the two steps h at which it is known best; with ``delta``, for h = delta. The
-    function is evaluated in float64 if possible, for every dtype. Its own VJP is never used.
-
-    Guarantees:
-      * The result has the structure and shapes of the differentiated inputs, in NumPy's float64
-        (complex128), the precision of the measurement.
-      * Values under `jax.lax.stop_gradient` are held at the point, as JAX differentiates them: the
-        gradient of ``stop_gradient(x) * x`` is x.
-      * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
-
-    Args:
-      fun: the function; it takes and returns any trees of arrays.
-      args: the tuple of its positional arguments.
-      kwargs: its keyword arguments.
-      wrt: the inputs to differentiate with respect to: the position or name of an argument gives
-        its tree, a pattern such as ``params/w`` gives the array of the leaf that it selects, or of
-        several a tree; several of these give a tuple. None gives the tuple of all positional
-        arguments, or where there are none the dictionary of ``kwargs``; with ``!`` what is left out
-        becomes None, as do leaves that are not floats.
-      output: which outputs to sum: a position, key or pattern in the result of ``fun``; None for
-        all.
-      cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
-        one; None for the plain sum.
-      delta: an absolute step; Paddle's default is 0.005.
-
-    Returns:
-      The gradient.
-
-    Raises:
-      TypeError: ``args`` is not a tuple, or an argument is unknown.
-      ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
-        shape, a ``delta`` that is not positive, an input that is not finite or is donated, or a
-        function that has another value when it is called again.
+    """Computes the gradient of a function by finite differences, element by element.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,6 +55,46 @@ def numerical_grad(
       [ 3. 12.]
       >>> print(cg.numerical_grad(lambda x: x**3, (x,), wrt=0, delta=0.5).round(6))
       [ 3.25 12.25]
+
+    Args:
+      fun: the function. It takes and returns any trees of arrays; outputs that are not scalars are
+        summed, or weighted by ``cotangent``.
+      args: the tuple of its positional arguments; for one argument ``(x,)``.
+      kwargs: its keyword arguments.
+      wrt: the inputs to differentiate with respect to. The position or name of an argument gives
+        its tree. A pattern such as ``"params/w"`` gives the array of the leaf that it selects, or
+        of several leaves a tree. Several of these give a tuple. ``None`` gives the tuple of all
+        positional arguments, or if there are none the dictionary of ``kwargs``. Leaves that ``"!"``
+        leaves out, or that are not floats, become ``None``.
+      output: the outputs to sum: a position, key or pattern in the result of ``fun``; ``None``:
+        all.
+      cotangent: weights of the outputs, a tree like the chosen outputs, or an array for a single
+        output; ``None``: the plain sum.
+      delta: the distance h to move each element by, in the units of that element. ``None``: the
+        step follows the scale of each element. Paddle's default is 0.005.
+
+    Returns:
+      The gradient: arrays of NumPy, in float64 or complex128, with the structure and shapes of the
+      inputs that ``wrt`` chooses.
+
+    Raises:
+      TypeError: ``args`` is not a tuple, or an argument is unknown.
+      ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
+        shape, a ``delta`` that is not positive, an input that is not finite or is donated, or a
+        function that has another value when it is called again.
+
+    For each real number x_i of the inputs, with the cotangent u and the unit vector e_i::
+
+        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
+
+    With ``delta``, h is delta. Without it, the result is extrapolated from the two steps h at which
+    the extrapolation is most precise. The function runs in float64 if possible, whatever its dtype.
+
+    Guarantees:
+      * The custom rules of the function are never used.
+      * Values under `jax.lax.stop_gradient` are held at the point, as JAX differentiates them: the
+        gradient of ``stop_gradient(x) * x`` is x.
+      * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
 
     References:
       PaddlePaddle, Auto Gradient Checker Design, 2017, which has ``get_numerical_gradient``:
@@ -99,18 +107,18 @@ def numerical_grad(
         return tuple(numerical_grad(fun, args, kwargs, wrt=w, **options) for w in wrt)
     kwargs = dict(kwargs or {})
     require_arrays(args, kwargs)
-    subject = make_subject(fun, args, kwargs, wrt, None, output)
-    covector = vectors.covector_of(cotangent, subject.outputs)
-    _require_one_value(subject)
-    evaluation, _ = find_evaluation(subject, [])
+    function = checked_function(fun, args, kwargs, wrt, None, output)
+    covector = vectors.covector_of(cotangent, function.outputs)
+    _require_one_value(function)
+    evaluation, _ = find_evaluation(function, [])
     with np.errstate(all="ignore"):
-        gradient = _slopes(evaluation, subject, covector, delta)
-    return _tree(fun, args, kwargs, wrt, subject, gradient)
+        gradient = _slopes(evaluation, function, covector, delta)
+    return _tree(fun, args, kwargs, wrt, function, gradient)
 
 
-def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) -> np.ndarray:
+def _slopes(evaluation, function: CheckedFunction, covector, delta: float | None) -> np.ndarray:
     """Each element's slope: by Paddle's formula, or as the ladder settles."""
-    scale = np.concatenate([scale_of(x) for x in subject.inputs])
+    scale = np.concatenate([scale_of(x) for x in function.inputs])
     elements = [np.array([j]) for j in range(len(scale))]
     if delta is not None:
         scale = np.full(scale.shape, delta)
@@ -120,30 +128,30 @@ def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) ->
     return numeric[:, 0] / scale
 
 
-def _require_one_value(subject: CheckSubject) -> None:
+def _require_one_value(function: CheckedFunction) -> None:
     """Raises an error for a function that has another value when it is called again."""
-    if donated := donated_arguments(subject):
+    if donated := donated_arguments(function):
         raise ValueError(DONATED.format(", ".join(donated)))
     try:
-        again = theirs(subject.fun, subject.inputs)
+        again = theirs(function.fun, function.inputs)
     except TheirError as error:
         raise ValueError(
             f"fun: it raises an error when it is called again: {STATE} ({error})"
         ) from error.original
-    different = contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
+    different = contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
     if different:
         raise ValueError(
             f"fun: {different[0].where}: {different[0].detail}, at the same point: {STATE}"
         )
 
 
-def _tree(fun, args: tuple, kwargs: dict, wrt, subject: CheckSubject, gradient) -> Any:
-    like = [jax.ShapeDtypeStruct(x.shape, vectors.wide_dtype(x.dtype)) for x in subject.inputs]
+def _tree(fun, args: tuple, kwargs: dict, wrt, function: CheckedFunction, gradient) -> Any:
+    like = [jax.ShapeDtypeStruct(x.shape, vectors.wide_dtype(x.dtype)) for x in function.inputs]
     leaves = [np.conj(leaf) for leaf in vectors.leaves_of(gradient, like)]
-    by_name = dict(zip(subject.names, leaves, strict=True))
+    by_name = dict(zip(function.names, leaves, strict=True))
 
     def tree_of(arguments, root: str):
-        named = [by_name.get(name) for name in leaf_names(arguments, root)]
+        named = [by_name.get(name) for name in leaf_names(root, arguments)]
         return jax.tree.unflatten(jax.tree.structure(arguments), named)
 
     trees, keywords = tree_of(args, "args"), tree_of(kwargs, "kwargs")

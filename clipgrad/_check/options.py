@@ -3,15 +3,17 @@
 import dataclasses
 import numbers
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-MODES = ("auto", "full")
-CHECKS = tuple(
-    "primal cotangent finite value points devices determinism linearity jit vmap outputs".split()
-)
+Mode = Literal["auto", "full"]
+Check = Literal[
+    "primal", "cotangent", "finite", "value", "points", "devices", "determinism", "linearity",
+    "jit", "vmap", "outputs",
+]  # fmt: skip
+MODES, CHECKS = get_args(Mode), get_args(Check)
 # For each option which values make sense, and how an error says so.
 MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
     "order": (
@@ -36,14 +38,14 @@ class Options:
     """The arguments of `check_grads` that select no leaves; it documents them."""
 
     order: int
-    mode: str
+    mode: Mode
     max_relative_error: float | None
     tolerance: float | None
     min_verified: float | None
     time_budget: float | None
     points: int
     seed: int
-    skip: Collection[str]
+    skip: Check | Collection[Check]
 
     def __post_init__(self):
         """Refuse values that make no sense."""

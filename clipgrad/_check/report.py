@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clipgrad._arrays import Findings, answers_lookups
+
 # The header, and for failures and for notes these and a line that counts the rest: 25 lines.
 SHOWN = 11
 SAID = 0.1  # the share of elements not verified that the first line says
@@ -39,15 +41,17 @@ class Failure(NamedTuple):
         return f"[{self.check}] {self.where}: {self.detail}"
 
 
+@answers_lookups("report")
 @dataclasses.dataclass(frozen=True)
 class GradCheckReport:
-    """The outcome of `check_grads`; ``str(report)`` fits one terminal screen.
+    """The outcome of `check_grads`; ``print`` it.
 
-    Guarantees:
-      * ``ok`` is true only if something was verified, or lies at a kink, and nothing failed.
-      * The first line says what share was not verified, if it is more than a tenth.
-      * ``not_run`` has each check that could not run, with its reason.
-      * The text has at most 25 lines; the fields have everything.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> report = cg.check_grads(jnp.sin, (jnp.ones(3),))
+      >>> report.ok, report.failures
+      (True, ())
 
     Attributes:
       failures: what is wrong, each with ``check``, ``where``, ``detail`` and, for values,
@@ -62,20 +66,19 @@ class GradCheckReport:
       verified: the number of verified input elements.
       at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
       elements: how many input elements there are.
-      judged_to: the part of itself that a gradient is judged to where the function cannot run in
+      judged_to: the relative error to which a gradient is checked where the function cannot run in
         float64, such as 0.1; 0 where it can.
       errors: mapping from the name of each leaf, ``"args[0]['w']"``, to the largest relative error
-        of its elements: of the gradient as it is computed, against the slope (or the rule in
-        float64 that has it), in parts of the element or of its leaf's root mean square, the larger
-        one. With ``max_relative_error=`` it is Paddle's. NaN where nothing was measured.
+        of the gradient as it is computed, against the finite difference (or the rule in float64, if
+        both agree). It is relative to the element or to the root mean square of the leaf, whichever
+        is larger; with ``max_relative_error=`` it is Paddle's. NaN where nothing was measured.
       largest_at: the element with the largest of these.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import clipgrad as cg
-      >>> report = cg.check_grads(jnp.sin, (jnp.ones(3),))
-      >>> report.ok, report.failures
-      (True, ())
+    Guarantees:
+      * ``ok`` is true only if something was verified, or lies at a kink, and nothing failed.
+      * The first line says what share was not verified, if it is more than a tenth.
+      * ``not_run`` has each check that could not run, with its reason.
+      * The text has at most 25 lines; the fields have everything.
     """
 
     failures: tuple[Failure, ...]
@@ -91,6 +94,9 @@ class GradCheckReport:
     judged_to: float = 0.0
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     largest_at: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "failures", Findings(self.failures))
 
     @property
     def max_relative_error(self) -> float:
@@ -146,9 +152,6 @@ def percent(part: float) -> str:
 class GradCheckError(AssertionError):
     """Raised by `check_grads` when the gradient is wrong; the text is the report.
 
-    Attributes:
-      report: the `GradCheckReport`.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import clipgrad as cg
@@ -159,6 +162,9 @@ class GradCheckError(AssertionError):
       ... except cg.GradCheckError as error:
       ...     print(error.report.failures[0].check)
       value
+
+    Attributes:
+      report: the `GradCheckReport`.
     """
 
     def __init__(self, report: GradCheckReport):

@@ -5,29 +5,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
 from clipgrad._arrays import (
     Pattern,
     decided,
     leaves_selected,
     nearest,
-    path_string,
+    shown,
     without_sign,
 )
 
 Selector = int | Pattern | Sequence[int | Pattern]
-
-
-def leaf_names(tree: Any, root: str) -> list[str]:
-    """The leaves' names as one writes them in Python: `args[0]['w']`."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [root + jax.tree_util.keystr(path) for path, _ in paths]
-
-
-def simple_paths(tree: Any) -> list[str]:
-    """Leaf paths with their parts separated by slashes."""
-    return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
@@ -48,10 +35,10 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
 
 def _matches(selector: Any, paths: Sequence[str], word: str) -> list[bool]:
     """For each path whether a selector matches it, which may leave it out."""
-    is_position: Any = hasattr(selector, "__index__") and not isinstance(selector, bool)
+    is_position = _is_position(selector)
     if not is_position and not isinstance(selector, Pattern):
         raise TypeError(
-            f"{word}: got {selector!r}, expected a position (int), a name or a pattern (str)"
+            f"{word}: got {shown(selector)}, expected a position (int), a name or a pattern (str)"
         )
     spellings, labels = [path.split("|") for path in paths], [p.replace("|", " or ") for p in paths]
     own: Pattern = str(operator.index(selector)) if is_position else without_sign(selector)  # type: ignore
@@ -65,6 +52,15 @@ def _matches(selector: Any, paths: Sequence[str], word: str) -> list[bool]:
     raise ValueError(
         f"{word}: got {selector!r}, expected one that selects a leaf; {nearest(str(own), labels)}"
     )
+
+
+def _is_position(selector: Any) -> bool:
+    """Whether a selector is a whole number, of Python, NumPy or JAX."""
+    try:
+        operator.index(selector)
+    except TypeError:
+        return False
+    return not isinstance(selector, bool)
 
 
 def _simple(path: str) -> str:

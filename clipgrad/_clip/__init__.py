@@ -24,6 +24,7 @@ from clipgrad._clip.history import HistoryThreshold as HistoryThreshold
 from clipgrad._clip.limits import RULES as RULES
 from clipgrad._clip.limits import is_data as is_data
 from clipgrad._clip.limits import is_own as is_own
+from clipgrad._clip.nonfinite import NonFinite as NonFinite
 from clipgrad._clip.nonfinite import check_policy as check_policy
 from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts
 from clipgrad._clip.nonfinite import raise_for_counts as raise_for_counts
@@ -47,6 +48,7 @@ from clipgrad._clip.stats import count_nonfinite as count_nonfinite
 from clipgrad._clip.stats import scaled_stats as scaled_stats
 from clipgrad._clip.stats import stats_dtype as stats_dtype
 from clipgrad._clip.thresholds import AdaptiveThreshold as AdaptiveThreshold
+from clipgrad._clip.thresholds import Threshold as Threshold
 from clipgrad._clip.transformations import adaptive_grad_clip as adaptive_grad_clip
 from clipgrad._clip.transformations import clip_by_block_rms as clip_by_block_rms
 from clipgrad._clip.transformations import clip_by_global_norm as clip_by_global_norm

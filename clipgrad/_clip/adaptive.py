@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     Axes,
@@ -22,55 +21,15 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf, limits_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._clip.units import check_unit_axis, unit_axes
+from clipgrad._clip.thresholds import Number, Threshold
+from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 
 
 @pytree_rule
 class AdaptiveClip(MeasuringRule):
-    r"""Adaptive gradient clipping (AGC): limits each unit by the norm of its weights.
+    r"""Adaptive gradient clipping (AGC): limits the gradient of each unit by its weights' norm.
 
-    $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
-
-    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
-    one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
-    kernels (dense, convolution of any rank, attention output); a whole vector or scalar. So of an
-    embedding, of shape (tokens, features), a unit is a feature's column over all tokens; for a
-    token's row, as the rows of PyTorch are, set ``axis`` by the path, as in the second example.
-
-    Guarantees:
-      * A unit whose gradient norm is within its limit comes back bit-identical.
-      * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
-        is kept.
-      * Where the units are the same, the result is that of ``optax.adaptive_grad_clip`` up to a
-        relative 1e-6.
-      * The gradient keeps its dtype, for every dtype of the parameters.
-
-    ============================  ======================================================
-    unit or threshold             result
-    ============================  ======================================================
-    weights 0                     limit ``clipping * eps``
-    gradient 0                    unchanged, with finite derivatives
-    ``clipping=0``                exact zeros
-    ``clipping`` traced, < 0      acts as 0
-    NaN or inf in the gradient    NaN throughout the unit
-    NaN in the weights            NaN throughout the unit
-    ============================  ======================================================
-
-    Args:
-      clipping: the maximal ratio of gradient norm to weight norm.
-      eps: the smallest weight norm, so that zero weights can train.
-      axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; or
-        a function ``(path, leaf) -> axes``. For weights that
-        are stacked over layers or experts leave the axes of these out. The table of an embedding
-        is (tokens, features): write ``-1`` for its path, so that a unit is the row of a token,
-        and not one feature of all tokens.
-      axis_name: the mapped axes over which units are spread; see `global_norm`. A unit is whole
-        along the axes that are not named; ``()`` if it is whole on its device.
-
-    Raises:
-      ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
-        parameters of another structure or shape, for a leaf that lacks an axis.
-      TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
+    A unit is, by default, the weights of one output.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -88,15 +47,61 @@ class AdaptiveClip(MeasuringRule):
       Array([[2.1201427 , 0.07067142],
              [2.8275437 , 0.07068859]], dtype=float32)
 
+    Args:
+      clipping: the maximal ratio of gradient norm to weight norm.
+      eps: the smallest weight norm, so that zero weights can train.
+      axis: the axes that a unit spans. ``None``: all but the last of leaves of rank 2 and
+        more, a whole vector. Else an int or a tuple for all leaves, or a function ``(path,
+        leaf) -> axes``. For weights that are stacked over layers or experts leave the axes of
+        these out. The table of an embedding is (tokens, features): write ``-1`` for its path,
+        so that a unit is the row of a token, and not one feature of all tokens.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that units are spread
+        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
+        each leaf is, also one that JAX does not know to differ between devices; not needed
+        under `jax.jit`. A unit is whole along the axes that you do not name; ``()`` if it is
+        whole on its device.
+
+    Raises:
+      ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
+        parameters of another structure or shape, for a leaf that lacks an axis.
+      TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
+
+    $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
+
+    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
+    one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
+    kernels (dense, convolution of any rank, attention output); a whole vector or scalar. So of an
+    embedding, of shape (tokens, features), a unit is a feature's column over all tokens; for a
+    token's row, as the rows of PyTorch are, set ``axis`` by the path, as in the second example.
+
+    ============================  ======================================================
+    unit or threshold             result
+    ============================  ======================================================
+    weights 0                     limit ``clipping * eps``
+    gradient 0                    unchanged, with finite derivatives
+    ``clipping=0``                exact zeros
+    ``clipping`` traced, < 0      acts as 0
+    NaN or inf in the gradient    NaN throughout the unit
+    NaN in the weights            NaN throughout the unit
+    ============================  ======================================================
+
+    Guarantees:
+      * A unit whose gradient norm is within its limit comes back bit-identical.
+      * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
+        is kept.
+      * Where the units are the same, the result is that of ``optax.adaptive_grad_clip`` up to a
+        relative 1e-6.
+      * The gradient keeps its dtype, for every dtype of the parameters.
+
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
       Normalization, 2021, https://arxiv.org/abs/2102.06171.
     """
 
-    clipping: ArrayLike = dataclasses.field(default=0.01, metadata=threshold(adaptive=True))
-    eps: ArrayLike = dataclasses.field(default=1e-3, metadata=threshold())
+    clipping: Threshold = dataclasses.field(default=0.01, metadata=threshold(adaptive=True))
+    eps: Number = dataclasses.field(default=1e-3, metadata=threshold())
     _: dataclasses.KW_ONLY
-    axis: Any = dataclasses.field(default=None, metadata=static(check_unit_axis))
+    axis: UnitAxis = dataclasses.field(default=None, metadata=static(check_unit_axis))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     needs_params: ClassVar[bool] = True
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     AxisName,
@@ -19,21 +18,36 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limit_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
+from clipgrad._clip.thresholds import Number
 
 
 @pytree_rule
 class AutoNorm(MeasuringRule):
     r"""Scales all leaves by one factor: $g \cdot \mathrm{max\_norm} / (\|g\| + \mathrm{gamma})$.
 
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> rule = cg.AutoNorm(max_norm=1.0, gamma=5.0)
+      >>> rule(jnp.array([3.0, 4.0])), rule(jnp.array([12.0, 16.0]))    # norms 5 and 20
+      (Array([0.3, 0.4], dtype=float32), Array([0.48, 0.64], dtype=float32))
+
+    Args:
+      max_norm: the norm that results are below, a number.
+      gamma: the norm whose result is ``max_norm / 2``, a number.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the tree is spread
+        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
+        each leaf is, also one that JAX does not know to differ between devices; not needed
+        under `jax.jit`.
+
+    Raises:
+      ValueError: for a number that is negative or NaN, or an infinite ``max_norm``; when called,
+        for an ``axis_name`` that is not a mapped axis.
+      TypeError: for what is not a number, array or schedule.
+
     The norm is `global_norm`. A gradient far above ``gamma`` gets the norm ``max_norm``, whether it
     was larger or smaller; far below it the factor is ``max_norm / gamma``. So ``max_norm`` only
     multiplies the learning rate. With `clip_per_example` this is the automatic clipping (AUTO-S)
     of differentially private training.
-
-    Guarantees:
-      * The norm of the result is less than ``max_norm``, up to a relative 4e-7 in float32, and the
-        direction is kept.
-      * The norm of the result grows with the norm of the gradient.
 
     ============================  ======================================================
     norm or threshold             result
@@ -44,32 +58,21 @@ class AutoNorm(MeasuringRule):
     NaN or inf in any leaf        NaN throughout the tree
     ============================  ======================================================
 
-    Args:
-      max_norm: the norm that results are below, a number.
-      gamma: the norm whose result is ``max_norm / 2``, a number.
-      axis_name: the mapped axes that the tree is spread over; see `global_norm`.
-
-    Raises:
-      ValueError: for a number that is negative or NaN, or an infinite ``max_norm``; when called,
-        for an ``axis_name`` that is not a mapped axis.
-      TypeError: for what is not a number, array or schedule.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> rule = cg.AutoNorm(max_norm=1.0, gamma=5.0)
-      >>> rule(jnp.array([3.0, 4.0])), rule(jnp.array([12.0, 16.0]))    # norms 5 and 20
-      (Array([0.3, 0.4], dtype=float32), Array([0.48, 0.64], dtype=float32))
+    Guarantees:
+      * The norm of the result is less than ``max_norm``, up to a relative 4e-7 in float32, and the
+        direction is kept.
+      * The norm of the result grows with the norm of the gradient.
 
     References:
       Bu, Wang, Zha and Karypis, Automatic Clipping: Differentially Private Deep Learning Made
       Easier and Stronger, 2023, https://arxiv.org/abs/2206.07136: AUTO-S, with ``gamma`` 0.01.
     """
 
-    max_norm: ArrayLike = dataclasses.field(default=1.0, metadata=threshold(infinite=False))
-    gamma: ArrayLike = dataclasses.field(default=0.01, metadata=threshold())
+    max_norm: Number = dataclasses.field(default=1.0, metadata=threshold(infinite=False))
+    gamma: Number = dataclasses.field(default=0.01, metadata=threshold())
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
-    acts_on: ClassVar[str] = "tree"
+    acts_on = "tree"
     limits: ClassVar[bool] = False
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     AxisName,
@@ -18,6 +17,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.thresholds import Threshold
 
 # An element is less than 2 ** 32 times the rms of its leaf; that times a larger limit may be inf.
 _LARGE = 2.0**90
@@ -27,13 +27,22 @@ _LARGE = 2.0**90
 class ClipByBlockRMS(MeasuringRule):
     r"""Scales each leaf to a maximal rms: $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
 
-    Guarantees:
-      * A leaf whose root mean square is at most ``threshold`` comes back bit-identical.
-      * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
-        direction is kept.
-      * On float32 leaves the result is that of ``optax.clip_by_block_rms`` up to a relative 1e-6.
-        In half precision it differs: optax rounds squares and their mean to it, and this rule
-        keeps them in float32.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByBlockRMS(1.0)([jnp.array([3.0, 3.0]), jnp.array([0.5, 0.5])])
+      [Array([1., 1.], dtype=float32), Array([0.5, 0.5], dtype=float32)]
+
+    Args:
+      threshold: the maximal root mean square: a number; before the optimizer also a schedule
+        or an adaptive threshold.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that each leaf is
+        spread over, a name or several, so that norms are of all devices together;
+        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
+        devices; not needed under `jax.jit`.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN.
+      TypeError: for a threshold that is not a number, array or schedule.
 
     ==========================  ==========================================================
     rms or threshold            result
@@ -44,25 +53,20 @@ class ClipByBlockRMS(MeasuringRule):
     NaN or inf in a leaf        NaN throughout that leaf
     ==========================  ==========================================================
 
-    Args:
-      threshold: the maximal root mean square, a number.
-      axis_name: the mapped axes that each leaf is spread over; see `global_norm`.
-
-    Raises:
-      ValueError: for a threshold that is negative or NaN.
-      TypeError: for a threshold that is not a number, array or schedule.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.ClipByBlockRMS(1.0)([jnp.array([3.0, 3.0]), jnp.array([0.5, 0.5])])
-      [Array([1., 1.], dtype=float32), Array([0.5, 0.5], dtype=float32)]
+    Guarantees:
+      * A leaf whose root mean square is at most ``threshold`` comes back bit-identical.
+      * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * On float32 leaves the result is that of ``optax.clip_by_block_rms`` up to a relative 1e-6.
+        In half precision it differs: optax rounds squares and their mean to it, and this rule
+        keeps them in float32.
 
     References:
       Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
       https://arxiv.org/abs/1804.04235.
     """
 
-    threshold: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
+    threshold: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
 

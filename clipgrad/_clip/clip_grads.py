@@ -6,7 +6,7 @@ from typing import Any
 from clipgrad._arrays import Where, check_is_tree, explain_call
 from clipgrad._clip.applied import as_rule, check_no_pairs
 from clipgrad._clip.clipping import Clipped, Part, measured_norms
-from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.nonfinite import NonFinite, check_policy
 from clipgrad._clip.rule import check_is_no_rule
 from clipgrad._clip.stats import ClipStats
 
@@ -18,22 +18,25 @@ def clip_grads(
     params: Any = None,
     *,
     where: Where = None,
-    nonfinite: str = "propagate",
+    nonfinite: NonFinite = "propagate",
 ) -> tuple[Any, ClipStats]:
     """Clips a tree of gradients without an optimizer, and returns statistics of the clip.
 
-    Guarantees:
-      * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
-        booleans, ``float0``, PRNG keys) come back as they are.
-      * Leaves that ``where`` leaves out are neither measured nor scaled.
-      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats,
-        whose gradient is their next value) are neither measured nor scaled.
-      * The statistics of a global L2 norm need no second pass over the gradients; under
-        `jax.jit` statistics that are not used are not computed.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> grads = {"b": jnp.array([3.0]), "w": jnp.array([4.0])}
+      >>> clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
+      >>> clipped
+      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+      >>> print(stats.norm, stats.clipped_norm, stats.clipped)
+      5.0 1.0 True
+      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w")[0]
+      {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
 
     Args:
       grads: a pytree of gradients.
-      rule: a `ClipRule`, a function of the tree, or ``None``: off.
+      rule: a `ClipRule`, such as ``ClipByGlobalNorm(1.0)``; or a function from the tree to
+        the clipped tree; ``None``: off.
       params: the parameters, for rules that need them (`AdaptiveClip`).
       where: which leaves are clipped: a tree of booleans that is a prefix of ``grads``, a function
         from the tree to one, or patterns of paths; ``None``: all. ``"kernel"`` selects the leaves
@@ -41,8 +44,8 @@ def clip_grads(
         ``"layers/*/kernel"`` one in each layer; ``"!head"`` all but the head. Of several,
         ``("layers", "!bias")``, the last that matches decides. A `re.Pattern` is searched in the
         paths.
-      nonfinite: ``"propagate"``; ``"zero"``: NaN and inf become 0 before anything is measured;
-        ``"error"``: raise and name the leaves.
+      nonfinite: what NaN and inf do: ``"propagate"``: the rule decides; ``"zero"``: become 0
+        before anything is clipped; ``"error"``: raise an error that names the leaves.
 
     Returns:
       The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
@@ -57,16 +60,14 @@ def clip_grads(
         `train_step` and ``optax.MultiSteps``, the function must be transformed by
         `jax.experimental.checkify.checkify` for this.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> grads = {"b": jnp.array([3.0]), "w": jnp.array([4.0])}
-      >>> clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
-      >>> clipped
-      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
-      >>> print(stats.norm, stats.clipped_norm, stats.clipped)
-      5.0 1.0 True
-      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w")[0]
-      {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
+    Guarantees:
+      * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
+        booleans, ``float0``, PRNG keys) come back as they are.
+      * Leaves that ``where`` leaves out are neither measured nor scaled.
+      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats,
+        whose gradient is their next value) are neither measured nor scaled.
+      * The statistics of a global L2 norm need no second pass over the gradients; under
+        `jax.jit` statistics that are not used are not computed.
     """
     check_policy(nonfinite)
     check_is_no_rule("grads", grads, rule, "the gradients", "clip_grads(grads, rule)")

@@ -1,6 +1,6 @@
 """Gradient clipping with the arguments and the adaptive rule of MosaicML Composer."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from clipgrad._arrays import (
     check_tree,
     explain_call,
     map_clippable,
+    shown,
     times,
     with_real_dtype,
 )
@@ -20,10 +21,10 @@ from clipgrad._clip.applied import apply_rule, check_no_pairs
 from clipgrad._clip.global_norm import ClipByGlobalNorm
 from clipgrad._clip.limits import check_threshold, limit_of
 from clipgrad._clip.thresholds import is_adaptive
-from clipgrad._clip.units import check_unit_axis, unit_axes
+from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._clip.value import ClipByValue
 
-TYPES = ("norm", "value", "adaptive")
+ClippingType = Literal["norm", "value", "adaptive"]
 
 
 @explain_call(
@@ -34,11 +35,43 @@ def apply_gradient_clipping(
     grads: Any,
     params: Any = None,
     *,
-    clipping_type: str,
+    clipping_type: ClippingType,
     clipping_threshold: ArrayLike,
-    axis: Any = None,
+    axis: UnitAxis = None,
 ) -> Any:
     r"""Clips gradients as Composer's function of this name does.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> grads, params = jnp.array([7.0, 24.0]), jnp.array([3.0, 4.0])
+      >>> cg.published.apply_gradient_clipping(
+      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5)
+      Array([0.7, 2.4], dtype=float32)
+      >>> composers = lambda path, w: tuple(range(1, w.ndim)) if w.ndim > 1 else None
+      >>> grads, params = jnp.array([[7.0, 24.0], [5.0, 12.0]]), jnp.array([[3.0, 4], [9, 40]])
+      >>> cg.published.apply_gradient_clipping(    # a row is a unit
+      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5, axis=composers)
+      Array([[ 0.7,  2.4],
+             [ 5. , 12. ]], dtype=float32)
+
+    Args:
+      grads: a pytree of gradients.
+      params: the parameters, for ``"adaptive"``.
+      clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
+      clipping_threshold: the threshold, not negative.
+      axis: the axes that a unit spans, for ``"adaptive"``. ``None``: all but the last of
+        leaves of rank 2 and more, as JAX lays out weights; else an axis or several for all
+        leaves, or a function ``(path, leaf) -> axes``: those but the first for weights in
+        PyTorch's layout.
+
+    Returns:
+      The clipped gradients: structure, shapes and dtypes of ``grads``.
+
+    Raises:
+      ValueError: for an unknown ``clipping_type``, a threshold that is negative or NaN, ``axis``
+        without ``"adaptive"``, and ``"adaptive"`` without ``params``, with parameters of another
+        structure or shape, or an ``axis`` that a leaf does not have or that selects no leaf.
+      TypeError: for a threshold that is not a number, or another ``axis``.
 
     ==============  ======================================================================
     clipping_type   rule
@@ -53,35 +86,6 @@ def apply_gradient_clipping(
     unit does not change the rest of the unit. The units are the units of `AdaptiveClip`, for
     the layouts of JAX, where the outputs are the last axis. In the layout of PyTorch, which
     Composer's weights have, they are the first: set ``axis`` there, as in the second example.
-
-    Args:
-      grads: a pytree of gradients.
-      params: the parameters, for ``"adaptive"``.
-      clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
-      clipping_threshold: the threshold, not negative.
-      axis: the axes that a unit spans, for ``"adaptive"``; see `AdaptiveClip`.
-
-    Returns:
-      The clipped gradients: structure, shapes and dtypes of ``grads``.
-
-    Raises:
-      ValueError: for an unknown ``clipping_type``, a threshold that is negative or NaN, ``axis``
-        without ``"adaptive"``, and ``"adaptive"`` without ``params``, with parameters of another
-        structure or shape, or an ``axis`` that a leaf does not have or that selects no leaf.
-      TypeError: for a threshold that is not a number, or another ``axis``.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> grads, params = jnp.array([7.0, 24.0]), jnp.array([3.0, 4.0])
-      >>> cg.published.apply_gradient_clipping(
-      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5)
-      Array([0.7, 2.4], dtype=float32)
-      >>> composers = lambda path, w: tuple(range(1, w.ndim)) if w.ndim > 1 else None
-      >>> grads, params = jnp.array([[7.0, 24.0], [5.0, 12.0]]), jnp.array([[3.0, 4], [9, 40]])
-      >>> cg.published.apply_gradient_clipping(    # a row is a unit
-      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5, axis=composers)
-      Array([[ 0.7,  2.4],
-             [ 5. , 12. ]], dtype=float32)
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
@@ -103,9 +107,31 @@ def apply_gradient_clipping(
 
 @explain_call()
 def gradient_clipping(
-    clipping_type: str, clipping_threshold: ArrayLike, *, axis: Any = None
+    clipping_type: ClippingType, clipping_threshold: ArrayLike, *, axis: UnitAxis = None
 ) -> optax.GradientTransformationExtraArgs:
     """Composer's algorithm of this name, as a gradient transformation.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = optax.chain(cg.published.gradient_clipping("norm", 0.5), optax.sgd(1.0))
+      >>> params = jnp.zeros(2)
+      >>> tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)[0]
+      Array([-0.3, -0.4], dtype=float32)
+
+    Args:
+      clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``, whose ``update`` needs the
+        parameters.
+      clipping_threshold: the threshold, not negative.
+      axis: the axes that a unit spans, for ``"adaptive"``. ``None``: all but the last of
+        leaves of rank 2 and more, as JAX lays out weights; else an axis or several for all
+        leaves, or a function ``(path, leaf) -> axes``: those but the first for weights in
+        PyTorch's layout.
+
+    Returns:
+      A gradient transformation.
+
+    Raises:
+      TypeError, ValueError: as `apply_gradient_clipping`.
 
     Each update is `apply_gradient_clipping`, by Composer's formulas. In Composer the algorithm is
     given to the trainer, which clips before the optimizer's step; here it stands before the
@@ -114,25 +140,6 @@ def gradient_clipping(
     Guarantees:
       * The state is `optax.EmptyState`, as of optax's clips.
       * Structure, shapes and dtypes of the updates are kept.
-
-    Args:
-      clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``, whose ``update`` needs the
-        parameters.
-      clipping_threshold: the threshold, not negative.
-      axis: the axes that a unit spans, for ``"adaptive"``; see `AdaptiveClip`.
-
-    Returns:
-      A gradient transformation.
-
-    Raises:
-      TypeError, ValueError: as `apply_gradient_clipping`.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax
-      >>> tx = optax.chain(cg.published.gradient_clipping("norm", 0.5), optax.sgd(1.0))
-      >>> params = jnp.zeros(2)
-      >>> tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)[0]
-      Array([-0.3, -0.4], dtype=float32)
 
     References:
       MosaicML, Composer: Gradient Clipping, 2022,
@@ -161,11 +168,12 @@ def _check_composers(clipping_type: Any, clipping_threshold: Any, axis: Any) -> 
             f"clipping_threshold: got {clipping_threshold!r}, expected a number or an array, such "
             "as schedule(step); for schedules and adaptive thresholds write clipgrad.gradient_clip"
         )
-    check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type not in TYPES:
+    types = get_args(ClippingType)
+    if not isinstance(clipping_type, str) or clipping_type not in types:
         raise ValueError(
-            f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}"
+            f"clipping_type: got {shown(clipping_type)}, expected one of {', '.join(types)}"
         )
+    check_threshold("clipping_threshold", clipping_threshold)
     if axis is not None and clipping_type != "adaptive":
         raise ValueError(
             f"axis: got {axis!r} with clipping_type={clipping_type!r}, which has no units; "

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import (
+    Feed,
+    Window,
+    check,
+    counts,
+    fed,
+    feeds,
+    number,
+    steps,
+    unlimited,
+)
 from clipgrad._compat import exportable
 
 
@@ -29,26 +39,14 @@ class EMAState(NamedTuple):
 class EMAThreshold:
     r"""AdaGC: limits each leaf by the moving average of its own clipped norms.
 
-    $$c_{t,i} = \lambda_\mathrm{rel} \gamma_i, \quad \gamma_i \leftarrow \beta \gamma_i +
-    (1 - \beta) \min(n_{t,i}, c_{t,i})$$
-
-    In the warm-up all leaves are scaled by one factor to the global norm $\lambda_\mathrm{abs}$,
-    $c_{t,i} = n_{t,i} \min(1, \lambda_\mathrm{abs} / \|n_t\|)$, and $\gamma_i$ becomes the least of
-    these. Those further than a factor of ten from their median are left out, because a spike in
-    one leaf makes that factor tiny. Meant for `clip_by_norm`, which gives each leaf its own
-    average; `clip_by_global_norm` has one average.
-
-    Guarantees:
-      * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
-        not count in the warm-up: an unused leaf has its warm-up later.
-      * If the norms of the warm-up stay within ten times their median, it is the formula above.
-
-    ============================  ========================================================
-    norm                          threshold
-    ============================  ========================================================
-    NaN, inf or 0 in the warm-up  the largest finite number
-    NaN, inf or 0 after it        $\lambda_\mathrm{rel} \gamma$
-    ============================  ========================================================
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> tx = cg.clip_by_norm(cg.EMAThreshold(relative=1.5, absolute=10.0, warmup=1))
+      >>> state = tx.init([jnp.zeros(1), jnp.zeros(1)])
+      >>> for norms in ((2.0, 4.0), (9.0, 5.0)):
+      ...     updates, state = tx.update([jnp.array([n]) for n in norms], state)
+      >>> updates
+      [Array([3.], dtype=float32), Array([5.], dtype=float32)]
 
     Args:
       decay: $\beta$, in [0, 1].
@@ -61,14 +59,26 @@ class EMAThreshold:
       ValueError: for a number out of range, or an unknown ``feed``.
       TypeError: for an argument that is not a number.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> tx = cg.clip_by_norm(cg.EMAThreshold(relative=1.5, absolute=10.0, warmup=1))
-      >>> state = tx.init([jnp.zeros(1), jnp.zeros(1)])
-      >>> for norms in ((2.0, 4.0), (9.0, 5.0)):
-      ...     updates, state = tx.update([jnp.array([n]) for n in norms], state)
-      >>> updates
-      [Array([3.], dtype=float32), Array([5.], dtype=float32)]
+    $$c_{t,i} = \lambda_\mathrm{rel} \gamma_i, \quad \gamma_i \leftarrow \beta \gamma_i +
+    (1 - \beta) \min(n_{t,i}, c_{t,i})$$
+
+    In the warm-up all leaves are scaled by one factor to the global norm $\lambda_\mathrm{abs}$,
+    $c_{t,i} = n_{t,i} \min(1, \lambda_\mathrm{abs} / \|n_t\|)$, and $\gamma_i$ becomes the least of
+    these. Those further than a factor of ten from their median are left out, because a spike in
+    one leaf makes that factor tiny. Meant for `clip_by_norm`, which gives each leaf its own
+    average; `clip_by_global_norm` has one average.
+
+    ============================  ========================================================
+    norm                          threshold
+    ============================  ========================================================
+    NaN, inf or 0 in the warm-up  the largest finite number
+    NaN, inf or 0 after it        $\lambda_\mathrm{rel} \gamma$
+    ============================  ========================================================
+
+    Guarantees:
+      * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
+        not count in the warm-up: an unused leaf has its warm-up later.
+      * If the norms of the warm-up stay within ten times their median, it is the formula above.
 
     References:
       Wang, Li, Chen, Zeng, Yang, Yu, Ma and Shen, AdaGC: Improving Training Stability for Large
@@ -79,7 +89,7 @@ class EMAThreshold:
     relative: float = number(1.05, 1)
     absolute: float = number(1.0, 1e-30)
     warmup: int = steps(100)
-    feed: str = feeds("clipped")
+    feed: Feed = feeds("clipped")
 
     __post_init__ = check
 

@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
-
-from jax.typing import ArrayLike
+from typing import Any
 
 from clipgrad._arrays import (
     AxisName,
@@ -16,6 +14,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limit_of
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.thresholds import Threshold
 
 
 @pytree_rule
@@ -23,6 +22,34 @@ class ClipByGlobalNorm(MeasuringRule):
     r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
     The norm is `global_norm`, the norm of all leaves as one vector.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByGlobalNorm(1.0)({"b": jnp.array([3.0]), "w": jnp.array([4.0])})
+      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+
+    Args:
+      max_norm: the maximal norm: a number; before the optimizer also a schedule or an
+        adaptive threshold.
+      ord: the order $p$ of the norm, a number in (0, inf]; by default 2, the Euclidean norm.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the tree is spread
+        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
+        each leaf is, also one that JAX does not know to differ between devices; not needed
+        under `jax.jit`.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
+        called, for an ``axis_name`` that is not a mapped axis.
+      TypeError: for a threshold that is not a number, array or schedule.
+
+    ==========================  ==========================================================
+    norm or threshold           result
+    ==========================  ==========================================================
+    norm 0, empty tree          unchanged, with finite derivatives
+    ``max_norm=0``              exact zeros
+    ``max_norm`` traced, < 0    acts as 0
+    NaN or inf in any leaf      NaN throughout the tree
+    ==========================  ==========================================================
 
     Guarantees:
       * A tree whose norm is at most ``max_norm`` comes back bit-identical.
@@ -34,40 +61,16 @@ class ClipByGlobalNorm(MeasuringRule):
       * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 
-    ==========================  ==========================================================
-    norm or threshold           result
-    ==========================  ==========================================================
-    norm 0, empty tree          unchanged, with finite derivatives
-    ``max_norm=0``              exact zeros
-    ``max_norm`` traced, < 0    acts as 0
-    NaN or inf in any leaf      NaN throughout the tree
-    ==========================  ==========================================================
-
-    Args:
-      max_norm: the maximal norm, a number.
-      ord: the order $p$ of the norm, in (0, inf].
-      axis_name: the mapped axes that the tree is spread over; see `global_norm`.
-
-    Raises:
-      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
-        called, for an ``axis_name`` that is not a mapped axis.
-      TypeError: for a threshold that is not a number, array or schedule.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.ClipByGlobalNorm(1.0)({"b": jnp.array([3.0]), "w": jnp.array([4.0])})
-      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
-
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
+    max_norm: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
     ord: float = dataclasses.field(default=2, metadata=static(check_order))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
-    acts_on: ClassVar[str] = "tree"
+    acts_on = "tree"
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""

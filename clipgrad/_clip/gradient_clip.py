@@ -9,8 +9,9 @@ from clipgrad._arrays import Where, explain_call, partition, selected
 from clipgrad._clip.applied import as_rule
 from clipgrad._clip.clipping import Clipped, Part, measured_norms
 from clipgrad._clip.limits import adaptive_threshold, resolve_schedules
-from clipgrad._clip.nonfinite import check_policy
+from clipgrad._clip.nonfinite import NonFinite, check_policy
 from clipgrad._clip.state import (
+    KeptStats,
     adapted,
     check_state,
     first_state,
@@ -37,34 +38,10 @@ def gradient_clip(
     rule: Callable[..., Any] | None,
     *,
     where: Where = None,
-    nonfinite: str = "propagate",
-    stats: bool | str = False,
+    nonfinite: NonFinite = "propagate",
+    stats: KeptStats = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a gradient transformation from any clip rule.
-
-    Guarantees:
-      * With thresholds that are numbers and ``stats=False`` the state is `optax.EmptyState`, as
-        in optax, so you can restore checkpoints of optax's clips.
-      * Otherwise it is a `GradientClipState`, whose structure never changes.
-      * A schedule is evaluated at the number of updates made so far: 0 at the first.
-      * An adaptive threshold sees the norm of each step once, before the clip.
-      * ``update`` keeps the structure of the state.
-
-    Args:
-      rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
-        as ``optax.linear_schedule(...)``) and whose first one may be an `AdaptiveThreshold`, or a
-        function of the tree; ``None``: off.
-      where: which leaves are clipped; see `clip_grads`.
-      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True``: the state keeps statistics of the clip; ``"per_leaf"``: also for each leaf.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
-    Raises:
-      TypeError: if ``rule`` is not a rule.
-      ValueError: for an unknown ``nonfinite`` or ``stats``; by ``init``, if ``where``
-        selects nothing.
+    """Makes an optax transformation of any clip rule, to stand before the optimizer.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -76,6 +53,34 @@ def gradient_clip(
       {'bias': Array([-3.], dtype=float32), 'kernel': Array([-0.6, -0.8], dtype=float32)}
       >>> print(optax.tree.get(state, "stats").norm, optax.tree.get(state, "threshold"))
       5.0 1.0
+
+    Args:
+      rule: a `ClipRule`, such as ``ClipByNorm(1.0)``; or a function from a tree of gradients
+        to the clipped tree; ``None``: off. Thresholds of a rule may be schedules here, such
+        as ``optax.linear_schedule(...)``, and its first one an `AdaptiveThreshold`.
+      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
+        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
+        function from the tree to one. ``None``: all.
+      nonfinite: what NaN and inf do: ``"propagate"``: the rule decides; ``"zero"``: become 0
+        before anything is clipped; ``"error"``: raise an error that names the leaves.
+      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
+        ``"per_leaf"``: also a `ClipStats` of each leaf.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      TypeError: if ``rule`` is not a rule.
+      ValueError: for an unknown ``nonfinite`` or ``stats``; by ``init``, if ``where``
+        selects nothing.
+
+    Guarantees:
+      * With thresholds that are numbers and ``stats=False`` the state is `optax.EmptyState`, as
+        in optax, so you can restore checkpoints of optax's clips.
+      * Otherwise it is a `GradientClipState`, whose structure never changes.
+      * A schedule is evaluated at the number of updates made so far: 0 at the first.
+      * An adaptive threshold sees the norm of each step once, before the clip.
+      * ``update`` keeps the structure of the state.
     """
     rule = as_rule(rule, schedules=True, of="gradients")
     check_policy(nonfinite)

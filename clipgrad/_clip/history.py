@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import Feed, Window, check, fed, feeds, number, steps, unlimited
 
 
 @explain_call()
@@ -14,22 +14,14 @@ from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, 
 class HistoryThreshold:
     r"""Mean plus some deviations of the last norms, without the norm of this step.
 
-    $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
-
-    Norms above ten times the median of the window are left out of mean and deviation, so a spike
-    does not make the limit useless.
-
-    Guarantees:
-      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
-      * If the norms of the window stay within ten times their median, it is the formula above.
-      * If the norms grow tenfold for good, so does the threshold, within half a window.
-
-    ============================  ========================================================
-    history                       threshold
-    ============================  ========================================================
-    fewer norms than min_history  the largest finite number: nothing is clipped
-    equal norms                   that norm
-    ============================  ========================================================
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4, sigma=3.0))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 3.0, 90.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates)    # the mean of 1 and 3 is 2, their deviation 1
+      [5.]
 
     Args:
       window: $w$, the number of norms that are kept.
@@ -43,14 +35,22 @@ class HistoryThreshold:
       ValueError: for a number out of range, or an unknown ``feed``.
       TypeError: for a ``sigma`` that is not a number.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax
-      >>> tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4, sigma=3.0))
-      >>> state = tx.init(jnp.zeros(1))
-      >>> for norm in (1.0, 3.0, 90.0):
-      ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(updates)    # the mean of 1 and 3 is 2, their deviation 1
-      [5.]
+    $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
+
+    Norms above ten times the median of the window are left out of mean and deviation, so a spike
+    does not make the limit useless.
+
+    ============================  ========================================================
+    history                       threshold
+    ============================  ========================================================
+    fewer norms than min_history  the largest finite number: nothing is clipped
+    equal norms                   that norm
+    ============================  ========================================================
+
+    Guarantees:
+      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
+      * If the norms of the window stay within ten times their median, it is the formula above.
+      * If the norms grow tenfold for good, so does the threshold, within half a window.
 
     References:
       The Levanter Authors, Levanter: clip_update_norm, 2025,
@@ -60,7 +60,7 @@ class HistoryThreshold:
     window: int = steps(128)
     sigma: float = number(3.0, 0)
     min_history: int | None = steps(None)
-    feed: str = feeds("raw")
+    feed: Feed = feeds("raw")
 
     def __post_init__(self) -> None:
         check(self)

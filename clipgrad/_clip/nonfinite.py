@@ -1,22 +1,21 @@
 """The policies for gradients that contain NaN or inf."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.experimental import checkify
 
 from clipgrad._arrays import is_clippable, map_clippable, with_paths
 from clipgrad._clip.stats import count_nonfinite
 
-POLICIES = ("propagate", "zero", "error")
+NonFinite = Literal["propagate", "zero", "error"]
 
 
-def check_policy(nonfinite: str) -> None:
+def check_policy(nonfinite: Any) -> None:
     """Raises `ValueError` for what is not the name of a policy."""
-    if nonfinite not in POLICIES:
-        raise ValueError(f"nonfinite: got {nonfinite!r}, expected one of {', '.join(POLICIES)}")
+    if nonfinite not in (policies := get_args(NonFinite)):
+        raise ValueError(f"nonfinite: got {nonfinite!r}, expected one of {', '.join(policies)}")
 
 
 def apply_policy(nonfinite: str, tree: Any) -> Any:
@@ -55,6 +54,8 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
 
 
 def _check_functionally(path: str, count: jax.Array) -> None:
+    from jax.experimental import checkify  # a hundredth of a second, which few need
+
     shown = f" {path!r}".replace("{", "{{").replace("}", "}}") if path else ""
     message, total = f"{{count:.0f}} elements of the gradient{shown} are NaN or inf", jnp.sum(count)
     values: dict[str, Any] = {"count": total}

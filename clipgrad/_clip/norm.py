@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jax.typing import ArrayLike
-
 from clipgrad._arrays import (
     Axes,
     AxisName,
@@ -18,7 +16,8 @@ from clipgrad._arrays import (
 )
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
-from clipgrad._clip.units import check_axis, reduced_axes
+from clipgrad._clip.thresholds import Threshold
+from clipgrad._clip.units import ReducedAxes, check_axis, reduced_axes
 
 
 @pytree_rule
@@ -28,11 +27,30 @@ class ClipByNorm(MeasuringRule):
     With ``axis`` each slice of a leaf has its own norm: one for each index of the axes that are not
     named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
 
-    Guarantees:
-      * A leaf (slice) whose norm is at most ``max_norm`` comes back bit-identical.
-      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
-        direction is kept.
-      * Norms are computed in float32 or wider, without over- or underflow (see `global_norm`).
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByNorm(1.0)([jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])])
+      [Array([0.6, 0.8], dtype=float32), Array([0.3, 0.4], dtype=float32)]
+      >>> cg.ClipByNorm(1.0, axis=-1)(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
+      Array([[0.6, 0.8],
+             [0.3, 0.4]], dtype=float32)
+
+    Args:
+      max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
+        norms of the slices, which keep the reduced axes with size 1.
+      ord: the order $p$ of the norm, a number in (0, inf]; by default 2, the Euclidean norm.
+      axis: the axis or axes that a norm is over, such as ``-1`` for a norm of each row;
+        ``None``: one norm of the whole leaf.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that each leaf, or
+        slice, is spread over, a name or several, so that norms are of all devices together;
+        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
+        devices; not needed under `jax.jit`. A slice is whole along the axes that you do not
+        name; ``()`` if it is whole on its device.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
+        called, for a leaf that lacks an axis.
+      TypeError: for a threshold that is not a number, array or schedule.
 
     ============================  ======================================================
     norm or threshold             result
@@ -43,38 +61,21 @@ class ClipByNorm(MeasuringRule):
     NaN or inf in a leaf (slice)  NaN throughout that leaf (slice)
     ============================  ======================================================
 
-    Args:
-      max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
-        norms of the slices, which keep the reduced axes with size 1.
-      ord: the order $p$ of the norm, in (0, inf].
-      axis: the axis or axes that norms are over; ``None``: all.
-      axis_name: the mapped axes that each leaf, or slice, is spread over; see `global_norm`. A
-        slice is whole along the axes that are not named; ``()`` if it is whole on its device.
-
-    Raises:
-      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
-        called, for a leaf that lacks an axis.
-      TypeError: for a threshold that is not a number, array or schedule.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.ClipByNorm(1.0)([jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])])
-      [Array([0.6, 0.8], dtype=float32), Array([0.3, 0.4], dtype=float32)]
-      >>> cg.ClipByNorm(1.0, axis=-1)(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
-      Array([[0.6, 0.8],
-             [0.3, 0.4]], dtype=float32)
+    Guarantees:
+      * A leaf (slice) whose norm is at most ``max_norm`` comes back bit-identical.
+      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * Norms are computed in float32 or wider, without over- or underflow.
 
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike = dataclasses.field(metadata=threshold(adaptive=True))
+    max_norm: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
     _: dataclasses.KW_ONLY
     ord: float = dataclasses.field(default=2, metadata=static(check_order))
-    axis: int | tuple[int, ...] | None = dataclasses.field(
-        default=None, metadata=static(check_axis)
-    )
+    axis: ReducedAxes = dataclasses.field(default=None, metadata=static(check_axis))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

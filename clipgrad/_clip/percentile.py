@@ -6,8 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, fed, feeds, number, steps, unlimited
-from clipgrad._errors import warn
+from clipgrad._clip.thresholds import (
+    Feed,
+    Window,
+    check,
+    fed,
+    feeds,
+    number,
+    steps,
+    unlimited,
+    warn_of_share,
+)
 
 
 @explain_call()
@@ -15,21 +24,14 @@ from clipgrad._errors import warn
 class PercentileThreshold:
     r"""AutoClip: a percentile of the last norms, including the norm of this step.
 
-    $$c_t = \mathrm{percentile}_p(n_{t-w+1}, \ldots, n_t)$$
-
-    with linear interpolation.
-
-    Guarantees:
-      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
-      * One norm, of any size, moves the threshold by one place in the order of the norms.
-
-    ==========================  ==========================================================
-    history                     threshold
-    ==========================  ==========================================================
-    no norm yet                 the largest finite number: nothing is clipped
-    the first norm              that norm: the first gradient is never clipped
-    this norm NaN, inf or 0     the percentile of those before
-    ==========================  ==========================================================
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.clip_by_global_norm(cg.PercentileThreshold(50))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 2.0, jnp.nan, 90.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates, optax.tree.get(state, "threshold"))    # the median of 1, 2 and 90
+      [2.] 2.0
 
     Args:
       percentile: $p$, in [0, 100], so that 90 is the 90th percentile; a warning asks whether 0.9
@@ -43,14 +45,21 @@ class PercentileThreshold:
       ValueError: for a percentile out of range, a window below 1, an unknown ``feed``.
       TypeError: for a percentile that is not a number.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax
-      >>> tx = cg.clip_by_global_norm(cg.PercentileThreshold(50))
-      >>> state = tx.init(jnp.zeros(1))
-      >>> for norm in (1.0, 2.0, jnp.nan, 90.0):
-      ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(updates, optax.tree.get(state, "threshold"))    # the median of 1, 2 and 90
-      [2.] 2.0
+    $$c_t = \mathrm{percentile}_p(n_{t-w+1}, \ldots, n_t)$$
+
+    with linear interpolation.
+
+    ==========================  ==========================================================
+    history                     threshold
+    ==========================  ==========================================================
+    no norm yet                 the largest finite number: nothing is clipped
+    the first norm              that norm: the first gradient is never clipped
+    this norm NaN, inf or 0     the percentile of those before
+    ==========================  ==========================================================
+
+    Guarantees:
+      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
+      * One norm, of any size, moves the threshold by one place in the order of the norms.
 
     References:
       Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive Gradient Clipping for Source
@@ -59,16 +68,11 @@ class PercentileThreshold:
 
     percentile: float = number(dataclasses.MISSING, 0, 100)
     window: int = steps(1024)
-    feed: str = feeds("raw")
+    feed: Feed = feeds("raw")
 
     def __post_init__(self) -> None:
         check(self)
-        if 0 < self.percentile < 1:
-            warn(
-                f"percentile: got {self.percentile!r}, which is the {self.percentile}th "
-                "percentile, since percentiles are from 0 to 100; for this share write "
-                f"{100 * self.percentile:g}"
-            )
+        warn_of_share(self.percentile)
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

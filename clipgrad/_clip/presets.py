@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._arrays import explain_call
+from clipgrad._clip.composer import ClippingType
+from clipgrad._clip.thresholds import warn_of_share
 
 
 class SuggestedThreshold(NamedTuple):
@@ -17,7 +19,7 @@ class SuggestedThreshold(NamedTuple):
       source: where it was published: authors, title, year and link.
     """
 
-    kind: str
+    kind: ClippingType
     value: float
     setting: str
     source: str
@@ -66,6 +68,11 @@ SUGGESTED_THRESHOLDS: tuple[SuggestedThreshold, ...] = (
 def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     """A threshold for the global norm from the norms of a run without clipping.
 
+    Example:
+      >>> import clipgrad as cg
+      >>> cg.published.suggest_threshold([1.0, 2.0, 3.0, float("nan"), 1e9], percentile=50)
+      2.5
+
     Args:
       norms: the raw gradient norms of past steps, of any shape; NaN and inf are left out.
       percentile: a number in [0, 100]; 90 would have clipped one step in ten.
@@ -77,11 +84,6 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
       TypeError: if ``norms`` are not numbers.
       ValueError: if no norm is finite, a norm is negative, or ``percentile`` is out of range.
 
-    Example:
-      >>> import clipgrad as cg
-      >>> cg.published.suggest_threshold([1.0, 2.0, 3.0, float("nan"), 1e9], percentile=50)
-      2.5
-
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
       https://arxiv.org/abs/1211.5063: section 3.2: half to ten times the average norm over many
@@ -89,6 +91,7 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     """
     if not 0 <= percentile <= 100:
         raise ValueError(f"percentile: got {percentile!r}, expected a number in [0, 100]")
+    warn_of_share(percentile)
     try:
         recorded = np.asarray(norms, np.float64).ravel()
     except (TypeError, ValueError) as error:

@@ -3,15 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from clipgrad._arrays import (
     Axes,
     Norm,
+    check_is_tree,
     clippable_leaves,
     described,
     explain_call,
@@ -47,20 +49,22 @@ def _of_instances(method: Any) -> Any:
     return checked
 
 
-class ClipRule:
+# mypy takes this for true. It knows no types of optax, and would know none of a rule.
+MYPY: Literal[False] = False
+
+if TYPE_CHECKING and not MYPY:
+
+    class _Transformation(optax.GradientTransformationExtraArgs):
+        """What optax asks type checkers for: a rule has its methods, and is no tuple."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self: ...
+
+else:
+    _Transformation = object
+
+
+class ClipRule(_Transformation):
     """A function from a tree of gradients, or cotangents, to a clipped tree like it.
-
-    The rules of this library are frozen dataclasses and pytrees whose leaves are their
-    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
-    not retrace. A custom rule is a plain function of the tree, or a subclass with ``__call__``. It
-    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
-    attributes that the rule has at that time.
-
-    A rule is an optax transformation, too: `gradient_clip` of it, with the same state.
-
-    Attributes:
-      needs_params: whether the rule wants the second argument: the parameters for a gradient
-        clip, the value itself for an error clip (which is then saved for the backward pass).
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp, optax
@@ -70,6 +74,18 @@ class ClipRule:
       >>> sign = lambda grads: jax.tree.map(jnp.sign, grads)    # a rule of your own
       >>> jax.grad(lambda x: 3 * cg.clip_cotangent(x, sign))(2.0)
       Array(1., dtype=float32)
+
+    Attributes:
+      needs_params: whether the rule wants the second argument: the parameters for a gradient
+        clip, the value itself for an error clip (which is then saved for the backward pass).
+
+    The rules of this library are frozen dataclasses and pytrees whose leaves are their
+    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
+    not retrace. A custom rule is a plain function of the tree, or a subclass with ``__call__``. It
+    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
+    attributes that the rule has at that time.
+
+    A rule is an optax transformation, too: `gradient_clip` of it, with the same state.
     """
 
     needs_params: ClassVar[bool] = False
@@ -116,7 +132,7 @@ class MeasuringRule(ClipRule):
       limits: whether the threshold is a limit: what is within it stays as it is.
     """
 
-    acts_on: ClassVar[str] = "leaf"
+    acts_on: ClassVar[Literal["element", "leaf", "tree"]] = "leaf"
     limits: ClassVar[bool] = True
     # What a rule without such a field has.
     ord: Any = 2
@@ -144,6 +160,7 @@ class MeasuringRule(ClipRule):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The clipped tree."""
         require_numbers(self)
+        check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
         return self.scale(grads, self.measure(grads, params))
 
     def measure(self, grads: Any, params: Any = None) -> list[Any]:

@@ -9,8 +9,10 @@ import optax
 from clipgrad._arrays import (
     AxisName,
     Where,
+    answers_lookups,
     clippable_leaves,
     clippable_paths,
+    described,
     explain_call,
     global_norm,
     increment_if,
@@ -28,6 +30,7 @@ from clipgrad._frameworks import is_model
 
 
 @exportable
+@answers_lookups("state")
 class SkipSpikesState(NamedTuple):
     """The state of `skip_spikes`.
 
@@ -79,6 +82,7 @@ class SkipSpikesState(NamedTuple):
 
 @explain_call(
     max_consecutive_errors="a step that is not finite is always skipped; write halt=True to stop",
+    patience="a step that is not finite is always skipped; write halt=True to stop",
 )
 def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
@@ -93,6 +97,54 @@ def skip_spikes(
     judge: Judged = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Wraps an optimizer, and skips steps that are not finite or whose gradient is an outlier.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([3.0, 4.0]), jnp.array([jnp.nan, 1.0]), jnp.array([30.0, 40.0])):
+      ...     updates, state = tx.update(grads, state)
+      ...     print(updates, state.skipped)
+      [-3. -4.] False
+      [0. 0.] True
+      [0. 0.] True
+
+    Args:
+      inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
+        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
+        the history is full:
+        ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
+      max_norm: an absolute limit of what is judged; ``None``: no limit.
+      window: the number of norms in the history; by default 128.
+      sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
+        outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
+      min_history: the number of norms before a finite norm can be an outlier; by default half a
+        window, and at least 2.
+      where: which leaves make up the norm: patterns of their paths, such as ``"kernel"`` or
+        ``"!head"``, a tree of booleans, or a function from the tree to one; ``None``: all.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the updates are
+        spread over, a name or several, so that norms are of all devices together;
+        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
+        devices; not needed under `jax.jit`.
+      halt: ``True``: a step whose gradient or update is not finite halts the training, before it
+        changes the parameters; ``"spike"``: each skipped step does. With `train_step` or
+        ``update(..., value=loss)`` a loss that is not finite halts it too, even if the gradient is
+        finite. `FlightRecorder` saves the bad step. The rest of the optimizer belongs inside: a
+        later transformation, such as weight decay, goes on after the halt.
+      judge: what ``max_norm`` and the history are of: the norm of the ``"gradient"``; the norm of
+        the ``"update"``, which may grow before the loss shows anything; or the ``"loss"``, which
+        `train_step` passes, or ``update(..., value=loss)``: a loss that is not finite is skipped
+        then without ``halt``, too.
+
+    Returns:
+      A gradient transformation with the state `SkipSpikesState`, which passes all extra arguments
+      of ``update`` on to ``inner``.
+
+    Raises:
+      ValueError: for a number out of range, and for ``window`` or ``min_history`` with
+        ``sigma=None``; for an unknown ``halt`` or ``judge``; by ``init``, if ``where`` selects
+        nothing; by ``update``, without the loss that ``judge="loss"`` needs.
+      TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
     or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
@@ -116,50 +168,6 @@ def skip_spikes(
         selects this without the host. So a loop that dispatches steps ahead, and donates
         buffers, still has the parameters from before the bad step.
 
-    Args:
-      inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
-        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
-        the history is full:
-        ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
-      max_norm: an absolute limit of what is judged; ``None``: no limit.
-      window: the number of norms in the history; by default 128.
-      sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
-        outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
-      min_history: the number of norms before a finite norm can be an outlier; by default half a
-        window, and at least 2.
-      where: which leaves make up the norm; see `clip_grads`.
-      axis_name: the mapped axes that the updates are spread over; see `global_norm`.
-      halt: ``True``: a step whose gradient or update is not finite halts the training, before it
-        changes the parameters; ``"spike"``: each skipped step does. With `train_step` or
-        ``update(..., value=loss)`` a loss that is not finite halts it too, even if the gradient is
-        finite. `FlightRecorder` saves the bad step. The rest of the optimizer belongs inside: a
-        later transformation, such as weight decay, goes on after the halt.
-      judge: what ``max_norm`` and the history are of: the norm of the ``"gradient"``; the norm of
-        the ``"update"``, which may grow before the loss shows anything; or the ``"loss"``, which
-        `train_step` passes, or ``update(..., value=loss)``: a loss that is not finite is skipped
-        then without ``halt``, too.
-
-    Returns:
-      A gradient transformation with the state `SkipSpikesState`, which passes all extra arguments
-      of ``update`` on to ``inner``.
-
-    Raises:
-      ValueError: for a number out of range, and for ``window`` or ``min_history`` with
-        ``sigma=None``; for an unknown ``halt`` or ``judge``; by ``init``, if ``where`` selects
-        nothing; by ``update``, without the loss that ``judge="loss"`` needs.
-      TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax
-      >>> tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0)
-      >>> state = tx.init(jnp.zeros(2))
-      >>> for grads in (jnp.array([3.0, 4.0]), jnp.array([jnp.nan, 1.0]), jnp.array([30.0, 40.0])):
-      ...     updates, state = tx.update(grads, state)
-      ...     print(updates, state.skipped)
-      [-3. -4.] False
-      [0. 0.] True
-      [0. 0.] True
-
     References:
       The OLMo Team, 2 OLMo 2 Furious, 2024, https://arxiv.org/abs/2501.00656: updates are
       skipped on outliers of the norm.
@@ -177,6 +185,7 @@ def skip_spikes(
         return _first_state(optimizer.init(params), norm, spike_limit, params if halt else None)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        _check_is_state(state)
         halted, norm = _halted(halt, state), norm_of(updates, state)
         limit = spike_limit.limit(state.window, norm)
         loss = spike_limit.loss_in(extra_args, norm)
@@ -201,6 +210,14 @@ def skip_spikes(
         return _zero_if(skip | halted, new), after._replace(inner_state=kept)
 
     return Wrapper.of(inner, init, update)
+
+
+def _check_is_state(state: Any) -> None:
+    if not hasattr(state, "raw_norm"):  # the parameters, say
+        raise ValueError(
+            f"state: got {described(state)}, expected the SkipSpikesState of init(params); write "
+            "update(grads, state, params)"
+        )
 
 
 def _first_state(
@@ -333,15 +350,6 @@ def resume(tree: Any) -> Any:
     Only the flag changes, neither the parameters, which are those from before the bad step, nor the
     counters. It works under `jax.jit`, and on a state that is not halted.
 
-    Args:
-      tree: the state of the optimizer, or any tree with it, such as a ``TrainState``.
-
-    Returns:
-      The same tree, whose next step is an ordinary one.
-
-    Raises:
-      ValueError: if there is no state of ``skip_spikes(halt=...)`` in ``tree``.
-
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
       >>> tx = cg.skip_spikes(optax.sgd(1.0), halt=True)
@@ -353,6 +361,15 @@ def resume(tree: Any) -> Any:
       [0. 0.] True 0
       >>> print(tx.update(jnp.array([3.0, 4.0]), cg.resume(state))[0])
       [-3. -4.]
+
+    Args:
+      tree: the state of the optimizer, or any tree with it, such as a ``TrainState``.
+
+    Returns:
+      The same tree, whose next step is an ordinary one.
+
+    Raises:
+      ValueError: if there is no state of ``skip_spikes(halt=...)`` in ``tree``.
     """
     found = []
 

@@ -1,13 +1,20 @@
 """The state of a gradient clip."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._arrays import clippable_paths, increment_if, largest, unboxed
+from clipgrad._arrays import (
+    answers_lookups,
+    clippable_paths,
+    described,
+    increment_if,
+    largest,
+    unboxed,
+)
 from clipgrad._clip.clipping import Clipped
 from clipgrad._clip.limits import (
     PerLeaf,
@@ -22,8 +29,12 @@ from clipgrad._clip.stats import ClipStats, stats_dtype
 from clipgrad._clip.thresholds import unlimited
 from clipgrad._compat import exportable, to_varying, varying_axes
 
+# Which statistics a state keeps.
+KeptStats = bool | Literal["per_leaf"]
+
 
 @exportable
+@answers_lookups("state", clip_stats="state.stats", norm="state.stats.norm")
 class GradientClipState(NamedTuple):
     """The state of a gradient clip with a schedule, an adaptive threshold or statistics.
 
@@ -54,12 +65,12 @@ class GradientClipState(NamedTuple):
     leaf_stats: dict[str, ClipStats] | None = None
 
 
-def has_lasting_state(rule: Any, kept: bool | str) -> bool:
+def has_lasting_state(rule: Any, kept: KeptStats) -> bool:
     """Whether a clip needs a state of its own from one step to the next."""
     return bool(kept or schedules_of(rule)) or adaptive_threshold(rule) is not None
 
 
-def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
+def first_state(rule: Any, tree: Any, kept: KeptStats) -> Any:
     """The state before the first update; ``kept`` as ``stats=`` of `gradient_clip`."""
     if not has_lasting_state(rule, kept):
         return optax.EmptyState()
@@ -81,7 +92,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     )
 
 
-def check_state(state: Any, rule: Any, kept: bool | str) -> None:
+def check_state(state: Any, rule: Any, kept: KeptStats) -> None:
     """Refuses a state without what the clip needs."""
     if has_lasting_state(rule, kept) and not isinstance(state, GradientClipState):
         needs = f"stats={kept!r}" if kept else "a schedule or an adaptive threshold"
@@ -89,6 +100,12 @@ def check_state(state: Any, rule: Any, kept: bool | str) -> None:
             f"state: got {type(state).__name__} with {needs}, expected the GradientClipState of "
             "init(params)"
         )
+    if not has_lasting_state(rule, kept) and not isinstance(state, GradientClipState):
+        if jax.tree.leaves(state):  # the parameters, say
+            raise ValueError(
+                f"state: got {described(state)} with arrays, expected the state of init(params); "
+                "write update(grads, state, params)"
+            )
 
 
 def is_joint(rule: Any) -> bool:

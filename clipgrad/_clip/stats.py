@@ -1,12 +1,13 @@
 """The effect of a clip, as sums that add up over steps, uses and devices."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from clipgrad._arrays import (
     AxisName,
@@ -15,6 +16,7 @@ from clipgrad._arrays import (
     accumulator,
     added_up,
     added_up_apart,
+    answers_lookups,
     check_tree,
     clippable_leaves,
     clippable_paths,
@@ -37,15 +39,15 @@ from clipgrad._sharding import broadcast_like, on_every_device
 
 
 @exportable
+@answers_lookups("stats")
 class ClipStats(NamedTuple):
     r"""Statistics of a clip of a tree of gradients or cotangents.
 
-    All fields are sums over elements, so that statistics of several places, scan steps, vmap
-    lanes or devices add up field by field; norms and scales are derived from the sums.
-    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
-    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
-    computed.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> stats = cg.types.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
+      >>> print(stats.norm, stats.clipped, stats.fraction)
+      5.0 True 0.5
 
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
@@ -56,11 +58,12 @@ class ClipStats(NamedTuple):
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> stats = cg.types.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
-      >>> print(stats.norm, stats.clipped, stats.fraction)
-      5.0 True 0.5
+    All fields are sums over elements, so that statistics of several places, scan steps, vmap
+    lanes or devices add up field by field; norms and scales are derived from the sums.
+    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
+    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
+    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
+    computed.
     """
 
     before: jax.Array
@@ -69,10 +72,17 @@ class ClipStats(NamedTuple):
     nonfinite: jax.Array
     size: jax.Array
 
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise TypeError(f"stats: got [{key!r}], expected an attribute; write stats.{key}")
-        return tuple.__getitem__(self, key)
+    def __repr__(self) -> str:
+        """Norms and counts; the types of what is traced, abstract, or not on this machine."""
+        shapes = [getattr(x, "shape", ()) for x in self]
+        if any(shape[-1:] != (3,) for shape in shapes[:2]):  # other things, such as shardings
+            return f"ClipStats{_in_parentheses(self._fields, map(repr, self))}"
+        if all(map(_is_here, self)):
+            shown = _shown_numbers(self)
+        else:
+            shapes[:2] = [shape[:-1] for shape in shapes[:2]]
+            shown = [f"{x.dtype}{[*shape]}" for x, shape in zip(self, shapes, strict=True)]
+        return f"ClipStats{_in_parentheses(('norm', 'clipped_norm', *self._fields[2:]), shown)}"
 
     @property
     def norm(self) -> jax.Array:
@@ -144,6 +154,32 @@ class ClipStats(NamedTuple):
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
         off = after is before
         return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)
+
+
+def _in_parentheses(names: Iterable[str], values: Iterable[str]) -> str:
+    return f"({', '.join(map('='.join, zip(names, values, strict=True)))})"
+
+
+def _is_here(field: Any) -> bool:
+    """Whether the numbers of an array can be shown, here and now."""
+    if isinstance(field, jax.Array) and not isinstance(field, Tracer):
+        return field.is_fully_addressable and not field.is_deleted()
+    return isinstance(field, np.ndarray | np.generic)
+
+
+def _shown_numbers(stats: ClipStats) -> list[str]:
+    """The norms and the counts of statistics, wherever JAX is just now."""
+    # What somebody prints is no part of a program that is traced, and may be NaN.
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+        stats = ClipStats(*map(np.asarray, stats))  # type: ignore[arg-type]
+        norms = [np.asarray(norm) for norm in (stats.norm, stats.clipped_norm)]
+    counts = [np.asarray(count) for count in stats[2:]]
+    each = [str(x[()]) if not x.ndim else _in_a_line(x) for x in norms]
+    return each + [f"{float(x):.9g}" if not x.ndim else _in_a_line(x) for x in counts]
+
+
+def _in_a_line(array: np.ndarray) -> str:
+    return " ".join(np.array2string(array, threshold=16, edgeitems=3).split())
 
 
 def _check_same(before: Any, after: Any) -> None:

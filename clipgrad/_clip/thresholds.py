@@ -4,15 +4,19 @@ import dataclasses
 import functools
 import math
 import numbers
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from clipgrad._compat import exportable
+from clipgrad._errors import warn
 
-FEEDS = ("raw", "clipped")
+# The norms that enter a history.
+Feed = Literal["raw", "clipped"]
 # A norm further than this factor from the median is not a sample of the same process.
 FAR_ABOVE_MEDIAN = 10.0
 
@@ -20,17 +24,6 @@ FAR_ABOVE_MEDIAN = 10.0
 @runtime_checkable
 class AdaptiveThreshold(Protocol):
     """A threshold computed from the norms of past gradients, instead of a number.
-
-    A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
-    wherever they accept a schedule. A custom threshold is a class with these two methods, without
-    side effects. The state is a pytree of arrays whose structure, shapes and dtypes never change.
-
-    The norms of a step are the smallest thresholds at which the rule would change nothing. For
-    `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
-    entry for each leaf, which has its own history and threshold: the largest norm of its
-    slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
-    `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
-    or 0. The threshold is a constant to differentiation.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -50,10 +43,27 @@ class AdaptiveThreshold(Protocol):
       init: takes zeros in the shape of the norms, and returns the state before the first update.
       update: takes a state and the norms of this step, and returns the thresholds of this step, in
         the shape of the norms, and the next state.
+
+    A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
+    wherever they accept a schedule. A custom threshold is a class with these two methods, without
+    side effects. The state is a pytree of arrays whose structure, shapes and dtypes never change.
+
+    The norms of a step are the smallest thresholds at which the rule would change nothing. For
+    `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
+    entry for each leaf, which has its own history and threshold: the largest norm of its
+    slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
+    `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
+    or 0. The threshold is a constant to differentiation.
     """
 
     def init(self, norms: jax.Array) -> Any: ...  # noqa: D102
     def update(self, state: Any, norms: jax.Array) -> tuple[jax.Array, Any]: ...  # noqa: D102
+
+
+# A number of a rule, and its threshold. In the backward pass, where no steps are counted, schedules
+# (functions of the step, as in optax) and adaptive thresholds are refused.
+Number = ArrayLike | Callable[[Any], ArrayLike]
+Threshold = Number | AdaptiveThreshold
 
 
 def is_adaptive(value: Any) -> bool:
@@ -73,7 +83,7 @@ def counts(norms: jax.Array) -> jax.Array:
     return jnp.isfinite(norms) & (norms >= jnp.finfo(norms.dtype).tiny)
 
 
-def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
+def fed(feed: Feed, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
     """The norms for a history, raw or clipped; 0 instead of those that never enter one."""
     clipped = jnp.minimum(norms, thresholds) if feed == "clipped" else norms
     return jnp.where(counts(norms), clipped, 0)
@@ -175,7 +185,7 @@ def steps(default: int | None) -> Any:
     return dataclasses.field(default=default, metadata={"check": check_steps})
 
 
-def feeds(default: str) -> Any:
+def feeds(default: Feed) -> Any:
     """A field for the name of the norms that enter a history."""
     return dataclasses.field(default=default, metadata={"check": _check_feed})
 
@@ -191,10 +201,19 @@ def check(threshold: Any) -> None:
 
 
 def _check_feed(name: str, value: Any) -> None:
-    if value not in FEEDS:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(FEEDS)}")
+    if value not in get_args(Feed):
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(get_args(Feed))}")
 
 
 def _if_injected(value: Any) -> str:
     injected = isinstance(value, jax.Array)
     return "; for optax.inject_hyperparams name it in static_args" if injected else ""
+
+
+def warn_of_share(percentile: float) -> None:
+    """Warns of a percentile that looks like a share, such as 0.9."""
+    if 0 < percentile < 1:
+        warn(
+            f"percentile: got {percentile!r}, which is the {percentile}th percentile, since "
+            f"percentiles are from 0 to 100; for this share write {100 * percentile:g}"
+        )

@@ -4,17 +4,17 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from clipgrad._arrays import (
     Norm,
     at_least_float32,
+    check_is_tree,
     clippable_leaves,
     over,
     slice_norms,
@@ -31,7 +31,7 @@ from clipgrad._clip.limits import (
     thresholds_by_leaf,
 )
 from clipgrad._clip.rule import MeasuringRule, pytree_rule
-from clipgrad._clip.thresholds import is_adaptive
+from clipgrad._clip.thresholds import Number, Threshold, is_adaptive
 from clipgrad._sharding import broadcast_like
 
 
@@ -66,25 +66,12 @@ def _written_min(rule: Any) -> Any:
 class ClipByValue(MeasuringRule):
     r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
-    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
-    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
-
-    Guarantees:
-      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
-        the leaf; elements inside this interval do not change. The absolute value of a complex
-        element is at most ``max`` up to a relative 4e-7 in complex64; one at ``max`` stays.
-      * Structure, shapes and dtypes are kept, for every dtype of the bounds.
-      * Leaves that are not floating or complex are unchanged.
-
-    ==========================  ==========================================================
-    element or bound            result
-    ==========================  ==========================================================
-    ``min=None``                the interval is [-max, max]
-    +-inf                       the bounds
-    NaN                         NaN, or ``nan`` clipped to the interval
-    ``max=0``                   exact zeros
-    ``max`` traced, negative    acts as 0, if ``min=None``
-    ==========================  ==========================================================
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByValue(1.0)({"w": jnp.array([-3.0, 0.5, 3.0])})
+      {'w': Array([-1. ,  0.5,  1. ], dtype=float32)}
+      >>> cg.ClipByValue(max=2.0, min=-1.0, nan=0.0)(jnp.array([-3.0, jnp.nan, 3.0]))
+      Array([-1.,  0.,  2.], dtype=float32)
 
     Args:
       max: the upper bound: a number, or an array that broadcasts into each leaf.
@@ -99,12 +86,25 @@ class ClipByValue(MeasuringRule):
         leaves with a ``min`` other than ``-max``.
       TypeError: for a bound that is not a number, array or schedule.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.ClipByValue(1.0)({"w": jnp.array([-3.0, 0.5, 3.0])})
-      {'w': Array([-1. ,  0.5,  1. ], dtype=float32)}
-      >>> cg.ClipByValue(max=2.0, min=-1.0, nan=0.0)(jnp.array([-3.0, jnp.nan, 3.0]))
-      Array([-1.,  0.,  2.], dtype=float32)
+    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
+    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
+
+    ==========================  ==========================================================
+    element or bound            result
+    ==========================  ==========================================================
+    ``min=None``                the interval is [-max, max]
+    +-inf                       the bounds
+    NaN                         NaN, or ``nan`` clipped to the interval
+    ``max=0``                   exact zeros
+    ``max`` traced, negative    acts as 0, if ``min=None``
+    ==========================  ==========================================================
+
+    Guarantees:
+      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
+        the leaf; elements inside this interval do not change. The absolute value of a complex
+        element is at most ``max`` up to a relative 4e-7 in complex64; one at ``max`` stays.
+      * Structure, shapes and dtypes are kept, for every dtype of the bounds.
+      * Leaves that are not floating or complex are unchanged.
 
     References:
       In the backward pass: Mikolov, Statistical Language Models Based on Neural Networks, 2012,
@@ -112,11 +112,11 @@ class ClipByValue(MeasuringRule):
       Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
     """
 
-    max: ArrayLike
-    min: ArrayLike | None = _LowerBound()  # type: ignore[assignment]
+    max: Threshold
+    min: Number | None = _LowerBound()  # type: ignore[assignment]
     _: dataclasses.KW_ONLY
-    nan: ArrayLike | None = None
-    acts_on: ClassVar[str] = "element"
+    nan: Number | None = None
+    acts_on = "element"
 
     def __post_init__(self) -> None:
         for name, bound in (("max", self.max), ("min", _written_min(self))):
@@ -135,6 +135,7 @@ class ClipByValue(MeasuringRule):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with each element in [min, max]; nothing need be measured."""
         require_numbers(self)
+        check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
         return self.scale(grads)
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Window, check, counts, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds import (
+    Feed,
+    Window,
+    check,
+    counts,
+    fed,
+    feeds,
+    number,
+    steps,
+    unlimited,
+)
 from clipgrad._compat import exportable
 
 
@@ -31,27 +41,14 @@ class ZScoreState(NamedTuple):
 class ZScoreThreshold:
     r"""ZClip: clips norms that stand out from their moving average.
 
-    $$z_t = \frac{n_t - \mu}{s + \mathrm{eps}}, \quad
-    c_t = \mu + \frac{z^2 s}{z_t} \text{ where } z_t > z, \text{ else } \mu + z (s + \mathrm{eps})$$
-
-    so the further out a norm is, the closer to the mean $\mu$ it is clipped. Then, with
-    $n^*_t = \min(n_t, c_t)$ and the decay $\alpha$,
-    $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
-    $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
-    the norms of the warm-up, in which nothing is clipped. Norms above ten times the median of the
-    warm-up are left out, so that a spike does not make the limit useless.
-
-    Guarantees:
-      * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
-        not count in the warm-up.
-      * If the norms of the warm-up stay within ten times their median, it is the formula above.
-
-    ==========================  ==========================================================
-    history                     threshold
-    ==========================  ==========================================================
-    in the warm-up              ``max_norm``, or the largest finite number
-    equal norms                 that norm, plus ``z * eps``
-    ==========================  ==========================================================
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> tx = cg.clip_by_global_norm(cg.ZScoreThreshold(z=2.0, warmup=2, eps=0.0))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 3.0, 6.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates)    # the mean is 2, the deviation 1, and 6 has the z-score 4: 2 + 4 / 4
+      [3.]
 
     Args:
       z: the most deviations that a norm may be above the mean.
@@ -67,14 +64,27 @@ class ZScoreThreshold:
       ValueError: for a number out of range, an unknown ``feed``.
       TypeError: for an argument that is not a number.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> tx = cg.clip_by_global_norm(cg.ZScoreThreshold(z=2.0, warmup=2, eps=0.0))
-      >>> state = tx.init(jnp.zeros(1))
-      >>> for norm in (1.0, 3.0, 6.0):
-      ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(updates)    # the mean is 2, the deviation 1, and 6 has the z-score 4: 2 + 4 / 4
-      [3.]
+    $$z_t = \frac{n_t - \mu}{s + \mathrm{eps}}, \quad
+    c_t = \mu + \frac{z^2 s}{z_t} \text{ where } z_t > z, \text{ else } \mu + z (s + \mathrm{eps})$$
+
+    so the further out a norm is, the closer to the mean $\mu$ it is clipped. Then, with
+    $n^*_t = \min(n_t, c_t)$ and the decay $\alpha$,
+    $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
+    $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
+    the norms of the warm-up, in which nothing is clipped. Norms above ten times the median of the
+    warm-up are left out, so that a spike does not make the limit useless.
+
+    ==========================  ==========================================================
+    history                     threshold
+    ==========================  ==========================================================
+    in the warm-up              ``max_norm``, or the largest finite number
+    equal norms                 that norm, plus ``z * eps``
+    ==========================  ==========================================================
+
+    Guarantees:
+      * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
+        not count in the warm-up.
+      * If the norms of the warm-up stay within ten times their median, it is the formula above.
 
     References:
       Kumar, Owen, Chowdhury and Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
@@ -86,7 +96,7 @@ class ZScoreThreshold:
     warmup: int = steps(25)
     eps: float = number(1e-6, 0)
     max_norm: float | None = number(None, 0)
-    feed: str = feeds("clipped")
+    feed: Feed = feeds("clipped")
 
     __post_init__ = check
 

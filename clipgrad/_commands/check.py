@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import functools
 import inspect
-import json
-import os
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from clipgrad._commands.function import (
     arguments,
     load,
 )
-from clipgrad._commands.result import plain
+from clipgrad._commands.result import plain, require_folder, write_json
 from clipgrad._devices import PLATFORMS
 
 CHECK_EXAMPLES = (
@@ -33,7 +31,7 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "mode": (
         "{auto,full}",
         str,
-        "auto: single elements where rule and plain AD differ, the rest together; full: each "
+        "auto: single elements where rule and plain autodiff differ, the rest together; full: each "
         "element by itself",
     ),
     "max_relative_error": ("ERROR", float, "Paddle's tolerance, such as 0.005"),
@@ -82,8 +80,7 @@ def add_check_parser(subparsers: Any) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    if options.json:
-        os.stat(os.path.dirname(os.path.abspath(options.json)))  # there is no folder: at once
+    require_folder(options.json)
     with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
         function = load(options.function)
         report = check_grads(
@@ -98,9 +95,7 @@ def run_check(options: argparse.Namespace) -> int:
             **{name: getattr(options, name) for name in OPTIONS},
         )
     print(report)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report_as_json(report), file, indent=2)
+    write_json(options.json, report_as_json(report))
     return PASSED if report.ok else FAILED
 
 

@@ -25,7 +25,7 @@ COMPARE_CODES = (
     "the versions agree; with a dtype, no leaf of the gradient has lost its precision",
     "they differ, or nothing could be judged",
 )
-COMPARISON_FIELDS = ("ok", "findings", "rows", "notes")
+COMPARISON_FIELDS = ("ok", "message", "findings", "rows", "notes")
 
 
 def add_compare_parser(subparsers: Any) -> None:
@@ -46,6 +46,7 @@ def add_compare_parser(subparsers: Any) -> None:
     add("--name", metavar="FUN=OTHER", action="append", default=[], help=words)
     add("--rtol", metavar="ERROR", type=float, help="a tolerance instead of the measured one")
     add("--out", metavar="DIR", help="write comparison.png and comparison.json into this folder")
+    add("--json", metavar="FILE", help="write the result to this file")
 
 
 def run_compare(options: argparse.Namespace) -> int:

@@ -50,7 +50,8 @@ def _train_all(options: argparse.Namespace) -> list[Any]:
     tasks = [TASKS[name] if options.all else TASKS[name].story() for name in names]
     tasks = [task._replace(steps=options.steps or task.steps) for task in tasks]
     seeds, results = options.seeds or (5 if options.all else 3), []
-    with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
+    total = sum(len(task.arms) * task.steps for task in tasks)
+    with tqdm(total=total, unit="step", disable=None) as bar:  # None: shown on a terminal only
         for task in tasks:
             runs = []
             for run in train(task, seeds, bar.update):

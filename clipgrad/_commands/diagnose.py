@@ -26,7 +26,7 @@ _OF_MODELS = (
     "; a capture has dictionaries instead of models: write --args module:restored, a function of "
     "the capture that returns (capture.restore(model), capture.batch)"
 )
-DIAGNOSIS_FIELDS = ("ok", "findings", "rows", "notes", "examples")
+DIAGNOSIS_FIELDS = ("ok", "message", "findings", "rows", "notes", "examples")
 
 
 def add_diagnose_parser(subparsers: Any) -> None:
@@ -47,6 +47,7 @@ def add_diagnose_parser(subparsers: Any) -> None:
     add("--examples", metavar="ARG", type=position_or_name, nargs="+", help=words)
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
+    add("--json", metavar="FILE", help="write the result to this file")
 
 
 def run_diagnose(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from clipgrad._recorder import mounted_folder
 def show_result(
     options: argparse.Namespace, name: str, find: Callable[[Any], Any], fields: Sequence[str]
 ) -> int:
-    """Print a result, and write it into the folder `--out`, if given; return the exit code.
+    """Print a result, write it into the folder `--out` and the file `--json`; return the exit code.
 
     Args:
       options: those of the command.
@@ -24,11 +25,13 @@ def show_result(
       fields: its fields that are written.
     """
     folder = mounted_folder("--out", options.out) if options.out else None
+    require_folder(options.json)
     found = find(options)
     print(found)
+    content = {field: getattr(found, field) for field in fields}
     try:
+        write_json(options.json, content)
         if folder:
-            content = {field: getattr(found, field) for field in fields}
             write_result(folder / name, content, found.plot)
     except Exception as error:
         if found.ok:
@@ -43,9 +46,22 @@ def write_result(
     """Write a picture and plain data, the data first."""
     picture, data = path.with_suffix(".png"), path.with_suffix(".json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text(json.dumps(plain(content), indent=2, allow_nan=False), encoding="utf-8")
+    write_json(data, content)
     plot().savefig(picture, dpi=120)
     return picture, data
+
+
+def require_folder(file: str | None) -> None:
+    """Raise at once if the folder of the file of ``--json`` is missing."""
+    if file:
+        os.stat(os.path.dirname(os.path.abspath(file)))
+
+
+def write_json(file: str | os.PathLike | None, content: Any) -> None:
+    """Write plain data into a file, if there is one."""
+    if file:
+        text = json.dumps(plain(content), indent=2, allow_nan=False)
+        pathlib.Path(file).write_text(text, encoding="utf-8")
 
 
 def plain(value: Any) -> Any:

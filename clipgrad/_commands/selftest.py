@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     name: str
     function: Callable
     args: tuple
-    order: int = 1
+    order: Literal[1, 2] = 1
 
 
 class Law(NamedTuple):

@@ -13,6 +13,7 @@ from clipgrad._arrays import (
     described,
     explain_call,
     parameter_names,
+    shown,
 )
 from clipgrad._compare.compare_records import compare_records
 from clipgrad._compare.file import load_record
@@ -27,7 +28,9 @@ from clipgrad._error_clip import check_call
 from clipgrad._programs import settings_of_runs
 
 
-@explain_call()
+@explain_call(
+    dtype='write compare(fun, "float32", args)',
+)
 def compare(
     fun: Callable[..., Any] | str | os.PathLike,
     other: Callable[..., Any] | str | os.PathLike,
@@ -40,73 +43,10 @@ def compare(
     names: Mapping[str, str] | None = None,
     rtol: float | None = None,
 ) -> GradientComparison:
-    r"""Finds the first place where two versions of a loss, or of a training step, differ.
+    """Finds the first place where two versions of a loss, or of a training step, differ.
 
-    Each version is traced once and runs in one compiled program, unedited. Of each named value (a
-    tag, or what leaves a module or a step of a scan) and of its cotangent only a sketch leaves the
-    program, 256 sums with random signs: the norm of the difference of two sketches is the norm of
-    the difference of the values, to about 10 %. So a comparison has the memory of a gradient.
-
-    A value differs if its relative difference is above four roundings of its dtype, and above what
-    rounding does there: the program of ``fun`` runs eight more times with each result, each term of
-    a sum and each constant moved by one rounding of its own type, in bfloat16 by bfloat16's.
-
-    Guarantees:
-      * ``ok`` says that all outputs and gradients of both were compared, and agree. An output or a
-        leaf that one version lacks is a finding. What rounding decides in both versions is a note,
-        but a finding of kind "not judged" if it is half or more of the outputs or of the leaves of
-        the gradient, or has most of their norm.
-      * A "value" finding is the first named value in the order of computation, steps of scans
-        included, that differs. It names the common module of the operations between the named
-        values before, which agree, and this one.
-      * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
-        it names the module of the operations that use the value, and the lines of the custom rules
-        among them. If all cotangents agree too, each leaf whose gradient differs is a "grads"
-        finding.
-      * A finding has the lines of both versions.
-      * If outputs and gradients agree, what differs inside is a note.
-      * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
-        Integers, booleans and keys are compared by value, whatever their width.
-      * What rounding moves by more than 10 % is judged only by differences of four times that. A
-        gradient that is zero but for rounding in both versions is a note.
-      * With ``argnums=None`` the outputs are compared by path. An "output" finding comes before
-        those computed from it, and has the factor between the versions, if one explains it.
-      * The path of a run stands for its function. If the runs had other arguments, a finding of
-        kind "argument" is the first.
-      * Versions whose parameters have no path in common, such as a run of torch, are matched by
-        their numbers, in any order of axes.
-      * With the name of a dtype as ``other``, findings are of kind "rounding": the value at which
-        the error grows most, and each leaf whose gradient is more than ``rtol`` (0.05) rounding
-        error. The gradient is traced before it is widened, so custom rules stay. The table of
-        relative errors is printed in any case.
-      * Files and dtypes are checked before a function is called. Where nothing is narrower than the
-        dtype, nothing runs.
-
-    Args:
-      fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
-        ``argnums=None`` it may return any tree. Or the path of a file of `save_run`.
-      other: the second version, a function of the same arguments, or the path of a file; or
-        ``"float32"`` or ``"float64"``: ``fun`` and its gradient evaluated in this type.
-      args: the tuple of arguments of the functions; none beside two files.
-      kwargs: keyword arguments of both versions.
-      other_args: the arguments of ``other``, if they are of other types, trees or layouts.
-      argnums: the positions of the arguments to differentiate, ``"all"`` for every argument that
-        holds floats, or beside a file for those that it has, or ``None`` for whole steps. Python
-        numbers among keyword arguments stay as they are.
-      has_aux: whether the functions return ``(scalar, aux)``; aux is not compared.
-      names: names of values in ``other`` by their names in ``fun``, where they differ:
-        ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
-        ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
-      rtol: a relative tolerance that replaces the measured one.
-
-    Returns:
-      A `GradientComparison`; ``print`` it.
-
-    Raises:
-      TypeError: an argument is not of the type above, or is traced: it is called inside of
-        `jax.jit`.
-      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
-        ``names`` is of no value in its version, or the versions have no output in common.
+    The versions may be two functions, a function and a file that `save_run` wrote, or one function
+    and the same function in float32 or float64. You do not edit either.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -118,7 +58,77 @@ def compare(
       >>> found = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
       >>> found.ok, found.findings[0].kind, found.findings[0].module
       (False, 'value', 'hidden')
+
+    Args:
+      fun: the first version, a function that returns a floating scalar, or ``(scalar, aux)``. With
+        ``argnums=None`` it may return any tree. Or the path of a file of `save_run`.
+      other: the second version: a function of the same arguments, or the path of a file. Or
+        ``"float32"`` or ``"float64"``, to see what low precision costs: ``fun`` and its gradient
+        run as they are, and in this dtype.
+      args: the tuple of arguments of the functions; leave it out beside two files.
+      kwargs: keyword arguments of both versions.
+      other_args: the tuple of arguments of ``other``, if they have other dtypes, trees or layouts.
+      argnums: the positions of the arguments to differentiate; ``"all"``: every argument that holds
+        floats, or beside a file those that the file has; ``None``: nothing is differentiated, and
+        all outputs are compared, for whole training steps. Python numbers among keyword arguments
+        stay as they are.
+      has_aux: ``True`` if the functions return ``(scalar, aux)``; aux is not compared.
+      names: the names of values in ``other`` by their names in ``fun``, where they differ:
+        ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
+        ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
+      rtol: a relative tolerance, such as 1e-3, in place of the measured one.
+
+    Returns:
+      A `GradientComparison`; ``print`` it.
+
+    Raises:
+      TypeError: an argument is not of the type above, or is traced: it is called inside of
+        `jax.jit`.
+      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
+        ``names`` is of no value in its version, or the versions have no output in common.
+
+    Each version is traced once, and runs in one compiled program. A named value is a tag, or what
+    leaves a module or a step of a scan. Of each named value and of its cotangent only a sketch
+    leaves the program, 256 sums with random signs: the norm of the difference of two sketches is
+    the norm of the difference of the values, to about 10 %. So a comparison needs the memory of a
+    gradient.
+
+    A value differs if its relative difference is above four roundings of its dtype, and above what
+    rounding does there. To measure that, the program of ``fun`` runs eight more times with each
+    result, each term of a sum and each constant moved by one rounding of its own dtype. If rounding
+    alone moves a value by over 10 %, only a difference four times larger counts.
+
+    Guarantees:
+      * ``ok`` says that all outputs and gradients of both were compared, and agree. An output or a
+        leaf that one version lacks is a finding. What rounding decides in both versions is a note,
+        but a finding of kind "not judged" if it is half or more of the outputs or of the leaves of
+        the gradient, or has most of their norm.
+      * A "value" finding is the first named value in the order of computation, steps of scans
+        included, that differs. It names the common module of the operations between this value and
+        the named values before it, which agree.
+      * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
+        it names the module of the operations that use the value, and the lines of the custom rules
+        among them. If all cotangents agree too, each leaf whose gradient differs is a "grads"
+        finding.
+      * A finding has the lines of both versions.
+      * If outputs and gradients agree, what differs inside is a note.
+      * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
+        Integers, booleans and keys are compared by value, whatever their width.
+      * If a gradient is zero but for rounding in both versions, this is a note.
+      * With ``argnums=None`` the outputs are compared by path. An "output" finding comes before
+        those computed from it, and has the factor between the versions, if one explains it.
+      * The path of a run stands for its function. If the runs had other arguments, a finding of
+        kind "argument" is the first.
+      * Versions whose parameters have no path in common, such as a run of torch, are matched by
+        their numbers, in any order of axes.
+      * With the name of a dtype as ``other``, findings are of kind "rounding": the value at which
+        the error grows most, and each leaf whose gradient is more than ``rtol`` (0.05) rounding
+        error. The gradient is traced before it is widened, so custom rules stay. The table of
+        relative errors is always printed.
+      * Files and dtypes are checked before a function is called. If nothing is narrower than the
+        dtype, nothing runs.
     """
+    _check_order(fun, other, args)
     if not _is_path(fun):
         check_is_function(fun)
     if args is not None and not _is_path(fun):
@@ -202,6 +212,18 @@ def _is_path(run: Any) -> bool:
     return isinstance(run, os.PathLike) or (isinstance(run, str) and run not in WIDER_DTYPES)
 
 
+def _check_order(fun: Any, other: Any, args: Any) -> None:
+    """Raises `TypeError` for the name of a dtype, or the tuple of arguments, in another place."""
+    if isinstance(fun, str) and fun in WIDER_DTYPES and callable(other):
+        raise TypeError(f'fun: got {fun!r}, expected a function; write compare(fun, "{fun}", args)')
+    for name, value in (("fun", fun), ("other", other)):
+        if isinstance(value, tuple) and callable(args):
+            raise TypeError(
+                f"{name}: got a tuple, expected a version, and args the tuple of arguments; write "
+                "compare(fun, other, args)"
+            )
+
+
 def _check_comparison(
     fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
 ) -> None:
@@ -272,7 +294,8 @@ def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any
     for name, given in (("other_args", other_args), ("names", names)):
         if given is not None:
             raise ValueError(
-                f"{name}: got {given!r} with other={other!r}, expected None; both runs are of fun"
+                f"{name}: got {shown(given)} with other={other!r}, expected None; both runs are of "
+                "fun"
             )
     if argnums is None:
         raise ValueError(

@@ -1,28 +1,35 @@
 """The edges of a record: one walk over a program finds what each row is computed from."""
 
 import collections
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-from jax.extend.core import Literal
 
 from clipgrad._compare.record import Edge
 from clipgrad._names import ScopePath, custom_rule, path
 from clipgrad._programs import (
+    Chain,
+    called_program,
     detaches,
+    flow,
     is_cond,
     is_scan,
-    is_while,
     opened,
     scan_counts,
     value_programs,
-    while_counts,
 )
 
 Carried = tuple[int, ...]  # the depths of scans, as of an edge
 # The rows that a variable is computed from, each with the scans that carry it on, and whether a
 # `stop_gradient` is between; and the kinds of operations on the way, as the bits of a number.
 RowOrigins = dict[tuple[int, Carried, bool], int]
+
+
+class Known(NamedTuple):
+    """What is known of a value: its origins, and its age, see `Walk`."""
+
+    origins: RowOrigins
+    age: int
 
 
 class Passed(NamedTuple):
@@ -58,9 +65,10 @@ class Walk:
         self._places, self._rows = places, rows
         self._edges: collections.Counter[tuple[int, int, Carried, bool]] = collections.Counter()
         self._numbers: dict[Passed, int] = {}
-        given = [({(i, (), False): 0}, 0) for i in inputs]
-        found = self._program(program, given, (), (), 0)
-        self.results, self.ages = [x for x, _ in found], [age for _, age in found]
+        self._scopes: dict[tuple, ScopePath] = {}
+        given = [Known({(i, (), False): 0}, 0) for i in inputs]
+        found = flow(program, given, self._step, _joined, value_programs, carry=self._carry)
+        self.results, self.ages = [own.origins for own in found], [own.age for own in found]
 
     def edges(self) -> tuple[list[Edge], list[str], list[str]]:
         """The edges, and the names of the scopes and of the custom rules that they count.
@@ -88,28 +96,51 @@ class Walk:
         for (source, carried, is_stopped), scopes in own.items():
             self._edges[source, row, carried, is_stopped] |= scopes
 
-    def _program(
-        self, program: Any, given: list, around: tuple, scopes: ScopePath, depth: int
-    ) -> list[tuple[RowOrigins, int]]:
-        """The origins and the age of each result of a program, of those of its inputs."""
-        jaxpr = opened(program)[0]
-        known = dict(zip(jaxpr.invars, given, strict=True))
-        of = lambda atom: ({}, 0) if type(atom) is Literal else known.get(atom, ({}, 0))  # noqa: E731
-        for number, equation in enumerate(jaxpr.eqns):
-            here, scope = (*around, number), (*scopes, *path(equation))
-            inputs = [of(atom) for atom in equation.invars]
-            if value_programs(equation):
-                found = self._inside(equation, inputs, here, scope, depth)
-            else:
-                age = 1 + max((age for _, age in inputs), default=0)
-                passed = Passed(around, scope, custom_rule(equation))
-                own = self._joined([x for x, _ in inputs], passed)
-                if detaches(equation):
-                    own = self._stopped(own)
-                found = [(own, age)] * len(equation.outvars)
-            for i, (v, (own, age)) in enumerate(zip(equation.outvars, found, strict=True)):
-                known[v] = self._through((*here, i), own), age
-        return [of(atom) for atom in jaxpr.outvars]
+    def _step(self, chain: Chain, operands: list[Known], inside: Callable) -> list[Known]:
+        """The origins and the age of each result of an operation."""
+        equation, scope = chain[0], self._scope(chain)
+        if value_programs(equation):
+            found = inside()
+            if is_cond(equation):
+                found = self._chosen(operands[0], found, Passed(chain.position[:-1], scope))
+            if is_scan(equation):
+                found = [self._end_of_step(chain, i, own) for i, own in enumerate(found)]
+        else:
+            around = chain.position[:-1]
+            origins, age = _joined(*operands)
+            origins = self._passed(origins, Passed(around, scope, custom_rule(equation)))
+            if detaches(equation):
+                origins = _stopped(origins)
+            found = [Known(origins, age + 1)] * len(equation.outvars)
+        here = chain.position
+        return [Known(self._through((*here, i), own.origins), own.age)
+                for i, own in enumerate(found)]  # fmt: skip
+
+    def _scope(self, chain: Chain) -> ScopePath:
+        """The scopes around an operation, within those around its program."""
+        if chain.position not in self._scopes:
+            own = (path(equation) for equation in reversed(chain))
+            self._scopes[chain.position] = tuple(itertools.chain.from_iterable(own))
+        return self._scopes[chain.position]
+
+    def _chosen(self, index: Known, found: list[Known], passed: Passed) -> list[Known]:
+        """The results of branches, which are computed from what chooses between them, too."""
+        choice = Known(self._passed(index.origins, passed), index.age + 1)
+        return [_joined(choice, own) for own in found]
+
+    def _carry(self, loop: Chain, number: int, own: Known) -> Known:
+        """What the next step of a loop begins with; a scan is as old as one step of it."""
+        end = self._end_of_step(loop, number, own) if is_scan(loop[0]) else own
+        return Known(end.origins, 0)
+
+    def _end_of_step(self, scan: Chain, number: int, own: Known) -> Known:
+        """A result of a step of a scan as the next step has it, or as all steps return it."""
+        carried, inside = scan_counts(scan[0])[1], (*scan.position, 0)
+        count, depth = len(opened(called_program(scan[0]))[0].eqns), sum(map(is_scan, scan[1:]))
+        if number >= carried:
+            return own._replace(origins=self._carried(own.origins, inside, depth, 0))
+        origins = self._through((*inside, count, number), own.origins)
+        return own._replace(origins=self._carried(origins, inside, depth, carried))
 
     def _through(self, place: tuple, own: RowOrigins) -> RowOrigins:
         """The origins of what goes on from a place: the last of the rows there, if any."""
@@ -118,78 +149,10 @@ class Walk:
             own = {(row, (), False): 0}
         return own
 
-    def _stopped(self, own: RowOrigins) -> RowOrigins:
-        found: RowOrigins = {}
-        for (source, carried, _), scopes in own.items():
-            found[source, carried, True] = found.get((source, carried, True), 0) | scopes
-        return found
-
-    def _joined(self, parts: Sequence[RowOrigins], passed: Passed | None = None) -> RowOrigins:
-        """All origins of what an operation computes."""
-        bit = 0 if passed is None else 1 << self._numbers.setdefault(passed, len(self._numbers))
-        found: RowOrigins = {}
-        for own in parts:
-            for key, scopes in own.items():
-                found[key] = found.get(key, 0) | scopes | bit
-        return found
-
-    def _inside(
-        self, equation: Any, inputs: list, here: tuple, scope: ScopePath, depth: int
-    ) -> list[tuple[RowOrigins, int]]:
-        programs = value_programs(equation)
-        if is_cond(equation):
-            branches = [
-                self._program(p, inputs[1:], (*here, i), scope, depth)
-                for i, p in enumerate(programs)
-            ]
-            chosen = self._joined([inputs[0][0]], Passed(here[:-1], scope))
-            return [self._both([(chosen, inputs[0][1] + 1), *own]) for own in zip(*branches)]  # noqa: B905
-        if is_scan(equation):
-            return self._scan(equation, inputs, (*here, 0), scope, depth)
-        if is_while(equation):
-            first, constants = while_counts(equation)
-            start = inputs[first:]
-            carried = len(start) - constants
-            ends = self._looped(programs[0], start, constants, carried, (*here, 0), scope, depth)
-            return [self._both(pair) for pair in zip(start[constants:], ends, strict=True)]
-        given = inputs[len(inputs) - len(opened(programs[0])[0].invars) :]
-        return self._program(programs[0], given, (*here, 0), scope, depth)
-
-    def _both(self, pairs: Any) -> tuple[RowOrigins, int]:
-        return self._joined([own for own, _ in pairs]), max(age for _, age in pairs)
-
-    def _scan(
-        self, equation: Any, inputs: list, inside: tuple, scope: ScopePath, depth: int
-    ) -> list[tuple[RowOrigins, int]]:
-        """The results of a scan: what its last step carries on, and what all steps return."""
-        constants, carried = scan_counts(equation)
-        (body,) = value_programs(equation)
-        found = self._looped(body, inputs, constants, carried, inside, scope, depth + 1, depth)
-        results = []
-        for i, (own, age) in enumerate(found):
-            most = carried if i < carried else 0
-            results.append((self._carried(own, inside, depth, most), age))
-        return results
-
-    def _looped(
-        self, body: Any, given: list, constants: int, carried: int, inside: tuple, scope: ScopePath,
-        depth: int, crossed: int | None = None,
-    ) -> list[tuple[RowOrigins, int]]:  # fmt: skip
-        """The results of the body of a loop, in whose steps nothing new is carried on any more."""
-        first, count = given[constants : constants + carried], len(opened(body)[0].eqns)
-        carry, known, found = first, None, []
-        while carry != known:
-            known = carry
-            every = [*given[:constants], *carry, *given[constants + carried :]]
-            found = self._program(body, every, inside, scope, depth)
-            for i, (own, age) in enumerate(found[:carried]):
-                found[i] = self._through((*inside, count, i), own), age
-            later = [
-                (own if crossed is None else self._carried(own, inside, crossed, carried), age)
-                for (own, _), (_, age) in zip(found[:carried], first, strict=True)
-            ]
-            carry = [self._both(pair) for pair in zip(first, later, strict=True)]
-        return found
+    def _passed(self, own: RowOrigins, passed: Passed) -> RowOrigins:
+        """The origins of what an operation computes of values with these origins."""
+        bit = 1 << self._numbers.setdefault(passed, len(self._numbers))
+        return {key: kinds | bit for key, kinds in own.items()}
 
     def _carried(self, own: RowOrigins, inside: tuple, depth: int, most: int) -> RowOrigins:
         """The origins of what a step of a scan carries on, or of what it returns at each step.
@@ -207,3 +170,20 @@ class Walk:
             key = source, depths, is_stopped
             found[key] = found.get(key, 0) | scopes
         return found
+
+
+def _joined(*known: Known) -> Known:
+    """What is known of a value that is one of several, or computed from all."""
+    found: RowOrigins = {}
+    for own, _ in known:
+        for key, kinds in own.items():
+            found[key] = found.get(key, 0) | kinds
+    return Known(found, max((age for _, age in known), default=0))
+
+
+def _stopped(own: RowOrigins) -> RowOrigins:
+    """The origins of a value behind a `stop_gradient`."""
+    found: RowOrigins = {}
+    for (source, carried, _), kinds in own.items():
+        found[source, carried, True] = found.get((source, carried, True), 0) | kinds
+    return found

@@ -1,7 +1,7 @@
 """The hook that sketches each named value of a program, and its cotangent."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -10,8 +10,9 @@ from jax.extend.core import Literal
 
 from clipgrad._compare.record import ENTERS
 from clipgrad._compare.sketches import sketch, tapped
-from clipgrad._names import ModuleValues, Place, module_entries, path, placed_equations
+from clipgrad._names import Place, Seen, module_entries, path, placed_equations
 from clipgrad._programs import (
+    Part,
     ProgramValues,
     called_program,
     equations,
@@ -21,7 +22,7 @@ from clipgrad._programs import (
     scan_counts,
     value_programs,
 )
-from clipgrad._values import NamedValue, Seen, ValueHook, named_values, value_hook
+from clipgrad._values import NamedValue, NotedValues, ValueHook, named_values, value_hook
 
 
 @value_hook(data=(), choices=("carried",))
@@ -48,48 +49,42 @@ class Sketches(ValueHook):
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of the program; a scan's are replaced when its step is over, too."""
-        values = super().values(jaxpr)
-        return _CarriedValues(self, jaxpr, self._leave) if self.carried else values
+        super().values(jaxpr)
+        return _SketchedValues(self)
 
-    def results(self, equation: Any, outputs: Sequence) -> Sequence:
-        """See what nothing uses, and what enters a module; that is replaced."""
-        found = list(super().results(equation, outputs))
-        for i, variable in enumerate(equation.outvars):
-            if scopes := module_entries(self._jaxpr).get(variable):
-                found[i] = self._see(self._name(scopes), ENTERS, i, -1, found[i])
-        return found
-
-    def inside(self, equation: Any, step: Any) -> Self:
+    def inside(self, equation: Any, part: Part) -> Self:
         """The hook for a program inside of an equation."""
         count = scan_counts(equation)[1] if is_scan(equation) else 0
-        return dataclasses.replace(super().inside(equation, step), carried=count)
+        return dataclasses.replace(super().inside(equation, part), carried=count)
 
-    def end_of_step(self, jaxpr: Any, results: list) -> list:
-        """The carries of a scan and its other results, after one step."""
-        self._number += 1
-        name, given = self._name(()), set(jaxpr.invars)
-        made = [type(v) is not Literal and v not in given for v in jaxpr.outvars[: self.carried]]
-        for i in (i for i, is_made in enumerate(made) if is_made):
-            results[i] = self._see(name, "module", i, 0, results[i])
-        return results
-
-    def _has_names_inside(self, equation: Any) -> bool:
+    def has_names_inside(self, equation: Any) -> bool:
+        """Whether there are values to see in the programs of an equation."""
         inner = [e for program in value_programs(equation) for e in equations(program)]
         scans = any(map(is_scan, (equation, *inner)))
         entered = any(map(_has_entries, value_programs(equation)))
-        return scans or entered or super()._has_names_inside(equation)
+        return scans or entered or super().has_names_inside(equation)
 
 
-class _CarriedValues(ModuleValues):
-    """The values of a step of a scan."""
+class _SketchedValues(NotedValues):
+    """The values of a program, or of a step of a scan."""
 
-    def __init__(self, hook: Sketches, *args: Any) -> None:
-        super().__init__(hook, *args)
-        self._hook = hook
+    def replaced(self, equation: Any, outputs: list) -> list:
+        """The results of an equation; what enters a module is replaced, too."""
+        outputs = super().replaced(equation, outputs)
+        for i, variable in enumerate(equation.outvars):
+            if scopes := module_entries(self.visit.jaxpr).get(variable):
+                outputs[i] = self.see(self.hook.name(scopes), ENTERS, i, -1, outputs[i])
+        return outputs
 
     def outputs(self, jaxpr: Any) -> list:
-        """The results of the step."""
-        return self._hook.end_of_step(jaxpr, super().outputs(jaxpr))
+        """The results of the program; what a scan carries is seen at the end of its step."""
+        results, inputs = super().outputs(jaxpr), set(jaxpr.invars)
+        self.visit.number += 1
+        for i, v in enumerate(jaxpr.outvars[: self.hook.carried]):
+            if type(v) is not Literal and v not in inputs:
+                seen = Seen(self.hook.name(()), "module", (self.visit.number, i, 0), v)
+                results[i] = self.hook.value(seen, results[i])
+        return results
 
 
 def _has_entries(program: Any) -> bool:

@@ -13,9 +13,9 @@ from clipgrad._arrays import argument_name, check_tree, is_array
 from clipgrad._compare.numbers import plain_row
 from clipgrad._compare.record import THE_LOSS
 from clipgrad._compare.recording import Recording, recording_of
-from clipgrad._diagnose import DiagnosisSubject, subject
 from clipgrad._errors import first_line
 from clipgrad._frameworks import has_modules, is_model
+from clipgrad._losses import TracedLoss, traced_loss
 from clipgrad._programs import holds_floats, opened
 
 ALL = "all"  # as ``argnums``
@@ -31,7 +31,7 @@ def recorded_loss(
     with_arguments: bool = True,
 ) -> Recording:
     """Trace a loss, and its gradient with sketches of values and cotangents."""
-    own = subject(fun, args, kwargs, argnums, has_aux)
+    own = traced_loss(fun, args, kwargs, argnums, has_aux)
     return _with_gradients(own, _paths_by_position(own, argnums, len(args)), with_arguments)
 
 
@@ -55,7 +55,7 @@ def recorded_by_all(
     chosen = [key for key in every if key in among or not among] or [0]
     own, notes = _loss_by_all(fun, args, kwargs, has_aux, chosen, every)
     record = functools.partial(_by_all, own, with_arguments)
-    keys = list(dict.fromkeys(own.paths[i][0] for i in own.chosen))
+    keys = list(dict.fromkeys(own.leaves[i].argument for i in own.chosen))
     try:
         found = record(keys)
     except Exception:
@@ -85,13 +85,13 @@ def _is_python_number(x: Any) -> bool:
 
 def _loss_by_all(
     fun: Callable, args: tuple, kwargs: Mapping, has_aux: bool, chosen: list, every: Mapping
-) -> tuple[DiagnosisSubject, list[str]]:
+) -> tuple[TracedLoss, list[str]]:
     """The loss with arrays for the Python numbers in arguments, or else without, and notes."""
 
-    def traced(keys: Sequence[Argument]) -> DiagnosisSubject:
+    def traced(keys: Sequence[Argument]) -> TracedLoss:
         positions = tuple(key for key in keys if isinstance(key, int))
         by_name = [key for key in keys if isinstance(key, str)]
-        return subject(fun, args, kwargs, positions, has_aux, by_name)
+        return traced_loss(fun, args, kwargs, positions, has_aux, by_name)
 
     numbers = [
         key
@@ -121,46 +121,44 @@ def _left_out(keys: Sequence[Argument], why: str) -> str:
 
 
 def _with_gradients(
-    own: DiagnosisSubject, gradients: Mapping[int, str], with_arguments: bool
+    own: TracedLoss, gradients: Mapping[int, str], with_arguments: bool
 ) -> Recording:
     """The recording of a traced loss whose gradients have these paths, by the numbers of inputs."""
     names = [gradients.get(i, name) for i, name in enumerate(own.names)]
-    leaves = [(argument_name(key), path) for key, path in own.paths]
+    leaves = [(argument_name(leaf.argument), leaf.path) for leaf in own.leaves]
     inputs = list(zip(names, leaves, own.inputs, strict=True))
     loss = plain_row("output", THE_LOSS, opened(own.program)[0].outvars[0].aval)
     found = recording_of(own.program, inputs, [loss], gradients, with_arguments)
-    found.record.argnums = tuple(dict.fromkeys(own.paths[i][0] for i in gradients))
+    found.record.argnums = tuple(dict.fromkeys(own.leaves[i].argument for i in gradients))
     return dataclasses.replace(found, given=own)
 
 
-def _by_all(own: DiagnosisSubject, with_arguments: bool, keys: Sequence[Argument]) -> Recording:
+def _by_all(own: TracedLoss, with_arguments: bool, keys: Sequence[Argument]) -> Recording:
     """The gradients by some arguments: paths of the first are those of its gradient alone."""
-    chosen = [i for i in own.chosen if own.paths[i][0] in keys]
+    chosen = [i for i in own.chosen if own.leaves[i].argument in keys]
     paths = {}
     for i in chosen:
-        key, path = own.paths[i]
+        key, path, name = own.leaves[i]
         is_first = key == keys[0]
-        paths[i] = path if is_first else own.names[i]
+        paths[i] = path if is_first else name
         if is_first and keys[1:] and not path:
             paths[i] = argument_name(key)
     return _with_gradients(own._replace(chosen=chosen), _distinct(paths, own), with_arguments)
 
 
-def _paths_by_position(
-    own: DiagnosisSubject, argnums: int | Sequence[int], count: int
-) -> dict[int, str]:
+def _paths_by_position(own: TracedLoss, argnums: int | Sequence[int], count: int) -> dict[int, str]:
     """The path in the tree of the gradient of each input that is differentiated, by its number."""
     is_one = not isinstance(argnums, Sequence)
     order = [] if is_one else [i % count for i in argnums]
     found = {}
     for i in own.chosen:
-        number, path = own.paths[i]
+        number, path, _ = own.leaves[i]
         first = [] if is_one else [str(order.index(int(number)))]
         found[i] = "/".join([*first, path]).rstrip("/")
     return _distinct(found, own)
 
 
-def _distinct(paths: Mapping[int, str], own: DiagnosisSubject) -> dict[int, str]:
+def _distinct(paths: Mapping[int, str], own: TracedLoss) -> dict[int, str]:
     """The paths; where a key with a slash looks like two keys, the whole names."""
     counts = collections.Counter(paths.values())
     return {i: path if counts[path] == 1 else own.names[i] for i, path in paths.items()}

@@ -23,12 +23,12 @@ from clipgrad._compare.numbers import (
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._diagnose import (
-    DiagnosisSubject,
     is_of_callback,
     raised_finding,
     raised_in,
     told_error,
 )
+from clipgrad._losses import TracedLoss
 from clipgrad._names import Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
@@ -37,6 +37,7 @@ from clipgrad._programs import (
     Widen,
     equations,
     evaluate,
+    is_reversed,
     jit_by_size,
     on_host,
     opened,
@@ -68,7 +69,7 @@ class Recording:
     leaves: list[Any]
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
-    given: DiagnosisSubject | None = None
+    given: TracedLoss | None = None
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -205,7 +206,7 @@ def _value_row(kind: str, v: NamedValue) -> Row:
     around = []
     for e in reversed(v.place.chain[1:]):
         length = scan_length(e) or 0
-        around.append(-length if length and e.params["reverse"] else length)
+        around.append(-length if is_reversed(e) else length)
     more = {"view": v.kind, "position": v.position, "around": tuple(around)}
     return plain_row(kind, v.name, v.variable.aval, line=_line_of(v.place), **more)
 

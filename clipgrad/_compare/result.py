@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._arrays import Findings, answers_lookups
 from clipgrad._chart import empty_chart
 from clipgrad._errors import folded
 
@@ -79,6 +80,7 @@ class ComparisonRow:
     kind: str = "module"
 
 
+@answers_lookups("found")
 @dataclasses.dataclass(frozen=True)
 class GradientComparison:
     """The result of `compare`; ``print`` shows it as a report.
@@ -99,6 +101,9 @@ class GradientComparison:
     unmatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dtype: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "findings", Findings(self.findings))
 
     @property
     def message(self) -> str:

@@ -23,29 +23,27 @@ def save_run(
     has_aux: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Runs a loss and its gradient, or a step, and writes what `compare` needs to a file.
+    """Runs a loss and its gradient, or a training step, and writes what `compare` needs to a file.
 
-    The file stands for one of the two versions in `compare`: of another process, cluster, version
-    of JAX or commit. It is a NumPy archive (``.npz``) with a header in JSON, and without pickled
-    objects.
+    The file stands for one of the two versions in `compare`: of another process, cluster, commit,
+    or version of JAX.
 
-    Guarantees:
-      * Numbers of arrays are not in the file, but sketches of them: 515 numbers of each named value
-        and its cotangent at each step of a scan, of each gradient, output and argument, among them
-        the norm and the largest magnitude; and how far rounding moves them. Of integers and keys
-        there is a hash of their values.
-      * `compare` finds the kind, the module and the step that it finds between the functions.
-      * The file is whole or not there: it is written beside its place, and moved there.
-      * Of several processes, which all call this, the first writes the file.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, os, tempfile
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> args, path = (jnp.ones((3, 2)), jnp.ones((4, 3))), os.path.join(tempfile.mkdtemp(), "run")
+      >>> cg.save_run(loss, args, path)
+      >>> cg.compare(path, loss, args).ok
+      True
 
     Args:
-      fun: a function that returns a scalar, or ``(scalar, aux)``. With ``argnums=None`` it may
-        return any tree.
-      args: the tuple of arguments.
+      fun: a function that returns a floating scalar, or ``(scalar, aux)``. With ``argnums=None`` it
+        may return any tree.
+      args: the tuple of its arguments; for one argument ``(params,)``.
       path: where to write the file, such as ``"before.npz"``; one that is there is replaced.
-      argnums: the positions of the arguments to differentiate, ``"all"`` for every argument that
-        holds floats, or ``None`` for a whole step.
-      has_aux: whether the function returns ``(scalar, aux)``; aux is not kept.
+      argnums: the positions of the arguments to differentiate; ``"all"``: every argument that holds
+        floats; ``None``: nothing is differentiated, for a whole training step.
+      has_aux: ``True`` if the function returns ``(scalar, aux)``; aux is not kept.
       kwargs: keyword arguments.
 
     Returns:
@@ -56,14 +54,22 @@ def save_run(
       ValueError: as of `compare`.
       OSError: the file cannot be written.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, os, tempfile
-      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> args, path = (jnp.ones((3, 2)), jnp.ones((4, 3))), os.path.join(tempfile.mkdtemp(), "run")
-      >>> cg.save_run(loss, args, path)
-      >>> cg.compare(path, loss, args).ok
-      True
+    Guarantees:
+      * The file is a NumPy archive (``.npz``) with a header in JSON, and without pickled objects.
+      * Numbers of arrays are not in the file, but sketches of them: 515 numbers of each named value
+        and its cotangent at each step of a scan, of each gradient, output and argument, among them
+        the norm and the largest magnitude; and how far rounding moves them. Of integers and keys
+        there is a hash of their values.
+      * `compare` finds the kind, the module and the step that it finds between the functions.
+      * The file is whole or not there: it is written beside its place, and moved there.
+      * Of several processes, which all call this, the first writes the file.
     """
+    first: Any = fun
+    if isinstance(first, str | os.PathLike) and callable(args):
+        raise TypeError(
+            f"fun: got the path {os.fspath(first)!r}, expected a function; write "
+            "save_run(fun, args, path)"
+        )
     one_by_one = not isinstance(args, tuple) and not isinstance(path, str | os.PathLike)
     check_call(fun, args, path if one_by_one else kwargs)
     check_path(path)

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
-from clipgrad._arrays import check_concrete, donated_leaf, is_array, path_string
+from clipgrad._arrays import check_concrete, donated_leaf, is_array, leaves_with_keys, path_string
 from clipgrad._compare.numbers import plain_row, with_numbers
 from clipgrad._compare.recording import Recording, recording_of
 from clipgrad._errors import first_line
@@ -72,7 +72,7 @@ def _recording(
 
 def output_paths(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by path, but for None; those whose paths look alike by their keys."""
-    entries = [(path, leaf) for path, leaf in tree_flatten_with_path(tree)[0] if leaf is not None]
+    entries = leaves_with_keys(tree)
     counts = collections.Counter(path_string(path) for path, _ in entries)
     found = {}
     for path, leaf in entries:

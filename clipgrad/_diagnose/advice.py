@@ -1,14 +1,19 @@
 """Advice: a table of operations without a finite value or derivative at some point."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import JaxprEqn, primitives
 
 from clipgrad._diagnose.guilty import MASKING
 from clipgrad._errors import docs_page
-from clipgrad._programs import OVERFLOWING as OVERFLOWING
-from clipgrad._programs import is_bad_at
+from clipgrad._programs import (
+    has_custom_vjp,
+    is_bad_at,
+    is_linear_solve,
+    numeric_of,
+)
 
 DOUBLE_WHERE = "the double `where` below"
 _WITHIN_ONE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"
@@ -36,7 +41,7 @@ class Suspect(NamedTuple):
       at: where it goes wrong.
       computes: what the backward pass computes there.
       when: for which values of the operands this happens, a row of `WHEN`.
-      primitives: the operations of JAX that go wrong.
+      holds: whether an operation of JAX is one that goes wrong.
       functions: the functions around them; empty: any.
       instead: what to write instead, for people; code comes first.
       why: the reason in a finding, with ``{}`` for the operation.
@@ -49,7 +54,7 @@ class Suspect(NamedTuple):
     at: str
     computes: str
     when: str
-    primitives: Collection[str]
+    holds: Callable[[JaxprEqn], bool]
     functions: tuple[str, ...] = ()
     instead: str = DOUBLE_WHERE
     why: str = "{} has no finite derivative at 0"
@@ -64,35 +69,61 @@ class Suspect(NamedTuple):
 
 
 _BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
-RULED = ("custom_vjp_call", "custom_jvp_call")
-_SOLVES = ("custom_linear_solve", "triangular_solve", "lu", "cholesky", "linear_solve", "solve")
 MASKED_INPUT = (
     "mask its input, not only its result: with ok where it is finite, "
     "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 )
+
+
+def _has_derivative_rule(equation: JaxprEqn) -> bool:
+    return has_custom_vjp(equation) or equation.primitive is primitives.custom_jvp_call_p
+
+
+def is_lookup(equation: JaxprEqn) -> bool:
+    return equation.primitive is primitives.gather_p
+
+
+def _is_exponential(equation: JaxprEqn) -> bool:
+    return numeric_of(equation).is_exponential
+
+
+def _is_solve(equation: JaxprEqn) -> bool:
+    return is_linear_solve(equation) or is_bad_at("singular")(equation)
+
+
+def _overflows(equation: JaxprEqn) -> bool:
+    return numeric_of(equation).overflows
+
+
+def _is_in_softmax(equation: JaxprEqn) -> bool:
+    return equation.primitive in (primitives.sub_p, primitives.div_p)
+
+
 # The next step where no row of the table fits: kinds, operations, when, and the step.
 NEXT_STEPS = (
-    (("value",), ("gather",), "always",
+    (("value",), is_lookup, "always",
      "jnp.take and others read NaN there: correct the indices, or make the array larger; "
      'mode="clip" hides such an index'),
-    (("value",), ("exp", "exp2", "expm1", "sinh", "cosh"), "finite",
+    (("value",), _is_exponential, "finite",
      f"bound its argument, as in {_BOUNDED}"),
-    (("value", "raises"), _SOLVES, "always",
+    (("value", "raises"), _is_solve, "always",
      "the matrix may be singular: add a small multiple of the identity to it, or solve the "
      "least-squares problem, as jnp.linalg.lstsq does"),
-    (("vjp",), ("eigh", "svd", "eig"), "always",
+    (("vjp",), is_bad_at("equal values"), "always",
      "the backward pass divides by differences of eigenvalues or singular values, and two of them "
      "are equal: use the values alone, or add a small diagonal matrix with different entries"),
-    (("vjp",), ("div",), "divisor tiny", "the backward pass computes 1 / x ** 2, which overflows"),
-    (("vjp",), ("div",), "divisor zero", "the backward pass computes 1 / 0"),
-    (("vjp",), ("atan2",), "all zero", "the backward pass computes 0 / 0"),
-    (("vjp",), RULED, "always",
+    (("vjp",), is_bad_at("divisor zero"), "divisor tiny",
+     "the backward pass computes 1 / x ** 2, which overflows"),
+    (("vjp",), is_bad_at("divisor zero"), "divisor zero", "the backward pass computes 1 / 0"),
+    (("vjp",), is_bad_at("all zero"), "all zero", "the backward pass computes 0 / 0"),
+    (("vjp",), _has_derivative_rule, "always",
      "this rule is yours: cg.check_grads compares it with numerical slopes"),
 )  # fmt: skip
 # fmt: off
 SUSPECTS = (
     Suspect("jnp.sqrt(x)", "0", "1 / 0", "zero", is_bad_at("zero")),
-    Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", "zero", ("sqrt",), ("norm",),
+    Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", "zero", is_bad_at("zero"),
+            ("norm",),
             why="norm has no derivative at 0",
             fix="use a safe norm: with ok = jnp.sum(x * x) > 0, "
             "jnp.where(ok, jnp.linalg.norm(jnp.where(ok, x, 1.0)), 0.0)"),
@@ -101,7 +132,7 @@ SUSPECTS = (
             why="{} has no finite derivative here, even if jnp.where masks its result"),
     Suspect("x ** 0.3", "0", "1 / 0", "zero", is_bad_at("zero base")),
     Suspect("jnp.std(jnp.stack([x, x]))", "0", "0 / 0 for equal numbers",
-            "zero", ("sqrt",), ("std", "_std", "nanstd"),
+            "zero", is_bad_at("zero"), ("std", "_std", "nanstd"),
             instead="`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
             why="std has no derivative where all numbers are equal",
             fix="write jnp.sqrt(jnp.var(x) + 1e-6)"),
@@ -110,7 +141,7 @@ SUSPECTS = (
             instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
             fix="for the log of a softmax use jax.nn.log_softmax"),
     Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
-            "a row that is masked throughout", "inf", ("sub", "div"), MASKING, kind="value",
+            "a row that is masked throughout", "inf", _is_in_softmax, MASKING, kind="value",
             instead="a finite mask by `jnp.where(mask, x, jnp.finfo(x.dtype).min)`, not by a sum",
             why="a row whose elements are all masked holds only -inf",
             fix="select a finite mask: jnp.where(mask, x, jnp.finfo(x.dtype).min); a mask that is "
@@ -124,13 +155,13 @@ SUSPECTS = (
             why="{} has no finite derivative here",
             fix="keep its input inside: jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"),
     Suspect("jnp.where(x < 80, jnp.exp(x), 0.0)", "200", "0 · inf, from the branch not taken",
-            "positive", ("exp", "exp2", "expm1"), kind="hidden",
+            "positive", _is_exponential, kind="hidden",
             instead=f"`jnp.where(x < 80, {_BOUNDED}, 0.0)`",
             why="jnp.where, jnp.minimum and jnp.clip hide the value of {}, not its derivative",
             fix=f"bound its argument, as in {_BOUNDED}, or mask it too: "
             "jnp.where(ok, jnp.exp(jnp.where(ok, x, 0.0)), 0.0)"),
     Suspect("x.astype(jnp.float16) ** 4", "300", "more than 65504, the largest float16",
-            "finite", OVERFLOWING, kind="value", dtype="float16",
+            "finite", _overflows, kind="value", dtype="float16",
             instead="`x.astype(jnp.bfloat16) ** 4`",
             why="the largest float16 is 65504",
             fix="compute in bfloat16 or float32; scaling the loss does not help a value"),
@@ -139,14 +170,14 @@ SUSPECTS = (
 
 
 def suspect(
-    kind: str, operation: str, function: str | None, dtype: str, values: Sequence[float]
+    kind: str, operation: JaxprEqn, function: str | None, dtype: str, values: Sequence[float]
 ) -> Suspect | None:
     """The row that an operation at these values belongs to, the most special one."""
     fits = [
         row
         for row in SUSPECTS
         if row.kind == kind
-        and operation in row.primitives
+        and row.holds(operation)
         and (not row.functions or function in row.functions)
         and row.dtype in (None, dtype)
         and len(values)
@@ -155,12 +186,12 @@ def suspect(
     return max(fits, key=lambda row: bool(row.functions), default=None)
 
 
-def next_step(kind: str, operation: str, values: Sequence[float]) -> str | None:
+def next_step(kind: str, operation: JaxprEqn, values: Sequence[float]) -> str | None:
     """The advice for an operation that has no row, if there is any."""
     fits = (
         step
-        for kinds, names, when, step in NEXT_STEPS
-        if kind in kinds and operation in names
+        for kinds, holds, when, step in NEXT_STEPS
+        if kind in kinds and holds(operation)
         if when == "always" or (len(values) and WHEN[when](values))
     )
     return next(fits, None)

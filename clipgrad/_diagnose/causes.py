@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from clipgrad._diagnose.cut_facts import READERS, WRITES, CutFacts
+from clipgrad._diagnose.cut_facts import CutFacts
 from clipgrad._diagnose.guilty import BRANCH, CANCELS, CARRY, CONTROL, EMPTY, Found
-from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._losses import TracedLoss
 
 # What is meant to detach comes last: a cut that nobody chooses is the finding beside it.
 DETACHED = 8
@@ -107,16 +107,16 @@ CAUSES = (
     Cause("clipped", lambda cut: cut.is_flat_here and cut.is_clip,
           "{label} clips all {count:,} elements of its input, {numbers}",
           "widen its bounds, or scale its input"),
-    Cause("where", lambda cut: cut.name == "select_n" and cut.is_zero_at_any_size,
+    Cause("where", lambda cut: cut.is_mask and cut.is_zero_at_any_size,
           "the {label} takes the other side at every element",
           "check its mask: the condition, its axis, and what it is for"),
-    Cause("not read", lambda cut: cut.name in READERS and cut.is_zero_at_any_size,
+    Cause("not read", lambda cut: cut.is_read and cut.is_zero_at_any_size,
           "{label} reads or writes no element of it that has a cotangent",
           "check the indices, and what else is read there", 0.5),
     Cause("overwritten", lambda cut: cut.is_written_over and cut.is_zero_at_any_size,
           "what {label} puts there is overwritten before it is read",
           "check the indices; in a scan add to the carry, or return it as an output"),
-    Cause("not read", lambda cut: cut.name in WRITES and cut.is_zero_at_any_size,
+    Cause("not read", lambda cut: cut.is_written and cut.is_zero_at_any_size,
           "{label} reads or writes no element of it that has a cotangent",
           "check the indices, and what else is read there", 0.5),
     Cause("stationary", lambda cut: cut.is_at_zero and cut.is_zero_at_any_size,
@@ -134,7 +134,7 @@ EXCUSED = frozenset(
 )
 
 
-def cause_of(cut: Found, given: DiagnosisSubject, zero: Any) -> Cause:
+def cause_of(cut: Found, given: TracedLoss, zero: Any) -> Cause:
     """The cause of a cut; ``zero`` are the inputs whose gradients are zero."""
     facts = CutFacts(cut, given, zero)
     row = next(row for row in CAUSES if row.holds(facts))
@@ -144,6 +144,6 @@ def cause_of(cut: Found, given: DiagnosisSubject, zero: Any) -> Cause:
     return row._replace(text=row.text.format(**words), step=row.step.format(**words), rank=rank)
 
 
-def is_at_each_step(cut: Found, cause: Cause, given: DiagnosisSubject) -> bool:
+def is_at_each_step(cut: Found, cause: Cause, given: TracedLoss) -> bool:
     """Whether a cut in a scan is one at every step of it, not at the one at which it was found."""
     return cause.is_of_operation or CutFacts(cut, given, ()).is_zero_at_each_step

@@ -19,39 +19,36 @@ from clipgrad._diagnose.guilty import (
     is_of_users_rule,
     origin,
     runs_once,
-    sources,
 )
 from clipgrad._diagnose.levels import INF, holds_zeros, range_of, wide
 from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.parts import as_program
-from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.sources import sources
 from clipgrad._diagnose.tape import Entry, Tape
-from clipgrad._programs import Widen, dtype_of, evaluate, has_custom_rule, holds_floats
+from clipgrad._losses import TracedLoss
+from clipgrad._programs import (
+    BACK_AT_ANY_SIZE,
+    BACK_BY_FACTORS,
+    BACK_IN_SUMS,
+    Back,
+    Does,
+    Widen,
+    detaches,
+    dtype_of,
+    evaluate,
+    has_custom_rule,
+    holds_floats,
+    is_scan,
+)
 
+# Functions that a line may call, by what their operations are.
 FLAT = frozenset("round floor ceil sign nextafter floor_divide rint trunc fix".split())
 INDICES = frozenset(
     """argmax argmin argsort top_k sort searchsorted digitize unique histogram bincount
     approx_top_k approx_max_k approx_min_k""".split()
 )
-COMPARISONS = frozenset(
-    getattr(primitives, f"{name}_p") for name in "eq ne lt le gt ge eq_to le_to lt_to".split()
-)
-ONE_SIDED = frozenset("relu maximum max leaky_relu relu6 hinge_loss reduce_max".split())
+ONE_SIDED = frozenset("relu maximum max leaky_relu relu6 hinge_loss".split())
 CLIPPING = frozenset("clip clamp minimum min hard_tanh hard_sigmoid hard_swish hard_silu".split())
-READERS = frozenset(
-    """gather dynamic_slice slice concatenate pad reduce_max reduce_min stack unstack split
-    select_and_gather_add reduce_window_max cummax cummin argsort""".split()
-)
-WRITES = frozenset("scatter scatter_add scatter-add dynamic_update_slice scatter_mul".split())
-SETS = frozenset("scatter dynamic_update_slice".split())
-MULTIPLYING = frozenset("mul div dot_general conv_general_dilated ragged_dot_general".split())
-# The cotangents of these are added up, along an axis or over devices.
-ADDED_UP = frozenset(
-    """reduce_sum broadcast_in_dim psum psum_invariant cumsum add sub neg dot_general
-    conv_general_dilated ragged_dot_general""".split()
-)
-# Powers and products: their derivatives are numbers of any size.
-_OF_ANY_SIZE = MULTIPLYING | frozenset("pow integer_pow square rsqrt".split())
 _HALF = ("float16", "bfloat16")
 _OTHER_STEPS = 8  # of a scan, that a cut is looked for at
 
@@ -72,11 +69,11 @@ class CutFacts:
       zero: the inputs whose gradients are zero.
     """
 
-    def __init__(self, cut: Found, given: DiagnosisSubject, zero: Any):
+    def __init__(self, cut: Found, given: TracedLoss, zero: Any):
         self.cut, self.given, self.zero = cut, given, zero
         self.entry: Entry = cut.entry
         self.operand, self.way = cut.number, cut.way
-        self.name = self.entry.name
+        self.back = self.entry.numeric.back
         self.array = self.entry.ins[self.operand]
 
     # -- How the operand is used, and what the operation is.
@@ -84,7 +81,7 @@ class CutFacts:
     @property
     def is_random_choice(self) -> bool:
         """Whether random numbers alone choose a branch, or an operand of a `where`."""
-        is_chosen = self.way == BRANCH or (self.name == "select_n" and not self.way)
+        is_chosen = self.way == BRANCH or (self.back is Back.CHOSEN and not self.way)
         return is_chosen and _is_random(self.entry.tape, self.entry.equation.invars[:1], self.given)
 
     @property
@@ -93,7 +90,7 @@ class CutFacts:
 
     @property
     def stops(self) -> bool:
-        return self.entry.equation.primitive is primitives.stop_gradient_p
+        return detaches(self.entry.equation)
 
     @property
     def is_detached_copy(self) -> bool:
@@ -114,37 +111,52 @@ class CutFacts:
     def is_cast(self) -> bool:
         """Whether this is a cast; one to bool is a comparison."""
         is_named = self._function == "astype"
-        return self.is_whole and (self.name == "convert_element_type" or is_named)
+        return self.is_whole and (self.entry.numeric.does is Does.CASTS or is_named)
 
     @property
     def is_bitcast(self) -> bool:
-        return self.is_whole and self.name == "bitcast_convert_type"
+        is_bitcast = self.entry.equation.primitive is primitives.bitcast_convert_type_p
+        return self.is_whole and is_bitcast
 
     @property
     def is_index(self) -> bool:
-        return self.is_whole and bool(INDICES & {self._function, self.name})
+        return self.is_whole and (self._function in INDICES or self.back is Back.RANKED)
 
     @property
     def is_comparison(self) -> bool:
-        return self.is_whole and self.entry.equation.primitive in COMPARISONS
+        return self.is_whole and self.back is Back.COMPARED
 
     @property
     def is_clip(self) -> bool:
-        return self._function in CLIPPING or self.name in ("min", "clamp")
+        return self._function in CLIPPING or self.back is Back.CLIPPED
 
     @property
     def is_one_sided(self) -> bool:
-        is_known = self._function in ONE_SIDED or self.name == "max"
-        return is_known and not self.is_clip and self.name not in READERS
+        is_known = self._function in ONE_SIDED or self.back is Back.ONE_SIDED
+        return is_known and not self.is_clip and not self.is_read
 
     @property
     def is_relu_above(self) -> bool:
         return self.is_one_sided and "relu" in self._function and range_of([self.array])[0] > 0
 
     @property
+    def is_mask(self) -> bool:
+        return self.back is Back.CHOSEN
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the operation takes some numbers of the operand."""
+        return self.back is Back.READ
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the operation puts one operand into another."""
+        return self.back in (Back.WRITTEN, Back.OVERWRITTEN)
+
+    @property
     def is_written_over(self) -> bool:
-        is_element = self.name in SETS and bool(self.entry.tape.steps)
-        return self.name in WRITES and (self.operand == 0 or is_element)
+        is_in_scan = bool(self.entry.tape.steps)
+        return self.back is Back.OVERWRITTEN and (self.operand == 0 or is_in_scan)
 
     @property
     def is_unary(self) -> bool:
@@ -170,7 +182,7 @@ class CutFacts:
     @property
     def is_flat_everywhere(self) -> bool:
         is_named = self._function in FLAT and self.entry.alive
-        return self.name in FLAT or (
+        return self.entry.numeric.is_flat or (
             is_named and self.is_zero_at_any_size and not self._lives_elsewhere
         )
 
@@ -179,12 +191,12 @@ class CutFacts:
         """Whether what is passed back is too small for its type."""
         if not self.is_zero_at_any_size:
             return True
-        return self.name in _OF_ANY_SIZE and 0 < self._true_size < float(self._limits.tiny)
+        return self.back in BACK_AT_ANY_SIZE and 0 < self._true_size < float(self._limits.tiny)
 
     @functools.cached_property
     def adds_up_to_zero(self) -> bool:
         """Whether what is passed back is a sum of numbers that are not zero."""
-        if self.name not in ADDED_UP or not self.is_zero_at_any_size:
+        if self.back not in BACK_IN_SUMS or not self.is_zero_at_any_size:
             return False
         sizes = [jnp.abs(x) if holds_floats(x) else x for x in self.entry.ins]
         return not self._is_zero(self._pulled(sizes, self._abs_unit))
@@ -207,7 +219,7 @@ class CutFacts:
     @functools.cached_property
     def factor(self) -> Factor:
         """Why a product passes nothing back, if its other factor is zero."""
-        if self.name not in MULTIPLYING or self.way:
+        if self.back not in BACK_BY_FACTORS or self.way:
             return Factor()
         other = 1 - self.operand if self.operand < 2 else 0
         atom, tape = self.entry.equation.invars[other], self.entry.tape
@@ -241,8 +253,9 @@ class CutFacts:
 
     @property
     def _label(self) -> str:
-        known = FLAT | INDICES
-        return next((own for own in (self._function, self.name) if own in known), self._function)
+        is_known = self._function in FLAT | INDICES
+        is_operation = self.entry.numeric.is_flat or self.back is Back.RANKED
+        return self._operation if is_operation and not is_known else self._function
 
     @functools.cached_property
     def _function(self) -> str:
@@ -263,7 +276,7 @@ class CutFacts:
 
     @property
     def _emptiness(self) -> str:
-        if self.entry.equation.primitive is primitives.scan_p:
+        if is_scan(self.entry.equation):
             return "it has no steps"
         return f"its result has shape {next(map(np.shape, self.entry.outs), ())}"
 
@@ -286,7 +299,8 @@ class CutFacts:
     @property
     def _operands(self) -> str:
         """All operands with their numbers; of a power they have names."""
-        names = ("its base", "its exponent") if self.name == "pow" else ()
+        is_power = self.entry.equation.primitive is primitives.pow_p
+        names = ("its base", "its exponent") if is_power else ()
         words = [*names, *(f"operand {i}" for i in range(len(names), len(self.entry.ins)))]
         return ", ".join(
             f"{word} is {_range(x)}"
@@ -412,7 +426,7 @@ class CutFacts:
     def _factor_of(self, source: Found, is_state: bool) -> Factor:
         """The source of a factor that is zero."""
         if source.is_constant:
-            is_factor = self.name == "mul" and not is_state
+            is_factor = self.back is Back.MULTIPLIED and not is_state
             kind = "zero factor" if is_factor else "constant zeros"
             return Factor(kind, "a constant that is 0")
         if source.entry is None:
@@ -449,15 +463,10 @@ def _range(x: Any) -> str:
     return f"{low:.3g} to {high:.3g}" if np.size(x) > 1 else f"{high:.3g}"
 
 
-def _is_random(tape: Tape, atoms: Any, given: DiagnosisSubject) -> bool:
+def _is_random(tape: Tape, atoms: Any, given: TracedLoss) -> bool:
     """Whether values are random, and computed from keys and counters alone."""
-    arguments, operations = sources(tape, atoms)
-    is_drawn = any(name.startswith(("random_bits", "threefry")) for name in operations)
-    return is_drawn and not any(holds_floats(given.inputs[i]) for i in arguments)
-
-
-# If one operand of these is zero, so is the result.
-_ABSORBING = MULTIPLYING - {"div"}
+    found = sources(tape, atoms)
+    return found.is_drawn and not any(holds_floats(given.inputs[i]) for i in found.arguments)
 
 
 def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
@@ -487,7 +496,8 @@ def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
             zeros = [a for a, x in zip(operands, entry.ins, strict=True) if holds_zeros(x)]
             if all(map(tape.is_constant, operands)):
                 break
-            is_part = entry.name in _ABSORBING or (entry.name == "div" and operands[0] in zeros)
+            way = entry.numeric.back
+            is_part = way in BACK_BY_FACTORS and (way is not Back.DIVIDED or operands[0] in zeros)
             if not zeros or not (is_part or len(zeros) == len(operands)):
                 return Found("zero", entry), is_state
             atom = zeros[0]

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from clipgrad._arrays import check_arguments, explain_call
+from clipgrad._diagnose.captured_args import NO_MODELS, CapturedArgs
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import arguments_of_examples, bad_examples, rows_of_examples
 from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
@@ -17,7 +18,6 @@ from clipgrad._diagnose.judge import broken, raised_in
 from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS
 from clipgrad._diagnose.measure import measure
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import NO_MODELS, CapturedArgs, DiagnosisSubject, subject
 from clipgrad._diagnose.tape import is_of_callback
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import underflow_findings
@@ -29,8 +29,16 @@ from clipgrad._diagnose.units import (
 )
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
+from clipgrad._losses import TracedLoss, traced_loss
 from clipgrad._names import placed_equations
-from clipgrad._programs import has_custom_vjp, is_cond, is_foreign, is_while, settings_of_runs
+from clipgrad._programs import (
+    has_custom_vjp,
+    is_cond,
+    is_foreign,
+    is_while,
+    operation_name,
+    settings_of_runs,
+)
 
 
 @explain_call()
@@ -43,57 +51,28 @@ def diagnose(
     has_aux: bool = False,
     examples: str | int | Sequence[str | int] | None = None,
 ) -> GradientDiagnosis:
-    r"""Finds the operation that makes a gradient NaN, explode, vanish, underflow or exactly zero.
+    """Finds the operation that makes a gradient NaN, infinite, zero, or far too large or small.
 
-    The loss is traced once; you do not tag or edit it. One compiled backward pass measures its
-    cotangents by module and by step of each scan. Only if something is not finite, exactly zero, or
-    raises an error, the loss runs on a tape, which keeps what each operation read and made and the
-    cotangents of both. A loop or a function is one operation there until it is guilty.
+    You do not tag or edit the loss. The report names the line in your file, and what to write
+    there.
 
-    Guarantees:
-      * A "value" finding is the first operation with finite inputs and a value that is not finite,
-        or with a NaN but without a NaN in its inputs, if the loss depends on it; a mask of -inf is
-        not a finding. If a NaN is made of the inf of an earlier operation, that is the finding.
-      * A "vjp" finding is the first operation in backward order whose VJP turns finite cotangents
-        into NaN or inf, a "sum" finding a value whose cotangents are finite, but their sum is not.
-        Neither is behind the "value" finding. If a VJP reads NaN or inf from an argument, or from
-        data that is not differentiated, the finding is a "value": the argument, or the operation
-        that computed it.
-      * A "grows" or "shrinks" finding is a steady trend of the norms, by layers one of which is
-        computed from the other, or by step of a scan, over four orders of magnitude in all: growth
-        by at least 1.05 a step, decay by at most 0.6, or a slower decay over thirty orders or until
-        it rounds to zero. A decay is a note while all leaves keep a gradient.
-      * If the gradient of a leaf, or of a layer of a scan, is exactly zero, a "zero" finding
-        is the operation at which it is cut: its result has a gradient, and its operand has none.
-        The reason is one that was tested there, or the finding says that it is not known, and shows
-        the numbers of all operands. What may be meant is a note, such as `jax.lax.stop_gradient`, a
-        leaf that the loss does not read, or a factor of zero that has a gradient itself; a cut that
-        nobody chooses is a finding whatever else is detached, and so is a loss that reads nothing
-        of what it is differentiated by.
-      * Each finding names the line in your file, the module, and the step of the innermost scan, in
-        eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
-        `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.
-      * Inside `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5".
-      * If a callback raises an error, as a check or a solver does, a "raises" finding is the
-        operation that it is in. If this operation gets a NaN or inf, the finding is where that is
-        from, and a note has the error.
-      * A function with a custom rule is one operation; if its rule is right, a note names it. A
-        kernel of `jax.experimental.pallas` is one operation too.
-      * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
-        counts: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
-      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and restored after.
-      * Arguments and models are not changed.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
+      >>> found.ok, found.findings[0].kind, found.findings[0].operation
+      (False, 'vjp', 'sqrt')
 
     Args:
-      fun: the loss, a function that returns a scalar, or ``(scalar, aux)``.
-      args: the tuple of its arguments.
+      fun: the loss, a function that returns a floating scalar, or ``(scalar, aux)``.
+      args: the tuple of its arguments; for one argument ``(params,)``.
       kwargs: its keyword arguments.
-      argnums: the positions of the arguments to differentiate, with respect to their floating
-        leaves.
-      has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      examples: the name or position of an argument with the axis of the batch, or of all that have
-        it. Each example is then evaluated alone, as a batch of one, or, if the loss needs whole
-        batches, as a batch of copies. The report lists the examples whose loss or gradient is bad.
+      argnums: the position, or positions, of the arguments to differentiate, with respect to their
+        floating leaves.
+      has_aux: ``True`` if ``fun`` returns ``(scalar, aux)``.
+      examples: the argument that has the batch, by name or position, to look for single bad
+        examples as well; several if several have the axis of the batch, which is the first. Each
+        example then runs alone, as a batch of one, or, if the loss needs whole batches, as a batch
+        of copies.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -104,17 +83,59 @@ def diagnose(
         to differentiate, ``fun`` has side effects (writing to a `jax.new_ref` of its own is none),
         or ``examples`` does not name a batch.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
-      >>> found.ok, found.findings[0].kind, found.findings[0].operation
-      (False, 'vjp', 'sqrt')
+    The loss is traced once. One compiled backward pass measures the cotangents by module and by
+    step of each scan. Only if something is not finite, exactly zero, or raises an error, the loss
+    runs a second time, operation by operation: that run keeps what each operation read and made,
+    and the cotangents of both. A loop or a function is one operation in that run, and is opened if
+    the fault is inside.
+
+    ===========  ===================================================================================
+    finding      meaning
+    ===========  ===================================================================================
+    "value"      the first operation with finite inputs and a value that is not finite
+    "vjp"        the first operation, going backward, that turns finite cotangents into NaN or inf
+    "sum"        finite cotangents of one value have a sum that is not finite
+    "raises"     a callback in this operation, such as a check or a solver, raises an error
+    "underflow"  the gradient is too small for its dtype
+    "grows"      the norm grows by 1.05 or more at each step, by over four orders of magnitude
+    "shrinks"    the norm falls to 0.6 or less at each step, by over four orders of magnitude; or
+                 more slowly, by over thirty orders, or until it rounds to zero
+    "zero"       the gradient of a leaf, or of a layer of a scan, is exactly zero from here on
+    ===========  ===================================================================================
+
+    Guarantees:
+      * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
+        counts: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
+      * Each finding names the line in your file, the module, and the step of the innermost scan, in
+        eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
+        `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`. In
+        `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5".
+      * "value": a mask of -inf is not a finding, and neither is a value that the loss does not
+        depend on. If an operation makes a NaN of an inf, the finding is the operation that made the
+        inf. An operation that makes a NaN of inputs without a NaN is a finding, too.
+      * "vjp" and "sum": neither is reported behind a "value" finding. If a VJP reads NaN or inf
+        from an argument, or from data that is not differentiated, the finding is a "value": the
+        argument, or the operation that computed it.
+      * "raises": if the operation gets a NaN or inf, the finding is where that is from, and a note
+        has the error.
+      * "grows" and "shrinks": the norms change steadily, over layers one of which is computed from
+        the other, or over the steps of a scan. A decay is a note while all leaves keep a gradient.
+      * "zero": the finding is where the gradient stops: the result of the operation has a gradient,
+        and the input has none. The reason was tested there; if it is not known, the finding says
+        so, and shows the numbers of all inputs. What you may have meant is a note: a
+        `jax.lax.stop_gradient`, a leaf that the loss does not read, a factor of zero that has a
+        gradient itself. A cut that nobody chooses is a finding whatever else is detached, and so is
+        a loss that reads nothing of what it is differentiated by.
+      * A function with a custom rule is one operation; if its rule is right, a note names it. A
+        kernel of `jax.experimental.pallas` is one operation too.
+      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and restored after.
+      * Arguments and models are not changed.
     """
     if examples is not None:
         check_arguments(fun, args, kwargs)
         arguments_of_examples(examples, fun, args, kwargs or {})
     with settings_of_runs(), jax.disable_jit(False):
-        trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
+        trace = functools.partial(traced_loss, fun, argnums=argnums, has_aux=has_aux)
         try:
             given = trace(args, kwargs)
         except Exception as error:
@@ -132,7 +153,7 @@ def diagnose(
         return dataclasses.replace(found, examples=bad)
 
 
-def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
+def _diagnosis_or_error(given: TracedLoss) -> GradientDiagnosis:
     """The diagnosis of a loss, also if a callback in it raises an error.
 
     If the operation that raises gets what is not finite, the finding is on where that is from.
@@ -152,7 +173,7 @@ def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
     return GradientDiagnosis((finding,), (), ())
 
 
-def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
+def _diagnosis(given: TracedLoss) -> GradientDiagnosis:
     units = list(all_units(given.program))
     sites = module_sites(units)
     measured = measure(given.program, given.inputs, given.chosen, sites)
@@ -203,7 +224,7 @@ def _notes_on_rules(program: Any) -> list[str]:
     """Notes on operations that have rules of their own, or are not measured inside."""
     notes = {}
     for own in placed_equations(program, inner_programs):
-        place, name = own.place, own.place.equation.primitive.name
+        place, name = own.place, operation_name(own.place.equation)
         if has_custom_vjp(place.equation):
             text = f"{place.operation} has a custom VJP, and is measured as one operation"
         elif _is_closed(place.equation):

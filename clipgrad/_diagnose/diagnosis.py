@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._arrays import Findings, answers_lookups
 from clipgrad._diagnose.kinds import FINDING_KINDS
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
 from clipgrad._errors import first_few, folded
@@ -20,6 +21,7 @@ _NO_FINDING = (
 )
 
 
+@answers_lookups("found")
 @dataclasses.dataclass(frozen=True)
 class GradientDiagnosis:
     """The result of `diagnose`; ``print`` shows it as a report.
@@ -36,6 +38,9 @@ class GradientDiagnosis:
     rows: tuple[GradientRow, ...]
     notes: tuple[str, ...]
     examples: tuple[GradientExample, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "findings", Findings(self.findings))
 
     @property
     def ok(self) -> bool:

@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._programs import (
     Hook,
+    Use,
     bind,
     called_program,
     equations,
@@ -18,7 +19,9 @@ from clipgrad._programs import (
     is_reference,
     is_scan,
     opened,
+    operation_name,
     scan_counts,
+    use_of,
 )
 
 
@@ -48,12 +51,11 @@ class _Discharge(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results; None where there is nothing to discharge."""
-        name = equation.primitive.name
         if is_print(equation):
             return []
-        if name == "new_ref":
+        if use_of(equation) is Use.MAKES_REFERENCE:
             return [_Cell(inputs[0])]
-        if name == "freeze":
+        if use_of(equation) is Use.ENDS_REFERENCE:
             return [inputs[0].value]
         if not any(type(x) is _Cell for x in inputs):
             return None
@@ -90,7 +92,7 @@ def _of_references(equation: JaxprEqn, inputs: list) -> list:
         results = bind(equation, own)
         return results, [jax.freeze(own[i]) for i in where]
 
-    run.__name__ = equation.primitive.name
+    run.__name__ = operation_name(equation)
     results, held = jax.jit(run)(*(x.value if type(x) is _Cell else x for x in inputs))
     _put(inputs, held)
     return results

@@ -14,30 +14,29 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from clipgrad._arrays import argument_name, global_norm, nearest
 from clipgrad._diagnose.records import GradientExample
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import is_of_callback
+from clipgrad._losses import TracedLoss
 
-Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
+Trace = Callable[[tuple, Mapping[str, Any]], TracedLoss]
 # As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
 _FAR = 100
 
 
 def bad_examples(
-    given: DiagnosisSubject,
+    given: TracedLoss,
     trace: Trace,
     args: tuple,
     kwargs: Mapping[str, Any],
     examples: str | int | Sequence[str | int],
 ) -> tuple[GradientExample, ...]:
-    """The bad examples of the batch; `trace` makes a subject of other arguments.
+    """The bad examples of the batch; `trace` traces the loss for other arguments.
 
     Raises:
       ValueError: `examples` does not name all arguments that have the axis of the batch.
     """
     keys = arguments_of_examples(examples, given.fun, args, kwargs)
-    places = list(dict.fromkeys(map(argument_name, keys)))
     size = rows_of_examples(given, args, kwargs, examples)
-    inside = [_place_of(name) in places for name in given.names]
+    inside = [leaf.argument in keys for leaf in given.leaves]
     whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
     program, copies = given.program, size
     with contextlib.suppress(Exception):  # whatever a loss does with a batch of one
@@ -45,7 +44,7 @@ def bad_examples(
         named = {**dict(enumerate(args)), **kwargs}
         named |= {key: jax.tree.map(head, named[key]) for key in keys}
         one = trace(tuple(named.pop(i) for i in range(len(args))), named)
-        if one.names == given.names:
+        if one.leaves == given.leaves:
             program, copies = one.program, 1
     losses, norms = _one_by_one(program, given.chosen, inside, whole, copies)
     # Examples without a gradient, as those that a hinge loss leaves alone, are no measure.
@@ -57,11 +56,6 @@ def bad_examples(
         GradientExample(int(i), float(losses[i]), float(norms[i]), _coordinates(first, int(i)))
         for i in np.flatnonzero(bad)
     )
-
-
-def _place_of(name: str) -> str:
-    """The argument that an array is in."""
-    return name[: name.index("]") + 1]
 
 
 def arguments_of_examples(
@@ -104,7 +98,7 @@ def _each(examples: Any) -> list[Any]:
 
 
 def rows_of_examples(
-    given: DiagnosisSubject, args: tuple, kwargs: Mapping[str, Any], examples: Any
+    given: TracedLoss, args: tuple, kwargs: Mapping[str, Any], examples: Any
 ) -> int:
     """The length of the leading axis of all arrays in the arguments of examples.
 
@@ -114,8 +108,8 @@ def rows_of_examples(
     keys = arguments_of_examples(examples, given.fun, args, kwargs)
     places = list(dict.fromkeys(map(argument_name, keys)))
     arrays: dict[str, list[Any]] = {}
-    for x, name in zip(given.inputs, given.names, strict=True):
-        arrays.setdefault(_place_of(name), []).append(np.shape(x))
+    for x, leaf in zip(given.inputs, given.leaves, strict=True):
+        arrays.setdefault(argument_name(leaf.argument), []).append(np.shape(x))
     own = {place: arrays.get(place, []) for place in places}
     sizes = {shape[:1] for shapes in own.values() for shape in shapes}
     if len(sizes) != 1 or () in sizes or not all(own.values()):
@@ -123,7 +117,7 @@ def rows_of_examples(
         there = " and ".join(parts) or "no argument"
         raise ValueError(f"examples: got {there}, expected one leading axis for all")
     ((size,),) = sizes
-    moved = {_place_of(given.names[i]) for i in given.chosen}
+    moved = {argument_name(given.leaves[i].argument) for i in given.chosen}
     rows = [place for place, shapes in arrays.items() if size in (s[0] for s in shapes if s)]
     others = [place for place in rows if place not in {*places, *moved}]
     if others and isinstance(examples, str | int):

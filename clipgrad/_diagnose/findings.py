@@ -7,16 +7,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import reduce_max_p
 
-from clipgrad._diagnose.advice import MASKED_INPUT, OVERFLOWING, Suspect, next_step, suspect
+from clipgrad._diagnose.advice import MASKED_INPUT, Suspect, is_lookup, next_step, suspect
 from clipgrad._diagnose.guilty import MASKING, Found, is_of_users_rule
 from clipgrad._diagnose.levels import INF, NAN, level, levels, wide
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
+from clipgrad._losses import TracedLoss
 from clipgrad._names import Location, Place
 from clipgrad._programs import (
+    Does,
     at_first,
     dtype_of,
     equations,
@@ -31,9 +33,7 @@ _ERROR = re.compile(r"^(?:[\w.]+\.)?_?(\w+(?:Error|Exception|Warning)): ", re.MU
 # -- The findings.
 
 
-def value_finding(
-    found: Found, given: DiagnosisSubject, then: Found | None = None
-) -> GradientFinding:
+def value_finding(found: Found, given: TracedLoss, then: Found | None = None) -> GradientFinding:
     """A finding on where a value has its NaN or inf from; ``then`` is what makes NaN of an inf."""
     if found.entry is None:
         is_constant = found.is_constant
@@ -83,7 +83,7 @@ def hidden_finding(found: Found, names: str) -> GradientFinding:
     return operation_finding("vjp", found, what, step)
 
 
-def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
+def sum_finding(found: Found, given: TracedLoss) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
     finite = "is used more than once; the cotangents of its uses are finite, but their sum is not"
     if found.entry is None:
@@ -97,7 +97,7 @@ def sum_finding(found: Found, given: DiagnosisSubject) -> GradientFinding:
 
 
 def data_finding(
-    found: Found, reader: Entry, sources: Sequence[int], given: DiagnosisSubject
+    found: Found, reader: Entry, sources: Sequence[int], given: TracedLoss
 ) -> GradientFinding:
     """A finding on what is not finite in an argument, or is computed from some that are data."""
     finding = value_finding(found, given)
@@ -109,7 +109,7 @@ def data_finding(
     return dataclasses.replace(finding, message=finding.message + what)
 
 
-def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> GradientFinding:
+def raised_finding(found: Found | None, error: str, given: TracedLoss) -> GradientFinding:
     """A finding on an operation that raises an error; None for one that was not found."""
     if found is None:
         return function_finding("raises", f"a callback in it raises {error}", given)
@@ -120,7 +120,7 @@ def raised_finding(found: Found | None, error: str, given: DiagnosisSubject) -> 
     return operation_finding("raises", found, what, _advice(("raises",), entry, []))
 
 
-def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
+def function_finding(kind: str, message: str, given: TracedLoss) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
@@ -128,12 +128,12 @@ def function_finding(kind: str, message: str, given: DiagnosisSubject) -> Gradie
     return GradientFinding(kind, file, line, "argument", "", None, where + message)
 
 
-def _constant_finding(given: DiagnosisSubject) -> GradientFinding:
+def _constant_finding(given: TracedLoss) -> GradientFinding:
     what = "the loss is a constant that is not finite; it is computed from no argument"
     return function_finding("value", what, given)
 
 
-def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding:
+def _argument_finding(argument: int, given: TracedLoss) -> GradientFinding:
     array = jnp.asarray(given.inputs[argument])
     count = int(jnp.sum(~jnp.isfinite(array)))
     name = given.names[argument]
@@ -190,7 +190,7 @@ def _values(entry: Entry, bad: Sequence[Any], of_own: bool = False) -> list[floa
 
     Of a gather these are the index that is out of range, and its axis.
     """
-    if entry.name == "gather" and not of_own:
+    if is_lookup(entry.equation) and not of_own:
         return _index_out_of_range(entry)
     if of_own:
         pairs = [(x, _bad_elements(b)) for x, b in zip(entry.ins, bad, strict=True) if level(b)]
@@ -226,7 +226,7 @@ def operation_at(entry: Entry) -> str:
 
 def _operation_at(entry: Entry, values: Sequence[float]) -> str:
     """Such as "sqrt at 0", or "gather of index 14 on axis 0 of float32[10,4]"."""
-    if entry.name == "gather" and len(values) == 2:
+    if is_lookup(entry.equation) and len(values) == 2:
         array = _type(entry.equation.invars[0])
         return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
     numbers = ", ".join(f"{np.float64(value):.4g}" for value in values)
@@ -241,7 +241,7 @@ def _type(x: Any) -> str:
     return f"{x.aval.dtype}{list(x.aval.shape)}"
 
 
-def _infinite_arguments(entry: Entry, given: DiagnosisSubject) -> str:
+def _infinite_arguments(entry: Entry, given: TracedLoss) -> str:
     """The arguments that an infinity among the operands is, or comes from unchanged."""
     bad = [i for i, x in enumerate(given.inputs) if level(x) == INF]
     return f" ({', '.join(given.names[i] for i in bad)} contains inf)" if bad else ""
@@ -261,7 +261,7 @@ def _masked_axis(entry: Entry) -> str:
     """The axis of a softmax, which has subtracted the largest element along it."""
     package = entry.place.location.package or ""
     before = entry.tape.entries[: entry.number]
-    found = [e for e in before if e.name == "reduce_max"]
+    found = [e for e in before if e.equation.primitive is reduce_max_p]
     if package.partition(" ")[0] not in MASKING or not found:
         return ""
     axes = ", ".join(map(str, found[-1].equation.params["axes"]))
@@ -280,7 +280,7 @@ def _suspect(kind: str, entry: Entry, values: Sequence[float]) -> Suspect | None
     package = entry.place.location.package
     function = package.partition(" ")[0] if package else None
     dtype = next((str(dtype_of(v)) for v in entry.equation.outvars if holds_floats(v)), "")
-    return suspect(kind, entry.name, function, dtype, values)
+    return suspect(kind, entry.equation, function, dtype, values)
 
 
 def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
@@ -289,7 +289,7 @@ def _advice(kinds: Sequence[str], entry: Entry, values: Sequence[float]) -> str:
         if row := _suspect(kind, entry, values):
             return f"; {row.advice(_op(entry))}"
     is_foreign = has_custom_rule(entry.equation) and not is_of_users_rule(entry)
-    steps = (next_step(kind, entry.name, values) for kind in kinds if not is_foreign)
+    steps = (next_step(kind, entry.equation, values) for kind in kinds if not is_foreign)
     step = next(filter(None, steps), None)
     return f"; {step}" if step else ""
 
@@ -298,10 +298,10 @@ def _overflow(entry: Entry) -> str:
     """The advice for a VJP that makes inf of finite numbers by their size."""
     bad = [(i, b) for i, b in enumerate(entry.back) if level(b)]
     is_inf = all(level(b) == INF for _, b in bad) and not any(map(level, entry.ins))
-    if not is_inf or entry.name not in OVERFLOWING:
+    if not is_inf or not entry.numeric.overflows:
         return ""
     number = None
-    if entry.name == "convert_element_type":
+    if entry.numeric.does is Does.CASTS:
         number = float(at_first(_bad_elements(bad[0][1]), entry.got[0]))
     return _too_large(dtype_of(bad[0][1]), number)
 

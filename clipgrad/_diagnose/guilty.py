@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import scan_p, select_n_p
 
 from clipgrad._diagnose.calls import InBranch
 from clipgrad._diagnose.levels import INF, NAN, holds_zeros, level, levels, wide
@@ -18,20 +17,18 @@ from clipgrad._diagnose.loops import InScan, InWhile
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._names import STOPPING, data_results, is_users
 from clipgrad._programs import (
+    Back,
     called_program,
-    equations,
     has_custom_rule,
-    held_programs,
     holds_floats,
     is_bad_at,
     opened,
+    scan_length,
 )
 
 # Packages of functions that a mask of -inf is for: the log of 0 that one adds is meant.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 
-# Operations that only move numbers: what makes a value is before them.
-MOVES = frozenset("transpose reshape squeeze convert_element_type copy".split())
 # Of a cut what is not in the entry: the branch, the next step, the uses of a value, a result that
 # has no elements, and one that only chooses a branch or ends a loop.
 BRANCH, CARRY, CANCELS, EMPTY, CONTROL = "branch", "carry", "cancels", "empty", "control"
@@ -111,7 +108,7 @@ def _bad_operands(entry: Entry, result: Any, wanted: int) -> list:
     """Those that are as bad; of a choice, those that are bad where they are chosen."""
     pairs = list(zip(entry.equation.invars, entry.ins, strict=True))
     found = [(a, x) for a, x in pairs if level(x) >= wanted]
-    if entry.name == "select_n":
+    if entry.numeric.back is Back.CHOSEN:
         y = entry.tape.values[result]
         bad = levels(y, np.ndim(y)) > 0
         same = [(a, x) for a, x in found if np.shape(x) == np.shape(y)]
@@ -137,7 +134,7 @@ def value_at(tape: Tape, atom: Any, wanted: int) -> tuple[Found, Found | None]:
         return found, None
     root = min(roots, key=lambda r: r.entry.order)
     package = (entry.place.location.package or "").partition(" ")[0]
-    if package in MASKING and root.entry.name in is_bad_at("log of zero"):
+    if package in MASKING and is_bad_at("log of zero")(root.entry.equation):
         return found, None
     return root, found
 
@@ -266,7 +263,7 @@ def _maker(tape: Tape, atom: Any) -> Entry | None:
     deeper = None
     if entry and runs_once(entry):
         deeper = _maker(*entry.inside.result(entry.equation.outvars.index(atom), 0))
-    elif entry and entry.name in MOVES:
+    elif entry and entry.numeric.back is Back.MOVED:
         deeper = _maker(tape, entry.equation.invars[0])
     return deeper or entry
 
@@ -297,7 +294,7 @@ def _cuts_at_operand(entry: Entry, k: int) -> LookedAt:
 
 def _is_emptied(entry: Entry, k: int) -> bool:
     """Whether an operation takes no element of an operand, or a scan takes no step."""
-    has_no_step = entry.equation.primitive is scan_p and entry.equation.params["length"] == 0
+    has_no_step = scan_length(entry.equation) == 0
     has_no_result = bool(entry.outs) and not any(map(np.size, entry.outs))
     return bool(np.size(entry.ins[k])) and (has_no_step or has_no_result)
 
@@ -368,7 +365,7 @@ def _use(entry: Entry, k: int, way: str) -> tuple[set[str], list[tuple[Tape, Any
 
 def chooses_derivative(entry: Entry) -> bool:
     """Whether an operation chooses among equal numbers, of which some are detached."""
-    if entry.equation.primitive is not select_n_p:
+    if entry.numeric.back is not Back.CHOSEN:
         return False
     first, *others = map(wide, entry.ins[1:])
     return all(np.array_equal(first, x) for x in others)
@@ -399,7 +396,7 @@ def _in_condition(inside: InWhile, operand: int) -> tuple[Entry, int]:
     return inside.entry, operand
 
 
-# -- What raises, and what anything is computed from.
+# -- What raises.
 
 
 def raised_from(found: Found) -> Found | None:
@@ -411,24 +408,3 @@ def raised_from(found: Found) -> Found | None:
         if level(x) and not entry.tape.is_constant(atom):
             return value_at(entry.tape, atom, level(x))[0]
     return None
-
-
-def sources(tape: Tape, atoms: Any) -> tuple[set[int], set[str]]:
-    """The arguments and the names of all operations that some values are computed from."""
-    todo, seen = [(tape, a) for a in atoms], set()
-    arguments, names = set(), set()
-    while todo:
-        tape, atom = todo.pop()
-        if tape.is_constant(atom) or (tape, atom) in seen:
-            continue
-        seen.add((tape, atom))
-        entry = tape.made.get(atom)
-        if entry is not None:
-            inside = (e for p in held_programs(entry.equation) for e in equations(p))
-            names.update((entry.name, *(e.primitive.name for e in inside)))
-            todo += [(tape, a) for a in entry.equation.invars]
-        elif tape.within is None:
-            arguments.add(tape.jaxpr.invars.index(atom))
-        else:
-            todo.append(tape.outside(tape.jaxpr.invars.index(atom)))
-    return arguments, names

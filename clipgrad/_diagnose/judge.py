@@ -23,19 +23,19 @@ from clipgrad._diagnose.guilty import (
     infinite_argument,
     origin,
     runs_once,
-    sources,
     value_at,
 )
 from clipgrad._diagnose.levels import INF, level
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.sources import sources
 from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._diagnose.units import SCAN
 from clipgrad._errors import first_line
+from clipgrad._losses import TracedLoss
 
 
-def tape_of(given: DiagnosisSubject) -> Tape:
+def tape_of(given: TracedLoss) -> Tape:
     """The tape of a loss, with its cotangents."""
     inputs = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in given.inputs]
     active = [i in given.chosen for i in range(len(inputs))]
@@ -44,7 +44,7 @@ def tape_of(given: DiagnosisSubject) -> Tape:
     return tape
 
 
-def raised_in(given: DiagnosisSubject) -> Found | None:
+def raised_in(given: TracedLoss) -> Found | None:
     """The first operation of a loss that raises an error, forward or backward; None if none does.
 
     It is the outermost call on the line of the user's, who knows of no other.
@@ -63,7 +63,7 @@ def raised_in(given: DiagnosisSubject) -> Found | None:
 
 
 def broken(
-    given: DiagnosisSubject, measured: Measured, trends: Sequence[GradientFinding]
+    given: TracedLoss, measured: Measured, trends: Sequence[GradientFinding]
 ) -> list[GradientFinding]:
     """The findings of NaN and inf: in the value, and then in the backward pass.
 
@@ -103,7 +103,7 @@ def _overflow_in(tape: Tape) -> Found | None:
 
 
 def _findings(
-    given: DiagnosisSubject,
+    given: TracedLoss,
     tape: Tape,
     loss: float,
     bad: Sequence[int],
@@ -135,7 +135,7 @@ def _is_excused(fault: Found, source: Found | None) -> bool:
     return contains or any(map(level, [*entry.ins, *entry.outs]))
 
 
-def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
+def _of_vjp(fault: Found, given: TracedLoss) -> GradientFinding:
     """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
     entry = fault.entry
     reads = bad_reads(entry)
@@ -149,10 +149,10 @@ def _of_vjp(fault: Found, given: DiagnosisSubject) -> GradientFinding:
     if root.entry and depends(root, given):
         return vjp_finding(fault, root)
     read = root.entry
-    arguments = sources(read.tape, read.equation.invars)[0] if read else ()
+    arguments = sources(read.tape, read.equation.invars).arguments if read else ()
     return data_finding(root, entry, sorted(arguments), given)
 
 
-def depends(found: Found, given: DiagnosisSubject) -> bool:
+def depends(found: Found, given: TracedLoss) -> bool:
     """Whether what the loss is differentiated by reaches a value."""
     return found.number in given.chosen if found.entry is None else any(found.entry.active)

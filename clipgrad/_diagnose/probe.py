@@ -15,14 +15,14 @@ from clipgrad._arrays import at_least_float32, real_or_absolute
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._names import Place
 from clipgrad._programs import (
+    JIT,
     Hook,
+    Part,
     ProgramValues,
     bind,
     called_program,
     dtype_of,
     entered_programs,
-    evaluate,
-    is_jit,
     is_print,
     opened,
     scan_counts,
@@ -65,8 +65,11 @@ def is_sent_whole(x: Any, axes: Sequence[tuple[str, int]] = ()) -> bool:
     return x.size * math.prod(n for _, n in axes) <= _SENT_WHOLE
 
 
+@jax.tree_util.register_pytree_node_class
 class Probe(Hook):
     """Lets the values of sites through unchanged; the cotangent of each probe is a `summary`."""
+
+    in_place = (JIT,)
 
     def __init__(self, probes: OrderedDict[Site, Any], parent: Place | None = None):
         self._probes, self._parent = probes, parent
@@ -76,6 +79,15 @@ class Probe(Hook):
             if len(site.around) > depth:
                 inside = self._deeper.setdefault(site.around[~depth], OrderedDict())
                 inside[site] = probe
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """The probes, and the sites that they are of."""
+        return tuple(self._probes.values()), (tuple(self._probes), self._parent)
+
+    @classmethod
+    def tree_unflatten(cls, sites: tuple, probes: Sequence) -> "Probe":
+        """The same with other probes."""
+        return cls(OrderedDict(zip(sites[0], probes, strict=True)), sites[1])
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of the program, which pass their probes."""
@@ -87,26 +99,17 @@ class Probe(Hook):
         """The results of an equation without sites inside; None where there are some."""
         if is_print(equation):
             return []
-        if not (entered_programs(equation)[0] and self.steps(equation)):
-            return bind(equation, inputs)
-        if is_jit(equation):
-            return evaluate(called_program(equation), inputs, self.inside(equation, ()))
-        return None
+        has_sites = entered_programs(equation)[0] and self.slices(equation)
+        return None if has_sites else bind(equation, inputs)
 
-    def steps(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
+    def slices(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
         """The probes inside of an equation."""
         return self._deeper.get(id(equation), OrderedDict())
 
-    shards = steps  # devices are apart as steps are
-
-    def inside(self, equation: JaxprEqn, step: Any) -> "Probe":
-        """The probes for a program of an equation, at this step."""
-        probes = step if isinstance(step, OrderedDict) else self.steps(equation)
+    def inside(self, equation: JaxprEqn, part: Part) -> "Probe":
+        """The probes for a program of an equation, at this step or on this device."""
+        probes = self.slices(equation) if part.own is None else part.own
         return Probe(probes, Place(equation, self._parent))
-
-    def shard(self, own: OrderedDict[Site, Any]) -> "Probe":
-        """The probes on a device."""
-        return Probe(own, self._parent)
 
 
 class _Probed(ProgramValues):

@@ -12,6 +12,7 @@ from clipgrad._compat import to_varying
 from clipgrad._programs import (
     ENTRANCES,
     Hook,
+    Use,
     bind,
     device_count,
     held_programs,
@@ -19,6 +20,7 @@ from clipgrad._programs import (
     low_jit,
     manual_axes,
     tracks_devices,
+    use_of,
 )
 
 
@@ -126,7 +128,7 @@ class _Varying(Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results; None where there are programs to go into."""
-        if equation.primitive.name in ("pvary", "pcast"):
+        if use_of(equation) is Use.VARIES:
             return inputs
         if held_programs(equation) and kind_of(equation) in ENTRANCES:
             return None

@@ -22,15 +22,20 @@ from clipgrad._programs import (
     JIT,
     REMAT,
     Kind,
+    Numeric,
+    Use,
     bind,
     called_program,
+    calls_python,
     chooses_by_platform,
     equations,
     evaluate,
     held_programs,
     holds_floats,
     kind_of,
+    numeric_of,
     opened,
+    use_of,
     watched,
 )
 
@@ -70,9 +75,9 @@ class Entry:
     back: list = dataclasses.field(default_factory=list)  # cotangents of ins
 
     @property
-    def name(self) -> str:
-        """The name of the primitive."""
-        return self.equation.primitive.name
+    def numeric(self) -> Numeric:
+        """What the operation does to numbers and their cotangents."""
+        return numeric_of(self.equation)
 
     @property
     def place(self) -> Place:
@@ -185,7 +190,7 @@ class Inside:
     def opens(cls, entry: Entry) -> bool:
         """Whether an entry can be opened; an operation on a reference, discharged, can't."""
         inside = opened(called_program(entry.equation))[0].eqns
-        return not any(e.primitive.name == "new_ref" for e in inside)
+        return not any(use_of(e) is Use.MAKES_REFERENCE for e in inside)
 
     @property
     def program(self) -> Any:
@@ -261,7 +266,7 @@ class Tape:
         self.runs = runs or (within.entry.tape.runs if within else Runs())
         own = (within.entry.number, within.time) if within else ()
         self.order = (*within.entry.tape.order, *own) if within else ()
-        self.has_callbacks = any("callback" in e.primitive.name for e in equations(program))
+        self.has_callbacks = any(map(calls_python, equations(program)))
         self.values = dict(zip(self.jaxpr.invars, inputs, strict=True))
         pairs = zip(self.jaxpr.constvars, constants, strict=True)
         self.values |= {v: self.runs.constant(c) for v, c in pairs}

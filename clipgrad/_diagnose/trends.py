@@ -7,8 +7,8 @@ import numpy as np
 
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.units import SCAN, Unit, ancestors
+from clipgrad._losses import TracedLoss
 from clipgrad._names import dependence
 from clipgrad._programs import scan_counts
 
@@ -78,7 +78,7 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
 
 
 def trend_findings(
-    pairs: Sequence[tuple[Unit, GradientRow]], given: DiagnosisSubject, measured: Measured
+    pairs: Sequence[tuple[Unit, GradientRow]], given: TracedLoss, measured: Measured
 ) -> Iterator[GradientFinding | str]:
     """A finding for each scan, and one for the depth of the model, if they grow or shrink.
 
@@ -137,7 +137,7 @@ def over_steps(row: GradientRow) -> np.ndarray:
     return np.sqrt(np.sum(np.square(norms.reshape(-1, row.scans[-1])), axis=0))
 
 
-def _begins_with(unit: Unit, given: DiagnosisSubject) -> list[int]:
+def _begins_with(unit: Unit, given: TracedLoss) -> list[int]:
     """The leaves that what a scan carries begins with, or that it takes step by step.
 
     Those that each step reads get a gradient from the last steps, where nothing has decayed.
@@ -148,7 +148,7 @@ def _begins_with(unit: Unit, given: DiagnosisSubject) -> list[int]:
 
 
 def _has_lost(
-    given: DiagnosisSubject,
+    given: TracedLoss,
     measured: Measured,
     leaves: Sequence[int],
     count: int,

@@ -9,8 +9,8 @@ from clipgrad._diagnose.findings import function_finding
 from clipgrad._diagnose.measure import LOSS_SCALES, Measured, measure, widened_largest
 from clipgrad._diagnose.probe import Summary
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.units import Unit, module_sites, units_and_rows
+from clipgrad._losses import TracedLoss
 
 _HALF_NAMES = ("float16", "bfloat16")
 # The share of zeros that a scale brings back; transformers, MLPs and LSTMs in bfloat16 have 0.004.
@@ -21,7 +21,7 @@ _CURED = 0.5
 
 
 def underflow_findings(
-    given: DiagnosisSubject, units: list[Unit], measured: Measured, rows: Sequence[GradientRow]
+    given: TracedLoss, units: list[Unit], measured: Measured, rows: Sequence[GradientRow]
 ) -> Iterator[GradientFinding]:
     """A finding for the first part in backward order with zeros that a scaled loss has not.
 
@@ -58,9 +58,7 @@ def underflow_findings(
         yield function_finding("underflow", what, given)
 
 
-def _may_underflow(
-    given: DiagnosisSubject, measured: Measured, rows: Sequence[GradientRow]
-) -> bool:
+def _may_underflow(given: TracedLoss, measured: Measured, rows: Sequence[GradientRow]) -> bool:
     """Whether there are so many zeros in half precision that a second look is due."""
     own = [(row.dtype, row.zeros) for row in rows]
     pairs = zip(given.chosen, measured.grads, strict=True)
@@ -68,9 +66,7 @@ def _may_underflow(
     return any(dtype in _HALF_NAMES and np.max(zeros, initial=0) >= _LOST for dtype, zeros in own)
 
 
-def _scaled_loss(
-    given: DiagnosisSubject, units: list[Unit]
-) -> tuple[float | None, Measured, list[bool]]:
+def _scaled_loss(given: TracedLoss, units: list[Unit]) -> tuple[float | None, Measured, list[bool]]:
     """The first scale of the loss that leaves the gradient finite, and which leaves it brings back.
 
     If none does, there is no scale, and those that lose elements are told by the largest.

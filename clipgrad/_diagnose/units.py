@@ -1,10 +1,10 @@
 """The parts of a program, and what is measured of each: runs of equations of one module."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from clipgrad._diagnose.measure import over_devices
 from clipgrad._diagnose.parts import all_reads, leaving
@@ -13,9 +13,11 @@ from clipgrad._diagnose.records import GradientRow
 from clipgrad._names import Place
 from clipgrad._programs import (
     SCANS,
+    Chain,
     chooses_by_platform,
     differentiated_programs,
     equations,
+    flow,
     holds_floats,
     is_jit,
     is_scan,
@@ -29,6 +31,7 @@ SCAN = SCANS.noun
 _PARTS, _LONGEST = 64, 24
 # A function that JAX compiles by itself, such as `jnp.linalg.norm`, stays whole up to this size.
 _SMALL_FUNCTION = 24
+_NO_UNITS: frozenset[int] = frozenset()
 
 
 def inner_programs(equation: JaxprEqn) -> list:
@@ -168,27 +171,16 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
 
 def ancestors(program: Any, units: list[Unit]) -> list[frozenset[int]]:
     """For each unit the numbers of the units that it is computed from."""
-    own = {Place(e, u.parent).key: i for i, u in enumerate(units) for e in u.equations}
-    none: frozenset[int] = frozenset()
-    found = [none] * len(units)
+    numbers = {Place(e, u.parent).key: i for i, u in enumerate(units) for e in u.equations}
+    found = [_NO_UNITS] * len(units)
 
-    def walk(jaxpr: Any, inputs: list, parent: Place | None) -> list:
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda v: none if type(v) is Literal else known.get(v, none)  # noqa: E731
-        for equation in jaxpr.eqns:
-            place, given = Place(equation, parent), [read(v) for v in equation.invars]
-            everything = none.union(*given)
-            results = [everything] * len(equation.outvars)
-            same = [p for p in map(opened, inner_programs(equation))
-                    if len(p[0].invars) == len(given)]  # fmt: skip
-            if len(same) == 1 and not is_scan(equation):
-                results = walk(same[0][0], given, place)
-            if (number := own.get(place.key)) is not None:
-                found[number] |= everything - {number}
-                results = [numbers | {number} for numbers in results]
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def step(chain: Chain, operands: list, inside: Callable[[], list]) -> list[frozenset[int]]:
+        number = numbers.get(tuple(map(id, chain)))
+        if number is None:
+            return inside()
+        found[number] |= _NO_UNITS.union(*operands) - {number}
+        return [own | {number} for own in inside()]
 
-    jaxpr = opened(program)[0]
-    walk(jaxpr, [none] * len(jaxpr.invars), None)
+    inputs = [_NO_UNITS] * len(opened(program)[0].invars)
+    flow(program, inputs, step, lambda *own: _NO_UNITS.union(*own))
     return found

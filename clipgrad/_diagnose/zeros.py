@@ -8,25 +8,25 @@ import numpy as np
 
 from clipgrad._diagnose.causes import DETACHED, EXCUSED, SILENT, Cause, cause_of, is_at_each_step
 from clipgrad._diagnose.findings import function_finding, operation_finding
-from clipgrad._diagnose.guilty import MOVES, Found, cuts, results_of
+from clipgrad._diagnose.guilty import Found, cuts, results_of
 from clipgrad._diagnose.judge import tape_of
 from clipgrad._diagnose.levels import wide
 from clipgrad._diagnose.loops import InScan
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.tape import OperationRaised, Tape
 from clipgrad._errors import docs_page, first_few, first_line
+from clipgrad._losses import TracedLoss
 from clipgrad._names import sources_of_results
-from clipgrad._programs import equations, is_scan
+from clipgrad._programs import Back, equations, is_scan
 
 SHOWN_NAMES = 4  # names of leaves, places and steps in a message
 ExplainedCut = tuple[Found, Cause]
+# Operations whose result has the axis of the layers that an operand has.
+_STEP_BY_STEP = (Back.MOVED, Back.MULTIPLIED, Back.DIVIDED)
 
 
-def zero_findings(
-    given: DiagnosisSubject, measured: Measured
-) -> tuple[list[GradientFinding], list[str]]:
+def zero_findings(given: TracedLoss, measured: Measured) -> tuple[list[GradientFinding], list[str]]:
     """The findings and notes on leaves, and layers of a scan, without a gradient."""
     of = dict(zip(given.chosen, measured.grads, strict=True))
     zero = [i for i, grad in of.items() if np.all(grad.zeros == 1)]
@@ -46,7 +46,7 @@ def zero_findings(
     return findings, [*notes, *more]
 
 
-def _unread_finding(given: DiagnosisSubject, unread: Sequence[str]) -> GradientFinding:
+def _unread_finding(given: TracedLoss, unread: Sequence[str]) -> GradientFinding:
     """The finding on a loss that reads nothing of what it is differentiated by."""
     names = first_few(unread, SHOWN_NAMES)
     what = f"the gradient of {names} is 0: the loss depends on nothing that it is differentiated by"
@@ -55,14 +55,14 @@ def _unread_finding(given: DiagnosisSubject, unread: Sequence[str]) -> GradientF
     return dataclasses.replace(finding, leaf=", ".join(unread), cause="unused")
 
 
-def _may_have_lost_layers(given: DiagnosisSubject, number: int, zeros: float) -> bool:
+def _may_have_lost_layers(given: TracedLoss, number: int, zeros: float) -> bool:
     """Whether a leaf has as many zeros as one layer of a scan in the program."""
     lengths = {e.params["length"] for e in equations(given.program) if is_scan(e)}
     return any(n in lengths and n * zeros > 1 - 1e-3 for n in np.shape(given.inputs[number]))
 
 
 def _told(
-    given: DiagnosisSubject, tape: Tape, zero: Sequence[int], is_all: bool
+    given: TracedLoss, tape: Tape, zero: Sequence[int], is_all: bool
 ) -> tuple[list[GradientFinding], list[str]]:
     """``zero`` are the inputs without a gradient; ``is_all``: all of them, at a loss of 0."""
     names = given.names
@@ -93,16 +93,14 @@ def _told(
     return findings, notes
 
 
-def _best(
-    given: DiagnosisSubject, zero: Sequence[int], found: Sequence[Found]
-) -> list[ExplainedCut]:
+def _best(given: TracedLoss, zero: Sequence[int], found: Sequence[Found]) -> list[ExplainedCut]:
     """The cuts of the first rank, the best first, and behind them those that detach."""
     own = [(cut, cause_of(cut, given, zero)) for cut in found]
     own.sort(key=lambda e: (e[1].rank, e[1].is_note))
     return [e for e in own if e[1].rank in (own[0][1].rank, DETACHED)]
 
 
-def _in_steps(best: list[ExplainedCut], layers: str, given: DiagnosisSubject) -> list[ExplainedCut]:
+def _in_steps(best: list[ExplainedCut], layers: str, given: TracedLoss) -> list[ExplainedCut]:
     """The cuts, the best without a step if it is one at each, or if several layers are named."""
     (cut, cause), *others = best
     is_at_each = cut.step is not None and ("," in layers or is_at_each_step(cut, cause, given))
@@ -130,7 +128,7 @@ def _lost_layers(tape: Tape, atom: Any) -> Iterator[tuple[InScan, int, list[int]
         elif inside and not isinstance(inside, InScan):
             way = inside.operand(k, is_zero=True) if entry.alive else None
             yield from _lost_layers(*way) if way else ()
-        elif entry.name in MOVES | {"mul", "div"}:
+        elif entry.numeric.back in _STEP_BY_STEP:
             yield from _lost_layers(tape, entry.equation.outvars[0])
     if tape.within:
         for j in results_of(tape, atom):

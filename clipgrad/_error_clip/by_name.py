@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +23,39 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 @explain_call('write {"name": rule}')
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
-    r"""Clips the cotangents of variables inside a function by name, without editing it.
+    r"""Clips the gradients of values inside a function by name, without editing it.
+
+    A name is a tag or the path of a module, such as ``"encoder/attn"``; `list_names` lists them.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def model(x):
+      ...     with jax.named_scope("encoder"):
+      ...         h = 2 * x
+      ...     return 10 * h
+      >>> clipped = cg.error_clip_by_name(model, {"encoder": cg.ErrorClipByValue(max=5.0)})
+      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
+      20.0 10.0
+
+    Args:
+      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
+      rules: a rule for each name or pattern, such as ``{"encoder/*": ErrorClipByValue(max=5.0)}``;
+        ``None`` instead of a rule: off. A function as a rule
+        may have the keyword-only parameters ``name``, the name of the variable, and ``operation``,
+        the primitive of JAX that made it, such as ``"dot_general"`` or ``"exp"``:
+        ``def rule(cotangent, *, name, operation)``.
+      prefix: a text to put before each name, such as ``"encoder/"``.
+
+    Returns:
+      A function like ``fun``.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
+        needs parameters; when called, if the variables of a name are integers.
+      ValueError: when called, if a name or a pattern matches no variable that can be reached; if
+        two patterns with different rules match one name; if ``fun`` changes an NNX model that it
+        closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
+        differentiated value.
 
     A name is a tag or the path of a module. A *tag* names a value where it is computed:
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
@@ -61,35 +93,6 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         gets the cotangent first.
       * The result can be transformed again; in forward mode if no clipped variable depends on the
         differentiated arguments. Each call traces ``fun`` once, as `jax.jit` does.
-
-    Args:
-      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
-      rules: a rule for each name or pattern; ``None`` instead of a rule: off. A function as a rule
-        may have the keyword-only parameters ``name``, the name of the variable, and ``operation``,
-        the primitive of JAX that made it, such as ``"dot_general"`` or ``"exp"``:
-        ``def rule(cotangent, *, name, operation)``.
-      prefix: a text to put before each name, such as ``"encoder/"``.
-
-    Returns:
-      A function like ``fun``.
-
-    Raises:
-      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
-        needs parameters; when called, if the variables of a name are integers.
-      ValueError: when called, if a name or a pattern matches no variable that can be reached; if
-        two patterns with different rules match one name; if ``fun`` changes an NNX model that it
-        closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
-        differentiated value.
-
-    Example:
-      >>> import clipgrad as cg, jax
-      >>> def model(x):
-      ...     with jax.named_scope("encoder"):
-      ...         h = 2 * x
-      ...     return 10 * h
-      >>> clipped = cg.error_clip_by_name(model, {"encoder": cg.ErrorClipByValue(max=5.0)})
-      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
-      20.0 10.0
     """
     check_function(fun)
     named = checked_rules(rules, prefix)
@@ -117,16 +120,18 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     data_fields=["clips"],
     meta_fields=["modules", "active", "scopes", "operations"],
 )
-@dataclasses.dataclass(frozen=True)
-class ByName(_programs.Hook):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ByName(_names.NamedHook):
     """Clips and watches variables with names; equations without them are left as they are."""
 
     clips: dict[str, tuple[Any, ClipStats | None]]  # the rule and the probe of each name
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
     active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
-    scopes: _names.ScopePath = ()  # those around the program
     # The primitives that made the variables with names, if a rule asks for them.
     operations: frozenset[tuple[Any, str]] = frozenset()
+
+    # A clip from outside of a value that is clipped so already comes before this one.
+    outside = True
 
     @classmethod
     def of(
@@ -141,63 +146,63 @@ class ByName(_programs.Hook):
         operations = _names.operations(program) if is_asked else frozenset()
         clips = {name: (chosen.rule, probes.get(name)) for name, chosen in names.items()}
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
-        return cls(clips, modules, active, (), operations)
+        return cls(clips=clips, modules=modules, active=active, operations=operations)
 
     @property
     def is_reusable(self) -> bool:
         return all(is_own(rule) for rule, _ in self.clips.values())
 
-    def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """The clipped result of a tag; None for an equation with names inside."""
-        name = _programs.tag_of(equation)
-        if name in self.clips.keys() - self.modules:
-            (tagged,) = _programs.bind(equation, inputs)
-            return [self._clip(name, equation.outvars[0], tagged)]
-        return None if self._part_inside(equation).clips else _programs.bind(equation, inputs)
+    @property
+    def variables(self) -> frozenset[Any] | None:
+        """The variables of modules that are clipped."""
+        return self.active if self.modules else frozenset()
 
-    def values(self, jaxpr: Any) -> _programs.ProgramValues:
-        """The values of a program, clipped where they leave the modules of these names."""
-        if not self.modules:
-            return super().values(jaxpr)
+    def wants(self, name: str, kind: str, used: bool) -> bool:
+        """Whether there is a rule or a probe for values of a name; of a module for what is used."""
+        is_own = (kind == "module") == (name in self.modules) and (used or kind == "tag")
+        return is_own and any(own is not None for own in self.clips.get(name, ()))
 
-        def leave(variable: Any, scopes: _names.ScopePath) -> Callable[[Any], Any] | None:
-            name = "/".join((*self.scopes, *scopes))
-            is_clipped = name in self.modules and name in self.clips
-            return functools.partial(self._clip, name, variable) if is_clipped else None
+    def value(self, seen: _names.Seen, x: Any) -> Any:
+        """The value, with its cotangent clipped."""
+        rule, probe = self.clips[seen.name]
+        operation = dict(self.operations).get(seen.variable, "")
+        return clip_of_value(x, rule, seen.name, operation, probe)
 
-        # A clip from outside of a value that is clipped so already comes before this one.
-        return _names.ModuleValues(self, jaxpr, leave, self.active, outside=True)
+    def programs(self, equation: Any) -> list:
+        """The programs that cotangents come through."""
+        return _programs.entered_programs(equation)[0]
 
-    def steps(self, equation: Any) -> dict[str, ClipStats]:
+    def reaches(self, site: _names.NamedSite) -> bool:
+        return not site.within
+
+    def slices(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
+        if not _programs.is_scan(equation):
+            return {}
         probes = ((name, probe) for name, (_, probe) in self._part_inside(equation).clips.items())
         return {name: probe for name, probe in probes if probe is not None and probe.size.ndim}
 
-    def inside(self, equation: Any, step: Any) -> "ByName":
+    def inside(self, equation: Any, part: _programs.Part) -> "ByName":
         """The clips inside of an equation, with the probes of this step."""
-        inner, own = self._part_inside(equation), step or {}
+        inner, own = self._part_inside(equation), part.own or {}
         clips = {name: (rule, own.get(name, probe)) for name, (rule, probe) in inner.clips.items()}
         return dataclasses.replace(inner, clips=clips)
 
-    def _clip(self, name: str, variable: Any, x: Any) -> Any:
-        rule, probe = self.clips[name]
-        return clip_of_value(x, rule, name, dict(self.operations).get(variable, ""), probe)
-
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
-        inner, _ = _programs.entered_programs(equation)
-        scopes = (*self.scopes, *_names.path(equation)) if inner else ()
-        found = (s.below(scopes) for p in inner for s in _names.sites(p) if not s.within)
-        names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
-        clips = {
-            n: clip
-            for n, clip in self.clips.items()
-            if n in names and any(p is not None for p in clip)
-        }
+        inner, scopes = self.programs(equation), self.scopes_inside(equation)
+        found = [s.below(scopes) for p in inner for s in _names.sites(p)]
+        names = {s.name for s in found if self.reaches(s) and self.wants(s.name, s.kind, s.used)}
         active = self.active
         if active is not None:
             active &= frozenset().union(*map(_names.variables_of_modules, inner))
-        return ByName(clips, self.modules & names, active, scopes, self.operations)
+        return dataclasses.replace(
+            self,
+            clips={name: clip for name, clip in self.clips.items() if name in names},
+            modules=self.modules & names,
+            active=active,
+            scopes=scopes,
+        )
 
 
 def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:

@@ -38,7 +38,40 @@ CotangentRule = Callable[..., Any]
 def clip_cotangent(
     x: Any, rule: CotangentRule | Any | None, *, probe: ClipStats | None = None
 ) -> Any:
-    r"""Returns ``x`` with a clipped cotangent: use the result, since ``x`` itself is not clipped.
+    r"""Clips the gradient at a value: use the result, since ``x`` itself is not clipped.
+
+    The value does not change. In the backward pass its gradient, the *cotangent*, is clipped
+    before it goes on to what computed ``x``.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def loss(x, rule=None, probe=None):
+      ...     h = cg.clip_cotangent(2 * x, rule, probe=probe)
+      ...     return 10 * h
+      >>> print(jax.grad(loss)(1.0), jax.grad(loss)(1.0, cg.ErrorClipByValue(max=5.0)))
+      20.0 10.0
+      >>> probe = cg.types.ClipStats.zero()
+      >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), probe)
+      >>> print(stats.norm, stats.clipped_norm)
+      10.0 5.0
+
+    Args:
+      x: a pytree of arrays.
+      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off; or a tree of these
+        that is a prefix of ``x``, such as ``{"w": rule, "b": None}``: each clips the part at its
+        place. A function may have the keyword-only parameters ``name``, here the path of the part
+        (``""`` for ``x``), and ``operation``, here ``""``.
+      probe: `ClipStats.zero()` as an argument of the differentiated function: its gradient is
+        the statistics of the clip, summed over all uses of the probe. A scan over
+        ``ClipStats.zero((steps,))`` gives one entry for each step.
+
+    Returns:
+      ``x``.
+
+    Raises:
+      TypeError: if ``rule`` is not a rule, or ``probe`` not a `ClipStats` without leading axes.
+      ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass; if
+        a tree of rules is not a prefix of ``x``.
 
     Let $\bar x$ be the sum of the cotangents of all uses of the result. The program that produced
     ``x`` gets the cotangent $\mathrm{rule}(\bar x)$.
@@ -56,36 +89,6 @@ def clip_cotangent(
         norm rule measures each example; outside, the batch.
       * Of two clips, one around the other, the outer one gets the cotangent first: with
         ``clip_cotangent(clip_cotangent(x, inner), outer)`` it is ``inner(outer(...))``.
-
-    Args:
-      x: a pytree of arrays.
-      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off; or a tree of these
-        that is a prefix of ``x``, such as ``{"w": rule, "b": None}``: each clips the part at its
-        place. A function may have the keyword-only parameters ``name`` and ``operation``, see
-        `error_clip_by_name`; here they are the path of the part, ``""`` for ``x``, and ``""``.
-      probe: `ClipStats.zero()` as an argument of the differentiated function: its gradient is
-        the statistics of the clip, summed over all uses of the probe. A scan over
-        ``ClipStats.zero((steps,))`` gives one entry for each step.
-
-    Returns:
-      ``x``.
-
-    Raises:
-      TypeError: if ``rule`` is not a rule, or ``probe`` not a `ClipStats` without leading axes.
-      ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass; if
-        a tree of rules is not a prefix of ``x``.
-
-    Example:
-      >>> import clipgrad as cg, jax
-      >>> def loss(x, rule=None, probe=None):
-      ...     h = cg.clip_cotangent(2 * x, rule, probe=probe)
-      ...     return 10 * h
-      >>> print(jax.grad(loss)(1.0), jax.grad(loss)(1.0, cg.ErrorClipByValue(max=5.0)))
-      20.0 10.0
-      >>> probe = cg.types.ClipStats.zero()
-      >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), probe)
-      >>> print(stats.norm, stats.clipped_norm)
-      10.0 5.0
     """
     check_is_no_rule("x", x, rule, "the value", "clip_cotangent(x, rule)")
     check_is_tree("x", x, "error_clip(rule)(fun) for a function")

@@ -17,37 +17,7 @@ _OFF = RuleTree.of("inputs", None)
 
 @explain_call("write error_clip(inputs, outputs=rule)")
 def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
-    r"""Decorates a function so that its cotangents are clipped in the backward pass.
-
-    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ gets the cotangent
-    $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
-
-    Guarantees:
-      * The result is bit-identical to the result of the function, whose signature, name and
-        docstring are kept; ``__wrapped__`` is the plain function.
-      * One rule for all inputs clips each input separately: a norm rule sees the tree of one
-        input. What a method is called on (``self``, ``cls``) is no input, unless you name it.
-      * Decorators are parts of the function that is decorated next. So of two on one function
-        the outer one clips the cotangent of a result first, and the inner one that of an input.
-      * Everything that `clip_cotangent` guarantees.
-
-    Args:
-      inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
-        passed by position or by name; ``None`` instead of a rule: off. The name of ``*args`` or
-        ``**kwargs`` stands for each of them. Instead of a rule there may be a tree of rules that is
-        a prefix of the argument's tree, as in ``{"params": {"w": rule, "b": None}}``.
-      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
-        of the result's tree. A function as a rule may have the keyword-only parameters ``name`` and
-        ``operation``, see `error_clip_by_name`: here the path of the input, such as
-        ``"params/w"``, or of the part of the result, and ``""``.
-
-    Returns:
-      The decorator.
-
-    Raises:
-      TypeError: for a rule that is not one, or if the decorated object is not a function.
-      ValueError: when decorated, for a name that is not a parameter of the function; when called,
-        for rules that are not a prefix of an input or of the result.
+    r"""Decorates a function so that the gradients of its inputs, or outputs, are clipped.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -61,6 +31,36 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       ...     return 2 * x
       >>> print(jax.grad(double)(1.0))
       0.2
+
+    Args:
+      inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
+        passed by position or by name; ``None`` instead of a rule: off. The name of ``*args`` or
+        ``**kwargs`` stands for each of them. Instead of a rule there may be a tree of rules that is
+        a prefix of the argument's tree, as in ``{"params": {"w": rule, "b": None}}``.
+      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
+        of the result's tree. A function as a rule may have the keyword-only parameters ``name``,
+        here the path of the input, such as ``"params/w"``, or of the part of the result, and
+        ``operation``, here ``""``.
+
+    Returns:
+      The decorator.
+
+    Raises:
+      TypeError: for a rule that is not one, or if the decorated object is not a function.
+      ValueError: when decorated, for a name that is not a parameter of the function; when called,
+        for rules that are not a prefix of an input or of the result.
+
+    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ gets the cotangent
+    $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
+
+    Guarantees:
+      * The result is bit-identical to the result of the function, whose signature, name and
+        docstring are kept; ``__wrapped__`` is the plain function.
+      * One rule for all inputs clips each input separately: a norm rule sees the tree of one
+        input. What a method is called on (``self``, ``cls``) is no input, unless you name it.
+      * Decorators are parts of the function that is decorated next. So of two on one function
+        the outer one clips the cotangent of a result first, and the inner one that of an input.
+      * Everything that `clip_cotangent` guarantees.
 
     References:
       Graves, Generating Sequences With Recurrent Neural Networks, 2013,
@@ -99,7 +99,8 @@ def _signature_of_inputs(function: Any) -> inspect.Signature:
     if not callable(function) or isinstance(function, type):
         raise TypeError(
             f"error_clip: got {described(function)} to decorate, expected a function or a method; "
-            "write @error_clip(rule), with a rule in the parentheses"
+            "write @error_clip(rule), with a rule in the parentheses, or for a value "
+            "clip_cotangent(x, rule)"
         )
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         raise TypeError(f"error_clip: got {function!r}, expected a function that returns a result")

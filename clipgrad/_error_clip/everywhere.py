@@ -26,22 +26,15 @@ _ASK = "write a rule that asks for them: def rule(cotangent, *, name, operation)
 
 @explain_call(where=_ASK, names=_ASK, operation=_ASK, operations=_ASK)
 def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
-    r"""Clips the cotangent of every value that a function computes.
+    r"""Clips, in the backward pass, the gradient of every value that a function computes.
 
-    For each operation $y = f(x_1, \ldots, x_n)$ inside ``fun``, with $\bar y$ the sum of the
-    cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
-
-    Guarantees:
-      * The result is bit-identical to the result of ``fun``, see `error_clip_by_name`.
-      * Operations are clipped at any depth, at each step of a `jax.lax.scan`. A function with a
-        custom rule, such as `jax.custom_vjp`, is one operation.
-      * A clip inside of ``fun`` is an operation whose result is clipped like any other: the
-        cotangent meets the rule from outside, the clip, and the rule again.
-      * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
-        does not use itself. The next step of a scan uses the carry.
-
-    A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
-    inside a `jax.vmap` in ``fun`` the cotangent of the whole batch.
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def model(x):
+      ...     return 7 * (3 * (2 * x))
+      >>> clipped = cg.error_clip_everywhere(model, cg.ErrorClipByValue(max=10.0))
+      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
+      42.0 20.0
 
     Args:
       fun: a function of pytrees.
@@ -57,13 +50,20 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
     Raises:
       TypeError: if ``fun`` is not a function, ``rule`` not a rule, or one that needs parameters.
 
-    Example:
-      >>> import clipgrad as cg, jax
-      >>> def model(x):
-      ...     return 7 * (3 * (2 * x))
-      >>> clipped = cg.error_clip_everywhere(model, cg.ErrorClipByValue(max=10.0))
-      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
-      42.0 20.0
+    For each operation $y = f(x_1, \ldots, x_n)$ inside ``fun``, with $\bar y$ the sum of the
+    cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
+
+    A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
+    inside a `jax.vmap` in ``fun`` the cotangent of the whole batch.
+
+    Guarantees:
+      * The result is bit-identical to the result of ``fun``.
+      * Operations are clipped at any depth, at each step of a `jax.lax.scan`. A function with a
+        custom rule, such as `jax.custom_vjp`, is one operation.
+      * A clip inside of ``fun`` is an operation whose result is clipped like any other: the
+        cotangent meets the rule from outside, the clip, and the rule again.
+      * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
+        does not use itself. The next step of a scan uses the carry.
 
     References:
       PaddlePaddle, Error Clip, 2018,
@@ -115,14 +115,14 @@ class _Everywhere(_programs.Hook):
         if _programs.is_tag(equation):
             return outputs
         flags = [self._is_clipped(variable) for variable in equation.outvars]
-        names, operation = dict(self.names), equation.primitive.name
+        names, operation = dict(self.names), _programs.operation_name(equation)
         rows = zip(flags, outputs, equation.outvars, strict=True)
         return [
             clip_of_value(x, self.rule, names.get(variable, ""), operation) if flag else x
             for flag, x, variable in rows
         ]
 
-    def inside(self, equation: Any, step: Any) -> "_Everywhere":
+    def inside(self, equation: Any, part: _programs.Part) -> "_Everywhere":
         inner, _ = _programs.entered_programs(equation)
         # The next step of a scan uses what it carries.
         first = _programs.scan_counts(equation)[1] if _programs.is_scan(equation) else 0

@@ -21,15 +21,18 @@ def list_names(
 ) -> Names:
     r"""Lists the values inside a function that can be watched, and clipped, by name.
 
-    Names are tags and the paths of modules, see `error_clip_by_name`.
+    A name is a tag, as by ``jax.ad_checkpoint.checkpoint_name(x, "h")``, or the path of a module,
+    such as ``"encoder/attn"``.
 
-    Guarantees:
-      * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.
-      * All names that a pattern can match are listed: names of floating or complex variables whose
-        values or cotangents can be reached from outside. A value that nothing uses has no
-        cotangent, nor has one in a `jax.lax.while_loop`. Inside a custom rule neither can be
-        reached, and no values inside the matrix of a `jax.lax.custom_linear_solve`.
-      * The names are in the order of computation, a module after the modules inside it.
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def model(x):
+      ...     with jax.named_scope("encoder"):
+      ...         h = jnp.tanh(x)
+      ...     return h.sum()
+      >>> print(cg.list_names(model, (jnp.ones(3),)))
+      name     kind    shape  dtype    scans  sites  cotangent
+      encoder  module  3      float32         1      yes
 
     Args:
       fun: a function of pytrees.
@@ -43,15 +46,13 @@ def list_names(
     Raises:
       TypeError: if ``fun`` is not a function, ``args`` not a tuple, or ``kwargs`` not a mapping.
 
-    Example:
-      >>> import clipgrad as cg, jax, jax.numpy as jnp
-      >>> def model(x):
-      ...     with jax.named_scope("encoder"):
-      ...         h = jnp.tanh(x)
-      ...     return h.sum()
-      >>> print(cg.list_names(model, (jnp.ones(3),)))
-      name     kind    shape  dtype    scans  sites  cotangent
-      encoder  module  3      float32         1      yes
+    Guarantees:
+      * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.
+      * All names that a pattern can match are listed: names of floating or complex variables whose
+        values or cotangents can be reached from outside. A value that nothing uses has no
+        cotangent, nor has one in a `jax.lax.while_loop`. Inside a custom rule neither can be
+        reached, and no values inside the matrix of a `jax.lax.custom_linear_solve`.
+      * The names are in the order of computation, a module after the modules inside it.
     """
     check_call(fun, args, kwargs)
     program = program_of(fun, args, kwargs or {}, only_read=True)[0].program

@@ -74,7 +74,7 @@ def _inside_of_gradients(program: Any, names: Iterable[str]) -> list[str]:
     plain: set[str] = set()
     for e, around, scopes in _with_transforms(program, frozenset(), ""):
         if "jvp" not in around:
-            tag = {e.params["name"]} if _programs.is_tag(e) else set()
+            tag = {_programs.tag_of(e) or ""}
             plain |= tag | {name for name in names if scopes.startswith(f"{name}/")}
     return [name for name in names if name not in plain]
 

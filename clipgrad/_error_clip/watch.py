@@ -45,7 +45,39 @@ def value_and_grad_with_stats(
     error_clip: Rules | None = None,
     watch: Iterable[Pattern] | None = None,
 ) -> Callable[..., Any]:
-    r"""Like `jax.value_and_grad`, and also returns statistics of the cotangents of named variables.
+    r"""Like `jax.value_and_grad`, and also returns statistics of the gradient at named values.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def loss(w, inputs):
+      ...     def cell(h, x):
+      ...         h = checkpoint_name(w * h + x, "h")
+      ...         return h, None
+      ...     return jax.lax.scan(cell, 0.0, inputs)[0]
+      >>> watched = jax.jit(cg.value_and_grad_with_stats(loss))
+      >>> value, grads, stats = watched(2.0, jnp.ones(4))
+      >>> print(value, grads, stats["h"].norm)
+      15.0 17.0 [8. 4. 2. 1.]
+
+    Args:
+      fun: a function that returns a scalar, or ``(scalar, aux)``.
+      argnums: the positions of the arguments to differentiate.
+      has_aux: whether ``fun`` returns ``(scalar, aux)``.
+      error_clip: a rule for each name or pattern of values inside ``fun``, as
+        ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only.
+      watch: further names and patterns to watch only, such as ``["**/attn"]``; ``None``: all
+        tags whose variables have cotangents, or all modules if there are no such tags.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
+      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
+
+    Raises:
+      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or
+        ``argnums`` are not positions of arguments.
+      ValueError: when called, as `error_clip_by_name`, if a name is only in a
+        `jax.lax.while_loop`, or if there is nothing to watch with ``watch=None``.
 
     Guarantees:
       * Value and gradient are the same as of
@@ -61,38 +93,6 @@ def value_and_grad_with_stats(
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
         those of the whole batch. Inside `jax.shard_map` they are those of all devices together,
         with ``check_vma=False`` of each.
-
-    Args:
-      fun: a function that returns a scalar, or ``(scalar, aux)``.
-      argnums: the positions of the arguments to differentiate.
-      has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      error_clip: a rule for each name or pattern, see `error_clip_by_name`; ``None`` instead of a
-        rule: watch only.
-      watch: further names and patterns to watch only; ``None``: all tags whose variables have
-        cotangents, or all modules if there are no such tags.
-
-    Returns:
-      A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
-      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
-
-    Raises:
-      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or
-        ``argnums`` are not positions of arguments.
-      ValueError: when called, as `error_clip_by_name`, if a name is only in a
-        `jax.lax.while_loop`, or if there is nothing to watch with ``watch=None``.
-
-    Example:
-      >>> import clipgrad as cg, jax, jax.numpy as jnp
-      >>> from jax.ad_checkpoint import checkpoint_name
-      >>> def loss(w, inputs):
-      ...     def cell(h, x):
-      ...         h = checkpoint_name(w * h + x, "h")
-      ...         return h, None
-      ...     return jax.lax.scan(cell, 0.0, inputs)[0]
-      >>> watched = jax.jit(cg.value_and_grad_with_stats(loss))
-      >>> value, grads, stats = watched(2.0, jnp.ones(4))
-      >>> print(value, grads, stats["h"].norm)
-      15.0 17.0 [8. 4. 2. 1.]
     """
     check_function(fun)
     named = checked_rules({} if error_clip is None else error_clip, argument="error_clip")

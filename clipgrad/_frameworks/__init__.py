@@ -7,7 +7,6 @@ the model gets its changed state back, as from the framework's own ``grad``.
 
 from clipgrad._frameworks.equinox import equinox_value_and_grad as equinox_value_and_grad
 from clipgrad._frameworks.equinox import has_modules as has_modules
-from clipgrad._frameworks.linen import is_box as is_box
 from clipgrad._frameworks.nnx import Pure as Pure
 from clipgrad._frameworks.nnx import is_diff_state as is_diff_state
 from clipgrad._frameworks.nnx import model_value_and_grad as model_value_and_grad

@@ -7,16 +7,9 @@ from typing import Any
 import jax
 
 from clipgrad._arrays import is_clippable
-from clipgrad._names import flax_nnx
 
 # flax overwrites the variables of this collection by their gradients, as its `TrainState` does.
 _TRAINED = ("params", "_overwrite_with_gradient")
-
-
-def is_box(x: Any) -> bool:
-    """Whether this is a box of flax around one array: a variable of NNX, or metadata of Linen."""
-    metadata = getattr(sys.modules.get("flax.core.meta"), "AxisMetadata", ())
-    return isinstance(x, metadata) or isinstance(x, getattr(flax_nnx(), "Variable", ()))
 
 
 def check_no_collections(params: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import clipgrad._frameworks.equinox as _equinox
-from clipgrad._arrays import check_tree, instances
+from clipgrad._arrays import check_tree, instances, leaves_with_keys
 from clipgrad._names import flax_nnx, is_model, with_names
 
 TAG = "clipgrad"
@@ -92,12 +92,11 @@ def paths_of_arrays(tree: Any) -> list[tuple[Any, Any]]:
     """The leaves of a tree with their paths; in a model taken apart they are attribute paths."""
     kind = getattr(flax_nnx(), "NodeStates", ())
     is_apart = lambda x: isinstance(x, kind)  # noqa: E731
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_apart)
     found: list[tuple[Any, Any]] = []
-    for path, part in entries:
+    for path, part in leaves_with_keys(tree, is_apart):
         if is_apart(part):
-            inside, _ = jax.tree_util.tree_flatten_with_path(part)
-            found += [((*path, *map(_as_attribute, keys[2:-1])), leaf) for keys, leaf in inside]
+            inside = leaves_with_keys(part)
+            found += [((*path, *map(_as_attribute, keys[2:])), leaf) for keys, leaf in inside]
         else:
             found.append((path, part))
     return found

@@ -17,7 +17,6 @@ from clipgrad._names.dependence import active_variables as active_variables
 from clipgrad._names.dependence import data_results as data_results
 from clipgrad._names.dependence import dependence as dependence
 from clipgrad._names.dependence import sources_of_results as sources_of_results
-from clipgrad._names.modules import ModuleValues as ModuleValues
 from clipgrad._names.modules import aside as aside
 from clipgrad._names.modules import exits as exits
 from clipgrad._names.modules import is_mark as is_mark
@@ -25,7 +24,11 @@ from clipgrad._names.modules import is_used as is_used
 from clipgrad._names.modules import left_unused as left_unused
 from clipgrad._names.modules import look as look
 from clipgrad._names.modules import module_entries as module_entries
+from clipgrad._names.modules import users_tag as users_tag
 from clipgrad._names.modules import variables_of_modules as variables_of_modules
+from clipgrad._names.named_hook import NamedHook as NamedHook
+from clipgrad._names.named_hook import NamedValues as NamedValues
+from clipgrad._names.named_hook import Seen as Seen
 from clipgrad._names.names import Names as Names
 from clipgrad._names.names import names_of as names_of
 from clipgrad._names.operations import names_inside as names_inside

@@ -50,6 +50,12 @@ def is_mark(equation: JaxprEqn) -> bool:
     return tag_of(equation) in (_LOOK, _ASIDE)
 
 
+def users_tag(equation: JaxprEqn) -> str | None:
+    """The name that a tag of the user's gives its value; None for another equation."""
+    tag = tag_of(equation)
+    return None if tag in (_LOOK, _ASIDE) else tag
+
+
 def _is_look(equation: JaxprEqn) -> bool:
     return tag_of(equation) == _LOOK
 
@@ -186,33 +192,31 @@ class _Views(NamedTuple):
 class ModuleValues(ProgramValues):
     """The values of a program, each with what it is outside of the scopes that it leaves.
 
-    `leave(variable, path)` is a function of the values of a variable that leave the scopes
-    ``path`` of this program, or None. Uses inside of the scopes see the value itself, all others
-    what the function returned. Only ``variables`` are replaced; ``None``: all. With ``outside``
-    the operations of the function are outside of these scopes, too.
+    Uses inside of the scopes see the value itself, all others what the function that `leave`
+    returns made of it. Only ``variables`` are replaced; ``None``: all. With ``outside`` the
+    operations of the function are outside of these scopes, too.
     """
 
     def __init__(
-        self,
-        hook: Hook,
-        jaxpr: Any,
-        leave: Callable[[Var, ScopePath], Callable[[Any], Any] | None],
-        variables: frozenset[Var] | None = None,
-        outside: bool = False,
+        self, hook: Hook, jaxpr: Any, variables: frozenset[Var] | None, outside: bool
     ) -> None:
         super().__init__(hook)
         found = exits(jaxpr).items()
         self._exits = {v: e for v, e in found if variables is None or v in variables}
-        self._leave, self._outside = leave, outside
+        self._outside = outside
         self._views: dict[Var, _Views] = {}
+
+    def leave(self, variable: Var, scopes: ScopePath) -> Callable[[Any], Any] | None:
+        """The function of the values of a variable that leave scopes of the program, or None."""
+        raise NotImplementedError
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         super().write(variables, values)
-        for variable in (v for v in variables if v in self._exits):
+        for variable in [v for v in variables if v in self._exits] if self._exits else ():
             exit = self._exits[variable]
             views, depths = [self.read(variable)], []
             for scopes in exit.left:
-                if (function := self._leave(variable, scopes)) is not None:
+                if (function := self.leave(variable, scopes)) is not None:
                     left = len(exit.path) - len(scopes) + 1 if self._outside else 0
                     with outside_of_scopes(left):
                         views.append(function(views[-1]))
@@ -229,7 +233,8 @@ class ModuleValues(ProgramValues):
         return self._read_at(jaxpr.outvars, lambda: [[()]] * len(jaxpr.outvars))
 
     def _read_at(self, atoms: Sequence, places: Callable[[], Sequence]) -> list:
-        views = [None if isinstance(a, Literal) else self._views.get(a) for a in atoms]
+        known = self._views
+        views = [None if isinstance(a, Literal) else known.get(a) for a in atoms] if known else ()
         if not any(views):
             return [self.read(atom) for atom in atoms]
         triples = zip(atoms, views, places(), strict=True)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from clipgrad._arrays import answers_lookups
 from clipgrad._names.wanted import (
     CLIPPED,
     VALUES,
@@ -16,6 +17,7 @@ from clipgrad._names.wanted import (
 )
 
 
+@answers_lookups("name")
 class Name(NamedTuple):
     """A name of variables inside of a function.
 
@@ -40,6 +42,7 @@ class Name(NamedTuple):
     cotangent: bool
 
 
+@answers_lookups("names")
 class Names(tuple[Name, ...]):
     """The names of a function, in the order of computation; `str` is a table.
 

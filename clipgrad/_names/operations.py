@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._names.modules import exits, is_mark
+from clipgrad._names.modules import exits, users_tag
 from clipgrad._names.scopes import ScopePath
 from clipgrad._programs import (
     CALLS,
@@ -12,19 +12,14 @@ from clipgrad._programs import (
     REMAT,
     called_program,
     entered_programs,
-    is_tag,
     kind_of,
     opened,
+    operation_name,
     read_once,
-    tag_of,
 )
 
 # Equations whose program is evaluated as a part of the one around.
 _CALLS = (CALLS, JIT, REMAT)
-
-
-def _is_users_tag(equation: JaxprEqn) -> bool:
-    return is_tag(equation) and not is_mark(equation)
 
 
 @read_once
@@ -54,12 +49,12 @@ def _add_operations(program: Any, made: dict[Var, str]) -> dict[Var, str]:
 def _operations_of_results(
     equation: JaxprEqn, operands: list[str | None], made: dict[Var, str]
 ) -> list[str]:
-    if _is_users_tag(equation):
+    if users_tag(equation) is not None:
         return [operands[0] or ""]
     if kind_of(equation) in _CALLS:
         results = opened(called_program(equation))[0].outvars
         return ["" if isinstance(atom, Literal) else made.get(atom, "") for atom in results]
-    return [equation.primitive.name] * len(equation.outvars)
+    return [operation_name(equation)] * len(equation.outvars)
 
 
 NamesOfVariables = dict[Any, str]
@@ -72,8 +67,8 @@ def names_of_variables(program: Any, around: ScopePath = ()) -> NamesOfVariables
     """
     jaxpr, _ = opened(program)
     left = {variable: "/".join((*around, *e.left[0])) for variable, e in exits(jaxpr).items()}
-    tagged = [e for e in jaxpr.eqns if _is_users_tag(e) and not isinstance(e.invars[0], Literal)]
-    return left | {e.invars[0]: tag_of(e) or "" for e in tagged}
+    tags = [(tag, e.invars[0]) for e in jaxpr.eqns if (tag := users_tag(e)) is not None]
+    return left | {v: tag for tag, v in tags if not isinstance(v, Literal)}
 
 
 def names_inside(

@@ -15,14 +15,16 @@ from clipgrad._names.scopes import ScopePath, path
 from clipgrad._programs import (
     SCANS,
     SHARD_MAPS,
-    called_program,
+    axis_lengths,
     device_count,
+    function_name,
     has_custom_rule,
     is_jit,
     is_scan,
     is_shard_map,
     manual_axes,
     opened,
+    operation_name,
     scan_length,
 )
 
@@ -86,11 +88,9 @@ class Place(NamedTuple):
     @property
     def operation(self) -> str:
         """The name of the primitive, or of the function that a rule was written for."""
-        name = self.equation.primitive.name
         if not is_jit(self.equation) and not has_custom_rule(self.equation):
-            return name
-        info = getattr(opened(called_program(self.equation))[0], "debug_info", None)
-        return self.equation.params.get("name") or getattr(info, "func_name", None) or name
+            return operation_name(self.equation)
+        return self.equation.params.get("name") or function_name(self.equation)
 
     @property
     def module(self) -> str:
@@ -118,7 +118,7 @@ class Place(NamedTuple):
     @property
     def nest(self) -> tuple[int, ...]:
         """The lengths of the scans around the equation, outermost first."""
-        return tuple(equation.params["length"] for equation in self.scans)
+        return tuple(scan_length(equation) or 0 for equation in self.scans)
 
     def device(self, numbers: Iterable[Any]) -> str | None:
         """The coordinates of the first of some devices of a `shard_map`, such as "data=5".
@@ -127,7 +127,7 @@ class Place(NamedTuple):
         """
         around = next(e for e in self.chain[1:] if is_shard_map(e))
         axes = list(manual_axes(around))
-        is_meant: Any = np.zeros([around.params["mesh"].shape[axis] for axis in axes], bool)
+        is_meant: Any = np.zeros(axis_lengths(around), bool)
         is_meant.flat[np.ravel(list(numbers))] = True
         for axis in manual_axes(around):
             at = axes.index(axis)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from clipgrad._names.modules import exits, is_mark, is_used, left_unused
+from clipgrad._names.modules import exits, is_used, left_unused, users_tag
 from clipgrad._names.scopes import ScopePath, is_mapped, path
 from clipgrad._programs import (
     entered_programs,
@@ -18,7 +18,6 @@ from clipgrad._programs import (
     opened,
     read_once,
     scan_length,
-    tag_of,
     value_programs,
 )
 
@@ -65,7 +64,7 @@ def sites(jaxpr: Any) -> dict[NamedSite, int]:
 def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
     for equation in jaxpr.eqns:
         name, mapped, scopes = noun_of(equation), is_mapped(equation), path(equation)
-        if (tag := tag_of(equation)) is not None and not is_mark(equation):
+        if (tag := users_tag(equation)) is not None:
             (tagged,) = equation.outvars
             yield _site(tag, "tag", tagged, is_used(jaxpr, tagged), mapped), 1
         length = scan_length(equation)

@@ -8,7 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._arrays import AxisName, check_tree, is_array, path_string, whole_along
+from clipgrad._arrays import (
+    AxisName,
+    check_tree,
+    is_array,
+    leaves_with_keys,
+    path_string,
+    whole_along,
+)
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._sharding import explicit_sharding
 from clipgrad._training import microbatches, scan_sums
@@ -74,13 +81,14 @@ def axes_of(batch: Any) -> frozenset[str]:
 def batch_size(batch: Any) -> int:
     """The size of the leading axis that all leaves of a batch share."""
     check_tree("batch", batch)
-    entries, _ = jax.tree_util.tree_flatten_with_path(batch)
+    entries = leaves_with_keys(batch)
     shapes = {path_string(path) or "the batch": jnp.shape(leaf) for path, leaf in entries}
     sizes = {shape[:1] for shape in shapes.values()}
     if len(sizes) != 1 or sizes <= {(), (0,)}:
         raise ValueError(
             f"batch: got leaves of the shapes {shapes}, expected the same leading axis of 1 or "
-            "more in all of them, with one example for each index"
+            "more in all of them, with one example for each index; write (params, batch), in this "
+            "order"
         )
     return sizes.pop()[0]
 

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import Where, explain_call
-from clipgrad._clip import as_rule, check_policy, raise_for_counts
+from clipgrad._clip import ClipStats, NonFinite, as_rule, check_policy, raise_for_counts
 from clipgrad._per_example.batches import (
     check_axes,
     check_microbatch,
@@ -23,6 +23,7 @@ from clipgrad._per_example.methods import sums_by_norms, sums_of_elements
 from clipgrad._per_example.plan import Plan, parts_of, plan_of
 from clipgrad._per_example.rules import axis_name_of
 from clipgrad._per_example.subject import (
+    Method,
     PerExampleSubject,
     check_method,
     check_params,
@@ -30,7 +31,8 @@ from clipgrad._per_example.subject import (
 )
 from clipgrad._training import wide_zeros
 
-REDUCTIONS = ("mean", "sum")
+Reduction = Literal["mean", "sum"]
+REDUCTIONS = get_args(Reduction)
 
 
 @explain_call(
@@ -40,81 +42,58 @@ def clip_per_example(
     loss_fn: Callable[..., Any],
     rule: Callable[..., Any] | None,
     *,
-    reduce: str = "mean",
+    reduce: Reduction = "mean",
     microbatch: int | None = None,
     has_aux: bool = False,
     where: Where = None,
-    nonfinite: str = "propagate",
-    method: str = "auto",
+    nonfinite: NonFinite = "propagate",
+    method: Method = "auto",
     wrt: Any = None,
 ) -> "ClipPerExample":
-    r"""Makes a ``value_and_grad`` that clips the gradient of each example.
+    r"""Makes a ``value_and_grad`` that clips the gradient of each example of a batch.
 
-    $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
+    It returns the mean or the sum of the clipped gradients. So no single example has more than its
+    share, for outliers, and for differential privacy (add the noise to the sum yourself).
 
-    or the sum alone, over the leading axis of the batch, of size $B$. The rule bounds the share of
-    each example in the sum: against outliers, and for differential privacy (without its noise).
-
-    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
-    layer and the cotangent of its output. So norm and clipped sum do not need this gradient:
-
-    $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
-    \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
-
-    clipgrad follows each weight through the program of the loss: through scans, `jax.jit` and
-    `jax.checkpoint`, transposed, reshaped, cast or cut. Where the weight meets data, in a dense
-    layer, a convolution or a lookup, a tap hands out the rows of $X$ and $Y$. A leaf that is used
-    in another way (a bias, a masked weight, a branch) is direct: JAX makes its gradient for each
-    example, as `jax.vmap` of `jax.grad` does. ``plan`` shows what is done with each leaf, and why.
-
-    Guarantees:
-      * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
-      * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and
-        bfloat16 as well, whatever the default precision of products is where it runs: gradients are
-        clipped and summed in float32, or float64 if the parameter is.
-      * The sum is rounded to the dtype of the parameter once, at the end, by up to 1/256 of each
-        element in bfloat16, 1/2048 in float16: that may be more than the share of one example. If
-        the bound must hold for the result, keep the parameters in float32 and cast them inside the
-        loss, as in the second example.
-      * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
-        float32, up to rounding.
-      * The microbatch bounds the memory: rows or gradients of so many examples, and one sum.
-      * Where products cancel, a norm is too large rather than too small: the estimated rounding of
-        a Gram sum is added. Elsewhere this is a few parts in a million of the norm.
-      * Under `jax.jit` the batch may be sharded over Auto mesh axes; if the number of devices
-        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` the result
-        is of the examples of one device, each of them whole: average or sum it over the axis.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> loss = lambda w, example: jnp.dot(w, example)
+      >>> per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), microbatch=1)
+      >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[0.0, 8.0], [0.5, 0.0]]))
+      >>> print(grads.round(5), stats.norm.round(5), stats.clipped)
+      [0.25 0.5 ] [8.  0.5] [ True False]
 
     Args:
-      loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
-        batch without its leading axis. For a model of batches write ``x[None]``. To leave
-        out a padded example, multiply its loss by a weight of 0.
-      rule: a `ClipRule`, a function of the tree, or ``None``: off.
+      loss_fn: ``loss_fn(params, example)``, the loss of one example, a scalar or ``(scalar, aux)``.
+        An example is the batch without its leading axis; for a model of batches write ``x[None]``.
+        To leave out a padded example, multiply its loss by a weight of 0.
+      rule: what to do with the gradient of an example: a rule such as ``ClipByGlobalNorm(1.0)``, a
+        function of the tree, or ``None``: nothing.
       reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
-      microbatch: the number of examples to differentiate at once, which must divide the batch;
-        ``None``: all of them.
-      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-      where: which leaves are clipped; see `clip_grads`. The others are summed without a clip.
-      nonfinite: ``"propagate"``, ``"zero"``: an example whose gradient is NaN or inf somewhere in
-        a leaf that is clipped is left out of these leaves, or ``"error"``, which is direct: the
-        error says in how many examples a leaf is bad, and the index of the first of them.
-      method: ``"auto"``: as above; where the rows of all examples need much memory (more than 1 GiB
-        for each device, or twice the bytes of the parameters, if that is more) and ``microbatch``
-        is ``None``, of a part of the examples at a time. ``"direct"``: all leaves are direct. So it
-        is also for rules that do not scale by L2 norms (value clips, other orders, units,
-        functions).
-      wrt: which variables of a model of flax NNX are differentiated, a filter such as
+      microbatch: the number of examples to differentiate at once, which must divide the batch. It
+        bounds the memory. ``None``: all of them.
+      has_aux: ``True`` if ``loss_fn`` returns ``(scalar, aux)``.
+      where: the leaves to clip: patterns of their paths such as ``"blocks/*/kernel"`` or
+        ``"!head"``, a tree of booleans, or a function from the tree of parameters to one; ``None``:
+        all. The gradients of the others are summed without a clip.
+      nonfinite: what to do with NaN and inf. ``"propagate"``: they stay. ``"zero"``: if the
+        gradient of an example has one in a leaf that is clipped, these leaves get nothing from that
+        example. ``"error"``: an error names the leaves, the number of bad examples, and the first
+        of them.
+      method: ``"auto"``: without the gradient of each example, where possible; if that takes much
+        memory and ``microbatch`` is ``None``, of a part of the examples at a time. ``"direct"``: as
+        `jax.vmap` of `jax.grad` does.
+      wrt: the variables of a model of flax NNX to differentiate, a filter such as
         ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
 
     Returns:
       A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
       grads, stats)``. ``grads`` has the structure and dtypes of ``params``, with ``None`` for
-      integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``; ``aux`` and the
-      `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
-      ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
-      were clipped. Where norms are enough, ``stats.nonfinite`` counts all elements of a leaf whose
-      norm is not finite. Such statistics are not private. Its method ``plan(params, batch)`` shows
-      what is done with each leaf, and the reason.
+      integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``. ``stats`` are
+      `ClipStats` with one entry for each example, in the order of the batch: ``stats.norm`` has the
+      shape (B,), and ``stats.clipped.mean()`` is the share of the examples that were clipped.
+      ``aux`` has one entry for each example, too. The method ``plan(params, batch)`` of the
+      function shows what is done with each leaf, and why.
 
     Raises:
       TypeError: if ``loss_fn`` is not a function, or ``rule`` is no rule, function or ``None``.
@@ -125,18 +104,51 @@ def clip_per_example(
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> loss = lambda w, example: jnp.dot(w, example)
-      >>> per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), microbatch=1)
-      >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[0.0, 8.0], [0.5, 0.0]]))
-      >>> print(grads.round(5), stats.norm.round(5), stats.clipped)
-      [0.25 0.5 ] [8.  0.5] [ True False]
-      >>> half = lambda w, example: loss(w.astype(jnp.bfloat16), example)    # w is float32
-      >>> _, grads, _ = cg.clip_per_example(half, cg.ClipByGlobalNorm(1.0), reduce="sum")(
-      ...     jnp.zeros(2), jnp.full((1001, 2), 30.0, jnp.bfloat16))
-      >>> print(grads.dtype, jnp.round(grads[0] * 2**0.5))    # bfloat16 has 1000 and 1004
-      float32 1001.0
+    The result is, or with ``reduce="sum"`` is $B$ times,
+
+    $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
+
+    over the leading axis of the batch, of size $B$. The gradient of a weight for one example is a
+    sum of products $X^\top Y$ of the input of a layer and the cotangent of its output. So norm and
+    clipped sum do not need this gradient:
+
+    $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
+    \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
+
+    clipgrad follows each weight through the program of the loss: through scans, `jax.jit` and
+    `jax.checkpoint`, transposed, reshaped, cast or cut. Where the weight meets data, in a dense
+    layer, a convolution or a lookup, it reads the rows of $X$ and $Y$. A leaf that is used in
+    another way (a bias, a masked weight, a branch) is direct: JAX makes its gradient for each
+    example. So is every leaf with ``nonfinite="error"``, and for rules that do not scale by L2
+    norms (value clips, other orders, units, functions).
+
+    Guarantees:
+      * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and
+        bfloat16 as well, whatever the default precision of products is where it runs: gradients are
+        clipped and summed in float32, or float64 if the parameter is.
+      * The sum is rounded to the dtype of the parameter once, at the end, by up to 1/256 of each
+        element in bfloat16, 1/2048 in float16: that may be more than the share of one example. If
+        the bound must hold for the result, keep the parameters in float32 and cast them inside the
+        loss, as here:
+
+        >>> half = lambda w, example: loss(w.astype(jnp.bfloat16), example)    # w is float32
+        >>> _, grads, _ = cg.clip_per_example(half, cg.ClipByGlobalNorm(1.0), reduce="sum")(
+        ...     jnp.zeros(2), jnp.full((1001, 2), 30.0, jnp.bfloat16))
+        >>> print(grads.dtype, jnp.round(grads[0] * 2**0.5))    # bfloat16 has 1000 and 1004
+        float32 1001.0
+
+      * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
+      * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
+        float32, up to rounding.
+      * Where products cancel, a norm is too large rather than too small: the estimated rounding of
+        a Gram sum is added. Elsewhere this is a few parts in a million of the norm.
+      * ``method="auto"`` takes a part of the examples at a time if the rows of all examples need
+        more than 1 GiB for each device, or twice the bytes of the parameters, if that is more.
+      * Where norms are enough, ``stats.nonfinite`` counts all elements of a leaf whose norm is not
+        finite. Statistics of examples are not private.
+      * Under `jax.jit` the batch may be sharded over Auto mesh axes; if the number of devices
+        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` the result
+        is of the examples of one device, each of them whole: average or sum it over the axis.
 
     References:
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
@@ -159,9 +171,10 @@ class ClipPerExample:
     """A function of parameters and a batch; see `clip_per_example`."""
 
     subject: PerExampleSubject
-    reduce: str
+    reduce: Reduction
 
-    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+    @explain_call("write (params, (x, y))", "clip_per_example(loss_fn, rule)")
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, ClipStats]:
         """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
         check_params(params)
         apart = self.subject.apart(params, batch)

@@ -29,6 +29,7 @@ from clipgrad._per_example.gradients import ExampleProgram
 from clipgrad._per_example.norms_of_arrays import norms_of_array, side_by_side
 from clipgrad._per_example.plan import Plan, parts_of, plan_of
 from clipgrad._per_example.subject import (
+    Method,
     PerExampleSubject,
     check_method,
     check_params,
@@ -44,42 +45,13 @@ def per_example_norms(
     where: Where = None,
     per_leaf: bool = False,
     microbatch: int | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     wrt: Any = None,
     axis_name: AxisName = None,
 ) -> "PerExampleNorms":
     r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
 
-    $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i$$
-
-    It does not need this gradient, see `clip_per_example`.
-
-    Guarantees:
-      * A norm is the `global_norm` of the example's gradient to about 1e-5, and where products
-        cancel it is not too small; see `clip_per_example`.
-      * It neither overflows nor underflows while the norm itself is in the range of its dtype.
-
-    Args:
-      loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
-        batch without its leading axis.
-      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
-      where: which leaves are measured; see `clip_grads`.
-      per_leaf: whether to return the norms of each leaf.
-      microbatch: the number of examples at once, which must divide the batch; ``None``: all.
-      method: see `clip_per_example`.
-      wrt: which variables of a model of flax NNX are differentiated; see `clip_per_example`.
-      axis_name: the mapped axes that the parameters are spread over; see `global_norm`.
-
-    Returns:
-      A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
-      dictionary from paths such as ``"layers/0/kernel"`` to these. Its method ``plan(params,
-      batch)`` shows the method for each leaf, and the reason.
-
-    Raises:
-      ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
-        called, for parameters, a batch, a loss, mesh axes or an ``axis_name`` as `clip_per_example`
-        refuses them.
-      TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
+    It does not compute these gradients where it can avoid it, see `clip_per_example`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -87,6 +59,42 @@ def per_example_norms(
       >>> norms = cg.per_example_norms(loss)
       >>> norms(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.6, 0.8]])).round(5)
       Array([5., 1.], dtype=float32)
+
+    Args:
+      loss_fn: ``loss_fn(params, example)``, the loss of one example, a scalar or ``(scalar, aux)``.
+        An example is the batch without its leading axis; for a model of batches write ``x[None]``.
+      has_aux: ``True`` if ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
+      where: the leaves to measure: patterns of their paths such as ``"blocks/*/kernel"`` or
+        ``"!head"``, a tree of booleans, or a function from the tree of parameters to one; ``None``:
+        all.
+      per_leaf: ``True``: return the norms of each leaf.
+      microbatch: the number of examples at once, which must divide the batch; ``None``: all.
+      method: ``"auto"``: without the gradient of each example, where possible. ``"direct"``: as
+        `jax.vmap` of `jax.grad` does.
+      wrt: the variables of a model of flax NNX to differentiate, a filter such as
+        ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the mesh axes that the
+        parameters are spread over; ``None``: each device has whole parameters.
+
+    Returns:
+      A function ``(params, batch) -> norms``, an array of shape (B,) for B examples; with
+      ``per_leaf`` a dictionary from paths such as ``"layers/0/kernel"`` to these. The method
+      ``plan(params, batch)`` of the function shows the method for each leaf, and the reason.
+
+    Raises:
+      ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
+        called, for parameters, a batch, a loss, mesh axes or an ``axis_name`` as `clip_per_example`
+        refuses them.
+      TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
+
+    The result is
+
+    $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i.$$
+
+    Guarantees:
+      * A norm is the `global_norm` of the example's gradient to about 1e-5. Where products cancel,
+        it is too large rather than too small; see `clip_per_example`.
+      * It neither overflows nor underflows while the norm itself is in the range of its dtype.
 
     References:
       Goodfellow, Efficient Per-Example Gradient Computations, 2015,
@@ -107,6 +115,7 @@ class PerExampleNorms:
     per_leaf: bool
     axis_name: AxisName
 
+    @explain_call("write (params, (x, y))", "per_example_norms(loss_fn)")
     def __call__(self, params: Any, batch: Any) -> Any:
         """The norms of the gradients of the examples."""
         check_params(params)

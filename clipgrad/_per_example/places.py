@@ -5,9 +5,10 @@ Each axis of a view has a label, which says what axis of the leaf it is. So two 
 can be compared, whatever was done to them.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +22,6 @@ from clipgrad._programs import bind
 
 ViewLabel = WeightAxis | None  # of an axis of a view; `None`: its size is 1
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
-KEEPING = {"convert_element_type", "reduce_precision", "copy", "copy_p", "name"}
-RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 
 
 class ViewStep(NamedTuple):
@@ -110,20 +109,9 @@ class ViewPlace(NamedTuple):
 
     def results(self, equation: JaxprEqn) -> list["ViewPlace | None"]:
         """The places of the results of an equation of the view alone; ``None``: not followed."""
-        name, params = equation.primitive.name, equation.params
-        old, new = (v.aval.shape for v in (equation.invars[0], equation.outvars[0]))  # type: ignore
-        if name in KEEPING:
-            return [self]
-        if name == "transpose":
-            labels = tuple(self.labels[i] for i in params["permutation"])
-            return [self._after(equation, labels=labels)]
-        if name in RESHAPES and math.prod(old) == math.prod(new):
-            return [self._reshaped(equation, old, new)]
-        cuts_of = _CUTS.get(equation.primitive)
-        cuts = cuts_of and cuts_of(params, old)
-        if cuts is None:
-            return [None] * len(equation.outvars)
-        return [self._cut(equation, i, *cut) for i, cut in enumerate(cuts)]
+        view = _VIEWS.get(equation.primitive)
+        found = view(self, equation) if view else None
+        return [None] * len(equation.outvars) if found is None else [*found]
 
     def to_leaf(self, total: jax.Array, shape: Sequence[int]) -> jax.Array:
         """An array that lies as the view, with the axes of scans in front, as the leaf lies."""
@@ -139,10 +127,24 @@ class ViewPlace(NamedTuple):
         total = total.reshape(jax.eval_shape(way, like).shape)
         return jax.linear_transpose(way, like)(total)[0]
 
+    def kept(self, equation: JaxprEqn) -> list["ViewPlace"]:
+        """The place of the same numbers in the same shape."""
+        return [self]
+
+    def transposed(self, equation: JaxprEqn) -> list["ViewPlace"]:
+        """The place of the view with its axes in another order."""
+        labels = tuple(self.labels[i] for i in equation.params["permutation"])
+        return [self._after(equation, labels=labels)]
+
     def _after(self, equation: JaxprEqn, result: int = 0, **changed: Any) -> "ViewPlace":
         depth = sum(scan.is_along for scan in self.scans)
         step = ViewStep(depth, equation, result)
         return self._replace(steps=(*self.steps, step), **changed)
+
+    def reshaped(self, equation: JaxprEqn) -> list["ViewPlace"] | None:
+        """The place of the view in another shape; None if the numbers are repeated."""
+        old, new = (v.aval.shape for v in (equation.invars[0], equation.outvars[0]))  # type: ignore
+        return [self._reshaped(equation, old, new)] if math.prod(old) == math.prod(new) else None
 
     def _reshaped(self, equation: JaxprEqn, old: Sequence[int], new: Sequence[int]) -> "ViewPlace":
         if [n for n in old if n != 1] == [n for n in new if n != 1]:
@@ -152,6 +154,13 @@ class ViewPlace(NamedTuple):
         frame = (*self.frame, Reshape(self.labels, self.box, tuple(new)))
         labels = _labels(new, len(frame))
         return self._after(equation, labels=labels, box=_whole(new), frame=frame)
+
+    def cut(
+        self, equation: JaxprEqn, cuts_of: Callable[[Any, Sequence[int]], "_Cuts"]
+    ) -> list["ViewPlace"] | None:
+        """The places of parts of the view."""
+        cuts = cuts_of(equation.params, equation.invars[0].aval.shape)  # type: ignore
+        return None if cuts is None else [self._cut(equation, i, *c) for i, c in enumerate(cuts)]
 
     def _cut(self, equation: JaxprEqn, result: int, cut: Box, gone: int | None) -> "ViewPlace":
         """The place of a part of the view, from where to where along each of its axes.
@@ -195,9 +204,21 @@ def _unstack(params: Any, shape: Sequence[int]) -> _Cuts:
     return [((*whole[:axis], cut, *whole[axis + 1 :]), axis) for cut in cuts]
 
 
-_CUTS = {primitives.slice_p: _slice, lax.split_p: _split}
+# What the operations of a view alone that are followed give: the places of their results, or None.
+_VIEWS: dict[Any, Callable[[ViewPlace, JaxprEqn], Sequence[ViewPlace] | None]] = {
+    primitives.convert_element_type_p: ViewPlace.kept,
+    primitives.reduce_precision_p: ViewPlace.kept,
+    primitives.copy_p: ViewPlace.kept,
+    primitives.name_p: ViewPlace.kept,
+    primitives.transpose_p: ViewPlace.transposed,
+    primitives.reshape_p: ViewPlace.reshaped,
+    primitives.squeeze_p: ViewPlace.reshaped,
+    primitives.broadcast_in_dim_p: ViewPlace.reshaped,
+    primitives.slice_p: functools.partial(ViewPlace.cut, cuts_of=_slice),
+    lax.split_p: functools.partial(ViewPlace.cut, cuts_of=_split),
+}
 if hasattr(lax, "unstack_p"):  # JAX 0.10.0 slices instead
-    _CUTS[lax.unstack_p] = _unstack
+    _VIEWS[lax.unstack_p] = functools.partial(ViewPlace.cut, cuts_of=_unstack)
 
 
 def has_views(x: Any) -> bool:

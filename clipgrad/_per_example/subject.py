@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
 from clipgrad._per_example import rules
 from clipgrad._per_example.batches import batch_size
 
-METHODS = ("auto", "direct")
+Method = Literal["auto", "direct"]
+METHODS = get_args(Method)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,11 +1,11 @@
 """The walk along the program of a loss, and the taps where a weight meets data."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from clipgrad._per_example.places import ViewPlace, has_views
 from clipgrad._per_example.uses import EquationPath, Use, use_of
@@ -14,15 +14,17 @@ from clipgrad._programs import (
     JIT,
     REMAT,
     SCANS,
-    Hook,
+    Chain,
+    NotingHook,
+    Part,
     bind,
-    called_program,
-    evaluate,
-    is_jit,
+    flow,
     is_reference,
     kind_of,
+    noun_of,
     opened,
     scan_counts,
+    scan_length,
 )
 
 
@@ -54,61 +56,59 @@ class WalkedProgram:
         ]
         rest = [None] * (len(jaxpr.invars) - count)
         found.others |= {i: "not real numbers" for i, place in enumerate(leaves) if place is None}
-        results = found._along(program, [*leaves, *rest], ())
+        carry = lambda *own: None  # noqa: E731  what is carried ends, so each step is the first
+        results = flow(program, [*leaves, *rest], found._step, _one_of, carry=carry)
         found._end(results, "it is a result of the loss")
         return found
 
-    def _along(self, program: Any, inputs: Sequence[ViewPlace | None], where: EquationPath) -> list:
-        """The places of the results."""
-        jaxpr = opened(program)[0]
-        places: dict[Any, ViewPlace | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda v: None if isinstance(v, Literal) else places.get(v)  # noqa: E731
-        for equation in jaxpr.eqns:
-            own = [read(v) for v in equation.invars]
-            if any(own):
-                results = self._results(equation, own, where)
-                places.update(zip(equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _results(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
+    def _step(self, chain: Chain, places: list, inside: Callable[..., list]) -> list:
+        """The places of the results of an operation."""
+        equation = chain[0]
+        nothing = [None] * len(equation.outvars)
+        if not any(places):
+            return nothing
+        kind = kind_of(equation)
         if not equation.outvars:
             if any(map(is_reference, equation.invars)):  # by which it may come back
-                self._end(inputs, f"used by {equation.primitive.name}")
+                self._end(places, f"used by {noun_of(equation)}")
             return []
-        name, inner = equation.primitive.name, (*where, equation.outvars[0])
-        kind = kind_of(equation)
         if kind in (JIT, CALLS):
-            return self._along(called_program(equation), inputs, inner)
-        if kind is REMAT:
-            results = self._along(called_program(equation), inputs, inner)
-            self._end(results, f"{name} returns it")
-            return [None] * len(results)
-        if kind is SCANS:
-            return self._scanned(equation, inputs, inner)
-        views = [i for i, place in enumerate(inputs) if place]
-        if len(views) == 1:
-            use = use_of(inner, equation, views[0], inputs[views[0]])
-            if use is not None:
-                self.uses.append(use)
-                return [None]
-        if len(inputs) == 1:
-            results = inputs[0].results(equation)
+            return inside()
+        if kind in (REMAT, SCANS):
+            entered = self._entered(equation, places) if kind is SCANS else places
+            self._end(inside(entered), f"{noun_of(equation)} returns it")
+            return nothing
+        if use := self._use(chain, places):
+            self.uses.append(use)
+            return nothing
+        if len(places) == 1:
+            results = places[0].results(equation)
             if None not in results and all(has_views(v.aval) for v in equation.outvars):
                 return results
-        self._end(inputs, f"used by {name}")
-        return [None] * len(equation.outvars)
+        self._end(places, f"used by {noun_of(equation)}")
+        return nothing
 
-    def _scanned(self, equation: JaxprEqn, inputs: list, where: EquationPath) -> list:
-        (constants, carries), length = scan_counts(equation), equation.params["length"]
-        self._end(inputs[constants:][:carries], "carried by a scan")
-        entered = [
-            place and place.in_scan(length, i >= constants)
-            for i, place in enumerate([*inputs[:constants], *inputs[constants + carries :]])
-        ]
-        entered[constants:constants] = [None] * carries
-        results = self._along(called_program(equation), entered, where)
-        self._end(results, "scan returns it")
-        return [None] * len(results)
+    def _entered(self, scan: JaxprEqn, places: list) -> list:
+        """The places of what a step of a scan gets."""
+        (constants, carried), length = scan_counts(scan), scan_length(scan) or 0
+        split = constants + carried
+        self._end(places[constants:split], "carried by a scan")
+        pairs = enumerate(places)
+        found = [place and place.in_scan(length, i >= split) for i, place in pairs]
+        return [None if constants <= i < split else place for i, place in enumerate(found)]
+
+    def _use(self, chain: Chain, places: list) -> Use | None:
+        """The use of a view by an operation that meets it with data."""
+        views = [i for i, place in enumerate(places) if place]
+        if len(views) != 1:
+            return None
+        path = tuple(equation.outvars[0] for equation in reversed(chain))
+        return use_of(path, chain[0], views[0], places[views[0]])
+
+
+def _one_of(*places: ViewPlace | None) -> ViewPlace | None:
+    """The place of a value that is one of several: it is followed if there is only one."""
+    return places[0] if len(places) == 1 else None
 
 
 @jax.custom_vjp
@@ -121,8 +121,11 @@ tap.defvjp(lambda y, zero: (y, None), lambda _, ct: (ct, ct))
 
 
 @dataclasses.dataclass
-class Taps(Hook):
+class Taps(NotingHook):
     """Taps the results of uses, and hands out what meets the weights there.
+
+    Which uses there are is known from shapes, by the flow of `WalkedProgram`; what meets them is an
+    array, for which the program is evaluated.
 
     Attributes:
       taps: which input of a use is handed out, its number, and the number of the use.
@@ -135,7 +138,7 @@ class Taps(Hook):
     zeros: dict[int, jax.Array]
     where: EquationPath = ()
     seen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    has_notes = True
+    in_place = (JIT,)  # nothing is kept from call to call
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, tapped; None where programs inside have uses."""
@@ -146,27 +149,20 @@ class Taps(Hook):
             source, x, number = self.taps[place]
             self.seen[x] = inputs[source]
             return [tap(bind(equation, inputs)[0], self.zeros[number])]
-        if not self._inside(equation):
-            return bind(equation, inputs)
-        if not is_jit(equation):
-            return None
-        inner = self.inside(equation, ())  # in place: nothing is kept from call to call
-        results = evaluate(called_program(equation), inputs, inner)
-        self.note(equation, inputs, [inner.seen])
-        return results
+        return None if self._inside(equation) else bind(equation, inputs)
 
     def _inside(self, equation: JaxprEqn) -> list[int]:
         """The numbers of the uses inside of an equation."""
         place = (*self.where, equation.outvars[0])
         return [n for path, (*_, n) in self.taps.items() if path[: len(place)] == place]
 
-    def steps(self, equation: JaxprEqn) -> dict[int, jax.Array]:
+    def slices(self, equation: JaxprEqn) -> dict[int, jax.Array]:
         """The zeros of the uses inside of a scan, which has one of each for each step."""
         return {n: self.zeros[n] for n in self._inside(equation)}
 
-    def inside(self, equation: JaxprEqn, step: Any) -> "Taps":
+    def inside(self, equation: JaxprEqn, part: Part) -> "Taps":
         """The taps of a program inside."""
-        zeros = step if isinstance(step, dict) else self.zeros
+        zeros = self.zeros if part.own is None else part.own
         return Taps(self.taps, zeros, (*self.where, equation.outvars[0]))
 
     def noted(self) -> dict[int, jax.Array]:

@@ -22,7 +22,7 @@ from clipgrad._programs.elements import holds_floats
 from clipgrad._programs.evaluate import Hook, ProgramValues, bind, evaluate
 from clipgrad._programs.hijax import high_operation
 from clipgrad._programs.kinds import called_program, has_custom_rule, held_programs
-from clipgrad._programs.programs import equations, opened, read_once
+from clipgrad._programs.programs import equations, function_name, opened, read_once
 
 # Of a variable, or of the identity of an equation's parameters and the number of a result.
 Known = dict[Any, Any]
@@ -41,7 +41,7 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
     found = (e for e in equations(program) if _is_ruled(e) and _closing_rules(e))
-    return list(dict.fromkeys(_function_name(equation, "func_src_info") for equation in found))
+    return list(dict.fromkeys(function_name(equation, "func_src_info") for equation in found))
 
 
 def _is_ruled(equation: JaxprEqn) -> bool:
@@ -94,11 +94,6 @@ class _Explicit(Hook):
         known = {place: value for place, value in known.items() if value is not None}
         return _explicit(equation, rules, list(known))(list(known.values()), list(inputs))
 
-    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
-        own = enumerate(outputs)
-        self._known |= {(id(equation.params), number): value for number, value in own}
-        return outputs
-
     def values(self, jaxpr: Any) -> ProgramValues:
         return _Noted(self, self._known)
 
@@ -124,6 +119,11 @@ class _Noted(ProgramValues):
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         super().write(variables, values)
         self._known.update(zip(variables, values, strict=True))
+
+    def write_results(self, equation: JaxprEqn, outputs: Sequence) -> None:
+        own = enumerate(outputs)
+        self._known |= {(id(equation.params), number): value for number, value in own}
+        super().write_results(equation, outputs)
 
 
 def _closing_rules(equation: JaxprEqn) -> _Rules | None:
@@ -200,7 +200,7 @@ def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[
         given = dict(zip(rules.reached, found, strict=True))
         return None, [given.get(i) for i in range(len(equation.invars))]
 
-    primal.__name__ = _function_name(equation)
+    primal.__name__ = function_name(equation)
     call = jax.custom_vjp(primal)
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
@@ -218,7 +218,7 @@ def _require_rules(equation: JaxprEqn, rules: _Rules, differentiated: list) -> N
     is_jvp = equation.primitive is jax_primitives.custom_jvp_call_p
     is_jvp = is_jvp or "jvp_rule" in getattr(high_operation(equation), "params", ())
     kind = "custom_jvp" if is_jvp else "custom_vjp"
-    where, name = _function_name(equation, "func_src_info"), _function_name(equation)
+    where, name = function_name(equation, "func_src_info"), function_name(equation)
     raise ValueError(
         f"fun: got the jax.{kind} function {where}, whose rules close over {over}; expected "
         f"rules that take it as an argument: call {name}(..., value), and return its "
@@ -257,10 +257,3 @@ def _with_float0(values: Iterable, like: Sequence) -> list:
 def _instantiated(x: Any) -> Any:
     aval: Any = getattr(x, "aval", None)
     return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
-
-
-def _function_name(equation: JaxprEqn, kind: str = "func_name") -> str:
-    """The name of the function that the rules are of; with its file and line: another kind."""
-    info = getattr(opened(called_program(equation))[0], "debug_info", None)
-    found = (getattr(info, name, None) for name in (kind, "func_name"))
-    return next(filter(None, found), equation.primitive.name)

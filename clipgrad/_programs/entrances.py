@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 
 from clipgrad._arrays import combine, is_array, partition
-from clipgrad._programs.evaluate import Hook, entrance, evaluate
+from clipgrad._programs.evaluate import Hook, NotingHook, Part, entrance, evaluate
 from clipgrad._programs.kinds import (
     CALLS,
     CONDS,
@@ -43,31 +43,40 @@ _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
 
 def _noted(
-    equation: JaxprEqn, hook: Hook, program: Any = None, branch: int | None = None
+    equation: JaxprEqn, hook: Hook, program: Any = None, branch: int = 0
 ) -> Callable[..., tuple[list, Any]]:
     """The evaluation of a program inside of an equation: its results, and its notes."""
     program = called_program(equation) if program is None else program
 
     def run(*inputs):
-        inner = hook.inside(equation, ())
-        inner = inner if branch is None else inner.branch(branch)
-        return evaluate(program, inputs, inner), inner.noted()
+        inner = hook.inside(equation, Part(branch))
+        return evaluate(program, inputs, inner), _notes_of(inner)
 
     return run
+
+
+def _notes_of(hook: Hook) -> Any:
+    """What a hook has kept in its evaluation; None of one that keeps nothing."""
+    return hook.noted() if isinstance(hook, NotingHook) else None
+
+
+def _note(hook: Hook, equation: JaxprEqn, inputs: list, notes: list) -> None:
+    if isinstance(hook, NotingHook):
+        hook.note(equation, inputs, notes)
 
 
 @entrance(CALLS, CUSTOM_RULES)
 def _enter_call(equation, inputs, hook):
     outputs, notes = _noted(equation, hook)(*inputs)
-    hook.note(equation, inputs, [notes])
+    _note(hook, equation, inputs, [notes])
     return outputs
 
 
 @entrance(JIT)
 def _enter_jit(equation, inputs, hook):
-    if hook.flatten:
+    if JIT in hook.in_place:
         return _enter_call(equation, inputs, hook)
-    inner = hook.inside(equation, ())
+    inner = hook.inside(equation, Part())
     leaves, structure = jax.tree.flatten(inner)
     arrays, rest = partition(leaves, is_array)
     compiled, key = {}, ()
@@ -77,7 +86,7 @@ def _enter_jit(equation, inputs, hook):
     if key not in compiled:
         compiled[key] = _jitted(equation, structure, rest)
     outputs, notes = compiled[key](arrays, *inputs)
-    hook.note(equation, inputs, [notes])
+    _note(hook, equation, inputs, [notes])
     return outputs
 
 
@@ -90,7 +99,7 @@ def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., lis
 
     def run(arrays, *inputs):
         inner = structure.unflatten(combine(arrays, rest))
-        return evaluate(program(), inputs, inner), inner.noted()
+        return evaluate(program(), inputs, inner), _notes_of(inner)
 
     run.__name__ = params["name"]
     return jax.jit(
@@ -109,10 +118,10 @@ def _stated(sharding):
 
 @entrance(REMAT)
 def _enter_remat(equation, inputs, hook):
-    if hook.flatten:
+    if REMAT in hook.in_place:
         return _enter_call(equation, inputs, hook)
     outputs, notes = remat_again(equation, _noted(equation, hook), inputs)
-    hook.note(equation, inputs, [notes])
+    _note(hook, equation, inputs, [notes])
     return outputs
 
 
@@ -123,14 +132,14 @@ def _enter_scan(equation, inputs, hook):
 
     def step(carry, element):
         sliced, own = element
-        inner = hook.inside(equation, own)
+        inner = hook.inside(equation, Part(own=own))
         arguments = [*inputs[:constants], *carry, *sliced]
         outputs = evaluate(called_program(equation), arguments, inner)
-        return tuple(outputs[:carried]), (tuple(outputs[carried:]), inner.noted())
+        return tuple(outputs[:carried]), (tuple(outputs[carried:]), _notes_of(inner))
 
-    elements = tuple(inputs[split:]), hook.steps(equation)
+    elements = tuple(inputs[split:]), hook.slices(equation)
     carry, (stacked, notes) = scan_again(equation, step, tuple(inputs[constants:split]), elements)
-    hook.note(equation, inputs, [notes])
+    _note(hook, equation, inputs, [notes])
     return [*carry, *stacked]
 
 
@@ -143,17 +152,17 @@ def _enter_while(equation, inputs, hook):
     enter = _noted(equation, hook, params["body_jaxpr"])
 
     def again(*carry):
-        inner = Unprinted() if hook.has_notes else hook.inside(equation, ())
+        inner = Unprinted() if isinstance(hook, NotingHook) else hook.inside(equation, Part())
         return evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], inner)[0]
 
     def body(*carry):
         return enter(*inputs[first:second], *carry)
 
     carry, types = inputs[second:], types_of(carried, inputs[second:])
-    if not hook.has_notes:
+    if not isinstance(hook, NotingHook):
         return while_again(equation, again, lambda *carry: body(*carry)[0], carry, types)
     outputs, notes = _loop_with_notes(equation, again, body, carry, types, hook)
-    hook.note(equation, inputs, [notes])
+    _note(hook, equation, inputs, [notes])
     return outputs
 
 
@@ -201,31 +210,40 @@ def _enter_cond(equation, inputs, hook):
     types = types_of(opened(programs[0])[0].invars, inputs[1:])
     once = [Lifted(_noted(equation, hook, p, i), types) for i, p in enumerate(programs)]
     notes = [own.shapes[1] for own in once]
+    empty = hook.empty if isinstance(hook, NotingHook) else (lambda shapes: shapes)
 
     def among_all(i, *values):
         outputs, mine = once[i](*values)
-        return outputs, [mine if i == j else hook.empty(n) for j, n in enumerate(notes)]
+        return outputs, [mine if i == j else empty(n) for j, n in enumerate(notes)]
 
     branches = [functools.partial(among_all, i) for i in range(len(once))]
     results = cond_again(equation, branches, inputs, types)
     outputs, found = jax.tree.unflatten(jax.tree.structure((once[0].shapes[0], notes)), results)
-    hook.note(equation, inputs, found)
+    _note(hook, equation, inputs, found)
     return outputs
+
+
+class _OnDevices:
+    """A leaf of `Hook.slices`, of which each device gets its slice."""
+
+    def __init__(self, array: Any):
+        self.array = array
 
 
 @entrance(SHARD_MAPS)
 def _enter_shard_map(equation, inputs, hook):
     params = equation.params
-    leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
-    arrays, rest = partition(leaves, is_array)
     axes = manual_axes(equation)
-    apart = hook.shards(equation)
+    apart = jax.tree.map(_OnDevices, hook.slices(equation))
+    leaves, structure = jax.tree.flatten(hook.inside(equation, Part(own=apart)))
+    sliced, leaves = partition(leaves, lambda leaf: isinstance(leaf, _OnDevices))
+    arrays, rest = partition(leaves, is_array)
 
     def shard(arrays, own, *shards):
-        inner = structure.unflatten(combine(arrays, rest))
-        inner = inner.shard(jax.tree.map(lambda x: x[0], own))
+        own = jax.tree.map(lambda x: x[0], own)
+        inner = structure.unflatten(combine(own, combine(arrays, rest)))
         outputs = evaluate(called_program(equation), shards, inner)
-        return tuple(outputs), jax.tree.map(lambda x: x[None], inner.noted())
+        return tuple(outputs), jax.tree.map(lambda x: x[None], _notes_of(inner))
 
     mapped = jax.shard_map(
         shard,
@@ -235,8 +253,8 @@ def _enter_shard_map(equation, inputs, hook):
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    outputs, notes = mapped(arrays, apart, *inputs)
-    hook.note(equation, inputs, [notes])
+    outputs, notes = mapped(arrays, jax.tree.map(lambda own: own.array, sliced), *inputs)
+    _note(hook, equation, inputs, [notes])
     return list(outputs)
 
 
@@ -249,7 +267,7 @@ def _enter_linear_solve(equation, inputs, hook):
         inputs[end - length : end] for end, length in zip(ends, lengths, strict=True)
     )
     b = tuple(inputs[ends[-1] :])
-    inside = hook.inside(equation, ())
+    inside = hook.inside(equation, Part())
 
     def apply(program, constants, hook=inside):
         return lambda x: tuple(evaluate(program, [*constants, *x], hook))

@@ -4,8 +4,8 @@ A hook sees every equation first. If it returns None, an equation with a program
 and any other is bound as it is.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from clipgrad._programs.hijax import bound_as_written
-from clipgrad._programs.kinds import CUSTOM_RULES, LINEAR_SOLVES, Kind, kind_of
+from clipgrad._programs.kinds import CUSTOM_RULES, Kind, kind_of
 from clipgrad._programs.programs import opened
 
 Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
@@ -30,21 +30,66 @@ def entrance(*kinds: Kind) -> Callable[[Entrance], Entrance]:
     return register
 
 
+class Part(NamedTuple):
+    """The part of an equation that a hook goes into.
+
+    Attributes:
+      program: which of the programs in it: of a cond the number of the branch, else 0.
+      own: this step's or this device's slice of `Hook.slices`; None elsewhere.
+    """
+
+    program: int = 0
+    own: Any = None
+
+
 class Hook:
     """The actions at the equations of a program; the defaults change nothing.
 
-    `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
-    program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`
-    inside the program; a hook with arrays is a pytree.
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from clipgrad import _programs
+      >>> from jax.extend.core.primitives import sin_p
+      >>> class DoubledSines(_programs.Hook):
+      ...     def __call__(self, equation, inputs):
+      ...         return [2 * jnp.sin(*inputs)] if equation.primitive is sin_p else None
+      >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1))(0.0)
+      >>> print(*_programs.evaluate(program, [jnp.pi / 2], DoubledSines()))
+      3.0
 
-    A hook with `has_notes` is one for each evaluation of a program, and keeps arrays besides. They
-    leave the programs inside of equations by `noted` and come to the hook around by `note`: with a
-    leading axis for the steps of a scan or the devices of a `shard_map`; of a loop what `kept`
-    keeps of its iterations.
+    What an equation computes is said by `__call__`, and what goes on inside of it by `inside`. All
+    other methods are for hooks with numbers for each step, or for constants, or that see values.
+    The arrays of a hook become arguments of a `jit` inside the program; a hook with arrays is a
+    pytree.
+
+    Attributes:
+      in_place: the kinds of equations whose program is evaluated without them. Of `jit` and `remat`
+        only the wrapper goes; a function with a custom rule is entered by its primal program, and
+        in no other way.
+      whole: the kinds of equations that are never entered.
     """
 
-    flatten: bool = False
-    has_notes: bool = False
+    in_place: Collection[Kind] = ()
+    whole: Collection[Kind] = ()
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """Return the outputs of `equation`, or None to have it evaluated or entered."""
+        return None
+
+    def inside(self, equation: JaxprEqn, part: Part) -> "Hook":
+        """Return the hook for a program of `equation`."""
+        return self
+
+    def slices(self, equation: JaxprEqn) -> Any:
+        """Return a tree with a leading axis over the steps of a scan, or `shard_map`'s devices."""
+        return ()
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """Return the value that replaces a literal or a closed-over constant."""
+        return value
+
+    def values(self, jaxpr: Any) -> "ProgramValues":
+        """Return what keeps the values of a program while it is evaluated, and may see them."""
+        return ProgramValues(self)
 
     @property
     def is_reusable(self) -> bool:
@@ -54,54 +99,22 @@ class Hook:
         """
         return False
 
-    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """Return the outputs of `equation`, or None to have it evaluated or entered."""
-        return None
 
-    def starts(self, inputs: Sequence) -> None:
-        """See the inputs of the program before its first equation."""
+class NotingHook(Hook):
+    """A hook for one evaluation of a program, which keeps arrays besides the results.
 
-    def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """Return what an equation gets instead of its inputs, also if it is entered."""
-        return inputs
-
-    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
-        """Return what the program sees instead of the results, also if it was entered."""
-        return outputs
-
-    def constant(self, value: Any, aval: Any) -> Any:
-        """Return the value that replaces a literal or a closed-over constant."""
-        return value
-
-    def values(self, jaxpr: Any) -> "ProgramValues":
-        """Return what keeps the values of a program while it is evaluated."""
-        return ProgramValues(self)
-
-    def steps(self, equation: JaxprEqn) -> Any:
-        """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
-        return ()
-
-    def shards(self, equation: JaxprEqn) -> Any:
-        """Return a tree with a leading axis over the devices of a `shard_map`, as `steps` does."""
-        return ()
-
-    def inside(self, equation: JaxprEqn, step: Any) -> "Hook":
-        """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
-        return self
-
-    def branch(self, number: int) -> "Hook":
-        """Return the hook for a branch of a cond, which `inside` has returned."""
-        return self
-
-    def shard(self, own: Any) -> "Hook":
-        """Return the hook for a device of a `shard_map`: this one, with its part of `shards`."""
-        return self
+    They leave the programs inside of equations by `noted` and come to the hook around by `note`:
+    with a leading axis for the steps of a scan or the devices of a `shard_map`; of a loop what
+    `kept` keeps of its iterations.
+    """
 
     def noted(self) -> Any:
         """Return what was kept in this evaluation, a tree of arrays."""
+        raise NotImplementedError
 
     def note(self, equation: JaxprEqn, inputs: list, notes: list) -> None:
         """Keep the notes of the programs inside of `equation`: one for each branch of a cond."""
+        raise NotImplementedError
 
     def empty(self, shapes: Any) -> Any:
         """Return the notes of a branch that is not taken, and of a loop before it begins."""
@@ -128,7 +141,12 @@ class ProgramValues:
         return self._values[atom]
 
     def inputs(self, equation: JaxprEqn) -> list:
+        """The inputs of an equation, which comes next."""
         return [self.read(atom) for atom in equation.invars]
+
+    def write_results(self, equation: JaxprEqn, outputs: Sequence[Any]) -> None:
+        """Keep what an equation has computed, which may also have been entered."""
+        self.write(equation.outvars, outputs)
 
     def outputs(self, jaxpr: Any) -> list:
         return [self.read(atom) for atom in jaxpr.outvars]
@@ -138,10 +156,9 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
     """Evaluate a program on flat inputs, showing each equation to the hook.
 
     Every equation keeps its source line, name scope and context (such as `compute_on`). Equations
-    of programs inside it are shown to `hook.inside(equation, step)`.
+    of programs inside it are shown to `hook.inside(equation, part)`.
     """
     jaxpr, constants = opened(program)
-    hook.starts(inputs)
     values = hook.values(jaxpr)
     values.write(jaxpr.invars, inputs)
     closed = zip(constants, jaxpr.constvars, strict=True)
@@ -151,14 +168,14 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
         info = equation.source_info
         user = source_info_util.user_context(info.traceback, name_stack=scope + info.name_stack)
         with user, equation.ctx.manager:
-            operands = hook.operands(equation, values.inputs(equation))
+            operands = values.inputs(equation)
             outputs = hook(equation, operands)
             if outputs is None:
                 if is_entered(equation, hook):
                     outputs = ENTRANCES[kind_of(equation)](equation, operands, hook)
                 else:
                     outputs = bind(equation, operands)
-            values.write(equation.outvars, hook.results(equation, outputs))
+            values.write_results(equation, outputs)
     return values.outputs(jaxpr)
 
 
@@ -175,11 +192,8 @@ def bind(equation: JaxprEqn, inputs: Sequence, **changed: Any) -> list:
 def is_entered(equation: JaxprEqn, hook: Hook) -> bool:
     """Whether `evaluate` goes inside this equation with this hook."""
     kind = kind_of(equation)
-    if kind is CUSTOM_RULES:
-        return hook.flatten
-    if kind is LINEAR_SOLVES:
-        return not hook.flatten
-    return kind in ENTRANCES
+    has_way = kind in hook.in_place or kind is not CUSTOM_RULES
+    return has_way and kind in ENTRANCES and kind not in hook.whole
 
 
 def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:

@@ -14,7 +14,24 @@ from clipgrad._programs.kinds import Feed, kind_of
 from clipgrad._programs.programs import opened, tracked_programs
 
 Fact = TypeVar("Fact")
-Chain = tuple[JaxprEqn, ...]  # an equation, and the equations that hold its program, outwards
+
+
+class Chain(tuple[JaxprEqn, ...]):
+    """An equation, and the equations that hold its program, outwards.
+
+    Attributes:
+      position: the number of the equation in its program, behind those of the equations around it
+        and of the programs in them.
+    """
+
+    position: tuple[int, ...]
+
+    @classmethod
+    def of(cls, equation: JaxprEqn, around: "Chain", position: tuple[int, ...]) -> "Chain":
+        """The chain of an equation in a program of the first one ``around``."""
+        chain = cls((equation, *around))
+        chain.position = position
+        return chain
 
 
 class FlowStep(Protocol[Fact]):
@@ -24,11 +41,16 @@ class FlowStep(Protocol[Fact]):
       chain: the operation, and those that hold its program, the innermost first.
       operands: the facts of its operands.
       inside: the facts of its results, by the programs inside; without any, all operands joined.
+        Other facts may go into the programs: ``inside(facts)``, one for each operand.
     """
 
     def __call__(
-        self, chain: Chain, operands: list[Fact], inside: Callable[[], list[Fact]], /
+        self, chain: Chain, operands: list[Fact], inside: Callable[..., list[Fact]], /
     ) -> Sequence[Fact]: ...
+
+
+def _as_it_is(chain: Chain, number: int, fact: Any) -> Any:
+    return fact
 
 
 def flow(
@@ -38,6 +60,7 @@ def flow(
     join: Callable[..., Fact],
     programs: Callable[[JaxprEqn], list[Any]] = tracked_programs,
     known: dict[Var, Fact] | None = None,
+    carry: Callable[[Chain, int, Fact], Fact] = _as_it_is,
 ) -> list[Fact]:
     """The facts of the results of a program.
 
@@ -50,6 +73,8 @@ def flow(
         it must come to an end.
       programs: the programs inside of an equation that facts go through.
       known: is filled with the facts of all variables, also inside; of several calls, joined.
+      carry: the fact with which the next step of a loop begins, of the loop, the number of a result
+        of its step, and what is known of that.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -59,7 +84,7 @@ def flow(
       >>> flow(program, [0], depth, lambda *depths: max((0, *depths)))
       [2]
     """
-    return _Flow(step, join, programs, known).along(opened(program)[0], inputs, ())
+    return _Flow(step, join, programs, known, carry).along(opened(program)[0], inputs, Chain())
 
 
 def flow_through(
@@ -70,20 +95,26 @@ def flow_through(
     programs: Callable[[JaxprEqn], list[Any]] = tracked_programs,
 ) -> list[Fact]:
     """The facts of the results of one operation, see `flow`."""
-    return [*_Flow(step, join, programs, None).stepped((equation,), operands)]
+    chain = Chain.of(equation, Chain(), (0,))
+    return [*_Flow(step, join, programs, None, _as_it_is).stepped(chain, operands)]
 
 
 class _Flow:
-    def __init__(self, step: Any, join: Any, programs: Any, known: dict | None):
+    def __init__(self, step: Any, join: Any, programs: Any, known: dict | None, carry: Any):
         self._step, self._join, self._programs, self._known = step, join, programs, known
+        self._carry = carry
 
-    def along(self, jaxpr: Any, inputs: Sequence, around: Chain) -> list:
+    def along(
+        self, jaxpr: Any, inputs: Sequence, around: Chain, inside: tuple[int, ...] = ()
+    ) -> list:
+        """The facts of the results of a program at a position ``inside`` of the chain around."""
         none = self._join()
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         read = lambda atom: none if type(atom) is Literal else known.get(atom, none)  # noqa: E731
-        for equation in jaxpr.eqns:
+        for number, equation in enumerate(jaxpr.eqns):
             operands = [read(v) for v in equation.invars]
-            results = self.stepped((equation, *around), operands)
+            chain = Chain.of(equation, around, (*inside, number))
+            results = self.stepped(chain, operands)
             known.update(zip(equation.outvars, results, strict=True))
             # What an operation writes to a reference, others read.
             written = [v for v in equation.invars if is_reference(v)]
@@ -95,30 +126,37 @@ class _Flow:
         return [read(atom) for atom in jaxpr.outvars]
 
     def stepped(self, chain: Chain, operands: list) -> Sequence:
-        return self._step(chain, operands, lambda: self._inside(chain, operands))
+        def inside(facts: Sequence | None = None) -> list:
+            return self._inside(chain, operands if facts is None else facts)
 
-    def _inside(self, chain: Chain, operands: list) -> list:
+        return self._step(chain, operands, inside)
+
+    def _inside(self, chain: Chain, operands: Sequence) -> list:
         equation = chain[0]
         programs, kind = self._programs(equation), kind_of(equation)
         if not programs or kind is None:
             return [self._join(*operands)] * len(equation.outvars)
         each = [
-            self._through(opened(p)[0], kind.feed(equation, p), operands, chain) for p in programs
+            self._through(opened(p)[0], kind.feed(equation, p), operands, chain, number)
+            for number, p in enumerate(programs)
         ]
         return [self._join(*results) for results in zip(*each, strict=True)]
 
-    def _through(self, jaxpr: Any, feed: Feed, operands: list, chain: Chain) -> list:
+    def _through(
+        self, jaxpr: Any, feed: Feed, operands: Sequence, chain: Chain, number: int
+    ) -> list:
         """The results of a program; of a loop, when another step brings no more."""
-        inputs = [operands[i] for i in feed.operands]
+        inputs, inside = [operands[i] for i in feed.operands], (*chain.position, number)
         if not feed.carried:
-            return self.along(jaxpr, inputs, chain)
+            return self.along(jaxpr, inputs, chain, inside)
         # What a step writes to a reference, the next may read.
         written = self._join(*operands)
         pairs = zip(inputs, jaxpr.invars, strict=True)
         inputs = [written if is_reference(v) else own for own, v in pairs]
         while True:
-            outputs = self.along(jaxpr, inputs, chain)
-            state = {i: self._join(inputs[i], outputs[k]) for i, k in feed.carried.items()}
+            outputs = self.along(jaxpr, inputs, chain, inside)
+            carried = {i: self._carry(chain, k, outputs[k]) for i, k in feed.carried.items()}
+            state = {i: self._join(inputs[i], own) for i, own in carried.items()}
             if all(inputs[i] == own for i, own in state.items()):
                 break
             inputs = [state.get(i, own) for i, own in enumerate(inputs)]

@@ -7,11 +7,11 @@ again is an entrance (`entrances.py`), how `diagnose` opens it on a tape is an o
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._programs.hijax import expanded_program, high_operation
@@ -87,7 +87,7 @@ def _feed_while(equation: JaxprEqn, program: Any) -> Feed:
 
 def _feed_solve(equation: JaxprEqn, program: Any) -> Feed:
     """A linear solve is followed as one operation."""
-    raise NotImplementedError(equation.primitive.name)
+    raise NotImplementedError(operation_name(equation))
 
 
 def _none(equation: JaxprEqn) -> list:
@@ -110,8 +110,6 @@ def _first_program(equation: JaxprEqn) -> list:
 class Kind:
     """A row: primitives that hold programs in one way.
 
-    It holds the names that JAX gives these primitives: ``name in JIT``.
-
     Attributes:
       noun: the word for it.
       through: the programs that derivatives go through, operation by operation.
@@ -126,22 +124,6 @@ class Kind:
     values: Callable[[JaxprEqn], list] = _none
     followed: Callable[[JaxprEqn], list] = _none
     feed: Callable[[JaxprEqn, Any], Feed] = _feed_last
-
-    @property
-    def primitives(self) -> list[Primitive]:
-        """JAX's primitives of this kind."""
-        return [primitive for primitive, kind in KINDS.items() if kind is self]
-
-    def __iter__(self) -> Iterator[str]:
-        return (primitive.name for primitive in self.primitives)
-
-    def __contains__(self, name: str) -> bool:
-        return name in set(self)
-
-    def __or__(self, other: "Kind | frozenset[str]") -> frozenset[str]:
-        return frozenset((*self, *other))
-
-    __ror__ = __or__
 
 
 def _branches(equation: JaxprEqn) -> list:
@@ -245,11 +227,19 @@ def kind_of(equation: JaxprEqn) -> Kind | None:
     return None
 
 
+def operation_name(equation: JaxprEqn) -> str:
+    """The name that JAX gives an operation: to show it, and for the rules of a user's that ask.
+
+    Nothing is decided by it: what an operation is, its row says.
+    """
+    return equation.primitive.name
+
+
 def noun_of(equation: JaxprEqn) -> str:
-    """The word for an equation in messages: the name of its primitive, unless it says nothing."""
+    """The word for an equation in messages: the name of the operation, unless it says nothing."""
     kind = kind_of(equation)
     says_nothing = kind is WHILES or high_operation(equation) is not None
-    return kind.noun if kind and says_nothing else equation.primitive.name
+    return kind.noun if kind and says_nothing else operation_name(equation)
 
 
 def is_scan(equation: JaxprEqn) -> bool:
@@ -314,6 +304,11 @@ def detaches(equation: JaxprEqn) -> bool:
 def scan_length(equation: JaxprEqn) -> int | None:
     """The number of steps of a scan; None for another equation."""
     return equation.params["length"] if is_scan(equation) else None
+
+
+def is_reversed(equation: JaxprEqn) -> bool:
+    """Whether an equation is a scan that goes from the last step to the first."""
+    return is_scan(equation) and equation.params["reverse"]
 
 
 def tracks_devices(equation: JaxprEqn) -> bool:

@@ -7,7 +7,7 @@ in a program that is traced once, in a thread of its own, where no context of a 
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -105,26 +105,6 @@ class PrimitiveTable(Mapping[Primitive, TableRow], Generic[TableRow]):
                 found = self._found[probe] = _primitives_of(probe) - self._probed.keys()
                 self._probed.update(dict.fromkeys(found, row))
                 del self._waiting[probe]
-
-
-class PrimitiveNames(Set):
-    """The names that JAX gives the primitives of some rows of a table, read when they are used."""
-
-    def __init__(self, table: Callable[[], Mapping[Primitive, Any]], has: Callable[[Any], bool]):
-        self._table, self._has = table, has
-
-    def __iter__(self) -> Iterator[str]:
-        return (primitive.name for primitive, row in self._table().items() if self._has(row))
-
-    def __contains__(self, name: object) -> bool:
-        return any(name == own for own in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @classmethod
-    def _from_iterable(cls, it: Any) -> frozenset[str]:  # of the operators
-        return frozenset(it)
 
 
 def _primitives_of(probe: TracedOnce) -> set[Primitive]:

@@ -10,7 +10,14 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._programs.elements import is_reference
 from clipgrad._programs.hijax import high_operation, with_plain_equations
-from clipgrad._programs.kinds import KERNELS, Kind, held_programs, kind_of
+from clipgrad._programs.kinds import (
+    KERNELS,
+    Kind,
+    called_program,
+    held_programs,
+    kind_of,
+    operation_name,
+)
 from clipgrad._programs.numeric import Does, does, is_print
 
 Kept = TypeVar("Kept")
@@ -136,7 +143,7 @@ def side_effects(program: Any) -> list[str]:
     from_outside = any(map(is_reference, [*jaxpr.invars, *jaxpr.constvars]))
     harmless = _HARMLESS if from_outside else _HARMLESS | _OF_REFERENCES
     found = {
-        equation.primitive.name
+        operation_name(equation)
         for equation in equations(program)
         if not held_programs(equation) and not is_print(equation)
         if any(type(effect).__name__ not in harmless for effect in equation.effects)
@@ -151,7 +158,22 @@ def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for name in params["mesh"].axis_names if name in axes)
 
 
+def axis_lengths(equation: JaxprEqn) -> tuple[int, ...]:
+    """Return the lengths of the `manual_axes` of a `shard_map`."""
+    shape = equation.params["mesh"].shape
+    return tuple(shape[name] for name in manual_axes(equation))
+
+
 def device_count(equation: JaxprEqn) -> int:
     """Return over how many devices a `shard_map` maps."""
-    shape = equation.params["mesh"].shape
-    return math.prod(shape[name] for name in manual_axes(equation))
+    return math.prod(axis_lengths(equation))
+
+
+def function_name(equation: JaxprEqn, kind: str = "func_name") -> str:
+    """Return the name of the function that an equation calls, or else that of the operation.
+
+    Its file and line are another ``kind``: ``"func_src_info"``.
+    """
+    info = getattr(opened(called_program(equation))[0], "debug_info", None)
+    known = (getattr(info, name, None) for name in (kind, "func_name"))
+    return next(filter(None, known), operation_name(equation))

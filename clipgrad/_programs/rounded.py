@@ -19,8 +19,14 @@ from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._compat import varying_axes
 from clipgrad._programs.elements import dtype_of, holds_floats
-from clipgrad._programs.evaluate import Hook, bind, evaluate, is_entered
-from clipgrad._programs.kinds import held_programs, is_scan, is_shard_map, tracks_devices
+from clipgrad._programs.evaluate import Hook, Part, bind, evaluate, is_entered
+from clipgrad._programs.kinds import (
+    held_programs,
+    is_scan,
+    is_shard_map,
+    scan_length,
+    tracks_devices,
+)
 from clipgrad._programs.numeric import Does, does, numeric_of
 from clipgrad._programs.programs import is_foreign, manual_axes
 from clipgrad._programs.widen import Widen
@@ -104,7 +110,8 @@ class _Rounding(Hook):
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
 
-    flatten = True
+    in_place = Widen.in_place
+    whole = Widen.whole
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results, moved; None for a program that is entered."""
@@ -147,13 +154,14 @@ class _Rounding(Hook):
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
         return value if is_short and self.wide is None else wide if is_short else moved
 
-    def steps(self, equation: JaxprEqn) -> Any:
-        return lax.iota(jnp.uint32, equation.params["length"])
+    def slices(self, equation: JaxprEqn) -> Any:
+        length = scan_length(equation)
+        return () if length is None else lax.iota(jnp.uint32, length)
 
-    def inside(self, equation: JaxprEqn, step: Any) -> Self:
+    def inside(self, equation: JaxprEqn, part: Part) -> Self:
         """The hook with other signs at each step, and on each device if it knows them apart."""
         if is_scan(equation):
-            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + step))
+            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + part.own))
         if is_shard_map(equation) and not tracks_devices(equation):
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self

@@ -13,8 +13,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._programs.elements import dtype_of, holds_floats
-from clipgrad._programs.evaluate import Hook, bind, is_entered, retrace
-from clipgrad._programs.kinds import detaches, has_custom_rule
+from clipgrad._programs.evaluate import Hook, Part, bind, is_entered, retrace
+from clipgrad._programs.kinds import (
+    CUSTOM_RULES,
+    JIT,
+    LINEAR_SOLVES,
+    REMAT,
+    detaches,
+    has_custom_rule,
+)
 from clipgrad._programs.numeric import Does, does, is_print, numeric_of
 from clipgrad._programs.programs import equations, is_foreign, map_programs, opened
 
@@ -33,7 +40,8 @@ class Widen(Hook):
       stop: what `stop_gradient` becomes, and the parameter at which a sample is drawn.
     """
 
-    flatten = True
+    in_place = (JIT, REMAT, CUSTOM_RULES)
+    whole = (LINEAR_SOLVES,)
 
     def __init__(self, dtype: Any, stop: Callable[[Any], Any] = lax.stop_gradient):
         self.dtype, self.stop, self._base = jnp.dtype(dtype), stop, stop
@@ -56,7 +64,7 @@ class Widen(Hook):
             return value
         return value.astype(wide) if isinstance(value, Tracer) else np.asarray(value).astype(wide)
 
-    def inside(self, equation: JaxprEqn, step: Any) -> "Widen":
+    def inside(self, equation: JaxprEqn, part: Part) -> "Widen":
         """The hook for the program of a custom rule stops nothing."""
         if not has_custom_rule(equation):
             return self

@@ -3,9 +3,9 @@
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal, get_args
 
-from clipgrad._arrays import donated_leaf, explain_call
+from clipgrad._arrays import answers_lookups, donated_leaf, explain_call
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.files import CAPTURE_PARTS, LeafEntry, orbax, read, read_manifest
 from clipgrad._recorder.folders import mounted_folder
@@ -19,9 +19,10 @@ from clipgrad._recorder.paths import (
     text_path,
 )
 
-_RESTORED = ("params", "state", "batch", "extra")
+Part = Literal["params", "state", "batch", "extra"]
 
 
+@answers_lookups("capture", opt_state="capture.state")
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """The inputs of a bad step, as `FlightRecorder` saved them.
@@ -89,7 +90,7 @@ class Capture:
             ) + (f" The batch is {which}." if which else "")
         return args
 
-    def restore(self, like: Any, name: str = "params") -> Any:
+    def restore(self, like: Any, name: Part = "params") -> Any:
         """A part of the capture in the structure of your tree.
 
         Guarantees:
@@ -108,8 +109,8 @@ class Capture:
           ValueError: paths, shapes or dtypes differ, there is no part of this name, or a step has
             overwritten the arrays.
         """
-        if name not in _RESTORED:
-            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _RESTORED))}")
+        if name not in get_args(Part):
+            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, get_args(Part)))}")
         return restored(like, self._alive(name, getattr(self, name)), name)
 
     def _alive(self, name: str, tree: Any) -> Any:
@@ -127,28 +128,7 @@ class Capture:
 
 @explain_call()
 def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
-    """Loads a capture of `FlightRecorder`.
-
-    Guarantees:
-      * Values and dtypes are bit-identical to the values and dtypes of the run.
-      * What ``like`` has gets its classes and its shardings; all else becomes dictionaries and
-        lists of arrays on the default device.
-      * Loading does not run code from the capture, which holds only numbers and JSON.
-
-    Args:
-      path: the folder of the capture.
-      like: a tree with the paths of the recorded state, or of the parameters, or the pair
-        ``(params, batch)``. Its arrays may be `jax.ShapeDtypeStruct`.
-
-    Returns:
-      A `Capture`.
-
-    Raises:
-      FileNotFoundError: there is no capture, or only an incomplete one.
-      ValueError: it is damaged, of another version, or has dtypes that need ``jax_enable_x64``; or
-        the paths, shapes or dtypes of ``like`` differ; or ``path`` is an address (``gs://``).
-      TypeError: ``path`` is not a path.
-      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
+    """Loads a bad training step that `FlightRecorder` saved, to `diagnose` or repeat it.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
@@ -160,6 +140,29 @@ def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
       >>> recorder.close()
       >>> cg.load_capture(recorder.captures[0]).args
       (Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32))
+
+    Args:
+      path: the folder of one capture, such as ``"captures/step_57"``; a `HaltedError` has it as
+        ``error.path``.
+      like: a tree with the paths of the recorded state, or of the parameters, or the pair
+        ``(params, batch)``, to get these back in their own classes and shardings. Its arrays may be
+        `jax.ShapeDtypeStruct`. ``None``: dictionaries and lists.
+
+    Returns:
+      A `Capture`.
+
+    Raises:
+      FileNotFoundError: there is no capture, or only an incomplete one.
+      ValueError: it is damaged, of another version, or has dtypes that need ``jax_enable_x64``; or
+        the paths, shapes or dtypes of ``like`` differ; or ``path`` is an address (``gs://``).
+      TypeError: ``path`` is not a path.
+      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
+
+    Guarantees:
+      * Values and dtypes are bit-identical to the values and dtypes of the run.
+      * What ``like`` has gets its classes and its shardings; all else becomes dictionaries and
+        lists of arrays on the default device.
+      * Loading does not run code from the capture, which holds only numbers and JSON.
     """
     if path is None:
         raise TypeError(

@@ -4,6 +4,8 @@ import os
 import pathlib
 import re
 
+from clipgrad._arrays import shown
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one letter is a drive; a Path has one stroke
 
 
@@ -15,7 +17,7 @@ def mounted_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise TypeError(f"{name}: got {path!r}, expected the path of a folder")
+        raise TypeError(f"{name}: got {shown(path)}, expected the path of a folder")
     scheme = _SCHEME.match(text)
     if scheme is None:
         return _at_home(name, pathlib.Path(text))

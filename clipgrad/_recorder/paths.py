@@ -6,14 +6,13 @@ compared by paths of text alone, since a list may come back as a dictionary. No 
 but for a message: a key may have a "/".
 """
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from clipgrad._arrays import check_tree, is_array
+from clipgrad._arrays import check_tree, is_array, leaves_with_keys
 from clipgrad._errors import first_few
 from clipgrad._frameworks import with_leaves
 
@@ -25,16 +24,16 @@ _STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct
 def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     """The leaves of a tree; `None` and empty containers are leaves too.
 
-    The content of a box of flax, such as ``flax.linen.Partitioned``, stands instead of the box.
+    What a box of flax holds, as ``nnx.Variable`` or ``flax.linen.Partitioned``, stands instead of
+    the box.
     """
-    is_leaf = lambda x: not is_value(x) or _is_box(x)  # noqa: E731
     check_tree(name, tree)
     found: dict[Path, Any] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+    for keys, leaf in leaves_with_keys(tree, lambda x: not is_value(x)):
         path = tuple(_plain_key(name, key) for key in keys)
         if path in found:
             raise ValueError(f"{name}: got several parts of one key at {path_text(path)!r}")
-        found[path] = jax.tree.leaves(leaf)[0] if _is_box(leaf) else leaf
+        found[path] = leaf
     return found
 
 
@@ -61,11 +60,6 @@ def _plain_key(name: str, key: Any) -> str | int:
             "expected text or integers as keys"
         )
     return plain
-
-
-def _is_box(x: Any) -> bool:
-    kind = getattr(sys.modules.get("flax.core.meta"), "AxisMetadata", ())
-    return isinstance(x, kind) and len(jax.tree.leaves(x)) == 1
 
 
 class _Parts(dict):

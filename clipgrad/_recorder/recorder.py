@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
-from clipgrad._arrays import explain_call
+from clipgrad._arrays import answers_lookups, explain_call
 from clipgrad._errors import warn
 from clipgrad._recorder.files import captures_in, orbax, write
 from clipgrad._recorder.flag import (
@@ -54,17 +55,49 @@ class HaltedError(RuntimeError):
         return type(self), (self.path, str(self))
 
 
+@answers_lookups("recorder")
 @explain_call()
 class FlightRecorder:
-    r"""Saves the inputs of a bad step, in any loop.
+    """Saves the parameters, the batch and the key of a bad training step, in any loop.
 
-    The loop's optimizer is ``skip_spikes(halt=...)``, or the loop has a flag of its own for a bad
-    step, ``record(..., bad=flag)``.
+    A step is bad if the optimizer of the loop, ``skip_spikes(halt=...)``, halts, or if a flag of
+    your own says so, ``record(..., bad=flag)``.
 
-    After each step it keeps the batch, starts a copy of the flag to the host, and reads the flags
-    that have arrived. If a flag is set, it writes a capture: the parameters from before the bad
-    step, the batch and the key of that step, norms of the steps before it, and versions. Then it
-    raises `HaltedError`.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
+      >>> step = cg.train_step(lambda w, x: jnp.sum(jnp.log(w * x)),
+      ...                      cg.skip_spikes(optax.sgd(0.1), halt=True))
+      >>> state = step.init(jnp.ones(2))
+      >>> recorder = cg.FlightRecorder(tempfile.mkdtemp())
+      >>> try:
+      ...     for i, x in enumerate([jnp.ones(2), jnp.array([1.0, 0.0]), jnp.ones(2)]):
+      ...         state, _ = step(state, x)
+      ...         recorder.record(state, x, step=i)
+      ...     recorder.close()
+      ... except cg.HaltedError as error:
+      ...     capture = cg.load_capture(error.path)
+      >>> print(capture.step, capture.batch)
+      1 [1. 0.]
+
+    Args:
+      directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
+        A bucket must be mounted.
+      keep: the number of batches to keep of steps that are known to be good.
+      max_captures: the most captures in the directory, captures of earlier runs included.
+      raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
+        ``captures`` lists the captures, and the training stays halted until `resume`.
+
+    Raises:
+      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
+      OSError: the directory can't be made or written to.
+      TypeError: the directory is not a path.
+      ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
+        directory is an address (``gs://``), or has the character ``*``, ``?`` or ``[``.
+
+    After each step `record` keeps the batch, starts a copy of the flag to the host, and reads the
+    flags that have arrived. If a flag is set, it writes a capture: the parameters from before the
+    bad step, the batch and the key of that step, norms of the steps before it, and versions. Then
+    it raises `HaltedError`.
 
     Guarantees:
       * It does not copy or hold the parameters, so you may donate the buffers of the state. With a
@@ -86,38 +119,10 @@ class FlightRecorder:
         objects in a state or a model are left out.
       * A capture gets its name when it is complete, and never overwrites another one. Loading it
         does not run code from it.
-
-    Args:
-      directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
-        A bucket must be mounted.
-      keep: the number of batches to keep of steps that are known to be good.
-      max_captures: the most captures in the directory, captures of earlier runs included.
-      raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
-        ``captures`` lists the captures, and the training stays halted until `resume`.
-
-    Raises:
-      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
-      OSError: the directory can't be made or written to.
-      TypeError: the directory is not a path.
-      ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
-        directory is an address (``gs://``), or has the character ``*``, ``?`` or ``[``.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
-      >>> step = cg.train_step(lambda w, x: jnp.sum(jnp.log(w * x)),
-      ...                      cg.skip_spikes(optax.sgd(0.1), halt=True))
-      >>> state = step.init(jnp.ones(2))
-      >>> recorder = cg.FlightRecorder(tempfile.mkdtemp())
-      >>> try:
-      ...     for i, x in enumerate([jnp.ones(2), jnp.array([1.0, 0.0]), jnp.ones(2)]):
-      ...         state, _ = step(state, x)
-      ...         recorder.record(state, x, step=i)
-      ...     recorder.close()
-      ... except cg.HaltedError as error:
-      ...     capture = cg.load_capture(error.path)
-      >>> print(capture.step, capture.batch)
-      1 [1. 0.]
     """
+
+    directory: pathlib.Path
+    captures: list[pathlib.Path]
 
     def __init__(
         self,
@@ -134,7 +139,7 @@ class FlightRecorder:
         self.directory = mounted_folder("directory", directory).absolute()
         _check_writable(self.directory)
         self.keep, self.max_captures, self.raise_on_halt = keep, max_captures, raise_on_halt
-        self.captures: list[pathlib.Path] = []
+        self.captures = []
         self._records: collections.deque[StepRecord] = collections.deque()
         self._past: collections.deque[dict] = collections.deque(maxlen=_STATISTICS)
         self._place: Any = None  # of the flag in the trees that `record` gets
@@ -145,6 +150,7 @@ class FlightRecorder:
         self._bad_step: int | None = None  # of this record, or an earlier one that halted it
         self._unwritten: StepRecord | None = None
 
+    @explain_call()
     def record(
         self,
         state: Any,
@@ -186,6 +192,11 @@ class FlightRecorder:
             integer.
         """
         params = extra.pop("params", None)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            raise TypeError(
+                "record: got a traced array, expected the state that a compiled step returned; "
+                "call this outside of jax.jit and jax.lax.scan, after the step"
+            )
         leaves, structure = jax.tree.flatten((state, params))
         numbers, is_first = StepNumbers.of(step, batch), self._structure is None
         own = own_flags(bad, numbers.count if numbers.is_stacked else None)

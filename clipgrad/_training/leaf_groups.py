@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 from clipgrad._arrays import (
     AxisName,
     Where,
+    check_takes,
     group_norms,
     is_clippable,
     is_none,
+    leaves_with_keys,
     path_string,
     selected,
 )
-from clipgrad._frameworks import is_box
 
-By = str | int | Callable[[str], str]
+By = Literal["module", "leaf"] | int | Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +39,14 @@ class LeafGroups:
     @classmethod
     def of(cls, tree: Any, by: By, stacked: Where) -> "LeafGroups":
         """The groups of a tree of parameters; `ValueError` for one whose leaves don't fit."""
-        entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+        entries = leaves_with_keys(tree, is_none)
         pairs = zip(selected(None, tree), entries, strict=True)
         measured = tuple(flag and is_clippable(leaf) for flag, (_, leaf) in pairs)
         flags = [False] * len(entries) if stacked is None else selected(stacked, tree, "stacked")
         rows = [
             (*entry, flag) for entry, flag, m in zip(entries, flags, measured, strict=True) if m
         ]
-        paths = _path_texts(tree, [path for path, _, _ in rows])
+        paths = _path_texts([path for path, _, _ in rows])
         layers = tuple(_layers_of(p, x, flag) for p, (_, x, flag) in zip(paths, rows, strict=True))
         groups = tuple(_group_of(path, by) for path in paths)
         _check_layers(paths, groups, layers)
@@ -75,11 +76,9 @@ class LeafGroups:
         return [pair for tree in trees for pair in zip(tree, self.layers, strict=True)]
 
 
-def _path_texts(tree: Any, paths: Sequence[Any]) -> list[str]:
-    """Paths as text, without the boxes of flax around a leaf, and the collection around all."""
-    entries = jax.tree.leaves_with_path(tree, is_leaf=is_box)
-    boxes = {path for path, leaf in entries if is_box(leaf)}
-    shown = [path_string(path[:-1] if path[:-1] in boxes else path) for path in paths]
+def _path_texts(paths: Sequence[Any]) -> list[str]:
+    """Paths as text, without the collection of flax around all."""
+    shown = [path_string(path) for path in paths]
     inside = [path.removeprefix("params/") for path in shown]
     return inside if all(map(str.__ne__, shown, inside)) else shown
 
@@ -105,6 +104,8 @@ def check_by(by: Any) -> None:
             f'by: got {by!r}, expected "module", "leaf", a positive number of segments of a path, '
             "or a function from a path to the name of its group"
         )
+    if callable(by):
+        check_takes("by", by, "path")
 
 
 def _layers_of(path: str, leaf: Any, is_stacked: bool) -> int | None:

@@ -7,9 +7,26 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from clipgrad._arrays import global_norm
+from clipgrad._arrays import global_norm, nearest_word
 from clipgrad._clip import count_nonfinite
 from clipgrad._training.found import OptimizerStates, found_in, numbered
+
+# Metrics that only some steps have, and what makes them.
+_COMES_FROM = {
+    **dict.fromkeys(
+        ("clip", "clips", "clip_scale", "clipped_norm", "measured_norm"),
+        "clip_by_global_norm(..., stats=True) or another clip in the optimizer",
+    ),
+    **dict.fromkeys(
+        ("nonfinite_consecutive", "skip_spikes", "skipped", "skipped_consecutive"),
+        "skip_spikes(optimizer)",
+    ),
+    "aux": "train_step(..., has_aux=True)",
+    "error_clip": "train_step(..., error_clip=rules)",
+    "leaves": 'clip_by_global_norm(..., stats="per_leaf") or another clip in the optimizer',
+    "updates": "watch_updates(optimizer)",
+    "values": "train_step(..., watch_values=names)",
+}
 
 
 class StepMetrics(dict[str, Any]):
@@ -20,7 +37,17 @@ class StepMetrics(dict[str, Any]):
             raise AttributeError(
                 f"metrics: got .{name}, but they are a dictionary; write metrics[{name!r}]"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        more = "" if name.startswith("_") else f"; {self._answer(name)}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
+
+    def __missing__(self, name: Any) -> Any:
+        raise KeyError(f"metrics: got [{name!r}], which is not there; {self._answer(name)}")
+
+    def _answer(self, name: Any) -> str:
+        if origin := _COMES_FROM.get(name):
+            return f"metrics[{name!r}] comes from {origin}"
+        near = nearest_word(str(name), list(self))
+        return f"write metrics[{near!r}]" if near else f"there are {', '.join(self)}"
 
 
 def _flatten_with_keys(metrics: StepMetrics) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:

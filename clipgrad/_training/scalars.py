@@ -31,18 +31,16 @@ _RECORDS = tuple(_FIELDS)
 def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
-    Statistics of clips and of values give their fields below their name, such as ``attn/norm``. The
-    clips of ``train_step``'s metrics, and those in the state of an optimizer, are called ``clip``;
-    ``clip_0``, ``clip_1``, ... if there are several with statistics. Those of each leaf are below:
-    ``clip/leaves/layers/0/kernel/norm``. `skip_spikes` gives ``skip_spikes/raw_norm``,
-    ``skip_spikes/limit`` and its counters, and `watch_updates` ``updates/blocks/0/attn/ratio``.
-
-    Guarantees:
-      * The keys of a clip are the same from metrics and from a state.
-      * Works under `jax.jit`. Values have at most one axis: one entry for each layer, or each step
-        of a scan, or each inner step of nested scans, in their order.
-      * Booleans are 0 and 1. Other real arrays in metrics (``aux``) are kept if they have at most
-        one axis; states and parameters of other libraries are left out.
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(x):
+      ...     with jax.named_scope("attn"):
+      ...         h = 2 * x
+      ...     return (h ** 2).sum()
+      >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
+      >>> found = cg.scalars(stats)    # wandb.log(found)
+      >>> print(float(found["attn/norm"]))
+      8.0
 
     Args:
       tree: the statistics of `value_and_grad_with_stats` or `with_value_stats`, the metrics or the
@@ -57,16 +55,18 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
     Raises:
       ValueError: if there is nothing to log in ``tree``, or two values have the same name.
 
-    Example:
-      >>> import clipgrad as cg, jax, jax.numpy as jnp
-      >>> def loss(x):
-      ...     with jax.named_scope("attn"):
-      ...         h = 2 * x
-      ...     return (h ** 2).sum()
-      >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
-      >>> found = cg.scalars(stats)    # wandb.log(found)
-      >>> print(float(found["attn/norm"]))
-      8.0
+    Statistics of clips and of values give their fields below their name, such as ``attn/norm``. The
+    clips of ``train_step``'s metrics, and those in the state of an optimizer, are called ``clip``;
+    ``clip_0``, ``clip_1``, ... if there are several with statistics. Those of each leaf are below:
+    ``clip/leaves/layers/0/kernel/norm``. `skip_spikes` gives ``skip_spikes/raw_norm``,
+    ``skip_spikes/limit`` and its counters, and `watch_updates` ``updates/blocks/0/attn/ratio``.
+
+    Guarantees:
+      * The keys of a clip are the same from metrics and from a state.
+      * Works under `jax.jit`. Values have at most one axis: one entry for each layer, or each step
+        of a scan, or each inner step of nested scans, in their order.
+      * Booleans are 0 and 1. Other real arrays in metrics (``aux``) are kept if they have at most
+        one axis; states and parameters of other libraries are left out.
     """
     check_tree("tree", tree)
     tree = without_variables(tree)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._arrays import (
+    answers_lookups,
+    check_is_tree,
     check_leaves,
     check_scalar,
     check_takes,
@@ -42,6 +44,14 @@ from clipgrad._training.state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
 
+@answers_lookups(
+    "step",
+    lower="step.update.lower(state, batch)",
+    metrics="state, metrics = step(state, batch)",
+    params="state.params",
+    state="state = step.init(params)",
+    step="step(state, batch)",
+)
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
     """A compiled function ``step(state, batch) -> (state, metrics)`` and its first state.
@@ -60,6 +70,7 @@ class TrainStep:
     def init(self, params: Any) -> TrainState:
         """The first state; it has copies, because a step may overwrite the buffers of its state."""
         check_tree("params", params)
+        check_is_tree("params", params, "step.init(params)")
         if not has_modules(params):  # leaves of a module that are not floating arrays stay
             check_leaves("params", params)
             _check_numbers(params)
@@ -78,7 +89,11 @@ class TrainStep:
         return from_static(state), shown_metrics(metrics)
 
 
-@explain_call()
+@explain_call(
+    learning_rate="it is the optimizer's; write train_step(loss_fn, optax.adam(learning_rate))",
+    lr="it is the optimizer's; write train_step(loss_fn, optax.adam(lr))",
+    skip_nonfinite="write train_step(loss_fn, skip_spikes(optimizer))",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -93,24 +108,15 @@ def train_step(
 ) -> TrainStep:
     """Makes a compiled training step from a loss function and any optax optimizer.
 
-    Guarantees:
-      * It is traced once for all batches of one shape, also with schedules.
-      * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
-        and then clipped once. A microbatch has every k-th example, so the devices that share the
-        batch share each microbatch. With ``weight`` gradient and loss are those of the whole batch,
-        if the loss of a batch is a mean over what the weight counts.
-      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
-        in a skipped step, shows the statistics of the step in which it last did.
-      * A model of flax NNX is trained as by ``nnx.grad`` and ``nnx.Optimizer``, and its other
-        state, such as statistics of batches, is in the next state as ``loss_fn`` has left it. The
-        model that you pass to ``step.init`` does not change. A step that `skip_spikes` or
-        ``optax.apply_if_finite`` skips leaves both.
-      * The loss descends in complex parameters, too: the optimizer gets the conjugate of what
-        `jax.grad` returns.
-      * Integers and booleans among the parameters stay as they are. Leaves below flax's
-        ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are overwritten by their
-        gradient, as in ``flax.training.TrainState``, and not by the optimizer; with ``accumulate``
-        by the largest value of the microbatches.
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> loss = lambda params, batch: jnp.sum(params["w"] * batch)
+      >>> clip = cg.clip_by_global_norm(1.0, stats=True)
+      >>> step = cg.train_step(loss, optax.chain(clip, optax.sgd(1.0)))
+      >>> state = step.init({"w": jnp.zeros(2)})
+      >>> state, metrics = step(state, jnp.array([3.0, 4.0]))
+      >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
+      [-0.6 -0.8] 5.0 1.0
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
@@ -119,11 +125,13 @@ def train_step(
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
-      error_clip: a rule for each name or pattern inside ``loss_fn``, see `error_clip_by_name`;
-        ``None`` instead of a rule: watch only. With ``accumulate=k`` it sees the cotangents of one
-        microbatch: if the loss is a mean over the batch, make a limit by value k times as large.
-      watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
-        them to an axis that is kept, see `with_value_stats`.
+      error_clip: a rule for each name or pattern of values inside ``loss_fn``, as
+        ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only.
+        With ``accumulate=k`` it sees the cotangents of one microbatch: if the loss is a mean
+        over the batch, make a limit by value k times as large.
+      watch_values: names and patterns of values inside ``loss_fn`` to measure, such as
+        ``["**/attn"]``, or a dictionary from them to an axis that is kept, such as ``{"attn": -1}``
+        for statistics of each feature.
       accumulate: the number of microbatches that the leading axis of the batch is split into. Keys
         of random numbers in the batch need that axis, too: ``jax.random.split(key, examples)``.
       weight: a function of a microbatch that returns its weight, such as the number of its tokens,
@@ -168,15 +176,24 @@ def train_step(
         divide the batch, ``weight`` returns more than a number, a name can't be found or reached, a
         step has overwritten the state, or the optimizer's state has places for integer parameters.
 
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp, optax
-      >>> loss = lambda params, batch: jnp.sum(params["w"] * batch)
-      >>> clip = cg.clip_by_global_norm(1.0, stats=True)
-      >>> step = cg.train_step(loss, optax.chain(clip, optax.sgd(1.0)))
-      >>> state = step.init({"w": jnp.zeros(2)})
-      >>> state, metrics = step(state, jnp.array([3.0, 4.0]))
-      >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
-      [-0.6 -0.8] 5.0 1.0
+    Guarantees:
+      * It is traced once for all batches of one shape, also with schedules.
+      * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
+        and then clipped once. A microbatch has every k-th example, so the devices that share the
+        batch share each microbatch. With ``weight`` gradient and loss are those of the whole batch,
+        if the loss of a batch is a mean over what the weight counts.
+      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
+        in a skipped step, shows the statistics of the step in which it last did.
+      * A model of flax NNX is trained as by ``nnx.grad`` and ``nnx.Optimizer``, and its other
+        state, such as statistics of batches, is in the next state as ``loss_fn`` has left it. The
+        model that you pass to ``step.init`` does not change. A step that `skip_spikes` or
+        ``optax.apply_if_finite`` skips leaves both.
+      * The loss descends in complex parameters, too: the optimizer gets the conjugate of what
+        `jax.grad` returns.
+      * Integers and booleans among the parameters stay as they are. Leaves below flax's
+        ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are overwritten by their
+        gradient, as in ``flax.training.TrainState``, and not by the optimizer; with ``accumulate``
+        by the largest value of the microbatches.
     """
     _check_arguments(loss_fn, accumulate, weight)
     rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
@@ -249,6 +266,8 @@ def _check_state(state: Any, batch: Any) -> None:
     if not all(hasattr(state, field) for field in TrainState._fields):
         is_swapped = isinstance(batch, TrainState)
         advice = "the state comes first" if is_swapped else "it is step.init(params)"
+        if isinstance(state, tuple) and any(isinstance(x, TrainState) for x in state):
+            advice = "a step returns it with its metrics, state, metrics = step(state, batch)"
         raise TypeError(
             f"state: got {type(state).__name__}, expected the state of a training step; {advice}: "
             "write step(state, batch)"

@@ -9,6 +9,7 @@ import optax
 from clipgrad._arrays import (
     AxisName,
     Where,
+    answers_lookups,
     explain_call,
     is_none,
     warn_of_parts,
@@ -20,18 +21,19 @@ from clipgrad._training.leaf_groups import By, LeafGroups, check_by
 
 
 @exportable
+@answers_lookups("norms")
 class UpdateNorms(NamedTuple):
     """The norms of a group of leaves in one step, of shape ``()`` or ``(layers,)``.
-
-    Attributes:
-      grad: of the gradient that arrives, before any clip inside.
-      param: of the parameters before the step.
-      update: of what the optimizer adds to the parameters.
 
     Example:
       >>> import clipgrad as cg
       >>> print(cg.types.UpdateNorms(grad=30.0, param=8.0, update=0.5).ratio)
       0.0625
+
+    Attributes:
+      grad: of the gradient that arrives, before any clip inside.
+      param: of the parameters before the step.
+      update: of what the optimizer adds to the parameters.
     """
 
     grad: jax.Array
@@ -46,6 +48,7 @@ class UpdateNorms(NamedTuple):
 
 
 @exportable
+@answers_lookups("state")
 class WatchUpdatesState(NamedTuple):
     """The state of `watch_updates`.
 
@@ -84,13 +87,17 @@ def watch_updates(
       optimizer: an optax gradient transformation, or ``optax.MultiSteps``. What is to count as
         the optimizer belongs inside: a clip, weight decay, a schedule, `skip_spikes`.
       by: what a group is: ``"module"``, the path of a leaf without its last segment;
-        ``"leaf"``; a number of segments from the first on; or a function of the path. The paths
-        are those of `clip_grads`, such as ``"blocks/0/attn/kernel"``, without the ``params/`` that
+        ``"leaf"``; a number of segments from the first on; or a function of the path. Paths
+        are such as ``"blocks/0/attn/kernel"``, without the ``params/`` that
         is around all leaves of flax Linen.
-      stacked: which leaves have a first axis of layers, as those of ``flax.linen.scan``, of NNX
-        blocks made under ``nnx.vmap``, or of a scan of one's own: a path, a mask or a function, as
-        ``where`` of `clip_grads`. Their groups have one norm for each layer.
-      axis_name: the mapped axes that the leaves are spread over; see `global_norm`.
+      stacked: which leaves have a first axis of layers, as those of ``flax.linen.scan``, of
+        NNX blocks made under ``nnx.vmap``, or of a scan of one's own: patterns of their
+        paths, such as ``"blocks"``, a tree of booleans, or a function from the tree to one.
+        Their groups have one norm for each layer.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the leaves are
+        spread over, a name or several, so that norms are of all devices together;
+        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
+        devices; not needed under `jax.jit`.
 
     Returns:
       A gradient transformation with the state `WatchUpdatesState`, which passes all extra arguments

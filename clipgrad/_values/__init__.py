@@ -7,7 +7,7 @@ program as further results, and the values stay as they are.
 
 from clipgrad._values.hook import KeyedNotes as KeyedNotes
 from clipgrad._values.hook import NamedValue as NamedValue
-from clipgrad._values.hook import Seen as Seen
+from clipgrad._values.hook import NotedValues as NotedValues
 from clipgrad._values.hook import ValueHook as ValueHook
 from clipgrad._values.hook import named_values as named_values
 from clipgrad._values.hook import value_hook as value_hook

@@ -12,29 +12,14 @@ from jax.extend.core import Var
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._compat import to_varying, varying_axes
+from clipgrad._names import Seen
 
 Key = tuple[Any, ...]
 KeyedNotes = dict[Key, Any]
 
 
-class Seen(NamedTuple):
-    """A value with a name, as a hook sees it.
-
-    Attributes:
-      name: the tag, or the path of the module.
-      kind: ``"tag"`` or ``"module"``.
-      position: where it is in the program that is evaluated: the number of its equation, the number
-        of the value among the results, and the depth of the module among the scopes of the
-        program; 0 for a tag.
-    """
-
-    name: str
-    kind: str
-    position: tuple[int, int, int]
-
-
 @dataclasses.dataclass(eq=False)
-class ValueHook(_programs.Hook):
+class ValueHook(_names.NamedHook, _programs.NotingHook):
     """Shows each floating value with a name to `note_of`, and lets `replaced` of it go on.
 
     Every tag has a name, and every value that leaves a module, or that nothing uses. Notes leave
@@ -51,20 +36,11 @@ class ValueHook(_programs.Hook):
 
     Attributes:
       taps: an array for each key of notes that `replaced` gets, with the leading axes of notes.
-      scopes: the scopes around the program.
       axes: the axes of the meshes around it that JAX tracks what varies along.
     """
 
-    has_notes = True
-
     taps: KeyedNotes = dataclasses.field(default_factory=dict)
-    scopes: _names.ScopePath = ()
     axes: frozenset[str] = frozenset()
-
-    def wants(self, name: str, kind: str, used: bool) -> bool:
-        """Whether values of a name are to be seen; ``used``: those that the program uses."""
-        del name, kind, used
-        return True
 
     def note_of(self, seen: Seen, x: jax.Array) -> Any:
         """The note of a value, a tree of arrays."""
@@ -82,11 +58,7 @@ class ValueHook(_programs.Hook):
     def key_around(self, equation: Any, program: int, key: Key) -> Key:
         """The key outside of an equation, of a note of the ``program``-th program inside of it."""
         del equation
-        return (self._number, program, *key)
-
-    def keys_inside(self, number: int) -> KeyedNotes:
-        """The taps inside of an equation, by their keys there but for the number of the program."""
-        return {key[1:]: tap for key, tap in self.taps.items() if key[0] == number and len(key) > 3}
+        return (self.visit.number, program, *key)
 
     def joined(self, first: Any, second: Any) -> Any:
         """The note of two steps of a loop, or of two values with one key."""
@@ -100,62 +72,34 @@ class ValueHook(_programs.Hook):
 
     # What follows is the evaluation.
 
-    def starts(self, inputs: Sequence) -> None:
-        del inputs
-        self._notes: KeyedNotes = {}
-        self._number = -1
-        self._equation: Any = None
-
-    def operands(self, equation: Any, inputs: list) -> list:
-        self._number += 1
-        self._equation = equation
-        return inputs
-
-    def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """The tagged value; an equation without names inside is bound as it is."""
-        tag = _programs.tag_of(equation)
-        if tag is not None and not _names.is_mark(equation):
-            (tagged,) = _programs.bind(equation, inputs)
-            used = _names.is_used(self._jaxpr, equation.outvars[0])
-            return [self._see(tag, "tag", 0, 0, tagged, used)]
-        return None if self._has_names_inside(equation) else _programs.bind(equation, inputs)
-
     def values(self, jaxpr: Any) -> _programs.ProgramValues:
-        self._jaxpr = jaxpr
-        return _names.ModuleValues(self, jaxpr, self._leave)
+        super().values(jaxpr)
+        return NotedValues(self)
 
-    def results(self, equation: Any, outputs: Sequence) -> Sequence:
-        for i, (variable, x) in enumerate(zip(equation.outvars, outputs, strict=True)):
-            for scopes in _names.left_unused(self._jaxpr, equation, variable):
-                self._see(self._name(scopes), "module", i, len(scopes), x, used=False)
-        return outputs
+    def value(self, seen: Seen, x: Any) -> Any:
+        """What goes on instead of a value that is noted."""
+        if not _programs.holds_floats(x):
+            return x
+        key = self.key(seen)
+        self._keep(key, self._once(x, self.note_of(seen, _names.look(x))))
+        return self.replaced(seen, x, self.taps.get(key))
 
-    def steps(self, equation: Any) -> KeyedNotes:
-        return {} if _programs.is_cond(equation) else self.keys_inside(self._number)
+    def slices(self, equation: Any) -> KeyedNotes:
+        """The taps inside of an equation, by their keys there but for the number of the program."""
+        inside = {key: tap for key, tap in self.taps.items() if len(key) > 3}
+        return {key[1:]: tap for key, tap in inside.items() if key[0] == self.visit.number}
 
-    shards = steps
-
-    def inside(self, equation: Any, step: Any) -> Self:
-        """The hook for a program inside of an equation, with the taps of this step."""
-        axes, taps, is_mapped = self.axes, step, _programs.is_shard_map(equation)
+    def inside(self, equation: Any, part: _programs.Part) -> Self:
+        """The hook for a program inside of an equation, with the taps of this step or device."""
+        axes = self.axes
         if _programs.tracks_devices(equation):
             axes |= {*_programs.manual_axes(equation)}
-        if not isinstance(step, dict):
-            taps = {} if is_mapped else self.keys_inside(self._number)
-        inner = dataclasses.replace(
-            self, taps=taps, scopes=(*self.scopes, *_names.path(equation)), axes=axes
-        )
-        return inner if is_mapped or _programs.is_cond(equation) else inner.branch(0)
-
-    def branch(self, number: int) -> Self:
-        taps = {key[1:]: tap for key, tap in self.taps.items() if key[0] == number}
-        return dataclasses.replace(self, taps=taps)
-
-    def shard(self, own: Any) -> Self:
-        return dataclasses.replace(self, taps=own).branch(0)
+        taps = self.slices(equation) if part.own is None else part.own
+        taps = {key[1:]: tap for key, tap in taps.items() if key[0] == part.program}
+        return dataclasses.replace(self, taps=taps, scopes=self.scopes_inside(equation), axes=axes)
 
     def noted(self) -> KeyedNotes:
-        return self._notes
+        return self.visit.notes
 
     def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
         """Keep the notes of the programs inside of an equation."""
@@ -173,35 +117,8 @@ class ValueHook(_programs.Hook):
         del number
         return {key: self.joined(old[key], note) for key, note in new.items()}
 
-    def _has_names_inside(self, equation: Any) -> bool:
-        scopes = (*self.scopes, *_names.path(equation))
-        inner = _programs.value_programs(equation)
-        found = (site.below(scopes) for program in inner for site in _names.sites(program))
-        return any(site.has_value and self.wants(site.name, site.kind, site.used) for site in found)
-
-    def _name(self, scopes: _names.ScopePath) -> str:
-        return "/".join((*self.scopes, *scopes))
-
-    def _leave(
-        self, variable: Any, scopes: _names.ScopePath
-    ) -> Callable[[jax.Array], jax.Array] | None:
-        name = self._name(scopes)
-        if not self.wants(name, "module", True):
-            return None
-        output = self._equation.outvars.index(variable)
-        return functools.partial(self._see, name, "module", output, len(scopes))
-
-    def _see(self, name: str, kind: str, output: int, depth: int, x: Any, used: bool = True) -> Any:
-        """Note a value; return what goes on."""
-        if not _programs.holds_floats(x) or not self.wants(name, kind, used):
-            return x
-        seen = Seen(name, kind, (self._number, output, depth))
-        key = self.key(seen)
-        self._keep(key, self._once(x, self.note_of(seen, _names.look(x))))
-        return self.replaced(seen, x, self.taps.get(key))
-
     def _keep(self, key: Key, note: Any) -> None:
-        notes = self._notes
+        notes = self.visit.notes
         note = self.joined(notes[key], note) if key in notes else note
         notes[key] = jax.tree.map(_names.aside, note)
 
@@ -216,6 +133,17 @@ class ValueHook(_programs.Hook):
 
     def _varying(self, x: Any) -> Any:
         return to_varying(x, self.axes) if self.axes else x
+
+
+class NotedValues(_names.NamedValues):
+    """The values of a program while a `ValueHook` notes them, also what nothing uses."""
+
+    def replaced(self, equation: Any, outputs: list) -> list:
+        outputs = super().replaced(equation, outputs)
+        for i, (variable, x) in enumerate(zip(equation.outvars, outputs, strict=True)):
+            for scopes in _names.left_unused(self.visit.jaxpr, equation, variable):
+                self.see(self.hook.name(scopes), "module", i, len(scopes), x, used=False)
+        return outputs
 
 
 @dataclass_transform(eq_default=False)
@@ -265,8 +193,7 @@ def named_values(program: Any) -> Iterator[NamedValue]:
             if not _programs.holds_floats(variable):
                 continue
             position = (*own, output)
-            tag = _programs.tag_of(equation)
-            if tag is not None and not _names.is_mark(equation):
+            if (tag := _names.users_tag(equation)) is not None:
                 yield NamedValue((*position, 0), tag, "tag", place, variable)
             exit = _names.exits(jaxpr).get(variable)
             for left in exit.left if exit else _names.left_unused(jaxpr, equation, variable):

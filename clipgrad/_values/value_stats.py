@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import (
+    answers_lookups,
     fit_one_reduction,
     flags_of_bits,
     from_bits,
@@ -25,31 +26,9 @@ from clipgrad._programs import dtype_of, holds_floats
 
 
 @exportable
+@answers_lookups("stats")
 class ValueStats(NamedTuple):
-    r"""Statistics of the values with a name, see `with_value_stats`.
-
-    Let $x_1, \ldots, x_n$ be the elements of all of them; of complex numbers the magnitudes. The
-    fields are sums and a maximum, so that statistics of several values can be joined; the
-    properties are derived from them. Each has the axes that the name has: one for each scan around,
-    and the axis that ``watch`` keeps.
-
-    ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and ``zero_fraction``
-    is the share of elements that are exactly 0.
-
-    Guarantees:
-      * The norm is right from 1.2e-38 to 3.4e38 in float32, as the norm of `ClipStats`.
-      * NaN is not hidden, on one device or many: if an element is NaN, so are ``max``, ``norm`` and
-        ``rms``.
-      * Of no elements ``norm``, ``rms``, ``max`` and ``zero_fraction`` are 0.
-
-    Attributes:
-      squares: sums of squares of elements scaled down, as they are, and scaled up, of shape
-        ``(..., 3)``.
-      max: the largest magnitude.
-      nonfinite: the number of elements that are NaN or inf. Counts are floating, exact up to
-        2 ** 24 in float32.
-      zero_count: the number of elements that are 0.
-      size: the number of elements.
+    r"""Norm, largest magnitude, NaN and zeros of the values with one name, see `with_value_stats`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -58,6 +37,27 @@ class ValueStats(NamedTuple):
       5.0 2.5 4.0 0.5
       >>> print(cg.types.ValueStats.of(jnp.array([[3.0, -4.0], [0.0, 1.0]]), axis=0).max)
       [4. 1.]
+
+    Attributes:
+      squares: sums of squares of elements scaled down, as they are, and scaled up, of shape
+        ``(..., 3)``; read ``norm`` and ``rms`` instead.
+      max: the largest magnitude.
+      nonfinite: the number of elements that are NaN or inf. Counts are floating, exact up to
+        2 ** 24 in float32.
+      zero_count: the number of elements that are 0.
+      size: the number of elements.
+
+    Let $x_1, \ldots, x_n$ be the elements of all values with the name; of complex numbers the
+    magnitudes. ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and
+    ``zero_fraction`` is the share of elements that are exactly 0. The fields are sums and a
+    maximum, so that statistics of several values can be joined. Each has the axes that the name
+    has: one for each scan around it, and the axis that ``watch`` keeps.
+
+    Guarantees:
+      * The norm is right from 1.2e-38 to 3.4e38 in float32, as the norm of `ClipStats`.
+      * NaN is not hidden, on one device or many: if an element is NaN, so are ``max``, ``norm`` and
+        ``rms``.
+      * Of no elements ``norm``, ``rms``, ``max`` and ``zero_fraction`` are 0.
     """
 
     squares: jax.Array
@@ -65,11 +65,6 @@ class ValueStats(NamedTuple):
     nonfinite: jax.Array
     zero_count: jax.Array
     size: jax.Array
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise TypeError(f"stats: got [{key!r}], expected an attribute; write stats.{key}")
-        return tuple.__getitem__(self, key)
 
     @property
     def norm(self) -> jax.Array:

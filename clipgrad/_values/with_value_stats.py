@@ -15,12 +15,13 @@ from clipgrad._frameworks import Pure, with_models
 from clipgrad._names import (
     VALUES,
     NamedSite,
+    Seen,
     checked_watch,
     common_nest,
     sites_by_name,
     watched_names,
 )
-from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
+from clipgrad._values.hook import KeyedNotes, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[Pattern] | Mapping[str, int | None] | Mapping[Pattern, int | None] | None
@@ -31,16 +32,52 @@ _OF_VALUES = "with_value_stats"
 def with_value_stats(
     fun: Callable[..., Any], *, watch: Watch = None, has_aux: bool = False
 ) -> Callable[..., Any]:
-    r"""A function that also returns statistics of the values with names inside of it.
+    """Makes a function that also returns statistics of the values with names inside of it.
 
-    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, or the path of a module, see
-    `error_clip_by_name`. The values of a module are those that are computed inside, and used or
-    returned outside; if there are none, those that nothing uses. No gradient is needed: values of a
-    `jax.lax.while_loop`, and others without a cotangent, are measured, too. `list_names` lists the
-    names.
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, or the path of a module;
+    `list_names` lists them.
 
-    For values and cotangents of one run write
-    ``cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)``.
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     with jax.named_scope("attn"):
+      ...         logits = x @ w
+      ...     return jax.nn.logsumexp(logits, axis=-1).sum()
+      >>> step = jax.jit(jax.value_and_grad(cg.with_value_stats(loss), has_aux=True))
+      >>> (value, stats), grads = step(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))
+      >>> print(stats["attn"].rms, stats["attn"].max, stats["attn"].zero_fraction)
+      2.5 4.0 0.5
+      >>> per_column = cg.with_value_stats(loss, watch={"attn": -1})
+      >>> print(per_column(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))[1]["attn"].max)
+      [3. 4.]
+
+    Args:
+      fun: a function of trees of arrays.
+      watch: the names to measure, and patterns of them such as ``"block_*/attn"``; ``None``: all
+        tags, or all modules if there are no tags. A dictionary from names or patterns to an axis,
+        such as ``{"**/logits": 1}`` for the heads of attention, keeps this axis of the (batched)
+        value: there is one entry for each index, behind the axes of scans. ``None`` instead of the
+        axis: one entry for the whole value.
+      has_aux: ``True`` if ``fun`` returns ``(result, aux)``.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns ``(result, stats)``, or with ``has_aux``
+      ``(result, (aux, stats))``, with a dictionary ``stats`` from names to `ValueStats`, one for
+      each name that a pattern matches.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, ``watch`` not a collection of names, or an axis not
+        an integer; when called, if the values of a name are not floating or complex, or with
+        ``has_aux`` the result is not a pair.
+      ValueError: when called, if a name or a pattern matches no value, or only values that can't be
+        reached; if values have no such axis, or axes of different lengths, or a mesh may cut it; if
+        there are neither tags nor modules with ``watch=None``.
+
+    The values of a module are those that are computed inside, and used or returned outside; if
+    there are none, those that nothing uses. No gradient is needed: values of a
+    `jax.lax.while_loop`, and others without a cotangent, are measured, too. For values and
+    cotangents of one run write ``cg.value_and_grad_with_stats(cg.with_value_stats(loss),
+    has_aux=True)``.
 
     Guarantees:
       * The result and its derivatives are the same as of ``fun``; the statistics have none. If a
@@ -60,41 +97,6 @@ def with_value_stats(
         device. An axis is kept only of values that are the same on all devices.
       * Custom rules and `jax.lax.custom_linear_solve` are left whole: their results are values of
         the modules around. Names and models are treated as by `error_clip_by_name`.
-
-    Args:
-      fun: a function of pytrees.
-      watch: names and patterns; ``None``: all tags, or all modules if there are no tags. A
-        dictionary from names or patterns to an axis keeps this axis of the (batched) value: there
-        is one entry for each index, behind the axes of scans, such as for each head of attention
-        logits; ``None`` instead of the axis: one entry for the whole value.
-      has_aux: whether ``fun`` returns ``(result, aux)``.
-
-    Returns:
-      A function of the arguments of ``fun`` that returns ``(result, stats)``, or with ``has_aux``
-      ``(result, (aux, stats))``, with a dictionary ``stats`` from names to `ValueStats`, one for
-      each name that a pattern matches.
-
-    Raises:
-      TypeError: if ``fun`` is not a function, ``watch`` not a collection of names, or an axis not
-        an integer; when called, if the values of a name are not floating or complex, or with
-        ``has_aux`` the result is not a pair.
-      ValueError: when called, if a name or a pattern matches no value, or only values that can't be
-        reached; if values have no such axis, or axes of different lengths, or a mesh may cut it; if
-        there are neither tags nor modules with ``watch=None``.
-
-    Example:
-      >>> import clipgrad as cg, jax, jax.numpy as jnp
-      >>> def loss(w, x):
-      ...     with jax.named_scope("attn"):
-      ...         logits = x @ w
-      ...     return jax.nn.logsumexp(logits, axis=-1).sum()
-      >>> step = jax.jit(jax.value_and_grad(cg.with_value_stats(loss), has_aux=True))
-      >>> (value, stats), grads = step(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))
-      >>> print(stats["attn"].rms, stats["attn"].max, stats["attn"].zero_fraction)
-      2.5 4.0 0.5
-      >>> per_column = cg.with_value_stats(loss, watch={"attn": -1})
-      >>> print(per_column(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))[1]["attn"].max)
-      [3. 4.]
     """
     check_function(fun)
     axes = _checked_axes(watch)
@@ -185,7 +187,7 @@ class _Measure(ValueHook):
 
     def over_devices(self, equation: Any, key: Any, note: ValueStats) -> ValueStats:
         *_, axis, _ = self._by_name[key[0]]
-        if axis is not None and not equation.params["check_vma"]:
+        if axis is not None and not _programs.tracks_devices(equation):
             _check_whole(key[0], axis, frozenset(_programs.manual_axes(equation)))
         return note.over(0)
 

@@ -1,4 +1,9 @@
-"""The subject of a diagnosis: a loss as a program, and its arguments as arrays."""
+"""A loss as a program with named leaves: what `diagnose`, `compare` and the recorder read.
+
+A leaf has two spellings, both from its keys: its name, as one writes it in Python, such as
+``args[0]['w']`` or, of a model, ``args[0].blocks[1].up``; and its path in its argument, as patterns
+have it, such as ``blocks/1/up``. Neither shows how a framework stores a model.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,26 +37,58 @@ from clipgrad._frameworks import (
 from clipgrad._programs import holds_floats
 
 
-class DiagnosisSubject(NamedTuple):
-    """A loss, traced."""
+class Leaf(NamedTuple):
+    """An array among the arguments of a function.
+
+    Attributes:
+      argument: the position of its argument, or the keyword.
+      path: its path in the argument, such as ``blocks/1/up``.
+      name: as one writes it in Python, such as ``args[0].blocks[1].up``.
+    """
+
+    argument: int | str
+    path: str
+    name: str
+
+
+def _leaf(keys: Any) -> Leaf:
+    """The leaf with these keys in the pair of arguments and keyword arguments."""
+    argument = keys[1].key if keys[0].idx else keys[1].idx
+    return Leaf(argument, path_string(keys[2:]), argument_name(argument) + keystr(keys[2:]))
+
+
+class TracedLoss(NamedTuple):
+    """A loss, traced.
+
+    Attributes:
+      fun: the function.
+      program: its jaxpr; the first result is the loss.
+      inputs: the arrays among the arguments.
+      leaves: the leaf that each of them is.
+      chosen: the numbers of those that the loss is differentiated by.
+    """
 
     fun: Callable[..., Any]
-    program: Any  # its jaxpr; the first result is the loss
-    inputs: list[Any]  # the arrays among the arguments
-    names: list[str]  # of each of them, as ``args[0]['w']``; of a model ``args[0].dense.kernel``
-    paths: list[tuple[int | str, str]]  # the position of its argument, or its name; the path in it
-    chosen: list[int]  # the positions of those that the loss is differentiated by
+    program: Any
+    inputs: list[Any]
+    leaves: list[Leaf]
+    chosen: list[int]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the inputs, such as ``args[0]['w']``."""
+        return [leaf.name for leaf in self.leaves]
 
 
-def subject(
+def traced_loss(
     fun: Any,
     args: Any,
     kwargs: Any,
     argnums: int | Sequence[int],
     has_aux: bool,
     by_name: Sequence[str] = (),
-) -> DiagnosisSubject:
-    """Check the arguments of `diagnose`, and trace the loss once.
+) -> TracedLoss:
+    """Check the arguments of a loss, and trace it once.
 
     It is differentiated by the keyword arguments ``by_name``, too.
 
@@ -66,7 +103,7 @@ def subject(
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
     if leaves and all(isinstance(leaf, int) for leaf in leaves):
         raise ValueError(_nothing_floating(args, positions))
-    traced: list[DiagnosisSubject] = []
+    traced: list[TracedLoss] = []
 
     def run(function: Any, packed: Any, named: Any) -> None:
         traced.append(_trace(fun, function, packed, named, positions, has_aux, by_name))
@@ -118,7 +155,7 @@ def _trace(
     positions: list[int],
     has_aux: bool,
     by_name: Sequence[str],
-) -> DiagnosisSubject:
+) -> TracedLoss:
     is_split = isinstance(function, Pure)  # an NNX model among the arguments is graph and states
 
     def loss(*args: Any, **kwargs: Any) -> Any:
@@ -139,13 +176,8 @@ def _trace(
     chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]
     if not chosen:
         raise ValueError(_nothing_floating(args, positions))
-    # Such as "args[0]['w']" or "kwargs['x']", as one writes it in Python.
-    names = [("args", "kwargs")[path[0].idx] + keystr(path[1:]) for path, _ in arrays]
-    paths = [
-        (path[1].idx if hasattr(path[1], "idx") else path[1].key, path_string(path[2:]))
-        for path, _ in arrays
-    ]
-    return DiagnosisSubject(fun, program, [leaf for _, leaf in arrays], names, paths, chosen)
+    inputs, leaves = [x for _, x in arrays], [_leaf(keys) for keys, _ in arrays]
+    return TracedLoss(fun, program, inputs, leaves, chosen)
 
 
 def _nothing_floating(args: tuple, positions: list[int]) -> str:
@@ -168,33 +200,3 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
             "arguments"
         )
     return value
-
-
-NO_MODELS = (
-    "a capture has dictionaries instead of models and other objects, because loading does not run "
-    "code from it; write diagnose(loss, (capture.restore(model), capture.batch))"
-)
-
-
-class CapturedArgs(tuple):
-    """The parameters and the batch of a bad step.
-
-    Attributes:
-      expected: what a diagnosis says if it finds nothing; "" if the step was finite, a spike.
-    """
-
-    expected: str = ""
-
-
-def _flatten(args: CapturedArgs) -> tuple[list[tuple[Any, Any]], str]:
-    keys = map(jax.tree_util.SequenceKey, range(len(args)))
-    return list(zip(keys, args, strict=True)), args.expected
-
-
-def _unflatten(expected: str, children: Any) -> CapturedArgs:
-    args = CapturedArgs(children)
-    args.expected = expected
-    return args
-
-
-jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
