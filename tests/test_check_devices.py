@@ -1,4 +1,4 @@
-"""Devices, progress, and the subject that a request is made into."""
+"""Devices, progress, and the function that a request is made into."""
 
 import sys
 import types
@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _devices as devices
+from clipgrad._check.checked_function import checked_function
 from clipgrad._check.report import GradCheckReport
 from clipgrad._check.slopes import LONG, progress_bar
-from clipgrad._check.subject import make_subject
 
 X = jnp.asarray([0.5, 1.5])
 
@@ -215,7 +215,7 @@ def test_short_work_and_work_without_tqdm_is_silent(monkeypatch, total, capsys):
 
 def test_a_function_that_cannot_be_traced_has_no_program_and_no_gradient():
     function = lambda x: x * 2 if float(x[0]) > 0 else x  # noqa: E731
-    assert make_subject(function, (X,)).program is None
+    assert checked_function(function, (X,)).program is None
     text = str(cg.check_grads(function, (X,), raise_on_failure=False))
     assert "[cotangent] args[0]: differentiation raises ConcretizationTypeError" in text
 

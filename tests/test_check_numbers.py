@@ -199,7 +199,7 @@ def test_the_factors_of_a_linear_solve_are_not_held():
 
 def test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too():
     report = passed(lambda x: jnp.sin((1e4 + x) - 1e4) ** 2, X, points=1)
-    assert "off by rounding: plain AD or the rule's operations lose as much" in str(report)
+    assert "off by rounding: plain autodiff or the rule's operations lose as much" in str(report)
     careless = custom(
         lambda x: x * x, lambda r, g: (g * (((1e4 + r[0]) ** 2 - 1e8 - r[0] ** 2) / 1e4),)
     )

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clipgrad._check import vectors
+from clipgrad._check.checked_function import checked_function
 from clipgrad._check.points import cotangents, further, scale_of
-from clipgrad._check.subject import make_subject
 
 Z = jnp.asarray([1 + 2j, 3 - 1j])
 SEEDS = st.integers(0, 100)
@@ -18,7 +18,7 @@ NUMBERS = hnp.arrays(np.float32, st.integers(2, 12), elements=st.sampled_from([-
 
 
 def subject(*leaves):
-    return make_subject(lambda *xs: [2 * x for x in xs], leaves)
+    return checked_function(lambda *xs: [2 * x for x in xs], leaves)
 
 
 def test_two_cotangents_are_never_alike_nor_one_hot():

@@ -53,7 +53,9 @@ def test_a_derivative_that_is_no_slope_fails_where_the_function_is_smooth(name, 
     if name in SMOOTH:
         (failure,) = report.failures
         assert failure.where == "args[0][0]" and failure.fault == "formula"
-        text = "plain AD has the gradient of the rule" if is_ruled else "JAX's derivative of its"
+        text = (
+            "plain autodiff has the gradient of the rule" if is_ruled else "JAX's derivative of its"
+        )
         assert text in failure.detail
     else:
         assert report.verified <= 2 and "not verified" in str(report), str(report)

@@ -7,7 +7,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._check import contract
-from clipgrad._check.subject import make_subject
+from clipgrad._check.checked_function import checked_function
 from clipgrad._check.verdict import (
     DISPUTED,
     KINK,
@@ -24,7 +24,7 @@ from clipgrad._check.verdict import (
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.4, 1.2, 2.5])
-SUBJECT = make_subject(lambda x: 2 * x, (X,))
+SUBJECT = checked_function(lambda x: 2 * x, (X,))
 
 
 def test_wrong_is_the_largest_kind_and_only_right_and_rounding_are_verified():
@@ -97,7 +97,8 @@ def test_a_rule_that_is_as_wrong_as_plain_ad_is_disputed_and_said_so():
     x = jnp.asarray([-16.5, 2.0])
     (failure,) = cg.check_grads(rule, (x,), raise_on_failure=False).failures
     assert (
-        failure.where == "args[0][0]" and "plain AD has the gradient of the rule" in failure.detail
+        failure.where == "args[0][0]"
+        and "plain autodiff has the gradient of the rule" in failure.detail
     )
     (failure,) = cg.check_grads(digamma, (x,), raise_on_failure=False).failures
     assert failure.where == "args[0][0]" and "JAX's derivative of its own operations" in str(

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import clipgrad._programs as _programs
+from clipgrad._check.checked_function import checked_function
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, held
-from clipgrad._check.subject import make_subject
 from clipgrad._check.witnesses import differentiated, has_rules
 from tests.check_zoo import custom
 
@@ -94,12 +94,12 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_function_with_rules_is_told_from_one_of_jaxs_own_operations(name):
     function, has = RULES[name]
-    assert has_rules(make_subject(function, (X,))) == has
+    assert has_rules(checked_function(function, (X,))) == has
 
 
 def test_rules_run_eagerly_outside_of_jit():
     seen = []
     watched = custom(lambda x: jnp.sin(x), lambda r, g: (seen.append(type(g)) or g * jnp.cos(*r),))
-    pull = differentiated(make_subject(watched, (X,)), [X])
+    pull = differentiated(checked_function(watched, (X,)), [X])
     np.testing.assert_allclose(pull(np.ones(3)), np.cos(X), rtol=1e-6)
     assert not issubclass(seen[0], jax.core.Tracer)

@@ -39,6 +39,19 @@ def test_every_primitive_that_jax_names_has_a_row():
     assert [n for n, p in public().items() if p not in KINDS and p not in NUMERIC] == []
 
 
+ROOT = pathlib.Path(cg.__file__ or "").parent
+
+
+def test_the_name_of_a_primitive_is_read_in_the_table_alone():
+    """Elsewhere it is asked what an equation is, or what to call it in a message."""
+    reading = []
+    for path in ROOT.rglob("*.py"):
+        found = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute))
+        owners = {ast.unparse(n.value).rpartition(".")[2] for n in found if n.attr == "name"}
+        reading += [path.relative_to(ROOT).as_posix()] * ("primitive" in owners)
+    assert reading == ["_programs/kinds.py"]
+
+
 def traced_once():
     rows = [own for table in TABLES.values() for own in table._rows.values()]
     return [p for own in rows for p in own if isinstance(p, TracedOnce)]

@@ -64,7 +64,7 @@ def check_behavior(point: Point, log: Log) -> None:
             if error.is_lacking:
                 log.not_run[name] = str(error)
             else:
-                where = point.of.subject.names[0]
+                where = point.of.function.names[0]
                 log.failures.append(Failure(name, where, f"the gradient raises {error}"))
 
 
@@ -95,7 +95,7 @@ def _broken(point: Point, check: str, claim: Claim, log: Log) -> Failure | None:
     same = "are not bit-identical" if claim.exactly else "differ"
     numbers = "worst: {}, expected {}".format(*told_apart(got[worst], expected[worst]))
     detail = f"{claim.text}: {int(bad.sum())} of {got.size} elements {same}; {numbers}"
-    return Failure(check, point.of.subject.element(worst), detail)
+    return Failure(check, point.of.function.element(worst), detail)
 
 
 def are_on_cpu(leaves) -> bool:
@@ -108,7 +108,7 @@ def determinism(point: Point, log: Log) -> Claims:
     """Two calls of the pull-back agree, and so do two derivatives of the function."""
     first, expected, exactly = point.covectors[0], point.computed[0], are_on_cpu(point.xs)
     yield Claim(point.vjp(first), expected, "the pull-back called twice", exactly)
-    anew = differentiated(point.of.subject, point.xs)(first)
+    anew = differentiated(point.of.function, point.xs)(first)
     text = "the function differentiated twice (randomness or side effects?)"
     yield Claim(anew, expected, text, exactly)
 
@@ -139,7 +139,7 @@ def linearity(point: Point, log: Log) -> Claims:
         sign = "-" if factor < 0 else ""
         text = f"the cotangent times {sign}2 ** {np.log2(abs(factor)):g}"
         yield claim(np.where(outside, gradient, scaled), gradient, text)
-    rows = masked_rows(point.of.subject, log.options.seed)
+    rows = masked_rows(point.of.function, log.options.seed)
     parts = point.vjp(u * rows) + point.vjp(u * (1 - rows))
     yield claim(parts, gradient, "masked rows of a cotangent and of the others")
     ones = np.ones_like(u)
@@ -149,20 +149,21 @@ def linearity(point: Point, log: Log) -> Claims:
 
 def jit(point: Point, log: Log) -> Claims:
     """The gradient under `jax.jit` is the eager one."""
-    subject = point.of.subject
-    u = vectors.cotangent_leaves(point.covectors[0], subject.outputs)
-    got = _compiled(point, subject.pull_back, (point.xs, u), (subject.fun, point.xs))
+    function = point.of.function
+    u = vectors.cotangent_leaves(point.covectors[0], function.outputs)
+    got = _compiled(point, function.pull_back, (point.xs, u), (function.fun, point.xs))
     text = "under jax.jit, compared with eager"
     yield Claim(vectors.gradient_vector(got), point.computed[0], text)
 
 
 def vmap(point: Point, log: Log) -> Claims:
     """Under `jax.vmap`, over cotangents and over points, rows are those found one by one."""
-    subject, both = point.of.subject, vectors.stacked([point.xs, point.xs])
-    pairs = vectors.stacked([vectors.cotangent_leaves(u, subject.outputs) for u in point.covectors])
+    function, both = point.of.function, vectors.stacked([point.xs, point.xs])
+    cotangents = [vectors.cotangent_leaves(u, function.outputs) for u in point.covectors]
+    pairs = vectors.stacked(cotangents)
     for xs, axes in ((both, (0, 0)), (point.xs, (None, 0))):
-        mapped = jax.vmap(subject.pull_back, axes)
-        found = _compiled(point, mapped, (xs, pairs), (jax.vmap(subject.fun), both))
+        mapped = jax.vmap(function.pull_back, axes)
+        found = _compiled(point, mapped, (xs, pairs), (jax.vmap(function.fun), both))
         for k in (0, 1):
             row = vectors.gradient_vector([np.asarray(leaf)[k] for leaf in found])
             text = f"under jax.vmap, row {k} compared with the row alone"
@@ -190,29 +191,29 @@ def outputs(point: Point, log: Log) -> Claims:
 
     A rule may be told which cotangents are zero, and which inputs are differentiated.
     """
-    subject, u, expected = point.of.subject, point.covectors[0], point.computed[0]
-    program = subject.program
+    function, u, expected = point.of.function, point.covectors[0], point.computed[0]
+    program = function.program
     found = [] if program is None else _programs.equations(program)
     is_told = program is None or any(e.params.get("symbolic_zeros") for e in found)
     total = np.zeros_like(expected)
-    for k, (start, stop) in enumerate(vectors.areas(subject.outputs)):
+    for k, (start, stop) in enumerate(vectors.areas(function.outputs)):
         single = np.zeros_like(u)
         single[start:stop] = u[start:stop]
-        with_zeros = point.vjp(single) if len(subject.outputs) > 1 else expected
+        with_zeros = point.vjp(single) if len(function.outputs) > 1 else expected
         total += with_zeros
         if is_told:
-            alone = subject._replace(
-                fun=lambda xs, k=k: [subject.fun(xs)[k]], outputs=[subject.outputs[k]]
+            alone = function._replace(
+                fun=lambda xs, k=k: [function.fun(xs)[k]], outputs=[function.outputs[k]]
             )
             got = differentiated(alone, point.xs)(u[start:stop])
-            text = f"{subject.output_names[k]} alone, compared with zeros for the others"
+            text = f"{function.output_names[k]} alone, compared with zeros for the others"
             yield Claim(got, with_zeros, text)
     yield Claim(total, expected, "the sum of the pull-backs of single outputs, and all at once")
-    for k, (start, stop) in enumerate(subject.ranges if is_told else []):
-        alone = subject._replace(fun=lambda x, k=k: subject.alone(k, point.xs)(x[0]))
+    for k, (start, stop) in enumerate(function.ranges if is_told else []):
+        alone = function._replace(fun=lambda x, k=k: function.alone(k, point.xs)(x[0]))
         got = expected.copy()
         got[start:stop] = differentiated(alone, point.xs[k : k + 1])(u)
-        yield Claim(got, expected, f"{subject.names[k]} alone, compared with all inputs at once")
+        yield Claim(got, expected, f"{function.names[k]} alone, compared with all inputs at once")
 
 
 BEHAVIORS: dict[str, Callable[[Point, Log], Claims]] = {

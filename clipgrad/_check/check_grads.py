@@ -10,6 +10,13 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu, check_behavior
+from clipgrad._check.checked_function import (
+    DONATED,
+    CheckedFunction,
+    checked_function,
+    donated_arguments,
+    require_arrays,
+)
 from clipgrad._check.checked_point import CheckedPoint
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
@@ -17,13 +24,6 @@ from clipgrad._check.options import Check, Mode, Options
 from clipgrad._check.points import Point, cotangents, further
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, percent
 from clipgrad._check.selection import Selector
-from clipgrad._check.subject import (
-    DONATED,
-    CheckSubject,
-    donated_arguments,
-    make_subject,
-    require_arrays,
-)
 from clipgrad._check.theirs import NotNearby, TheirError, theirs
 from clipgrad._check.untested import note_stops, note_unused_rules
 from clipgrad._check.values import check_point, on_another_device
@@ -190,33 +190,33 @@ def check_grads(
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
 
-    def subject_on(device: Any):
+    def function_on(device: Any):
         own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
-        return make_subject(fun, own_args, own_kwargs, wrt, no_grad, output)
+        return checked_function(fun, own_args, own_kwargs, wrt, no_grad, output)
 
     with jax.default_matmul_precision("highest"), np.errstate(all="ignore"):
-        _check(subject_on, found.there, log)
+        _check(function_on, found.there, log)
     report = log.report()
     if raise_on_failure and not report.ok:
         raise GradCheckError(report)
     return report
 
 
-def _check(subject_on: Callable, there: Mapping[str, Any], log: Log) -> None:
+def _check(function_on: Callable, there: Mapping[str, Any], log: Log) -> None:
     """All checks on the first device that can run the function; the others' gradients."""
     others = dict(there)
     for kind, device in there.items():
         del others[kind]
         with jax.default_device(device):
-            if others and _is_bound(subject_on, device):  # else no other can run it
+            if others and _is_bound(function_on, device):  # else no other can run it
                 log.not_run[f"device {kind}"] = BOUND
                 continue
             log.devices.append(kind)
-            found = _checked(subject_on(device), log)
+            found = _checked(function_on(device), log)
         log.failures = [_with_device(f, kind) if others else f for f in log.failures]
         for other, where in others.items():
             if found and "devices" not in log.options.skip and log.has_time("devices"):
-                _check_device(found, subject_on, other, where, log)
+                _check_device(found, function_on, other, where, log)
         return
 
 
@@ -226,11 +226,11 @@ def _with_device(failure: Failure, kind: str) -> Failure:
     return failure._replace(detail=text) if failure.check == "value" else failure
 
 
-def _is_bound(subject_on: Callable, device: Any) -> bool:
+def _is_bound(function_on: Callable, device: Any) -> bool:
     """Whether a function does not run here since it is bound to other devices than its inputs'."""
     try:
-        subject = theirs(subject_on, device)
-        vjp = differentiated(subject, subject.inputs)
+        function = theirs(function_on, device)
+        vjp = differentiated(function, function.inputs)
         theirs(vjp.pull, vjp.outputs)
     except TheirError as error:
         text = f"{type(error.original).__name__} {error.original}"
@@ -238,47 +238,47 @@ def _is_bound(subject_on: Callable, device: Any) -> bool:
     return False
 
 
-def _checked(subject: CheckSubject, log: Log) -> CheckedPoint | None:
+def _checked(function: CheckedFunction, log: Log) -> CheckedPoint | None:
     """All checks on one device; what the function raises where it did not before is a failure."""
     try:
-        return _check_there(subject, log)
+        return _check_there(function, log)
     except NotNearby as error:
         reasons = "; ".join([f"it raises {error}", *log.notes])
         text = f"the function cannot be evaluated at a point nearby: {reasons}"
         raise ValueError(text) from error.original
     except TheirError as error:
         detail = f"it raises {error} when it is called again"
-        log.failures.append(Failure("determinism", subject.names[0], detail))
+        log.failures.append(Failure("determinism", function.names[0], detail))
         return None
 
 
-def _check_there(subject: CheckSubject, log: Log) -> CheckedPoint | None:
+def _check_there(function: CheckedFunction, log: Log) -> CheckedPoint | None:
     """All checks on one device, in order; each writes to the log."""
-    if donated := donated_arguments(subject):
+    if donated := donated_arguments(function):
         log.failures.append(Failure("determinism", donated[0], DONATED.format(", ".join(donated))))
         return None
-    log.kinds = np.full(int(vectors.offsets(subject.inputs)[-1]), np.int8(UNSEEN))
-    vjp = _differentiated(subject, log)
+    log.kinds = np.full(int(vectors.offsets(function.inputs)[-1]), np.int8(UNSEEN))
+    vjp = _differentiated(function, log)
     if vjp is None:
         return None
-    covectors = _covectors(subject, log)
+    covectors = _covectors(function, log)
     gradient = vjp.rows(covectors)  # before a trace, which may change the function's state
-    of = _witnesses(subject, log) if log.has_time("value") else None
+    of = _witnesses(function, log) if log.has_time("value") else None
     if of is None:
         return None
     is_still = _masks(of, vjp, covectors)
     if is_still.any():
         covectors = np.where(is_still, 0.0, covectors)
         gradient = vjp.rows(covectors)
-    point = Point(of, vjp, subject.inputs, covectors, log, gradient)
-    log.fail(contract.finite_gradient(subject, point.finite))
+    point = Point(of, vjp, function.inputs, covectors, log, gradient)
+    log.fail(contract.finite_gradient(function, point.finite))
     found = check_point(point, log)
     log.kinds = found.kinds
-    log.errors = dict(zip(subject.names, found.errors(), strict=True))
+    log.errors = dict(zip(function.names, found.errors(), strict=True))
     log.fail(found.failures())
     log.notes += found.notes()
     _note_half_precision(of, log)
-    note_stops(subject.program, log)
+    note_stops(function.program, log)
     if "points" not in log.options.skip:
         check_further_points(point, log)
     if all(log.are_zero) and not log.failures:
@@ -286,17 +286,17 @@ def _check_there(subject: CheckSubject, log: Log) -> CheckedPoint | None:
     check_behavior(point, log)
     check_second_order(point, log)
     if not log.failures and log.has_time("rules"):
-        others = further(subject, log.options.seed + 1, keeps=False)
+        others = further(function, log.options.seed + 1, keeps=False)
         note_unused_rules(point, [point.xs, others][: log.options.points], log)
     log.evaluations += of.evaluation.count
     return found
 
 
-def _covectors(subject: CheckSubject, log: Log) -> np.ndarray:
+def _covectors(function: CheckedFunction, log: Log) -> np.ndarray:
     """Two cotangents: random ones, or the user's and its negative."""
     if log.cotangent is None:
-        return cotangents(subject, log.options.seed)
-    given = vectors.covector_of(log.cotangent, subject.outputs)
+        return cotangents(function, log.options.seed)
+    given = vectors.covector_of(log.cotangent, function.outputs)
     return np.stack([given, -given])
 
 
@@ -308,51 +308,51 @@ def _note_half_precision(of: Witnesses, log: Log) -> None:
         )
 
 
-def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
+def _differentiated(function: CheckedFunction, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
-    again, u = theirs(subject.fun, subject.inputs), _covectors(subject, log)[0]
+    again, u = theirs(function.fun, function.inputs), _covectors(function, log)[0]
     log.evaluations += 3
-    if contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
+    if contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
         text = "two calls of the function give different values (randomness or side effects?)"
-        log.fail([Failure("determinism", subject.output_names[0], text)])
-    failures = contract.finite_values(subject)
+        log.fail([Failure("determinism", function.output_names[0], text)])
+    failures = contract.finite_values(function)
     try:
-        vjp = differentiated(subject, subject.inputs)
-        first = theirs(vjp.pull, vectors.cotangent_leaves(u, subject.outputs))[0]
-        failures += contract.primal(subject, vjp.outputs, "differentiated")
-        failures += contract.same_types(subject, first)
-        failures += contract.integers(subject, u)
+        vjp = differentiated(function, function.inputs)
+        first = theirs(vjp.pull, vectors.cotangent_leaves(u, function.outputs))[0]
+        failures += contract.primal(function, vjp.outputs, "differentiated")
+        failures += contract.same_types(function, first)
+        failures += contract.integers(function, u)
     except TheirError as error:
-        failure = _not_differentiated(subject, error)
+        failure = _not_differentiated(function, error)
         log.fail([failure])
         if not log.failures:
             log.note(str(failure))
         return None
     log.fail(failures)
     is_random = any(f.check == "determinism" for f in log.failures)
-    pairs = [*zip(subject.outputs, vjp.outputs, strict=True)]
-    pairs += zip(subject.inputs, first, strict=True)
+    pairs = [*zip(function.outputs, vjp.outputs, strict=True)]
+    pairs += zip(function.inputs, first, strict=True)
     kinds = [(x.shape, vectors.is_complex(x)) == (y.shape, vectors.is_complex(y)) for x, y in pairs]
     stops = is_random or any(f.check == "finite" for f in failures) or not all(kinds)
     if not all(kinds) and not log.failures:
         log.notes += [str(f) for f in failures]
-    different = any(x.dtype != y.dtype for x, y in pairs[: len(subject.outputs)])
+    different = any(x.dtype != y.dtype for x, y in pairs[: len(function.outputs)])
     return None if stops or different else vjp
 
 
-def _witnesses(subject: CheckSubject, log: Log) -> Witnesses | None:
+def _witnesses(function: CheckedFunction, log: Log) -> Witnesses | None:
     """The witnesses; None where the function fails another way as it is compiled."""
     try:
-        of = find_witnesses(subject, log.notes)
+        of = find_witnesses(function, log.notes)
     except TheirError:
-        compiled = theirs(_programs.low_jit(subject.fun), subject.inputs)
-        failures = contract.primal(subject, compiled, "compiled")
+        compiled = theirs(_programs.low_jit(function.fun), function.inputs)
+        failures = contract.primal(function, compiled, "compiled")
         log.fail([failure._replace(check="jit") for failure in failures])
         if log.failures:
             return None
         raise
     log.precision = of.evaluation.label
-    if of.narrow not in map(vectors.real_name, subject.inputs):
+    if of.narrow not in map(vectors.real_name, function.inputs):
         text = "the function computes in {0} inside, so the tolerances are those of {0}"
         log.notes.append(text.format(of.narrow))
     return of
@@ -364,7 +364,7 @@ def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
     The rounding of so large a number would hide the slopes of all others. What depends on nothing
     has no gradient; one that has keeps its cotangent.
     """
-    size, x = np.abs(of.evaluation.base), vectors.to_numpy(of.subject.inputs)
+    size, x = np.abs(of.evaluation.base), vectors.to_numpy(of.function.inputs)
     is_still = np.zeros(size.shape, bool)
     if size.max(initial=0.0) > MASK * np.median(size):
         change = of.evaluation.change(np.where(x == 0, 1.0, x) / 16)
@@ -373,23 +373,23 @@ def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
 
 
 def _check_device(
-    found: CheckedPoint, subject_on: Callable, kind: str, device: Any, log: Log
+    found: CheckedPoint, function_on: Callable, kind: str, device: Any, log: Log
 ) -> None:
     """The gradient computed on another device has the numbers that judge the first one's."""
     with jax.default_device(device):
-        if _is_bound(subject_on, device):
+        if _is_bound(function_on, device):
             log.not_run[f"device {kind}"] = BOUND
             return
-        subject = subject_on(device)
-        gradient = differentiated(subject, subject.inputs).rows(found.point.covectors)
+        function = function_on(device)
+        gradient = differentiated(function, function.inputs).rows(found.point.covectors)
     log.devices.append(kind)
     log.evaluations += 2
     log.fail(on_another_device(found, gradient, kind, log))
 
 
-def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
+def _not_differentiated(function: CheckedFunction, error: TheirError) -> Failure:
     """The failure where `jax.vjp` raises an error."""
-    closing = [] if subject.program is None else _programs.closing_functions(subject.program)
+    closing = [] if function.program is None else _programs.closing_functions(function.program)
     detail = f"differentiation raises {error}"
     if closing:
         detail = (
@@ -397,14 +397,14 @@ def _not_differentiated(subject: CheckSubject, error: TheirError) -> Failure:
             f"{', '.join(closing)} close over a traced value; pass it to the function as an "
             "argument, or leave what it depends on out with wrt or no_grad"
         )
-    return Failure("cotangent", _not_differentiable(subject), detail)
+    return Failure("cotangent", _not_differentiable(function), detail)
 
 
-def _not_differentiable(subject: CheckSubject) -> str:
+def _not_differentiable(function: CheckedFunction) -> str:
     """The name of the first input by which `jax.vjp` raises an error where it is alone."""
-    for k, name in enumerate(subject.names):
+    for k, name in enumerate(function.names):
         try:
-            theirs(jax.vjp, subject.alone(k), subject.inputs[k])
+            theirs(jax.vjp, function.alone(k), function.inputs[k])
         except TheirError:
             return name
-    return subject.names[0]
+    return function.names[0]

@@ -30,8 +30,8 @@ THOUSANDTH = 1e-3
 LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
 CONSTANT = 8.0  # roundings that constants which are rounded apart may make of a formula
 DISPUTES = (
-    "; disputed: plain AD has the gradient of the rule there, and the function, which is smooth, "
-    "has other slopes: where it is not meant to be differentiated, choose another point"
+    "; disputed: plain autodiff has the gradient of the rule there, and the function, which is "
+    "smooth, has other slopes: where it is not meant to be differentiated, choose another point"
 )
 OF_JAX = (
     "; disputed: JAX's derivative of its own operations is wrong there, the function is smooth and "
@@ -82,11 +82,11 @@ class CheckedPoint:
 
         Where the gradient is known along directions alone it is that of the leaf.
         """
-        areas = zip(self.point.of.subject.names, self.point.ranges, strict=True)
+        areas = zip(self.point.of.function.names, self.point.ranges, strict=True)
         return [self._error(name, start, stop) for name, (start, stop) in areas]
 
     def _error(self, name: str, start: int, stop: int) -> tuple[float, str]:
-        exact, element = self.exact, self.point.of.subject.element
+        exact, element = self.exact, self.point.of.function.element
         looked = {j: n for j, n in self.formula.numbers.items() if start <= j < stop}
         if exact is not None and not self.is_paddles:
             errors = self._errors_of(exact[:, start:stop], start, stop)
@@ -121,7 +121,7 @@ class CheckedPoint:
 
     def notes(self, where: str = "") -> list[str]:
         """One note for each leaf and kind that has one."""
-        names, notes = self.point.of.subject.names, []
+        names, notes = self.point.of.function.names, []
         for name, (start, stop) in zip(names, self.point.ranges, strict=True):
             for kind, text in NOTES.items():
                 some = np.flatnonzero(self.kinds[start:stop] == kind) + start
@@ -216,7 +216,7 @@ class CheckedPoint:
         if self.disputed[wrong].all() and not point.of.is_ruled:
             return text
         exact = None if point.rule is None or point.plain is None else (point.rule, point.plain)
-        lines = lines_of_wrong_rules(point.of.subject, point.xs, point.covectors, wrong, exact)
+        lines = lines_of_wrong_rules(point.of.function, point.xs, point.covectors, wrong, exact)
         one = "rule: " if len(lines) == 1 else "rules: "
         return f"{text}; {one}{', '.join(lines)}" if lines else text
 
@@ -269,7 +269,7 @@ class CheckedPoint:
         texts = told_apart(numeric, analytic)
         return Failure(
             "value",
-            self.point.of.subject.names[self.point.ranges.index((start, stop))],
+            self.point.of.function.names[self.point.ranges.index((start, stop))],
             f"{len(wrong)} of {stop - start} elements wrong, moved together: numeric {texts[0]} +- "
             f"{error:.0e} along a direction, analytic {texts[1]}{ratio}{reason}",
             numeric, error, analytic, wrong - start, fault="formula",
@@ -288,7 +288,7 @@ class CheckedPoint:
         at = lambda gradient: np.nan if gradient is None else float(gradient[row, j])  # noqa: E731
         return Failure(
             check="value",
-            where=point.of.subject.element(j),
+            where=point.of.function.element(j),
             detail=detail,
             numeric=float(numeric[k]),
             error=error,

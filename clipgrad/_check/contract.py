@@ -6,22 +6,22 @@ import jax
 import numpy as np
 
 from clipgrad._check import vectors
+from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.report import Failure
-from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import theirs
 from clipgrad._check.verdict import relative_of, told_apart
 from clipgrad._programs import holds_floats
 
 
 def primal(
-    subject: CheckSubject, outputs: Sequence[jax.Array], how: str, relative: float | None = None
+    function: CheckedFunction, outputs: Sequence[jax.Array], how: str, relative: float | None = None
 ) -> list[Failure]:
     """The function called and the function differentiated have the same outputs.
 
     To a relative error, or to a tenth of what gradients may be off by.
     """
     failures = []
-    for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
+    for name, called, other in zip(function.output_names, function.outputs, outputs, strict=True):
         failures += [
             Failure("primal", name, f"{what} {a} when called, {b} when {how}")
             for what in ("dtype", "shape")
@@ -50,33 +50,33 @@ def _same_value(name, called, other, how, relative) -> list[Failure]:
     return [Failure("primal", name + index, detail)]
 
 
-def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
+def same_types(function: CheckedFunction, cotangents: Sequence) -> list[Failure]:
     """Each input's cotangent has the input's dtype and shape."""
     return [
         Failure("cotangent", name, f"the input has {what} {a}, its cotangent {b}")
-        for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True)
+        for name, x, ct in zip(function.names, function.inputs, cotangents, strict=True)
         for what in ("dtype", "shape")
         if (a := getattr(x, what)) != (b := getattr(ct, what, None))
     ]
 
 
-def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
+def integers(function: CheckedFunction, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
-    if all(map(holds_floats, subject.arrays)):
+    if all(map(holds_floats, function.arrays)):
         return []
-    _, pull = theirs(jax.vjp, subject.whole, subject.arrays)
-    cotangents = theirs(pull, vectors.cotangent_leaves(covector, subject.outputs))[0]
+    _, pull = theirs(jax.vjp, function.whole, function.arrays)
+    cotangents = theirs(pull, vectors.cotangent_leaves(covector, function.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
-        for x, ct in zip(subject.arrays, cotangents, strict=True)
+        for x, ct in zip(function.arrays, cotangents, strict=True)
         if not holds_floats(x) and ct.dtype != jax.dtypes.float0
     ]
 
 
-def finite_values(subject: CheckSubject) -> list[Failure]:
+def finite_values(function: CheckedFunction) -> list[Failure]:
     """The outputs are finite."""
     failures = []
-    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+    for name, leaf in zip(function.output_names, function.outputs, strict=True):
         bad = ~np.isfinite(vectors.widened_leaf(leaf))
         if bad.any():
             index = [int(i) for i in np.argwhere(bad)[0]] or ""
@@ -88,13 +88,13 @@ def finite_values(subject: CheckSubject) -> list[Failure]:
     return failures
 
 
-def finite_gradient(subject: CheckSubject, finite: np.ndarray) -> list[Failure]:
+def finite_gradient(function: CheckedFunction, finite: np.ndarray) -> list[Failure]:
     """The gradient is finite."""
     failures = []
-    for start, stop in subject.ranges:
+    for start, stop in function.ranges:
         bad = np.flatnonzero(~finite[start:stop])
         if bad.size:
             detail = f"{bad.size} of {stop - start} elements of the gradient are not finite"
-            where = subject.element(start + int(bad[0]))
+            where = function.element(start + int(bad[0]))
             failures.append(Failure("finite", where, detail, indices=bad))
     return failures

@@ -38,7 +38,7 @@ class Wide:
         if program is None:
             raise Unsupported("it cannot be traced")
         found = list(_programs.equations(program))
-        if foreign := {e.primitive.name for e in found if _programs.is_foreign(e)}:
+        if foreign := {_programs.operation_name(e) for e in found if _programs.is_foreign(e)}:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         bits = (e for e in found if _programs.numeric_of(e).has_bits)
         if any(_programs.holds_floats(v) for e in bits for v in e.invars):
@@ -90,9 +90,9 @@ class _Held(_programs.Widen):
         super().__init__(jnp.float64, lambda x: lax.all_gather(x, AXIS)[0])
         self._factors = _stopped_factors(program)
 
-    def inside(self, equation: JaxprEqn, step: Any) -> _programs.Widen:
+    def inside(self, equation: JaxprEqn, part: _programs.Part) -> _programs.Widen:
         """The hook for a program inside, which knows the factors there too."""
-        hook: Any = copy.copy(super().inside(equation, step))
+        hook: Any = copy.copy(super().inside(equation, part))
         programs = jaxprs_in_params(equation.params)
         hook._factors = self._factors.union(*map(_stopped_factors, programs))
         return hook

@@ -4,11 +4,11 @@ import numpy as np
 
 from clipgrad._check import vectors
 from clipgrad._check.behavior import Claim, judge_claims
+from clipgrad._check.checked_function import CheckedFunction, traced
 from clipgrad._check.checked_point import CheckedPoint, is_near
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, cotangents, further
 from clipgrad._check.report import Failure
-from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.values import check_point
 from clipgrad._check.verdict import NOISE, VERIFIED, WRONG
@@ -38,9 +38,9 @@ def check_further_points(point: Point, log: Log) -> None:
 def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     """Check a further point; False where the function is not meant for it."""
     of, seed = point.of, log.options.seed + k
-    xs = further(of.subject, seed, keeps)
+    xs = further(of.function, seed, keeps)
     try:
-        vjp = differentiated(of.subject, xs)
+        vjp = differentiated(of.function, xs)
         there = Point(of, vjp, xs, point.covectors, log)
         of.evaluation.set_point(xs)
     except TheirError as error:  # a callback may refuse what has no structure
@@ -68,8 +68,8 @@ def _reads_one_triangle(found: CheckedPoint) -> bool:
 
     Then the function is meant for symmetric matrices.
     """
-    subject, plain = found.point.of.subject, found.point.plain
-    for (start, stop), leaf in zip(subject.ranges, subject.inputs, strict=True):
+    function, plain = found.point.of.function, found.point.plain
+    for (start, stop), leaf in zip(function.ranges, function.inputs, strict=True):
         x = np.asarray(leaf)
         is_square = x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
         if not is_square or not (found.formula.kinds[start:stop] == WRONG).any():
@@ -91,14 +91,14 @@ def check_second_order(point: Point, log: Log) -> None:
         return
     notes: list[str] = []
     try:
-        subject = _vjp(point)
-        vjp = differentiated(subject, subject.inputs)
-        of = find_witnesses(subject, notes, point.of)
-        covectors = cotangents(subject, log.options.seed)
-        second = Point(of, vjp, subject.inputs, covectors, log)
+        function = _vjp(point)
+        vjp = differentiated(function, function.inputs)
+        of = find_witnesses(function, notes, point.of)
+        covectors = cotangents(function, log.options.seed)
+        second = Point(of, vjp, function.inputs, covectors, log)
     except TheirError as error:
         detail = f"the VJP cannot be differentiated: it raises {error}"
-        log.failures.append(Failure(SECOND, point.of.subject.names[0], detail))
+        log.failures.append(Failure(SECOND, point.of.function.names[0], detail))
         return
     found = check_point(second, log)
     log.failures += found.failures(check=SECOND)
@@ -106,19 +106,19 @@ def check_second_order(point: Point, log: Log) -> None:
     log.evaluations += of.evaluation.count
 
 
-def _vjp(point: Point) -> CheckSubject:
+def _vjp(point: Point) -> CheckedFunction:
     """The VJP as a function to be checked, of inputs and cotangent."""
-    subject, count = point.of.subject, len(point.xs)
+    function, count = point.of.function, len(point.xs)
 
     def gradient(leaves):
-        return subject.pull_back(leaves[:count], leaves[count:])
+        return function.pull_back(leaves[:count], leaves[count:])
 
-    inputs = [*point.xs, *vectors.cotangent_leaves(point.covectors[0], subject.outputs)]
-    return subject._replace(
+    inputs = [*point.xs, *vectors.cotangent_leaves(point.covectors[0], function.outputs)]
+    return function._replace(
         fun=gradient,
         program=traced(gradient, inputs),
         inputs=inputs,
-        names=[*subject.names, *(f"cotangent of {name}" for name in subject.output_names)],
+        names=[*function.names, *(f"cotangent of {name}" for name in function.output_names)],
         outputs=theirs(gradient, inputs),
-        output_names=[f"gradient of {name}" for name in subject.names],
+        output_names=[f"gradient of {name}" for name in function.names],
     )

@@ -6,23 +6,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._arrays import check_arguments, explain_call, leaves_out, parameter_names
+from clipgrad._arrays import (
+    check_arguments,
+    explain_call,
+    leaf_names,
+    leaves_out,
+    parameter_names,
+)
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu
+from clipgrad._check.checked_function import (
+    DONATED,
+    CheckedFunction,
+    checked_function,
+    donated_arguments,
+    require_arrays,
+)
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
 from clipgrad._check.selection import Selector
-from clipgrad._check.subject import (
-    DONATED,
-    CheckSubject,
-    donated_arguments,
-    make_subject,
-    require_arrays,
-)
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
-from clipgrad._losses import leaf_names
 
 STATE = (
     "the function changes state or draws random numbers; pass the state, or the key, as an argument"
@@ -102,18 +107,18 @@ def numerical_grad(
         return tuple(numerical_grad(fun, args, kwargs, wrt=w, **options) for w in wrt)
     kwargs = dict(kwargs or {})
     require_arrays(args, kwargs)
-    subject = make_subject(fun, args, kwargs, wrt, None, output)
-    covector = vectors.covector_of(cotangent, subject.outputs)
-    _require_one_value(subject)
-    evaluation, _ = find_evaluation(subject, [])
+    function = checked_function(fun, args, kwargs, wrt, None, output)
+    covector = vectors.covector_of(cotangent, function.outputs)
+    _require_one_value(function)
+    evaluation, _ = find_evaluation(function, [])
     with np.errstate(all="ignore"):
-        gradient = _slopes(evaluation, subject, covector, delta)
-    return _tree(fun, args, kwargs, wrt, subject, gradient)
+        gradient = _slopes(evaluation, function, covector, delta)
+    return _tree(fun, args, kwargs, wrt, function, gradient)
 
 
-def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) -> np.ndarray:
+def _slopes(evaluation, function: CheckedFunction, covector, delta: float | None) -> np.ndarray:
     """Each element's slope: by Paddle's formula, or as the ladder settles."""
-    scale = np.concatenate([scale_of(x) for x in subject.inputs])
+    scale = np.concatenate([scale_of(x) for x in function.inputs])
     elements = [np.array([j]) for j in range(len(scale))]
     if delta is not None:
         scale = np.full(scale.shape, delta)
@@ -123,27 +128,27 @@ def _slopes(evaluation, subject: CheckSubject, covector, delta: float | None) ->
     return numeric[:, 0] / scale
 
 
-def _require_one_value(subject: CheckSubject) -> None:
+def _require_one_value(function: CheckedFunction) -> None:
     """Raises an error for a function that has another value when it is called again."""
-    if donated := donated_arguments(subject):
+    if donated := donated_arguments(function):
         raise ValueError(DONATED.format(", ".join(donated)))
     try:
-        again = theirs(subject.fun, subject.inputs)
+        again = theirs(function.fun, function.inputs)
     except TheirError as error:
         raise ValueError(
             f"fun: it raises an error when it is called again: {STATE} ({error})"
         ) from error.original
-    different = contract.primal(subject, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
+    different = contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
     if different:
         raise ValueError(
             f"fun: {different[0].where}: {different[0].detail}, at the same point: {STATE}"
         )
 
 
-def _tree(fun, args: tuple, kwargs: dict, wrt, subject: CheckSubject, gradient) -> Any:
-    like = [jax.ShapeDtypeStruct(x.shape, vectors.wide_dtype(x.dtype)) for x in subject.inputs]
+def _tree(fun, args: tuple, kwargs: dict, wrt, function: CheckedFunction, gradient) -> Any:
+    like = [jax.ShapeDtypeStruct(x.shape, vectors.wide_dtype(x.dtype)) for x in function.inputs]
     leaves = [np.conj(leaf) for leaf in vectors.leaves_of(gradient, like)]
-    by_name = dict(zip(subject.names, leaves, strict=True))
+    by_name = dict(zip(function.names, leaves, strict=True))
 
     def tree_of(arguments, root: str):
         named = [by_name.get(name) for name in leaf_names(root, arguments)]

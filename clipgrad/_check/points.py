@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.subject import CheckSubject
+from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.theirs import TheirError
 from clipgrad._check.verdict import TIMES, Slack
 from clipgrad._check.witnesses import VJP, Witness, Witnesses
@@ -54,7 +54,7 @@ class Point:
         found: np.ndarray | None = None,
     ):
         self.of, self.vjp, self.xs, self.covectors, self._log = of, vjp, list(xs), covectors, log
-        self.ranges = of.subject.ranges
+        self.ranges = of.function.ranges
         leaves = np.arange(len(self.ranges), dtype=np.int32)
         self.leaf = np.repeat(leaves, [b - a for a, b in self.ranges])
         found = vjp.rows(covectors) if found is None else found
@@ -62,7 +62,7 @@ class Point:
         self.computed = found
         self.gradient = found if self.finite.all() else np.where(self.finite, found, 0.0)
         self.scale = np.concatenate([scale_of(x) for x in xs])
-        self.plain = self._exact(of.plain, "plain AD")
+        self.plain = self._exact(of.plain, "plain autodiff")
         self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
         self._roundings: dict[tuple[Parts, bool], np.ndarray] = {}
         log.are_zero.append(not found.any())
@@ -127,13 +127,13 @@ def dense_numbers(seed: int, name: str, size: int) -> np.ndarray:
     return EIGHTHS[generator(seed, name).integers(0, len(EIGHTHS), size)]
 
 
-def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
+def cotangents(function: CheckedFunction, seed: int) -> np.ndarray:
     """Two random dense cotangents as real vectors, of both signs at each output."""
-    pairs = list(zip(subject.output_names, subject.outputs, strict=True))
+    pairs = list(zip(function.output_names, function.outputs, strict=True))
     sizes = [(name, vectors.real_size(y)) for name, y in pairs]
     rows = [[dense_numbers(seed, f"{row} {name}", n) for name, n in sizes] for row in (0, 1)]
     found = np.stack([np.concatenate(row) for row in rows])
-    firsts = [start for start, stop in vectors.areas(subject.outputs) if stop > start]
+    firsts = [start for start, stop in vectors.areas(function.outputs) if stop > start]
     found[1, firsts] = -np.sign(found[0, firsts]) * np.abs(found[1, firsts])
     for row in found if found.shape[1] > 1 else ():
         if (row == row[0]).all():
@@ -141,10 +141,10 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     return found
 
 
-def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
+def masked_rows(function: CheckedFunction, seed: int) -> np.ndarray:
     """A vector over the outputs, 1 on about half of the rows of each and 0 on the others."""
     masks = []
-    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+    for name, leaf in zip(function.output_names, function.outputs, strict=True):
         rows = leaf.shape[0] if leaf.ndim else 1
         kept = generator(seed, f"mask {name}").permutation(rows) < (rows + 1) // 2
         masks.append(np.repeat(kept.astype(float), vectors.real_size(leaf) // max(rows, 1)))
@@ -162,7 +162,7 @@ def scale_of(leaf: Any) -> np.ndarray:
     return np.repeat(scale, 2) if vectors.is_complex(leaf) else scale
 
 
-def further(subject: CheckSubject, seed: int, keeps: bool) -> list[jax.Array]:
+def further(function: CheckedFunction, seed: int, keeps: bool) -> list[jax.Array]:
     """Another point: every element nearer to zero by 2 to 8 percent of itself.
 
     By how much is each element's own, so that nothing is equal and no matrix symmetric, zeros are
@@ -171,7 +171,7 @@ def further(subject: CheckSubject, seed: int, keeps: bool) -> list[jax.Array]:
     throughout, which are more often a test's `ones` than a structure.
     """
     shared, found = generator(seed, "nearby").uniform(0, 2 * np.pi), []
-    for name, leaf in zip(subject.names, subject.inputs, strict=True):
+    for name, leaf in zip(function.names, function.inputs, strict=True):
         values, rng = vectors.widened_leaf(leaf), generator(seed, f"nearby {name}")
         if keeps and not np.all(values == values.ravel()[0]):
             size = np.where(values == 0, 1.0, np.abs(values))

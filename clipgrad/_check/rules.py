@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 import clipgrad._programs as _programs
+from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide
-from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.witnesses import Witness
 from clipgrad._names import Location, is_users
@@ -70,7 +70,11 @@ def rules_in(program: Any) -> list[JaxprEqn]:
 
 
 def lines_of_wrong_rules(
-    subject: CheckSubject, xs: Sequence[Any], covectors: np.ndarray, wrong: np.ndarray, exact: Any
+    function: CheckedFunction,
+    xs: Sequence[Any],
+    covectors: np.ndarray,
+    wrong: np.ndarray,
+    exact: Any,
 ) -> list[str]:
     """The lines of the rules without which some elements are no longer what they are.
 
@@ -78,35 +82,35 @@ def lines_of_wrong_rules(
     numbers there, or all of them where that cannot be known.
 
     Args:
-      subject: the function.
+      function: the function.
       xs: the point.
       covectors: the cotangents.
       wrong: the elements.
       exact: the gradient by rules and by plain AD, or None if either is missing.
     """
-    lines = list(dict.fromkeys(line_of_rule(e) for e in rules_in(subject.program)))
+    lines = list(dict.fromkeys(line_of_rule(e) for e in rules_in(function.program)))
     if len(lines) < 2 or exact is None or len(lines) > MOST_RULES:
         return lines
     rule, plain = (gradient[:, wrong] for gradient in exact)
     guilty = []
     for line in lines:
-        without = _without(subject, xs, covectors, line)
+        without = _without(function, xs, covectors, line)
         changed = 0 if without is None else np.abs(without[:, wrong] - rule).max()
         guilty += [line] if changed > SHARE * np.abs(plain - rule).max() else []
     return guilty or lines
 
 
-def _without(subject: CheckSubject, xs, covectors, line: str) -> np.ndarray | None:
-    count, hook = len(subject.inputs), _Without(line)
+def _without(function: CheckedFunction, xs, covectors, line: str) -> np.ndarray | None:
+    count, hook = len(function.inputs), _Without(line)
 
     def pull_back(leaves):
-        run = lambda xs: _programs.evaluate(subject.program, xs, hook)  # noqa: E731
+        run = lambda xs: _programs.evaluate(function.program, xs, hook)  # noqa: E731
         return jax.vjp(run, leaves[:count])[1](leaves[count:])[0]
 
-    seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+    seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in function.outputs]
     try:
-        program = theirs(jax.make_jaxpr(pull_back), [*subject.inputs, *seeds])
-        return Witness(Wide(program), subject).at(xs, covectors)
+        program = theirs(jax.make_jaxpr(pull_back), [*function.inputs, *seeds])
+        return Witness(Wide(program), function).at(xs, covectors)
     except (Unsupported, TheirError):
         return None
 

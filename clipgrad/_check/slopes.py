@@ -11,8 +11,8 @@ from jax import lax
 
 import clipgrad._programs as _programs
 from clipgrad._check import vectors
+from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, held, in_float64
-from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import NotNearby, TheirError, ran, theirs
 from clipgrad._check.verdict import SAME_VALUES, TIMES, Ladder, narrowest
 from clipgrad._programs import (
@@ -49,10 +49,10 @@ class Evaluation:
       x, base: the present point as a real vector, and the outputs there.
     """
 
-    def __init__(self, subject: CheckSubject, wide: Wide | None, hold: bool = True):
-        program = subject.program
+    def __init__(self, function: CheckedFunction, wide: Wide | None, hold: bool = True):
+        program = function.program
         types = set() if program is None else computed_types(program)
-        own = narrowest([*subject.dtypes, *types])
+        own = narrowest([*function.dtypes, *types])
         self.label = "float64" if wide is not None else own
         self.is_wide, self.count = self.label == "float64", 0
         self.is_half = self.label not in ("float64", "float32")
@@ -60,16 +60,16 @@ class Evaluation:
         self.steps = 2.0 ** -np.asarray(EXPONENTS[name], float)
         self.steps[1::2] *= ODD
         self.quick = self.steps[TWO_STEPS[name]]
-        self._subject, self._wide = subject, wide
+        self._subject, self._wide = function, wide
         self._hook = held(program, wide is not None) if hold else None
         self._dtype: Any = np.float64 if self.is_wide else np.float32
         wider = vectors.wide_dtype if self.is_wide else lambda dtype: dtype
-        self._like = [jax.ShapeDtypeStruct(x.shape, wider(x.dtype)) for x in subject.inputs]
-        self._size = int(vectors.offsets(subject.outputs)[-1])
+        self._like = [jax.ShapeDtypeStruct(x.shape, wider(x.dtype)) for x in function.inputs]
+        self._size = int(vectors.offsets(function.outputs)[-1])
         self._batch = 2 * int(
             np.clip(OUTPUTS_AT_ONCE // max(2 * self._size, 1), 1, SLOPE_MOVES // 2)
         )
-        is_traced = subject.program is not None
+        is_traced = function.program is not None
         self._run = _programs.low_jit(self._looped) if is_traced else self._looped_in_python
         self._rounded = _programs.low_jit(self._rounded_outputs)
         self._point: Sequence[Any] = ()

@@ -60,13 +60,13 @@ def _is_in_a_derivative(place: Place) -> bool:
 
 def note_unused_rules(point: Point, xs: Sequence[Sequence[Any]], log: Log) -> None:
     """A note for each rule that met no cotangent but zero at any of some points."""
-    subject = point.of.subject
-    lines = {same_rule(e): line_of_rule(e) for e in rules_in(subject.program)}
-    if not lines or _are_all_results(subject.program):
+    function = point.of.function
+    lines = {same_rule(e): line_of_rule(e) for e in rules_in(function.program)}
+    if not lines or _are_all_results(function.program):
         return
     keys = tuple(lines)
-    u = vectors.cotangent_leaves(point.covectors[0], subject.outputs)
-    run = _programs.low_jit(lambda zeros, x: _pulled(subject, x, keys, u, zeros))
+    u = vectors.cotangent_leaves(point.covectors[0], function.outputs)
+    run = _programs.low_jit(lambda zeros, x: _pulled(function, x, keys, u, zeros))
     try:
         zeros = np.zeros(len(lines), np.float32)
         reached = np.any([np.asarray(ran(run, zeros, list(x))) != 0 for x in xs], axis=0)
@@ -86,12 +86,12 @@ def _are_all_results(program: Any) -> bool:
     return len(outer) == inner and all(results & set(map(id, e.outvars)) for e in outer)
 
 
-def _pulled(subject, xs, keys: tuple, u, zeros) -> Any:
+def _pulled(function, xs, keys: tuple, u, zeros) -> Any:
     """The cotangents of the results of each rule, added up with random factors."""
 
     def run(zeros):
         with _programs.one_promotion():
-            return _programs.evaluate(subject.program, xs, _Added(zeros, keys))
+            return _programs.evaluate(function.program, xs, _Added(zeros, keys))
 
     return jax.vjp(run, zeros)[1](u)[0]
 

@@ -95,7 +95,7 @@ def on_another_device(found: CheckedPoint, gradient: np.ndarray, kind: str, log:
     else:
         point.rule = exact
         verdicts = _arithmetic(point, log)
-    failures = contract.finite_gradient(point.of.subject, point.finite)
+    failures = contract.finite_gradient(point.of.function, point.finite)
     for start, stop in point.ranges:
         wrong = np.flatnonzero(verdicts.kinds[start:stop] == WRONG) + start
         if len(wrong):
@@ -144,7 +144,7 @@ def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:
     """
     unit = ROUNDINGS["float32"] * float(jnp.finfo(point.of.narrow).eps)
     largest = np.abs(rule * point.scale).max()
-    value = np.abs(vectors.to_numpy(point.of.subject.outputs))
+    value = np.abs(vectors.to_numpy(point.of.function.outputs))
     value = (np.abs(point.covectors) @ np.nan_to_num(value, posinf=0.0)).max()
     largest = value if largest <= unit * value else largest
     own = np.fmin(point.rounding(OF_RULE), unit * largest / point.scale)

@@ -60,7 +60,8 @@ LEAST_VERIFIED = 0.5
 OK, ROUNDING, KINK, NOISE, DISPUTED, UNSEEN, WRONG = range(7)
 VERIFIED = (OK, ROUNDING)
 NOTES = {
-    ROUNDING: "off by rounding: plain AD or the rule's operations lose as much in this precision",
+    ROUNDING: "off by rounding: plain autodiff or the rule's operations lose as much in this "
+    "precision",
     KINK: "at a kink: the gradient lies between the one-sided slopes",
     NOISE: "not verified: the slopes are too noisy, or rounding explains the difference",
     DISPUTED: "not verified: JAX's own derivative does not have the function's slopes either",

@@ -9,9 +9,9 @@ import numpy as np
 
 import clipgrad._programs as _programs
 from clipgrad._check import vectors
+from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, spread
-from clipgrad._check.subject import CheckSubject
 from clipgrad._check.theirs import TheirError, ran, theirs
 from clipgrad._check.verdict import narrowest
 from clipgrad._programs import Parts, rounded_in_float64
@@ -38,10 +38,10 @@ class VJP(NamedTuple):
         return np.stack([self(u) for u in covectors])
 
 
-def differentiated(subject: CheckSubject, xs: Sequence[Any]) -> VJP:
+def differentiated(function: CheckedFunction, xs: Sequence[Any]) -> VJP:
     """`jax.vjp` at a point, outside of `jax.jit` as in a user's program."""
-    outputs, pull = theirs(jax.vjp, subject.fun, list(xs))
-    return VJP(outputs, pull, subject.outputs)
+    outputs, pull = theirs(jax.vjp, function.fun, list(xs))
+    return VJP(outputs, pull, function.outputs)
 
 
 class Witness:
@@ -49,13 +49,13 @@ class Witness:
 
     Args:
       call: from inputs and cotangents in one list, and a hook, to the gradient's leaves.
-      subject: the function.
+      function: the function.
     """
 
-    def __init__(self, call: Call, subject: CheckSubject):
-        self.call, self._outputs = call, subject.outputs
+    def __init__(self, call: Call, function: CheckedFunction):
+        self.call, self._outputs = call, function.outputs
         self._run = _programs.low_jit(lambda leaves: theirs(call, leaves, None))
-        self._platform = next(iter(subject.inputs[0].devices())).platform
+        self._platform = next(iter(function.inputs[0].devices())).platform
         self._moved: Callable | None = None
 
     def at(self, xs: Sequence[Any], covectors: np.ndarray) -> np.ndarray:
@@ -96,7 +96,7 @@ class Witnesses(NamedTuple):
     """A function, its gradients, and how its slopes are measured.
 
     Attributes:
-      subject: the function of its float leaves, and the point.
+      function: the function of its float leaves, and the point.
       rule: the VJP as it is written, in float64; None if it cannot be had.
       plain: plain AD in float64; None if it cannot be had. It is the rule where there is none.
       evaluation: measures slopes.
@@ -105,7 +105,7 @@ class Witnesses(NamedTuple):
       loops: whether it holds a loop that stops by its numbers.
     """
 
-    subject: CheckSubject
+    function: CheckedFunction
     rule: Witness | None
     plain: Witness | None
     evaluation: Evaluation
@@ -115,69 +115,71 @@ class Witnesses(NamedTuple):
 
 
 def find_evaluation(
-    subject: CheckSubject, notes: list[str], hold: bool = True
+    function: CheckedFunction, notes: list[str], hold: bool = True
 ) -> tuple[Evaluation, Wide | None]:
     """The evaluation for slopes: in float64 if it can be, or else in the function's own type."""
     try:
-        wide = Wide(subject.program)
-        evaluation = Evaluation(subject, wide, hold)
-        evaluation.set_point(subject.inputs)
+        wide = Wide(function.program)
+        evaluation = Evaluation(function, wide, hold)
+        evaluation.set_point(function.inputs)
         evaluation.require_same_values()
         return evaluation, wide
     except (Unsupported, TheirError) as error:
         notes.append(f"evaluation in float64 is not possible ({error})")
-        evaluation = Evaluation(subject, None, hold)
-        evaluation.set_point(subject.inputs)
+        evaluation = Evaluation(function, None, hold)
+        evaluation.set_point(function.inputs)
         return evaluation, None
 
 
 def find_witnesses(
-    subject: CheckSubject, notes: list[str], of: Witnesses | None = None
+    function: CheckedFunction, notes: list[str], of: Witnesses | None = None
 ) -> Witnesses:
     """The witnesses of a function; `of` has those of the function whose VJP it is.
 
     Plain AD of a VJP is that of the plain VJP. In slopes of a VJP `stop_gradient` is not held: that
     would hide exactly the derivative that a rule forgets.
     """
-    evaluation, wide = find_evaluation(subject, notes, hold=of is None)
-    program, rule, plain = subject.program, None, None
+    evaluation, wide = find_evaluation(function, notes, hold=of is None)
+    program, rule, plain = function.program, None, None
     types = _programs.computed_types(program) if program is not None else set()
-    is_ruled = has_rules(subject) if of is None else of.is_ruled
+    is_ruled = has_rules(function) if of is None else of.is_ruled
     if wide is not None:
-        plain = _plain_ad(subject, wide if of is None else of.plain and of.plain.call)
-        rule = plain if of is None and not is_ruled else _rule(subject, notes)
-    narrow, loops = narrowest([*subject.dtypes, *types]), _stops_by_numbers(program)
-    return Witnesses(subject, rule, plain, evaluation, narrow, is_ruled, loops)
+        plain = _plain_ad(function, wide if of is None else of.plain and of.plain.call)
+        rule = plain if of is None and not is_ruled else _rule(function, notes)
+    narrow, loops = narrowest([*function.dtypes, *types]), _stops_by_numbers(program)
+    return Witnesses(function, rule, plain, evaluation, narrow, is_ruled, loops)
 
 
-def _plain_ad(subject: CheckSubject, function: Call | None) -> Witness | None:
-    count = len(subject.inputs)
-    if function is None:
+def _plain_ad(function: CheckedFunction, evaluated: Call | None) -> Witness | None:
+    count = len(function.inputs)
+    if evaluated is None:
         return None
 
     def call(leaves, hook):
-        _, pull = jax.vjp(lambda xs: function(xs, hook), leaves[:count])
+        _, pull = jax.vjp(lambda xs: evaluated(xs, hook), leaves[:count])
         return pull(leaves[count:])[0]
 
-    return Witness(call, subject)
+    return Witness(call, function)
 
 
-def _rule(subject: CheckSubject, notes: list[str]) -> Witness | None:
-    count = len(subject.inputs)
-    pull_back = lambda leaves: subject.pull_back(leaves[:count], leaves[count:])  # noqa: E731
-    seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+def _rule(function: CheckedFunction, notes: list[str]) -> Witness | None:
+    count = len(function.inputs)
+    pull_back = lambda leaves: function.pull_back(leaves[:count], leaves[count:])  # noqa: E731
+    seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in function.outputs]
     try:
-        return Witness(Wide(theirs(jax.make_jaxpr(pull_back), [*subject.inputs, *seeds])), subject)
+        return Witness(
+            Wide(theirs(jax.make_jaxpr(pull_back), [*function.inputs, *seeds])), function
+        )
     except (Unsupported, TheirError) as error:
         notes.append(f"no rule in float64 ({error})")
         return None
 
 
-def has_rules(subject: CheckSubject) -> bool:
+def has_rules(function: CheckedFunction) -> bool:
     """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
-    if subject.program is None:
+    if function.program is None:
         return True
-    found = _programs.equations(subject.program)
+    found = _programs.equations(function.program)
     return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in found)
 
 

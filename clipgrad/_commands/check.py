@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "mode": (
         "{auto,full}",
         str,
-        "auto: single elements where rule and plain AD differ, the rest together; full: each "
+        "auto: single elements where rule and plain autodiff differ, the rest together; full: each "
         "element by itself",
     ),
     "max_relative_error": ("ERROR", float, "Paddle's tolerance, such as 0.005"),

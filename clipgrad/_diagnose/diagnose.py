@@ -31,7 +31,14 @@ from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._losses import TracedLoss, traced_loss
 from clipgrad._names import placed_equations
-from clipgrad._programs import has_custom_vjp, is_cond, is_foreign, is_while, settings_of_runs
+from clipgrad._programs import (
+    has_custom_vjp,
+    is_cond,
+    is_foreign,
+    is_while,
+    operation_name,
+    settings_of_runs,
+)
 
 
 @explain_call()
@@ -217,7 +224,7 @@ def _notes_on_rules(program: Any) -> list[str]:
     """Notes on operations that have rules of their own, or are not measured inside."""
     notes = {}
     for own in placed_equations(program, inner_programs):
-        place, name = own.place, own.place.equation.primitive.name
+        place, name = own.place, operation_name(own.place.equation)
         if has_custom_vjp(place.equation):
             text = f"{place.operation} has a custom VJP, and is measured as one operation"
         elif _is_closed(place.equation):

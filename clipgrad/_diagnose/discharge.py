@@ -19,6 +19,7 @@ from clipgrad._programs import (
     is_reference,
     is_scan,
     opened,
+    operation_name,
     scan_counts,
     use_of,
 )
@@ -91,7 +92,7 @@ def _of_references(equation: JaxprEqn, inputs: list) -> list:
         results = bind(equation, own)
         return results, [jax.freeze(own[i]) for i in where]
 
-    run.__name__ = equation.primitive.name
+    run.__name__ = operation_name(equation)
     results, held = jax.jit(run)(*(x.value if type(x) is _Cell else x for x in inputs))
     _put(inputs, held)
     return results

@@ -11,14 +11,13 @@ import clipgrad._arrays as _arrays
 from clipgrad._check import vectors
 from clipgrad._check.selection import Selector, select
 from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._losses import leaf_names, leaf_paths
 from clipgrad._programs import holds_floats
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
 
 
-class CheckSubject(NamedTuple):
+class CheckedFunction(NamedTuple):
     """A function of the leaves to be checked, and the point at which to check it.
 
     `fun` maps the chosen input leaves to the chosen output leaves; all else is constant.
@@ -70,15 +69,15 @@ def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
         _arrays.check_leaves(name, leaves)
 
 
-def make_subject(
+def checked_function(
     fun: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
     wrt: Selector | None = None,
     no_grad: Selector | None = None,
     output: Selector | None = None,
-) -> CheckSubject:
-    """Call the function once and set up the subject, or say what is wrong with the request."""
+) -> CheckedFunction:
+    """Call the function once and choose its leaves, or say what is wrong with the request."""
     kwargs = dict(kwargs or {})
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
@@ -86,7 +85,7 @@ def make_subject(
     arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
-    names = leaf_names("args", args) + leaf_names("kwargs", kwargs)
+    names = _arrays.leaf_names("args", args) + _arrays.leaf_names("kwargs", kwargs)
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
     result = call(arrays, [leaves[k] for k in arrays])
     _arrays.check_concrete("fun", result)
@@ -96,7 +95,7 @@ def make_subject(
     def chosen_fun(xs):
         return pick(call(chosen, xs))
 
-    return CheckSubject(
+    return CheckedFunction(
         fun=chosen_fun,
         program=traced(chosen_fun, inputs),
         inputs=inputs,
@@ -111,9 +110,9 @@ def make_subject(
 DONATED = "{} is donated: the first call used it up; pass the function without donate_argnums"
 
 
-def donated_arguments(subject: CheckSubject) -> list[str]:
+def donated_arguments(function: CheckedFunction) -> list[str]:
     """The names of the inputs whose buffers the first call of the function used up."""
-    pairs = zip(subject.names, subject.inputs, strict=True)
+    pairs = zip(function.names, function.inputs, strict=True)
     return [name for name, x in pairs if x.is_deleted()]
 
 
@@ -171,12 +170,12 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 def _input_paths(fun, args, kwargs):
     parameters = _arrays.parameter_names(fun, len(args))
     paths = []
-    for path in leaf_paths(args):
+    for path in _arrays.leaf_paths(args):
         first, _, rest = path.partition("/")
         named = parameters[int(first)] if int(first) < len(parameters) else None
         spelled = [first] if named is None else [named, first]
         paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
-    return paths + leaf_paths(kwargs)
+    return paths + _arrays.leaf_paths(kwargs)
 
 
 def _leaf_kind(leaf):
@@ -191,9 +190,9 @@ def _chosen_outputs(out, output):
             f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
             "floating-point array among its results"
         )
-    names = leaf_names("out", out)
+    names = _arrays.leaf_names("out", out)
     if output is not None:
-        paths = leaf_paths(out)
+        paths = _arrays.leaf_paths(out)
         kept = select(output, [paths[k] or "0" for k in floats], "output")
         floats = [floats[k] for k in sorted(kept)]
 
