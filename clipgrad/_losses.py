@@ -51,16 +51,6 @@ class Leaf(NamedTuple):
     name: str
 
 
-def leaf_names(root: str, tree: Any) -> list[str]:
-    """The names of the leaves of a tree that is called ``root``: ``args[0]['w']``."""
-    return [root + keystr(keys) for keys, _ in paths_of_arrays(tree)]
-
-
-def leaf_paths(tree: Any) -> list[str]:
-    """The paths of the leaves of a tree, as patterns have them: ``0/w``."""
-    return [path_string(keys) for keys, _ in paths_of_arrays(tree)]
-
-
 def _leaf(keys: Any) -> Leaf:
     """The leaf with these keys in the pair of arguments and keyword arguments."""
     argument = keys[1].key if keys[0].idx else keys[1].idx

@@ -68,6 +68,12 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
         )
 
 
+def test_the_checker_knows_no_clip_whose_mistake_it_could_share():
+    own = {module for path in (PACKAGE / "_check").glob("*.py") for module in imports(path)}
+    rooms = {module.split(".")[1] for module in own if module.startswith("clipgrad.")}
+    assert {name for name in rooms if ROOMS.index(name) > ROOMS.index("_names")} == {"_check"}
+
+
 DESIGN = (PACKAGE.parent / "DESIGN.md").read_text()
 
 

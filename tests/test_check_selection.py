@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._arrays import parameter_names
+from clipgrad._arrays import leaf_names, leaf_paths, parameter_names
 from clipgrad._check.selection import select
-from clipgrad._losses import leaf_names, leaf_paths
 
 pytestmark = pytest.mark.exhaustive
 

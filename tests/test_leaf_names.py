@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._losses import leaf_names, leaf_paths
+from clipgrad._arrays import leaf_names, leaf_paths
 
 UP = np.array([0.5, 2.0, 3.0], np.float32)
 X = jnp.arange(1.0, 4.0)

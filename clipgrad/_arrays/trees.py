@@ -286,6 +286,16 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def leaf_names(root: str, tree: Any) -> list[str]:
+    """The names of the leaves of a tree, called ``root``, as one writes them: ``args[0]['w']``."""
+    return [root + jax.tree_util.keystr(keys) for keys, _ in leaves_with_keys(tree)]
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The paths of the leaves of a tree, as patterns have them: ``0/w``."""
+    return [path_string(keys) for keys, _ in leaves_with_keys(tree)]
+
+
 def donated_leaf(tree: Any) -> str | None:
     """The place of the first array that a function has overwritten, as ``[0]['w']``, or None."""
     if not any(map(_is_deleted, jax.tree.leaves(tree))):  # paths would be dear in each step

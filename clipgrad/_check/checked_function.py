@@ -11,7 +11,6 @@ import clipgrad._arrays as _arrays
 from clipgrad._check import vectors
 from clipgrad._check.selection import Selector, select
 from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._losses import leaf_names, leaf_paths
 from clipgrad._programs import holds_floats
 
 Leaves = list[jax.Array]
@@ -86,7 +85,7 @@ def checked_function(
     arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
-    names = leaf_names("args", args) + leaf_names("kwargs", kwargs)
+    names = _arrays.leaf_names("args", args) + _arrays.leaf_names("kwargs", kwargs)
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
     result = call(arrays, [leaves[k] for k in arrays])
     _arrays.check_concrete("fun", result)
@@ -171,12 +170,12 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 def _input_paths(fun, args, kwargs):
     parameters = _arrays.parameter_names(fun, len(args))
     paths = []
-    for path in leaf_paths(args):
+    for path in _arrays.leaf_paths(args):
         first, _, rest = path.partition("/")
         named = parameters[int(first)] if int(first) < len(parameters) else None
         spelled = [first] if named is None else [named, first]
         paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
-    return paths + leaf_paths(kwargs)
+    return paths + _arrays.leaf_paths(kwargs)
 
 
 def _leaf_kind(leaf):
@@ -191,9 +190,9 @@ def _chosen_outputs(out, output):
             f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
             "floating-point array among its results"
         )
-    names = leaf_names("out", out)
+    names = _arrays.leaf_names("out", out)
     if output is not None:
-        paths = leaf_paths(out)
+        paths = _arrays.leaf_paths(out)
         kept = select(output, [paths[k] or "0" for k in floats], "output")
         floats = [floats[k] for k in sorted(kept)]
 

@@ -6,7 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._arrays import check_arguments, explain_call, leaves_out, parameter_names
+from clipgrad._arrays import (
+    check_arguments,
+    explain_call,
+    leaf_names,
+    leaves_out,
+    parameter_names,
+)
 from clipgrad._check import contract, vectors
 from clipgrad._check.behavior import are_on_cpu
 from clipgrad._check.checked_function import (
@@ -22,7 +28,6 @@ from clipgrad._check.selection import Selector
 from clipgrad._check.theirs import TheirError, theirs
 from clipgrad._check.verdict import settled
 from clipgrad._check.witnesses import find_evaluation
-from clipgrad._losses import leaf_names
 
 STATE = (
     "the function changes state or draws random numbers; pass the state, or the key, as an argument"
