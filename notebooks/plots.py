@@ -157,6 +157,17 @@ def flow(
     _draw(ax, graph)
 
 
+def pairs(ax: Axes, edges: Mapping[tuple[str, str], Any], *, marked: str) -> None:
+    """Draws arrows by their ends, from top to bottom, each with its two numbers."""
+    graph = nx.DiGraph()
+    for ends, numbers in edges.items():
+        graph.add_edge(*ends, numbers=[f"{float(number):g}" for number in numbers])
+    for node in graph:
+        kind = "saved" if node == marked else "operation"
+        graph.nodes[node].update(label=node, kind=kind)
+    _draw(ax, graph)
+
+
 def _draw(ax: Axes, graph: nx.DiGraph) -> None:
     position = _positions(graph)
     top, bottom = (

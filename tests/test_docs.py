@@ -51,6 +51,12 @@ def test_no_address_of_a_link_is_broken_over_two_lines():
     assert not [page for page, text in texts.items() if re.search(r"\]\([^)\s]*\n", text)]
 
 
+@pytest.mark.parametrize("page", [*ALL_PAGES, *ROOT.glob("[AC]*.md")], ids=lambda page: page.stem)
+def test_the_site_shows_each_line_of_code_without_scrolling(page):
+    blocks = re.findall(r"^```(?:py|python|sh)\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 92]
+
+
 def test_every_public_name_has_one_place_in_the_reference():
     reference = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = re.findall(r"\.\. auto\w+:: (?:clipgrad\.\w+\.)?(\w+)", reference)

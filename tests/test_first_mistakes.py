@@ -193,6 +193,9 @@ CALLS = {
     ),
     "clip_by_value: got max_delta=1.0, expected max=1.0": lambda: cg.clip_by_value(max_delta=1.0),
     "clip_by_norm: got max_nrom=1.0, expected max_norm=1.0": lambda: cg.clip_by_norm(max_nrom=1.0),
+    "skip_spikes: got threshhold=1.0, expected max_norm=1.0": lambda: cg.skip_spikes(
+        optax.sgd(0.1), threshhold=1.0
+    ),
     "train_step: got grad_accum=4, expected accumulate=4": lambda: cg.train_step(
         loss, optax.sgd(0.1), grad_accum=4
     ),

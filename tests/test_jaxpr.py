@@ -102,6 +102,27 @@ def test_a_hook_reaches_the_equations_of_a_nested_program(name):
     assert not np.allclose(again(NESTED[name], Doubling()), NESTED[name](X))
 
 
+def kinds_of(program):
+    return {kind for e in program.eqns if (kind := _programs.kind_of(e)) is not None}
+
+
+@pytest.mark.parametrize("name", sorted(NESTED.keys() - {"linear solve"}))
+def test_a_hook_enters_all_kinds_but_those_that_it_leaves_whole(name):
+    program, hook, others = jax.make_jaxpr(NESTED[name])(X), Doubling(), Doubling()
+    hook.whole = kinds_of(program)
+    others.whole = set(_programs.KINDS.values()) - hook.whole
+    np.testing.assert_allclose(*_programs.evaluate(program, [X], hook), NESTED[name](X), rtol=1e-6)
+    assert not np.allclose(*_programs.evaluate(program, [X], others), NESTED[name](X))
+
+
+@pytest.mark.parametrize("name", ["jit", "remat", *CUSTOM])
+def test_a_kind_that_a_hook_has_in_place_is_evaluated_without_its_wrapper(name):
+    program, hook = jax.make_jaxpr((NESTED | CUSTOM)[name])(X), _programs.Hook()
+    hook.in_place = kinds_of(program)
+    again = jax.make_jaxpr(lambda x: _programs.evaluate(program, [x], hook))(X)
+    assert kinds_of(program) and not kinds_of(again)
+
+
 @pytest.mark.parametrize("name", CUSTOM)
 def test_custom_rules_stay_whole_unless_flattened(name):
     np.testing.assert_allclose(again(CUSTOM[name], Doubling()), jnp.sin(X))

@@ -29,8 +29,8 @@ def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monke
     runpy.run_path("train.py", run_name="__main__")
     shown = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)[1]
     assert capsys.readouterr().out == shown
-    assert re.match("step 57, train.py:20: div at 0, 0 .*\nexample 21 .device data=5.: its", shown)
-    assert PROGRAMS[0].splitlines()[19].endswith("mask.sum(axis=1, keepdims=True)")
+    assert re.match("step 57, train.py:22: div at 0, 0 .*\nexample 21 .device data=5.: its", shown)
+    assert PROGRAMS[0].splitlines()[21].endswith("mask.sum(axis=1, keepdims=True)")
 
 
 def test_a_climb_of_one_percent_a_step_is_no_spike():

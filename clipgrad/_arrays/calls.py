@@ -32,13 +32,13 @@ _WORDS = {
     "judge": "criterion metric monitor on",
     "like": "item params target template",
     "loss_fn": "f fn fun func loss loss_function",
-    "max": "a_max clip clip_value clip_value_max clipping_threshold limit max_delta max_norm "
+    "max": "a_max clip clip_value clip_value_max clipping_threshold high limit max_delta max_norm "
     "max_value threshold upper",
     "max_norm": "clip clip_grad_norm clip_norm clipping_threshold grad_clip grad_clip_norm "
     "gradient_clip_norm gradient_clip_val l2_clip l2_clip_norm l2_norm_clip limit max "
     "max_grad_norm threshold",
     "microbatch": "batch_size chunk_size microbatch_size",
-    "min": "a_min clip_value_min lower min_value",
+    "min": "a_min clip_value_min low lower min_value",
     "mode": "fast_mode",
     "names": "map mapping name_map rename",
     "optimizer": "inner opt optim tx",
@@ -195,10 +195,16 @@ class Signature:
             return f'{got}, expected rules={{"{wrong}": ...}}'
         if call := self._with_rule(wrong, value):
             return f"{got}, expected a rule with it; write {call}"
+        near = self._spelled_like(wrong)
+        expected = f"{near}={value}" if near else f"some of {', '.join(self.known)}"
+        return f"{got}, expected {expected}"
+
+    def _spelled_like(self, wrong: str) -> str:
+        """The parameter that a keyword, or a word for it elsewhere, is spelled like; or empty."""
+        words = {word: name for name in self.known for word in ELSEWHERE.get(name, ())}
         near = difflib.get_close_matches(wrong, self.known, 1)
-        if not near:
-            return f"{got}, expected some of {', '.join(self.known)}"
-        return f"{got}, expected {near[0]}={value}"
+        like = difflib.get_close_matches(wrong, words, 1, cutoff=0.85)
+        return next(iter([*near, *map(words.__getitem__, like)]), "")
 
     def _with_rule(self, word: str, value: str) -> str:
         """The call with a rule that has this field, for a function of a rule; or empty."""

@@ -19,7 +19,7 @@ _WORDS = {
     "limit": "threshold",
     "max": "amax absmax abs_max largest maximum",
     "max_relative_error": "error max_error rel_error relative_error",
-    "message": "summary text reason",
+    "message": "reason report summary text",
     "norm": "grad_norm gradient_norm l2_norm",
     "ok": "success passed is_ok valid",
     "param": "param_norm parameter weight weight_norm",

@@ -5,7 +5,6 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.experimental import checkify
 
 from clipgrad._arrays import is_clippable, map_clippable, with_paths
 from clipgrad._clip.stats import count_nonfinite
@@ -55,6 +54,8 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
 
 
 def _check_functionally(path: str, count: jax.Array) -> None:
+    from jax.experimental import checkify  # a hundredth of a second, which few need
+
     shown = f" {path!r}".replace("{", "{{").replace("}", "}}") if path else ""
     message, total = f"{{count:.0f}} elements of the gradient{shown} are NaN or inf", jnp.sum(count)
     values: dict[str, Any] = {"count": total}
