@@ -105,7 +105,7 @@ class _Kind(NamedTuple):
 
 @explain_call()
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
-    r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
+    r"""The norm of all arrays of a tree together, which neither overflows nor underflows.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -132,6 +132,8 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
 
     Raises:
       ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
+
+    It is the norm of one vector, $(\sum_i |g_i|^p)^{1/p}$.
 
     Guarantees:
       * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower

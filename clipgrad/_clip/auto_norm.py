@@ -23,7 +23,7 @@ from clipgrad._clip.thresholds import Number
 
 @pytree_rule
 class AutoNorm(MeasuringRule):
-    r"""Scales all leaves by one factor: $g \cdot \mathrm{max\_norm} / (\|g\| + \mathrm{gamma})$.
+    r"""Scales a whole gradient to about one norm, without a threshold to tune.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -44,7 +44,8 @@ class AutoNorm(MeasuringRule):
         for an ``axis_name`` that is not a mapped axis.
       TypeError: for what is not a number, array or schedule.
 
-    The norm is `global_norm`. A gradient far above ``gamma`` gets the norm ``max_norm``, whether it
+    Each leaf becomes $g \cdot \mathrm{max\_norm} / (n + \mathrm{gamma})$ with the `global_norm` $n$
+    of all leaves. A gradient far above ``gamma`` gets the norm ``max_norm``, whether it
     was larger or smaller; far below it the factor is ``max_norm / gamma``. So ``max_norm`` only
     multiplies the learning rate. With `clip_per_example` this is the automatic clipping (AUTO-S)
     of differentially private training.

@@ -25,7 +25,7 @@ _LARGE = 2.0**90
 
 @pytree_rule
 class ClipByBlockRMS(MeasuringRule):
-    r"""Scales each leaf to a maximal rms: $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
+    r"""Scales each array of a gradient down to a maximal root mean square.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -43,6 +43,8 @@ class ClipByBlockRMS(MeasuringRule):
     Raises:
       ValueError: for a threshold that is negative or NaN.
       TypeError: for a threshold that is not a number, array or schedule.
+
+    A leaf becomes $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
 
     ==========================  ==========================================================
     rms or threshold            result

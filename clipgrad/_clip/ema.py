@@ -37,7 +37,7 @@ class EMAState(NamedTuple):
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class EMAThreshold:
-    r"""AdaGC: limits each leaf by the moving average of its own clipped norms.
+    r"""A threshold that adapts (AdaGC): a multiple of the average of each leaf's clipped norms.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

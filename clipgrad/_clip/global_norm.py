@@ -19,7 +19,7 @@ from clipgrad._clip.thresholds import Threshold
 
 @pytree_rule
 class ClipByGlobalNorm(MeasuringRule):
-    r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
+    r"""Scales a whole gradient down to a maximal norm.
 
     The norm is `global_norm`, the norm of all leaves as one vector.
 
@@ -41,6 +41,8 @@ class ClipByGlobalNorm(MeasuringRule):
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
         called, for an ``axis_name`` that is not a mapped axis.
       TypeError: for a threshold that is not a number, array or schedule.
+
+    Each leaf becomes $g \cdot \min(1, \mathrm{max\_norm} / n)$ with the norm $n$ of all leaves.
 
     ==========================  ==========================================================
     norm or threshold           result

@@ -12,7 +12,7 @@ from clipgrad._clip.thresholds import Feed, Window, check, fed, feeds, number, s
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class HistoryThreshold:
-    r"""Mean plus some deviations of the last norms, without the norm of this step.
+    r"""A threshold that adapts: mean plus some deviations of the last norms, before this step.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax

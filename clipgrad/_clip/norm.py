@@ -22,7 +22,7 @@ from clipgrad._clip.units import ReducedAxes, check_axis, reduced_axes
 
 @pytree_rule
 class ClipByNorm(MeasuringRule):
-    r"""Scales each leaf to a maximal norm: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
+    r"""Scales each array of a gradient, or each slice of it, down to a maximal norm.
 
     With ``axis`` each slice of a leaf has its own norm: one for each index of the axes that are not
     named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
@@ -51,6 +51,8 @@ class ClipByNorm(MeasuringRule):
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
         called, for a leaf that lacks an axis.
       TypeError: for a threshold that is not a number, array or schedule.
+
+    A leaf (slice) becomes $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
     ============================  ======================================================
     norm or threshold             result

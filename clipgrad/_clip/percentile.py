@@ -22,7 +22,7 @@ from clipgrad._clip.thresholds import (
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class PercentileThreshold:
-    r"""AutoClip: a percentile of the last norms, including the norm of this step.
+    r"""A threshold that adapts (AutoClip): a percentile of the last norms and this one.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax

@@ -64,7 +64,7 @@ else:
 
 
 class ClipRule(_Transformation):
-    """A function from a tree of gradients, or cotangents, to a clipped tree like it.
+    """A clip rule: a function from a tree of gradients to a clipped tree like it.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp, optax

@@ -64,7 +64,7 @@ def _written_min(rule: Any) -> Any:
 
 @pytree_rule
 class ClipByValue(MeasuringRule):
-    r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
+    r"""Limits each element of a gradient to an interval.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -85,6 +85,8 @@ class ClipByValue(MeasuringRule):
         without ``min``; when called, for a bound that would enlarge a leaf, and for complex
         leaves with a ``min`` other than ``-max``.
       TypeError: for a bound that is not a number, array or schedule.
+
+    An element becomes $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
     `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
     ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.

@@ -39,7 +39,7 @@ class ZScoreState(NamedTuple):
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class ZScoreThreshold:
-    r"""ZClip: clips norms that stand out from their moving average.
+    r"""A threshold that adapts (ZClip): it limits norms that stand out from their moving average.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
