@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend import source_info_util
 
 import clipgrad as cg
 from tests.helpers import line_of
@@ -167,6 +168,18 @@ def test_a_cut_is_told_where_it_is_and_why(name):
     own = finding.kind, finding.cause, finding.leaf, finding.line
     assert own == ("zero", cause, "args[0]['w']", line_of(loss, "# cut")), found
     assert says in finding.message and never not in finding.message, found
+
+
+def test_a_function_of_jax_that_another_program_traced_first_has_the_line_of_its_caller():
+    """JAX keeps what it has traced of ``jnp.round``: the lines are those of the first trace."""
+    other = jax.make_jaxpr(lambda x: 2 * x)(1.0).eqns[0].source_info
+    with source_info_util.user_context(other.traceback):
+        jax.make_jaxpr(lambda x: jnp.round(x, 7))(jnp.ones(3))
+
+    def loss(w):
+        return jnp.sum(jnp.round(w, 7))  # cut
+
+    assert cg.diagnose(loss, (jnp.ones(3),)).findings[0].line == line_of(loss, "# cut")
 
 
 # -- What may be meant.

@@ -16,6 +16,7 @@ from clipgrad._programs import (
     SCANS,
     SHARD_MAPS,
     axis_lengths,
+    called_program,
     device_count,
     function_name,
     has_custom_rule,
@@ -142,8 +143,9 @@ class Place(NamedTuple):
     @property
     def _frames(self) -> list[Any]:
         """The lines that were run, innermost first; tracebacks end where programs begin."""
-        tracebacks = (equation.source_info.traceback for equation in self.chain)
-        return [frame for found in tracebacks if found is not None for frame in found.frames]
+        chain = self.chain
+        pairs = zip(chain, [*chain[1:], None], strict=True)
+        return [frame for equation, around in pairs for frame in _frames_inside(equation, around)]
 
     @property
     def derivative_of(self) -> tuple[Any, ...] | None:
@@ -221,6 +223,23 @@ def is_users(file: str) -> bool:
     if file.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.split(os.sep)):
         return False
     return not file.startswith((*filter(None, _INSTALLED), _LIBRARY + os.sep))
+
+
+def _frames_inside(equation: JaxprEqn, around: JaxprEqn | None) -> list[Any]:
+    """The lines that made an equation, of the program that ``around`` holds.
+
+    JAX keeps the program of a jitted function of its own for all callers. If it was first traced
+    while another program was evaluated, its equations have lines of that one, and none of the
+    function; then they say nothing.
+    """
+    traceback = equation.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    if around is None or not is_jit(around):
+        return frames
+    info = getattr(opened(called_program(around))[0], "debug_info", None)
+    file = getattr(info, "func_filename", None)
+    is_foreign = file and not is_users(file) and file not in {frame.file_name for frame in frames}
+    return [] if is_foreign else frames
 
 
 def _is_of_derivatives(file: str) -> bool:
