@@ -259,6 +259,18 @@ def test_metrics_have_the_gradient_before_the_clip_and_join_the_keys_of_other_st
     assert {k for k in cg.scalars(state) if "updates" in k} == {k for k in keys if "updates" in k}
 
 
+def test_keys_of_linen_join_if_groups_have_the_class_of_the_model():
+    by = lambda path: "Linen/" + path.rpartition("/")[0]  # noqa: E731
+    tx = cg.watch_updates(optax.sgd(0.1), by=by)
+    loss = lambda variables, x: Linen().apply(variables, x)  # noqa: E731
+    step = cg.train_step(loss, tx, watch_values=["Linen/*"])
+    keys = cg.scalars(step(step.init(Linen().init(jax.random.key(0), X)), X)[1])
+    places = {key.rpartition("/")[0] for key in keys if "Linen" in key}
+    assert places == {
+        f"{kind}/Linen/{name}" for kind in ("updates", "values") for name in ("up", "down")
+    }
+
+
 def test_layers_are_an_array_or_one_number_each():
     tx = cg.watch_updates(optax.sgd(0.1), stacked="blocks")
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
