@@ -48,7 +48,8 @@ def stepping(name: str, kind: str, step: Callable, state: Any, data: Any) -> Sid
 
 def first_call(name: str, kind: str, step: Callable, state: Any, data: Any) -> Side:
     """The time to trace and compile a step, of which only the parameters can be compared."""
-    return traced(name, kind, step, state, data)._replace(numbers=None)
+    side = traced(name, kind, step, state, data)
+    return side._replace(numbers=lambda: side.numbers()[0])
 
 
 def rows(scale: Scale) -> list[Row]:
