@@ -410,6 +410,14 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     assert clipped == {"a": 1.0}
 
 
+@every_case
+def test_squares_out_of_range_raise_nothing_under_debug_infs(case):
+    grads = {"w": jnp.array([[3e25, 4e25]])}
+    with jax.debug_infs(True):
+        clipped, stats = cg.clip_grads(grads, case.make(LIMIT), {"w": jnp.ones((1, 2))})
+        assert np.isfinite(clipped["w"]).all() and np.isfinite(stats.scale)
+
+
 @pytest.mark.kinds()
 @pytest.mark.ci("case", "apply scale")
 @everywhere

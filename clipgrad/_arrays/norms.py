@@ -345,8 +345,11 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
 def _norms_of_squares(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> list[Norm]:
     """The root of the sum of squares in range of each group, divided by its count."""
     # Eagerly one operation after the other, so that results round as optax's do.
-    plain = in_one_program(_plain_sums, 0)(groups, leaves)
-    return _in_range(groups, counts, plain, leaves)
+    return in_one_program(_of_plain_sums, 0, 1)(groups, counts, leaves)
+
+
+def _of_plain_sums(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> list[Norm]:
+    return _in_range(groups, counts, _plain_sums(groups, leaves), leaves)
 
 
 def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
