@@ -761,8 +761,7 @@ def density_by_a_symmetric_covariance(dtype):
     return custom(primal, backward), (covariance,)
 
 
-# JAX hands both triangles a part, though one alone is read; not JAX 0.12.
-@into(WRONG if jax.__version_info__ < (0, 11) else RIGHT)
+@into(WRONG)  # JAX hands both triangles a part, though one alone is read
 def eigenvalues_of_one_triangle(dtype):
     values = lambda a: jnp.linalg.eigh(a, symmetrize_input=False)[0]
     return values, (positive_definite(dtype),)
