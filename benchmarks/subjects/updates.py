@@ -33,12 +33,12 @@ def sides(make: Callable, model: Callable, narrow: bool) -> list[Side]:
     adamw = optax.adamw(1e-3)
     watched = cg.watch_updates(adamw, stacked=stacked)
     gradient = jax.grad(models.in_bfloat16(loss) if narrow else loss)
-    found = []
+    both = []
     for name, kind, tx in (("clipgrad", OURS, watched), ("not watched", FLOOR, adamw)):
         state = (params, tx.init(params))
         step = step_of(tx, gradient)
-        found.append(make(name, kind, step, state, data))
-    return found
+        both.append(make(name, kind, step, state, data))
+    return both
 
 
 def stepping(name: str, kind: str, step: Callable, state: Any, data: Any) -> Side:
@@ -54,10 +54,10 @@ def first_call(name: str, kind: str, step: Callable, state: Any, data: Any) -> S
 
 def rows(scale: Scale) -> list[Row]:
     """Each model's step in both types, and its first call."""
-    found = []
+    table = []
     for name, make in {"unrolled": unrolled, "scanned": scanned}.items():
         model = lambda make=make: make(scale)  # noqa: E731
-        found += [
+        table += [
             Row(
                 f"{name} transformer, donated",
                 lambda m=model: sides(stepping, m, False),
@@ -72,4 +72,4 @@ def rows(scale: Scale) -> list[Row]:
             ),
             Row(f"{name} transformer", lambda m=model: sides(first_call, m, False), budget=20.0),
         ]
-    return found
+    return table

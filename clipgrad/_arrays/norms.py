@@ -33,6 +33,7 @@ from clipgrad._arrays.numbers import (
 )
 from clipgrad._arrays.ranges import (
     in_range,
+    root_in_range,
     scale_of_largest,
     scale_of_plain,
     scaled_square,
@@ -240,7 +241,7 @@ def group_norms(
     fixed = [real_or_absolute(with_real_dtype(jax.lax.stop_gradient(x), dtype)) for x in leaves]
     groups = Groups(tuple(axes), tuple(map(tuple, members)), mapped_names(axis_name))
     cpu = functools.partial(_norms_of_wide_sums, groups) if dtype == "float32" else None
-    return added_up(three_squares, fixed, groups, _value_of_three, cpu)
+    return added_up(three_squares, fixed, groups, root_in_range, cpu)
 
 
 def _norms_of_wide_sums(groups: Groups, _: Arrays, leaves: Arrays) -> list[jax.Array]:
@@ -251,11 +252,6 @@ def _norms_of_wide_sums(groups: Groups, _: Arrays, leaves: Arrays) -> list[jax.A
 
 def _wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf.astype(jnp.float64)), axis=axes, keepdims=keep)
-
-
-def _value_of_three(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
-    total, scale = in_range(down, plain, up)
-    return jnp.sqrt(total) / scale
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:

@@ -174,6 +174,11 @@ def sums_of_norm(norm: jax.Array) -> jax.Array:
 
 
 def root_of_sums(sums: jax.Array) -> jax.Array:
-    total, scale = in_range(sums[..., 0], sums[..., 1], sums[..., 2])
+    return root_in_range(sums[..., 0], sums[..., 1], sums[..., 2])
+
+
+def root_in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
+    """The norm, from the one of three sums of squares that is in range."""
+    total, scale = in_range(down, plain, up)
     root = jnp.sqrt(jnp.where(total == 0, 1, total)) / scale
     return jnp.where(total == 0, 0, root)

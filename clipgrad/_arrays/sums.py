@@ -144,15 +144,15 @@ class Groups(NamedTuple):
         """Merges ``local`` values: first on this device, then in one collective for each axis."""
         local = local if self.keep else list(map(on_every_device, local))
         places = [self._axes_of(leaf) for leaf in leaves]
-        found: list[list[jax.Array]] = [[] for _ in self.members]
+        parts_of: list[list[jax.Array]] = [[] for _ in self.members]
         for names in dict.fromkeys(places):
             here = [[local[i] for i in group if places[i] == names] for group in self.members]
-            owners = [owner for owner, parts in zip(found, here, strict=True) if parts]
+            owners = [owner for owner, parts in zip(parts_of, here, strict=True) if parts]
             merged = [functools.reduce(merge, parts) for parts in here if parts]
             merged = collective(merged, names) if names else merged
             for owner, value in zip(owners, merged, strict=True):
                 owner.append(value)
-        return [functools.reduce(merge, values) for values in found]
+        return [functools.reduce(merge, values) for values in parts_of]
 
     def _axes_of(self, leaf: jax.Array) -> tuple[str, ...]:
         """The mapped axes over which this leaf is spread, where that is known, or else all."""
@@ -251,8 +251,8 @@ def _finished_in_few(
 ) -> list[Any]:
     """The results of all groups, computed in few arrays."""
     joined = Joined.of(columns[0])
-    found = map(finish, *joined.numbers(counts), *map(joined.join, columns))
-    rows, structures = zip(*map(jax.tree.flatten, found), strict=True)
+    results = map(finish, *joined.numbers(counts), *map(joined.join, columns))
+    rows, structures = zip(*map(jax.tree.flatten, results), strict=True)
     fields = map(joined.part, zip(*rows, strict=True))
     return [structures[0].unflatten(row) for row in zip(*fields, strict=True)]
 
@@ -289,8 +289,8 @@ def reduced_together(
 
     operands = (*terms, *integers)
     zeros = tuple(jnp.zeros((), x.dtype) for x in operands)
-    found = jax.lax.reduce(operands, zeros, merged, axes)
-    return list(found[:number]), list(found[number:])
+    reduced = jax.lax.reduce(operands, zeros, merged, axes)
+    return list(reduced[:number]), list(reduced[number:])
 
 
 def _of_wide(

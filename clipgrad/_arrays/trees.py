@@ -263,22 +263,22 @@ def leaves_with_keys(
     """
     boxes = _boxes()
     is_cut = lambda x: is_leaf(x) or isinstance(x, boxes)  # noqa: E731
-    found = []
+    leaves = []
     for keys, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_cut)[0]:
         if is_leaf(part) or not isinstance(part, boxes):
-            found.append((keys, part))
+            leaves.append((keys, part))
             continue
         inside = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_leaf)[0]
-        first = int(len({own[:1] for own, _ in inside}) == 1)
-        found += [((*keys, *own[first:]), leaf) for own, leaf in inside]
-    return found
+        first = int(len({deeper[:1] for deeper, _ in inside}) == 1)
+        leaves += [((*keys, *deeper[first:]), leaf) for deeper, leaf in inside]
+    return leaves
 
 
 def _boxes() -> tuple[type, ...]:
     """The classes of flax that hold an array beside what is known of it."""
     names = ("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata")
-    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
-    return tuple(kind for kind in found if kind is not None)
+    kinds = (getattr(sys.modules.get(module), name, None) for module, name in names)
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 def path_string(path: Any) -> str:

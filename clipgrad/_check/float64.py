@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
-from jax.extend.core.primitives import random_gamma_p
 
 import clipgrad._programs as _programs
 from clipgrad._programs import one_promotion
@@ -57,14 +56,9 @@ def held(program: Any, is_wide: bool) -> _programs.Hook | None:
     So slopes see what JAX differentiates, and a straight-through estimator is right. None where
     nothing is stopped.
     """
-    if program is None or not any(map(_is_stopped, _programs.equations(program))):
+    if program is None or not any(map(_programs.is_stopped, _programs.equations(program))):
         return None
     return _HeldInFloat64(program) if is_wide else _HeldAsItIs(program)
-
-
-def _is_stopped(equation: JaxprEqn) -> bool:
-    """Whether `_programs.Widen` stops something there, see its ``stop``."""
-    return _programs.detaches(equation) or equation.primitive is random_gamma_p
 
 
 @contextlib.contextmanager

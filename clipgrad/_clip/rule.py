@@ -123,6 +123,12 @@ def check_is_no_rule(name: str, value: Any, rule: Any, expected: str, call: str)
         raise TypeError(f"{name}: got {described(value)}, expected {expected}; write {call}")
 
 
+def check_direct_call(rule: ClipRule, grads: Any) -> None:
+    """Raises an error for a call of a rule itself that counts no steps, or gets no tree."""
+    require_numbers(rule)
+    check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
+
+
 class MeasuringRule(ClipRule):
     """A rule of this library: it measures groups of elements, and scales each from norm to limit.
 
@@ -159,8 +165,7 @@ class MeasuringRule(ClipRule):
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The clipped tree."""
-        require_numbers(self)
-        check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
+        check_direct_call(self, grads)
         return self.scale(grads, self.measure(grads, params))
 
     def measure(self, grads: Any, params: Any = None) -> list[Any]:

@@ -94,18 +94,19 @@ def first_state(rule: Any, tree: Any, kept: KeptStats) -> Any:
 
 def check_state(state: Any, rule: Any, kept: KeptStats) -> None:
     """Refuses a state without what the clip needs."""
-    if has_lasting_state(rule, kept) and not isinstance(state, GradientClipState):
+    if isinstance(state, GradientClipState):
+        return
+    if has_lasting_state(rule, kept):
         needs = f"stats={kept!r}" if kept else "a schedule or an adaptive threshold"
         raise ValueError(
             f"state: got {type(state).__name__} with {needs}, expected the GradientClipState of "
             "init(params)"
         )
-    if not has_lasting_state(rule, kept) and not isinstance(state, GradientClipState):
-        if jax.tree.leaves(state):  # the parameters, say
-            raise ValueError(
-                f"state: got {described(state)} with arrays, expected the state of init(params); "
-                "write update(grads, state, params)"
-            )
+    if jax.tree.leaves(state):  # the parameters, say
+        raise ValueError(
+            f"state: got {described(state)} with arrays, expected the state of init(params); "
+            "write update(grads, state, params)"
+        )
 
 
 def is_joint(rule: Any) -> bool:

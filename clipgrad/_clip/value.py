@@ -14,7 +14,6 @@ from jax.core import Tracer
 from clipgrad._arrays import (
     Norm,
     at_least_float32,
-    check_is_tree,
     clippable_leaves,
     over,
     slice_norms,
@@ -26,11 +25,10 @@ from clipgrad._clip.limits import (
     check_threshold,
     is_real,
     nonnegative,
-    require_numbers,
     threshold_array,
     thresholds_by_leaf,
 )
-from clipgrad._clip.rule import MeasuringRule, pytree_rule
+from clipgrad._clip.rule import MeasuringRule, check_direct_call, pytree_rule
 from clipgrad._clip.thresholds import Number, Threshold, is_adaptive
 from clipgrad._sharding import broadcast_like
 
@@ -136,8 +134,7 @@ class ClipByValue(MeasuringRule):
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with each element in [min, max]; nothing need be measured."""
-        require_numbers(self)
-        check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, x), rule)")
+        check_direct_call(self, grads)
         return self.scale(grads)
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

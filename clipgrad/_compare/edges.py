@@ -66,9 +66,9 @@ class Walk:
         self._edges: collections.Counter[tuple[int, int, Carried, bool]] = collections.Counter()
         self._numbers: dict[Passed, int] = {}
         self._scopes: dict[tuple, ScopePath] = {}
-        given = [Known({(i, (), False): 0}, 0) for i in inputs]
-        found = flow(program, given, self._step, _joined, value_programs, carry=self._carry)
-        self.results, self.ages = [own.origins for own in found], [own.age for own in found]
+        arguments = [Known({(i, (), False): 0}, 0) for i in inputs]
+        known = flow(program, arguments, self._step, _joined, value_programs, carry=self._carry)
+        self.results, self.ages = [own.origins for own in known], [own.age for own in known]
 
     def edges(self) -> tuple[list[Edge], list[str], list[str]]:
         """The edges, and the names of the scopes and of the custom rules that they count.
@@ -100,27 +100,27 @@ class Walk:
         """The origins and the age of each result of an operation."""
         equation, scope = chain[0], self._scope(chain)
         if value_programs(equation):
-            found = inside()
+            results = inside()
             if is_cond(equation):
-                found = self._chosen(operands[0], found, Passed(chain.position[:-1], scope))
+                results = self._chosen(operands[0], results, Passed(chain.position[:-1], scope))
             if is_scan(equation):
-                found = [self._end_of_step(chain, i, own) for i, own in enumerate(found)]
+                results = [self._end_of_step(chain, i, own) for i, own in enumerate(results)]
         else:
             around = chain.position[:-1]
             origins, age = _joined(*operands)
             origins = self._passed(origins, Passed(around, scope, custom_rule(equation)))
             if detaches(equation):
                 origins = _stopped(origins)
-            found = [Known(origins, age + 1)] * len(equation.outvars)
+            results = [Known(origins, age + 1)] * len(equation.outvars)
         here = chain.position
         return [Known(self._through((*here, i), own.origins), own.age)
-                for i, own in enumerate(found)]  # fmt: skip
+                for i, own in enumerate(results)]  # fmt: skip
 
     def _scope(self, chain: Chain) -> ScopePath:
         """The scopes around an operation, within those around its program."""
         if chain.position not in self._scopes:
-            own = (path(equation) for equation in reversed(chain))
-            self._scopes[chain.position] = tuple(itertools.chain.from_iterable(own))
+            paths = (path(equation) for equation in reversed(chain))
+            self._scopes[chain.position] = tuple(itertools.chain.from_iterable(paths))
         return self._scopes[chain.position]
 
     def _chosen(self, index: Known, found: list[Known], passed: Passed) -> list[Known]:
@@ -174,16 +174,16 @@ class Walk:
 
 def _joined(*known: Known) -> Known:
     """What is known of a value that is one of several, or computed from all."""
-    found: RowOrigins = {}
+    origins: RowOrigins = {}
     for own, _ in known:
         for key, kinds in own.items():
-            found[key] = found.get(key, 0) | kinds
-    return Known(found, max((age for _, age in known), default=0))
+            origins[key] = origins.get(key, 0) | kinds
+    return Known(origins, max((age for _, age in known), default=0))
 
 
 def _stopped(own: RowOrigins) -> RowOrigins:
     """The origins of a value behind a `stop_gradient`."""
-    found: RowOrigins = {}
+    origins: RowOrigins = {}
     for (source, carried, _), kinds in own.items():
-        found[source, carried, True] = found.get((source, carried, True), 0) | kinds
-    return found
+        origins[source, carried, True] = origins.get((source, carried, True), 0) | kinds
+    return origins

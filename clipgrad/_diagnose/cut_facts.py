@@ -465,8 +465,8 @@ def _range(x: Any) -> str:
 
 def _is_random(tape: Tape, atoms: Any, given: TracedLoss) -> bool:
     """Whether values are random, and computed from keys and counters alone."""
-    found = sources(tape, atoms)
-    return found.is_drawn and not any(holds_floats(given.inputs[i]) for i in found.arguments)
+    arguments, is_drawn = sources(tape, atoms)
+    return is_drawn and not any(holds_floats(given.inputs[i]) for i in arguments)
 
 
 def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:

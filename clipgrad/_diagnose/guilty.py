@@ -18,11 +18,10 @@ from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._names import STOPPING, data_results, is_users
 from clipgrad._programs import (
     Back,
-    called_program,
+    function_file,
     has_custom_rule,
     holds_floats,
     is_bad_at,
-    opened,
     scan_length,
 )
 
@@ -323,8 +322,7 @@ def is_of_users_rule(entry: Entry) -> bool:
     """Whether an entry is a function with a custom rule of the user's."""
     if not has_custom_rule(entry.equation):
         return False
-    info = getattr(opened(called_program(entry.equation))[0], "debug_info", None)
-    return is_users(getattr(info, "func_filename", None) or "<frozen")
+    return is_users(function_file(entry.equation) or "<frozen")
 
 
 def reached(tape: Tape, atom: Any) -> str:

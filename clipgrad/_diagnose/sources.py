@@ -83,8 +83,8 @@ def _flowed(program: Any, inputs: list[Sources]) -> dict[Any, Sources]:
 def _step(chain: Chain, operands: list, inside: Callable[[], list]) -> list[Sources]:
     equation = chain[0]
     control = operands[:1] if is_cond(equation) else operands if is_while(equation) else []
-    own = _joined(Sources(is_drawn=_draws(equation)), *control)
-    return [_joined(own, result) for result in inside()]
+    chosen_by = _joined(Sources(is_drawn=_draws(equation)), *control)
+    return [_joined(chosen_by, result) for result in inside()]
 
 
 def _draws(equation: JaxprEqn) -> bool:

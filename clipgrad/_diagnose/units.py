@@ -14,6 +14,7 @@ from clipgrad._names import Place
 from clipgrad._programs import (
     SCANS,
     Chain,
+    chain_key,
     chooses_by_platform,
     differentiated_programs,
     equations,
@@ -172,15 +173,15 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
 def ancestors(program: Any, units: list[Unit]) -> list[frozenset[int]]:
     """For each unit the numbers of the units that it is computed from."""
     numbers = {Place(e, u.parent).key: i for i, u in enumerate(units) for e in u.equations}
-    found = [_NO_UNITS] * len(units)
+    above = [_NO_UNITS] * len(units)
 
     def step(chain: Chain, operands: list, inside: Callable[[], list]) -> list[frozenset[int]]:
-        number = numbers.get(tuple(map(id, chain)))
+        number = numbers.get(chain_key(chain))
         if number is None:
             return inside()
-        found[number] |= _NO_UNITS.union(*operands) - {number}
+        above[number] |= _NO_UNITS.union(*operands) - {number}
         return [own | {number} for own in inside()]
 
     inputs = [_NO_UNITS] * len(opened(program)[0].invars)
     flow(program, inputs, step, lambda *own: _NO_UNITS.union(*own))
-    return found
+    return above

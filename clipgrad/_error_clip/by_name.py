@@ -191,8 +191,8 @@ class ByName(_names.NamedHook):
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
         inner, scopes = self.programs(equation), self.scopes_inside(equation)
-        found = [s.below(scopes) for p in inner for s in _names.sites(p)]
-        names = {s.name for s in found if self.reaches(s) and self.wants(s.name, s.kind, s.used)}
+        sites = [s.below(scopes) for p in inner for s in _names.sites(p)]
+        names = {s.name for s in sites if self.reaches(s) and self.wants(s.name, s.kind, s.used)}
         active = self.active
         if active is not None:
             active &= frozenset().union(*map(_names.variables_of_modules, inner))

@@ -118,8 +118,8 @@ class NamedHook(Hook):
         if not (programs := self.programs(equation)):
             return False
         scopes = self.scopes_inside(equation)
-        found = (site.below(scopes) for program in programs for site in sites(program))
-        return any(self.reaches(s) and self.wants(s.name, s.kind, s.used) for s in found)
+        inside = (site.below(scopes) for program in programs for site in sites(program))
+        return any(self.reaches(s) and self.wants(s.name, s.kind, s.used) for s in inside)
 
     def scopes_inside(self, equation: JaxprEqn) -> ScopePath:
         """The scopes around a program in an equation."""

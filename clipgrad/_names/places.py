@@ -16,8 +16,9 @@ from clipgrad._programs import (
     SCANS,
     SHARD_MAPS,
     axis_lengths,
-    called_program,
+    chain_key,
     device_count,
+    function_file,
     function_name,
     has_custom_rule,
     is_jit,
@@ -84,7 +85,7 @@ class Place(NamedTuple):
     @property
     def key(self) -> tuple[int, ...]:
         """A key that is equal for the same place only."""
-        return tuple(map(id, self.chain))
+        return chain_key(self.chain)
 
     @property
     def operation(self) -> str:
@@ -236,8 +237,7 @@ def _frames_inside(equation: JaxprEqn, around: JaxprEqn | None) -> list[Any]:
     frames = [] if traceback is None else traceback.frames
     if around is None or not is_jit(around):
         return frames
-    info = getattr(opened(called_program(around))[0], "debug_info", None)
-    file = getattr(info, "func_filename", None)
+    file = function_file(around)
     is_foreign = file and not is_users(file) and file not in {frame.file_name for frame in frames}
     return [] if is_foreign else frames
 

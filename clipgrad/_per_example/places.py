@@ -110,8 +110,8 @@ class ViewPlace(NamedTuple):
     def results(self, equation: JaxprEqn) -> list["ViewPlace | None"]:
         """The places of the results of an equation of the view alone; ``None``: not followed."""
         view = _VIEWS.get(equation.primitive)
-        found = view(self, equation) if view else None
-        return [None] * len(equation.outvars) if found is None else [*found]
+        places = view(self, equation) if view else None
+        return [None] * len(equation.outvars) if places is None else [*places]
 
     def to_leaf(self, total: jax.Array, shape: Sequence[int]) -> jax.Array:
         """An array that lies as the view, with the axes of scans in front, as the leaf lies."""

@@ -94,8 +94,8 @@ class WalkedProgram:
         split = constants + carried
         self._end(places[constants:split], "carried by a scan")
         pairs = enumerate(places)
-        found = [place and place.in_scan(length, i >= split) for i, place in pairs]
-        return [None if constants <= i < split else place for i, place in enumerate(found)]
+        inside = [place and place.in_scan(length, i >= split) for i, place in pairs]
+        return [None if constants <= i < split else place for i, place in enumerate(inside)]
 
     def _use(self, chain: Chain, places: list) -> Use | None:
         """The use of a view by an operation that meets it with data."""

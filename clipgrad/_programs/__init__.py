@@ -29,6 +29,7 @@ from clipgrad._programs.evaluate import evaluate as evaluate
 from clipgrad._programs.evaluate import is_entered as is_entered
 from clipgrad._programs.evaluate import retrace as retrace
 from clipgrad._programs.flow import Chain as Chain
+from clipgrad._programs.flow import chain_key as chain_key
 from clipgrad._programs.flow import flow as flow
 from clipgrad._programs.flow import flow_through as flow_through
 from clipgrad._programs.hijax import high_operation as high_operation
@@ -86,6 +87,7 @@ from clipgrad._programs.programs import device_count as device_count
 from clipgrad._programs.programs import differentiated_programs as differentiated_programs
 from clipgrad._programs.programs import entered_programs as entered_programs
 from clipgrad._programs.programs import equations as equations
+from clipgrad._programs.programs import function_file as function_file
 from clipgrad._programs.programs import function_name as function_name
 from clipgrad._programs.programs import is_foreign as is_foreign
 from clipgrad._programs.programs import manual_axes as manual_axes
@@ -105,3 +107,4 @@ from clipgrad._programs.trace import trace as trace
 from clipgrad._programs.widen import NoRules as NoRules
 from clipgrad._programs.widen import Widen as Widen
 from clipgrad._programs.widen import computed_types as computed_types
+from clipgrad._programs.widen import is_stopped as is_stopped

@@ -121,8 +121,8 @@ class _Noted(ProgramValues):
         self._known.update(zip(variables, values, strict=True))
 
     def write_results(self, equation: JaxprEqn, outputs: Sequence) -> None:
-        own = enumerate(outputs)
-        self._known |= {(id(equation.params), number): value for number, value in own}
+        numbered = enumerate(outputs)
+        self._known |= {(id(equation.params), number): value for number, value in numbered}
         super().write_results(equation, outputs)
 
 

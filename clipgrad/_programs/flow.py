@@ -34,6 +34,11 @@ class Chain(tuple[JaxprEqn, ...]):
         return chain
 
 
+def chain_key(chain: Sequence[JaxprEqn]) -> tuple[int, ...]:
+    """A key of the place of an equation, by the equations around it: equal for that place only."""
+    return tuple(map(id, chain))
+
+
 class FlowStep(Protocol[Fact]):
     """The facts of the results of an operation.
 

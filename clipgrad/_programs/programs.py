@@ -174,6 +174,15 @@ def function_name(equation: JaxprEqn, kind: str = "func_name") -> str:
 
     Its file and line are another ``kind``: ``"func_src_info"``.
     """
-    info = getattr(opened(called_program(equation))[0], "debug_info", None)
-    known = (getattr(info, name, None) for name in (kind, "func_name"))
+    known = (getattr(_debug_info(equation), name, None) for name in (kind, "func_name"))
     return next(filter(None, known), operation_name(equation))
+
+
+def function_file(equation: JaxprEqn) -> str | None:
+    """Return the file of the function that an equation calls; None if JAX does not say."""
+    return getattr(_debug_info(equation), "func_filename", None)
+
+
+def _debug_info(equation: JaxprEqn) -> Any:
+    """What JAX knows of the function that an equation calls."""
+    return getattr(opened(called_program(equation))[0], "debug_info", None)

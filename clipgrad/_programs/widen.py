@@ -28,6 +28,11 @@ from clipgrad._programs.programs import equations, is_foreign, map_programs, ope
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
 
 
+def is_stopped(equation: JaxprEqn) -> bool:
+    """Whether `Widen` stops something there: by its ``stop``, or at which a sample is drawn."""
+    return detaches(equation) or equation.primitive is jax_primitives.random_gamma_p
+
+
 class Widen(Hook):
     """Has every floating type that is narrower than ``dtype`` replaced by it.
 

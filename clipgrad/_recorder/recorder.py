@@ -192,12 +192,12 @@ class FlightRecorder:
             integer.
         """
         params = extra.pop("params", None)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+        leaves, structure = jax.tree.flatten((state, params))
+        if any(isinstance(leaf, Tracer) for leaf in (*leaves, *jax.tree.leaves(batch))):
             raise TypeError(
                 "record: got a traced array, expected the state that a compiled step returned; "
                 "call this outside of jax.jit and jax.lax.scan, after the step"
             )
-        leaves, structure = jax.tree.flatten((state, params))
         numbers, is_first = StepNumbers.of(step, batch), self._structure is None
         own = own_flags(bad, numbers.count if numbers.is_stacked else None)
         if is_first or structure != self._structure or own is None and self._place.skips is None:
