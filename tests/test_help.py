@@ -9,7 +9,7 @@ import pytest
 
 from clipgrad import _errors
 from clipgrad._commands import cli
-from clipgrad._commands.search import search
+from clipgrad._commands.help_search import search
 from clipgrad._errors import docs_pages, docs_text
 from tests.test_docs import ROOT, anchors
 

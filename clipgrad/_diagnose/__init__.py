@@ -9,7 +9,7 @@ that holds a program is opened only where it is guilty.
 from clipgrad._diagnose.captured_args import CapturedArgs as CapturedArgs
 from clipgrad._diagnose.diagnose import diagnose as diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis as GradientDiagnosis
-from clipgrad._diagnose.findings import raised_finding as raised_finding
-from clipgrad._diagnose.findings import told_error as told_error
-from clipgrad._diagnose.judge import raised_in as raised_in
+from clipgrad._diagnose.finding_texts import error_text as error_text
+from clipgrad._diagnose.finding_texts import raised_finding as raised_finding
+from clipgrad._diagnose.nan_judge import raised_in as raised_in
 from clipgrad._diagnose.tape import is_of_callback as is_of_callback

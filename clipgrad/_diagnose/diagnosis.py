@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._arrays import Findings, answers_lookups
-from clipgrad._diagnose.kinds import FINDING_KINDS
+from clipgrad._diagnose.finding_kinds import FINDING_KINDS
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
 from clipgrad._errors import first_few, folded
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.parts import as_program
+from clipgrad._diagnose.segments import as_program
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._programs import (
     Chain,

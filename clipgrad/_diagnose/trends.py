@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._diagnose.measure import Measured
+from clipgrad._diagnose.program_units import SCAN, Unit, ancestors
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.units import SCAN, Unit, ancestors
 from clipgrad._losses import TracedLoss
 from clipgrad._names import dependence
 from clipgrad._programs import scan_counts

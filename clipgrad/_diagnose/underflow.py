@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.findings import function_finding
+from clipgrad._diagnose.finding_texts import function_finding
 from clipgrad._diagnose.measure import LOSS_SCALES, Measured, measure, widened_largest
 from clipgrad._diagnose.probe import Summary
+from clipgrad._diagnose.program_units import Unit, module_sites, units_and_rows
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.units import Unit, module_sites, units_and_rows
 from clipgrad._losses import TracedLoss
 
 _HALF_NAMES = ("float16", "bfloat16")

@@ -14,7 +14,7 @@ _LONG_PROGRAM = 24
 _FEW = 4  # equations that are not worth a compilation
 
 
-def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
+def segments_to_run(jaxpr: Any) -> list[JaxprEqn]:
     """The equations of a program; of a long one calls of those of a module, else of so many.
 
     Parts of equal modules are equal programs, which are compiled once.

@@ -7,9 +7,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._diagnose.measure import over_devices
-from clipgrad._diagnose.parts import all_reads, leaving
 from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
+from clipgrad._diagnose.segments import all_reads, leaving
 from clipgrad._names import Place
 from clipgrad._programs import (
     SCANS,
