@@ -1,24 +1,11 @@
 """Functions that compute gradients themselves, which a clip from outside does not reach."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-from jax.extend import source_info_util
 
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._errors import warn
-
-
-@functools.cache
-def _transform_entry() -> type:
-    """The class of the entries that transformations leave in a name stack: JAX has no name for it.
-
-    Read when it is first asked for, so that an import needs no form of a name stack.
-    """
-    with source_info_util.transform_name_stack("jvp"):
-        return type(source_info_util.current_name_stack().stack[-1])
 
 
 def warn_of_own_gradients(program: Any, names: Iterable[str] | None, caller: str) -> None:
@@ -40,16 +27,12 @@ def warn_of_own_gradients(program: Any, names: Iterable[str] | None, caller: str
         )
 
 
-def _transforms(equation: Any) -> frozenset[str]:
-    stack = equation.source_info.name_stack.stack
-    return frozenset(entry.name for entry in stack if type(entry) is _transform_entry())
-
-
 @_programs.read_once
 def _has_transposes(jaxpr: Any) -> bool:
     """Whether there is a step of a backward pass in a program, at any depth."""
     return any(
-        "transpose" in _transforms(e) or any(map(_has_transposes, _programs.entered_programs(e)[0]))
+        "transpose" in _names.transforms(e)
+        or any(map(_has_transposes, _programs.entered_programs(e)[0]))
         for e in jaxpr.eqns
     )
 
@@ -63,7 +46,7 @@ def _is_loss(program: Any, result: int = 0) -> bool:
         (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars) if v is jaxpr.outvars[result]
     )
     e, place = next(makers, (None, 0))
-    if e is None or _transforms(e):
+    if e is None or _names.transforms(e):
         return e is None
     is_call = _programs.is_jit(e)
     return not is_call or _is_loss(_programs.called_program(e), place)
@@ -84,7 +67,7 @@ def _with_transforms(
 ) -> Iterator[tuple[Any, Any, str]]:
     """The equations in a program, with the transformations and the scopes around each of them."""
     for e in _programs.opened(program)[0].eqns:
-        own, scopes = around | _transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
+        own, scopes = around | _names.transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
         yield e, own, scopes
         for inner in _programs.entered_programs(e)[0]:
             yield from _with_transforms(inner, own, scopes)

@@ -237,9 +237,15 @@ def _frames_inside(equation: JaxprEqn, around: JaxprEqn | None) -> list[Any]:
     frames = [] if traceback is None else traceback.frames
     if around is None or not is_jit(around):
         return frames
-    file = function_file(around)
-    is_foreign = file and not is_users(file) and file not in {frame.file_name for frame in frames}
-    return [] if is_foreign else frames
+    return [] if is_foreign(equation, function_file(around)) else frames
+
+
+def is_foreign(equation: JaxprEqn, file: str | None) -> bool:
+    """Whether the lines of an equation are of others than the function it is in, of this file."""
+    traceback = equation.source_info.traceback
+    if not file or traceback is None or is_users(file) or file.startswith(_LIBRARY + os.sep):
+        return False
+    return all(code.co_filename != file for code in traceback.raw_frames()[0])
 
 
 def _is_of_derivatives(file: str) -> bool:
