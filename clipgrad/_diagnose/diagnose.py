@@ -59,8 +59,8 @@ def diagnose(
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
-      >>> found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
-      >>> found.ok, found.findings[0].kind, found.findings[0].operation
+      >>> diagnosis = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
+      >>> diagnosis.ok, diagnosis.findings[0].kind, diagnosis.findings[0].operation
       (False, 'vjp', 'sqrt')
 
     Args:
