@@ -9,7 +9,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-from clipgrad._commands.search import as_json, whole_index
+from clipgrad._commands.help_search import as_json, whole_index
 
 
 def _plain(heading: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from clipgrad import _errors
 from clipgrad._commands import cli
-from clipgrad._commands.search import as_json, search, whole_index
+from clipgrad._commands.help_search import as_json, search, whole_index
 from clipgrad._errors import docs_pages, docs_text
 from tests.test_docs import ROOT, anchors
 

@@ -118,7 +118,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["clips"],
-    meta_fields=["modules", "active", "scopes", "operations"],
+    meta_fields=["modules", "active", "scopes", "lines", "operations"],
 )
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ByName(_names.NamedHook):
@@ -146,7 +146,8 @@ class ByName(_names.NamedHook):
         operations = _names.operations(program) if is_asked else frozenset()
         clips = {name: (chosen.rule, probes.get(name)) for name, chosen in names.items()}
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
-        return cls(clips=clips, modules=modules, active=active, operations=operations)
+        lines = _names.line_keys(program, names)
+        return cls(clips=clips, modules=modules, active=active, operations=operations, lines=lines)
 
     @property
     def is_reusable(self) -> bool:
@@ -160,7 +161,11 @@ class ByName(_names.NamedHook):
     def wants(self, name: str, kind: str, used: bool) -> bool:
         """Whether there is a rule or a probe for values of a name; of a module for what is used."""
         is_own = (kind == "module") == (name in self.modules) and (used or kind == "tag")
-        return is_own and any(own is not None for own in self.clips.get(name, ()))
+        return (
+            is_own
+            and kind != _names.BACKWARD
+            and any(own is not None for own in self.clips.get(name, ()))
+        )
 
     def value(self, seen: _names.Seen, x: Any) -> Any:
         """The value, with its cotangent clipped."""
@@ -191,7 +196,7 @@ class ByName(_names.NamedHook):
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
         inner, scopes = self.programs(equation), self.scopes_inside(equation)
-        sites = [s.below(scopes) for p in inner for s in _names.sites(p)]
+        sites = [site for program in inner for site in self.sites(equation, program)]
         names = {s.name for s in sites if self.reaches(s) and self.wants(s.name, s.kind, s.used)}
         active = self.active
         if active is not None:
@@ -202,13 +207,15 @@ class ByName(_names.NamedHook):
             modules=self.modules & names,
             active=active,
             scopes=scopes,
+            lines=self.lines_inside(equation),
         )
 
 
 def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
-    mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
-    rules = [(name, c.rule) for name, c in names.items() if (name, c.kind) in mapped]
+    sites = _names.sites_of(program, names)
+    is_mapped = lambda name: any(s.mapped and not s.within for s in sites[name])  # noqa: E731
+    rules = [(name, c.rule) for name, c in names.items() if is_mapped(name)]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
     batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
     if batches:

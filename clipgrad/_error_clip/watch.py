@@ -226,10 +226,10 @@ def _named(
     These have an axis for each scan around all sites of the name.
     """
     clipped = resolved(program, rules, caller, CLIPPED, arguments)
-    names = watched_names(program, watch, caller, CLIPPED) | clipped
-    probes, found = {}, [site for site in _names.sites(program) if site.has_cotangent]
-    for name, chosen in names.items():
-        own = [site for site in found if (site.name, site.kind) == (name, chosen.kind)]
+    names = watched_names(program, watch, caller, CLIPPED, clipped) | clipped
+    probes = {}
+    for name, sites in _names.sites_of(program, names).items():
+        own = [site for site in sites if site.has_cotangent]
         wide = any(site.dtype in ("float64", "complex128") for site in own)
         probes[name] = ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)
     return names, probes

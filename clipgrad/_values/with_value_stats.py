@@ -18,7 +18,8 @@ from clipgrad._names import (
     Seen,
     checked_watch,
     common_nest,
-    sites_by_name,
+    line_keys,
+    sites_of,
     watched_names,
 )
 from clipgrad._values.hook import KeyedNotes, ValueHook, value_hook
@@ -206,8 +207,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
     chosen = watched_names(program, axes, _OF_VALUES, VALUES)
-    there = sites_by_name(program)
-    own = {name: list(VALUES.own(there[name])) for name in chosen}
+    own = {n: list(VALUES.own(sites)) for n, sites in sites_of(program, chosen).items()}
     watched = []
     for name, (kind, axis) in chosen.items():
         if axis is not None:
@@ -216,7 +216,7 @@ def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure
         used = any(site.used for site in own[name])
         watched.append((name, kind, used, axis, "float64" if wide else "float32"))
     common = {name: len(common_nest(sites)) for name, sites in own.items()}
-    return _Measure(watched=tuple(watched)), common
+    return _Measure(watched=tuple(watched), lines=line_keys(program, chosen)), common
 
 
 def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:

@@ -1,4 +1,4 @@
-// The site searches as `clipgrad help` does: clipgrad/_commands/search.py says how. The index is in
+// The site searches as `clipgrad help` does: clipgrad/_commands/help_search.py says how. The index is in
 // search_sections.js, which docs/sections.py writes.
 
 function stem(word) {

@@ -1,6 +1,6 @@
 """Searching the pages of the documentation: sections, ranked by the words that they have.
 
-The site searches with the same index and the same scores: docs/search.py writes the index, and
+The site searches with the same index and the same scores: docs/sections.py writes the index, and
 docs/_static/search.js looks words up in it.
 """
 
