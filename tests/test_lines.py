@@ -2,6 +2,7 @@
 
 import inspect
 import linecache
+import pathlib
 import re
 
 import equinox as eqx
@@ -18,6 +19,7 @@ import clipgrad as cg
 from clipgrad import _names
 from tests.helpers import assert_close
 
+DOCS = pathlib.Path(__file__).parents[1] / "docs" / "names.md"
 FILE = "test_lines.py"
 W, XS = jnp.array(1.5), jnp.array([0.5, -1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.1)
@@ -513,6 +515,17 @@ def test_a_function_without_names_hears_of_lines():
         cg.value_and_grad_with_stats(loss_of_calls)(XS)
     with pytest.raises(TypeError, match="lines: got 1, expected True or False"):
         cg.list_names(loss_of_calls, (XS,), lines=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("users_promotion")
+def test_the_page_shows_what_its_program_prints(tmp_path, capsys):
+    text = DOCS.read_text().partition("## Lines are names")[2]
+    program, shown = re.findall(r"```(?:py|text)\n(.*?)```", text, re.DOTALL)[:2]
+    path = tmp_path / "model.py"
+    path.write_text(program)
+    exec(compile(program, str(path), "exec"), {})
+    assert capsys.readouterr().out == shown
 
 
 # Models and training steps
