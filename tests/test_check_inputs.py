@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.options import CHECKS
+from clipgrad._check import CHECKS
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.5, 1.5])

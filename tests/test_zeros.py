@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import graphlib
 import importlib
 import pathlib
 
@@ -13,6 +14,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._diagnose import causes
+from clipgrad._diagnose.openings import OPENINGS
+from clipgrad._programs import kinds
 from tests import zero_cuts
 from tests.zero_cuts import CUTS, HEALTHY, NOTED, SILENT, X
 
@@ -61,6 +65,47 @@ def test_the_page_has_a_row_for_each_cause():
     page = (pathlib.Path(cg.__file__).parents[1] / "docs" / "zero.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
     assert {cause.strip() for row in rows for cause in row.split(",")} >= {c.cause for c in CUTS}
+
+
+def turned_around(causes):
+    """The causes in another order that `precedes` allows: the last first, where it does."""
+    *rows, last = causes
+    graph = {row: [] for row in rows}
+    for i, row in enumerate(rows):
+        later = [other for other in rows[i:] if other.name in row.precedes]
+        assert {other.name for other in later} == set(row.precedes), row.name
+        for other in later:
+            graph[other].append(row)
+    order, sorter = [], graphlib.TopologicalSorter(graph)
+    sorter.prepare()
+    ready = list(sorter.get_ready())
+    while ready:
+        row = max(ready, key=rows.index)
+        ready.remove(row)
+        order.append(row)
+        sorter.done(row)
+        ready += sorter.get_ready()
+    return (*order, last)
+
+
+@pytest.mark.exhaustive
+def test_the_order_of_causes_is_what_they_say(table, monkeypatch):
+    """Those that hold together say which of them comes first: no cut depends on the order else."""
+    names = [cause.name for cause in causes.CAUSES]
+    turned = turned_around(causes.CAUSES)
+    assert sum(a.name != b for a, b in zip(turned, names, strict=True)) > len(names) / 2
+    monkeypatch.setattr(causes, "CAUSES", turned)
+    again = diagnosed([(cut.function, cut.params) for cut in CUTS])
+    assert [(f.leaf, f.cause) for f in again.findings] == [
+        (f.leaf, f.cause) for f in table.findings
+    ]
+    assert again.notes == table.notes
+
+
+def test_each_kind_of_program_is_opened_or_stays_whole():
+    whole = {kinds.LINEAR_SOLVES, kinds.WITH_FUNCTIONS, kinds.KERNELS}
+    every = {kind for kind in vars(kinds).values() if isinstance(kind, kinds.Kind)}
+    assert OPENINGS.keys() | whole == every and not OPENINGS.keys() & whole
 
 
 def test_healthy_programs_have_no_finding():

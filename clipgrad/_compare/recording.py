@@ -23,10 +23,10 @@ from clipgrad._compare.numbers import (
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._diagnose import (
+    error_text,
     is_of_callback,
     raised_finding,
     raised_in,
-    told_error,
 )
 from clipgrad._losses import TracedLoss
 from clipgrad._names import Place, active_variables
@@ -92,7 +92,7 @@ class Recording:
         except Exception as error:
             if self.given is None or not is_of_callback(error):
                 raise
-            finding = raised_finding(raised_in(self.given), told_error(error), self.given)
+            finding = raised_finding(raised_in(self.given), error_text(error), self.given)
             raise ValueError(
                 f"{finding.message}; clipgrad.diagnose follows its operands back"
             ) from error

@@ -11,6 +11,9 @@ from clipgrad._names.attribute_names import is_equinox as is_equinox
 from clipgrad._names.attribute_names import is_model as is_model
 from clipgrad._names.attribute_names import with_names as with_names
 from clipgrad._names.custom_rules import custom_rule as custom_rule
+from clipgrad._names.custom_rules import rule_key as rule_key
+from clipgrad._names.custom_rules import rule_source as rule_source
+from clipgrad._names.custom_rules import rules_in as rules_in
 from clipgrad._names.dependence import STOPPING as STOPPING
 from clipgrad._names.dependence import active_results as active_results
 from clipgrad._names.dependence import active_variables as active_variables

@@ -25,7 +25,7 @@ from clipgrad._recorder.flag import (
     warning_of_zeros,
 )
 from clipgrad._recorder.folders import mounted_folder
-from clipgrad._recorder.record import (
+from clipgrad._recorder.step_record import (
     StepNumbers,
     StepRecord,
     check_writable,

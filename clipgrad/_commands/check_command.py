@@ -10,6 +10,7 @@ import jax
 
 from clipgrad._check import CHECKS, GradCheckReport, check_grads
 from clipgrad._commands.arguments import position_or_name
+from clipgrad._commands.command_output import plain, require_folder, write_json
 from clipgrad._commands.function import (
     FAILED,
     PASSED,
@@ -18,7 +19,6 @@ from clipgrad._commands.function import (
     arguments,
     load,
 )
-from clipgrad._commands.result import plain, require_folder, write_json
 from clipgrad._devices import PLATFORMS
 
 CHECK_EXAMPLES = (

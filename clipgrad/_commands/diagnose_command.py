@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from clipgrad._commands.arguments import position_or_name
+from clipgrad._commands.command_output import show_result
 from clipgrad._commands.function import (
     UsageError,
     add_command,
@@ -12,7 +13,6 @@ from clipgrad._commands.function import (
     load,
     made_arguments,
 )
-from clipgrad._commands.result import show_result
 from clipgrad._diagnose import GradientDiagnosis, diagnose
 from clipgrad._errors import first_line
 from clipgrad._recorder import load_capture

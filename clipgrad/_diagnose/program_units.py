@@ -7,9 +7,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._diagnose.measure import over_devices
-from clipgrad._diagnose.parts import all_reads, leaving
 from clipgrad._diagnose.probe import Site, Summary, carried_variables, site_of
 from clipgrad._diagnose.records import GradientRow
+from clipgrad._diagnose.segments import all_reads, leaving
 from clipgrad._names import Place
 from clipgrad._programs import (
     SCANS,
@@ -118,8 +118,8 @@ def _is_small_call(equation: JaxprEqn, inside: list) -> bool:
 
 def _size_of(program: Any) -> int:
     """The number of equations, inside of others too."""
-    own = opened(program)[0].eqns
-    return len(own) + sum(_size_of(inner) for e in own for inner in inner_programs(e))
+    every = opened(program)[0].eqns
+    return len(every) + sum(_size_of(inner) for e in every for inner in inner_programs(e))
 
 
 def _is_layer(equation: JaxprEqn) -> bool:
@@ -135,15 +135,15 @@ def units_and_rows(
     units: list[Unit], measured: dict[Site, Summary]
 ) -> list[tuple[Unit, GradientRow]]:
     """A row for each unit and each scan that cotangents come to, in forward order."""
-    found = []
+    rows = []
     for unit in units:
         # What leaves a unit with programs inside has rows there; what a scan carries has not.
         sites = unit.carried if unit.inside else unit.leaves
         pairs = [(site.variable, over_devices(measured[site], site.axes)) for site in sites]
-        pairs = [(v, own) for v, own in pairs if np.any(own.reached)]
+        pairs = [(v, numbers) for v, numbers in pairs if np.any(numbers.reached)]
         if pairs:
-            found.append((unit, _row(unit, pairs)))
-    return found
+            rows.append((unit, _row(unit, pairs)))
+    return rows
 
 
 def _row(unit: Unit, pairs: list) -> GradientRow:
@@ -151,7 +151,7 @@ def _row(unit: Unit, pairs: list) -> GradientRow:
     scans = [*place.scans, *([place.equation] if is_carried else [])]
     largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
     sizes = np.array([v.aval.size for v, _ in pairs], float)
-    summaries = [own for _, own in pairs]
+    summaries = [numbers for _, numbers in pairs]
     where = place.location
     return GradientRow(
         module=place.module,
@@ -180,8 +180,8 @@ def ancestors(program: Any, units: list[Unit]) -> list[frozenset[int]]:
         if number is None:
             return inside()
         above[number] |= _NO_UNITS.union(*operands) - {number}
-        return [own | {number} for own in inside()]
+        return [others | {number} for others in inside()]
 
     inputs = [_NO_UNITS] * len(opened(program)[0].invars)
-    flow(program, inputs, step, lambda *own: _NO_UNITS.union(*own))
+    flow(program, inputs, step, lambda *each: _NO_UNITS.union(*each))
     return above

@@ -1,4 +1,4 @@
-"""The parts of a program that a tape runs: equations, or calls of many behind each other."""
+"""The segments of a program that a tape runs: equations, or calls of many behind each other."""
 
 import collections
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _LONG_PROGRAM = 24
 _FEW = 4  # equations that are not worth a compilation
 
 
-def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
+def segments_to_run(jaxpr: Any) -> list[JaxprEqn]:
     """The equations of a program; of a long one calls of those of a module, else of so many.
 
     Parts of equal modules are equal programs, which are compiled once.
@@ -22,31 +22,32 @@ def parts_to_run(jaxpr: Any) -> list[JaxprEqn]:
     if len(jaxpr.eqns) <= _LONG_PROGRAM:
         return list(jaxpr.eqns)
     read = all_reads(jaxpr)
-    found: list[JaxprEqn] = []
+    segments: list[JaxprEqn] = []
     for run in _runs(jaxpr.eqns):
         if len(run) < _FEW:
-            found += run
+            segments += run
         else:
             program = as_program(run, jaxpr, leaving(run, read))
             call = {"call_jaxpr": ClosedJaxpr(program, ())}
             ends = program.invars, program.outvars
-            found.append(new_jaxpr_eqn(*ends, primitives.closed_call_p, call, program.effects))
-    return found
+            closed_call = primitives.closed_call_p
+            segments.append(new_jaxpr_eqn(*ends, closed_call, call, program.effects))
+    return segments
 
 
 def _runs(equations: list[JaxprEqn]) -> list[list[JaxprEqn]]:
     """Equations behind each other of one module; of none, or of too many, so many together."""
     paths = [path(equation) for equation in equations]
     depth = len(common_start(paths)) + 1
-    found: list[list[JaxprEqn]] = []
+    runs: list[list[JaxprEqn]] = []
     before: Any = None
-    for equation, own in zip(equations, paths, strict=True):
-        if own[:depth] != before or not found:
-            found.append([])
-        found[-1].append(equation)
-        before = own[:depth]
-    if 1 < len(found) <= len(equations) // _FEW:
-        return found
+    for equation, modules in zip(equations, paths, strict=True):
+        if modules[:depth] != before or not runs:
+            runs.append([])
+        runs[-1].append(equation)
+        before = modules[:depth]
+    if 1 < len(runs) <= len(equations) // _FEW:
+        return runs
     return [equations[i : i + _LONG_PROGRAM] for i in range(0, len(equations), _LONG_PROGRAM)]
 
 
@@ -63,8 +64,8 @@ def all_reads(jaxpr: Any) -> collections.Counter:
 
 def leaving(run: list[JaxprEqn], read: collections.Counter) -> list:
     """The results of some equations of a program that others read, or that it returns."""
-    own = _reads(run)
-    return [v for equation in run for v in equation.outvars if read[v] > own[v]]
+    inside = _reads(run)
+    return [v for equation in run for v in equation.outvars if read[v] > inside[v]]
 
 
 def as_program(run: list[JaxprEqn], jaxpr: Any, results: list) -> Jaxpr:

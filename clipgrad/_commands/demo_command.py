@@ -4,8 +4,8 @@ import argparse
 import importlib.util
 from typing import Any
 
+from clipgrad._commands.command_output import write_result
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._commands.result import write_result
 from clipgrad._demo import TASKS, demo_figure, head, report, row, train
 from clipgrad._recorder import mounted_folder
 

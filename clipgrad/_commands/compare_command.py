@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+from clipgrad._commands.command_output import show_result
 from clipgrad._commands.function import (
     UsageError,
     add_command,
@@ -12,7 +13,6 @@ from clipgrad._commands.function import (
     load,
     made_arguments,
 )
-from clipgrad._commands.result import show_result
 from clipgrad._compare import WIDER_DTYPES, GradientComparison, compare
 
 COMPARE_EXAMPLES = (

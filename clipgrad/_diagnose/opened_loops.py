@@ -10,11 +10,10 @@ import numpy as np
 from jax import lax
 
 from clipgrad._diagnose.levels import level, levels, wide
-from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked, opening
-from clipgrad._programs import SCANS, WHILES, evaluate, holds_floats, scan_counts, while_counts
+from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, marked
+from clipgrad._programs import evaluate, holds_floats, scan_counts, while_counts
 
 
-@opening(SCANS)
 class InScan(Inside):
     """The steps of a scan.
 
@@ -32,7 +31,7 @@ class InScan(Inside):
         self.split = self.fixed + carried  # the first operand with an element for each step
         self.carries: list = []  # with an axis of steps in front, behind the axes of devices
         self.of_carries: dict[int, Any] = {}  # the cotangents of the carry behind each step
-        self.told: dict[int, Any] = {}  # of fixed operands: the steps of a bad cotangent
+        self.bad_steps: dict[int, Any] = {}  # of fixed operands, by their cotangents
         self._steps: dict[int, Tape] = {}
 
     @classmethod
@@ -68,19 +67,19 @@ class InScan(Inside):
         entry, hook = self.entry, self.entry.tape.runs.hook
 
         def run(*xs: Any) -> list:
-            def step(carry: list, own: list) -> Any:
-                results = evaluate(self.program, [*xs[: self.fixed], *carry, *own], hook)
+            def step(carry: list, elements: list) -> Any:
+                results = evaluate(self.program, [*xs[: self.fixed], *carry, *elements], hook)
                 return results[: self.carried], (results[self.carried :], carry)
 
-            start, own = list(xs[self.fixed : self.split]), list(xs[self.split :])
-            last, (stacked, carries) = lax.scan(step, start, own, self.length, self.is_reverse)
+            start, stacks = list(xs[self.fixed : self.split]), list(xs[self.split :])
+            last, (stacked, carries) = lax.scan(step, start, stacks, self.length, self.is_reverse)
             return [*last, *stacked, *carries]
 
         runs = entry.tape.runs
-        found = list(runs.compiled(runs.mapped(run), *entry.ins))
+        results = list(runs.compiled(runs.mapped(run), *entry.ins))
         count = len(entry.equation.outvars)
-        self.carries = found[count:]
-        return found[:count]
+        self.carries = results[count:]
+        return results[:count]
 
     def backward(self) -> None:
         """Fill in the cotangents; keeps those of what each step ends with."""
@@ -88,24 +87,23 @@ class InScan(Inside):
         active = self._active_inputs
         ways = [i for i, x in enumerate(entry.ins) if holds_floats(x) and active[i]]
         outs = zip(entry.outs, entry.equation.outvars, strict=True)
-        is_given = [holds_floats(y) and v in entry.tape.active for y, v in outs]
-        is_given[: self.carried] = active[self.fixed : self.split]
-        given = [j for j, is_active in enumerate(is_given) if is_active]
-        if not ways or not given:
+        has_cotangent = [holds_floats(y) and v in entry.tape.active for y, v in outs]
+        has_cotangent[: self.carried] = active[self.fixed : self.split]
+        which = [j for j, is_active in enumerate(has_cotangent) if is_active]
+        if not ways or not which:
             return
-        got = [
-            jnp.zeros_like(entry.outs[j]) if entry.got[j] is None else entry.got[j] for j in given
-        ]
-        fun = self._backward(ways, given, reached)
-        flat = runs.compiled(runs.mapped(fun), *entry.ins, *self.carries, *got)
-        found, told, cotangents = flat
-        for i, own in zip(ways, found, strict=True):
-            entry.back[i] = own if i in reached and entry.active[i] else None
-        self.of_carries = dict(zip([j for j in given if j < self.carried], cotangents, strict=True))
-        flags = [np.any(wide(x), axis=tuple(range(runs.axes))) for x in told]
-        self.told = dict(zip([i for i in ways if i < self.fixed], flags, strict=True))
+        pairs = [(entry.outs[j], entry.out_cotangents[j]) for j in which]
+        full = [jnp.zeros_like(y) if g is None else g for y, g in pairs]
+        fun = self._backward(ways, which, reached)
+        flat = runs.compiled(runs.mapped(fun), *entry.ins, *self.carries, *full)
+        of_operands, bad, of_carries = flat
+        for i, cotangent in zip(ways, of_operands, strict=True):
+            entry.in_cotangents[i] = cotangent if i in reached and entry.active[i] else None
+        self.of_carries = dict(zip([j for j in which if j < self.carried], of_carries, strict=True))
+        flags = [np.any(wide(x), axis=tuple(range(runs.axes))) for x in bad]
+        self.bad_steps = dict(zip([i for i in ways if i < self.fixed], flags, strict=True))
 
-    def _backward(self, ways: list[int], given: list[int], reached: set[int]) -> Callable:
+    def _backward(self, ways: list[int], which: list[int], reached: set[int]) -> Callable:
         """The backward pass: of the operands, of the carries, of the results their cotangents."""
         hook, count = self.entry.tape.runs.hook, len(self.entry.ins)
         fixed = [i for i in ways if i < self.fixed]
@@ -113,37 +111,36 @@ class InScan(Inside):
         each = [i for i in ways if i >= self.split]
 
         def step_of(ins: Sequence[Any]) -> Callable:
-            def step(state: Any, own: Any) -> Any:
-                (cotangents, totals), (carry, elements, of_stacked) = state, own
+            def step(state: Any, at_step: Any) -> Any:
+                (of_carry, totals), (carry, elements, of_stacked) = state, at_step
                 every = [*ins[: self.fixed], *carry, *elements]
 
                 def run(*moved: Any) -> list:
                     new = dict(zip(ways, marked(ways, moved, reached), strict=True))
                     inputs = [new.get(i, x) for i, x in enumerate(every)]
                     results = evaluate(self.program, inputs, hook)
-                    return [results[j] for j in given]
+                    return [results[j] for j in which]
 
                 pull = jax.vjp(run, *(every[i] for i in ways))[1]
-                found = dict(zip(ways, pull([*cotangents, *of_stacked]), strict=True))
-                totals = [t + found[i] for t, i in zip(totals, fixed, strict=True)]
-                told = [~jnp.all(jnp.isfinite(found[i])) for i in fixed]
-                new = [found[i] for i in moved], totals
-                return new, ([found[i] for i in each], told, cotangents)
+                pulled = dict(zip(ways, pull([*of_carry, *of_stacked]), strict=True))
+                totals = [t + pulled[i] for t, i in zip(totals, fixed, strict=True)]
+                bad = [~jnp.all(jnp.isfinite(pulled[i])) for i in fixed]
+                new = [pulled[i] for i in moved], totals
+                return new, ([pulled[i] for i in each], bad, of_carry)
 
             return step
 
         def backward(*flat: Any) -> Any:
-            ins, rest = flat[:count], flat[count:]
-            carries, got = list(rest[: self.carried]), rest[self.carried :]
-            start = [g for j, g in zip(given, got, strict=True) if j < self.carried]
-            stacked = [g for j, g in zip(given, got, strict=True) if j >= self.carried]
+            ins, others = flat[:count], flat[count:]
+            carries, cotangents = list(others[: self.carried]), others[self.carried :]
+            start = [g for j, g in zip(which, cotangents, strict=True) if j < self.carried]
+            stacked = [g for j, g in zip(which, cotangents, strict=True) if j >= self.carried]
             state = start, [jnp.zeros_like(ins[i]) for i in fixed]
-            own = carries, list(ins[self.split :]), stacked
-            step = step_of(ins)
-            (first, totals), (found, told, cotangents) = lax.scan(
-                step, state, own, self.length, reverse=not self.is_reverse
+            by_step = carries, list(ins[self.split :]), stacked
+            (first, totals), (of_elements, bad, of_carries) = lax.scan(
+                step_of(ins), state, by_step, self.length, reverse=not self.is_reverse
             )
-            return [*totals, *first, *found], told, cotangents
+            return [*totals, *first, *of_elements], bad, of_carries
 
         return backward
 
@@ -154,10 +151,12 @@ class InScan(Inside):
             at = lambda x: entry.tape.runs.at(x, t)  # noqa: E731
             elements = map(at, [*self.carries, *entry.ins[self.split :]])
             self._steps[t] = tape = self._tape([*entry.ins[: self.fixed], *elements], t)
-            if self.of_carries or any(g is not None for g in entry.got):
+            if self.of_carries or any(g is not None for g in entry.out_cotangents):
                 of = {j: at(x) for j, x in self.of_carries.items()}
                 of |= {
-                    j: at(g) for j, g in enumerate(entry.got) if j >= self.carried and g is not None
+                    j: at(g)
+                    for j, g in enumerate(entry.out_cotangents)
+                    if j >= self.carried and g is not None
                 }
                 tape.backward([of.get(j) for j in range(len(entry.outs))])
         return self._steps[t]
@@ -195,9 +194,9 @@ class InScan(Inside):
         elif self.is_carry(number):
             steps = [self.times[self._bad_until(number - self.fixed)]]
         elif number < self.fixed:
-            steps = [t for t in self.times if self.told[number][t]]
+            steps = [t for t in self.times if self.bad_steps[number][t]]
         else:
-            bad = self._by_step(self.entry.back[number])
+            bad = self._by_step(self.entry.in_cotangents[number])
             steps = [t for t in self.times if bad[t]]
         tape = self.step(steps[-1]) if steps else None
         return (tape, tape.jaxpr.invars[number]) if tape else None
@@ -218,17 +217,17 @@ class InScan(Inside):
 
     def _bad_until(self, carry: int) -> int:
         """The time of the last step that begins with a carry whose cotangent is bad."""
-        found = self.of_carries.get(carry)
-        bad = [] if found is None else self._by_step(found)[self.times]
+        cotangents = self.of_carries.get(carry)
+        bad = [] if cotangents is None else self._by_step(cotangents)[self.times]
         return min(int(np.max(np.flatnonzero(bad), initial=-1)) + 1, self.length - 1)
 
     @property
     def alive(self) -> list[int]:
         """The steps at which a result has a cotangent, in the order in which they run."""
-        stacked = [g for g in self.entry.got[self.carried :] if g is not None]
+        stacked = [g for g in self.entry.out_cotangents[self.carried :] if g is not None]
         axes = self.entry.tape.runs.axes
-        found = [wide(x) != 0 for x in [*self.of_carries.values(), *stacked]]
-        masks = [x.any(tuple(a for a in range(x.ndim) if a != axes)) for x in found]
+        alive = [wide(x) != 0 for x in [*self.of_carries.values(), *stacked]]
+        masks = [x.any(tuple(a for a in range(x.ndim) if a != axes)) for x in alive]
         return [t for t in self.times if any(mask[t] for mask in masks)]
 
     def rerun(self) -> None:
@@ -236,14 +235,15 @@ class InScan(Inside):
         entry = self.entry
         carry = entry.ins[self.fixed : self.split]
         for t in self.times:
-            own = [entry.tape.runs.at(x, t) for x in entry.ins[self.split :]]
-            carry = self._tape([*entry.ins[: self.fixed], *carry, *own], t).results[: self.carried]
+            elements = [entry.tape.runs.at(x, t) for x in entry.ins[self.split :]]
+            inputs = [*entry.ins[: self.fixed], *carry, *elements]
+            carry = self._tape(inputs, t).results[: self.carried]
 
     def _by_step(self, x: Any) -> np.ndarray:
         """The level of an array at each step, on any device."""
         axes = self.entry.tape.runs.axes
-        found = levels(x, axes + 1)
-        return found.max(0) if axes else found
+        by_device = levels(x, axes + 1)
+        return by_device.max(0) if axes else by_device
 
     def _first(self, carry: int, now: int, wanted: int) -> int:
         """The step that makes a carry as bad as it is behind another step."""
@@ -253,7 +253,6 @@ class InScan(Inside):
         return self.times[now]
 
 
-@opening(WHILES)
 class InWhile(Inside):
     """The iterations of a loop of unknown length, which has no derivative."""
 
@@ -314,7 +313,7 @@ class InWhile(Inside):
         if level(carry[number]) >= wanted:
             return None
         of_test, of_body = ins[: self.first], ins[self.first : self.split]
-        test, body = self._run(self.condition, of_test), self._run(self.body, of_body)
+        test, body = self._compiled(self.condition, of_test), self._compiled(self.body, of_body)
         while (limit is None or t < limit) and bool(np.any(test(*of_test, *carry)[0])):
             new = body(*of_body, *carry)
             if level(new[number]) >= wanted:
@@ -322,7 +321,7 @@ class InWhile(Inside):
             carry, t = new, t + 1
         return self._tape(carry, t)
 
-    def _run(self, program: Any, fixed: Sequence[Any]) -> Callable:
+    def _compiled(self, program: Any, fixed: Sequence[Any]) -> Callable:
         """The condition or the body, compiled."""
         runs = self.entry.tape.runs
         run = runs.mapped(lambda *xs: evaluate(program, xs, runs.hook))

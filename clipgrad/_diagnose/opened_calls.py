@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.runs import OnDevices
-from clipgrad._diagnose.tape import Entry, Inside, Tape, Within, opening
-from clipgrad._programs import CONDS, CUSTOM_RULES, SHARD_MAPS, holds_floats
+from clipgrad._diagnose.tape import Entry, Inside, Tape, Within
+from clipgrad._programs import holds_floats
 
 
-@opening(CONDS)
 class InBranch(Inside):
     """The branch that was taken."""
 
@@ -33,14 +32,12 @@ class InBranch(Inside):
         return super().operand(number, is_zero) if number else None
 
 
-@opening(CUSTOM_RULES)
 class InRule(Inside):
     """The function that a rule was written for; the cotangents are those of the rule."""
 
     is_differentiated = False
 
 
-@opening(SHARD_MAPS)
 class InMesh(Inside):
     """The program of a `shard_map`, with an axis of devices in front of each array."""
 
@@ -60,14 +57,12 @@ class InMesh(Inside):
         runs, outs = tape.runs, self.entry.outs
         assert isinstance(runs, OnDevices)
         which = [j for j, y in enumerate(outs) if holds_floats(y)]
-        got = [self.entry.got[j] for j in which]
-        full = [
-            jnp.zeros_like(outs[j]) if g is None else g for j, g in zip(which, got, strict=True)
-        ]
+        pairs = [(outs[j], self.entry.out_cotangents[j]) for j in which]
+        full = [jnp.zeros_like(y) if g is None else g for y, g in pairs]
 
-        def spread(results: list, got: list) -> Any:
-            return jax.vjp(lambda *own: runs.collect(which, own), *results)[1](got)
+        def spread(results: list, cotangents: list) -> Any:
+            return jax.vjp(lambda *parts: runs.collect(which, parts), *results)[1](cotangents)
 
-        found = runs.compiled(spread, [tape.results[j] for j in which], full)
-        own = dict(zip(which, found, strict=True))
-        return [own.get(j) for j in range(len(outs))]
+        parts = runs.compiled(spread, [tape.results[j] for j in which], full)
+        by_number = dict(zip(which, parts, strict=True))
+        return [by_number.get(j) for j in range(len(outs))]
