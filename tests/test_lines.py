@@ -248,6 +248,11 @@ def a_comprehension(x):
     return sum(ys)
 
 
+def a_generator(x):
+    y = sum(x * i for i in range(3))
+    return y
+
+
 def a_function_that_is_mapped_over_a_tree(x):
     ys = jax.tree.map(lambda y: y * 2, [x, x])
     return ys[0] + ys[1]
@@ -269,6 +274,7 @@ VALUES = {
     a_scanned_lambda: ("h", 1, "scan"),
     a_body_of_one_line: ("x", 3, "mul"),
     a_comprehension: ("ys", 3, "tanh"),
+    a_generator: ("y", 1, "add"),
     between_other_lines: ("h", 1, "add"),
 }
 IN_THE_SECOND_LINE = {
