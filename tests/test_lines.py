@@ -501,6 +501,24 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     assert_close(grads, np.full(3, 0.4))
 
 
+def test_lines_are_read_on_request_only(monkeypatch):
+    def read(jaxpr):
+        raise AssertionError("nobody asked for lines")
+
+    def loss(x):
+        with jax.named_scope("cell"):
+            h = jax.ad_checkpoint.checkpoint_name(x * 2, "h")
+        return lax.scan(jax.checkpoint(lambda c, y: (c + y, None)), 0.0, h)[0]
+
+    monkeypatch.setattr("clipgrad._names.lines._stacks", read)
+    cg.list_names(loss, (XS,))
+    cg.value_and_grad_with_stats(loss, error_clip={"h": RULE}, watch=["**"])(XS)
+    cg.with_value_stats(loss)(XS)
+    jax.grad(cg.error_clip_everywhere(loss, RULE))(XS)
+    with pytest.raises(AssertionError, match="nobody asked for lines"):
+        cg.with_value_stats(loss, watch=["model.py:1"])(XS)
+
+
 # Lists
 
 
@@ -517,6 +535,8 @@ def test_the_table_of_lines():
 
 def test_a_function_without_names_hears_of_lines():
     assert "lines=True" in str(cg.list_names(loss_of_calls, (XS,)))
+    none = str(cg.list_names(lambda x: x, (XS,), lines=True))
+    assert none.startswith("no names: no line computes") and "lines=True" not in none
     with pytest.raises(ValueError, match="list_names\\(fun, args, lines=True\\) lists the lines"):
         cg.value_and_grad_with_stats(loss_of_calls)(XS)
     with pytest.raises(TypeError, match="lines: got 1, expected True or False"):
