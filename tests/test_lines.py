@@ -350,9 +350,10 @@ def test_a_cell_of_a_notebook_has_lines():
     assert cg.with_value_stats(scope["loss"], watch=[f"{name}:2"])(XS)[1][f"{name}:2"].size == 3
 
 
-def test_what_is_added_to_a_program_is_of_no_line():
-    loss = lambda w, xs: cg.with_value_stats(unclipped(plain), watch=[line(cell)])(w, xs)  # noqa: E731
-    before = list(map(str, values(unclipped(plain), W, XS)))
+@pytest.mark.parametrize("program", [plain, in_a_loop])
+def test_what_is_added_to_a_program_is_of_no_line(program):
+    loss = lambda w, xs: cg.with_value_stats(unclipped(program), watch=[line(cell)])(w, xs)  # noqa: E731
+    before = list(map(str, values(unclipped(program), W, XS)))
     assert list(map(str, values(loss, W, XS))) == before
     twice = cg.with_value_stats(loss, watch=[line(cell)], has_aux=True)
     assert list(map(str, values(twice, W, XS))) == before
@@ -427,6 +428,30 @@ def test_a_star_means_the_lines_that_compute_and_a_number_a_line_that_calls_too(
     assert_close(jax.grad(clipped)(XS), np.full(3, 0.2))
 
 
+@pytest.mark.parametrize("called", [double, jax.jit(double), jax.checkpoint(double)])
+def test_a_line_that_calls_runs_as_often_as_it_calls(called):
+    def loss(x):
+        for _ in range(2):
+            x = called(x)  # here
+        return x.sum()
+
+    assert cg.with_value_stats(loss, watch=[line(loss)])(XS)[1][line(loss)].size == 6
+    assert line(loss) not in {name.name for name in cg.list_names(loss, (XS,), lines=True)}
+
+
+def test_a_line_without_a_statement_means_none():
+    def loss(x):
+        for y in [x * 2]:
+            x = y + 1
+
+            # here
+            x = x * 2
+        return x
+
+    with pytest.raises(ValueError, match="expected a line of this function"):
+        cg.with_value_stats(loss, watch=[line(loss)])(XS)
+
+
 def test_one_that_is_left_out_and_one_with_a_rule_of_its_own():
     n = double.__code__.co_firstlineno + 1
     last = f"{FILE}:{loss_of_calls.__code__.co_firstlineno + 2}"
@@ -483,6 +508,23 @@ def test_a_line_inside_of_a_custom_rule_cannot_be_reached():
     loss = lambda x: swish(x).sum()  # noqa: E731
     with pytest.raises(ValueError, match="computes a variable inside of custom_vjp_call"):
         cg.error_clip_by_name(loss, {line(swish.__wrapped__): RULE})(XS)
+
+
+def test_a_rule_hears_of_the_line_and_of_the_operation():
+    heard = []
+
+    def rule(cotangent, *, name, operation):
+        heard.append((name, operation))
+        return cotangent
+
+    jax.grad(cg.error_clip_by_name(unclipped(plain), {line(cell): rule}))(W, XS)
+    assert heard == [(line(cell), "mul")]
+
+
+def test_a_norm_rule_at_a_line_in_a_vmap_is_warned_of():
+    clipped = cg.error_clip_by_name(unclipped(in_vmap), {line(cell): cg.ClipByNorm(1.0)})
+    with pytest.warns(UserWarning, match="got a norm rule for .* inside jax.vmap"):
+        jax.grad(clipped)(W, XS)
 
 
 def test_files_of_one_name_are_told_apart(tmp_path):
