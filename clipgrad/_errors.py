@@ -8,6 +8,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 # With the kind of the error before it, a line of a terminal.
 LINE = 90
@@ -74,8 +75,16 @@ def docs_pages() -> dict[str, pathlib.Path]:
 
 def docs_found_by() -> dict[str, list[str]]:
     """The words that a page is to be found by, besides its own."""
-    text = (next(iter(_folders())) / "keywords.json").read_text(encoding="utf-8")
-    return {page: found["words"] for page, found in json.loads(text).items()}
+    return {page: found["words"] for page, found in _docs_json("keywords").items()}
+
+
+def docs_synonyms() -> list[str]:
+    """Groups of words of the same meaning, each in one line."""
+    return _docs_json("synonyms")
+
+
+def _docs_json(name: str) -> Any:
+    return json.loads((next(iter(_folders())) / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
@@ -94,7 +103,7 @@ def docs_text(path: pathlib.Path) -> str:
     """The text of a page; of a notebook that of its cells, with programs between fences."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
-        included = re.match(r"```\{include\} (\S+)\n```", text)
+        included = re.match(r"```\{include\} (\S+)\n(?::relative-docs:.*\n)?```", text)
         return (path.parent / included[1]).read_text(encoding="utf-8") if included else text
     cells = [(c["cell_type"], "".join(c["source"]).strip()) for c in json.loads(text)["cells"]]
     return "\n\n".join(

@@ -300,6 +300,7 @@ def _covectors(function: CheckedFunction, log: Log) -> np.ndarray:
     if log.cotangent is None:
         return cotangents(function, log.options.seed)
     covector = vectors.covector_of(log.cotangent, function.outputs)
+    covector = vectors.as_held(covector, function.outputs)
     return np.stack([covector, -covector])
 
 

@@ -14,6 +14,7 @@ from clipgrad._check.tolerances import CONSTANT, SAME_RATIO, THOUSANDTH, precisi
 from clipgrad._check.verdict import (
     DISPUTED,
     FAILED,
+    KINK,
     NOISE,
     NOTES,
     ROUNDING,
@@ -92,7 +93,7 @@ class CheckedPoint:
     def _error(self, name: str, start: int, stop: int) -> tuple[float, str]:
         exact, element = self.exact, self.point.witnesses.function.element
         moved = {j: n for j, n in self.evidence.numbers.items() if start <= j < stop}
-        failed = [j for j in moved if self.formula[j] in FAILED]
+        failed = [j for j, n in moved.items() if self.formula[j] in FAILED and n.kind != KINK]
         if exact is not None and not self.is_paddles:
             errors = self._errors_of(exact[:, start:stop], start, stop)
             errors[[j - start for j in failed]] = [relative_error(moved[j]) for j in failed]

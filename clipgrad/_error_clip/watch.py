@@ -226,7 +226,7 @@ def _named(
     These have an axis for each scan around all sites of the name.
     """
     clipped = resolved(program, rules, caller, CLIPPED, arguments)
-    names = watched_names(program, watch, caller, CLIPPED) | clipped
+    names = watched_names(program, watch, caller, CLIPPED, clipped) | clipped
     probes = {}
     for name, sites in _names.sites_of(program, names).items():
         own = [site for site in sites if site.has_cotangent]

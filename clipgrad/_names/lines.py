@@ -192,7 +192,7 @@ class _Frame(NamedTuple):
     codes: tuple[CodeType, ...]
     instructions: tuple[int, ...]
     line: Line
-    is_called_back: bool  # whether a package calls the function
+    is_called_back: bool  # whether a package calls the function, in a call of the user's
 
     def joined(self, inside: "_Frame") -> "_Frame":
         """This call with a lambda or a comprehension on its line."""
@@ -383,7 +383,7 @@ def _is_same(stack: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> bool:
 def _depth_of_loop(stack: Sequence[_Frame], otherwise: Depth) -> int | Depth:
     """The depth of the innermost call in a loop, or else of one that a package may repeat."""
     loops = [depth for depth, frame in enumerate(stack) if frame.is_in_loop]
-    back = [depth for depth, frame in enumerate(stack) if depth and frame.is_called_back]
+    back = [depth for depth, frame in enumerate(stack) if frame.is_called_back]
     return (loops or back or [otherwise])[-1]
 
 
@@ -419,7 +419,7 @@ def _stack(equation: JaxprEqn) -> tuple[_Frame, ...]:
     is_called_back = False
     for code, instruction in zip(reversed(codes), reversed(instructions), strict=True):
         if not is_users(code.co_filename):
-            is_called_back = True
+            is_called_back = bool(stack)
             continue
         line = _line(code, code.co_filename, instruction)
         frame = _Frame((code,), (instruction,), line, is_called_back)

@@ -36,6 +36,7 @@ _INSTALLED = (
     *(sysconfig.get_path(name) or "" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _LIBRARY = str(_PACKAGE)
+_EVALUATION = str(_PACKAGE / "_programs")  # evaluates programs of others, with their lines
 _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 # Files that every traced call of a function of JAX goes through; they say nothing of it.
 _MACHINERY = {
@@ -243,7 +244,7 @@ def _frames_inside(equation: JaxprEqn, around: JaxprEqn | None) -> list[Any]:
 def is_foreign(equation: JaxprEqn, file: str | None) -> bool:
     """Whether the lines of an equation are of others than the function it is in, of this file."""
     traceback = equation.source_info.traceback
-    if not file or traceback is None or is_users(file) or file.startswith(_LIBRARY + os.sep):
+    if not file or traceback is None or is_users(file) or file.startswith(_EVALUATION):
         return False
     return all(code.co_filename != file for code in traceback.raw_frames()[0])
 

@@ -59,6 +59,11 @@ def common_start(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
     return tuple(column[0] for column in same)
 
 
+def common_end(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+    """Return what all paths end with."""
+    return common_start(path[::-1] for path in paths)[::-1]
+
+
 def is_mapped(equation: JaxprEqn) -> bool:
     """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
     entries, vmap = equation.source_info.name_stack.stack, _vmap_entry()

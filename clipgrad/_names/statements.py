@@ -60,7 +60,8 @@ def _last_line(node: ast.stmt | ast.Lambda) -> int:
 
 
 def _variable(node: ast.AST) -> str:
-    return ", ".join(map(ast.unparse, _targets(node)))
+    names = [name for name in map(ast.unparse, _targets(node)) if name != "_"]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})" if names else ""
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:

@@ -248,15 +248,24 @@ def _lines_among(names: Resolved) -> Resolved:
 
 
 def watched_names(
-    program: Any, watch: Mapping[str, Any] | None, caller: str, wanted: Wanted
+    program: Any,
+    watch: Mapping[str, Any] | None,
+    caller: str,
+    wanted: Wanted,
+    clipped: Resolved | None = None,
 ) -> Resolved:
-    """The names that are watched; without a choice all tags, or if none has any all modules."""
+    """The names that are watched; without a choice all tags, or if none has any all modules.
+
+    A program of which lines alone are ``clipped`` needs no other names.
+    """
     if watch is not None:
         return resolved(program, watch, caller, wanted)
     found = sites(program)
     tags = (site for site in found if site.kind == "tag")
     own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
     if not own and not any(map(wanted.has, found)):
+        if clipped:
+            return {}
         got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
         more = _of_merged(caller)
         raise ValueError(f"{caller}: got a function {got}, expected {_WITH_NAMES}{more}")

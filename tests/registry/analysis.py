@@ -272,7 +272,7 @@ ROWS = {
     ),
     "list_names": (
         listed, {}, dict(fun=scan), dict(args=(X[:1], Y[:1])),
-        dict(kwargs={"extra": BATCH}, fun=tagged),
+        dict(kwargs={"extra": BATCH}, fun=tagged), dict(lines=True),
     ),
     "with_value_stats": (
         valued, {}, dict(fun=doubled), dict(watch=["first"]), dict(has_aux=True, fun=NAMED_AUX),
