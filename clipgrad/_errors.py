@@ -25,8 +25,8 @@ def folded(text: str, indent: str = "") -> str:
 
 def first_few(names: Sequence[str], most: int) -> str:
     """The first of some names, and how many more there are."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
