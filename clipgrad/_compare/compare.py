@@ -21,6 +21,7 @@ from clipgrad._compare.losses import ALL
 from clipgrad._compare.match import same_rows
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
+from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
@@ -147,15 +148,31 @@ def compare(
         files = {i: load_record(versions[i]) for i in range(2) if given[i] is None}
         among = next((record.argnums for record in files.values()), ())
         more: Any = named, argnums, has_aux, bool(files) or other_args is not None, among
-        records: list[Record] = []
-        for i, (run, own) in enumerate(zip(versions, given, strict=True)):
-            if i in files:
-                records.append(files[i])
-            else:
-                is_measured = any(row.moved is not None for r in records for row in r.rows)
-                floor = rtol is None and not is_measured
-                records.append(recorded(run, own, *more).run(floor=floor))
+        found = [
+            files[i] if i in files else recorded(run, own, *more)
+            for i, (run, own) in enumerate(zip(versions, given, strict=True))
+        ]
+        records = _run(with_lines_alike(found), rtol is None)
         return _compared(records[0], records[1], names, rtol, bool(files))
+
+
+def with_lines_alike(versions: list[Record | Recording]) -> list[Record | Recording]:
+    """The versions, all with values of lines if one of them has no other values."""
+    if not any(version.has_lines for version in versions):
+        return versions
+    is_made = lambda x: isinstance(x, Record) or x.has_lines  # noqa: E731
+    return [x if is_made(x) else x.with_lines() for x in versions]
+
+
+def _run(versions: Sequence[Record | Recording], is_measuring: bool) -> list[Record]:
+    """The records, of which the first that is made now says what rounding moves, or a file does."""
+    records: list[Record] = []
+    for version in versions:
+        if isinstance(version, Recording):
+            is_measured = any(row.moved is not None for r in records for row in r.rows)
+            version = version.run(floor=is_measuring and not is_measured)
+        records.append(version)
+    return records
 
 
 def _compared(

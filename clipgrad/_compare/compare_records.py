@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from clipgrad._compare.findings import MOST_NAMES, Sides, first, is_nothing
-from clipgrad._compare.match import Pair, match
+from clipgrad._compare.match import match
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.record import Record
 from clipgrad._compare.result import ComparisonRow, GradientComparison
 from clipgrad._errors import first_few

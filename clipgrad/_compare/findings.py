@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from clipgrad._compare.judge import Judgment
-from clipgrad._compare.match import Matching, Pair
+from clipgrad._compare.match import Matching
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.ratios import factor_text, ratio
 from clipgrad._compare.record import ENTERS, TEXT, Graph, Record, Row
 from clipgrad._compare.result import ComparisonFinding
