@@ -161,6 +161,20 @@ def equal_lines(a: Record, b: Record, pairs: list[Pair], rtol: float | None) -> 
     return [*equal, *_equal_cotangents(a, b, equal, rtol, known)]
 
 
+def copied_lines(record: Record) -> list[Instance]:
+    """The values of lines that have the numbers of an argument, in any layout."""
+    lines = lines_of(record)
+    arguments = [(i, ()) for i in record.of("argument") if record.rows[i].sketch is not None]
+    if not (lines and arguments):
+        return []
+    own, others = _Sizes.of(record, lines), _Sizes.of(record, arguments)
+    found = []
+    for i, at in enumerate(lines):
+        apart = np.abs(others.sizes - own.sizes[i]) <= SAME_SIZES * np.abs(own.sizes[i])
+        found += [at] if own.known[i] and apart.all(axis=1).any() else []
+    return found
+
+
 def _equal(
     a: Record, b: Record, own: _Sizes, others: _Sizes, i: int, rtol: float | None
 ) -> int | None:

@@ -2,11 +2,11 @@
 
 import collections
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from clipgrad._compare.judge import judge_rows
-from clipgrad._compare.line_pairs import equal_lines, line_pairs, named_lines
+from clipgrad._compare.line_pairs import copied_lines, equal_lines, line_pairs, named_lines
 from clipgrad._compare.names import Renamed, same_leaves
 from clipgrad._compare.pairs import Pair, in_time, instances_of
 from clipgrad._compare.record import Instance, Record
@@ -16,11 +16,19 @@ Group = tuple[str, str, tuple[int, ...]]
 
 
 class Matching(NamedTuple):
-    """The pairs, judged; findings of what was not compared, and texts of other rows left alone."""
+    """How the rows of two records were matched.
+
+    Attributes:
+      pairs: the pairs, judged.
+      alone: findings of what was not compared.
+      unmatched: texts of other rows left alone.
+      copies: the values of lines in each record that have the numbers of an argument.
+    """
 
     pairs: list[Pair]
     alone: list[ComparisonFinding]
     unmatched: list[str]
+    copies: tuple[Collection[Instance], Collection[Instance]] = ((), ())
 
 
 def alone(kind: str, path: str, text: str) -> ComparisonFinding:
@@ -60,7 +68,8 @@ def match(
     judged, others, texts = _judged(a, b, pairs, rtol)
     if lines or a.has_lines and b.has_lines:
         judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
-    return Matching(judged, [*found, *others], [*unmatched, *texts])
+    copies = copied_lines(a), copied_lines(b)
+    return Matching(judged, [*found, *others], [*unmatched, *texts], copies)
 
 
 def same_rows(a: Record, b: Record, kind: str) -> dict[int, int]:

@@ -179,8 +179,10 @@ def recording_of(
     active = active_variables(program, gradients) if gradients else frozenset()
     places, devices = collections.defaultdict(list), {}
     values = seen_values(program)
+    named = [v for v in values if not is_of_formula(v.name)]
     if lines is None:
-        lines = not any(v.name for v in values)
+        lines = not any(v.name for v in named)
+        values = named if lines else values
     keys, pairs = values_of_lines(program) if lines else ((), [])
     of_lines = {v.position: line for v, line in pairs}
     for v in in_order([*values, *(v for v, _ in pairs)]):
@@ -246,6 +248,11 @@ def _value_row(kind: str, v: NamedValue, line: LineValue | None) -> Row:
         more |= {"words": words, "calls": tuple(calls), "statement": _statement(line.line)}
     where = _line_of(v.place) if line is None else line.line.key
     return plain_row(kind, v.name, v.variable.aval, line=where, **more)
+
+
+def is_of_formula(name: str) -> bool:
+    """Whether a name is only the formula that `jnp.einsum` gives its operations."""
+    return bool(name) and all("->" in segment for segment in name.split("/"))
 
 
 def _statement(line: Line) -> str:
