@@ -13,6 +13,7 @@ from typing import Any
 # With the kind of the error before it, a line of a terminal.
 LINE = 90
 PAGE = 100
+_COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)  # in a page: what is for tests alone
 
 
 def folded(text: str, indent: str = "") -> str:
@@ -24,8 +25,8 @@ def folded(text: str, indent: str = "") -> str:
 
 def first_few(names: Sequence[str], most: int) -> str:
     """The first of some names, and how many more there are."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
@@ -100,11 +101,12 @@ def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
 
 
 def docs_text(path: pathlib.Path) -> str:
-    """The text of a page; of a notebook that of its cells, with programs between fences."""
+    """The text of a page without comments; of a notebook its cells, programs between fences."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         included = re.match(r"```\{include\} (\S+)\n(?::relative-docs:.*\n)?```", text)
-        return (path.parent / included[1]).read_text(encoding="utf-8") if included else text
+        text = (path.parent / included[1]).read_text(encoding="utf-8") if included else text
+        return _COMMENT.sub("", text)
     cells = [(c["cell_type"], "".join(c["source"]).strip()) for c in json.loads(text)["cells"]]
     return "\n\n".join(
         source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells

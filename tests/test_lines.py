@@ -2,6 +2,7 @@
 
 import inspect
 import linecache
+import pathlib
 import re
 
 import equinox as eqx
@@ -18,6 +19,7 @@ import clipgrad as cg
 from clipgrad import _names
 from tests.helpers import assert_close
 
+DOCS = pathlib.Path(__file__).parents[1] / "docs" / "names.md"
 FILE = "test_lines.py"
 W, XS = jnp.array(1.5), jnp.array([0.5, -1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.1)
@@ -246,6 +248,11 @@ def a_comprehension(x):
     return sum(ys)
 
 
+def a_generator(x):
+    y = sum(x * i for i in range(3))
+    return y
+
+
 def a_function_that_is_mapped_over_a_tree(x):
     ys = jax.tree.map(lambda y: y * 2, [x, x])
     return ys[0] + ys[1]
@@ -267,6 +274,7 @@ VALUES = {
     a_scanned_lambda: ("h", 1, "scan"),
     a_body_of_one_line: ("x", 3, "mul"),
     a_comprehension: ("ys", 3, "tanh"),
+    a_generator: ("y", 1, "add"),
     between_other_lines: ("h", 1, "add"),
 }
 IN_THE_SECOND_LINE = {
@@ -342,9 +350,10 @@ def test_a_cell_of_a_notebook_has_lines():
     assert cg.with_value_stats(scope["loss"], watch=[f"{name}:2"])(XS)[1][f"{name}:2"].size == 3
 
 
-def test_what_is_added_to_a_program_is_of_no_line():
-    loss = lambda w, xs: cg.with_value_stats(unclipped(plain), watch=[line(cell)])(w, xs)  # noqa: E731
-    before = list(map(str, values(unclipped(plain), W, XS)))
+@pytest.mark.parametrize("program", [plain, in_a_loop])
+def test_what_is_added_to_a_program_is_of_no_line(program):
+    loss = lambda w, xs: cg.with_value_stats(unclipped(program), watch=[line(cell)])(w, xs)  # noqa: E731
+    before = list(map(str, values(unclipped(program), W, XS)))
     assert list(map(str, values(loss, W, XS))) == before
     twice = cg.with_value_stats(loss, watch=[line(cell)], has_aux=True)
     assert list(map(str, values(twice, W, XS))) == before
@@ -419,6 +428,30 @@ def test_a_star_means_the_lines_that_compute_and_a_number_a_line_that_calls_too(
     assert_close(jax.grad(clipped)(XS), np.full(3, 0.2))
 
 
+@pytest.mark.parametrize("called", [double, jax.jit(double), jax.checkpoint(double)])
+def test_a_line_that_calls_runs_as_often_as_it_calls(called):
+    def loss(x):
+        for _ in range(2):
+            x = called(x)  # here
+        return x.sum()
+
+    assert cg.with_value_stats(loss, watch=[line(loss)])(XS)[1][line(loss)].size == 6
+    assert line(loss) not in {name.name for name in cg.list_names(loss, (XS,), lines=True)}
+
+
+def test_a_line_without_a_statement_means_none():
+    def loss(x):
+        for y in [x * 2]:
+            x = y + 1
+
+            # here
+            x = x * 2
+        return x
+
+    with pytest.raises(ValueError, match="expected a line of this function"):
+        cg.with_value_stats(loss, watch=[line(loss)])(XS)
+
+
 def test_one_that_is_left_out_and_one_with_a_rule_of_its_own():
     n = double.__code__.co_firstlineno + 1
     last = f"{FILE}:{loss_of_calls.__code__.co_firstlineno + 2}"
@@ -477,6 +510,23 @@ def test_a_line_inside_of_a_custom_rule_cannot_be_reached():
         cg.error_clip_by_name(loss, {line(swish.__wrapped__): RULE})(XS)
 
 
+def test_a_rule_hears_of_the_line_and_of_the_operation():
+    heard = []
+
+    def rule(cotangent, *, name, operation):
+        heard.append((name, operation))
+        return cotangent
+
+    jax.grad(cg.error_clip_by_name(unclipped(plain), {line(cell): rule}))(W, XS)
+    assert heard == [(line(cell), "mul")]
+
+
+def test_a_norm_rule_at_a_line_in_a_vmap_is_warned_of():
+    clipped = cg.error_clip_by_name(unclipped(in_vmap), {line(cell): cg.ClipByNorm(1.0)})
+    with pytest.warns(UserWarning, match="got a norm rule for .* inside jax.vmap"):
+        jax.grad(clipped)(W, XS)
+
+
 def test_files_of_one_name_are_told_apart(tmp_path):
     scope = {}
     for folder in ("a", "b"):
@@ -491,6 +541,24 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     }
     grads = jax.grad(cg.error_clip_by_name(loss, {"a/model.py:2": RULE}))(XS)
     assert_close(grads, np.full(3, 0.4))
+
+
+def test_lines_are_read_on_request_only(monkeypatch):
+    def read(jaxpr):
+        raise AssertionError("nobody asked for lines")
+
+    def loss(x):
+        with jax.named_scope("cell"):
+            h = jax.ad_checkpoint.checkpoint_name(x * 2, "h")
+        return lax.scan(jax.checkpoint(lambda c, y: (c + y, None)), 0.0, h)[0]
+
+    monkeypatch.setattr("clipgrad._names.lines._stacks", read)
+    cg.list_names(loss, (XS,))
+    cg.value_and_grad_with_stats(loss, error_clip={"h": RULE}, watch=["**"])(XS)
+    cg.with_value_stats(loss)(XS)
+    jax.grad(cg.error_clip_everywhere(loss, RULE))(XS)
+    with pytest.raises(AssertionError, match="nobody asked for lines"):
+        cg.with_value_stats(loss, watch=["model.py:1"])(XS)
 
 
 # Lists
@@ -509,10 +577,23 @@ def test_the_table_of_lines():
 
 def test_a_function_without_names_hears_of_lines():
     assert "lines=True" in str(cg.list_names(loss_of_calls, (XS,)))
+    none = str(cg.list_names(lambda x: x, (XS,), lines=True))
+    assert none.startswith("no names: no line computes") and "lines=True" not in none
     with pytest.raises(ValueError, match="list_names\\(fun, args, lines=True\\) lists the lines"):
         cg.value_and_grad_with_stats(loss_of_calls)(XS)
     with pytest.raises(TypeError, match="lines: got 1, expected True or False"):
         cg.list_names(loss_of_calls, (XS,), lines=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("users_promotion")
+def test_the_page_shows_what_its_program_prints(tmp_path, capsys):
+    text = DOCS.read_text().partition("## Lines are names")[2]
+    program, shown = re.findall(r"```(?:py|text)\n(.*?)```", text, re.DOTALL)[:2]
+    path = tmp_path / "model.py"
+    path.write_text(program)
+    exec(compile(program, str(path), "exec"), {})
+    assert capsys.readouterr().out == shown
 
 
 # Models and training steps

@@ -18,6 +18,7 @@ from clipgrad._diagnose import causes
 from clipgrad._diagnose.openings import OPENINGS
 from clipgrad._programs import kinds
 from tests import zero_cuts
+from tests.test_diagnose_cuts import CUTS as MORE_CUTS
 from tests.zero_cuts import CUTS, HEALTHY, NOTED, SILENT, X
 
 
@@ -61,10 +62,17 @@ def test_cuts_of_frameworks_are_found_and_their_healthy_programs_are_silent():
     assert diagnosed(frameworks.HEALTHY).ok
 
 
-def test_the_page_has_a_row_for_each_cause():
+def test_each_cause_is_a_row_of_the_page_and_cuts_a_program():
+    told = [cause for cause in causes.CAUSES if not cause.is_silent]
+    assert NOTED == {cause.name for cause in told if cause.is_note} | {"unused"}
     page = (pathlib.Path(cg.__file__).parents[1] / "docs" / "zero.md").read_text()
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
-    assert {cause.strip() for row in rows for cause in row.split(",")} >= {c.cause for c in CUTS}
+    tables = [table.partition("\n\n")[0].splitlines()[2:] for table in page.split("| cause |")[1:]]
+    findings, notes = ({n.strip() for row in t for n in row.split("|")[1].split(",")}
+                       for t in tables)  # fmt: skip
+    assert notes == NOTED
+    assert findings == {cause.name for cause in told if not cause.is_note} | {"unused"}
+    programs = {cut.cause for cut in CUTS} | {cause for _, cause, *_ in MORE_CUTS.values()}
+    assert programs >= {cause.name for cause in told}, "write a program in zero_cuts.py"
 
 
 def turned_around(causes):

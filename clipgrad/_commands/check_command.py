@@ -101,5 +101,5 @@ def run_check(options: argparse.Namespace) -> int:
 
 def report_as_json(report: GradCheckReport) -> dict[str, Any]:
     failures = [failure._asdict() for failure in report.failures]
-    failures = [{name: x for name, x in found.items() if name != "ratio"} for found in failures]
+    failures = [{name: x for name, x in row.items() if name != "ratio"} for row in failures]
     return plain({"failures": failures} | {name: getattr(report, name) for name in REPORT_FIELDS})

@@ -70,7 +70,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace | None:
         parser.print_help(sys.stderr)
         return None
     if unknown:
-        own = commands.choices[arguments.command]
-        there = dict.fromkeys(re.findall(r"--[a-z][\w-]*", own.format_help()))
-        own.error(f"got {unknown[0]!r}, which is no argument; {nearest(unknown[0], there, 3)}")
+        command = commands.choices[arguments.command]
+        there = dict.fromkeys(re.findall(r"--[a-z][\w-]*", command.format_help()))
+        command.error(f"got {unknown[0]!r}, which is no argument; {nearest(unknown[0], there, 3)}")
     return arguments

@@ -26,18 +26,18 @@ def show_result(
     """
     folder = mounted_folder("--out", options.out) if options.out else None
     require_folder(options.json)
-    found = find(options)
-    print(found)
-    content = {field: getattr(found, field) for field in fields}
+    result = find(options)
+    print(result)
+    content = {field: getattr(result, field) for field in fields}
     try:
         write_json(options.json, content)
         if folder:
-            write_result(folder / name, content, found.plot)
+            write_result(folder / name, content, result.plot)
     except Exception as error:
-        if found.ok:
+        if result.ok:
             raise
         complain(options, error)  # it does not hide the findings
-    return PASSED if found.ok else FAILED
+    return PASSED if result.ok else FAILED
 
 
 def write_result(

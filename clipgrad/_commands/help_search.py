@@ -197,13 +197,15 @@ def _phrases(words: str, index: Index) -> dict[int, float]:
 
 
 def _place(section: Section, wanted: dict[str, float]) -> PageLine:
-    """The section with its line that has most of what is wanted, the heading if none has any."""
+    """The section with the line that has most of what is wanted, or the first line below it."""
 
     def weight(line: str) -> float:
         there = set(_words(line))
         return sum(weight for word, weight in wanted.items() if word in there)
 
-    best = max(range(len(section.lines)), key=lambda i: (weight(section.lines[i]), -i))
+    body = [i for i, line in enumerate(section.lines) if i and line and line[0] not in "`!$<:"]
+    best = max(body, key=lambda i: (weight(section.lines[i]), -i), default=0)
+    best = best if weight(section.lines[best]) else min(body, default=0)
     text = textwrap.shorten(section.lines[best].strip(" |#"), _WIDTH, placeholder=" ...")
     return PageLine(section.page, section.heading, section.first + best, text)
 

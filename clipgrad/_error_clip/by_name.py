@@ -25,7 +25,8 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
     r"""Clips the gradients of values inside a function by name, without editing it.
 
-    A name is a tag or the path of a module, such as ``"encoder/attn"``; `list_names` lists them.
+    A name is a tag, the path of a module, such as ``"encoder/attn"``, or a line, such as
+    ``"model.py:14"``; `list_names` lists them.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -57,20 +58,24 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
         differentiated value.
 
-    A name is a tag or the path of a module. A *tag* names a value where it is computed:
+    A name is a tag, the path of a module, or a line. A *tag* names a value where it is computed:
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
     `jax.named_scope`\ s around an operation, such as ``"Transformer/block_3/attn"``; flax Linen,
     Haiku and Keras set one for each module. In a flax NNX or Equinox model among the arguments it
-    is the path of attributes, such as ``"decoder/blocks/3/attn"``. `list_names` lists the names.
+    is the path of attributes, such as ``"decoder/blocks/3/attn"``. A *line* is the end of a file's
+    path and a number, ``"model.py:14"`` or ``"nn/model.py:14"``. `list_names` lists the names.
 
     The variables of a module are its outputs: the values that are computed inside, and used or
     returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
-    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$.
+    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$. The
+    variable of a line is the last floating one that it computes each time it runs; its uses are
+    all uses.
 
     In a pattern ``*`` stands for any text within a segment, ``**`` for any number of segments, as
     in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``; ``"!head"`` is for all names but this
     one, or leaves out what the patterns before it match; a `re.Pattern` is searched in the names.
-    An exact name overrides a pattern, and a tag overrides a module of the same name.
+    ``"model.py:*"`` is for all lines of a file, and other patterns are for no lines. An exact name
+    overrides a pattern, and a tag overrides a module of the same name.
 
     Guarantees:
       * The result is bit-identical to the result of ``fun``, with its structure, weak types and

@@ -66,8 +66,9 @@ def value_and_grad_with_stats(
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
       error_clip: a rule for each name or pattern of values inside ``fun``, as
         ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only.
-      watch: further names and patterns to watch only, such as ``["**/attn"]``; ``None``: all
-        tags whose variables have cotangents, or all modules if there are no such tags.
+      watch: further names and patterns to watch only, such as ``["**/attn"]`` or
+        ``["model.py:14"]``; ``None``: all tags whose variables have cotangents, or all modules if
+        there are no such tags.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or

@@ -241,7 +241,10 @@ class Run:
     def goes_on(self, frame: _Frame) -> bool:
         """Whether an operation of this frame may be of this run, by the frame alone."""
         same = self.frame.codes[0] is frame.codes[0] and self.frame.line == frame.line
-        return same and frame.instructions >= self.frame.instructions
+        # A generator on the line runs in turns with the line: only what both are in counts.
+        pairs = zip(self.frame.instructions, frame.instructions, strict=False)
+        before, now = zip(*pairs, strict=True)
+        return same and now >= before
 
     def value(self, last_uses: dict[Var, int]) -> tuple[Var, str]:
         """The last value that something reads after the run, or else the last one; its kind."""

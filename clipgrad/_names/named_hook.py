@@ -156,6 +156,8 @@ class NamedValues(ModuleValues):
 
     def __init__(self, hook: Any) -> None:
         self.hook, self.visit = hook, hook.visit
+        self._line_names = dict(hook.lines)
+        self._runs = lines_of_program(hook.visit.jaxpr).runs if hook.lines else {}
         super().__init__(hook, hook.visit.jaxpr, hook.variables, hook.outside)
 
     def inputs(self, equation: JaxprEqn) -> list:
@@ -172,16 +174,20 @@ class NamedValues(ModuleValues):
         if tag is not None:
             used = is_used(self.visit.jaxpr, equation.outvars[0])
             outputs[0] = self.see(tag, "tag", 0, 0, outputs[0], used)
-        return self._with_lines(equation, outputs) if self.hook.lines else outputs
+        return self._with_lines(equation, outputs) if self._runs else outputs
 
     def _with_lines(self, equation: JaxprEqn, outputs: list) -> list:
         """The results of an equation, of those that are values of lines what goes on."""
-        jaxpr, names = self.visit.jaxpr, dict(self.hook.lines)
         for i, variable in enumerate(equation.outvars):
-            runs = lines_of_program(jaxpr).runs.get(variable, ())
-            for depth, (run, kind) in enumerate(runs):
-                if (name := names.pop(run.line.key, None)) is not None:
-                    kind, used = kind if kind == BACKWARD else LINE, is_used(jaxpr, variable)
+            seen = set()
+            for depth, (run, kind) in enumerate(self._runs.get(variable, ())):
+                name = self._line_names.get(run.line.key)
+                if name is not None and name not in seen:
+                    seen.add(name)
+                    kind, used = (
+                        kind if kind == BACKWARD else LINE,
+                        is_used(self.visit.jaxpr, variable),
+                    )
                     outputs[i] = self.see(name, kind, i, DEPTH - depth, outputs[i], used)
         return outputs
 

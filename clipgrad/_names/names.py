@@ -84,7 +84,7 @@ def names_of(program: Any, lines: bool = False) -> Names:
     listed = _listed(there)
     names = [_name_of_sites(name, listed[name]) for name in _inner_first(listed)]
     found = Names([*names, *(_names_of_lines(program) if lines else ())])
-    found.reason = "" if found else why_none(there)
+    found.reason = "" if found else why_none(there, lines)
     return found
 
 

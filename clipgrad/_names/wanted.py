@@ -25,8 +25,11 @@ from clipgrad._programs import WHILES
 _WITH_NAMES = (
     "one with tagged variables or modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "
     '"x"), or compute it in a module: with jax.named_scope("x"):; an NNX or Equinox model has '
-    'names if it is an argument: fun(model, ...); a line is a name, too, such as "model.py:14": '
-    "list_names(fun, args, lines=True) lists the lines"
+    "names if it is an argument: fun(model, ...)"
+)
+_WITH_LINES = (
+    '; a line is a name, too, such as "model.py:14": list_names(fun, args, lines=True) lists the '
+    "lines"
 )
 _OF_MERGED = (
     "; a model that fun merges has none: write a function of the model for {caller}, and call what "
@@ -268,7 +271,9 @@ def watched_names(
             return {}
         got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
         more = _of_merged(caller)
-        raise ValueError(f"{caller}: got a function {got}, expected {_WITH_NAMES}{more}")
+        raise ValueError(
+            f"{caller}: got a function {got}, expected {_WITH_NAMES}{_WITH_LINES}{more}"
+        )
     return resolved(program, own or {"**": None}, caller, wanted)
 
 
@@ -277,11 +282,13 @@ def _of_merged(caller: str) -> str:
     return _OF_MERGED.format(caller=caller) if flax_nnx() else ""
 
 
-def why_none(there: Mapping[str, Sites]) -> str:
-    """The reason why none of some names can be watched."""
+def why_none(there: Mapping[str, Sites], lines: bool) -> str:
+    """The reason why none of some names can be watched; of ``lines`` that none is there."""
     found = [site for sites in there.values() for site in sites]
+    advice = "" if lines else _WITH_LINES
     if not found:
-        return f"there are no tags or modules, expected {_WITH_NAMES}{_of_merged('this')}"
+        what = "no line computes a floating value, and there" if lines else "there"
+        return f"{what} are no tags or modules, expected {_WITH_NAMES}{advice}{_of_merged('this')}"
     closed = sorted({site.sealed for site in found if site.sealed})
     names = first_few([*map(repr, there)], 4)
     if closed:

@@ -72,12 +72,12 @@ class StepNumbers:
     """The numbers of the recorded steps, as the user gave them.
 
     Attributes:
-      given: a number or text, or a number for each of several steps; ``None``: none was given.
+      numbers: a number or text, or a number for each of several steps; ``None``: none was given.
       count: the number of steps.
       is_stacked: whether the batch has an entry for each of them.
     """
 
-    given: Any
+    numbers: Any
     count: int = 1
     is_stacked: bool = False
 
@@ -98,7 +98,7 @@ class StepNumbers:
 
     def at(self, place: int) -> Any:
         """The number of one of the steps; None if none was given."""
-        return self.given[place] if self.is_stacked else self.given
+        return self.numbers[place] if self.is_stacked else self.numbers
 
 
 def _has_leading_axis(batch: Any, size: int) -> bool:
@@ -189,9 +189,9 @@ def held_weakly(leaves: list[Any], structure: Any) -> Callable[[], Any]:
     references = [_reference(leaf) for leaf in leaves]
 
     def alive() -> Any:
-        found = [reference() for reference in references]
-        gone = any(x is None or isinstance(x, jax.Array) and x.is_deleted() for x in found)
-        return None if gone else structure.unflatten(found)
+        leaves = [reference() for reference in references]
+        gone = any(x is None or isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+        return None if gone else structure.unflatten(leaves)
 
     return alive
 

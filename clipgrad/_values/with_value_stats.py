@@ -35,8 +35,8 @@ def with_value_stats(
 ) -> Callable[..., Any]:
     """Makes a function that also returns statistics of the values with names inside of it.
 
-    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, or the path of a module;
-    `list_names` lists them.
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a line,
+    such as ``"model.py:14"``; `list_names` lists them.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -75,7 +75,8 @@ def with_value_stats(
         there are neither tags nor modules with ``watch=None``.
 
     The values of a module are those that are computed inside, and used or returned outside; if
-    there are none, those that nothing uses. No gradient is needed: values of a
+    there are none, those that nothing uses. The value of a line is the last floating one that it
+    computes each time it runs. No gradient is needed: values of a
     `jax.lax.while_loop`, and others without a cotangent, are measured, too. For values and
     cotangents of one run write ``cg.value_and_grad_with_stats(cg.with_value_stats(loss),
     has_aux=True)``.
