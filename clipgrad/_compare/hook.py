@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from clipgrad._compare.record import ENTERS
 from clipgrad._compare.sketches import sketch, tapped
 from clipgrad._names import (
+    DEPTH,
     LineKeys,
     LineNames,
     LineValue,
@@ -46,6 +47,10 @@ class Sketches(ValueHook):
     """
 
     carried: int = 0
+
+    def value(self, seen: Seen, x: Any) -> Any:
+        """What goes on; the lines that called the line of a value have its numbers."""
+        return x if seen.position[-1] < DEPTH else super().value(seen, x)
 
     def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
         """The sketch."""
@@ -144,6 +149,11 @@ def seen_values(program: Any) -> list[NamedValue]:
         v for v in named_values(program) if (v.position[:-2], v.position[-2], v.name) not in ends
     ]
     return in_order((*named, *carried, *entering_values(program)))
+
+
+def note_key(position: tuple[int, ...]) -> tuple[int, ...]:
+    """The key of the note of a value: of all lines of one array that of the innermost."""
+    return (*position[:-1], max(position[-1], DEPTH))
 
 
 def in_order(values: Iterable[NamedValue]) -> list[NamedValue]:

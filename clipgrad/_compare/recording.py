@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compare.edges import Walk
-from clipgrad._compare.hook import Sketches, in_order, seen_values, values_of_lines
+from clipgrad._compare.hook import Sketches, in_order, note_key, seen_values, values_of_lines
 from clipgrad._compare.judge import RUNS, floor_of
 from clipgrad._compare.numbers import (
     by_steps,
@@ -143,7 +143,7 @@ class Recording:
                 rows[i].whole = None
         for kind, own in zip(("value", "cotangent"), on_host(notes), strict=True):
             for i in self.record.of(kind):
-                x = own[rows[i].position]
+                x = own[note_key(rows[i].position)]
                 rows[i].sketch = by_steps(x, rows[i], self.devices.get(i, ()))
         return rows
 
@@ -200,7 +200,10 @@ def recording_of(
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
     cotangents = (record.rows[i] for i in record.of("cotangent"))
-    taps = {r.position: jnp.zeros((*r.steps, LENGTH), sketch_dtype(r.dtype)) for r in cotangents}
+    taps = {
+        note_key(r.position): jnp.zeros((*r.steps, LENGTH), sketch_dtype(r.dtype))
+        for r in cotangents
+    }
     for row in fixed:
         record.add(row)
     evaluated = functools.partial(_evaluated, program, [*gradients], keys)

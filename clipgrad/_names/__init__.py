@@ -25,6 +25,7 @@ from clipgrad._names.line_names import LineNames as LineNames
 from clipgrad._names.line_names import keys_of_lines as keys_of_lines
 from clipgrad._names.lines import BACKWARD as BACKWARD
 from clipgrad._names.lines import CALL as CALL
+from clipgrad._names.lines import DEPTH as DEPTH
 from clipgrad._names.lines import LINE as LINE
 from clipgrad._names.lines import OF_LINES as OF_LINES
 from clipgrad._names.lines import Line as Line
