@@ -90,7 +90,7 @@ class Sides:
             return finding
         text = finding.message
         if finding.file:
-            text = text.removeprefix(f"{finding.file}:{finding.line}: ")
+            text = text.removeprefix(f"{Location(finding.file, finding.line, None)}: ")
         text = f"{where}: {text}"
         return dataclasses.replace(finding, message=text, file=where.file, line=where.line)
 

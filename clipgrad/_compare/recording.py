@@ -7,7 +7,7 @@ import importlib.metadata
 import linecache
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,7 +166,7 @@ def recording_of(
       gradients: the paths of the gradients of its first output, by the numbers of inputs.
       with_arguments: whether the numbers of the inputs are recorded.
       fixed: rows of what the program does not compute.
-      lines: whether the values of lines are recorded; None: if nothing else has a name.
+      lines: whether the values of lines are recorded; None: of a loss in which nothing has a name.
     """
     more = program, inputs, outputs, gradients, with_arguments, fixed
     arrays = [x for *_, x in inputs]
@@ -177,21 +177,12 @@ def recording_of(
             with_numbers(row, x).whole = x
         record.add(row)
     active = active_variables(program, gradients) if gradients else frozenset()
-    places, devices = collections.defaultdict(list), {}
     values = seen_values(program)
     named = [v for v in values if not is_of_formula(v.name)]
-    if lines is None:
-        lines = not any(v.name for v in named)
-        values = named if lines else values
-    keys, pairs = values_of_lines(program) if lines else ((), [])
-    of_lines = {v.position: line for v, line in pairs}
-    for v in in_order([*values, *(v for v, _ in pairs)]):
-        at = record.add(_value_row("value", v, of_lines.get(v.position)))
-        places[v.position[:-1]].append(at)
-        if over := _axes_of_devices(v):
-            devices[at] = over
-        elif v.variable in active and not v.in_while:
-            record.add(_value_row("cotangent", v, of_lines.get(v.position)), at)
+    if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
+        values = named
+    keys, of_lines = values_of_lines(program) if lines else ((), [])
+    places, devices = _add_values(record, values, of_lines, active)
     walk = Walk(program, range(len(inputs)), places, record.rows)
     copies = map(dataclasses.replace, outputs)
     returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(copies)]
@@ -200,16 +191,33 @@ def recording_of(
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
     cotangents = (record.rows[i] for i in record.of("cotangent"))
-    taps = {
-        note_key(r.position): jnp.zeros((*r.steps, LENGTH), sketch_dtype(r.dtype))
-        for r in cotangents
-    }
+    types = {note_key(r.position): (r.steps, sketch_dtype(r.dtype)) for r in cotangents}
+    taps = {key: jnp.zeros((*steps, LENGTH), dtype) for key, (steps, dtype) in types.items()}
     for row in fixed:
         record.add(row)
     evaluated = functools.partial(_evaluated, program, [*gradients], keys)
     traced = trace(evaluated, (arrays, taps), {})
     leaves, remade = jax.tree.leaves((arrays, taps)), functools.partial(recording_of, *more)
     return Recording(record, traced, leaves, returned, devices, remade=remade)
+
+
+def _add_values(
+    record: Record,
+    values: Sequence[NamedValue],
+    of_lines: Sequence[tuple[NamedValue, LineValue]],
+    active: Collection[Any],
+) -> tuple[dict[tuple, list[int]], dict[int, tuple[int, ...]]]:
+    """Add the rows of values and of lines, with cotangents: where they are, and those of devices."""
+    places, devices = collections.defaultdict(list), {}
+    lines = {v.position: line for v, line in of_lines}
+    for v in in_order([*values, *(v for v, _ in of_lines)]):
+        at = record.add(_value_row("value", v, lines.get(v.position)))
+        places[v.position[:-1]].append(at)
+        if over := _axes_of_devices(v):
+            devices[at] = over
+        elif v.variable in active and not v.in_while:
+            record.add(_value_row("cotangent", v, lines.get(v.position)), at)
+    return places, devices
 
 
 def _evaluated(
