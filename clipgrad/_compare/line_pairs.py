@@ -182,7 +182,7 @@ def _equal(
     row = a.rows[own.at[i][0]]
     near = np.maximum(own.near[i], others.near)
     apart = np.abs(others.sizes - own.sizes[i]) <= near[:, None] * np.abs(own.sizes[i])
-    maybe = np.flatnonzero(apart.all(axis=1))
+    maybe = np.flatnonzero(apart.all(axis=1)).tolist()
     if not (own.known[i] and row.size > 1):
         maybe = [j for j in maybe if b.rows[others.at[j][0]].shape == row.shape]
     same = [j for j in maybe if _is_equal(a, b, own, others, i, j, rtol)]

@@ -207,7 +207,7 @@ def _add_values(
     of_lines: Sequence[tuple[NamedValue, LineValue]],
     active: Collection[Any],
 ) -> tuple[dict[tuple, list[int]], dict[int, tuple[int, ...]]]:
-    """Add the rows of values and of lines, with cotangents: where they are, and those of devices."""
+    """Add the rows of values and of cotangents: where they are, and which axes are over devices."""
     places, devices = collections.defaultdict(list), {}
     lines = {v.position: line for v, line in of_lines}
     for v in in_order([*values, *(v for v, _ in of_lines)]):
