@@ -25,7 +25,9 @@ from clipgrad._names.line_names import LineNames as LineNames
 from clipgrad._names.line_names import keys_of_lines as keys_of_lines
 from clipgrad._names.lines import BACKWARD as BACKWARD
 from clipgrad._names.lines import CALL as CALL
+from clipgrad._names.lines import DEPTH as DEPTH
 from clipgrad._names.lines import LINE as LINE
+from clipgrad._names.lines import OF_LINES as OF_LINES
 from clipgrad._names.lines import Line as Line
 from clipgrad._names.lines import LineValue as LineValue
 from clipgrad._names.lines import is_line_pattern as is_line_pattern
