@@ -1,5 +1,8 @@
 """The contract of differentiation, and what is counted and said of values."""
 
+import ast
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +59,18 @@ def test_kinds_stand_in_order_of_severity_and_each_that_is_not_right_is_said():
 def test_two_of_three_witnesses_must_agree(rule, plain, is_smooth, is_between, kind):
     columns = (np.asarray([x]) for x in (rule, plain, is_smooth, is_between))
     assert majority(*columns) == [kind]
+
+
+def test_all_numbers_that_decide_stand_in_one_file():
+    """But for the kinds, and for how long a text is."""
+    apart = {"verdict.py", "report.py", "log.py", "tolerances.py"}
+    for path in pathlib.Path(contract.__file__).parent.glob("*.py"):
+        for node in [] if path.name in apart else ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign):
+                parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                values = [part.value for part in parts if isinstance(part, ast.Constant)]
+                numbers = [x for x in values if isinstance(x, int | float)]
+                assert not numbers, f"{path.name}:{node.lineno}"
 
 
 H = 2.0 ** -np.arange(4.0, 33, 4)

@@ -14,7 +14,7 @@ from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.options import Options, refuse
 from clipgrad._check.points import AS_COMPUTED, Point, masked_rows
 from clipgrad._check.report import Failure
-from clipgrad._check.tolerances import LOOSE, ORDERS, PRECISIONS, precision, tolerance_of
+from clipgrad._check.tolerances import LOOSE, ORDERS, Precision, precision, tolerance_of
 from clipgrad._check.user_code import UserError, call_user
 from clipgrad._check.verdict import told_apart
 from clipgrad._check.witnesses import differentiated
@@ -156,7 +156,7 @@ def linearity(point: Point, options: Options) -> Claims:
     yield claim(point.vjp(0 * u), 0 * gradient, "a zero cotangent")
     for factor in (-large, 1 / large):
         scaled = point.vjp(factor * u) / factor
-        is_outside = _leaves_the_range(gradient, factor, row.range_of)
+        is_outside = _leaves_the_range(gradient * factor, row)
         sign = "-" if factor < 0 else ""
         text = f"the cotangent times {sign}2 ** {np.log2(abs(factor)):g}"
         yield claim(np.where(is_outside, gradient, scaled), gradient, text)
@@ -168,13 +168,11 @@ def linearity(point: Point, options: Options) -> Claims:
     yield claim(point.vjp(u + ones), parts, "the sum of a cotangent and a constant one")
 
 
-def _leaves_the_range(gradient: np.ndarray, factor: float, name: str) -> np.ndarray:
+def _leaves_the_range(scaled: np.ndarray, row: Precision) -> np.ndarray:
     """Where a multiple of a gradient overflows or underflows, which is no fault."""
-    limits, size = jnp.finfo(name), np.abs(gradient * factor)
-    spare = 1 if name not in PRECISIONS else 1e3  # what is computed on the way may be smaller
-    typical = vectors.root_mean_square(gradient) * abs(factor)
-    is_low = (size > 0) & (size < spare * float(limits.tiny))
-    return is_low | ~(size + typical <= float(limits.max) / 16)
+    limits, size = jnp.finfo(row.range_of), np.abs(scaled)
+    is_low = (size > 0) & (size < row.spare * float(limits.tiny))
+    return is_low | ~(size + vectors.root_mean_square(scaled) <= float(limits.max) / 16)
 
 
 def jit(point: Point, options: Options) -> Claims:

@@ -21,6 +21,8 @@ from clipgrad._check.tolerances import (
     FEW_ELEMENTS,
     FEW_GROUPS,
     GROUPS,
+    LEAST_ALONG,
+    LEAST_TOGETHER,
     LOOSER,
     PRECISIONS,
     SINGLES,
@@ -154,7 +156,7 @@ class Search:
             relative = TIGHT
         elif relative <= LOOSER * PRECISIONS["float32"].relative:
             relative = TIGHT_FLOAT32
-        return Tolerance(relative, 0.0, 1e-16 * self.overall)
+        return Tolerance(relative, 0.0, LEAST_ALONG * self.overall)
 
     def run(self) -> Evidence:
         """Look at suspects one by one, and at the others together or, in "full", one by one too."""
@@ -360,7 +362,7 @@ class Search:
         """
         bent, scale = np.flatnonzero(evidence.rule == KINK), self.point.scale
         along = np.zeros(len(scale))
-        tolerance = Tolerance(LOOSER * self.tolerance.relative, 0.0, 1e-12 * self.overall)
+        tolerance = Tolerance(LOOSER * self.tolerance.relative, 0.0, LEAST_TOGETHER * self.overall)
         known = (evidence.numbers.get(int(j)) for j in bent)
         bends = np.asarray([0.0 if n is None else np.sign(n.ahead - n.behind) for n in known])
         for sign in (1.0, -1.0):

@@ -19,6 +19,7 @@ from clipgrad._check.tolerances import (
     ODD,
     OUTPUTS_AT_ONCE,
     RUNS_OF_FUNCTION,
+    SAME_ROUNDINGS,
     SAME_VALUES,
     SLOPE_MOVES,
     TIMES,
@@ -206,7 +207,7 @@ class Neighborhood:
         if off <= SAME_VALUES * size + np.finfo(np.float32).tiny:
             return
         moved = self.evaluation.moved(self.xs, self.base, AS_COMPUTED)
-        if off > 10 * vectors.root_mean_square(moved):
+        if off > SAME_ROUNDINGS * vectors.root_mean_square(moved):
             k = int(np.argmax(np.abs(self.base - outputs)))
             raise Unsupported(
                 f"its values differ from those of the function: {outputs[k]:.5g} as computed, "

@@ -25,7 +25,10 @@ class Precision(NamedTuple):
       first_look: the two of these steps that may be enough.
       factor: the power of two that `linearity` multiplies a cotangent by.
       range_of: the type whose range scaled cotangents must not leave.
+      spare: below so many times its smallest number a scaled gradient says nothing, since what is
+        computed on the way may be smaller.
       is_coarse: whether slopes in it judge no single element, but leaves along directions.
+      has_subnormals: whether XLA keeps its subnormal numbers.
     """
 
     relative: float
@@ -34,7 +37,9 @@ class Precision(NamedTuple):
     first_look: slice
     factor: float
     range_of: str
+    spare: float = 1e3
     is_coarse: bool = False
+    has_subnormals: bool = False
 
 
 # The rule in float64 has the error of two extrapolated steps; 5e-4 is 4,000 roundings of float32,
@@ -42,22 +47,29 @@ class Precision(NamedTuple):
 PRECISIONS = {
     "float64": Precision(1e-6, 50.0, range(4, 33, 4), slice(3, 5), 2.0**20, "float32"),
     "float32": Precision(5e-4, 50.0, range(2, 11), slice(2, 4), 2.0**20, "float32"),
-    "float16": Precision(1e-2, 8.0, range(1, 5), slice(1, 3), 2.0**4, "float16", is_coarse=True),
+    "float16": Precision(
+        1e-2, 8.0, range(1, 5), slice(1, 3), 2.0**4, "float16", is_coarse=True, has_subnormals=True
+    ),
     "bfloat16": Precision(5e-2, 4.0, range(1, 5), slice(1, 3), 2.0**4, "float16", is_coarse=True),
 }
 # A result in a type of 8 bits and fewer may be off by two of its roundings.
 FEW_ROUNDINGS = 2.0
-# Of a type with subnormal numbers all are kept; XLA's float32 and bfloat16 have none.
-WITHOUT_SUBNORMALS = ("float64", "float32", "bfloat16")
+# What the user states a tolerance for, such as a loop that stops when it is near enough, and a type
+# of 8 bits have no room for a larger factor of a cotangent.
+LOOSE = 2.0
 
 
 def precision(name: str) -> Precision:
     """The numbers of a floating type; of one of 8 bits and fewer, which has no row, by its bits."""
     if name in PRECISIONS:
         return PRECISIONS[name]
-    relative = FEW_ROUNDINGS * float(jnp.finfo(name).eps)
-    half = PRECISIONS["float16"]
-    return half._replace(relative=relative, roundings=FEW_ROUNDINGS, factor=LOOSE, range_of=name)
+    return PRECISIONS["float16"]._replace(
+        relative=FEW_ROUNDINGS * float(jnp.finfo(name).eps),
+        roundings=FEW_ROUNDINGS,
+        factor=LOOSE,
+        range_of=name,
+        spare=1.0,
+    )
 
 
 def narrowest(names: Iterable[str]) -> str:
@@ -83,8 +95,7 @@ class Tolerance(NamedTuple):
 def tolerance_of(name: str, stated: float | None = None, times: float = 1.0) -> Tolerance:
     """The tolerance of a type, or the one that the user states."""
     row, limits = precision(name), jnp.finfo(name)
-    is_kept = name not in WITHOUT_SUBNORMALS
-    least = float(limits.smallest_subnormal if is_kept else limits.tiny)
+    least = float(limits.smallest_subnormal if row.has_subnormals else limits.tiny)
     floor = row.roundings * float(limits.eps)
     if stated is None:
         return Tolerance(times * row.relative, times * floor, least)
@@ -108,6 +119,9 @@ LOOSER = 10.0
 # Along a dense direction one wrong element among n weighs 1 / sqrt(n): the tolerance of plain AD in
 # float64, and of a gradient in float32 without plain AD.
 TIGHT, TIGHT_FLOAT32 = 1e-6, 3e-5
+# A slope along many elements may be off by these parts of the largest effect of any element; the
+# second where elements at kinks are moved together.
+LEAST_ALONG, LEAST_TOGETHER = 1e-16, 1e-12
 # Along several directions errors are three standard deviations of one; of their root mean square
 # it is this part.
 SPREAD_OF_ERRORS = 0.6
@@ -117,12 +131,16 @@ HALF = 0.5
 ORDERS = 20.0
 # One-sided slopes that are further apart than this part of them are a kink's.
 KINK_GAP = 0.02
-# An error above this part of the slope, and of the leaf's typical one, tells nothing.
-NOISY = 0.1
-# Slopes that grow so much at each of the last steps have no limit: a jump's.
-GROWTH = 1.5
-# A function's values in float64 are its own up to this part, or ten measured roundings.
-SAME_VALUES = 0.1
+# An error above this part of the slope, and of the leaf's typical one, tells nothing; if it is also
+# above so many times what the leaf alone allows.
+NOISY, NOISY_FLOORS = 0.1, 100.0
+# The error of an extrapolated slope, in parts of what it and the slopes that make it moved by.
+EXTRAPOLATED = 0.1
+# Slopes that grow so much at each of the last steps, and are so many times their noise, have no
+# limit: a jump's.
+GROWTH, ABOVE_NOISE = 1.5, 10.0
+# A function's values in float64 are those as computed up to this part, or so many roundings.
+SAME_VALUES, SAME_ROUNDINGS = 0.1, 10.0
 # Two calls of a function have the same value: to this part of a gradient's tolerance as compiled,
 # and to this part of themselves where a device adds in any order.
 VALUE_PART, ANY_ORDER = 0.1, 1e-3
@@ -139,10 +157,6 @@ SAME_RATIO = 0.01
 CONSTANT = 8.0
 # The part of what is wrong that leaving out a rule must change, for that rule to be to blame.
 BLAME = 0.1
-# What the user states a tolerance for, such as a loop that stops when it is near enough, and a type
-# of 8 bits have no room for a larger factor of a cotangent.
-LOOSE = 2.0
-
 # --- The steps and the points ------------------------------------------------------------------
 
 # Every other step is this multiple of a power of two, so that no period divides them all; it has 17

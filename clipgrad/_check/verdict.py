@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._check.tolerances import (
+    ABOVE_NOISE,
+    EXTRAPOLATED,
     GROWTH,
     HALF,
     KINK_GAP,
     NOISY,
+    NOISY_FLOORS,
     SPREAD_OF_ERRORS,
     TIMES,
     TRUSTED,
@@ -153,7 +156,7 @@ def judge_slopes(
     allowed = tolerance(np.fmax(np.abs(numeric), norm), typical)
     off = np.abs(numeric - analytic)
     size = np.fmax(np.fmax(np.abs(numeric), norm), typical)
-    is_noisy = ~(error <= NOISY * size + 100 * tolerance(0.0, typical))
+    is_noisy = ~(error <= NOISY * size + NOISY_FLOORS * tolerance(0.0, typical))
     kind = np.where(off <= allowed + error, np.where(is_noisy, NOISE, OK), WRONG)
     is_kink, middle, width, at = _kink(differences)
     inside = np.abs(analytic - middle) <= width + allowed
@@ -238,7 +241,7 @@ def richardson(differences: FiniteDifferences) -> tuple[np.ndarray, np.ndarray]:
     """The slope at the step where it is known best, and its error: what it moved by, and noise."""
     better, central = _extrapolated(differences)
     moved = np.abs(np.diff(central, axis=1))
-    moved[:, 1:] = 0.1 * (moved[:, 1:] + np.abs(np.diff(better, axis=1)))
+    moved[:, 1:] = EXTRAPOLATED * (moved[:, 1:] + np.abs(np.diff(better, axis=1)))
     error = np.where(np.isfinite(moved), moved, np.inf) + differences.noise[:, 1:]
     best = np.argmin(error, axis=1)
     return _taken(better, best), _taken(error, best)
@@ -279,4 +282,4 @@ def _is_on_a_stair(
 def _grows(differences: FiniteDifferences) -> np.ndarray:
     side = np.fmax(np.abs(differences.ahead), np.abs(differences.behind))[:, -3:]
     grows = (side[:, 1:] > GROWTH * side[:, :-1]).all(axis=1)
-    return grows & (side[:, -1] > 10 * differences.noise[:, -1])
+    return grows & (side[:, -1] > ABOVE_NOISE * differences.noise[:, -1])
