@@ -10,25 +10,14 @@ import jax.numpy as jnp
 
 from clipgrad._arrays import Where, explain_call
 from clipgrad._clip import ClipStats, NonFinite, as_rule, check_policy, raise_for_counts
-from clipgrad._per_example.batches import (
-    check_axes,
-    check_microbatch,
-    of_parts,
-    on_each_device,
-    part_count,
-    whole_examples,
-)
-from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.methods import sums_by_norms, sums_of_elements
-from clipgrad._per_example.plan import Plan, parts_of, plan_of
-from clipgrad._per_example.rules import axis_name_of
-from clipgrad._per_example.subject import (
-    Method,
-    PerExampleSubject,
-    check_method,
-    check_params,
-    scalar_loss,
-)
+from clipgrad._per_example.batches import check_microbatch
+from clipgrad._per_example.clipped_sums import sums_by_norms, sums_of_elements
+from clipgrad._per_example.padding import Padding, as_padding, count_real, real_losses
+from clipgrad._per_example.plan import Plan, plan_of
+from clipgrad._per_example.prepare import ExampleRun, prepared
+from clipgrad._per_example.request import Method, Request, check_method, scalar_loss
+from clipgrad._per_example.scaling import axis_name_of
+from clipgrad._per_example.sensitivity import sensitivity_of
 from clipgrad._training import wide_zeros
 
 Reduction = Literal["mean", "sum"]
@@ -66,7 +55,7 @@ def clip_per_example(
     Args:
       loss_fn: ``loss_fn(params, example)``, the loss of one example, a scalar or ``(scalar, aux)``.
         An example is the batch without its leading axis; for a model of batches write ``x[None]``.
-        To leave out a padded example, multiply its loss by a weight of 0.
+        An example that only fills the batch is left out by ``is_padding_example``, below.
       rule: what to do with the gradient of an example: a rule such as ``ClipByGlobalNorm(1.0)``, a
         function of the tree, or ``None``: nothing.
       reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
@@ -92,8 +81,11 @@ def clip_per_example(
       integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``. ``stats`` are
       `ClipStats` with one entry for each example, in the order of the batch: ``stats.norm`` has the
       shape (B,), and ``stats.clipped.mean()`` is the share of the examples that were clipped.
-      ``aux`` has one entry for each example, too. The method ``plan(params, batch)`` of the
-      function shows what is done with each leaf, and why.
+      ``aux`` has one entry for each example, too. The function takes ``is_padding_example=``, a
+      boolean for each example: True for one that only fills the batch. It adds nothing, whatever
+      it holds, and a mean divides by the number of the others, or by 1. The method ``plan(params,
+      batch)`` of the function shows what is done with each leaf, and why; ``sensitivity()`` is how
+      much one example changes the sum.
 
     Raises:
       TypeError: if ``loss_fn`` is not a function, or ``rule`` is no rule, function or ``None``.
@@ -161,50 +153,90 @@ def clip_per_example(
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
     check_microbatch(microbatch)
     loss_fn = scalar_loss(loss_fn, has_aux)
-    options = (microbatch, has_aux, where, nonfinite, method, wrt)
-    subject = PerExampleSubject(loss_fn, rule, *options)
-    return ClipPerExample(subject, reduce)
+    measurer = None if rule is None else type(rule).__name__
+    options = (microbatch, has_aux, where, nonfinite, method, wrt, measurer, axis_name_of(rule))
+    return ClipPerExample(Request(loss_fn, rule, *options), reduce)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClipPerExample:
     """A function of parameters and a batch; see `clip_per_example`."""
 
-    subject: PerExampleSubject
+    request: Request
     reduce: Reduction
 
     @explain_call("write (params, (x, y))", "clip_per_example(loss_fn, rule)")
-    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, ClipStats]:
-        """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
-        check_params(params)
-        apart = self.subject.apart(params, batch)
-        size, _ = part_count(apart.batch, self.subject.microbatch)
-        with whole_examples(apart.batch, axis_name_of(self.subject.rule)):
-            apart.subject.warn_of_parts(apart.trained)
-            params = on_each_device(apart.trained, apart.batch)
-            total, (value, stats, *counts) = _summed(apart.subject, params, apart.batch)
+    def __call__(
+        self, params: Any, batch: Any, *, is_padding_example: Any = None
+    ) -> tuple[Any, Any, ClipStats]:
+        """The reduced loss, the reduced clipped gradients, and the statistics of each example.
+
+        ``is_padding_example``: a boolean for each example, see `clip_per_example`.
+        """
+        run = prepared(self.request, params, batch)
+        padding = as_padding(is_padding_example, run.size)
+        total, (value, stats, *counts) = _summed(run, padding)
         for of_leaves in counts:  # the direct method has them
             raise_for_counts(of_leaves)
-        mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
-        grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
-        loss, aux = value if self.subject.has_aux else (value, None)
-        loss = jnp.mean(loss) if self.reduce == "mean" else jnp.sum(loss)
-        value = (loss, aux) if self.subject.has_aux else loss
-        return value, apart.gradients(grads), stats
+        losses, aux = value if self.request.has_aux else (value, None)
+        loss = jnp.sum(real_losses(losses, padding))
+        if self.reduce == "mean":
+            count = count_real(padding, run.size)
+            total = jax.tree.map(lambda t: t / count, total)
+            loss = jnp.mean(losses) if padding is None else loss / count
+        params = run.arrays.params
+        grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), total, params)
+        value = (loss, aux) if self.request.has_aux else loss
+        run.count_random_state()
+        return value, run.arrays.parameters.as_given(grads), stats
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
-        return plan_of(self.subject, params, batch)
+        return plan_of(self.request, params, batch)
+
+    def sensitivity(
+        self, neighboring_relation: Any = "replace_special", *, params: Any = None
+    ) -> Any:
+        """How much one example changes the sum of the clipped gradients, as an L2 norm.
+
+        Example:
+          >>> import clipgrad as cg, jax.numpy as jnp
+          >>> loss = lambda w, example: jnp.dot(w, example)
+          >>> rule = cg.ClipByGlobalNorm(0.5)
+          >>> clip = cg.clip_per_example(loss, rule, reduce="sum", nonfinite="zero")
+          >>> clip.sensitivity(), clip.sensitivity("replace_one")
+          (0.5, 1.0)
+
+        Args:
+          neighboring_relation: which two batches are neighbors. ``"add_or_remove_one"``: one has an
+            example more; ``"replace_special"``: an example of one is padding in the other;
+            ``"replace_one"``: an example of one is another one in the other, which is twice as
+            much. Or a ``dp_accounting.NeighboringRelation`` of this name.
+          params: the parameters, or their shapes, for a rule whose bound depends on these:
+            `ClipByNorm` (the square root of the number of leaves) and `ClipByBlockRMS` (of the
+            number of elements).
+
+        Returns:
+          The bound of the rule, a number, up to the rounding that `clip_per_example` says.
+
+        Raises:
+          ValueError: for another relation, and where nothing bounds the sum: the mean of a batch
+            whose size is not known, ``nonfinite`` other than ``"zero"``, ``where``, and rules
+            without such a bound; for ``params`` that are left out where they are needed.
+        """
+        if self.reduce != "sum":
+            raise ValueError(
+                f'reduce: got {self.reduce!r}, whose bound depends on the batch; write reduce="sum"'
+                " and divide by the expected number of examples"
+            )
+        return sensitivity_of(self.request, neighboring_relation, params)
 
 
-def _summed(subject: PerExampleSubject, params: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+def _summed(run: ExampleRun, padding: Padding) -> tuple[Any, tuple[Any, ...]]:
     """The sum of the clipped gradients; what the loss returned, statistics, and what is bad."""
-    check_axes((params, batch))
-    size, parts = part_count(batch, subject.microbatch)
-    if subject.why_elements is None:
-        program = ExampleProgram.of(subject, params, batch)
-        parts = parts_of(subject, program, size)
-        of_some = functools.partial(sums_by_norms, subject, program)
+    request, params, *_ = run.arrays
+    if request.why_elements is None:
+        of_some = functools.partial(sums_by_norms, request, run.program)
     else:
-        of_some = functools.partial(sums_of_elements, subject)
-    return of_parts(of_some, jax.tree.map(wide_zeros, params, params), params, batch, parts)
+        of_some = functools.partial(sums_of_elements, request)
+    return run.accumulate(of_some, jax.tree.map(wide_zeros, params, params), padding)

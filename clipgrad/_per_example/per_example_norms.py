@@ -7,34 +7,13 @@ from typing import Any
 
 import jax
 
-from clipgrad._arrays import (
-    AxisName,
-    Where,
-    explain_call,
-    is_none,
-    tree_norm,
-    warn_of_parts,
-    with_paths,
-)
-from clipgrad._per_example.batches import (
-    batch_size,
-    check_axes,
-    check_microbatch,
-    of_parts,
-    on_each_device,
-    part_count,
-    whole_examples,
-)
+from clipgrad._arrays import AxisName, Where, explain_call, is_none, tree_norm, with_paths
+from clipgrad._per_example.batches import batch_size, check_microbatch
 from clipgrad._per_example.gradients import ExampleProgram
 from clipgrad._per_example.norms_of_arrays import norms_of_array, side_by_side
-from clipgrad._per_example.plan import Plan, parts_of, plan_of
-from clipgrad._per_example.subject import (
-    Method,
-    PerExampleSubject,
-    check_method,
-    check_params,
-    scalar_loss,
-)
+from clipgrad._per_example.plan import Plan, plan_of
+from clipgrad._per_example.prepare import prepared
+from clipgrad._per_example.request import Method, Request, check_method, scalar_loss
 
 
 @explain_call("write per_example_norms(loss)(params, x)")
@@ -103,52 +82,42 @@ def per_example_norms(
     check_method(method)
     check_microbatch(microbatch)
     loss_fn = scalar_loss(loss_fn, has_aux)
-    subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method, wrt)
-    return PerExampleNorms(subject, per_leaf, axis_name)
+    options = (microbatch, has_aux, where, "propagate", method, wrt, "per_example_norms", axis_name)
+    return PerExampleNorms(Request(loss_fn, None, *options), per_leaf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerExampleNorms:
     """A function of parameters and a batch; see `per_example_norms`."""
 
-    subject: PerExampleSubject
+    request: Request
     per_leaf: bool
-    axis_name: AxisName
 
     @explain_call("write (params, (x, y))", "per_example_norms(loss_fn)")
     def __call__(self, params: Any, batch: Any) -> Any:
         """The norms of the gradients of the examples."""
-        check_params(params)
-        apart = self.subject.apart(params, batch)
-        subject, params, batch, *_ = apart
-        size, _ = part_count(batch, subject.microbatch)
-        check_axes((params, batch))
-        with whole_examples(batch, self.axis_name):
-            warn_of_parts("per_example_norms", subject.clipped(params), self.axis_name)
-        params = on_each_device(params, batch)
-        program = ExampleProgram.of(subject, params, batch)
-        of_some = functools.partial(self._of_some, subject, program)
-        norms = of_parts(of_some, (), params, batch, parts_of(subject, program, size))[1]
-        apart.note()
+        run = prepared(self.request, params, batch)
+        norms = run.accumulate(functools.partial(self._norms, run.request, run.program), ())[1]
+        run.count_random_state()
         return norms
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
-        return plan_of(self.subject, params, batch)
+        return plan_of(self.request, params, batch)
 
-    def _of_some(
-        self, subject: PerExampleSubject, program: ExampleProgram, params: Any, examples: Any
-    ) -> tuple[Any, Any]:
-        size, (_, found) = batch_size(examples), program.gradients(params, examples)
-        chosen = [i for i, flag in enumerate(subject.flags(params)) if flag]
-        norms = {i: program.norms(i, found, size) for i in chosen}
-        if self.axis_name:  # each leaf varies on its own
-            whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
+    def _norms(
+        self, request: Request, program: ExampleProgram, params: Any, examples: Any
+    ) -> tuple[tuple[()], Any]:
+        _, gradients = program.gradients(params, examples)
+        chosen = [i for i, flag in enumerate(request.flags(params)) if flag]
+        norms = program.norms(chosen, gradients, batch_size(examples))
+        if request.axis_name:  # each leaf varies on its own
+            joined = jax.vmap(lambda norms: tree_norm(norms, axis_name=request.axis_name).value)
         elif self.per_leaf:
-            whole = lambda norms: norms[0]  # noqa: E731
+            joined = lambda norms: norms[0]  # noqa: E731
         else:
-            whole = lambda norms: norms_of_array(side_by_side(norms))  # noqa: E731
+            joined = lambda norms: norms_of_array(side_by_side(norms))  # noqa: E731
         if not self.per_leaf:
-            return (), whole(list(norms.values()))
+            return (), joined(norms)
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-        return (), {paths[i]: whole([norm]) for i, norm in norms.items()}
+        return (), {paths[i]: joined([norm]) for i, norm in zip(chosen, norms, strict=True)}

@@ -1,14 +1,15 @@
-"""The question about the examples of a batch: the loss of one, the rule, the leaves, and how."""
+"""What a caller asks of the examples of a batch: the loss of one, the rule, the leaves, and how."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._arrays import (
+    AxisName,
     Where,
     check_scalar,
     check_takes,
@@ -23,17 +24,23 @@ from clipgrad._arrays import (
     warn_of_parts,
 )
 from clipgrad._clip import is_rule
-from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
-from clipgrad._per_example import rules
-from clipgrad._per_example.batches import batch_size
+from clipgrad._frameworks import has_modules, is_model
+from clipgrad._per_example import scaling
 
 Method = Literal["auto", "direct"]
 METHODS = get_args(Method)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PerExampleSubject:
-    """A loss function, the leaves that are clipped, and how."""
+class Request:
+    """A loss function, the leaves that are clipped or measured, and how.
+
+    Attributes:
+      loss_fn: the loss of one example.
+      rule: of `clip_per_example`; ``None`` of `per_example_norms`.
+      measurer: whose norms are measured, in warnings; ``None``: no norms are.
+      axis_name: the mapped axes that these norms are over.
+    """
 
     loss_fn: Callable[..., Any]
     rule: Any
@@ -42,85 +49,32 @@ class PerExampleSubject:
     where: Where
     nonfinite: str
     method: str
-    wrt: Any = None
-
-    def apart(self, params: Any, batch: Any) -> "ApartSubject":
-        """The subject with arrays that are all differentiated, for a model of any framework.
-
-        Each example has keys of its own where a model of flax NNX draws random numbers.
-        """
-        given = take_apart(params, self.wrt)
-        if not jax.tree.leaves(given.trained):
-            raise ValueError(
-                f"params: got {params!r:.60}, expected a tree with an array to differentiate with "
-                "respect to; write (params, batch), in this order"
-            )
-        if jax.tree.structure(given.trained) == jax.tree.structure(params):
-            return ApartSubject(self, params, batch, given, False)
-        size = batch_size(batch)
-        first = jax.eval_shape(
-            lambda batch: jax.tree.map(lambda x: jnp.asarray(x)[0], batch), batch
-        )
-        random = given.random_states(self.loss_fn, first, size)
-
-        def loss(trained: Any, example: Any) -> Any:
-            example, keys = example if random else (example, {})
-            state = given.state and [keys.get(i, x) for i, x in enumerate(given.state)]
-            return given.call(self.loss_fn, trained, state, example)[0]
-
-        subject = dataclasses.replace(self, loss_fn=loss)
-        examples = (batch, random) if random else batch
-        return ApartSubject(subject, given.trained, examples, given, bool(random))
+    wrt: Any
+    measurer: str | None
+    axis_name: AxisName
 
     @property
     def why_elements(self) -> str | None:
         """Why the elements of each example's gradient are needed; None if its norms are enough."""
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
-        return rules.why_elements(self.rule)
+        return scaling.why_elements(self.rule)
 
-    def warn_of_parts(self, params: Any) -> None:
+    def warn_of_split(self, params: Any) -> None:
         """Warns of parameters in parts on several devices, where no gradient meets the rule."""
-        if self.rule is not None and self.why_elements is None:
-            axes = rules.axis_name_of(self.rule)
-            warn_of_parts(type(self.rule).__name__, self.clipped(params), axes)
+        if self.measurer is not None and self.why_elements is None:
+            warn_of_parts(self.measurer, self.chosen(params), self.axis_name)
 
-    def clipped(self, params: Any) -> list[Any]:
+    def chosen(self, params: Any) -> list[Any]:
+        """The leaves that are clipped or measured."""
         pairs = zip(jax.tree.leaves(params), self.flags(params), strict=True)
         return [leaf for leaf, flag in pairs if flag]
 
     def flags(self, params: Any) -> list[bool]:
+        """Which leaves are clipped or measured."""
         leaves = jax.tree.leaves(params, is_leaf=is_none)
         flags = selected(self.where, params)
         return [flag for flag, leaf in zip(flags, leaves, strict=True) if leaf is not None]
-
-
-class ApartSubject(NamedTuple):
-    """A loss of arrays alone, with these and the batch.
-
-    Attributes:
-      subject: the loss, of ``trained`` and an example of ``batch``.
-      trained: the arrays to differentiate with respect to.
-      batch: the examples.
-      given: the parameters that they are from.
-      is_random: whether the loss draws random numbers by the state of a model.
-    """
-
-    subject: PerExampleSubject
-    trained: Any
-    batch: Any
-    given: Parameters
-    is_random: bool
-
-    def gradients(self, grads: Any) -> Any:
-        """The gradients as the framework of the parameters has them."""
-        self.note()
-        return self.given.as_given(grads)
-
-    def note(self) -> None:
-        """Advances the counts of random numbers in the models that were given."""
-        if self.is_random:
-            self.given.count_random_state()
 
 
 def check_method(method: str) -> None:
@@ -176,10 +130,12 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 
 def _check_is_of_one(loss_fn: Any, params: Any, example: Any, error: Exception) -> None:
     """Raises `ValueError` if a loss that failed for one example can be traced for a batch of it."""
-    arrays, rest = partition(example, is_array)
+    arrays, others = partition(example, is_array)
     try:
         batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arrays)
-        jax.eval_shape(lambda batch: jax.tree.leaves(loss_fn(params, combine(batch, rest))), batch)
+        jax.eval_shape(
+            lambda batch: jax.tree.leaves(loss_fn(params, combine(batch, others))), batch
+        )
     except Exception:
         return  # it fails for another reason, which the caller raises
     shapes = [jnp.shape(x) for x in jax.tree.leaves(arrays)]
