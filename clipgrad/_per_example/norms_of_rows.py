@@ -128,7 +128,8 @@ def _of_plain_key(parts: Sequence[Rows]) -> tuple[jax.Array, jax.Array]:
     if _is_outer(parts):
         norms = _of_outer(parts[0])
         return norms, jnp.ones(norms.shape, bool)
-    total, lost = 0.0, 0.0
+    total: Any = 0.0
+    lost: Any = 0.0
     for a, b, times in _pairs(parts):
         product, loss = _plain_inner_product(a, b)
         total, lost = total + product * times, lost + loss * times
@@ -199,7 +200,8 @@ def _plain_inner_product(a: Rows, b: Rows) -> tuple[jax.Array, jax.Array]:
     smallest = float(jnp.finfo(left.dtype).tiny) * 2**26
     count = left.size // left.shape[1]
     lengths = _lengths(a, b)[::-1]  # a loss on one side is multiplied by the other side
-    lost = sum((n * smallest) * x for n, x in zip(lengths, each, strict=True)) + count * smallest
+    parts = [(n * smallest) * x for n, x in zip(lengths, each, strict=True)]
+    lost = parts[0] + parts[1] + count * smallest
     return total + _error(a, b, left.dtype) * size, lost
 
 

@@ -38,15 +38,20 @@ def _bound(request: Request, params: Any) -> Any:
     rule = request.rule
     # A subclass, another order, units and functions may do anything.
     if type(rule) in (ClipByGlobalNorm, AutoNorm) and getattr(rule, "ord", 2) == 2:
-        return rule.max_norm
+        return _number(rule.max_norm)
     if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
-        return rule.max_norm * math.sqrt(len(_sizes(request, params)))
+        return _number(rule.max_norm) * math.sqrt(len(_sizes(request, params)))
     if type(rule) is ClipByBlockRMS:
-        return rule.threshold * math.sqrt(sum(_sizes(request, params)))
+        return _number(rule.threshold) * math.sqrt(sum(_sizes(request, params)))
     raise ValueError(
         f"rule: got {rule!r}, whose results have no bound that is known, expected "
         "ClipByGlobalNorm, AutoNorm, ClipByNorm or ClipByBlockRMS with L2 norms of whole leaves"
     )
+
+
+def _number(threshold: Any) -> Any:
+    """A threshold, which is a number: `clip_per_example` refuses those that need steps."""
+    return threshold
 
 
 def _sizes(request: Request, params: Any) -> list[int]:

@@ -29,6 +29,10 @@ def _row(i: int) -> AxisLabel:
     return AxisLabel(Kind.ROW, i)
 
 
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
 def _numbers(equation: JaxprEqn) -> Any:
     """The parameter that says what each axis is."""
     return equation.params["dimension_numbers"]
@@ -73,7 +77,7 @@ def _convolution_view(equation: JaxprEqn, operand: int, view: WeightView) -> Wei
     if not is_kernel or equation.params["batch_group_count"] != 1:
         return None
     groups, output = _groups(equation), _numbers(equation).rhs_spec[0]
-    return view if groups == 1 else view.split(equation.invars[1].aval.shape, output, groups)
+    return view if groups == 1 else view.split(_shape(equation.invars[1]), output, groups)
 
 
 def _groups(equation: JaxprEqn) -> int:
@@ -137,7 +141,7 @@ def _convolved(use: Use, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _lookup_view(equation: JaxprEqn, operand: int, view: WeightView) -> WeightView | None:
     numbers, sizes = _numbers(equation), equation.params["slice_sizes"]
-    axes, shape = numbers.start_index_map, equation.invars[0].aval.shape
+    axes, shape = numbers.start_index_map, _shape(equation.invars[0])
     if operand != 0 or len(axes) != 1 or numbers.operand_batching_dims:
         return None
     whole = all(sizes[i] == n for i, n in enumerate(shape) if i != axes[0])
