@@ -270,7 +270,7 @@ def witnesses() -> Figure:
 
 def versions() -> Figure:
     """Where the two versions of the page begin to differ."""
-    made = programs("two_versions", 1)
+    made = programs("two_versions", 2)
     names, (params, x) = ("block_0", "block_1", "block_2", "block_3"), (made["params"], made["x"])
 
     def deep(params: Any, x: jax.Array, wrong: float = 1.0) -> jax.Array:

@@ -73,7 +73,7 @@ class Sides:
         found = [{p.at(side) for p in self.of("value")} for side in range(2)]
         return [own | set(copies) for own, copies in zip(found, self.matching.copies, strict=True)]
 
-    @property
+    @functools.cached_property
     def shares_code(self) -> bool:
         """Whether both versions run one statement."""
         return not {row.statement for row in self.a.rows if row.is_line}.isdisjoint(
@@ -82,7 +82,7 @@ class Sides:
 
     def alone_behind(self, pair: Pair) -> LinesAlone:
         """The lines of one version alone between a pair and the values that agree."""
-        return lines_alone(made_from(pair, self.agreeing, self.both), self.paired)
+        return lines_alone(made_from(pair, self.agreeing, self.both), self.paired, self.shares_code)
 
     def told_at(self, finding: ComparisonFinding, row: Row | None) -> ComparisonFinding:
         """A finding that is told at the line of another row, if there is one."""
@@ -172,7 +172,7 @@ def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
 def _first_unknown_lines(sides: Sides, pair: Pair, text: str) -> ComparisonFinding:
     """Of versions that share no code: the lines up to which they are the same, and the next."""
     slices = made_from(pair, sides.agreeing, sides.both)
-    alone, last = lines_alone(slices, sides.paired), _last_of(sides, slices)
+    alone, last = lines_alone(slices, sides.paired, sides.shares_code), _last_of(sides, slices)
     text += f"the same up to {last[0].words} and {last[1].words}" if last else "nothing is the same"
     text += f"; then {alone.text}" if alone.text else ""
     text += sides.rules_in(slices)
@@ -248,8 +248,8 @@ def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
     """The line that uses a value: one that only one version has, or the first that both have."""
     if not sides.has_lines:
         return LinesAlone(None, None)
-    alone = lines_alone(slices, sides.paired)
-    if not sides.shares_code:
+    alone = lines_alone(slices, sides.paired, sides.shares_code)
+    if not sides.shares_code and alone.is_one:
         ends = [{p.at(side) for p in sides.of("value")} for side in range(2)]
         alone = lines_of_ends(slices, ends)
     if alone.row is not None:

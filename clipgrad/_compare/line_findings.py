@@ -1,5 +1,6 @@
 """Which line to tell: the one that only one version has, or the last of a way that both have."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,20 +39,27 @@ class LinesAlone(NamedTuple):
         return f"{row.words}, only in {'fun' if self.own else 'other'}" if row else ""
 
 
-def lines_alone(slices: Sequence[Slice], known: Sequence[set[Instance]]) -> LinesAlone:
+def lines_alone(
+    slices: Sequence[Slice], known: Sequence[set[Instance]], shares_code: bool
+) -> LinesAlone:
     """The first lines in the slices of both versions that are not known in the other.
 
-    The value of a line that calls others is that of the last of them, and zeros say nothing.
+    The value of a line that calls others is that of the last of them, and zeros say nothing. A line
+    that only moves numbers comes last where versions share no code: the other moves them elsewhere.
     """
-    first: list[Row | None] = []
-    for own, pairs in zip(slices, known, strict=True):
-        record = own.graph.record
-        ends = dict.fromkeys(end for _, *both in own.steps for end in both)
-        alone = [at for at in ends if at not in pairs and _is_told(record, at)]
-        first.append(
-            record.rows[min(alone, key=lambda at: _time(record, at))[0]] if alone else None
-        )
-    return LinesAlone(*first)
+    return LinesAlone(*map(functools.partial(_first_alone, shares_code), slices, known))
+
+
+def _first_alone(shares_code: bool, own: Slice, pairs: set[Instance]) -> Row | None:
+    record = own.graph.record
+    ends = dict.fromkeys(end for _, *both in own.steps for end in both)
+    alone = [at for at in ends if at not in pairs and _is_told(record, at)]
+
+    def order(at: Instance) -> tuple[bool, tuple[float, ...]]:
+        row = record.rows[at[0]]
+        return row.is_copy and not shares_code, row.time(at[1])
+
+    return record.rows[min(alone, key=order)[0]] if alone else None
 
 
 def _is_told(record: Record, at: Instance) -> bool:
@@ -68,7 +76,3 @@ def lines_of_ends(slices: Sequence[Slice], ends: Sequence[set[Instance]]) -> Lin
         last = (rows[to[0]] for _, _, to in own.steps if to in known)
         first.append(next((row for row in last if row.line), None))
     return LinesAlone(*first)
-
-
-def _time(record: Record, at: Instance) -> tuple[float, ...]:
-    return record.rows[at[0]].time(at[1])

@@ -43,6 +43,7 @@ class Row:
       words: of a line what it is, such as "model.py:8, h in layer, the second of 4 runs".
       statement: of a line its file, its function and its text, by which it is known in another
         version of the file.
+      is_copy: of a line whether it only moves numbers, as an index or a transpose does.
       owner: the class of torch's module.
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
         first axis.
@@ -65,6 +66,7 @@ class Row:
     calls: tuple[str, ...] = ()
     words: str = ""
     statement: str = ""
+    is_copy: bool = False
     owner: str = ""
     turned: str = ""
     exact: str = ""

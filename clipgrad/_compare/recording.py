@@ -34,9 +34,11 @@ from clipgrad._losses import TracedLoss
 from clipgrad._names import Line, LineKeys, LineValue, Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
+    Does,
     Hook,
     Traced,
     Widen,
+    does,
     equations,
     evaluate,
     is_reversed,
@@ -257,6 +259,7 @@ def _value_row(kind: str, v: NamedValue, line: LineValue | None) -> Row:
     if line is not None:
         words, calls = line.named(v.name.rpartition(":")[0]), line.led_by.split(" > ")
         more |= {"words": words, "calls": tuple(calls), "statement": _statement(line.line)}
+        more["is_copy"] = does(v.place.equation) is Does.COPIES
     where = _line_of(v.place) if line is None else line.line.key
     return plain_row(kind, v.name, v.variable.aval, line=where, **more)
 

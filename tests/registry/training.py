@@ -143,8 +143,9 @@ def recorded(make, directory="captures", **arguments):
         recorder = make(os.path.join(folder, directory), **arguments)
         for factor in (1.0, 2.0):
             try:
-                recorder.record(cg.resume(after([BATCH], factor)), BATCH)
-                recorder.record(after([BATCH, NAN], factor), NAN)
+                good, bad = cg.resume(after([BATCH], factor)), after([BATCH, NAN], factor)
+                recorder.record(good, BATCH)
+                recorder.record(bad, NAN)
                 recorder.close()
             except cg.HaltedError:
                 raised += 1
@@ -155,8 +156,9 @@ def recording(make, state=None, batch=NAN, **more):
     """What the capture of one step holds, if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = cg.FlightRecorder(folder)
+        state = after([BATCH, NAN]) if state is None else state  # a recorder keeps no state
         try:
-            make(recorder, after([BATCH, NAN]) if state is None else state, batch, **more)
+            make(recorder, state, batch, **more)
             recorder.close()
         except cg.HaltedError as error:
             return told(cg.load_capture(error.path))
@@ -165,10 +167,10 @@ def recording(make, state=None, batch=NAN, **more):
 
 @functools.cache
 def a_capture(factor):
-    folder = tempfile.mkdtemp()
+    folder, state = tempfile.mkdtemp(), after([BATCH, NAN], factor)
     try:
         with cg.FlightRecorder(folder) as recorder:
-            recorder.record(after([BATCH, NAN], factor), NAN)
+            recorder.record(state, NAN)
     except cg.HaltedError as error:
         return error.path
 
