@@ -52,6 +52,6 @@ def test_the_kinds_of_findings_are_those_of_the_page_and_of_the_docstrings():
     page = [name for row in rows("nan.md", "kind") for name in row[0].split(", ")]
     assert sorted(page) == sorted({row.expected["kind"] for row in SICK.values()} | {"zero"})
     assert sorted(page) == sorted(FINDING_KINDS)
-    assert sorted(re.findall(r'^ +"(\w+)"  ', cg.diagnose.__doc__, re.MULTILINE)) == sorted(page)
+    assert sorted(re.findall(r'^ *"(\w+)"  ', cg.diagnose.__doc__, re.MULTILINE)) == sorted(page)
     (kind,) = re.findall(r"kind: (.*?)\n\s+file:", GradientFinding.__doc__, re.DOTALL)
     assert sorted(re.findall(r'"(\w+)"', kind)) == sorted(page)
