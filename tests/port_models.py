@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from clipgrad._compare.file import load_record
-from clipgrad._compare.losses import recorded_loss
+from clipgrad._compare.loss_recording import recorded_loss
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record, Row
 from clipgrad._compare.sketches import turned_sketches

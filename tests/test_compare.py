@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._compare.names import same_leaves
+from clipgrad._compare.renamed import same_leaves
 from tests.compare_models import (
     GRADS_FAULTS,
     LAYERS,

@@ -99,8 +99,10 @@ def slow(cases):
 @pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_the_line_of_shared_code_that_differs_is_told(change, scanned, tmp_path):
     loss, lines = loss_of(SHARED.format(**PARTS | CHANGES[change]), "model", tmp_path)
-    found = cg.compare(lambda ws, x: loss(ws, x, False, scanned), buggy(loss, scanned), arguments())
-    finding = found.findings[0]
+    comparison = cg.compare(
+        lambda ws, x: loss(ws, x, False, scanned), buggy(loss, scanned), arguments()
+    )
+    finding = comparison.findings[0]
     assert (finding.file, [finding.line]) == (str(tmp_path / "model.py"), lines)
     is_backward = change in ("a stop_gradient", "a wrong rule")
     assert finding.kind == ("vjp" if is_backward else "value")
@@ -117,7 +119,7 @@ def test_a_rewrite_is_the_same_up_to_a_line(change, tmp_path):
     loss, _ = loss_of(source, "model", tmp_path)
     other, (line,) = loss_of(REWRITTEN.format(**parts), "port", tmp_path)
     (finding,) = cg.compare(loss, other, arguments()).findings
-    here = next(i for i, own in enumerate(source.splitlines(), 1) if text in own)
+    here = next(i for i, line in enumerate(source.splitlines(), 1) if text in line)
     assert finding.line == here and f"port.py:{line}" in finding.message
     assert re.search(r"the same up to model.py:\d+.* and port.py:\d+", finding.message)
 
@@ -134,8 +136,8 @@ EQUAL = {
 def test_equal_versions_have_no_finding(change, dtype, tmp_path):
     loss, _ = loss_of(SHARED.format(**PARTS | EQUAL[change]), "model", tmp_path)
     with jax.numpy_dtype_promotion("standard"):
-        found = cg.compare(loss, buggy(loss, scanned=True), arguments(dtype))
-    assert found.ok and not found.findings
+        comparison = cg.compare(loss, buggy(loss, scanned=True), arguments(dtype))
+    assert comparison.ok and not comparison.findings
 
 
 def test_what_a_scan_carries_has_a_line_or_none(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._compare.numbers import plain_row, with_numbers
+from clipgrad._compare.row_numbers import plain_row, with_numbers
 from clipgrad._compare.wider import NOTHING_LEFT, lost_precision
 from tests.compare_models import with_vjp
 

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from clipgrad._compare.judge import floor_of, judge_sketches
-from clipgrad._compare.losses import recorded_loss
+from clipgrad._compare.loss_recording import recorded_loss
 from clipgrad._compare.sketches import (
     LARGEST_AT,
     LENGTH,

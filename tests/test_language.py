@@ -39,10 +39,10 @@ def rates(words):
 def texts():
     """The words of each page and each docstring."""
     pages = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("[ac]*/*.md")]
-    found = {path.relative_to(ROOT).as_posix(): prose(path.read_text()) for path in sorted(pages)}
+    texts = {path.relative_to(ROOT).as_posix(): prose(path.read_text()) for path in sorted(pages)}
     for name in sorted(NAMES):
-        found[f"cg.{name}"] = prose(inspect.getdoc(getattr(cg, name, None)) or "")
-    return {name: words for name, words in found.items() if len(words) >= 100}
+        texts[f"cg.{name}"] = prose(inspect.getdoc(getattr(cg, name, None)) or "")
+    return {name: words for name, words in texts.items() if len(words) >= 100}
 
 
 def report(counted):

@@ -146,11 +146,11 @@ def test_statistics_of_a_line_are_those_of_the_value(program):
         return program(w, xs, lambda h: cg.clip_cotangent(h, RULE, probe=probe))
 
     watched = cg.value_and_grad_with_stats(unclipped(program), error_clip={name: RULE})
-    own = jax.jit(lambda w, xs: watched(w, xs)[2][name])(W, XS)
+    measured = jax.jit(lambda w, xs: watched(w, xs)[2][name])(W, XS)
     expected = jax.jit(jax.grad(with_probe, argnums=2))(W, XS, probe)
     total = lambda norm: (norm**2).sum()  # noqa: E731
-    assert_close(total(own.norm), expected.norm**2)
-    assert_close(total(own.clipped_norm), expected.clipped_norm**2)
+    assert_close(total(measured.norm), expected.norm**2)
+    assert_close(total(measured.clipped_norm), expected.clipped_norm**2)
     measured = cg.with_value_stats(unclipped(program), watch=[name])
     stats = jax.jit(lambda w, xs: measured(w, xs)[1][name])(W, XS)
     assert stats.size.sum() == PROGRAMS[program]
@@ -172,8 +172,8 @@ def test_a_line_in_a_while_loop_has_values_and_no_cotangent():
         return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
 
     name = line(loss)
-    (own,) = (n for n in cg.list_names(loss, (W,), lines=True) if n.name == name)
-    assert not own.cotangent
+    (listed,) = (n for n in cg.list_names(loss, (W,), lines=True) if n.name == name)
+    assert not listed.cotangent
     assert cg.with_value_stats(loss, watch=[name])(W)[1][name].size == 3
     with pytest.raises(ValueError, match="computes a value in a while loop"):
         cg.value_and_grad_with_stats(loss, watch=[name])(W)
@@ -290,10 +290,10 @@ ROWS += [(f, 2, *own) for f, own in IN_THE_SECOND_LINE.items()]
 def test_the_value_of_a_line(row):
     function, behind, variable, runs, primitive = row
     number = function.__code__.co_firstlineno + behind
-    own = [v for v in values(function, XS) if v.line.number == number]
-    assert [v.run for v in own] == list(range(1, runs + 1))
-    assert {v.runs for v in own} == {runs}
-    last = own[-1]
+    runs_there = [v for v in values(function, XS) if v.line.number == number]
+    assert [v.run for v in runs_there] == list(range(1, runs + 1))
+    assert {v.runs for v in runs_there} == {runs}
+    last = runs_there[-1]
     assert (last.line.variable, last.place.equation.primitive.name) == (variable, primitive)
     where = f"{FILE}:{number}, {variable} in {function.__name__}"
     nth = ["", "", ", the second of 2 runs", ", the third of 3 runs"][runs]
@@ -303,8 +303,8 @@ def test_the_value_of_a_line(row):
 
 def test_a_callback_of_a_package_runs_for_each_call():
     number = a_function_that_is_mapped_over_a_tree.__code__.co_firstlineno + 1
-    found = values(a_function_that_is_mapped_over_a_tree, XS)
-    assert [v.run for v in found if v.line.number == number] == [1, 2]
+    mapped = values(a_function_that_is_mapped_over_a_tree, XS)
+    assert [v.run for v in mapped if v.line.number == number] == [1, 2]
 
 
 def test_runs_are_counted_through_calls_and_loops():
@@ -313,9 +313,9 @@ def test_runs_are_counted_through_calls_and_loops():
             x = cell(x, x, lambda h: h)
         return jax.jit(lambda x: cell(x, x, lambda h: h))(x)
 
-    found = [str(v) for v in values(loss, XS) if v.line.variable]
+    words = [str(v) for v in values(loss, XS) if v.line.variable]
     where = f"{line(cell)}, h in cell, the "
-    assert found == [f"{where}{n} of 3 runs" for n in ("first", "second", "third")]
+    assert words == [f"{where}{n} of 3 runs" for n in ("first", "second", "third")]
 
 
 @pytest.mark.parametrize("steps", [2, 11])
@@ -459,8 +459,8 @@ def test_one_that_is_left_out_and_one_with_a_rule_of_its_own():
     assert list(stats) == [last]
     rules = {f"{FILE}:*": RULE, f"{FILE}:{n}": None}
     watched = cg.value_and_grad_with_stats(loss_of_calls, error_clip=rules)
-    own = watched(XS)[2]
-    assert own[last].clipped and not own[f"{FILE}:{n}"].clipped
+    stats = watched(XS)[2]
+    assert stats[last].clipped and not stats[f"{FILE}:{n}"].clipped
     with pytest.raises(ValueError, match="expected one rule for it"):
         cg.error_clip_by_name(
             loss_of_calls, {f"{FILE}:{n}": RULE, f"tests/{FILE}:{n}": cg.ErrorClipByValue(1.0)}
@@ -620,8 +620,8 @@ class Nnx(nnx.Module):
 def test_lines_of_models(model):
     name = line(type(model))
     loss = lambda model, x: model(x).sum()  # noqa: E731
-    (own,) = (n for n in cg.list_names(loss, (model, XS), lines=True) if n.name == name)
-    assert own.calls.endswith(f"{type(model).__name__}.__call__:{name.partition(':')[2]}")
+    (listed,) = (n for n in cg.list_names(loss, (model, XS), lines=True) if n.name == name)
+    assert listed.calls.endswith(f"{type(model).__name__}.__call__:{name.partition(':')[2]}")
     _, grads, stats = cg.value_and_grad_with_stats(loss, error_clip={name: RULE})(model, XS)
     assert stats[name].clipped
     assert_close(jax.tree.leaves(grads)[0], 0.1 * XS.sum())

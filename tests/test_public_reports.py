@@ -130,8 +130,9 @@ def lines_of(loss):
 )
 def test_the_first_finding_of_a_public_report_is_at_the_line_that_makes_it(issue):
     loss, args = REPORTS[issue]
-    found = cg.diagnose(loss, args)
-    assert found.findings[0].file == __file__ and found.findings[0].line in lines_of(loss), found
+    diagnosis = cg.diagnose(loss, args)
+    finding = diagnosis.findings[0]
+    assert finding.file == __file__ and finding.line in lines_of(loss), diagnosis
 
 
 def is_named_by_jax(loss, args):

@@ -53,8 +53,8 @@ def browser():
         pytest.skip(f"no site in {SITE}")
     with playwright.sync_playwright() as started:
         path = shutil.which("chromium") or shutil.which("google-chrome")
-        own = pathlib.Path(started.chromium.executable_path)
-        if not (path or own.exists()):
+        installed = pathlib.Path(started.chromium.executable_path)
+        if not (path or installed.exists()):
             pytest.skip("no Chromium: playwright install chromium")
         opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield opened

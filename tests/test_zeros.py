@@ -63,16 +63,16 @@ def test_cuts_of_frameworks_are_found_and_their_healthy_programs_are_silent():
 
 
 def test_each_cause_is_a_row_of_the_page_and_cuts_a_program():
-    told = [cause for cause in causes.CAUSES if not cause.is_silent]
-    assert NOTED == {cause.name for cause in told if cause.is_note} | {"unused"}
+    speaking = [cause for cause in causes.CAUSES if not cause.is_silent]
+    assert NOTED == {cause.name for cause in speaking if cause.is_note} | {"unused"}
     page = (pathlib.Path(cg.__file__).parents[1] / "docs" / "zero.md").read_text()
     tables = [table.partition("\n\n")[0].splitlines()[2:] for table in page.split("| cause |")[1:]]
     findings, notes = ({n.strip() for row in t for n in row.split("|")[1].split(",")}
                        for t in tables)  # fmt: skip
     assert notes == NOTED
-    assert findings == {cause.name for cause in told if not cause.is_note} | {"unused"}
+    assert findings == {cause.name for cause in speaking if not cause.is_note} | {"unused"}
     programs = {cut.cause for cut in CUTS} | {cause for _, cause, *_ in MORE_CUTS.values()}
-    assert programs >= {cause.name for cause in told}, "write a program in zero_cuts.py"
+    assert programs >= {cause.name for cause in speaking}, "write a program in zero_cuts.py"
 
 
 def turned_around(causes):

@@ -15,10 +15,10 @@ from clipgrad._compare.judge import Judgment, judge_sketches
 from clipgrad._compare.pairs import instances_of
 from clipgrad._compare.record import ENTERS, Record, Row
 from clipgrad._compare.sketches import (
-    LARGEST_AT,
     LENGTH,
     NORM_AT,
     NUMBERS,
+    SIZES,
     part_of,
     turned_sketches,
 )
@@ -81,10 +81,10 @@ class EqualRows:
 
         Such as the kernel behind an image that is flattened: the norm and the largest are equal.
         """
-        known, sizes = self.known[i], slice(NORM_AT, LARGEST_AT + 1)
+        known = self.known[i]
         if known is None or self.equal[i] or not known[0][NORM_AT]:
             return []
-        is_same = lambda j: np.allclose(self._sketches[j][0][sizes], known[0][sizes], SAME_NORM, 0)  # noqa: E731
+        is_same = lambda j: np.allclose(self._sketches[j][0][SIZES], known[0][SIZES], SAME_NORM, 0)  # noqa: E731
         return [j for j in self.of_size(i) if is_same(j)]
 
     def left(self, i: int, after: int) -> Equal | None:

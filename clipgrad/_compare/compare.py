@@ -17,7 +17,7 @@ from clipgrad._arrays import (
 )
 from clipgrad._compare.compare_records import compare_records
 from clipgrad._compare.file import load_record
-from clipgrad._compare.losses import ALL
+from clipgrad._compare.loss_recording import ALL
 from clipgrad._compare.match import same_rows
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
@@ -153,15 +153,14 @@ def compare(
         files = {i: load_record(versions[i]) for i in range(2) if given[i] is None}
         among = next((record.argnums for record in files.values()), ())
         more: Any = named, argnums, has_aux, bool(files) or other_args is not None, among
-        found = [
-            files[i] if i in files else recorded(run, own, *more)
-            for i, (run, own) in enumerate(zip(versions, given, strict=True))
+        recordings = [
+            files[i] if i in files else recorded(versions[i], given[i], *more) for i in range(2)
         ]
-        records = _run(with_lines_alike(found), rtol is None)
+        records = _run(_with_lines_alike(recordings), rtol is None)
         return _compared(records[0], records[1], names, rtol, bool(files))
 
 
-def with_lines_alike(versions: list[Record | Recording]) -> list[Record | Recording]:
+def _with_lines_alike(versions: list[Record | Recording]) -> list[Record | Recording]:
     """The versions, all with values of lines if one of them has no other values."""
     if not any(version.has_lines for version in versions):
         return versions

@@ -54,24 +54,34 @@ class Sides:
         """The values that agree."""
         return [p for p in self.of("value") if p.judgment.agrees]
 
-    def module_behind(self, pair: Pair) -> str | None:
-        """The common module of the operations between a pair and the values that agree."""
-        return module_of(made_from(pair, self.agreeing, self.graphs(pair)))
+    def behind(self, pair: Pair) -> list[Slice]:
+        """The operations between a pair and the values that agree, in both records."""
+        return made_from(pair, self.agreeing, self.both)
+
+    def module_of(self, pair: Pair, slices: Sequence[Slice]) -> str | None:
+        """The common module of slices of both records; of the first if a pair has two names."""
+        return module_of(slices[: len(self.graphs(pair))])
 
     def at_line(
-        self, kind: str, text: str, module: str | None, pair: Pair, before: Sequence[Pair] = ()
+        self,
+        kind: str,
+        text: str,
+        module: str | None,
+        pair: Pair,
+        before: Sequence[Pair] = (),
+        told: Row | None = None,
     ) -> ComparisonFinding:
         """A finding with the lines of both versions of a pair, see `at_line`."""
         row, its = self.rows(pair)
         if self.a.framework == self.b.framework and its.line not in ("", row.line):
             text += f"; in other at {_location(its)}"
-        return at_line(kind, text, row, module, pair, before)
+        return at_line(kind, text, row, module, pair, before, told)
 
     @functools.cached_property
     def paired(self) -> list[set[Instance]]:
         """The values of each record that are in pairs, or have the numbers of an argument."""
-        found = [{p.at(side) for p in self.of("value")} for side in range(2)]
-        return [own | set(copies) for own, copies in zip(found, self.matching.copies, strict=True)]
+        copies = self.matching.copies
+        return [{*copies[side], *(p.at(side) for p in self.of("value"))} for side in range(2)]
 
     @functools.cached_property
     def shares_code(self) -> bool:
@@ -80,19 +90,9 @@ class Sides:
             row.statement for row in self.b.rows if row.is_line
         )
 
-    def alone_behind(self, pair: Pair) -> LinesAlone:
-        """The lines of one version alone between a pair and the values that agree."""
-        return lines_alone(made_from(pair, self.agreeing, self.both), self.paired, self.shares_code)
-
-    def told_at(self, finding: ComparisonFinding, row: Row | None) -> ComparisonFinding:
-        """A finding that is told at the line of another row, if there is one."""
-        if row is None or not (where := _location(row)).file:
-            return finding
-        text = finding.message
-        if finding.file:
-            text = text.removeprefix(f"{Location(finding.file, finding.line, None)}: ")
-        text = f"{where}: {text}"
-        return dataclasses.replace(finding, message=text, file=where.file, line=where.line)
+    def lines_alone(self, slices: Sequence[Slice]) -> LinesAlone:
+        """The lines of one version alone in some slices of both."""
+        return lines_alone(slices, self.paired, self.shares_code)
 
     def rules_in(self, slices: Sequence[Slice]) -> str:
         """The text of the custom rules among some operations; "" if there are none."""
@@ -147,37 +147,36 @@ def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFindi
 def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     """The first value that differs; its module is that of the operations behind it."""
     row, _ = sides.rows(pair)
-    values, module = sides.of("value"), sides.module_behind(pair)
+    values, slices = sides.of("value"), sides.behind(pair)
+    module, alone = sides.module_of(pair, slices), sides.lines_alone(slices)
     before = [p for p in values[: values.index(pair)] if p.judgment.agrees]
     to = f"that enters {row.name}" if row.view == ENTERS else f"of {row.label}"
     text = f"the value {to} {difference_text(pair.judgment)}"
-    alone = sides.alone_behind(pair)
     text += f"; {alone.text}" if alone.text else called_text(row)
-    text += sides.rules_in(made_from(pair, sides.agreeing, sides.both))
-    found = sides.at_line("value", text, row.name if module is None else module, pair, before)
-    return sides.told_at(found, alone.row)
+    text += sides.rules_in(slices)
+    module = row.name if module is None else module
+    return sides.at_line("value", text, module, pair, before, alone.row)
 
 
 def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
-    count = len(sides.agreeing)
-    text = f"the loss {difference_text(pair.judgment)}; "
-    agree = "the only named value agrees" if count == 1 else f"all {count} named values agree"
+    slices, alone = sides.behind(pair), LinesAlone(None, None)
     if sides.has_lines:
-        return _first_unknown_lines(sides, pair, text)
-    text += agree if count else "no named value was matched"
-    text += sides.rules_in(made_from(pair, sides.agreeing, sides.both))
-    return sides.at_line("value", text, sides.module_behind(pair) or "", pair, sides.agreeing)
+        alone = sides.lines_alone(slices)
+        agree = _lines_that_agree(sides, slices, alone)
+    else:
+        count = len(sides.agreeing)
+        agree = "the only named value agrees" if count == 1 else f"all {count} named values agree"
+        agree = agree if count else "no named value was matched"
+    text = f"the loss {difference_text(pair.judgment)}; {agree}{sides.rules_in(slices)}"
+    module = sides.module_of(pair, slices) or ""
+    return sides.at_line("value", text, module, pair, sides.agreeing, alone.row)
 
 
-def _first_unknown_lines(sides: Sides, pair: Pair, text: str) -> ComparisonFinding:
+def _lines_that_agree(sides: Sides, slices: Sequence[Slice], alone: LinesAlone) -> str:
     """Of versions that share no code: the lines up to which they are the same, and the next."""
-    slices = made_from(pair, sides.agreeing, sides.both)
-    alone, last = lines_alone(slices, sides.paired, sides.shares_code), _last_of(sides, slices)
-    text += f"the same up to {last[0].words} and {last[1].words}" if last else "nothing is the same"
-    text += f"; then {alone.text}" if alone.text else ""
-    text += sides.rules_in(slices)
-    found = sides.at_line("value", text, sides.module_behind(pair) or "", pair, sides.agreeing)
-    return sides.told_at(found, alone.row)
+    last = _last_of(sides, slices)
+    text = f"the same up to {last[0].words} and {last[1].words}" if last else "nothing is the same"
+    return text + (f"; then {alone.text}" if alone.text else "")
 
 
 def _last_of(sides: Sides, slices: Sequence[Slice]) -> tuple[Row, Row] | None:
@@ -196,8 +195,9 @@ def called_text(row: Row) -> str:
 def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     row, its = sides.rows(pair)
     text, factor = _output_text(sides, pair, row, its)
-    found = sides.at_line("output", text, sides.module_behind(pair) or None, pair)
-    return dataclasses.replace(found, path=row.name, ratio=factor)
+    module = sides.module_of(pair, sides.behind(pair)) or None
+    finding = sides.at_line("output", text, module, pair)
+    return dataclasses.replace(finding, path=row.name, ratio=factor)
 
 
 def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, float | None]:
@@ -230,25 +230,24 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     every = used_by(pair, later, sides.both)
     user, step = _user(every[0])
     every = _one_sided(sides, every)
-    module = module_of(every[: len(sides.graphs(pair))])
+    module = sides.module_of(pair, every)
     module = user if module is None else module
     to = f"what enters {row.name}" if row.view == ENTERS else row.label
     text = (
         f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
     )
     text += f" {difference_text(pair.judgment)}; all values agree"
-    user_row = _line_of_user(sides, every)
-    text += f"; {user_row.text}" if user_row.text else ""
+    line = _line_of_user(sides, every)
+    text += f"; {line.text}" if line.text else ""
     text += sides.rules_in(every)
-    found = dataclasses.replace(sides.at_line("vjp", text, module, pair, later), step=step)
-    return sides.told_at(found, user_row.row)
+    return dataclasses.replace(sides.at_line("vjp", text, module, pair, later, line.row), step=step)
 
 
 def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
     """The line that uses a value: one that only one version has, or the first that both have."""
     if not sides.has_lines:
         return LinesAlone(None, None)
-    alone = lines_alone(slices, sides.paired, sides.shares_code)
+    alone = sides.lines_alone(slices)
     if not sides.shares_code and alone.is_one:
         ends = [{p.at(side) for p in sides.of("value")} for side in range(2)]
         alone = lines_of_ends(slices, ends)
@@ -294,11 +293,10 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     every = used_by(pair, later, sides.both)
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
     text += f"; values and cotangents agree{sides.rules_in(every)}"
-    module = module_of(every[: len(sides.graphs(pair))])
-    user = _line_of_user(sides, every)
-    text += f"; {user.text}" if user.text else ""
-    found = sides.told_at(sides.at_line("grads", text, module or "", pair), user.row)
-    return dataclasses.replace(found, path=row.name)
+    module, line = sides.module_of(pair, every) or "", _line_of_user(sides, every)
+    text += f"; {line.text}" if line.text else ""
+    finding = sides.at_line("grads", text, module, pair, told=line.row)
+    return dataclasses.replace(finding, path=row.name)
 
 
 def difference_text(own: Judgment) -> str:
@@ -315,10 +313,19 @@ def difference_text(own: Judgment) -> str:
 
 
 def at_line(
-    kind: str, text: str, row: Row, module: str | None, pair: Pair, before: Sequence[Pair] = ()
+    kind: str,
+    text: str,
+    row: Row,
+    module: str | None,
+    pair: Pair,
+    before: Sequence[Pair] = (),
+    told: Row | None = None,
 ) -> ComparisonFinding:
-    """A finding at the line of a row, and how much its difference is above those before."""
-    where = _location(row)
+    """A finding at the line of a row, or of the one that is told in its place.
+
+    With how much its difference is above those before.
+    """
+    where = _location(told or row)
     text = f"{where}: {text}" if where.file else text
     largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
     growth = pair.judgment.difference / largest if largest else math.inf

@@ -7,19 +7,18 @@ other version, in any layout, or nothing there is like it.
 
 import collections
 from collections.abc import Hashable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clipgrad._arrays import nearest
+from clipgrad._compare.by_numbers import SAME_NORM, Numbers, numbers_at
 from clipgrad._compare.judge import EQUAL_ROUNDINGS, Judgment, judge_rows
-from clipgrad._compare.pairs import Pair, instances_of
-from clipgrad._compare.record import Instance, Record
-from clipgrad._compare.sketches import LARGEST_AT, LENGTH, MASKED, NORM_AT
+from clipgrad._compare.pairs import Pair, cotangent_pairs, instances_of
+from clipgrad._compare.record import Instance, Record, Row
+from clipgrad._compare.sketches import LENGTH, MASKED, NORM_AT, SIZES
 from clipgrad._names import BACKWARD, is_line_pattern
 
-# Norms and largest elements of equal numbers in another layout, summed in another order.
-SAME_SIZES = 1e-5
 FLOORS = 4  # a floor is that of one version, and a root mean square
 
 
@@ -39,9 +38,8 @@ def line_pairs(a: Record, b: Record, names: Mapping[str, str] | None) -> list[Pa
     _check_named(b, chosen.values(), "other")
     groups = _by_statement(a, chosen), _by_statement(b, {name: name for name in chosen.values()})
     pairs = []
-    for key, own in groups[0].items():
-        others = groups[1].get(key, [])
-        pairs += _runs(a, b, own, others)
+    for key, ours in groups[0].items():
+        pairs += _runs(a, b, ours, groups[1].get(key, []))
     return pairs
 
 
@@ -57,12 +55,12 @@ def _check_named(record: Record, names: Iterable[str], version: str) -> None:
 
 def _by_statement(record: Record, chosen: Mapping[str, str]) -> dict[Hashable, list[Instance]]:
     """The values of each statement, of one shape, in the order of time."""
-    found: dict[Hashable, list[Instance]] = collections.defaultdict(list)
+    groups: dict[Hashable, list[Instance]] = collections.defaultdict(list)
     for at in lines_of(record):
         row = record.rows[at[0]]
         what = chosen.get(row.name, row.statement)
-        found[what, row.view == BACKWARD, row.shape].append(at)
-    return found
+        groups[what, row.view == BACKWARD, row.shape].append(at)
+    return groups
 
 
 def lines_of(record: Record) -> list[Instance]:
@@ -70,71 +68,83 @@ def lines_of(record: Record) -> list[Instance]:
     return [at for at in instances_of(record) if record.rows[at[0]].is_line]
 
 
-def _runs(a: Record, b: Record, own: list[Instance], others: list[Instance]) -> list[Pair]:
+def _runs(a: Record, b: Record, ours: list[Instance], theirs: list[Instance]) -> list[Pair]:
     """As many runs in both are the same in order, and otherwise those with the same calls.
 
     From the longest ends of calls on: the outermost calls are those of the versions themselves.
     """
-    if len(own) == len(others):
-        return [Pair("value", *pair) for pair in zip(own, others, strict=True)]
-    longest = max(
-        (len(r.rows[i].calls) for r, at in ((a, own), (b, others)) for i, _ in at), default=0
-    )
+    if len(ours) == len(theirs):
+        return _in_order(ours, theirs)
+    counts = [len(r.rows[i].calls) for r, at in ((a, ours), (b, theirs)) for i, _ in at]
     pairs: list[Pair] = []
-    for count in range(longest, 1, -1):
-        left = [_by_calls(r, at, count) for r, at in ((a, own), (b, others))]
-        same = [key for key in left[0] if len(left[0][key]) == len(left[1].get(key, ()))]
-        found = [Pair("value", *pair) for key in same
-                 for pair in zip(left[0][key], left[1][key], strict=True)]  # fmt: skip
-        own = [at for at in own if at not in {p.own for p in found}]
-        others = [at for at in others if at not in {p.other for p in found}]
-        pairs += found
+    for count in range(max(counts, default=0), 1, -1):
+        groups, others = _by_calls(a, ours, count), _by_calls(b, theirs, count)
+        same = [key for key in groups if len(groups[key]) == len(others.get(key, ()))]
+        pairs += [pair for key in same for pair in _in_order(groups[key], others[key])]
+        paired = {p.own for p in pairs}, {p.other for p in pairs}
+        ours = [at for at in ours if at not in paired[0]]
+        theirs = [at for at in theirs if at not in paired[1]]
     return pairs
 
 
-def _by_calls(record: Record, at: list[Instance], count: int) -> dict[tuple, list[Instance]]:
-    found: dict[tuple, list[Instance]] = collections.defaultdict(list)
-    for own in at:
-        found[record.rows[own[0]].calls[-count:]].append(own)
-    return found
+def _in_order(ours: list[Instance], theirs: list[Instance]) -> list[Pair]:
+    return [Pair("value", *both) for both in zip(ours, theirs, strict=True)]
+
+
+def _by_calls(record: Record, runs: list[Instance], count: int) -> dict[tuple, list[Instance]]:
+    groups: dict[tuple, list[Instance]] = collections.defaultdict(list)
+    for at in runs:
+        groups[record.rows[at[0]].calls[-count:]].append(at)
+    return groups
 
 
 class _Sizes(NamedTuple):
     """The norms and largest elements of values, and how far they may be from equal ones.
 
     Attributes:
+      record: of the values.
       at: the instances.
       sizes: shape (n, 2).
       near: relative distances, shape (n,).
       known: which have numbers that say something, shape (n,).
     """
 
+    record: Record
     at: list[Instance]
     sizes: np.ndarray
     near: np.ndarray
     known: np.ndarray
 
     @classmethod
-    def of(cls, record: Record, at: list[Instance]) -> "_Sizes":
-        sketches = [_sketch(record, own) for own in at]
-        numbers = np.array(sketches).reshape(len(at), 2, LENGTH)
-        sizes = numbers[:, 0, NORM_AT : LARGEST_AT + 1]
+    def of(cls, record: Record, instances: list[Instance]) -> "_Sizes":
+        numbers = np.array([_numbers(record, at) for at in instances])
+        numbers = numbers.reshape(len(instances), 2, LENGTH)
+        sizes = numbers[:, 0, SIZES]
         with np.errstate(divide="ignore", invalid="ignore"):
             moved = np.nan_to_num(numbers[:, 1, NORM_AT] / sizes[:, 0], nan=0, posinf=1)
-        eps = np.array([record.rows[i].eps for i, _ in at])
-        near = np.maximum(np.maximum(SAME_SIZES, EQUAL_ROUNDINGS * eps), FLOORS * moved)
+        eps = np.array([record.rows[i].eps for i, _ in instances])
+        near = np.maximum(np.maximum(SAME_NORM, EQUAL_ROUNDINGS * eps), FLOORS * moved)
         # A mask hides the other numbers, and of zeros there are many.
         known = (sizes[:, 1] < MASKED) & (sizes[:, 0] > 0) & (numbers[:, 0, -1] == 0)
-        return cls(at, sizes, near, known & (near < 0.05))
+        return cls(record, instances, sizes, near, known & (near < 0.05))
+
+    def row(self, i: int) -> Row:
+        return self.record.rows[self.at[i][0]]
+
+    def says(self, i: int) -> bool:
+        """Whether sizes alone tell a value from others: a single number is equal by chance."""
+        return bool(self.known[i]) and self.row(i).size > 1
+
+    def alike(self, sizes: np.ndarray, near: Any) -> np.ndarray:
+        """Which of the values have these sizes, to relative distances ``near``."""
+        apart = np.abs(self.sizes - sizes) <= np.asarray(near)[..., None] * np.abs(sizes)
+        return np.all(apart, axis=1)
 
 
-def _sketch(record: Record, at: Instance) -> tuple[np.ndarray, np.ndarray]:
-    """The sketch of a value, and how far rounding moves it."""
-    row = record.rows[at[0]]
-    if row.sketch is None:
-        return np.full(LENGTH, np.nan), np.zeros(LENGTH)
-    moved = np.zeros(LENGTH) if row.moved is None else row.moved[at[1]][0]
-    return row.sketch[at[1]][0], moved
+def _numbers(record: Record, at: Instance) -> Numbers:
+    """The sketch of a value, and how far rounding moves it; NaN where it is not known."""
+    known = numbers_at(record.rows[at[0]], at[1])
+    return (np.full(LENGTH, np.nan), np.zeros(LENGTH)) if known is None else known
 
 
 def equal_lines(a: Record, b: Record, pairs: list[Pair], rtol: float | None) -> list[Pair]:
@@ -143,22 +153,19 @@ def equal_lines(a: Record, b: Record, pairs: list[Pair], rtol: float | None) -> 
     With their cotangents. Of several it is the one that is nearest in the order of computation.
     """
     values = [p for p in pairs if p.kind == "value"]
-    ours, theirs = lines_of(a), lines_of(b)
-    left = set(ours) - {p.own for p in values}, set(theirs) - {p.other for p in values}
-    own, others = _Sizes.of(a, ours), _Sizes.of(b, theirs)
-    found = []
-    for i, at in enumerate(ours):
-        if at in left[0] and (j := _equal(a, b, own, others, i, rtol)) is not None:
-            found.append((at, theirs[j]))
-            left[1].discard(theirs[j])
-    for j, at in enumerate(theirs):
-        if at in left[1] and (i := _equal(b, a, others, own, j, rtol)) is not None:
-            found.append((ours[i], at))
-    known = own.near.max(initial=SAME_SIZES)
-    equal = [
-        Pair("value", mine, its, _judgment(a, b, mine, its, rtol, known)) for mine, its in found
-    ]
-    return [*equal, *_equal_cotangents(a, b, equal, rtol, known)]
+    ours, theirs = _Sizes.of(a, lines_of(a)), _Sizes.of(b, lines_of(b))
+    left = set(ours.at) - {p.own for p in values}, set(theirs.at) - {p.other for p in values}
+    equal = []
+    for i, at in enumerate(ours.at):
+        if at in left[0] and (j := _equal(ours, i, theirs, rtol)) is not None:
+            equal.append(Pair("value", at, theirs.at[j]))
+            left[1].discard(theirs.at[j])
+    for j, at in enumerate(theirs.at):
+        if at in left[1] and (i := _equal(theirs, j, ours, rtol)) is not None:
+            equal.append(Pair("value", ours.at[i], at))
+    near = ours.near.max(initial=SAME_NORM)
+    equal += cotangent_pairs(a, b, equal)
+    return [p._replace(judgment=_judgment(a, b, p, rtol, near)) for p in equal]
 
 
 def copied_lines(record: Record) -> list[Instance]:
@@ -167,65 +174,40 @@ def copied_lines(record: Record) -> list[Instance]:
     arguments = [(i, ()) for i in record.of("argument") if record.rows[i].sketch is not None]
     if not (lines and arguments):
         return []
-    own, others = _Sizes.of(record, lines), _Sizes.of(record, arguments)
-    found = []
-    for i, at in enumerate(lines):
-        apart = np.abs(others.sizes - own.sizes[i]) <= SAME_SIZES * np.abs(own.sizes[i])
-        found += [at] if own.known[i] and apart.all(axis=1).any() else []
-    return found
+    values, given = _Sizes.of(record, lines), _Sizes.of(record, arguments)
+    is_copy = lambda i: values.known[i] and given.alike(values.sizes[i], SAME_NORM).any()  # noqa: E731
+    return [at for i, at in enumerate(lines) if is_copy(i)]
 
 
-def _equal(
-    a: Record, b: Record, own: _Sizes, others: _Sizes, i: int, rtol: float | None
-) -> int | None:
-    """The value of the other record that is equal to one, the nearest in order; None if none is."""
-    row = a.rows[own.at[i][0]]
-    near = np.maximum(own.near[i], others.near)
-    apart = np.abs(others.sizes - own.sizes[i]) <= near[:, None] * np.abs(own.sizes[i])
-    maybe = np.flatnonzero(apart.all(axis=1)).tolist()
-    if not (own.known[i] and row.size > 1):
-        maybe = [j for j in maybe if b.rows[others.at[j][0]].shape == row.shape]
-    same = [j for j in maybe if _is_equal(a, b, own, others, i, j, rtol)]
-    here = i / max(1, len(own.at))
-    return min(same, key=lambda j: abs(here - j / max(1, len(others.at))), default=None)
+def _equal(values: _Sizes, i: int, others: _Sizes, rtol: float | None) -> int | None:
+    """The number of the value of ``others`` that is equal to one; the nearest in order, or None."""
+    row, (_, steps) = values.row(i), values.at[i]
+    near = np.maximum(values.near[i], others.near)
+    maybe = np.flatnonzero(others.alike(values.sizes[i], near)).tolist()
+
+    def is_equal(j: int) -> bool:
+        alike = _same_order(row, others.row(j), steps, others.at[j][1], rtol)
+        return alike is not None or (values.says(i) and others.says(j))
+
+    def distance(j: int) -> float:
+        return abs(i / len(values.at) - j / len(others.at))
+
+    return min(filter(is_equal, maybe), key=distance, default=None)
 
 
-def _is_equal(
-    a: Record, b: Record, own: _Sizes, others: _Sizes, i: int, j: int, rtol: float | None
-) -> bool:
-    (mine, at), (its, steps) = own.at[i], others.at[j]
-    row, other = a.rows[mine], b.rows[its]
-    if row.shape == other.shape:
-        judgment = judge_rows(row, other, at, steps, rtol, FLOORS)
-        if judgment is not None and judgment.agrees:
-            return True
-    # The other order of axes, or another layout: a single number would be equal by chance.
-    return bool(own.known[i] and others.known[j] and row.size > 1 and other.size > 1)
+def _same_order(row: Row, other: Row, at: Any, its: Any, rtol: float | None) -> Judgment | None:
+    """The judgment of two values that agree element by element; None if they do not."""
+    if row.shape != other.shape:
+        return None
+    judgment = judge_rows(row, other, at, its, rtol, FLOORS)
+    return judgment if judgment is not None and judgment.agrees else None
 
 
-def _judgment(
-    a: Record, b: Record, own: Instance, other: Instance, rtol: float | None, near: float
-) -> Judgment:
+def _judgment(a: Record, b: Record, pair: Pair, rtol: float | None, near: float) -> Judgment:
     """The judgment of two values, or cotangents, of one order of axes, or else of their sizes."""
-    row, its = a.rows[own[0]], b.rows[other[0]]
-    judgment = (
-        judge_rows(row, its, own[1], other[1], rtol, FLOORS) if row.shape == its.shape else None
-    )
-    if judgment is not None and judgment.agrees:
+    rows = a.rows[pair.own[0]], b.rows[pair.other[0]]
+    if judgment := _same_order(*rows, pair.own[1], pair.other[1], rtol):
         return judgment
-    x, y = (_sketch(r, at)[0][NORM_AT : LARGEST_AT + 1] for r, at in ((a, own), (b, other)))
+    x, y = (_numbers(r, at)[0][SIZES] for r, at in ((a, pair.own), (b, pair.other)))
     apart = float(np.max(np.abs(x - y) / np.maximum(np.abs(y), np.finfo(float).tiny)))
     return Judgment(apart, max(near, rtol or 0), True, ((x[0], y[0]), (x[1], y[1])))
-
-
-def _equal_cotangents(
-    a: Record, b: Record, equal: list[Pair], rtol: float | None, near: float
-) -> list[Pair]:
-    own, others = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
-    found = []
-    for p in equal:
-        i, j = own.get(p.own[0]), others.get(p.other[0])
-        if i is not None and j is not None:
-            mine, its = (i, p.own[1]), (j, p.other[1])
-            found.append(Pair("cotangent", mine, its, _judgment(a, b, mine, its, rtol, near)))
-    return found

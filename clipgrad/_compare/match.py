@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from clipgrad._compare.judge import judge_rows
 from clipgrad._compare.line_pairs import copied_lines, equal_lines, line_pairs, named_lines
-from clipgrad._compare.names import Renamed, same_leaves
-from clipgrad._compare.pairs import Pair, in_time, instances_of
+from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
 from clipgrad._compare.record import Instance, Record
+from clipgrad._compare.renamed import Renamed, same_leaves
 from clipgrad._compare.result import ComparisonFinding
 
 Group = tuple[str, str, tuple[int, ...]]
@@ -53,9 +53,9 @@ def match(
         the second.
     """  # fmt: skip
     values, unmatched = _named_values(a, b, names)
-    lines = line_pairs(a, b, names) if a.has_lines and b.has_lines else []
-    values = in_time(a, [*values, *lines])
-    pairs, found = [*values, *_cotangents(a, b, values)], []
+    have_lines = a.has_lines and b.has_lines
+    values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
+    pairs, found = [*values, *cotangent_pairs(a, b, values)], []
     for kind in ("argument", "output", "gradient")[not with_arguments :]:
         same = same_rows(a, b, kind)
         own = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
@@ -66,7 +66,7 @@ def match(
             name, path = record.rows[i].label, record.rows[i].name
             found.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
-    if lines or a.has_lines and b.has_lines:
+    if have_lines:
         judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
     copies = copied_lines(a), copied_lines(b)
     return Matching(judged, [*found, *others], [*unmatched, *texts], copies)
@@ -163,12 +163,3 @@ def _unmatched(record: Record, group: Group, found: list, same: list, here: str,
     (name, view, shape), own = group, record.rows[found[0][0]].name
     what = f"{view} {own}" + (f" (as {name})" if name != own else "")
     return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
-
-
-def _cotangents(a: Record, b: Record, values: list[Pair]) -> list[Pair]:
-    rows: list[dict[int, int]] = [{r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b)]
-    return [
-        Pair("cotangent", (rows[0][p.own[0]], p.own[1]), (rows[1][p.other[0]], p.other[1]))
-        for p in values
-        if p.own[0] in rows[0] and p.other[0] in rows[1]
-    ]

@@ -37,11 +37,21 @@ def in_time(a: Record, pairs: Iterable[Pair]) -> list[Pair]:
     return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1]))
 
 
+def cotangent_pairs(a: Record, b: Record, values: Iterable[Pair]) -> list[Pair]:
+    """The cotangents of pairs of values, where both records have one; they are not judged."""
+    ours, theirs = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
+    return [
+        Pair("cotangent", (ours[i], at), (theirs[j], steps), order=order)
+        for _, (i, at), (j, steps), _, order in values
+        if i in ours and j in theirs
+    ]
+
+
 def instances_of(record: Record, kind: str = "value") -> list[Instance]:
     """The rows of a kind at each step, in the order of time."""
-    found = [
+    instances = [
         (i, steps)
         for i in record.of(kind)
         for steps in itertools.product(*map(range, record.rows[i].steps))
     ]
-    return sorted(found, key=lambda at: record.rows[at[0]].time(at[1]))
+    return sorted(instances, key=lambda at: record.rows[at[0]].time(at[1]))

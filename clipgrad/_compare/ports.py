@@ -17,7 +17,7 @@ from clipgrad._compare.compare_records import result
 from clipgrad._compare.findings import MOST_NAMES, Sides, first
 from clipgrad._compare.judge import judge, judge_rows
 from clipgrad._compare.match import Matching, alone
-from clipgrad._compare.pairs import Pair
+from clipgrad._compare.pairs import Pair, cotangent_pairs
 from clipgrad._compare.record import ENTERS, TORCH, Graph, Record
 from clipgrad._compare.result import ComparisonFinding, GradientComparison
 from clipgrad._compare.sketches import NORM_AT
@@ -153,19 +153,15 @@ def _equal_pairs(values: EqualRows) -> list[Pair]:
 def _equal_cotangents(values: EqualRows, matched: Sequence[Pair]) -> list[Pair]:
     """The cotangents of values that agree; of what enters it depends on what else uses it."""
     a, b = values.a, values.b
-    own, theirs = ({r.rows[i].node: i for i in r.of("cotangent")} for r in (a, b))
-    found = []
-    for p in matched:
-        i, j = own.get(p.own[0]), theirs.get(p.other[0])
-        views = a.rows[p.own[0]].view, b.rows[p.other[0]].view
-        if i is None or j is None or ENTERS in views:
-            continue
-        known = numbers_at(a.rows[i], p.own[1])
-        sketches = sketches_in_orders(b.rows[j], p.other[1])
+    leaving = [p for p in matched if ENTERS not in (a.rows[p.own[0]].view, b.rows[p.other[0]].view)]
+    pairs = []
+    for p in cotangent_pairs(a, b, leaving):
+        row, its = a.rows[p.own[0]], b.rows[p.other[0]]
+        known, sketches = numbers_at(row, p.own[1]), sketches_in_orders(its, p.other[1])
         if known and p.order is not None and p.order < len(sketches):
-            judgment = judged(a.rows[i], known, b.rows[j], sketches[p.order], values.rtol)
-            found.append(Pair("cotangent", (i, p.own[1]), (j, p.other[1]), judgment, p.order))
-    return found
+            judgment = judged(row, known, its, sketches[p.order], values.rtol)
+            pairs.append(p._replace(judgment=judgment))
+    return pairs
 
 
 def _first_unequal(values: EqualRows, matched: Sequence[Pair]) -> Pair | None:

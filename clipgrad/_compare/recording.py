@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compare.edges import Walk
-from clipgrad._compare.hook import Sketches, in_order, note_key, seen_values, values_of_lines
 from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.numbers import (
+from clipgrad._compare.record import Record, Row
+from clipgrad._compare.row_numbers import (
     by_steps,
     plain_row,
     with_numbers,
     with_one_copy,
 )
-from clipgrad._compare.record import Record, Row
+from clipgrad._compare.sketch_hook import Sketches, in_order, note_key, seen_values, values_of_lines
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._diagnose import (
     error_text,
@@ -80,7 +80,7 @@ class Recording:
     @property
     def has_lines(self) -> bool:
         """Whether values of lines are recorded."""
-        return any(row.is_line for row in self.record.rows)
+        return self.record.has_lines
 
     def with_lines(self) -> "Recording":
         """The recording of the same program, with the values of its lines."""
@@ -180,7 +180,7 @@ def recording_of(
         record.add(row)
     active = active_variables(program, gradients) if gradients else frozenset()
     values = seen_values(program)
-    named = [v for v in values if not is_of_formula(v.name)]
+    named = [v for v in values if not _is_of_formula(v.name)]
     if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
         values = named
     keys, of_lines = values_of_lines(program) if lines else ((), [])
@@ -257,14 +257,14 @@ def _value_row(kind: str, v: NamedValue, line: LineValue | None) -> Row:
         around.append(-length if is_reversed(e) else length)
     more = {"view": v.kind, "position": v.position, "around": tuple(around)}
     if line is not None:
-        words, calls = line.named(v.name.rpartition(":")[0]), line.led_by.split(" > ")
-        more |= {"words": words, "calls": tuple(calls), "statement": _statement(line.line)}
+        words, calls = line.named(v.name.rpartition(":")[0]), tuple(c.call for c in line.calls)
+        more |= {"words": words, "calls": calls, "statement": _statement(line.line)}
         more["is_copy"] = does(v.place.equation) is Does.COPIES
     where = _line_of(v.place) if line is None else line.line.key
     return plain_row(kind, v.name, v.variable.aval, line=where, **more)
 
 
-def is_of_formula(name: str) -> bool:
+def _is_of_formula(name: str) -> bool:
     """Whether a name is only the formula that `jnp.einsum` gives its operations."""
     return bool(name) and all("->" in segment for segment in name.split("/"))
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from clipgrad._arrays import explain_call
 from clipgrad._compare.file import check_path, save_record
-from clipgrad._compare.losses import ALL, Argument, recorded_by_all, recorded_loss
+from clipgrad._compare.loss_recording import ALL, Argument, recorded_by_all, recorded_loss
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.steps import recorded_step
 from clipgrad._error_clip import check_call

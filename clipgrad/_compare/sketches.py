@@ -16,6 +16,7 @@ NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
 NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
+SIZES = slice(NORM_AT, LARGEST_AT + 1)
 LENGTH = 2 * NUMBERS + 3
 MOST_AXES = 4  # 24 orders
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from clipgrad._arrays import check_concrete, donated_leaf, is_array, leaves_with_keys, path_string
-from clipgrad._compare.numbers import plain_row, with_numbers
 from clipgrad._compare.recording import Recording, recording_of
+from clipgrad._compare.row_numbers import plain_row, with_numbers
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._programs import opened, trace

@@ -10,10 +10,10 @@ from clipgrad._error_clip.by_name import error_clip_by_name as error_clip_by_nam
 from clipgrad._error_clip.cotangent import clip_cotangent as clip_cotangent
 from clipgrad._error_clip.error_clip import error_clip as error_clip
 from clipgrad._error_clip.everywhere import error_clip_everywhere as error_clip_everywhere
-from clipgrad._error_clip.names import Rules as Rules
-from clipgrad._error_clip.names import check_call as check_call
-from clipgrad._error_clip.names import check_function as check_function
-from clipgrad._error_clip.names import checked_rules as checked_rules
-from clipgrad._error_clip.names import list_names as list_names
+from clipgrad._error_clip.named_rules import Rules as Rules
+from clipgrad._error_clip.named_rules import check_call as check_call
+from clipgrad._error_clip.named_rules import check_function as check_function
+from clipgrad._error_clip.named_rules import checked_rules as checked_rules
+from clipgrad._error_clip.named_rules import list_names as list_names
 from clipgrad._error_clip.watch import value_and_grad_with_stats as value_and_grad_with_stats
 from clipgrad._error_clip.watch import with_stats as with_stats

@@ -12,7 +12,7 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
 from clipgrad._clip import ClipStats, asks, is_own
 from clipgrad._error_clip.cotangent import clip_of_value
-from clipgrad._error_clip.names import Rules, check_function, checked_rules
+from clipgrad._error_clip.named_rules import Rules, check_function, checked_rules
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._errors import warn
 from clipgrad._frameworks import with_models

@@ -14,7 +14,7 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
 from clipgrad._clip import asks, is_own
 from clipgrad._error_clip.cotangent import clip_of_value
-from clipgrad._error_clip.names import check_function, rule_of_variable
+from clipgrad._error_clip.named_rules import check_function, rule_of_variable
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
 

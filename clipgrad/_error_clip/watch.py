@@ -14,7 +14,7 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import Pattern, check_tree, described, explain_call, is_array, loss_and_aux
 from clipgrad._clip import ClipStats
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
-from clipgrad._error_clip.names import Rules, check_function, checked_rules, program_of
+from clipgrad._error_clip.named_rules import Rules, check_function, checked_rules, program_of
 from clipgrad._frameworks import (
     Pure,
     has_modules,
@@ -230,7 +230,7 @@ def _named(
     names = watched_names(program, watch, caller, CLIPPED, clipped) | clipped
     probes = {}
     for name, sites in _names.sites_of(program, names).items():
-        own = [site for site in sites if site.has_cotangent]
-        wide = any(site.dtype in ("float64", "complex128") for site in own)
-        probes[name] = ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)
+        moving = [site for site in sites if site.has_cotangent]
+        wide = any(site.dtype in ("float64", "complex128") for site in moving)
+        probes[name] = ClipStats.zero(common_nest(moving), jnp.float64 if wide else jnp.float32)
     return names, probes

@@ -41,15 +41,15 @@ class LineNames(NamedTuple):
         """The lines of a program and of those inside of it."""
         by_key = {line.key: line for line in lines_inside(program)}
         names = names_of_lines(by_key.values())
-        found: dict[str, Sites] = {}
+        by_name: dict[str, Sites] = {}
         of_lines = [pair for pair in line_sites(program).items() if pair[0].kind != BACKWARD]
         for site, count in of_lines:
-            same = found.setdefault(names[site.name], {})
-            own = site._replace(name=names[site.name], kind=LINE)
-            same[own] = same.get(own, 0) + count
+            same = by_name.setdefault(names[site.name], {})
+            renamed = site._replace(name=names[site.name], kind=LINE)
+            same[renamed] = same.get(renamed, 0) + count
         listed = {names[site.name] for site, _ in of_lines if site.kind == LINE}
         lines = {names[key]: line for key, line in by_key.items()}
-        return cls(found, lines, frozenset(listed))
+        return cls(by_name, lines, frozenset(listed))
 
     def keys(self, names: Mapping[str, Any]) -> LineKeys:
         """Those of the lines that are among some names."""
@@ -58,11 +58,11 @@ class LineNames(NamedTuple):
     def meant(self, pattern: str, caller: str) -> dict[str, Sites]:
         """The lines that a pattern means: of a star, those that compute a value themselves."""
         text = str(without_sign(pattern))
-        found = {line.key for line in lines_matched(text, list(self.lines.values()))}
+        keys = {line.key for line in lines_matched(text, list(self.lines.values()))}
         chosen = {
             name: sites
             for name, sites in self.sites.items()
-            if self.lines[name].key in found and ("*" not in text or name in self.listed)
+            if self.lines[name].key in keys and ("*" not in text or name in self.listed)
         }
         if not chosen:
             raise self._missing(text, caller)

@@ -75,6 +75,11 @@ class Line(NamedTuple):
         """A name that is equal for the same line only."""
         return f"{self.file}:{self.number}"
 
+    @property
+    def call(self) -> str:
+        """The line as one of the calls that lead to another, such as ``"loss:16"``."""
+        return f"{self.function}:{self.number}"
+
 
 class LineValue(NamedTuple):
     """The value of a run of a line.
@@ -115,7 +120,7 @@ class LineValue(NamedTuple):
 
 
 def shown_calls(calls: Iterable[Line]) -> str:
-    return " > ".join(f"{line.function}:{line.number}" for line in calls)
+    return " > ".join(line.call for line in calls)
 
 
 def _nth(number: int) -> str:
@@ -135,13 +140,13 @@ def lines_matched(pattern: str, lines: Iterable[Line]) -> list[Line]:
 
     The file is the end of a path, in which ``*`` and ``**`` are as elsewhere.
     """
-    found = _PATTERN.fullmatch(pattern)
-    if found is None:
+    match = _PATTERN.fullmatch(pattern)
+    if match is None:
         return []
-    there = lines_of_file(found["file"], lines)
-    if found["line"] == "*":
+    there = lines_of_file(match["file"], lines)
+    if match["line"] == "*":
         return there
-    number = int(found["line"])
+    number = int(match["line"])
     exact = [line for line in there if line.number == number]
     return exact or [line for line in there if line.number <= number <= line.last]
 
@@ -154,11 +159,11 @@ def lines_of_file(file: str, lines: Iterable[Line]) -> list[Line]:
 
 def nearest_lines(pattern: str, lines: Sequence[Line], most: int = 5) -> list[Line]:
     """The lines of the file that are nearest to the number of a pattern; without any, of all."""
-    found = _PATTERN.fullmatch(pattern)
-    if found is None:
+    match = _PATTERN.fullmatch(pattern)
+    if match is None:
         return []
-    there = lines_of_file(found["file"], lines) or list(lines)
-    number = 0 if found["line"] == "*" else int(found["line"])
+    there = lines_of_file(match["file"], lines) or list(lines)
+    number = 0 if match["line"] == "*" else int(match["line"])
     near = sorted(there, key=lambda line: abs(line.number - number))[:most]
     return sorted(near, key=lambda line: (line.file, line.number))
 
@@ -292,12 +297,12 @@ def lines_of_program(jaxpr: Any) -> LinesOfProgram:
 
 def _by_value(runs: Sequence[Run], last_uses: dict[Var, int]) -> dict[Var, list[tuple[Run, str]]]:
     """The runs whose value each variable is, innermost first."""
-    found: dict[Var, list[tuple[Run, str]]] = {}
+    runs_of: dict[Var, list[tuple[Run, str]]] = {}
     for run in reversed(runs):
         if run.floats:
             variable, kind = run.value(last_uses)
-            found.setdefault(variable, []).append((run, kind))
-    return found
+            runs_of.setdefault(variable, []).append((run, kind))
+    return runs_of
 
 
 def _last_uses(jaxpr: Any) -> dict[Var, int]:
@@ -351,12 +356,12 @@ def _is_call_of_lines(equation: JaxprEqn, line: Line) -> bool:
 @read_once
 def _lines_inside(jaxpr: Any) -> dict[str, Line]:
     """Return the lines of a program, and of all programs inside it, by their keys."""
-    found: dict[str, Line] = {}
+    lines: dict[str, Line] = {}
     for run, kind in itertools.chain(*lines_of_program(jaxpr).runs.values()):
-        found |= {} if kind == BACKWARD else {run.line.key: run.line}
+        lines |= {} if kind == BACKWARD else {run.line.key: run.line}
     for inner in (program for equation in jaxpr.eqns for program in held_programs(equation)):
-        found = _lines_inside(inner) | found
-    return found
+        lines = _lines_inside(inner) | lines
+    return lines
 
 
 def lines_inside(program: Any) -> list[Line]:
@@ -366,7 +371,7 @@ def lines_inside(program: Any) -> list[Line]:
 
 def _restarts(jaxpr: Any, stacks: Sequence[tuple[_Frame, ...]]) -> dict[int, int]:
     """The equations with which a line runs again at one instruction, and the depth of its call."""
-    found = {}
+    restarts = {}
     numbers = [number for number, stack in enumerate(stacks) if stack]
     first = 0
     for end in range(1, len(numbers) + 1):
@@ -375,8 +380,8 @@ def _restarts(jaxpr: Any, stacks: Sequence[tuple[_Frame, ...]]) -> dict[int, int
         group, first = numbers[first:end], end
         depth = _depth_of_loop(stacks[group[0]], None) if len(group) > 1 else None
         period = len(group) if depth is None else _period([_token(jaxpr.eqns[i]) for i in group])
-        found |= dict.fromkeys(group[period::period], depth)
-    return found
+        restarts |= dict.fromkeys(group[period::period], depth)
+    return restarts
 
 
 def _is_same(stack: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> bool:
@@ -452,12 +457,12 @@ def line_values(
 
     ``programs`` are those inside of an equation that are entered.
     """
-    found = list(_line_values(program, programs))
+    values = list(_line_values(program, programs))
     key = lambda value: (value.line.key, value.kind == BACKWARD)  # noqa: E731
-    runs = Counter(map(key, found))
+    runs = Counter(map(key, values))
     ran: Counter[Any] = Counter()
     numbered = []
-    for value in found:
+    for value in values:
         ran[key(value)] += 1
         numbered.append(value._replace(run=ran[key(value)], runs=runs[key(value)]))
     return numbered

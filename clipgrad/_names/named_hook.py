@@ -129,16 +129,16 @@ class NamedHook(Hook):
         """The lines that are seen in the programs of an equation."""
         if not self.lines:
             return ()
-        own = lines_of_program(self.visit.jaxpr).key(equation)
-        return tuple(pair for pair in self.lines if pair[0] != own)
+        key = lines_of_program(self.visit.jaxpr).key(equation)
+        return tuple(pair for pair in self.lines if pair[0] != key)
 
     def sites(self, equation: JaxprEqn, program: Any) -> list[NamedSite]:
         """The sites of a program inside of an equation, of tags, modules and these lines."""
         scopes, names = self.scopes_inside(equation), dict(self.lines_inside(equation))
-        found = [site.below(scopes) for site in sites(program)]
+        of_names = [site.below(scopes) for site in sites(program)]
         lines = [site for site in line_sites(program) if site.name in names] if names else ()
         kinds = {BACKWARD: BACKWARD}
-        return found + [
+        return of_names + [
             site._replace(name=names[site.name], kind=kinds.get(site.kind, LINE)) for site in lines
         ]
 

@@ -83,9 +83,9 @@ def names_of(program: Any, lines: bool = False) -> Names:
     there = sites_by_name(program)
     listed = _listed(there)
     names = [_name_of_sites(name, listed[name]) for name in _inner_first(listed)]
-    found = Names([*names, *(_names_of_lines(program) if lines else ())])
-    found.reason = "" if found else why_none(there, lines)
-    return found
+    listed = Names([*names, *(_names_of_lines(program) if lines else ())])
+    listed.reason = "" if listed else why_none(there, lines)
+    return listed
 
 
 def _listed(there: dict[str, Sites]) -> dict[str, Sites]:
@@ -97,14 +97,14 @@ def _names_of_lines(program: Any) -> list[Name]:
     calls: dict[str, list[tuple[Line, ...]]] = {}
     for value in line_values(program):
         calls.setdefault(value.line.key, []).append(value.calls)
-    found = []
+    listed = []
     for name, sites in _listed(lines.sites).items():
         line = lines.lines[name]
         if name in lines.listed:
             shown = shown_calls(common_end(calls.get(line.key, ())) or (line,))
-            own = _name_of_sites(name, sites)
-            found.append(own._replace(calls=shown, variable=line.variable))
-    return found
+            record = _name_of_sites(name, sites)
+            listed.append(record._replace(calls=shown, variable=line.variable))
+    return listed
 
 
 def _inner_first(names: Iterable[str]) -> list[str]:

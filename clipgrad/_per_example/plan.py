@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 
 from clipgrad._arrays import is_none, with_paths
-from clipgrad._per_example.batches import batch_size, check_divides
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.prepare import of_arrays
-from clipgrad._per_example.request import Request, check_params
+from clipgrad._per_example.prepare import checked_arrays
+from clipgrad._per_example.request import Request
 
 # Leaves above this whose gradient of each example is made for no reason of size are worth a line.
 _LARGE = 2**20
@@ -76,13 +75,11 @@ class Plan(NamedTuple):
 
 def plan_of(request: Request, params: Any, batch: Any) -> Plan:
     """The plan of a request for parameters and a batch of these shapes."""
-    check_params(params, shapes=True)
-    request, params, batch, *_ = of_arrays(request, params, batch)
+    arrays, size = checked_arrays(request, params, batch, shapes=True)
+    request, params, batch, *_ = arrays
     why = request.why_elements
     if why is not None:
         request = dataclasses.replace(request, method="direct")
-    size = batch_size(batch)
-    check_divides(request.microbatch, size)
     program = _traced(request, params, batch)
     count = size // program.microbatch_count(request, size)
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]

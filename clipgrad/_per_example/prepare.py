@@ -110,13 +110,21 @@ class ExampleRun:
             self.arrays.parameters.count_random_state()
 
 
+def checked_arrays(
+    request: Request, params: Any, batch: Any, shapes: bool = False
+) -> tuple[ArrayRequest, int]:
+    """The arrays of parameters and a batch, and its size; ``shapes``: they may be shapes alone."""
+    check_params(params, shapes)
+    arrays = of_arrays(request, params, batch)
+    size = batch_size(arrays.batch)
+    check_divides(arrays.request.microbatch, size)
+    return arrays, size
+
+
 def prepared(request: Request, params: Any, batch: Any) -> ExampleRun:
     """The run for parameters and a batch, which are checked before anything is traced."""
-    check_params(params)
-    arrays = of_arrays(request, params, batch)
+    arrays, size = checked_arrays(request, params, batch)
     request, params, batch, *_ = arrays
-    size = batch_size(batch)
-    check_divides(request.microbatch, size)
     check_axes((params, batch))
     with allow_split_examples(batch, request.axis_name):
         request.warn_of_split(params)

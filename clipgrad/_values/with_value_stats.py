@@ -208,15 +208,15 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
     chosen = watched_names(program, axes, _OF_VALUES, VALUES)
-    own = {n: list(VALUES.own(sites)) for n, sites in sites_of(program, chosen).items()}
+    seen_sites = {n: list(VALUES.own(sites)) for n, sites in sites_of(program, chosen).items()}
     watched = []
     for name, (kind, axis) in chosen.items():
         if axis is not None:
-            _check_axis(name, axis, own[name])
-        wide = any(site.dtype in ("float64", "complex128") for site in own[name])
-        used = any(site.used for site in own[name])
+            _check_axis(name, axis, seen_sites[name])
+        wide = any(site.dtype in ("float64", "complex128") for site in seen_sites[name])
+        used = any(site.used for site in seen_sites[name])
         watched.append((name, kind, used, axis, "float64" if wide else "float32"))
-    common = {name: len(common_nest(sites)) for name, sites in own.items()}
+    common = {name: len(common_nest(sites)) for name, sites in seen_sites.items()}
     return _Measure(watched=tuple(watched), lines=line_keys(program, chosen)), common
 
 

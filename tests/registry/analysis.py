@@ -64,9 +64,9 @@ def checked(make, fun=cubic, args=(X,), **arguments):
         report = make(fun, args, **{"raise_on_failure": False, **arguments})
     except cg.GradCheckError as error:
         return "raised", error.report.ok
-    told = [str(failure) for failure in report.failures]
+    failures = [str(failure) for failure in report.failures]
     counts = report.verified, report.evaluations, len(report.devices)
-    return report.ok, told, sorted(report.not_run), *counts
+    return report.ok, failures, sorted(report.not_run), *counts
 
 
 def differences(make, fun=cubic, args=(X,), **arguments):

@@ -74,8 +74,8 @@ def cotangents(make, x=A, probe=False, **arguments):
 
 def decorated(make, **arguments):
     def total(w, x):
-        found = make(**arguments)(scale)(w, x)
-        return jnp.sum(found["y"]) + 5 * jnp.sum(found["z"])
+        results = make(**arguments)(scale)(w, x)
+        return jnp.sum(results["y"]) + 5 * jnp.sum(results["z"])
 
     return jax.jit(jax.grad(total, (0, 1)))(A, 2 * A)
 

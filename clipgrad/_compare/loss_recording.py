@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from clipgrad._arrays import argument_name, check_tree, is_array
-from clipgrad._compare.numbers import plain_row
 from clipgrad._compare.record import THE_LOSS
 from clipgrad._compare.recording import Recording, recording_of
+from clipgrad._compare.row_numbers import plain_row
 from clipgrad._errors import first_line
 from clipgrad._frameworks import has_modules, is_model
 from clipgrad._losses import TracedLoss, traced_loss
