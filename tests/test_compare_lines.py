@@ -138,6 +138,24 @@ def test_equal_versions_have_no_finding(change, dtype, tmp_path):
     assert found.ok and not found.findings
 
 
+def test_what_a_scan_carries_has_a_line_or_none(tmp_path):
+    source = (
+        HEAD
+        + """
+def loss(w, xs, rule=lambda c: c):
+    return lax.scan(lambda c, x: (jnp.tanh(rule(c) * w + x), None), xs[0], xs)[0].sum()
+"""
+    )
+    loss, _ = loss_of(source, "model", tmp_path)
+    rule = jax.custom_vjp(lambda c: c)
+    rule.defvjp(lambda c: (c, None), lambda _, g: (1.1 * g,))
+    args = np.full(3, 0.5, np.float32), arguments()[1][:, :3]
+    finding = cg.compare(loss, lambda w, xs: loss(w, xs, rule), args).findings[0]
+    assert (
+        finding.kind == "vjp" and "  " not in finding.message and "; in fun" not in finding.message
+    )
+
+
 @pytest.mark.exhaustive
 def test_equal_rewrites_have_no_finding(tmp_path):
     loss, _ = loss_of(SHARED.format(**PARTS), "model", tmp_path)

@@ -254,8 +254,8 @@ def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
         alone = lines_of_ends(slices, ends)
     if alone.row is not None:
         return alone
-    users = [next((own.graph.record.rows[to[0]] for _, _, to in own.steps), None) for own in slices]
-    return LinesAlone(*(row if row is not None and row.line else None for row in users))
+    rows = [[own.graph.record.rows[to[0]] for _, _, to in own.steps] for own in slices]
+    return LinesAlone(*(next((row for row in own if row.is_line), None) for own in rows))
 
 
 def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:

@@ -74,5 +74,5 @@ def lines_of_ends(slices: Sequence[Slice], ends: Sequence[set[Instance]]) -> Lin
     for own, known in zip(slices, ends, strict=True):
         rows = own.graph.record.rows
         last = (rows[to[0]] for _, _, to in own.steps if to in known)
-        first.append(next((row for row in last if row.line), None))
+        first.append(next((row for row in last if row.is_line), None))
     return LinesAlone(*first)
