@@ -169,9 +169,12 @@ def bytes_written(called):
 
 
 def reads(called):
-    """How often a kernel reads: a sum of k stacked arrays k times, by leading axes slowly."""
+    """How often a kernel reads: a sum of k stacked arrays k times, by leading axes slowly.
+
+    Of several sums the last one counts: those before it add up the parts of a product.
+    """
     stacked = [len(one.operands) for one in called.values() if one.code == "concatenate"]
-    for one in called.values():
+    for one in reversed(called.values()):
         if one.code == "reduce" and one.operands[0] in called:
             axes = re.search(r"dimensions=\{([\d,]*)\}", one.rest)
             rank = len(arrays(called[one.operands[0]].type)[0][1])

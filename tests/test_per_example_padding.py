@@ -42,6 +42,54 @@ def test_a_batch_of_padding_alone_is_zero():
     assert value == 0 and not any(leaf.any() for leaf in jax.tree.leaves(grads))
 
 
+# The rows of the table in the docstring: the limit, the scale of the loss, the nonfinite policy,
+# whether it is padding, and the gradient as a multiple of that of the loss.
+EDGES = {
+    "a gradient of norm 0": (1.0, 0.0, "propagate", False, 0),
+    "a norm within the limit": (1e3, 1.0, "propagate", False, 1),
+    "max_norm=0": (0.0, 1.0, "propagate", False, 0),
+    "max_norm=inf": (np.inf, 1.0, "propagate", False, 1),
+    "max_norm below 0, traced": (-1.0, 1.0, "propagate", False, 0),
+    "NaN": (1.0, np.nan, "propagate", False, np.nan),
+    "inf": (1.0, np.inf, "propagate", False, np.nan),
+    "NaN that is left out": (1.0, np.nan, "zero", False, 0),
+    "inf that is left out": (1.0, np.inf, "zero", False, 0),
+    "padding": (1.0, 1.0, "propagate", True, 0),
+    "padding that is NaN": (1.0, np.nan, "propagate", True, 0),
+}
+
+
+@pytest.mark.kinds("name method", "positions", "reduce")
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("method", ["auto", "direct"])
+@pytest.mark.parametrize("name", EDGES)
+def test_edge_cases_are_as_in_the_table(name, method, reduce, positions):
+    """Also where the mask is a constant of the program, and so is the gradient."""
+    limit, size, nonfinite, is_padding, factor = EDGES[name]
+
+    def repeated(w, x):
+        return jnp.sum(jax.vmap(loss, (None, 0))(w, jnp.tile(x, (positions, 1))))
+
+    @jax.jit
+    def run(limit, example):
+        clip = cg.clip_per_example(
+            lambda w, example: example[0] * repeated(w, example[1]),
+            cg.ClipByGlobalNorm(limit),
+            reduce=reduce,
+            nonfinite=nonfinite,
+            method=method,
+        )
+        return clip(PARAMS, example, is_padding_example=np.array([is_padding]))
+
+    value, grads, stats = run(np.float32(limit), (np.float32([size]), BATCH[:1]))
+    plain = jax.grad(repeated)(PARAMS, BATCH[0])
+    for path, grad in grads.items():
+        np.testing.assert_allclose(grad, factor * plain[path], rtol=1e-6, err_msg=path)
+    if is_padding:
+        assert value == 0 and stats.norm == 0 and not stats.clipped and not stats.nonfinite
+
+
 @pytest.mark.parametrize("mask", [np.ones(3, bool), np.ones(4, np.float32), [[True] * 4]])
 def test_a_mask_is_a_boolean_for_each_example(mask):
     clip = cg.clip_per_example(loss, RULES["by norms"])

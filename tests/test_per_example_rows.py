@@ -164,6 +164,27 @@ def test_other_rules_are_direct_and_the_plan_says_so(rule):
     assert plan.method == "direct" and "does not scale whole leaves by L2 norms" in str(plan)
 
 
+LARGE = {
+    "a mask": (lambda p, x: jnp.sum(x @ (p["w"] * 2.0)), 512, "used by mul"),
+    "a sorted weight": (lambda p, x: jnp.sum(x @ jnp.sort(p["w"])), 512, "used by"),
+    "many rows": (lambda p, x: jnp.sum(jnp.sin(jnp.tile(x, (2000, 1)) @ p["w"])), 512, None),
+    "a mask of a small weight": (lambda p, x: jnp.sum(x @ (p["w"] * 2.0)), 511, None),
+    "a dense product": (lambda p, x: jnp.sum(x @ p["w"]), 512, None),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_plan_warns_of_a_large_leaf_that_is_direct_for_no_reason_of_size(name):
+    fun, columns, reason = LARGE[name]
+    weight, batch = (jax.ShapeDtypeStruct(s, "float32") for s in ((513, columns), (2, 513)))
+    plan = cg.clip_per_example(fun, cg.ClipByGlobalNorm(1.0)).plan({"w": weight}, batch)
+    assert len(plan.warnings) == (reason is not None)
+    for text in plan.warnings:
+        assert text.startswith(f"w takes 2 MiB, the gradient of each example, since it is {reason}")
+        assert str(plan).endswith(f"\nwarning: {text}")
+    assert "warning" in str(plan) or not plan.warnings
+
+
 def test_the_plan_is_a_table_and_counts_what_is_kept():
     params, batch = arguments(MIXED)
     plan = cg.per_example_norms(PROGRAMS[MIXED].loss).plan(params, batch)

@@ -51,6 +51,9 @@ def product(kind, options=""):
     )
 
 
+PARTS = fused_sum(1).replace(
+    f"%s = {GIGA} negate(%p)", f"%s = {GIGA} reduce(%p, %zero), dimensions={{0}}, to_apply=%add"
+)
 WORK = 2 * 4096 * 4096 * 8192
 KNOWN = {
     "a copy": (program(f"  ROOT %c = {GIGA} copy(%x)"), COPY),
@@ -72,6 +75,7 @@ KNOWN = {
         WAIT,
     ),
     "a sum over the last axis": (fused_sum(1), READ + LAUNCH),
+    "a sum of a product's parts, then one over rows": (PARTS, READ + 2**12 / BANDWIDTH + LAUNCH),
     "a sum over the first axis": (fused_sum(0), LEADING * (READ + 2**20 / BANDWIDTH) + LAUNCH),
     "three stacked sums": (fused_sum(1, 3), 3 * READ + LAUNCH),
     "a product in bfloat16": (product("bf16"), WORK / RATES["bf16"] + LAUNCH),

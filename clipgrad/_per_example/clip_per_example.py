@@ -114,6 +114,19 @@ def clip_per_example(
     example. So is every leaf with ``nonfinite="error"``, and for rules that do not scale by L2
     norms (value clips, other orders, units, functions).
 
+    ==============================  ======================================================
+    example, limit or batch         what is added, with ``ClipByGlobalNorm``
+    ==============================  ======================================================
+    a gradient of norm 0            exact zeros
+    a norm within the limit         the gradient, unchanged
+    ``max_norm=0``                  exact zeros
+    ``max_norm=inf``                the gradient, unchanged
+    ``max_norm`` below 0            `ValueError`; acts as 0 if traced
+    NaN or inf in the gradient      NaN; nothing with ``nonfinite="zero"``
+    padding, of any numbers         exact zeros; its loss counts as 0, its statistics are of 0
+    padding alone                   exact zeros, for ``"mean"`` too
+    ==============================  ======================================================
+
     Guarantees:
       * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and
         bfloat16 as well, whatever the default precision of products is where it runs: gradients are

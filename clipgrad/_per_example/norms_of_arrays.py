@@ -21,6 +21,9 @@ def roots_of_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     axes = tuple(range(1, x.ndim))
     exponent = exponent_of(largest_of_each(x, axes))
     scaled = times_power(x, -exponent[(..., *[None] * len(axes))])
+    # The bound changes nothing. Without it XLA makes (x * x) * (c * c) of the squares where it
+    # knows the power c, as that of 0, and c * c is inf.
+    scaled = jnp.maximum(scaled, jnp.finfo(x.dtype).min)
     return jnp.sqrt(dot_of_each(scaled, scaled, 0)), exponent
 
 
