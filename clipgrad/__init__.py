@@ -47,8 +47,8 @@ if typing.TYPE_CHECKING:
     from clipgrad._error_clip import list_names as list_names
     from clipgrad._error_clip import value_and_grad_with_stats as value_and_grad_with_stats
     from clipgrad._error_clip.error_clip import error_clip as error_clip
-    from clipgrad._per_example import clip_per_example as clip_per_example
-    from clipgrad._per_example import per_example_norms as per_example_norms
+    from clipgrad._per_example.clip_per_example import clip_per_example as clip_per_example
+    from clipgrad._per_example.per_example_norms import per_example_norms as per_example_norms
     from clipgrad._recorder import FlightRecorder as FlightRecorder
     from clipgrad._recorder import HaltedError as HaltedError
     from clipgrad._recorder import load_capture as load_capture

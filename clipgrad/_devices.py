@@ -27,10 +27,10 @@ def gpus_have_bfloat16() -> bool:
     A program may be compiled for a GPU that is not here, and that is taken to be a newer one.
     """
     try:
-        found = jax.local_devices(backend="cuda")
+        gpus = jax.local_devices(backend="cuda")
     except RuntimeError:
         return True
-    return all(float(gpu.compute_capability) >= 8 for gpu in found)
+    return all(float(gpu.compute_capability) >= 8 for gpu in gpus)
 
 
 PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "METAL")

@@ -8,10 +8,12 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 # With the kind of the error before it, a line of a terminal.
 LINE = 90
 PAGE = 100
+_COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)  # in a page: what is for tests alone
 
 
 def folded(text: str, indent: str = "") -> str:
@@ -23,8 +25,8 @@ def folded(text: str, indent: str = "") -> str:
 
 def first_few(names: Sequence[str], most: int) -> str:
     """The first of some names, and how many more there are."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
@@ -74,8 +76,16 @@ def docs_pages() -> dict[str, pathlib.Path]:
 
 def docs_found_by() -> dict[str, list[str]]:
     """The words that a page is to be found by, besides its own."""
-    text = (next(iter(_folders())) / "keywords.json").read_text(encoding="utf-8")
-    return {page: found["words"] for page, found in json.loads(text).items()}
+    return {page: found["words"] for page, found in _docs_json("keywords").items()}
+
+
+def docs_synonyms() -> list[str]:
+    """Groups of words of the same meaning, each in one line."""
+    return _docs_json("synonyms")
+
+
+def _docs_json(name: str) -> Any:
+    return json.loads((next(iter(_folders())) / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
@@ -91,11 +101,12 @@ def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
 
 
 def docs_text(path: pathlib.Path) -> str:
-    """The text of a page; of a notebook that of its cells, with programs between fences."""
+    """The text of a page without comments; of a notebook its cells, programs between fences."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
-        included = re.match(r"```\{include\} (\S+)\n```", text)
-        return (path.parent / included[1]).read_text(encoding="utf-8") if included else text
+        included = re.match(r"```\{include\} (\S+)\n(?::relative-docs:.*\n)?```", text)
+        text = (path.parent / included[1]).read_text(encoding="utf-8") if included else text
+        return _COMMENT.sub("", text)
     cells = [(c["cell_type"], "".join(c["source"]).strip()) for c in json.loads(text)["cells"]]
     return "\n\n".join(
         source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells

@@ -158,10 +158,13 @@ def _hint(name: str) -> str:
     if ours := {_letters(n): ours for n, ours in NAMES_ELSEWHERE.items()}.get(_letters(name)):
         return f"; write clipgrad.{ours}"
     public = {
-        own: module for module, rooms in PUBLIC.items() for names in rooms.values() for own in names
+        ours: module
+        for module, rooms in PUBLIC.items()
+        for names in rooms.values()
+        for ours in names
     }
-    found = difflib.get_close_matches(_letters(name), map(_letters, public), n=1, cutoff=0.8)
-    same = [own for own in public if _letters(own) in found]  # ClipByNorm and clip_by_norm
+    letters = difflib.get_close_matches(_letters(name), map(_letters, public), n=1, cutoff=0.8)
+    same = [ours for ours in public if _letters(ours) in letters]  # ClipByNorm and clip_by_norm
     near = max(same, key=lambda n: difflib.SequenceMatcher(None, name, n).ratio(), default="")
     topic = next(filter(None, map((INSTEAD | {n: n for n in public}).get, _words(name))), "")
     return f"; write {public[near]}.{near}" if near else f"; write clipgrad.{topic}" * bool(topic)

@@ -169,9 +169,9 @@ def _trace(
             f"fun: got a function with side effects ({', '.join(names)}), expected one "
             "without; pass each changed value as an argument, and return it"
         )
-    given = args[0] if is_split else (args, kwargs)
-    arrays = [(path, leaf) for path, leaf in paths_of_arrays(given) if is_array(leaf)]
-    moved = differentiated_inputs(given, dict.fromkeys([*positions, *by_name]))
+    packed = args[0] if is_split else (args, kwargs)
+    arrays = [(path, leaf) for path, leaf in paths_of_arrays(packed) if is_array(leaf)]
+    moved = differentiated_inputs(packed, dict.fromkeys([*positions, *by_name]))
     pairs = zip(arrays, moved, strict=True)
     chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]
     if not chosen:

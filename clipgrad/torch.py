@@ -133,17 +133,17 @@ def _torch_gradients(module: torch.nn.Module, loss: Any) -> dict[str, Any]:
     moving = {name: x for name, x in module.named_parameters() if x.requires_grad}
     if not moving or not loss.requires_grad:
         raise ValueError("loss_fn: the loss depends on no parameter of module that requires_grad")
-    found = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
-    return dict(zip(moving, found, strict=True))
+    grads = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+    return dict(zip(moving, grads, strict=True))
 
 
 def _torch_facts(module: torch.nn.Module, loss: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
-    modes = {own.training for own in module.modules()}
+    modes = {part.training for part in module.modules()}
     mode = "train and eval" if len(modes) > 1 else "train" if True in modes else "eval"
     dropped = [
         name
-        for name, own in module.named_modules()
-        if isinstance(own, torch.nn.modules.dropout._DropoutNd) and own.training and own.p
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.training and part.p
     ]
     note = f"torch ran {', '.join(dropped)} in training mode, with random dropout; write "
     notes = [note + "model.eval() before save_run, or set p=0"] if dropped else []
@@ -157,11 +157,11 @@ class _Watch:
         self._record = record
         self._known: dict[int, tuple[Any, int, Any]] = {}
         self._handles: list[Any] = []
-        for name, own in module.named_modules():
+        for name, part in module.named_modules():
             enters = functools.partial(self._enters, name)
             leaves = functools.partial(self._leaves, name)
-            self._handles.append(own.register_forward_pre_hook(enters, with_kwargs=True))
-            self._handles.append(own.register_forward_hook(leaves))
+            self._handles.append(part.register_forward_pre_hook(enters, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(leaves))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -194,9 +194,9 @@ class _Watch:
     def _note_steps(self, name: str, module: Any, x: Any, axis: int) -> None:
         """Note the value at each step, as one row."""
         steps = x.unbind(axis)
-        found = np.stack([turned_sketches(_numpy_of(step), "all") for step in steps])
+        sketches = np.stack([turned_sketches(_numpy_of(step), "all") for step in steps])
         around = {"around": (len(steps),), "position": (0, 0, 0, 0, 0)}
-        self._add(name, "module", module, steps[0], found, **around)
+        self._add(name, "module", module, steps[0], sketches, **around)
 
     def _add(self, name: str, view: str, module: Any, x: Any, sketch: Any, **more: Any) -> int:
         more |= {"line": _calling_line(), "owner": type(module).__name__}
@@ -204,15 +204,15 @@ class _Watch:
 
     def _sketches(self, x: torch.Tensor) -> Any:
         """The sketches of a tensor; what leaves a module mostly enters another as it is."""
-        known, version, found = self._known.get(id(x), (lambda: None, 0, None))
+        known, version, sketches = self._known.get(id(x), (lambda: None, 0, None))
         if known() is not x or version != x._version:
-            found = turned_sketches(_numpy_of(x), "all")
-            self._known[id(x)] = weakref.ref(x), x._version, found
-        return found
+            sketches = turned_sketches(_numpy_of(x), "all")
+            self._known[id(x)] = weakref.ref(x), x._version, sketches
+        return sketches
 
     def _keep(self, number: int, cotangent: torch.Tensor) -> None:
-        own = self._record.rows[number]
-        _add(self._record, _tensor_row("cotangent", own.name, cotangent, view=own.view), number)
+        row = self._record.rows[number]
+        _add(self._record, _tensor_row("cotangent", row.name, cotangent, view=row.view), number)
 
 
 def _calling_line() -> str:
@@ -235,13 +235,13 @@ def _parameters(
     for name, x in known.items():
         yield name, x, gradients.get(name), ()
     for name, x in known.items():
-        own, gradient = module.get_submodule(name.rpartition(".")[0]), gradients.get(name)
-        yield from _parameter_parts(name, own, x, gradient, (name,))
+        owner, gradient = module.get_submodule(name.rpartition(".")[0]), gradients.get(name)
+        yield from _parameter_parts(name, owner, x, gradient, (name,))
         hidden = name.replace("bias_ih", "bias_hh")
         if "bias_ih" in name and hidden in known:
             both, wholes = f"{name}+{hidden.rpartition('.')[2]}", (name, hidden)
             yield both, x + known[hidden], gradient, wholes
-            yield from _parameter_parts(both, own, x + known[hidden], gradient, wholes)
+            yield from _parameter_parts(both, owner, x + known[hidden], gradient, wholes)
     for stack, names in _stacks(known).items():
         grads = [g for n in names if (g := gradients.get(n)) is not None]
         gradient = torch.stack(grads) if len(grads) == len(names) else None
@@ -249,12 +249,12 @@ def _parameters(
 
 
 def _parameter_parts(
-    name: str, own: Any, x: Any, gradient: Any, wholes: tuple[str, ...]
+    name: str, owner: Any, x: Any, gradient: Any, wholes: tuple[str, ...]
 ) -> Iterator[tuple[str, Any, Any, tuple[str, ...]]]:
     for axis in {0, x.ndim - 1}:
-        grads = dict(_fused_parts(name, own, gradient, axis))
-        for part, own_part in _fused_parts(name, own, x, axis):
-            yield part, own_part, grads.get(part), wholes
+        grads = dict(_fused_parts(name, owner, gradient, axis))
+        for part, piece in _fused_parts(name, owner, x, axis):
+            yield part, piece, grads.get(part), wholes
 
 
 def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, torch.Tensor]]:
@@ -274,13 +274,13 @@ def _fused_parts(name: str, module: Any, x: Any, axis: int) -> list[tuple[str, t
 
 def _stacks(known: dict[str, torch.nn.Parameter]) -> dict[str, list[str]]:
     """The names of parameters that differ in one number alone, and that have one shape."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
+    stacks: dict[str, list[str]] = collections.defaultdict(list)
     for name in known:
         segments = name.split(".")
         for i, segment in enumerate(segments):
             if segment.isdigit():
-                found[".".join([*segments[:i], "*", *segments[i + 1 :]])].append(name)
-    several = {stack: names for stack, names in found.items() if len(names) > 1}
+                stacks[".".join([*segments[:i], "*", *segments[i + 1 :]])].append(name)
+    several = {stack: names for stack, names in stacks.items() if len(names) > 1}
     return {s: names for s, names in several.items() if len({known[n].shape for n in names}) == 1}
 
 
@@ -289,16 +289,16 @@ def _tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict | tuple | list):
-        for own in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors_of(own)
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_of(part)
 
 
 def _tensor_row(kind: str, name: str, x: torch.Tensor, **more: Any) -> Row:
     """The row of a tensor, with a sketch for each order of its axes."""
-    own: dict[str, Any] = {"turned": "all"} | more
-    if "sketch" not in own:
-        own["sketch"] = turned_sketches(_numpy_of(x), own["turned"])
-    return Row(kind, name, tuple(x.shape), _dtype(x), **own)
+    fields: dict[str, Any] = {"turned": "all"} | more
+    if "sketch" not in fields:
+        fields["sketch"] = turned_sketches(_numpy_of(x), fields["turned"])
+    return Row(kind, name, tuple(x.shape), _dtype(x), **fields)
 
 
 def _numpy_of(x: torch.Tensor) -> Any:

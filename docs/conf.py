@@ -36,6 +36,7 @@ extensions = [
     "keywords",
     "links",
     "offline",
+    "sections",
     "signatures",
     "suggested",
 ]

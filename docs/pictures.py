@@ -243,7 +243,7 @@ def tap() -> Figure:
 
 
 def witnesses() -> Figure:
-    """Rule, plain AD and slopes of the page's layer, at elements of w and at b."""
+    """Your rule, JAX's own derivative and finite differences of the page's layer, at w and at b."""
     made = programs("check", 1)
     keys = jax.random.split(jax.random.key(2), 3)
     args = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (4, 3)), jnp.zeros(3)
@@ -254,14 +254,14 @@ def witnesses() -> Figure:
     names = [f"w[{i}, 0]" for i in range(3)] + [f"b[{i}]" for i in range(3)]
     (panel,) = panels(2.8)
     for i, (name, tree, color) in enumerate(
-        [("your rule", rule, ORANGE), ("plain AD", plain, BLUE), ("slopes", slopes, GREEN)]
+        [("your rule", rule, ORANGE), ("JAX's own", plain, BLUE), ("differences", slopes, GREEN)]
     ):
         heights = [*np.asarray(tree[1])[:3, 0], *np.asarray(tree[2])]
         panel.bar(np.arange(6) + 0.27 * (i - 1), heights, width=0.25, color=color, label=name)
     panel.axhline(0, color=ink(), linewidth=0.8)
     panel.axvspan(2.5, 5.5, color=ORANGE, alpha=0.12)
     panel.set_xticks(range(6), names)
-    panel.set(title="three witnesses: at w they agree, at b the rule is alone")
+    panel.set(title="at w all three agree, at b the rule is alone")
     panel.legend(ncols=3, loc="upper left")
     low, high = panel.get_ylim()
     panel.set_ylim(low, high + 0.25 * (high - low))
@@ -270,7 +270,7 @@ def witnesses() -> Figure:
 
 def versions() -> Figure:
     """Where the two versions of the page begin to differ."""
-    made = programs("two_versions", 1)
+    made = programs("two_versions", 2)
     names, (params, x) = ("block_0", "block_1", "block_2", "block_3"), (made["params"], made["x"])
 
     def deep(params: Any, x: jax.Array, wrong: float = 1.0) -> jax.Array:

@@ -5,7 +5,9 @@ import pathlib
 import re
 
 _PICTURE = re.compile(r"\[?!\[[^\]]*\]\([^)]*\.png\)(\]\([^)]*\.png\))?\n?")
-_INCLUDED = re.compile(r"```\{include\} (\S+)\n```\n?")
+_INCLUDED = re.compile(r"```\{include\} (\S+)\n(?::relative-docs:.*\n)?```\n?")
+_TREE = re.compile(r"```\{toctree\}\n.*?```\n?", re.DOTALL)
+_TABLES = ("keywords.json", "synonyms.json")
 # The site copies these into docs/ while it is built.
 _COPIES = ("notebooks", "benchmarks")
 
@@ -18,8 +20,8 @@ def shipped_texts(root: pathlib.Path) -> dict[str, str]:
     more = [root / "benchmarks" / "RESULTS.md", *root.glob("notebooks/*.ipynb")]
     pages |= {path: path.relative_to(root) for path in more}
     texts = {name.as_posix(): _text_of(path) for path, name in pages.items()}
-    words = (docs / "keywords.json").read_text(encoding="utf-8")
-    return dict(sorted(texts.items())) | {"keywords.json": words}
+    tables = {name: (docs / name).read_text(encoding="utf-8") for name in _TABLES}
+    return dict(sorted(texts.items())) | tables
 
 
 def _text_of(path: pathlib.Path) -> str:
@@ -27,7 +29,8 @@ def _text_of(path: pathlib.Path) -> str:
     if path.suffix == ".ipynb":
         return _without_outputs(text)
     parts = lambda match: (path.parent / match[1]).read_text(encoding="utf-8")  # noqa: E731
-    return _PICTURE.sub("", _INCLUDED.sub(parts, text)).replace("](../docs/", "](../")
+    text = _TREE.sub("", _INCLUDED.sub(parts, text))
+    return _PICTURE.sub("", text).replace("](../docs/", "](../")
 
 
 def _without_outputs(notebook: str) -> str:

@@ -202,10 +202,41 @@ def convolution_with_stride_and_dilation(p, x):
     return total(convolved(x, p["k"], dims, 2, [(1, 2), (0, 1)], rhs_dilation=(2, 1)))
 
 
-@program((4, 4, 16), "k", k=(3, 3, 4, 64))
+@program((4, 4, 16), k=(3, 3, 4, 64))
 def grouped_convolution(p, x):
     dims = ("NHWC", "HWIO", "NHWC")
     return total(convolved(x, p["k"], dims, 2, feature_group_count=4))
+
+
+@program((5, 12), first=(3, 1, 12), second=(36, 1, 2))
+def depthwise_convolutions(p, x):
+    """Of one output for each input, and of three."""
+    x = jnp.tanh(convolved(x, p["first"], ("NHC", "HIO", "NHC"), feature_group_count=12))
+    dims = ("NCH", "OIH", "NCH")
+    return total(convolved(x.T, p["second"], dims, rhs_dilation=(2,), feature_group_count=12))
+
+
+@program((4, 4, 12), k=(3, 12, 2, 2, 4))
+def scanned_grouped_convolutions(p, x):
+    def layer(x, k):
+        return jnp.tanh(convolved(x, k, ("NHWC", "OHWI", "NHWC"), feature_group_count=3)), None
+
+    return total(jax.lax.scan(layer, x, p["k"])[0])
+
+
+@program((4, 12), k=(12, 3, 1))
+def grouped_kernel_used_as_a_matrix_too(p, x):
+    y = convolved(x, p["k"], ("NHC", "OHI", "NHC"), feature_group_count=12)
+    return total(y @ p["k"][..., 0])
+
+
+@program((8, 12), "k", k=(3, 12, 8))
+def convolution_with_groups_of_the_batch(p, x):
+    dims = ("NHC", "HIO", "NHC")
+    y = jax.lax.conv_general_dilated(
+        x.reshape(2, 4, 12), p["k"], (1,), "SAME", dimension_numbers=dims, batch_group_count=2
+    )
+    return total(y)
 
 
 @program((12, 5), k=(16, 12, 5))

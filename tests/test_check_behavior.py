@@ -227,7 +227,7 @@ def test_a_time_budget_counts_the_first_program_too(budget):
 
 
 @pytest.mark.parametrize(
-    "where", ["search.Search.run", "slopes.Evaluation._values", "points.scale_of"]
+    "where", ["evidence.Search.run", "slopes.Evaluation.values", "points.scale_of"]
 )
 def test_a_fault_of_the_checker_itself_is_an_error(where, monkeypatch):
     def broken(*args, **kwargs):

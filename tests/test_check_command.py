@@ -5,10 +5,10 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from clipgrad._check.options import CHECKS
+from clipgrad._check import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._commands.arguments import random_arguments
-from clipgrad._commands.check import report_as_json
+from clipgrad._commands.check_command import report_as_json
 from clipgrad._commands.cli import main
 from clipgrad._commands.function import load
 from clipgrad._commands.selftest import cases, laws

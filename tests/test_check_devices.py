@@ -15,7 +15,8 @@ import clipgrad as cg
 from clipgrad import _devices as devices
 from clipgrad._check.checked_function import checked_function
 from clipgrad._check.report import GradCheckReport
-from clipgrad._check.slopes import LONG, progress_bar
+from clipgrad._check.slopes import progress_bar
+from clipgrad._check.tolerances import LONG
 
 X = jnp.asarray([0.5, 1.5])
 

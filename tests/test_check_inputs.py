@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.options import CHECKS
+from clipgrad._check import CHECKS
+from clipgrad._check.options import Check
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.5, 1.5])
@@ -105,6 +107,11 @@ def test_the_names_of_checks_are_those_of_the_docstrings_table():
         name for row in table.splitlines() for name in row[:11].strip(" =").split(", ") if name
     ]
     assert sorted(names) == sorted(CHECKS)
+
+
+def test_a_check_is_added_to_the_table_of_behaviors_and_then_named_for_type_checkers():
+    """A new row of `BEHAVIORS` fails here until `options.Check` and the docstring have it too."""
+    assert set(get_args(Check)) == set(CHECKS)
 
 
 STEP = "the step follows the scale of each element; numerical_grad(delta=...) takes one"

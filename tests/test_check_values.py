@@ -1,5 +1,8 @@
 """The contract of differentiation, and what is counted and said of values."""
 
+import ast
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,18 +11,22 @@ import pytest
 import clipgrad as cg
 from clipgrad._check import contract
 from clipgrad._check.checked_function import checked_function
+from clipgrad._check.tolerances import tolerance_of
 from clipgrad._check.verdict import (
     DISPUTED,
+    FAILED,
     KINK,
     NOISE,
+    NOTES,
     OK,
     ROUNDING,
+    UNDECIDED,
     UNSEEN,
     VERIFIED,
     WRONG,
-    Ladder,
+    FiniteDifferences,
     judge_slopes,
-    slack_of,
+    majority,
 )
 from tests.check_zoo import custom
 
@@ -27,25 +34,60 @@ X = jnp.asarray([0.4, 1.2, 2.5])
 SUBJECT = checked_function(lambda x: 2 * x, (X,))
 
 
-def test_wrong_is_the_largest_kind_and_only_right_and_rounding_are_verified():
-    assert WRONG > max(OK, KINK, ROUNDING, NOISE, DISPUTED, UNSEEN)
-    assert max(VERIFIED) < min(KINK, NOISE, DISPUTED, UNSEEN)
-    assert set(VERIFIED) == {OK, ROUNDING}
+def test_kinds_stand_in_order_of_severity_and_each_that_is_not_right_is_said():
+    assert min(FAILED) > max(OK, ROUNDING, KINK, NOISE, UNDECIDED, UNSEEN)
+    assert max(VERIFIED) < min(KINK, NOISE, UNDECIDED, UNSEEN)
+    assert sorted([OK, *NOTES, *FAILED]) == list(range(WRONG + 1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "plain", "is_smooth", "is_between", "kind"),
+    [
+        (OK, OK, True, False, OK),
+        (OK, WRONG, True, False, OK),  # whatever plain AD says
+        (KINK, UNSEEN, False, False, KINK),
+        (WRONG, OK, True, False, WRONG),
+        (WRONG, NOISE, True, False, WRONG),
+        (WRONG, UNSEEN, True, False, WRONG),  # without plain AD the slopes decide
+        (WRONG, WRONG, True, False, DISPUTED),
+        (WRONG, WRONG, False, False, UNDECIDED),
+        (NOISE, UNSEEN, True, True, WRONG),  # none is for the rule
+        (NOISE, UNSEEN, True, False, NOISE),
+        (UNSEEN, UNSEEN, False, False, UNSEEN),
+    ],
+)
+def test_two_of_three_witnesses_must_agree(rule, plain, is_smooth, is_between, kind):
+    columns = (np.asarray([x]) for x in (rule, plain, is_smooth, is_between))
+    assert majority(*columns) == [kind]
+
+
+def test_all_numbers_that_decide_stand_in_one_file():
+    """But for the kinds, and for how long a text is."""
+    apart = {"verdict.py", "report.py", "log.py", "tolerances.py"}
+    for path in pathlib.Path(contract.__file__).parent.glob("*.py"):
+        for node in [] if path.name in apart else ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign):
+                parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                values = [part.value for part in parts if isinstance(part, ast.Constant)]
+                numbers = [x for x in values if isinstance(x, int | float)]
+                assert not numbers, f"{path.name}:{node.lineno}"
 
 
 H = 2.0 ** -np.arange(4.0, 33, 4)
 
 
 def verdict(function, analytic, noise=0.0):
-    """The kind of a slope at 0 by the ladder of float64."""
+    """The kind of a slope at 0 by the steps of float64."""
     slope = lambda s: np.asarray([s * (function(s * h) - function(0.0)) / h for h in H])  # noqa: E731
     sides = [slope(s) for s in (1, -1)]
     ahead, behind = (side[None, :, None] for side in sides)
     noises = (noise / H)[None, :, None]
     along, groups = np.ones(1), [np.zeros(1, int)]
-    ladder = Ladder(ahead, behind, np.abs(ahead - behind) / 2, noises, H, along, groups)
+    differences = FiniteDifferences(
+        ahead, behind, np.abs(ahead - behind) / 2, noises, H, along, groups
+    )
     gradient, typical = np.asarray([[analytic]]), np.ones((1, 1))
-    return judge_slopes(ladder, gradient, slack_of("float64"), typical).kind[0]
+    return judge_slopes(differences, gradient, tolerance_of("float64"), typical).kind[0]
 
 
 @pytest.mark.parametrize(

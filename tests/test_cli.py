@@ -36,9 +36,9 @@ def test_help_lists_the_pages_and_prints_one(capsys):
 
 
 def test_an_unknown_page_is_refused_with_the_pages_there_are(capsys):
-    assert cli.main(["help", "nam"]) == 2
+    assert cli.main(["help", "namse"]) == 2
     assert (
-        "page: got 'nam', which is not a page; the nearest are ['names', 'nan',"
+        "page: got 'namse', which is not a page; the nearest are ['names',"
         in capsys.readouterr().err
     )
 

@@ -42,7 +42,7 @@ def assert_pages_program_prints(page):
             printed = io.StringIO()
         else:
             with contextlib.redirect_stdout(printed):
-                exec(compile(text, page.name, "exec"), names)
+                exec(compile(text, "model.py", "exec"), names)
     assert not printed.getvalue()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._demo import TASKS
+from clipgrad._diagnose import advice
 from tests.test_docs import DOCS, PROGRAM, rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -38,6 +39,13 @@ SUSPECTS = {
     "x.astype(jnp.float16) ** 4": ("value", "integer_pow", "compute in bfloat16 or float32"),
 }
 PAGE = {row[0]: row[1:] for row in rows("nan.md", "operation")}
+
+
+def test_the_suspects_are_those_of_the_page_and_of_this_file():
+    table = {row.code: [row.at, row.computes, row.instead.strip("`")] for row in advice.SUSPECTS}
+    assert table == PAGE and table.keys() == SUSPECTS.keys()
+
+
 STEPS, SICK, LINE = 5, 4, 7
 
 
@@ -271,7 +279,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
 @pytest.mark.exhaustive
 def test_the_page_begins_with_a_diagnosis_and_prints_what_it_says():
     page = (DOCS / "nan.md").read_text()
-    program = "\n".join(PROGRAM.findall(page)[:2])
+    program = "\n".join(PROGRAM.findall(page)[:3])
     assert "cg.diagnose(" in program and page.index("cg.diagnose(") < page.index("## 1.")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -1,8 +1,12 @@
 """A diagnosis finds what is sick, at its line, and is silent about what is healthy."""
 
+import re
+
 import pytest
 
 import clipgrad as cg
+from clipgrad._diagnose.finding_kinds import FINDING_KINDS
+from clipgrad._diagnose.records import GradientFinding
 from tests.diagnose_numbers import HEALTHY, NOTED, SICK
 from tests.test_docs import rows
 
@@ -44,6 +48,10 @@ def test_what_is_no_fault_is_a_note(name):
     assert note.startswith("tests/diagnose_")
 
 
-def test_the_kinds_of_findings_are_those_of_the_page():
+def test_the_kinds_of_findings_are_those_of_the_page_and_of_the_docstrings():
     page = [name for row in rows("nan.md", "kind") for name in row[0].split(", ")]
     assert sorted(page) == sorted({row.expected["kind"] for row in SICK.values()} | {"zero"})
+    assert sorted(page) == sorted(FINDING_KINDS)
+    assert sorted(re.findall(r'^ *"(\w+)"  ', cg.diagnose.__doc__, re.MULTILINE)) == sorted(page)
+    (kind,) = re.findall(r"kind: (.*?)\n\s+file:", GradientFinding.__doc__, re.DOTALL)
+    assert sorted(re.findall(r'"(\w+)"', kind)) == sorted(page)

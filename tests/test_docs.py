@@ -3,6 +3,8 @@
 import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pytest
 import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._errors import docs_page, docs_title
+from tests import kinds
 from tests.helpers import NAMES
 from tests.test_guides import GUIDES
 
@@ -63,13 +66,31 @@ def test_every_public_name_has_one_place_in_the_reference():
     assert sorted(documented) == sorted([*NAMES, "save_run"])  # also of clipgrad.torch
 
 
+PROMISES = re.findall(r"\{guarantee\} (.+)", (DOCS / "guarantees.md").read_text())
+
+
 def test_every_guarantee_names_tests_that_there_are():
-    text = (DOCS / "guarantees.md").read_text()
-    proofs = re.findall(r"\{guarantee\} (.+)", text)
-    assert proofs
-    for proof in " ".join(proofs).split():
+    assert PROMISES
+    for proof in " ".join(PROMISES).split():
         file, test = proof.split("::")
         assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), proof
+
+
+@pytest.fixture
+def default_rows(request):
+    """The tests of which README's command runs a row, as pytest collects them."""
+    if request.config.stash[kinds.core]:
+        ids = [item.nodeid for item in request.session.items]
+    else:  # this file was asked for by name
+        files = {f"tests/{proof.split('::')[0]}" for proof in " ".join(PROMISES).split()}
+        words = ["-m", "pytest", "--collect-only", "-q", "-m", "not exhaustive", *sorted(files)]
+        shown = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        ids = [line for line in shown.stdout.splitlines() if "::" in line]
+    return {item.partition("[")[0].removeprefix("tests/") for item in ids}
+
+
+def test_every_guarantee_is_tested_by_default(default_rows):
+    assert not [promise for promise in PROMISES if default_rows.isdisjoint(promise.split())]
 
 
 # Links and pictures

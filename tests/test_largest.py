@@ -105,7 +105,7 @@ HARMLESS = {
     ("_programs/elements.py", "at_first"): "on every device",
     ("_compare/sketches.py", "_sizes"): "of finite elements",
     ("_diagnose/cut_facts.py", "_other_numbers"): "of NumPy, of finite operands",
-    ("_diagnose/loops.py", "_by_step"): "of levels, which are integers",
+    ("_diagnose/opened_loops.py", "_by_step"): "of levels, which are integers",
     ("_diagnose/measure.py", "run"): "of gradients that are finite",
     ("_diagnose/probe.py", "_sums_of"): "a sum beside it says whether there is NaN",
     ("_per_example/norms_of_arrays.py", "largest_of_each"): "of what is then squared and added up",

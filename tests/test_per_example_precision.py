@@ -128,7 +128,7 @@ def test_the_share_of_one_example_is_at_most_the_limit(key, remat, method, dtype
             assert LIMIT * (1 - 1e-5) < share <= LIMIT * (1 + 4e-7)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [("float32", GPU), ("float32", TPU), ("bfloat16", TPU), ("float16", TPU)],

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # These need orbax, which README's command does not install, or compile for seconds.
 EXTRA = {
     *("clipgrad._recorder.capture", "clipgrad._recorder.recorder"),
-    *("clipgrad._per_example.clip", "clipgrad._per_example.norms"),
+    *("clipgrad._per_example.clip_per_example", "clipgrad._per_example.per_example_norms"),
 }
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in EXTRA else ())

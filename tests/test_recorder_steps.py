@@ -180,7 +180,7 @@ def test_a_flag_that_has_not_arrived_is_not_waited_for(tmp_path, monkeypatch):
     """Each step keeps its own state until then."""
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
     monkeypatch.setattr(type(recorder), "close", lambda self: None)
-    monkeypatch.setattr("clipgrad._recorder.record.StepRecord.is_ready", False)
+    monkeypatch.setattr("clipgrad._recorder.step_record.StepRecord.is_ready", False)
     seen = own_loop(recorder, FLAGS["array"])
     assert not recorder.captures
     monkeypatch.undo()
@@ -193,7 +193,7 @@ def test_a_flag_that_has_not_arrived_is_not_waited_for(tmp_path, monkeypatch):
 def test_a_state_that_a_later_step_overwrites_is_said_to_be_gone(tmp_path, monkeypatch):
     recorder = cg.FlightRecorder(tmp_path / "late", raise_on_halt=False)
     with monkeypatch.context() as late:
-        late.setattr("clipgrad._recorder.record.StepRecord.is_ready", False)
+        late.setattr("clipgrad._recorder.step_record.StepRecord.is_ready", False)
         own_loop(recorder, FLAGS["array"], donate=True)
     found = cg.load_capture(*recorder.captures)
     np.testing.assert_array_equal(found.batch, np.zeros(3))

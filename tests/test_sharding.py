@@ -112,7 +112,7 @@ def test_every_rule_gives_the_result_of_one_device(layout, kind, names, on_one_d
         assert_close(clipped[name], on_one_device[name], rtol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.kinds()
 @every_layout
 def test_every_rule_keeps_explicit_shardings(layout):
     mesh = mesh_of(AxisType.Explicit)
@@ -181,7 +181,7 @@ def after_one_step(name):
     return step(step.init(params), batch)[0].params
 
 
-@pytest.mark.exhaustive
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate, place", [(1, "sharded"), *((4, place) for place in PLACES)])
 def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name):

@@ -72,7 +72,7 @@ def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
     assert not states.skipped.any()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.kinds()
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e6, 3e38], ids=str)
 def test_a_skipped_step_changes_nothing_but_the_counters(bad):
     norms = noise(30)

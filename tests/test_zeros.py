@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import graphlib
 import importlib
 import pathlib
 
@@ -13,7 +14,11 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._diagnose import causes
+from clipgrad._diagnose.openings import OPENINGS
+from clipgrad._programs import kinds
 from tests import zero_cuts
+from tests.test_diagnose_cuts import CUTS as MORE_CUTS
 from tests.zero_cuts import CUTS, HEALTHY, NOTED, SILENT, X
 
 
@@ -57,10 +62,58 @@ def test_cuts_of_frameworks_are_found_and_their_healthy_programs_are_silent():
     assert diagnosed(frameworks.HEALTHY).ok
 
 
-def test_the_page_has_a_row_for_each_cause():
+def test_each_cause_is_a_row_of_the_page_and_cuts_a_program():
+    told = [cause for cause in causes.CAUSES if not cause.is_silent]
+    assert NOTED == {cause.name for cause in told if cause.is_note} | {"unused"}
     page = (pathlib.Path(cg.__file__).parents[1] / "docs" / "zero.md").read_text()
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
-    assert {cause.strip() for row in rows for cause in row.split(",")} >= {c.cause for c in CUTS}
+    tables = [table.partition("\n\n")[0].splitlines()[2:] for table in page.split("| cause |")[1:]]
+    findings, notes = ({n.strip() for row in t for n in row.split("|")[1].split(",")}
+                       for t in tables)  # fmt: skip
+    assert notes == NOTED
+    assert findings == {cause.name for cause in told if not cause.is_note} | {"unused"}
+    programs = {cut.cause for cut in CUTS} | {cause for _, cause, *_ in MORE_CUTS.values()}
+    assert programs >= {cause.name for cause in told}, "write a program in zero_cuts.py"
+
+
+def turned_around(causes):
+    """The causes in another order that `precedes` allows: the last first, where it does."""
+    *rows, last = causes
+    graph = {row: [] for row in rows}
+    for i, row in enumerate(rows):
+        later = [other for other in rows[i:] if other.name in row.precedes]
+        assert {other.name for other in later} == set(row.precedes), row.name
+        for other in later:
+            graph[other].append(row)
+    order, sorter = [], graphlib.TopologicalSorter(graph)
+    sorter.prepare()
+    ready = list(sorter.get_ready())
+    while ready:
+        row = max(ready, key=rows.index)
+        ready.remove(row)
+        order.append(row)
+        sorter.done(row)
+        ready += sorter.get_ready()
+    return (*order, last)
+
+
+@pytest.mark.exhaustive
+def test_the_order_of_causes_is_what_they_say(table, monkeypatch):
+    """Those that hold together say which of them comes first: no cut depends on the order else."""
+    names = [cause.name for cause in causes.CAUSES]
+    turned = turned_around(causes.CAUSES)
+    assert sum(a.name != b for a, b in zip(turned, names, strict=True)) > len(names) / 2
+    monkeypatch.setattr(causes, "CAUSES", turned)
+    again = diagnosed([(cut.function, cut.params) for cut in CUTS])
+    assert [(f.leaf, f.cause) for f in again.findings] == [
+        (f.leaf, f.cause) for f in table.findings
+    ]
+    assert again.notes == table.notes
+
+
+def test_each_kind_of_program_is_opened_or_stays_whole():
+    whole = {kinds.LINEAR_SOLVES, kinds.WITH_FUNCTIONS, kinds.KERNELS}
+    every = {kind for kind in vars(kinds).values() if isinstance(kind, kinds.Kind)}
+    assert OPENINGS.keys() | whole == every and not OPENINGS.keys() & whole
 
 
 def test_healthy_programs_have_no_finding():

@@ -76,6 +76,7 @@ CALLS = {
     "by tag": lambda: jax.grad(cg.error_clip_by_name(loss, {"h": CLIP}))(PARAMS, X),
     "everywhere": lambda: jax.grad(cg.error_clip_everywhere(loss, CLIP))(PARAMS, X),
     "list_names": lambda: str(cg.list_names(loss, (PARAMS, X))),
+    "list_names, lines": lambda: str(cg.list_names(loss, (PARAMS, X), lines=True)),
     "cotangents": lambda: cg.value_and_grad_with_stats(loss)(PARAMS, X),
     "values": lambda: cg.with_value_stats(loss, watch=["cell", "h", "head"])(PARAMS, X),
     "per example": lambda: cg.per_example_norms(lambda p, x: loss(p, x[None]))(PARAMS, X),

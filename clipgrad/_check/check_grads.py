@@ -1,4 +1,10 @@
-"""`check_grads`: check a gradient, and name the element that is wrong."""
+"""`check_grads`: check a gradient, and name the element that is wrong.
+
+The function is called and differentiated, by itself: values, types and shapes must agree. At its
+point, `check_point` lets three witnesses vote in float64 on each element, the rule, plain AD and
+slopes (`majority`), and then asks whether the gradient as computed is the rule's. The same at
+further points. Last, how the gradient behaves (`BEHAVIORS`) and, if asked for, the second order.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -9,7 +15,8 @@ import numpy as np
 import clipgrad._programs as _programs
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._check import contract, vectors
-from clipgrad._check.behavior import are_on_cpu, check_behavior
+from clipgrad._check.behavior import are_on_cpu, check_behavior, skipped
+from clipgrad._check.check_point import check_point, failures_on_another_device
 from clipgrad._check.checked_function import (
     DONATED,
     CheckedFunction,
@@ -21,13 +28,13 @@ from clipgrad._check.checked_point import CheckedPoint
 from clipgrad._check.further import check_further_points, check_second_order
 from clipgrad._check.log import Log
 from clipgrad._check.options import Check, Mode, Options
-from clipgrad._check.points import Point, cotangents, further
+from clipgrad._check.points import cotangents, further, point_at
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, percent
 from clipgrad._check.selection import Selector
-from clipgrad._check.theirs import NotNearby, TheirError, theirs
+from clipgrad._check.tolerances import ANY_ORDER, MASK, precision
 from clipgrad._check.untested import note_stops, note_unused_rules
-from clipgrad._check.values import check_point, on_another_device
-from clipgrad._check.verdict import MASK, UNSEEN
+from clipgrad._check.user_code import NotNearby, UserError, call_user
+from clipgrad._check.verdict import UNSEEN
 from clipgrad._check.witnesses import VJP, Witnesses, differentiated, find_witnesses
 from clipgrad._devices import find_devices, moved
 
@@ -125,13 +132,11 @@ def check_grads(
 
     * right where the rule and the differences agree;
     * wrong where plain autodiff and the differences agree, and the rule does not;
-    * disputed where the rule and plain autodiff agree, and the differences do not. That is a
-      failure where the function is smooth, with or without a custom rule, and a note at kinks and
-      jumps.
+    * disputed where the differences agree with neither. That is a failure where the function is
+      smooth, with or without a custom rule, and a note at kinks and jumps.
 
     Where plain autodiff is not possible, the differences decide. The gradient as `jax.vjp` computes
-    it
-    must then equal that of the rule. Two numbers agree if they differ by at most ::
+    it must then equal that of the rule. Two numbers agree if they differ by at most ::
 
         rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times the measured rounding error,
 
@@ -186,16 +191,16 @@ def check_grads(
     check_arguments(fun, args, kwargs)
     require_arrays(args, kwargs or {})
     limits = max_relative_error, tolerance, min_verified, time_budget
-    log = Log(Options(order, mode, *limits, points, seed, skip), cotangent=cotangent)
-    found = find_devices(devices)
-    log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
+    log = Log(Options(order, mode, *limits, points, seed, skipped(skip)), cotangent=cotangent)
+    kinds = find_devices(devices)
+    log.not_run |= {f"device {kind}": "there is no such device here" for kind in kinds.absent}
 
     def function_on(device: Any):
-        own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
-        return checked_function(fun, own_args, own_kwargs, wrt, no_grad, output)
+        arguments = moved((args, dict(kwargs or {})), device)
+        return checked_function(fun, arguments[0], arguments[1], wrt, no_grad, output)
 
     with jax.default_matmul_precision("highest"), np.errstate(all="ignore"):
-        _check(function_on, found.there, log)
+        _check(function_on, kinds.there, log)
     report = log.report()
     if raise_on_failure and not report.ok:
         raise GradCheckError(report)
@@ -212,11 +217,11 @@ def _check(function_on: Callable, there: Mapping[str, Any], log: Log) -> None:
                 log.not_run[f"device {kind}"] = BOUND
                 continue
             log.devices.append(kind)
-            found = _checked(function_on(device), log)
+            checked = _checked(function_on(device), log)
         log.failures = [_with_device(f, kind) if others else f for f in log.failures]
         for other, where in others.items():
-            if found and "devices" not in log.options.skip and log.has_time("devices"):
-                _check_device(found, function_on, other, where, log)
+            if checked and "devices" not in log.options.skip and log.has_time("devices"):
+                _check_device(checked, function_on, other, where, log)
         return
 
 
@@ -229,10 +234,10 @@ def _with_device(failure: Failure, kind: str) -> Failure:
 def _is_bound(function_on: Callable, device: Any) -> bool:
     """Whether a function does not run here since it is bound to other devices than its inputs'."""
     try:
-        function = theirs(function_on, device)
+        function = call_user(function_on, device)
         vjp = differentiated(function, function.inputs)
-        theirs(vjp.pull, vjp.outputs)
-    except TheirError as error:
+        call_user(vjp.pull, vjp.outputs)
+    except UserError as error:
         text = f"{type(error.original).__name__} {error.original}"
         return any(word in text for word in OTHER_DEVICES)
     return False
@@ -246,7 +251,7 @@ def _checked(function: CheckedFunction, log: Log) -> CheckedPoint | None:
         reasons = "; ".join([f"it raises {error}", *log.notes])
         text = f"the function cannot be evaluated at a point nearby: {reasons}"
         raise ValueError(text) from error.original
-    except TheirError as error:
+    except UserError as error:
         detail = f"it raises {error} when it is called again"
         log.failures.append(Failure("determinism", function.names[0], detail))
         return None
@@ -263,21 +268,19 @@ def _check_there(function: CheckedFunction, log: Log) -> CheckedPoint | None:
         return None
     covectors = _covectors(function, log)
     gradient = vjp.rows(covectors)  # before a trace, which may change the function's state
-    of = _witnesses(function, log) if log.has_time("value") else None
-    if of is None:
+    witnesses = _witnesses(function, log) if log.has_time("value") else None
+    if witnesses is None:
         return None
-    is_still = _masks(of, vjp, covectors)
+    is_still = _masks(witnesses, vjp, covectors)
     if is_still.any():
         covectors = np.where(is_still, 0.0, covectors)
         gradient = vjp.rows(covectors)
-    point = Point(of, vjp, function.inputs, covectors, log, gradient)
+    point = point_at(witnesses, vjp, witnesses.here, covectors, log.options, gradient)
+    log.measured(point)
     log.fail(contract.finite_gradient(function, point.finite))
-    found = check_point(point, log)
-    log.kinds = found.kinds
-    log.errors = dict(zip(function.names, found.errors(), strict=True))
-    log.fail(found.failures())
-    log.notes += found.notes()
-    _note_half_precision(of, log)
+    checked = check_point(point, log.options)
+    log.first(checked)
+    _note_half_precision(log)
     note_stops(function.program, log)
     if "points" not in log.options.skip:
         check_further_points(point, log)
@@ -288,41 +291,42 @@ def _check_there(function: CheckedFunction, log: Log) -> CheckedPoint | None:
     if not log.failures and log.has_time("rules"):
         others = further(function, log.options.seed + 1, keeps=False)
         note_unused_rules(point, [point.xs, others][: log.options.points], log)
-    log.evaluations += of.evaluation.count
-    return found
+    log.evaluations += witnesses.here.evaluation.count
+    return checked
 
 
 def _covectors(function: CheckedFunction, log: Log) -> np.ndarray:
     """Two cotangents: random ones, or the user's and its negative."""
     if log.cotangent is None:
         return cotangents(function, log.options.seed)
-    given = vectors.covector_of(log.cotangent, function.outputs)
-    return np.stack([given, -given])
+    covector = vectors.covector_of(log.cotangent, function.outputs)
+    covector = vectors.as_held(covector, function.outputs)
+    return np.stack([covector, -covector])
 
 
-def _note_half_precision(of: Witnesses, log: Log) -> None:
-    if of.evaluation.is_half and log.judged_to:
+def _note_half_precision(log: Log) -> None:
+    if log.judged_to and precision(log.precision).is_coarse:
         log.note(
-            f"slopes in {of.evaluation.label} alone judge a gradient to {percent(log.judged_to)}; "
+            f"slopes in {log.precision} alone judge a gradient to {percent(log.judged_to)}; "
             "with arguments in float32, where the function takes them, to 0.5%"
         )
 
 
 def _differentiated(function: CheckedFunction, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
-    again, u = theirs(function.fun, function.inputs), _covectors(function, log)[0]
+    again, u = call_user(function.fun, function.inputs), _covectors(function, log)[0]
     log.evaluations += 3
-    if contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else 1e-3):
+    if contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else ANY_ORDER):
         text = "two calls of the function give different values (randomness or side effects?)"
         log.fail([Failure("determinism", function.output_names[0], text)])
     failures = contract.finite_values(function)
     try:
         vjp = differentiated(function, function.inputs)
-        first = theirs(vjp.pull, vectors.cotangent_leaves(u, function.outputs))[0]
+        first = call_user(vjp.pull, vectors.cotangent_leaves(u, function.outputs))[0]
         failures += contract.primal(function, vjp.outputs, "differentiated")
         failures += contract.same_types(function, first)
         failures += contract.integers(function, u)
-    except TheirError as error:
+    except UserError as error:
         failure = _not_differentiated(function, error)
         log.fail([failure])
         if not log.failures:
@@ -343,37 +347,38 @@ def _differentiated(function: CheckedFunction, log: Log) -> VJP | None:
 def _witnesses(function: CheckedFunction, log: Log) -> Witnesses | None:
     """The witnesses; None where the function fails another way as it is compiled."""
     try:
-        of = find_witnesses(function, log.notes)
-    except TheirError:
-        compiled = theirs(_programs.low_jit(function.fun), function.inputs)
+        witnesses = find_witnesses(function, log.notes)
+    except UserError:
+        compiled = call_user(_programs.low_jit(function.fun), function.inputs)
         failures = contract.primal(function, compiled, "compiled")
         log.fail([failure._replace(check="jit") for failure in failures])
         if log.failures:
             return None
         raise
-    log.precision = of.evaluation.label
-    if of.narrow not in map(vectors.real_name, function.inputs):
+    log.precision = witnesses.here.evaluation.label
+    if witnesses.narrow not in map(vectors.real_name, function.inputs):
         text = "the function computes in {0} inside, so the tolerances are those of {0}"
-        log.notes.append(text.format(of.narrow))
-    return of
+        log.notes.append(text.format(witnesses.narrow))
+    return witnesses
 
 
-def _masks(of: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
+def _masks(witnesses: Witnesses, vjp: VJP, covectors: np.ndarray) -> np.ndarray:
     """The outputs that no step moves, such as a mask of -1e30 in scores: they get no cotangent.
 
     The rounding of so large a number would hide the slopes of all others. What depends on nothing
     has no gradient; one that has keeps its cotangent.
     """
-    size, x = np.abs(of.evaluation.base), vectors.to_numpy(of.function.inputs)
+    here = witnesses.here
+    size, x = np.abs(here.base), here.x
     is_still = np.zeros(size.shape, bool)
     if size.max(initial=0.0) > MASK * np.median(size):
-        change = of.evaluation.change(np.where(x == 0, 1.0, x) / 16)
+        change = here.change(np.where(x == 0, 1.0, x) / 16)
         is_still = (change == 0) & (size > MASK * size.max(initial=0.0, where=change > 0))
     return is_still & ~(is_still.any() and vjp(covectors[0] * is_still).any())
 
 
 def _check_device(
-    found: CheckedPoint, function_on: Callable, kind: str, device: Any, log: Log
+    checked: CheckedPoint, function_on: Callable, kind: str, device: Any, log: Log
 ) -> None:
     """The gradient computed on another device has the numbers that judge the first one's."""
     with jax.default_device(device):
@@ -381,13 +386,13 @@ def _check_device(
             log.not_run[f"device {kind}"] = BOUND
             return
         function = function_on(device)
-        gradient = differentiated(function, function.inputs).rows(found.point.covectors)
+        gradient = differentiated(function, function.inputs).rows(checked.point.covectors)
     log.devices.append(kind)
     log.evaluations += 2
-    log.fail(on_another_device(found, gradient, kind, log))
+    log.fail(failures_on_another_device(checked, gradient, kind, log.options))
 
 
-def _not_differentiated(function: CheckedFunction, error: TheirError) -> Failure:
+def _not_differentiated(function: CheckedFunction, error: UserError) -> Failure:
     """The failure where `jax.vjp` raises an error."""
     closing = [] if function.program is None else _programs.closing_functions(function.program)
     detail = f"differentiation raises {error}"
@@ -404,7 +409,7 @@ def _not_differentiable(function: CheckedFunction) -> str:
     """The name of the first input by which `jax.vjp` raises an error where it is alone."""
     for k, name in enumerate(function.names):
         try:
-            theirs(jax.vjp, function.alone(k), function.inputs[k])
-        except TheirError:
+            call_user(jax.vjp, function.alone(k), function.inputs[k])
+        except UserError:
             return name
     return function.names[0]

@@ -10,7 +10,7 @@ import numpy as np
 import clipgrad._arrays as _arrays
 from clipgrad._check import vectors
 from clipgrad._check.selection import Selector, select
-from clipgrad._check.theirs import TheirError, theirs
+from clipgrad._check.user_code import UserError, call_user
 from clipgrad._programs import holds_floats
 
 Leaves = list[jax.Array]
@@ -124,8 +124,8 @@ def _has_numbers(leaf):
 def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
     """The function as a program, or None if it cannot be traced."""
     try:
-        return theirs(jax.make_jaxpr(fun), inputs)
-    except TheirError:
+        return call_user(jax.make_jaxpr(fun), inputs)
+    except UserError:
         return None
 
 
@@ -171,10 +171,10 @@ def _input_paths(fun, args, kwargs):
     parameters = _arrays.parameter_names(fun, len(args))
     paths = []
     for path in _arrays.leaf_paths(args):
-        first, _, rest = path.partition("/")
+        first, _, below = path.partition("/")
         named = parameters[int(first)] if int(first) < len(parameters) else None
         spelled = [first] if named is None else [named, first]
-        paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
+        paths.append("|".join(f"{head}/{below}" if below else head for head in spelled))
     return paths + _arrays.leaf_paths(kwargs)
 
 
@@ -197,8 +197,8 @@ def _chosen_outputs(out, output):
         floats = [floats[k] for k in sorted(kept)]
 
     def pick(result):
-        found = jax.tree.leaves(result)
-        return [found[k] for k in floats]
+        results = jax.tree.leaves(result)
+        return [results[k] for k in floats]
 
     return pick, [jnp.asarray(leaf) for leaf in pick(out)], [names[k] for k in floats]
 

@@ -1,37 +1,45 @@
 """The verdict at one point, and what a report says of it: notes, failures, errors."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check import vectors
+from clipgrad._check.evidence import Evidence
 from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.rules import lines_of_wrong_rules
+from clipgrad._check.tolerances import CONSTANT, SAME_RATIO, THOUSANDTH, precision
 from clipgrad._check.verdict import (
     DISPUTED,
-    HALVES,
+    FAILED,
+    KINK,
     NOISE,
     NOTES,
     ROUNDING,
+    UNDECIDED,
     UNSEEN,
-    WRONG,
+    Along,
     Slopes,
     told_apart,
 )
+from clipgrad._check.wrong_rules import (
+    lines_of_rules,
+    lines_to_blame,
+    named_rules,
+    of_arithmetic,
+    of_formula,
+)
 
-# Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:
-# results rounded to bfloat16 spread by 0.4 %, so a missing factor of 2 is still seen there.
-SAME_RATIO = 0.01
-THOUSANDTH = 1e-3
 LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
-CONSTANT = 8.0  # roundings that constants which are rounded apart may make of a formula
 DISPUTES = (
     "; disputed: plain autodiff has the gradient of the rule there, and the function, which is "
     "smooth, has other slopes: where it is not meant to be differentiated, choose another point"
+)
+NEITHER = (
+    "; disputed: the function, which is smooth, has the gradient neither of the rule nor of plain "
+    "autodiff there"
 )
 OF_JAX = (
     "; disputed: JAX's derivative of its own operations is wrong there, the function is smooth and "
@@ -43,62 +51,58 @@ STAIRCASE = (
 )
 
 
-class Verdicts(NamedTuple):
-    """The answers to one question: the kind of each element, and the numbers of some."""
-
-    kinds: np.ndarray
-    numbers: Mapping[int, Slopes]
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CheckedPoint:
-    """The verdict at a point: on the formula, and on its arithmetic.
+    """The verdict at a point, on the formula and on its arithmetic, and what a report says of it.
 
     Attributes:
-      disputed: the elements where neither the gradient nor plain AD has the function's slope.
-      together: of a leaf that is judged along directions, by its start: the slope along one of
-        them, its error, and the gradient along it.
+      point: the point.
+      evidence: what slopes say there.
+      formula: of each element the kind of the rule as it is written.
+      arithmetic: the kind of the gradient as it was computed, against that rule.
+      is_paddles: whether the formula is judged by Paddle's criterion.
     """
 
     point: Point
-    formula: Verdicts
-    arithmetic: Verdicts
-    disputed: np.ndarray
-    together: Mapping[int, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
-    off: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    evidence: Evidence
+    formula: np.ndarray
+    arithmetic: np.ndarray
     is_paddles: bool = False
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """The more severe of both verdicts."""
+        return np.maximum(self.formula, self.arithmetic)
 
     @property
     def exact(self) -> np.ndarray | None:
         """The gradient in float64 as it should be; None where it is not known at each element."""
         point = self.point
-        if point.rule is None:
-            return point.plain
-        is_wrong = self.formula.kinds == WRONG
-        return point.rule if point.plain is None else np.where(is_wrong, point.plain, point.rule)
+        if point.rule is None or point.plain is None:
+            return point.plain if point.rule is None else point.rule
+        return np.where(np.isin(self.formula, FAILED), point.plain, point.rule)
 
     def errors(self) -> list[tuple[float, str]]:
         """Of each leaf the largest relative error of an element, of itself or its leaf, and where.
 
         Where the gradient is known along directions alone it is that of the leaf.
         """
-        areas = zip(self.point.of.function.names, self.point.ranges, strict=True)
+        areas = zip(self.point.witnesses.function.names, self.point.ranges, strict=True)
         return [self._error(name, start, stop) for name, (start, stop) in areas]
 
     def _error(self, name: str, start: int, stop: int) -> tuple[float, str]:
-        exact, element = self.exact, self.point.of.function.element
-        looked = {j: n for j, n in self.formula.numbers.items() if start <= j < stop}
+        exact, element = self.exact, self.point.witnesses.function.element
+        moved = {j: n for j, n in self.evidence.numbers.items() if start <= j < stop}
+        failed = [j for j, n in moved.items() if self.formula[j] in FAILED and n.kind != KINK]
         if exact is not None and not self.is_paddles:
             errors = self._errors_of(exact[:, start:stop], start, stop)
-            for j, known in looked.items():
-                if known.kind == WRONG:
-                    errors[j - start] = relative_error(known)
+            errors[[j - start for j in failed]] = [relative_error(moved[j]) for j in failed]
             k = int(np.argmax(errors))
             return float(errors[k]), element(start + k)
-        parts = [part for j, part in self.off.items() if start <= j < stop]
-        if looked and (not parts or any(n.kind == WRONG for n in looked.values())):
-            k = max(looked, key=lambda j: relative_error(looked[j]))
-            return relative_error(looked[k]), element(k)
+        parts = [part for j, part in self.evidence.off.items() if start <= j < stop]
+        if moved and (failed or not parts):
+            k = max(moved, key=lambda j: relative_error(moved[j]))
+            return relative_error(moved[k]), element(k)
         return max(parts, default=np.nan), name
 
     def _errors_of(self, exact: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -109,19 +113,14 @@ class CheckedPoint:
         errors = (off / np.where(size > 0, size, 1.0)).max(axis=0)
         return np.where(np.isfinite(errors), errors, np.inf)
 
-    @property
-    def kinds(self) -> np.ndarray:
-        """The more severe of both verdicts."""
-        return np.maximum(self.formula.kinds, self.arithmetic.kinds)
-
     def without_disputes(self) -> "CheckedPoint":
         """The verdict at a point that the user did not choose: what is disputed there is a note."""
-        kinds = np.where(self.disputed, np.int8(DISPUTED), self.formula.kinds)
-        return dataclasses.replace(self, formula=self.formula._replace(kinds=kinds))
+        formula = np.where(self.formula == DISPUTED, np.int8(UNDECIDED), self.formula)
+        return dataclasses.replace(self, formula=formula)
 
     def notes(self, where: str = "") -> list[str]:
         """One note for each leaf and kind that has one."""
-        names, notes = self.point.of.function.names, []
+        names, notes = self.point.witnesses.function.names, []
         for name, (start, stop) in zip(names, self.point.ranges, strict=True):
             for kind, text in NOTES.items():
                 some = np.flatnonzero(self.kinds[start:stop] == kind) + start
@@ -134,185 +133,185 @@ class CheckedPoint:
         """The worst of some elements, in numbers, where they are known."""
         if kind not in (ROUNDING, NOISE):
             return ""
-        is_off = self.arithmetic.kinds[some] == kind
-        if is_off.any():
-            known = [
-                self.arithmetic.numbers[int(j)]
-                for j in some[is_off]
-                if j in self.arithmetic.numbers
-            ]
-            if not known:
-                return ""
-            worst = max(known, key=lambda n: abs(n.numeric - n.analytic))
-            numbers = told_apart(worst.numeric, worst.analytic)
-            texts = f"{numbers[0]} in float64, {numbers[1]} as computed"
-            return f" (worst: {texts}, off by {_part(worst)})"
-        known = [n for j in some if (n := self.formula.numbers.get(int(j)))]
-        if not known:
-            start = max((s for s in self.together if s <= some[0]), default=None)
-            if start is None:
-                return ""
-            numeric, error, analytic = self.together[start]
-            return (
-                f" (along a direction: slope {numeric:.4g} +- {error:.1g}, gradient {analytic:.4g})"
+        lost = some[self.arithmetic[some] == kind]
+        if len(lost):
+            apart = self._apart(self.point.judged, self.point.gradient, lost)
+            numbers = apart.worst[:2]
+            texts = "{} in float64, {} as computed".format(*told_apart(*numbers))
+            return f" (worst: {texts}, off by {_part(*numbers)})"
+        moved = [n for j in some if (n := self.evidence.numbers.get(int(j)))]
+        if moved:
+            worst = max(moved, key=lambda n: abs(n.numeric - n.analytic))
+            numbers = (
+                f"slope {worst.numeric:.4g} +- {worst.error:.1g}, gradient {worst.analytic:.4g}"
             )
-        worst = max(known, key=lambda n: abs(n.numeric - n.analytic))
-        numbers = f"slope {worst.numeric:.4g} +- {worst.error:.1g}, gradient {worst.analytic:.4g}"
-        return f" (worst: {numbers})"
+            return f" (worst: {numbers})"
+        start = max((s for s in self.evidence.leaves if s <= some[0]), default=None)
+        if start is None:
+            return ""
+        return f" (along a direction: {_slope_and_gradient(self.evidence.leaves[start])})"
 
     def failures(self, where: str = "", check: str = "value") -> list[Failure]:
         """One failure for each leaf with wrong elements: of the formula, or else its arithmetic."""
-        found = []
+        failures = []
         for start, stop in self.point.ranges:
-            for verdicts, describe in (
-                (self.formula, self._of_formula),
-                (self.arithmetic, self._of_arithmetic),
-            ):
-                wrong = np.flatnonzero(verdicts.kinds[start:stop] == WRONG) + start
-                if len(wrong):
-                    failure = describe(start, stop, wrong)
-                    loops = LOOPS if self.point.of.loops else ""
-                    detail = f"{where}{failure.detail}{loops}"
-                    found.append(failure._replace(check=check, detail=detail))
-                    break
-        return found
+            if len(wrong := self._failed(self.formula, start, stop)):
+                failures.append(self._of_formula(start, stop, wrong))
+            elif len(wrong := self._failed(self.arithmetic, start, stop)):
+                failures.append(self._of_arithmetic(start, stop, wrong))
+        loops = LOOPS if self.point.witnesses.loops else ""
+        return [f._replace(check=check, detail=f"{where}{f.detail}{loops}") for f in failures]
+
+    def failures_of_device(self) -> list[Failure]:
+        """One failure for each leaf whose gradient another device computed wrong."""
+        failures = []
+        for start, stop in self.point.ranges:
+            wrong = self._failed(self.kinds, start, stop)
+            if len(wrong):
+                numbers = self._by_slopes(
+                    self._apart(self.point.judged, self.point.gradient, wrong)
+                )
+                texts = "worst: numeric {}, analytic {}".format(*told_apart(*numbers.worst[:2]))
+                detail = f"{_count(wrong, start, stop)}; {texts}{numbers.hint}"
+                failures.append(self._failure(start, numbers, detail))
+        return failures
+
+    def _failed(self, kinds: np.ndarray, start: int, stop: int) -> np.ndarray:
+        return np.flatnonzero(np.isin(kinds[start:stop], FAILED)) + start
 
     def _of_formula(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
-        if start in self.together and not any(int(j) in self.formula.numbers for j in wrong):
-            return self._together(start, stop, wrong)
-        numeric, analytic = self._both(wrong)
-        k = self._worst(wrong, numeric, analytic, self.formula)
-        error, (slope, gradient) = np.nan, told_apart(numeric[k], analytic[k])
-        text = f"numeric {slope}"
-        if known := self.formula.numbers.get(int(wrong[k])):
-            error, text = known.error, f"{text} +- {known.error:.0e}"
-            sides = f"kink: slopes {known.behind:.7g} and {known.ahead:.7g}"
-            text = sides if known.is_kink else text
-        is_exact = not (self.formula.kinds[start:stop] == UNSEEN)[
-            self.point.finite[start:stop]
-        ].any()
-        least = "" if is_exact else "at least "
-        hint = ratio_hint(numeric, analytic) or self._layout_hint(start, stop)
-        reason = self._reason(wrong, known, numeric, analytic)
-        return self._failure(
-            start, wrong, k, numeric, analytic, float(error), "formula",
-            f"{least}{len(wrong)} of {stop - start} elements wrong; worst: {text}, "
-            f"analytic {gradient}{hint}{reason}",
-        )  # fmt: skip
+        leaf = self.evidence.leaves.get(start)
+        if leaf is not None and not any(int(j) in self.evidence.numbers for j in wrong):
+            return self._of_leaf(start, stop, wrong)
+        point = self.point
+        plain = point.judged if point.plain is None else point.plain
+        numbers = self._by_slopes(self._apart(plain, point.judged, wrong))
+        error, (numeric, analytic) = np.nan, told_apart(*numbers.worst[:2])
+        text = f"numeric {numeric}"
+        if slopes := self.evidence.numbers.get(numbers.element):
+            error, text = slopes.error, f"{text} +- {slopes.error:.0e}"
+            sides = f"kink: slopes {slopes.behind:.7g} and {slopes.ahead:.7g}"
+            text = sides if slopes.is_kink else text
+        is_seen = (self.formula[start:stop] != UNSEEN)[point.finite[start:stop]].all()
+        hint = numbers.hint or self._layout_hint(start, stop)
+        detail = (
+            f"{'' if is_seen else 'at least '}{_count(wrong, start, stop)}; worst: {text}, "
+            f"analytic {analytic}{hint}{self._reason(numbers)}"
+        )
+        return self._failure(start, numbers, detail, "formula", float(error))
 
-    def _reason(self, wrong, known: Slopes | None, numeric, analytic) -> str:
-        """The cause of a wrong formula, or what to do, and the lines of the rules."""
-        point, text = self.point, ""
-        is_flat = known and known.ahead == known.behind == 0 and not numeric.any()
-        if self.disputed[wrong].all():
-            text = DISPUTES if point.of.is_ruled else OF_JAX
-        elif is_flat and point.of.is_ruled:
-            text = STAIRCASE
-        elif self._is_by_a_constant(numeric, analytic):
-            text = (
-                f"; if a constant of the rule is rounded otherwise than that of the function, "
-                f"write tolerance={2 * np.max(np.abs(analytic / numeric - 1)):.1g}"
-            )
-        if self.disputed[wrong].all() and not point.of.is_ruled:
-            return text
-        exact = None if point.rule is None or point.plain is None else (point.rule, point.plain)
-        lines = lines_of_wrong_rules(point.of.function, point.xs, point.covectors, wrong, exact)
-        one = "rule: " if len(lines) == 1 else "rules: "
-        return f"{text}; {one}{', '.join(lines)}" if lines else text
-
-    def _is_by_a_constant(self, numeric: np.ndarray, analytic: np.ndarray) -> bool:
-        """Whether a rule in half precision is off by some roundings of a constant alone."""
-        narrow = self.point.of.narrow
-        if narrow not in HALVES or not numeric.all():
-            return False
-        off = np.abs(analytic / numeric - 1)
-        return bool((off <= CONSTANT * float(jnp.finfo(narrow).eps)).all())
-
-    def _of_arithmetic(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
-        point, narrow = self.point, self.point.of.narrow
-        rule, computed = point.gradient if point.rule is None else point.rule, point.gradient
-        row = np.argmax(np.abs(rule[:, wrong] - computed[:, wrong]), axis=0)
-        numeric, analytic = rule[row, wrong].copy(), computed[row, wrong].copy()
-        k = self._worst(wrong, numeric, analytic, self.arithmetic)
-        part = _part(Slopes(WRONG, numeric[k], 0.0, analytic[k], 0.0, 0.0, False))
-        exact, off = told_apart(numeric[k], analytic[k])
-        hint = ratio_hint(numeric, analytic)
-        return self._failure(
-            start, wrong, k, numeric, analytic, 0.0, "arithmetic",
-            f"{len(wrong)} of {stop - start} elements wrong; the formula is right, its arithmetic "
-            f"is not: as computed in {narrow} it is off by {part}; worst: numeric {exact} in "
-            f"float64, analytic {off}{hint}; to allow for that write tolerance=...",
-        )  # fmt: skip
-
-    def of_device(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
-        """The failure of a leaf whose gradient another device computed."""
-        rule, computed = self.exact, self.point.gradient
-        rule = computed if rule is None else rule
-        row = np.argmax(np.abs(rule[:, wrong] - computed[:, wrong]), axis=0)
-        numeric, analytic = rule[row, wrong].copy(), computed[row, wrong].copy()
-        for k, j in enumerate(wrong):
-            if known := self.formula.numbers.get(int(j)):
-                numeric[k], analytic[k] = known.numeric, known.analytic
-        k = self._worst(wrong, numeric, analytic, self.formula)
-        texts = told_apart(numeric[k], analytic[k])
-        return self._failure(
-            start, wrong, k, numeric, analytic, 0.0, "",
-            f"{len(wrong)} of {stop - start} elements wrong; worst: numeric {texts[0]}, analytic "
-            f"{texts[1]}{ratio_hint(numeric, analytic)}",
-        )  # fmt: skip
-
-    def _together(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
+    def _of_leaf(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
         """The failure of a leaf as a whole, where slopes of single elements tell nothing."""
-        numeric, error, analytic = self.together[start]
+        leaf = self.evidence.leaves[start]
+        numeric, analytic = leaf.numeric, leaf.analytic
         ratio = f"; analytic/numeric is about {analytic / numeric:.2g}" if numeric else ""
-        reason = self._reason(wrong, None, np.full(1, numeric), np.full(1, analytic))
+        numbers = Numbers(wrong[:1], np.full(1, numeric), np.full(1, analytic), np.zeros(1, int))
         texts = told_apart(numeric, analytic)
         return Failure(
             "value",
-            self.point.of.function.names[self.point.ranges.index((start, stop))],
-            f"{len(wrong)} of {stop - start} elements wrong, moved together: numeric {texts[0]} +- "
-            f"{error:.0e} along a direction, analytic {texts[1]}{ratio}{reason}",
-            numeric, error, analytic, wrong - start, fault="formula",
+            self.point.witnesses.function.names[self.point.ranges.index((start, stop))],
+            f"{_count(wrong, start, stop)}, moved together: numeric {texts[0]} +- {leaf.error:.0e} "
+            f"along a direction, analytic {texts[1]}{ratio}{self._reason(numbers)}",
+            numeric, leaf.error, analytic, wrong - start, fault="formula",
         )  # fmt: skip
 
-    def _worst(self, wrong, numeric, analytic, verdicts: Verdicts) -> int:
-        off = np.abs(numeric - analytic)
-        is_known = np.isin(wrong, [*verdicts.numbers])
-        off = np.where(is_known | ~is_known.any(), np.where(np.isfinite(off), off, 0.0), -1.0)
-        return int(np.argmax(off))
+    def _of_arithmetic(self, start: int, stop: int, wrong: np.ndarray) -> Failure:
+        numbers = self._apart(self.point.judged, self.point.gradient, wrong)
+        numeric, analytic, _ = numbers.worst
+        exact, off = told_apart(numeric, analytic)
+        detail = (
+            f"{_count(wrong, start, stop)}; the formula is right, its arithmetic is not: as "
+            f"computed in {self.point.witnesses.narrow} it is off by {_part(numeric, analytic)}; "
+            f"worst: numeric {exact} in float64, analytic {off}{numbers.hint}; to allow for that "
+            "write tolerance=..."
+        )
+        detail += self._rules_to_blame(wrong, self.point.computed, of_arithmetic)
+        return self._failure(start, numbers, detail, "arithmetic", 0.0)
 
-    def _failure(self, start, wrong, k, numeric, analytic, error, fault, detail) -> Failure:
-        point, j = self.point, int(wrong[k])
-        known = self.formula.numbers.get(j)
-        row = int(np.argmax(np.abs(point.gradient[:, j])))
+    def _apart(self, expected: np.ndarray, gradient: np.ndarray, some: np.ndarray) -> "Numbers":
+        """What some elements should be and what they are, for the cotangent that tells most."""
+        row = np.argmax(np.abs(expected[:, some] - gradient[:, some]), axis=0)
+        return Numbers(some, expected[row, some], gradient[row, some], row)
+
+    def _by_slopes(self, numbers: "Numbers") -> "Numbers":
+        """The numbers of the elements that were moved by themselves, where some were."""
+        elements, *columns = (column.copy() for column in numbers[:4])
+        is_moved = np.asarray([int(j) in self.evidence.numbers for j in elements])
+        for k in np.flatnonzero(is_moved):
+            slopes = self.evidence.numbers[int(elements[k])]
+            for column, number in zip(
+                columns, (slopes.numeric, slopes.analytic, slopes.row), strict=True
+            ):
+                column[k] = number
+        return Numbers._make([elements, *columns, is_moved])
+
+    def _reason(self, numbers: "Numbers") -> str:
+        """The cause of a wrong formula, or what to do, and the lines of the rules."""
+        point, text, wrong = self.point, "", numbers.elements
+        is_disputed, is_ruled = (self.formula[wrong] == DISPUTED).all(), point.witnesses.is_ruled
+        slopes = self.evidence.numbers.get(numbers.element)
+        is_flat = slopes and slopes.ahead == slopes.behind == 0 and not numbers.numeric.any()
+        if is_disputed and not is_ruled:
+            return OF_JAX
+        if is_disputed:
+            text = DISPUTES if self._is_plain_ads(wrong) else NEITHER
+        elif is_flat and is_ruled:
+            text = STAIRCASE
+        elif self._is_by_a_constant(numbers):
+            most = 2 * np.max(np.abs(numbers.ratio - 1))
+            text = (
+                "; if a constant of the rule is rounded otherwise than that of the function, "
+                f"write tolerance={most:.1g}"
+            )
+        return text + self._rules_to_blame(wrong, point.plain, of_formula)
+
+    def _rules_to_blame(self, wrong: np.ndarray, other: np.ndarray | None, blames: Any) -> str:
+        """The lines of the rules that make a gradient another one than the rule at elements."""
+        point = self.point
+        function, exact = point.witnesses.function, point.rule
+        if exact is None or other is None:
+            return named_rules(lines_of_rules(function))
+        is_to_blame = blames(point.xs, point.covectors, wrong, exact, other)
+        return named_rules(lines_to_blame(function, is_to_blame))
+
+    def _is_plain_ads(self, wrong: np.ndarray) -> bool:
+        """Whether plain AD has the gradient of the rule at some elements."""
+        point = self.point
+        if point.rule is None or point.plain is None:
+            return True
+        return is_near(point.rule[:, wrong], point.plain[:, wrong])
+
+    def _is_by_a_constant(self, numbers: "Numbers") -> bool:
+        """Whether a rule in half precision is off by some roundings of a constant alone."""
+        narrow = self.point.witnesses.narrow
+        if not precision(narrow).is_coarse or not numbers.numeric.all():
+            return False
+        off = np.abs(numbers.ratio - 1)
+        return bool((off <= CONSTANT * float(jnp.finfo(narrow).eps)).all())
+
+    def _failure(
+        self, start: int, numbers: "Numbers", detail: str, fault: str = "", error: float = 0.0
+    ) -> Failure:
+        """A failure with the numbers of the worst element by each witness, of one cotangent."""
+        point, j = self.point, numbers.element
+        slopes = self.evidence.numbers.get(j)
+        numeric, analytic, row = numbers.worst
         at = lambda gradient: np.nan if gradient is None else float(gradient[row, j])  # noqa: E731
         return Failure(
             check="value",
-            where=point.of.function.element(j),
+            where=point.witnesses.function.element(j),
             detail=detail,
-            numeric=float(numeric[k]),
+            numeric=float(numeric),
             error=error,
-            analytic=float(analytic[k]),
-            indices=wrong - start,
-            ratio=analytic / np.where(numeric == 0, np.nan, numeric),
+            analytic=float(analytic),
+            indices=numbers.elements - start,
+            ratio=numbers.ratio,
             fault=fault,
             rule=at(point.rule),
             plain=at(point.plain),
-            slope=np.nan if known is None else float(known.numeric),
+            slope=np.nan if slopes is None or slopes.row != row else float(slopes.slope),
             computed=at(point.computed),
         )
-
-    def _both(self, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers that elements should be, by slopes or else plain AD, and those they are."""
-        point = self.point
-        judged = point.gradient if point.rule is None else point.rule
-        other = judged if point.plain is None else point.plain
-        row = np.argmax(np.abs(judged[:, wrong] - other[:, wrong]), axis=0)
-        numeric, analytic = other[row, wrong].copy(), judged[row, wrong].copy()
-        for k, j in enumerate(wrong):
-            if known := self.formula.numbers.get(int(j)):
-                numeric[k], analytic[k] = known.numeric, known.analytic
-        return numeric, analytic
 
     def _layout_hint(self, start: int, stop: int) -> str:
         """A remark if a square leaf's gradient is the transpose of plain AD's."""
@@ -321,9 +320,58 @@ class CheckedPoint:
         is_square = leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1] > 1
         if point.plain is None or not is_square or leaf.size != stop - start:
             return ""
-        own, other = (g[0, start:stop].reshape(leaf.shape) for g in (point.gradient, point.plain))
-        is_same = is_near(own, other) or not is_near(own.T, other)
+        gradients = (g[0, start:stop].reshape(leaf.shape) for g in (point.gradient, point.plain))
+        computed, plain = gradients
+        is_same = is_near(computed, plain) or not is_near(computed.T, plain)
         return "" if is_same else "; analytic is the transpose of numeric"
+
+
+class Numbers(NamedTuple):
+    """For each of some wrong elements what it should be, what it is, and for which cotangent.
+
+    `is_moved` tells which of them were moved by themselves, so that slopes tell the first.
+    """
+
+    elements: np.ndarray
+    numeric: np.ndarray
+    analytic: np.ndarray
+    row: np.ndarray
+    is_moved: Any = False
+
+    @property
+    def k(self) -> int:
+        """The worst, of those that were moved if some were."""
+        off = np.nan_to_num(np.abs(self.numeric - self.analytic), nan=0.0, posinf=0.0)
+        return int(np.argmax(np.where(self.is_moved | ~np.any(self.is_moved), off, -1.0)))
+
+    @property
+    def element(self) -> int:
+        """The worst element."""
+        return int(self.elements[self.k])
+
+    @property
+    def worst(self) -> tuple[Any, Any, int]:
+        """What the worst element should be, what it is, and for which cotangent."""
+        return self.numeric[self.k], self.analytic[self.k], int(self.row[self.k])
+
+    @property
+    def ratio(self) -> np.ndarray:
+        """What they are, in parts of what they should be."""
+        return self.analytic / np.where(self.numeric == 0, np.nan, self.numeric)
+
+    @property
+    def hint(self) -> str:
+        """A remark if analytic/numeric is one number throughout."""
+        return ratio_hint(self.numeric, self.analytic)
+
+
+def _slope_and_gradient(looked: Slopes | Along) -> str:
+    numeric, error, analytic = looked.numeric, looked.error, looked.analytic
+    return f"slope {numeric:.4g} +- {error:.1g}, gradient {analytic:.4g}"
+
+
+def _count(wrong: np.ndarray, start: int, stop: int) -> str:
+    return f"{len(wrong)} of {stop - start} elements wrong"
 
 
 def relative_error(numbers: Slopes) -> float:
@@ -332,10 +380,10 @@ def relative_error(numbers: Slopes) -> float:
     return float(abs(numbers.numeric - numbers.analytic) / size)
 
 
-def _part(numbers: Slopes) -> str:
+def _part(numeric: float, analytic: float) -> str:
     """The error of a computed number, as a part of the number that it should be."""
-    off = abs(numbers.numeric - numbers.analytic)
-    return f"{off / abs(numbers.numeric):.2%}" if numbers.numeric else f"{off:.2g}"
+    off = abs(numeric - analytic)
+    return f"{off / abs(numeric):.2%}" if numeric else f"{off:.2g}"
 
 
 def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:

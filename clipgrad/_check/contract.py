@@ -8,8 +8,9 @@ import numpy as np
 from clipgrad._check import vectors
 from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.report import Failure
-from clipgrad._check.theirs import theirs
-from clipgrad._check.verdict import relative_of, told_apart
+from clipgrad._check.tolerances import VALUE_PART, precision
+from clipgrad._check.user_code import call_user
+from clipgrad._check.verdict import told_apart
 from clipgrad._programs import holds_floats
 
 
@@ -33,10 +34,11 @@ def primal(
 
 
 def _same_value(name, called, other, how, relative) -> list[Failure]:
-    own = relative_of(vectors.real_name(called)) / 10 if relative is None else relative
+    part = VALUE_PART * precision(vectors.real_name(called)).relative
+    part = part if relative is None else relative
     called, other = vectors.widened_leaf(called), vectors.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
-    bad = ~np.isclose(other, called, own, own / 10 * size, equal_nan=True)
+    bad = ~np.isclose(other, called, part, part / 10 * size, equal_nan=True)
     if not bad.any():
         return []
     off = np.where(bad, np.nan_to_num(np.abs(called - other), nan=np.inf), -1)
@@ -64,8 +66,8 @@ def integers(function: CheckedFunction, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
     if all(map(holds_floats, function.arrays)):
         return []
-    _, pull = theirs(jax.vjp, function.whole, function.arrays)
-    cotangents = theirs(pull, vectors.cotangent_leaves(covector, function.outputs))[0]
+    _, pull = call_user(jax.vjp, function.whole, function.arrays)
+    cotangents = call_user(pull, vectors.cotangent_leaves(covector, function.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
         for x, ct in zip(function.arrays, cotangents, strict=True)

@@ -36,10 +36,10 @@ class Wide:
     def __init__(self, program: Any):
         if program is None:
             raise Unsupported("it cannot be traced")
-        found = list(_programs.equations(program))
-        if foreign := {_programs.operation_name(e) for e in found if _programs.is_foreign(e)}:
+        equations = list(_programs.equations(program))
+        if foreign := {_programs.operation_name(e) for e in equations if _programs.is_foreign(e)}:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
-        bits = (e for e in found if _programs.numeric_of(e).has_bits)
+        bits = (e for e in equations if _programs.numeric_of(e).has_bits)
         if any(_programs.holds_floats(v) for e in bits for v in e.invars):
             raise Unsupported("it looks at the bits of its numbers, or carries them as integers")
         self.program = program

@@ -3,15 +3,16 @@
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.behavior import Claim, judge_claims
+from clipgrad._check.behavior import Claim, broken
+from clipgrad._check.check_point import check_point
 from clipgrad._check.checked_function import CheckedFunction, traced
 from clipgrad._check.checked_point import CheckedPoint, is_near
 from clipgrad._check.log import Log
-from clipgrad._check.points import Point, cotangents, further
+from clipgrad._check.points import Point, cotangents, further, point_at
 from clipgrad._check.report import Failure
-from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._check.values import check_point
-from clipgrad._check.verdict import NOISE, VERIFIED, WRONG
+from clipgrad._check.slopes import Neighborhood
+from clipgrad._check.user_code import UserError, call_user
+from clipgrad._check.verdict import DISPUTED, UNDECIDED, WRONG
 from clipgrad._check.witnesses import differentiated, find_witnesses
 
 SECOND = "second order"
@@ -32,47 +33,50 @@ def check_further_points(point: Point, log: Log) -> None:
             return
     again = point.vjp(point.covectors[0])
     text = "the first pull-back, called again after another point was differentiated"
-    judge_claims(point, "points", [Claim(again, point.computed[0], text)], log)
+    claims = [Claim(again, point.computed[0], text)]
+    log.fail(broken(point, "points", claims, log.options))
 
 
 def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     """Check a further point; False where the function is not meant for it."""
-    of, seed = point.of, log.options.seed + k
-    xs = further(of.function, seed, keeps)
+    witnesses, seed = point.witnesses, log.options.seed + k
+    nearby = Neighborhood(point.nearby.evaluation, further(witnesses.function, seed, keeps))
     try:
-        vjp = differentiated(of.function, xs)
-        there = Point(of, vjp, xs, point.covectors, log)
-        of.evaluation.set_point(xs)
-    except TheirError as error:  # a callback may refuse what has no structure
+        vjp = differentiated(witnesses.function, nearby.xs)
+        there = point_at(witnesses, vjp, nearby, point.covectors, log.options)
+        log.measured(there)
+        _ = nearby.base
+    except UserError as error:  # a callback may refuse what has no structure
         if keeps:
             log.note(f"{where}the function raises {error}")
         return False
     if not all(np.isfinite(vectors.widened_leaf(y)).all() for y in vjp.outputs):
         return False
-    found = check_point(there, log)
-    is_disputed, found = found.disputed.any(), found.without_disputes()
-    failures = found.failures(where)
-    if not keeps and (is_disputed or (failures and _reads_one_triangle(found))):
+    checked = check_point(there, log.options)
+    log.judged_to = max(log.judged_to, checked.evidence.judged_to)
+    is_disputed = np.isin(checked.formula, (UNDECIDED, DISPUTED)).any()
+    checked = checked.without_disputes()
+    failures = checked.failures(where)
+    if not keeps and (is_disputed or (failures and _reads_one_triangle(checked))):
         return False
     right = "right at the point that you passed; "
     log.fail([f._replace(detail=right + f.detail) for f in failures])
-    for note in [*found.notes(where), *([f"{where}{STRUCTURE}"] if keeps else [])]:
+    for note in [*checked.notes(where), *([f"{where}{STRUCTURE}"] if keeps else [])]:
         log.notes += [] if note.replace(where, "", 1) in log.notes else [note]
-    is_seen = (log.kinds == NOISE) & np.isin(found.kinds, VERIFIED)
-    log.kinds = np.where(is_seen, found.kinds, log.kinds)
+    log.seen_elsewhere(checked)
     return True
 
 
-def _reads_one_triangle(found: CheckedPoint) -> bool:
+def _reads_one_triangle(checked: CheckedPoint) -> bool:
     """Whether a wrong leaf was a symmetric matrix, both triangles of which plain AD takes as one.
 
     Then the function is meant for symmetric matrices.
     """
-    function, plain = found.point.of.function, found.point.plain
+    function, plain = checked.point.witnesses.function, checked.point.plain
     for (start, stop), leaf in zip(function.ranges, function.inputs, strict=True):
         x = np.asarray(leaf)
         is_square = x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
-        if not is_square or not (found.formula.kinds[start:stop] == WRONG).any():
+        if not is_square or not (checked.formula[start:stop] == WRONG).any():
             continue
         parts = np.zeros((*x.shape, 1)) if plain is None else plain[0, start:stop]
         parts = parts.reshape(*x.shape, -1)
@@ -93,22 +97,24 @@ def check_second_order(point: Point, log: Log) -> None:
     try:
         function = _vjp(point)
         vjp = differentiated(function, function.inputs)
-        of = find_witnesses(function, notes, point.of)
+        witnesses = find_witnesses(function, notes, point.witnesses)
         covectors = cotangents(function, log.options.seed)
-        second = Point(of, vjp, function.inputs, covectors, log)
-    except TheirError as error:
+        second = point_at(witnesses, vjp, witnesses.here, covectors, log.options)
+    except UserError as error:
         detail = f"the VJP cannot be differentiated: it raises {error}"
-        log.failures.append(Failure(SECOND, point.of.function.names[0], detail))
+        log.failures.append(Failure(SECOND, point.witnesses.function.names[0], detail))
         return
-    found = check_point(second, log)
-    log.failures += found.failures(check=SECOND)
-    log.notes += [f"{SECOND}: {note}" for note in [*notes, *found.notes()]]
-    log.evaluations += of.evaluation.count
+    log.measured(second)
+    checked = check_point(second, log.options)
+    log.judged_to = max(log.judged_to, checked.evidence.judged_to)
+    log.failures += checked.failures(check=SECOND)
+    log.notes += [f"{SECOND}: {note}" for note in [*notes, *checked.notes()]]
+    log.evaluations += witnesses.here.evaluation.count
 
 
 def _vjp(point: Point) -> CheckedFunction:
     """The VJP as a function to be checked, of inputs and cotangent."""
-    function, count = point.of.function, len(point.xs)
+    function, count = point.witnesses.function, len(point.xs)
 
     def gradient(leaves):
         return function.pull_back(leaves[:count], leaves[count:])
@@ -119,6 +125,6 @@ def _vjp(point: Point) -> CheckedFunction:
         program=traced(gradient, inputs),
         inputs=inputs,
         names=[*function.names, *(f"cotangent of {name}" for name in function.output_names)],
-        outputs=theirs(gradient, inputs),
+        outputs=call_user(gradient, inputs),
         output_names=[f"gradient of {name}" for name in function.names],
     )

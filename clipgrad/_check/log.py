@@ -2,15 +2,17 @@
 
 import dataclasses
 import textwrap
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from clipgrad._check.checked_point import CheckedPoint
 from clipgrad._check.options import Options
+from clipgrad._check.points import Point
 from clipgrad._check.report import Failure, GradCheckReport
-from clipgrad._check.verdict import DISPUTED, KINK, LEAST_VERIFIED, VERIFIED
+from clipgrad._check.tolerances import LEAST_VERIFIED
+from clipgrad._check.verdict import KINK, NOISE, UNDECIDED, VERIFIED
 
 REASON = 200  # characters of a note, which is whole below
 
@@ -27,7 +29,6 @@ class Log:
     evaluations: int = 0
     kinds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int8))
     are_zero: list[bool] = dataclasses.field(default_factory=list)  # gradients at each point
-    started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     judged_to: float = 0.0
     errors: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
@@ -41,23 +42,40 @@ class Log:
         """Record a note once."""
         self.notes += [] if text in self.notes else [text]
 
-    def is_late(self) -> bool:
-        """Whether the time budget is spent."""
-        budget = self.options.time_budget
-        return budget is not None and time.monotonic() - self.started > budget
-
     def has_time(self, name: str) -> bool:
         """Whether there is time left for a check; notes that it was not run if there is none."""
-        if self.is_late():
+        if is_late := self.options.is_late():
             self.not_run[name] = f"the time budget of {self.options.time_budget:g} s is spent"
-        return not self.is_late()
+        return not is_late
+
+    def measured(self, point: Point) -> None:
+        """Record the gradients that were computed at a point."""
+        self.are_zero.append(not point.computed.any())
+        self.evaluations += 1 + sum(
+            g is not None for g in {point.witnesses.plain, point.witnesses.rule}
+        )
+        for note in point.notes:
+            self.note(note)
+
+    def first(self, checked: CheckedPoint) -> None:
+        """Record the verdict at the point that the user passed."""
+        self.kinds, self.judged_to = checked.kinds, checked.evidence.judged_to
+        names = checked.point.witnesses.function.names
+        self.errors = dict(zip(names, checked.errors(), strict=True))
+        self.fail(checked.failures())
+        self.notes += checked.notes()
+
+    def seen_elsewhere(self, checked: CheckedPoint) -> None:
+        """What was noise at the first point counts as verified where it is so at another one."""
+        is_seen = (self.kinds == NOISE) & np.isin(checked.kinds, VERIFIED)
+        self.kinds = np.where(is_seen, checked.kinds, self.kinds)
 
     def report(self) -> GradCheckReport:
         """The report; too few verified elements are a failure."""
         verified = int(np.isin(self.kinds, VERIFIED).sum())
         at_kinks, elements = int((self.kinds == KINK).sum()), self.kinds.size
-        # Disputed elements that are no failure are JAX's own affair.
-        asked = elements - at_kinks - int((self.kinds == DISPUTED).sum())
+        # What is undecided is JAX's own affair.
+        asked = elements - at_kinks - int((self.kinds == UNDECIDED).sum())
         share = verified / asked if asked else 1.0
         options = self.options
         lines = dict.fromkeys([*self.notes, *self.not_run.values()])
@@ -75,7 +93,7 @@ class Log:
             notes=tuple(self.notes),
             not_run=self.not_run,
             evaluations=self.evaluations,
-            seconds=time.monotonic() - self.started,
+            seconds=self.options.seconds,
             precision=self.precision,
             devices=tuple(self.devices),
             verified=verified,

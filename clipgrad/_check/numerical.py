@@ -25,9 +25,11 @@ from clipgrad._check.checked_function import (
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import scale_of
 from clipgrad._check.selection import Selector
-from clipgrad._check.theirs import TheirError, theirs
-from clipgrad._check.verdict import settled
-from clipgrad._check.witnesses import find_evaluation
+from clipgrad._check.slopes import Neighborhood
+from clipgrad._check.tolerances import ANY_ORDER
+from clipgrad._check.user_code import UserError, call_user
+from clipgrad._check.verdict import richardson
+from clipgrad._check.witnesses import find_neighborhood
 
 STATE = (
     "the function changes state or draws random numbers; pass the state, or the key, as an argument"
@@ -110,21 +112,21 @@ def numerical_grad(
     function = checked_function(fun, args, kwargs, wrt, None, output)
     covector = vectors.covector_of(cotangent, function.outputs)
     _require_one_value(function)
-    evaluation, _ = find_evaluation(function, [])
+    here, _ = find_neighborhood(function, [])
     with np.errstate(all="ignore"):
-        gradient = _slopes(evaluation, function, covector, delta)
+        gradient = _slopes(here, covector, delta)
     return _tree(fun, args, kwargs, wrt, function, gradient)
 
 
-def _slopes(evaluation, function: CheckedFunction, covector, delta: float | None) -> np.ndarray:
-    """Each element's slope: by Paddle's formula, or as the ladder settles."""
-    scale = np.concatenate([scale_of(x) for x in function.inputs])
+def _slopes(here: Neighborhood, covector: np.ndarray, delta: float | None) -> np.ndarray:
+    """Each element's slope: by Paddle's formula, or by Richardson's extrapolation."""
+    scale = np.concatenate([scale_of(x) for x in here.xs])
     elements = [np.array([j]) for j in range(len(scale))]
     if delta is not None:
         scale = np.full(scale.shape, delta)
-        sides = evaluation.ladder(scale, elements, covector[None], steps=np.ones(1))
+        sides = here.differences(scale, elements, covector[None], steps=np.ones(1))
         return (sides.ahead + sides.behind)[:, 0, 0] / (2 * delta)
-    numeric, _ = settled(evaluation.ladder(scale, elements, covector[None]))
+    numeric, _ = richardson(here.differences(scale, elements, covector[None]))
     return numeric[:, 0] / scale
 
 
@@ -133,12 +135,12 @@ def _require_one_value(function: CheckedFunction) -> None:
     if donated := donated_arguments(function):
         raise ValueError(DONATED.format(", ".join(donated)))
     try:
-        again = theirs(function.fun, function.inputs)
-    except TheirError as error:
+        again = call_user(function.fun, function.inputs)
+    except UserError as error:
         raise ValueError(
             f"fun: it raises an error when it is called again: {STATE} ({error})"
         ) from error.original
-    different = contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else 1e-3)
+    different = contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else ANY_ORDER)
     if different:
         raise ValueError(
             f"fun: {different[0].where}: {different[0].detail}, at the same point: {STATE}"

@@ -1,5 +1,7 @@
-"""Points: the given one and further ones, and the random vectors of a check."""
+"""Points: the one of the user and further ones, and the random vectors of a check."""
 
+import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -8,90 +10,95 @@ import jax
 import numpy as np
 
 from clipgrad._check import vectors
-from clipgrad._check.checked_function import CheckedFunction
-from clipgrad._check.theirs import TheirError
-from clipgrad._check.verdict import TIMES, Slack
+from clipgrad._check.checked_function import CheckedFunction, Range
+from clipgrad._check.options import Options
+from clipgrad._check.slopes import Neighborhood
+from clipgrad._check.tolerances import FEW, GARBAGE, LEAST, MOST, TAIL, TIMES, Tolerance
+from clipgrad._check.user_code import UserError
 from clipgrad._check.witnesses import VJP, Witness, Witnesses
 from clipgrad._programs import Parts
 
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # The roundings of a gradient as it is computed; of a rule, which may not write off what it reduces;
 # of one in float64 with the constants of its own types; and of one in float64.
-OWN, OF_RULE = Parts(1.0, 1.0, 1.0), Parts(1.0, 1.0, 0.0)
+AS_COMPUTED, OF_RULE = Parts(1.0, 1.0, 1.0), Parts(1.0, 1.0, 0.0)
 CONSTANTS, IN_FLOAT64 = Parts(0.0, 1.0), Parts(0.0, 0.0)
-# Of more than so many elements one is moved little by chance in all runs, and is off by much.
-FEW, TAIL = 64, 1 / 8
-# Numbers so much larger than the median of their leaf are the garbage of a padding: a step of a
-# part of them would be larger than the others.
-GARBAGE = 2.0**24
-# By which part of themselves elements move nearer to zero, at least and at most.
-LEAST, MOST = 0.02, 0.08
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """A point and the gradients there, arrays of shape (cotangents, inputs).
+    """A point and the gradients there, arrays of shape (cotangents, inputs). See `point_at`.
 
     Attributes:
-      xs: the input leaves.
-      covectors: the cotangents.
+      witnesses: the function and its gradients, as programs.
       vjp: the VJP there.
+      nearby: the function's values there and beside it.
+      covectors: the cotangents.
       computed: the gradient as it was computed.
-      gradient: the same, 0 where it is not finite.
-      finite: which of its elements are finite.
       rule: the rule's in float64, or None.
       plain: plain AD's, or None; the same array where they are one witness.
-      scale: of each element, a power of two, about |x|.
-      leaf: of each element, the number of its leaf.
+      notes: why one of them is missing.
     """
 
-    def __init__(
-        self,
-        of: Witnesses,
-        vjp: VJP,
-        xs: Sequence[Any],
-        covectors: np.ndarray,
-        log: Any,
-        found: np.ndarray | None = None,
-    ):
-        self.of, self.vjp, self.xs, self.covectors, self._log = of, vjp, list(xs), covectors, log
-        self.ranges = of.function.ranges
-        leaves = np.arange(len(self.ranges), dtype=np.int32)
-        self.leaf = np.repeat(leaves, [b - a for a, b in self.ranges])
-        found = vjp.rows(covectors) if found is None else found
-        self.finite: np.ndarray = np.asarray(np.isfinite(found).all(axis=0))
-        self.computed = found
-        self.gradient = found if self.finite.all() else np.where(self.finite, found, 0.0)
-        self.scale = np.concatenate([scale_of(x) for x in xs])
-        self.plain = self._exact(of.plain, "plain autodiff")
-        self.rule = self.plain if of.rule is of.plain else self._exact(of.rule, "rule")
-        self._roundings: dict[tuple[Parts, bool], np.ndarray] = {}
-        log.are_zero.append(not found.any())
-        log.evaluations += 1 + sum(w is not None for w in {of.plain, of.rule})
+    witnesses: Witnesses
+    vjp: VJP
+    nearby: Neighborhood
+    covectors: np.ndarray
+    computed: np.ndarray
+    rule: np.ndarray | None
+    plain: np.ndarray | None
+    notes: tuple[str, ...] = ()
+    _roundings: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def _exact(self, witness: Witness | None, name: str) -> np.ndarray | None:
-        if witness is None or self._log.is_late():
-            return None
-        try:
-            rows = witness.at(self.xs, self.covectors)
-        except TheirError as error:
-            self._log.note(f"no {name} in float64 ({error})")
-            return None
-        rows = rows if self.finite.all() else np.where(self.finite, rows, 0.0)
-        return rows if np.isfinite(rows).all() else None
+    @property
+    def xs(self) -> Sequence[Any]:
+        """The input leaves."""
+        return self.nearby.xs
+
+    @functools.cached_property
+    def ranges(self) -> list[Range]:
+        """The range of each leaf in the vector of inputs."""
+        return self.witnesses.function.ranges
+
+    @functools.cached_property
+    def finite(self) -> np.ndarray:
+        """Of which elements the gradient as it was computed is finite."""
+        return np.asarray(np.isfinite(self.computed).all(axis=0))
+
+    @functools.cached_property
+    def gradient(self) -> np.ndarray:
+        """The gradient as it was computed, 0 where it is not finite."""
+        return self.computed if self.finite.all() else np.where(self.finite, self.computed, 0.0)
+
+    @property
+    def judged(self) -> np.ndarray:
+        """The gradient that slopes judge: the rule in float64, or else as it was computed."""
+        return self.gradient if self.rule is None else self.rule
+
+    @functools.cached_property
+    def scale(self) -> np.ndarray:
+        """Of each element a power of two, about |x|."""
+        return np.concatenate([scale_of(x) for x in self.xs])
+
+    @functools.cached_property
+    def leaf(self) -> np.ndarray:
+        """Of each element the number of its leaf."""
+        numbers = np.arange(len(self.ranges), dtype=np.int32)
+        return np.repeat(numbers, [stop - start for start, stop in self.ranges])
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:
         """The root mean square of each leaf, shape (cotangents, leaves)."""
         sizes = [np.sqrt(np.mean(gradient[:, a:b] ** 2, axis=1)) for a, b in self.ranges]
         return np.stack(sizes, axis=1)
 
-    def excess(self, a: np.ndarray, b: np.ndarray, slack: Slack, typical: Any) -> np.ndarray:
+    def excess(self, a: np.ndarray, b: np.ndarray, tolerance: Tolerance, typical: Any) -> Any:
         """The distance of two gradients at each element, in parts of what it may be."""
-        found = []  # leaf by leaf, for the memory
+        parts = []  # leaf by leaf, for the memory
         for k, (start, stop) in enumerate(self.ranges):
             x, y = a[:, start:stop], b[:, start:stop]
-            allowed = slack(np.fmax(np.abs(x), np.abs(y)), typical[:, k, None])
-            found.append((np.abs(x - y) / np.fmax(allowed, 1e-300)).max(axis=0))
-        return np.concatenate(found)
+            allowed = tolerance(np.fmax(np.abs(x), np.abs(y)), typical[:, k, None])
+            parts.append((np.abs(x - y) / np.fmax(allowed, 1e-300)).max(axis=0))
+        return np.concatenate(parts)
 
     def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:
         """The distance that roundings explain at each element, of plain AD or of the rule."""
@@ -101,9 +108,9 @@ class Point:
         return self._roundings[key]
 
     def _rounding(self, parts: Parts, plain_alone: bool) -> np.ndarray:
-        most = np.zeros(self.gradient.shape[1])
-        pairs = [(self.of.plain, self.plain)]
-        pairs += [] if plain_alone or self.rule is self.plain else [(self.of.rule, self.rule)]
+        most, witnesses = np.zeros(self.computed.shape[1]), self.witnesses
+        pairs = [(witnesses.plain, self.plain)]
+        pairs += [] if plain_alone or self.rule is self.plain else [(witnesses.rule, self.rule)]
         for witness, exact in pairs:
             if witness is not None and exact is not None:
                 most = np.fmax(most, witness.moved(self.xs, self.covectors, parts, exact))
@@ -115,6 +122,33 @@ class Point:
         """Whether gradients are less than some of their own roundings in float64."""
         larger = np.max(np.abs(gradients), axis=0)
         return np.all(larger <= times * self.rounding(IN_FLOAT64), axis=0)
+
+
+def point_at(
+    witnesses: Witnesses,
+    vjp: VJP,
+    nearby: Neighborhood,
+    covectors: np.ndarray,
+    options: Options,
+    computed: np.ndarray | None = None,
+) -> Point:
+    """Compute the gradients at a point: as the program does, by the rule, and by plain AD."""
+    computed = vjp.rows(covectors) if computed is None else computed
+    finite, notes = np.isfinite(computed).all(axis=0), []
+
+    def exact(witness: Witness | None, name: str) -> np.ndarray | None:
+        if witness is None or options.is_late():
+            return None
+        try:
+            rows = np.where(finite, witness.at(nearby.xs, covectors), 0.0)
+        except UserError as error:
+            notes.append(f"no {name} in float64 ({error})")
+            return None
+        return rows if np.isfinite(rows).all() else None
+
+    plain = exact(witnesses.plain, "plain autodiff")
+    rule = plain if witnesses.rule is witnesses.plain else exact(witnesses.rule, "rule")
+    return Point(witnesses, vjp, nearby, covectors, computed, rule, plain, tuple(notes))
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -132,13 +166,13 @@ def cotangents(function: CheckedFunction, seed: int) -> np.ndarray:
     pairs = list(zip(function.output_names, function.outputs, strict=True))
     sizes = [(name, vectors.real_size(y)) for name, y in pairs]
     rows = [[dense_numbers(seed, f"{row} {name}", n) for name, n in sizes] for row in (0, 1)]
-    found = np.stack([np.concatenate(row) for row in rows])
+    covectors = np.stack([np.concatenate(row) for row in rows])
     firsts = [start for start, stop in vectors.areas(function.outputs) if stop > start]
-    found[1, firsts] = -np.sign(found[0, firsts]) * np.abs(found[1, firsts])
-    for row in found if found.shape[1] > 1 else ():
+    covectors[1, firsts] = -np.sign(covectors[0, firsts]) * np.abs(covectors[1, firsts])
+    for row in covectors if covectors.shape[1] > 1 else ():
         if (row == row[0]).all():
             row[-1] *= -1  # alike they see no more than the sum of the outputs
-    return found
+    return np.stack([vectors.as_held(row, function.outputs) for row in covectors])
 
 
 def masked_rows(function: CheckedFunction, seed: int) -> np.ndarray:
@@ -170,7 +204,7 @@ def further(function: CheckedFunction, seed: int, keeps: bool) -> list[jax.Array
     element's value, so that what is equal, zero or symmetric stays so; but for leaves of one value
     throughout, which are more often a test's `ones` than a structure.
     """
-    shared, found = generator(seed, "nearby").uniform(0, 2 * np.pi), []
+    shared, leaves = generator(seed, "nearby").uniform(0, 2 * np.pi), []
     for name, leaf in zip(function.names, function.inputs, strict=True):
         values, rng = vectors.widened_leaf(leaf), generator(seed, f"nearby {name}")
         if keeps and not np.all(values == values.ravel()[0]):
@@ -183,5 +217,5 @@ def further(function: CheckedFunction, seed: int, keeps: bool) -> list[jax.Array
             values = np.where(values == 0, part * typical, (1 - part) * values)
             if np.iscomplexobj(values):
                 values = values * np.exp(1j * rng.uniform(LEAST, MOST, values.shape))
-        found.append(jax.device_put(values.astype(leaf.dtype)))
-    return found
+        leaves.append(jax.device_put(values.astype(leaf.dtype)))
+    return leaves

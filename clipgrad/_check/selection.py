@@ -41,16 +41,17 @@ def _matches(selector: Any, paths: Sequence[str], word: str) -> list[bool]:
             f"{word}: got {shown(selector)}, expected a position (int), a name or a pattern (str)"
         )
     spellings, labels = [path.split("|") for path in paths], [p.replace("|", " or ") for p in paths]
-    own: Pattern = str(operator.index(selector)) if is_position else without_sign(selector)  # type: ignore
-    if isinstance(own, str):
-        own = _simple(own)
-        at_root = [any(f"{p}/".startswith(f"{own}/") for p in each) for each in spellings]
+    wanted: Pattern = str(operator.index(selector)) if is_position else without_sign(selector)  # type: ignore
+    if isinstance(wanted, str):
+        wanted = _simple(wanted)
+        at_root = [any(f"{p}/".startswith(f"{wanted}/") for p in each) for each in spellings]
         if any(at_root):
             return at_root
     if not is_position:
-        return leaves_selected(own, spellings, labels, word)
+        return leaves_selected(wanted, spellings, labels, word)
     raise ValueError(
-        f"{word}: got {selector!r}, expected one that selects a leaf; {nearest(str(own), labels)}"
+        f"{word}: got {selector!r}, expected one that selects a leaf; "
+        f"{nearest(str(wanted), labels)}"
     )
 
 

@@ -13,9 +13,8 @@ import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.log import Log
 from clipgrad._check.points import Point, dense_numbers
-from clipgrad._check.rules import has_own_rule, line_of_rule, rules_in, same_rule
-from clipgrad._check.theirs import TheirError, ran
-from clipgrad._names import Place, placed_equations
+from clipgrad._check.user_code import UserError, call_compiled
+from clipgrad._names import Place, placed_equations, rule_key, rule_source, rules_in
 
 DERIVATIVE = "transpose("  # JAX's own scope of the operations of a gradient
 SECOND_ORDER = (
@@ -60,8 +59,8 @@ def _is_in_a_derivative(place: Place) -> bool:
 
 def note_unused_rules(point: Point, xs: Sequence[Sequence[Any]], log: Log) -> None:
     """A note for each rule that met no cotangent but zero at any of some points."""
-    function = point.of.function
-    lines = {same_rule(e): line_of_rule(e) for e in rules_in(function.program)}
+    function = point.witnesses.function
+    lines = {rule_key(e): rule_source(e) for e in rules_in(function.program)}
     if not lines or _are_all_results(function.program):
         return
     keys = tuple(lines)
@@ -69,8 +68,8 @@ def note_unused_rules(point: Point, xs: Sequence[Sequence[Any]], log: Log) -> No
     run = _programs.low_jit(lambda zeros, x: _pulled(function, x, keys, u, zeros))
     try:
         zeros = np.zeros(len(lines), np.float32)
-        reached = np.any([np.asarray(ran(run, zeros, list(x))) != 0 for x in xs], axis=0)
-    except TheirError:
+        reached = np.any([np.asarray(call_compiled(run, zeros, list(x))) != 0 for x in xs], axis=0)
+    except UserError:
         return
     for line, is_reached in zip(lines.values(), reached, strict=True):
         if not is_reached:
@@ -82,7 +81,7 @@ def _are_all_results(program: Any) -> bool:
     jaxpr = _programs.opened(program)[0]
     results = set(map(id, jaxpr.outvars))
     inner = sum(1 for _ in rules_in(program))
-    outer = [e for e in jaxpr.eqns if has_own_rule(e)]
+    outer = [e for e in jaxpr.eqns if rule_source(e)]
     return len(outer) == inner and all(results & set(map(id, e.outvars)) for e in outer)
 
 
@@ -106,7 +105,7 @@ class _Added(_programs.Hook):
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a rule, with its number added."""
-        if not has_own_rule(equation) or (key := same_rule(equation)) not in self.keys:
+        if rule_source(equation) is None or (key := rule_key(equation)) not in self.keys:
             return None
         zero = self.zeros[self.keys.index(key)]
         outputs = _programs.bind(equation, inputs)

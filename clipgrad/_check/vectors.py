@@ -87,6 +87,11 @@ def covector_of(cotangent: Any, outputs: Sequence[Leaf]) -> np.ndarray:
     return to_numpy([np.conj(u).astype(wide_dtype(y.dtype)) for u, y in pairs])
 
 
+def as_held(vector: np.ndarray, like: Sequence[Leaf]) -> np.ndarray:
+    """A vector of the numbers that leaves can hold, which are few in a type of 8 bits."""
+    return to_numpy(leaves_of(vector, like))
+
+
 def stacked(rows: Sequence[Sequence[Leaf]]) -> list[np.ndarray]:
     """Lists of leaves, stacked leaf by leaf along a new leading axis."""
     return [np.stack([np.asarray(x) for x in leaves]) for leaves in zip(*rows, strict=True)]

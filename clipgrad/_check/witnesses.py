@@ -11,13 +11,12 @@ import clipgrad._programs as _programs
 from clipgrad._check import vectors
 from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
-from clipgrad._check.slopes import Evaluation, spread
-from clipgrad._check.theirs import TheirError, ran, theirs
-from clipgrad._check.verdict import narrowest
+from clipgrad._check.slopes import Evaluation, Neighborhood, spread
+from clipgrad._check.tolerances import RUNS_OF_GRADIENT, narrowest
+from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
 Call = Callable[[list, _programs.Hook | None], Any]
-RUNS_OF_GRADIENT = 6  # of a gradient with other roundings
 
 
 class VJP(NamedTuple):
@@ -30,8 +29,8 @@ class VJP(NamedTuple):
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector, as it is computed."""
         cotangents = vectors.cotangent_leaves(covector, self.like)
-        found = theirs(lambda: jax.block_until_ready(self.pull(cotangents)[0]))
-        return vectors.gradient_vector(found)
+        leaves = call_user(lambda: jax.block_until_ready(self.pull(cotangents)[0]))
+        return vectors.gradient_vector(leaves)
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
@@ -40,7 +39,7 @@ class VJP(NamedTuple):
 
 def differentiated(function: CheckedFunction, xs: Sequence[Any]) -> VJP:
     """`jax.vjp` at a point, outside of `jax.jit` as in a user's program."""
-    outputs, pull = theirs(jax.vjp, function.fun, list(xs))
+    outputs, pull = call_user(jax.vjp, function.fun, list(xs))
     return VJP(outputs, pull, function.outputs)
 
 
@@ -54,17 +53,17 @@ class Witness:
 
     def __init__(self, call: Call, function: CheckedFunction):
         self.call, self._outputs = call, function.outputs
-        self._run = _programs.low_jit(lambda leaves: theirs(call, leaves, None))
+        self._run = _programs.low_jit(lambda leaves: call_user(call, leaves, None))
         self._platform = next(iter(function.inputs[0].devices())).platform
         self._moved: Callable | None = None
 
     def at(self, xs: Sequence[Any], covectors: np.ndarray) -> np.ndarray:
         """The gradients for each cotangent, shape (cotangents, inputs)."""
         with in_float64():
-            given = [self._given(xs, u) for u in covectors]
-            wide = [[vectors.widened_leaf(x) for x in leaves] for leaves in given]
-            found = [ran(self._run, leaves) for leaves in wide]
-            return np.stack([vectors.gradient_vector(leaves) for leaves in found])
+            inputs = [self._inputs(xs, u) for u in covectors]
+            wide = [[vectors.widened_leaf(x) for x in leaves] for leaves in inputs]
+            gradients = [call_compiled(self._run, leaves) for leaves in wide]
+            return np.stack([vectors.gradient_vector(leaves) for leaves in gradients])
 
     def moved(self, xs, covectors: np.ndarray, parts: Parts, exact: np.ndarray) -> np.ndarray:
         """The distance that roundings move each element by, for the cotangent with the most.
@@ -72,21 +71,21 @@ class Witness:
         The root mean square of some runs, in which each number moves by `parts` of a rounding.
         """
         most = np.zeros(exact.shape[1])
-        for u, own in zip(covectors, exact, strict=True):
-            given = self._given(xs, u)
-            self._moved = moved = self._moved or self._traced(given)
-            leaves = [np.asarray(x) for x in given]
+        for u, gradient in zip(covectors, exact, strict=True):
+            inputs = self._inputs(xs, u)
+            self._moved = moved = self._moved or self._traced(inputs)
+            leaves = [np.asarray(x) for x in inputs]
             run = lambda s, m=moved, x=leaves: vectors.gradient_vector(m(x, s, parts))  # noqa: E731
             with in_float64():
-                most = np.fmax(most, spread(run, own, RUNS_OF_GRADIENT))
+                most = np.fmax(most, spread(run, gradient, RUNS_OF_GRADIENT))
         return most
 
-    def _given(self, xs, u: np.ndarray) -> list:
+    def _inputs(self, xs, u: np.ndarray) -> list:
         return [*xs, *vectors.cotangent_leaves(u, self._outputs)]
 
-    def _traced(self, given: list) -> Callable:
+    def _traced(self, inputs: list) -> Callable:
         hook, platform = _programs.NoRules(jnp.float64), self._platform
-        program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(given)
+        program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(inputs)
         return _programs.low_jit(
             lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)
         )
@@ -99,7 +98,7 @@ class Witnesses(NamedTuple):
       function: the function of its float leaves, and the point.
       rule: the VJP as it is written, in float64; None if it cannot be had.
       plain: plain AD in float64; None if it cannot be had. It is the rule where there is none.
-      evaluation: measures slopes.
+      here: the function's values at the point and beside it, of which slopes are made.
       narrow: the narrowest type that the function computes in.
       is_ruled: whether it has a rule that is not of JAX's own operations.
       loops: whether it holds a loop that stops by its numbers.
@@ -108,46 +107,46 @@ class Witnesses(NamedTuple):
     function: CheckedFunction
     rule: Witness | None
     plain: Witness | None
-    evaluation: Evaluation
+    here: Neighborhood
     narrow: str
     is_ruled: bool
     loops: bool = False
 
 
-def find_evaluation(
+def find_neighborhood(
     function: CheckedFunction, notes: list[str], hold: bool = True
-) -> tuple[Evaluation, Wide | None]:
-    """The evaluation for slopes: in float64 if it can be, or else in the function's own type."""
+) -> tuple[Neighborhood, Wide | None]:
+    """The values for slopes: in float64 if they can be, or else in the function's own type."""
     try:
         wide = Wide(function.program)
-        evaluation = Evaluation(function, wide, hold)
-        evaluation.set_point(function.inputs)
-        evaluation.require_same_values()
-        return evaluation, wide
-    except (Unsupported, TheirError) as error:
+        here = Neighborhood(Evaluation(function, wide, hold), function.inputs)
+        here.require_same_values()
+        return here, wide
+    except (Unsupported, UserError) as error:
         notes.append(f"evaluation in float64 is not possible ({error})")
-        evaluation = Evaluation(function, None, hold)
-        evaluation.set_point(function.inputs)
-        return evaluation, None
+        here = Neighborhood(Evaluation(function, None, hold), function.inputs)
+        _ = here.base  # where the function raises an error, it does so now
+        return here, None
 
 
 def find_witnesses(
-    function: CheckedFunction, notes: list[str], of: Witnesses | None = None
+    function: CheckedFunction, notes: list[str], of_function: Witnesses | None = None
 ) -> Witnesses:
-    """The witnesses of a function; `of` has those of the function whose VJP it is.
+    """The witnesses of a function, or of the VJP of another one, whose witnesses are known.
 
     Plain AD of a VJP is that of the plain VJP. In slopes of a VJP `stop_gradient` is not held: that
     would hide exactly the derivative that a rule forgets.
     """
-    evaluation, wide = find_evaluation(function, notes, hold=of is None)
+    here, wide = find_neighborhood(function, notes, hold=of_function is None)
     program, rule, plain = function.program, None, None
     types = _programs.computed_types(program) if program is not None else set()
-    is_ruled = has_rules(function) if of is None else of.is_ruled
+    is_ruled = has_rules(function) if of_function is None else of_function.is_ruled
     if wide is not None:
-        plain = _plain_ad(function, wide if of is None else of.plain and of.plain.call)
-        rule = plain if of is None and not is_ruled else _rule(function, notes)
+        first = wide if of_function is None else of_function.plain and of_function.plain.call
+        plain = _plain_ad(function, first)
+        rule = plain if of_function is None and not is_ruled else _rule(function, notes)
     narrow, loops = narrowest([*function.dtypes, *types]), _stops_by_numbers(program)
-    return Witnesses(function, rule, plain, evaluation, narrow, is_ruled, loops)
+    return Witnesses(function, rule, plain, here, narrow, is_ruled, loops)
 
 
 def _plain_ad(function: CheckedFunction, evaluated: Call | None) -> Witness | None:
@@ -168,9 +167,9 @@ def _rule(function: CheckedFunction, notes: list[str]) -> Witness | None:
     seeds = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in function.outputs]
     try:
         return Witness(
-            Wide(theirs(jax.make_jaxpr(pull_back), [*function.inputs, *seeds])), function
+            Wide(call_user(jax.make_jaxpr(pull_back), [*function.inputs, *seeds])), function
         )
-    except (Unsupported, TheirError) as error:
+    except (Unsupported, UserError) as error:
         notes.append(f"no rule in float64 ({error})")
         return None
 
@@ -179,13 +178,13 @@ def has_rules(function: CheckedFunction) -> bool:
     """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
     if function.program is None:
         return True
-    found = _programs.equations(function.program)
-    return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in found)
+    equations = _programs.equations(function.program)
+    return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in equations)
 
 
 def _stops_by_numbers(program: Any) -> bool:
     """Whether the condition of a `while` looks at floating numbers."""
-    found = [] if program is None else _programs.equations(program)
-    conditions = (e.params["cond_jaxpr"] for e in found if _programs.is_while(e))
+    equations = [] if program is None else _programs.equations(program)
+    conditions = (e.params["cond_jaxpr"] for e in equations if _programs.is_while(e))
     inner = (e for condition in conditions for e in _programs.equations(condition))
     return any(_programs.holds_floats(v) for e in inner for v in e.invars)

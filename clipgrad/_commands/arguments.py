@@ -27,15 +27,15 @@ def random_arguments(text: str, seed: int) -> tuple:
     """
     rng = np.random.default_rng(seed)
     left = SHAPE.sub("", text).replace(",", "").strip()
-    found = SHAPE.findall(text)
-    if left or not found:
+    shapes = SHAPE.findall(text)
+    if left or not shapes:
         sizes = re.fullmatch(r"[(\[]?(\d+(?:\s*,\s*\d+)*),?[)\]]?", text.strip())
         hint = f'; write "f32[{sizes[1]}]"' if sizes else ""
         raise ValueError(
             f'--args: got {text!r}, expected shapes, dtype[sizes], such as "f32[8,16], f32[16]", '
             f"or module:function, a function that returns the tuple of arguments{hint}"
         )
-    return tuple(_draw(rng, name, sizes) for name, sizes in found)
+    return tuple(_draw(rng, name, sizes) for name, sizes in shapes)
 
 
 def _draw(rng: np.random.Generator, name: str, sizes: str) -> Any:

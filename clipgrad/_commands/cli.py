@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import clipgrad
 from clipgrad._arrays import nearest
-from clipgrad._commands.check import add_check_parser
-from clipgrad._commands.compare import add_compare_parser
-from clipgrad._commands.demo import add_demo_parser
-from clipgrad._commands.diagnose import add_diagnose_parser
+from clipgrad._commands.check_command import add_check_parser
+from clipgrad._commands.compare_command import add_compare_parser
+from clipgrad._commands.demo_command import add_demo_parser
+from clipgrad._commands.diagnose_command import add_diagnose_parser
 from clipgrad._commands.function import WRONG_USAGE, complain
 from clipgrad._commands.help import add_help_parser
 from clipgrad._commands.selftest import add_selftest_parser
@@ -70,7 +70,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace | None:
         parser.print_help(sys.stderr)
         return None
     if unknown:
-        own = commands.choices[arguments.command]
-        there = dict.fromkeys(re.findall(r"--[a-z][\w-]*", own.format_help()))
-        own.error(f"got {unknown[0]!r}, which is no argument; {nearest(unknown[0], there, 3)}")
+        command = commands.choices[arguments.command]
+        there = dict.fromkeys(re.findall(r"--[a-z][\w-]*", command.format_help()))
+        command.error(f"got {unknown[0]!r}, which is no argument; {nearest(unknown[0], there, 3)}")
     return arguments

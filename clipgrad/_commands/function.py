@@ -62,8 +62,8 @@ def add_function(add: Callable[..., Any], kind: str = "function") -> None:
 
 def complain(arguments: argparse.Namespace, error: Exception) -> None:
     """Say in one line why a command could not be run, or with ``--traceback`` where as well."""
-    own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
-    text = str(error).strip().partition("\n")[0] if own else first_line(error)
+    is_of_user = isinstance(error, UsageError | ValueError | TypeError | ImportError)
+    text = str(error).strip().partition("\n")[0] if is_of_user else first_line(error)
     fault = error.__cause__ if isinstance(error, UsageError) else error
     if fault is not None and arguments.traceback:
         traceback.print_exception(fault)
@@ -84,24 +84,24 @@ def arguments(path: str, function: Callable, text: str | None, seed: int) -> tup
             "shape of each, or --args module:make_args"
         )
     is_path = ":" in text and "[" not in text
-    given = made_arguments(text) if is_path else random_arguments(text, seed)
+    args = made_arguments(text) if is_path else random_arguments(text, seed)
     instead = "" if is_path else _INSTEAD_OF_SHAPES
-    _called(path, function, *given, instead=instead)
-    return given
+    _called(path, function, *args, instead=instead)
+    return args
 
 
-def made_arguments(path: str, *given: Any) -> tuple:
+def made_arguments(path: str, *args: Any) -> tuple:
     """The arguments that a function such as `module:make_args` makes; `UsageError` as above."""
-    made = _called(path, load(path), *given)
+    made = _called(path, load(path), *args)
     if not isinstance(made, tuple):
         kind = type(made).__name__
         raise UsageError(f"{path}: got a {kind} from it, expected the tuple of arguments")
     return made
 
 
-def _called(path: str, function: Callable, *given: Any, instead: str = "") -> Any:
+def _called(path: str, function: Callable, *args: Any, instead: str = "") -> Any:
     try:
-        return function(*given)
+        return function(*args)
     except (Exception, SystemExit) as error:
         raise UsageError(f"{path} raises {first_line(error)}{instead}") from error
 
@@ -116,17 +116,17 @@ def load(path: str) -> Callable:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module_name)
+        value = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise UsageError(f"cannot import {module_name!r}: {first_line(error)}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            there = nearest(part, [key for key in dir(found) if not key.startswith("_")], 3)
+        if not hasattr(value, part):
+            there = nearest(part, [key for key in dir(value) if not key.startswith("_")], 3)
             raise UsageError(f"module {module_name!r} has no {name!r}; {there}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{path}: got a {type(found).__name__}, expected a function")
-    return found
+        value = getattr(value, part)
+    if not callable(value):
+        raise UsageError(f"{path}: got a {type(value).__name__}, expected a function")
+    return value
 
 
 def _as_module(path: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from clipgrad._arrays import nearest
 from clipgrad._commands.function import PASSED, UsageError, add_command
-from clipgrad._commands.search import PageLine, search
+from clipgrad._commands.help_search import PageLine, search
 from clipgrad._errors import docs_pages, docs_text
 
 _MOST = 8  # places that are listed

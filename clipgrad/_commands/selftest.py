@@ -97,8 +97,8 @@ def laws() -> Iterator[Law]:
         clipped = jax.vjp(lambda x, rule=rule: clip_cotangent(_cell(x, w), rule), x)[1]
         yield Law(f"outputs clipped by {rule!r}", clipped(cotangent), plain(rule(cotangent)))
         decorated = jax.vjp(error_clip(rule)(lambda x: _cell(x, w)), x)[1]
-        (own,) = plain(cotangent)
-        yield Law(f"inputs clipped by {rule!r}", decorated(cotangent), (rule(own),))
+        (of_input,) = plain(cotangent)
+        yield Law(f"inputs clipped by {rule!r}", decorated(cotangent), (rule(of_input),))
 
 
 def _cell(x, w):
@@ -143,13 +143,13 @@ def _results(kinds: list[str] | None) -> Iterator[tuple[bool, str]]:
     """Whether each case and each law holds, and what is printed of it."""
 
     def report_of(case: Case) -> Any:
-        found = case.function, case.args
-        return check_grads(*found, order=case.order, devices=kinds, raise_on_failure=False)
+        call = case.function, case.args
+        return check_grads(*call, order=case.order, devices=kinds, raise_on_failure=False)
 
     # Compiling is most of the work, and may be done at once.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as workers:
-        found = list(cases())
-        for case, report in zip(found, workers.map(report_of, found), strict=True):
+        every = list(cases())
+        for case, report in zip(every, workers.map(report_of, every), strict=True):
             details = "" if report.ok else f"\n{report}"
             yield report.ok, f"{case.name} ({report.seconds:.1f} s){details}"
     for law in laws():

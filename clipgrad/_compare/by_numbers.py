@@ -12,7 +12,7 @@ import numpy as np
 
 from clipgrad._arrays import widened_leaf
 from clipgrad._compare.judge import Judgment, judge_sketches
-from clipgrad._compare.match import instances_of
+from clipgrad._compare.pairs import instances_of
 from clipgrad._compare.record import ENTERS, Record, Row
 from clipgrad._compare.sketches import (
     LARGEST_AT,

@@ -21,6 +21,7 @@ from clipgrad._compare.losses import ALL
 from clipgrad._compare.match import same_rows
 from clipgrad._compare.ports import compare_by_numbers
 from clipgrad._compare.record import TORCH, Record
+from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
 from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
@@ -76,6 +77,7 @@ def compare(
       names: the names of values in ``other`` by their names in ``fun``, where they differ:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
         ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
+        Lines are names too: ``{"model.py:8": "port.py:20"}``.
       rtol: a relative tolerance, such as 1e-3, in place of the measured one.
 
     Returns:
@@ -88,10 +90,11 @@ def compare(
         ``names`` is of no value in its version, or the versions have no output in common.
 
     Each version is traced once, and runs in one compiled program. A named value is a tag, or what
-    leaves a module or a step of a scan. Of each named value and of its cotangent only a sketch
-    leaves the program, 256 sums with random signs: the norm of the difference of two sketches is
-    the norm of the difference of the values, to about 10 %. So a comparison needs the memory of a
-    gradient.
+    leaves a module or a step of a scan. Of a loss in which nothing has a name it is the last
+    floating value of each run of a line, such as ``"model.py:8"``. Of each named value and of its
+    cotangent only a sketch leaves the program, 256 sums with random signs: the norm of the
+    difference of two sketches is the norm of the difference of the values, to about 10 %. So a
+    comparison needs the memory of a gradient.
 
     A value differs if its relative difference is above four roundings of its dtype, and above what
     rounding does there. To measure that, the program of ``fun`` runs eight more times with each
@@ -105,7 +108,10 @@ def compare(
         the gradient, or has most of their norm.
       * A "value" finding is the first named value in the order of computation, steps of scans
         included, that differs. It names the common module of the operations between this value and
-        the named values before it, which agree.
+        the named values before it, which agree; or a line there that only one version has.
+      * Lines of versions that share code are matched by their statement, run by run. Those of other
+        code are matched by their numbers, in any layout. A finding says up to which lines the
+        versions are the same, and which lines come next.
       * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
         it names the module of the operations that use the value, and the lines of the custom rules
         among them. If all cotangents agree too, each leaf whose gradient differs is a "grads"
@@ -147,15 +153,30 @@ def compare(
         files = {i: load_record(versions[i]) for i in range(2) if given[i] is None}
         among = next((record.argnums for record in files.values()), ())
         more: Any = named, argnums, has_aux, bool(files) or other_args is not None, among
-        records: list[Record] = []
-        for i, (run, own) in enumerate(zip(versions, given, strict=True)):
-            if i in files:
-                records.append(files[i])
-            else:
-                is_measured = any(row.moved is not None for r in records for row in r.rows)
-                floor = rtol is None and not is_measured
-                records.append(recorded(run, own, *more).run(floor=floor))
+        found = [
+            files[i] if i in files else recorded(run, own, *more)
+            for i, (run, own) in enumerate(zip(versions, given, strict=True))
+        ]
+        records = _run(with_lines_alike(found), rtol is None)
         return _compared(records[0], records[1], names, rtol, bool(files))
+
+
+def with_lines_alike(versions: list[Record | Recording]) -> list[Record | Recording]:
+    """The versions, all with values of lines if one of them has no other values."""
+    if not any(version.has_lines for version in versions):
+        return versions
+    return [x if isinstance(x, Record) or x.has_lines else x.with_lines() for x in versions]
+
+
+def _run(versions: Sequence[Record | Recording], is_measuring: bool) -> list[Record]:
+    """The records, of which the first that is made now says what rounding moves, or a file does."""
+    records: list[Record] = []
+    for version in versions:
+        if isinstance(version, Recording):
+            is_measured = any(row.moved is not None for r in records for row in r.rows)
+            version = version.run(floor=is_measuring and not is_measured)
+        records.append(version)
+    return records
 
 
 def _compared(

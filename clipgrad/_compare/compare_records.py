@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 
 from clipgrad._compare.findings import MOST_NAMES, Sides, first, is_nothing
-from clipgrad._compare.match import Pair, match
+from clipgrad._compare.match import match
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.record import Record
 from clipgrad._compare.result import ComparisonRow, GradientComparison
 from clipgrad._errors import first_few
+from clipgrad._names import CALL
 
 
 def compare_records(
@@ -106,6 +108,8 @@ def _rows_of_both(sides: Sides) -> tuple[ComparisonRow, ...]:
     found = []
     for p in [*sides.of("value"), *([] if is_loss else sides.of("output"))]:
         row, cotangent = sides.rows(p)[0], back.get(p.own)
+        if row.view == CALL:  # its numbers are those of a line that it called
+            continue
         own, its = p.judgment, cotangent and cotangent.judgment
         numbers = own.difference, its and its.difference, own.tolerance, its and its.tolerance
         kind = row.view if p.kind == "value" else "output"

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 
 from clipgrad._compare.judge import Judgment
-from clipgrad._compare.match import Matching, Pair
+from clipgrad._compare.line_findings import LinesAlone, lines_alone, lines_of_ends
+from clipgrad._compare.match import Matching
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.ratios import factor_text, ratio
-from clipgrad._compare.record import ENTERS, TEXT, Graph, Record, Row
+from clipgrad._compare.record import ENTERS, TEXT, Graph, Instance, Record, Row
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NUMBERS, scalar_of
 from clipgrad._compare.slices import Slice, made_from, module_of, used_by
@@ -43,6 +45,11 @@ class Sides:
         return [Graph(self.a), Graph(self.b)]
 
     @property
+    def has_lines(self) -> bool:
+        """Whether the values of lines are in both records."""
+        return self.a.has_lines and self.b.has_lines
+
+    @property
     def agreeing(self) -> list[Pair]:
         """The values that agree."""
         return [p for p in self.of("value") if p.judgment.agrees]
@@ -59,6 +66,33 @@ class Sides:
         if self.a.framework == self.b.framework and its.line not in ("", row.line):
             text += f"; in other at {_location(its)}"
         return at_line(kind, text, row, module, pair, before)
+
+    @functools.cached_property
+    def paired(self) -> list[set[Instance]]:
+        """The values of each record that are in pairs, or have the numbers of an argument."""
+        found = [{p.at(side) for p in self.of("value")} for side in range(2)]
+        return [own | set(copies) for own, copies in zip(found, self.matching.copies, strict=True)]
+
+    @functools.cached_property
+    def shares_code(self) -> bool:
+        """Whether both versions run one statement."""
+        return not {row.statement for row in self.a.rows if row.is_line}.isdisjoint(
+            row.statement for row in self.b.rows if row.is_line
+        )
+
+    def alone_behind(self, pair: Pair) -> LinesAlone:
+        """The lines of one version alone between a pair and the values that agree."""
+        return lines_alone(made_from(pair, self.agreeing, self.both), self.paired, self.shares_code)
+
+    def told_at(self, finding: ComparisonFinding, row: Row | None) -> ComparisonFinding:
+        """A finding that is told at the line of another row, if there is one."""
+        if row is None or not (where := _location(row)).file:
+            return finding
+        text = finding.message
+        if finding.file:
+            text = text.removeprefix(f"{Location(finding.file, finding.line, None)}: ")
+        text = f"{where}: {text}"
+        return dataclasses.replace(finding, message=text, file=where.file, line=where.line)
 
     def rules_in(self, slices: Sequence[Slice]) -> str:
         """The text of the custom rules among some operations; "" if there are none."""
@@ -117,17 +151,46 @@ def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     before = [p for p in values[: values.index(pair)] if p.judgment.agrees]
     to = f"that enters {row.name}" if row.view == ENTERS else f"of {row.label}"
     text = f"the value {to} {difference_text(pair.judgment)}"
+    alone = sides.alone_behind(pair)
+    text += f"; {alone.text}" if alone.text else called_text(row)
     text += sides.rules_in(made_from(pair, sides.agreeing, sides.both))
-    return sides.at_line("value", text, row.name if module is None else module, pair, before)
+    found = sides.at_line("value", text, row.name if module is None else module, pair, before)
+    return sides.told_at(found, alone.row)
 
 
 def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     count = len(sides.agreeing)
     text = f"the loss {difference_text(pair.judgment)}; "
     agree = "the only named value agrees" if count == 1 else f"all {count} named values agree"
+    if sides.has_lines:
+        return _first_unknown_lines(sides, pair, text)
     text += agree if count else "no named value was matched"
     text += sides.rules_in(made_from(pair, sides.agreeing, sides.both))
     return sides.at_line("value", text, sides.module_behind(pair) or "", pair, sides.agreeing)
+
+
+def _first_unknown_lines(sides: Sides, pair: Pair, text: str) -> ComparisonFinding:
+    """Of versions that share no code: the lines up to which they are the same, and the next."""
+    slices = made_from(pair, sides.agreeing, sides.both)
+    alone, last = lines_alone(slices, sides.paired, sides.shares_code), _last_of(sides, slices)
+    text += f"the same up to {last[0].words} and {last[1].words}" if last else "nothing is the same"
+    text += f"; then {alone.text}" if alone.text else ""
+    text += sides.rules_in(slices)
+    found = sides.at_line("value", text, sides.module_behind(pair) or "", pair, sides.agreeing)
+    return sides.told_at(found, alone.row)
+
+
+def _last_of(sides: Sides, slices: Sequence[Slice]) -> tuple[Row, Row] | None:
+    """The last lines that agree, of those that the slices end at."""
+    ends = [{to for _, _, to in own.steps} for own in slices]
+    agreeing = [p for p in sides.agreeing if p.own in ends[0] or p.other in ends[1]]
+    rows = [sides.rows(p) for p in agreeing]
+    return next((both for both in reversed(rows) if all(row.is_line for row in both)), None)
+
+
+def called_text(row: Row) -> str:
+    """The calls that led to a line, if there are several."""
+    return f", as {' > '.join(row.calls)}" if len(row.calls) > 1 else ""
 
 
 def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
@@ -173,8 +236,26 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     text = (
         f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
     )
-    text += f" {difference_text(pair.judgment)}; all values agree{sides.rules_in(every)}"
-    return dataclasses.replace(sides.at_line("vjp", text, module, pair, later), step=step)
+    text += f" {difference_text(pair.judgment)}; all values agree"
+    user_row = _line_of_user(sides, every)
+    text += f"; {user_row.text}" if user_row.text else ""
+    text += sides.rules_in(every)
+    found = dataclasses.replace(sides.at_line("vjp", text, module, pair, later), step=step)
+    return sides.told_at(found, user_row.row)
+
+
+def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
+    """The line that uses a value: one that only one version has, or the first that both have."""
+    if not sides.has_lines:
+        return LinesAlone(None, None)
+    alone = lines_alone(slices, sides.paired, sides.shares_code)
+    if not sides.shares_code and alone.is_one:
+        ends = [{p.at(side) for p in sides.of("value")} for side in range(2)]
+        alone = lines_of_ends(slices, ends)
+    if alone.row is not None:
+        return alone
+    rows = [[own.graph.record.rows[to[0]] for _, _, to in own.steps] for own in slices]
+    return LinesAlone(*(next((row for row in own if row.is_line), None) for own in rows))
 
 
 def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
@@ -214,7 +295,9 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
     text += f"; values and cotangents agree{sides.rules_in(every)}"
     module = module_of(every[: len(sides.graphs(pair))])
-    found = sides.at_line("grads", text, module or "", pair)
+    user = _line_of_user(sides, every)
+    text += f"; {user.text}" if user.text else ""
+    found = sides.told_at(sides.at_line("grads", text, module or "", pair), user.row)
     return dataclasses.replace(found, path=row.name)
 
 

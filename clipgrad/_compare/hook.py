@@ -1,7 +1,7 @@
 """The hook that sketches each named value of a program, and its cotangent."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import jax
@@ -10,7 +10,18 @@ from jax.extend.core import Literal
 
 from clipgrad._compare.record import ENTERS
 from clipgrad._compare.sketches import sketch, tapped
-from clipgrad._names import Place, Seen, module_entries, path, placed_equations
+from clipgrad._names import (
+    DEPTH,
+    LineKeys,
+    LineNames,
+    LineValue,
+    Place,
+    Seen,
+    line_values,
+    module_entries,
+    path,
+    placed_equations,
+)
 from clipgrad._programs import (
     Part,
     ProgramValues,
@@ -36,6 +47,10 @@ class Sketches(ValueHook):
     """
 
     carried: int = 0
+
+    def value(self, seen: Seen, x: Any) -> Any:
+        """What goes on; the lines that called the line of a value have its numbers."""
+        return x if seen.position[-1] < DEPTH else super().value(seen, x)
 
     def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
         """The sketch."""
@@ -124,7 +139,7 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
 
 
 def seen_values(program: Any) -> list[NamedValue]:
-    """The values that `Sketches` sees; those of one array are in the order of `Row.time`.
+    """The values with names that `Sketches` sees; those of one array are `in_order`.
 
     What a scan returns is what its last step carries on, and is left out.
     """
@@ -133,5 +148,24 @@ def seen_values(program: Any) -> list[NamedValue]:
     named = [
         v for v in named_values(program) if (v.position[:-2], v.position[-2], v.name) not in ends
     ]
-    depth = lambda v: (v.kind != "tag", -v.position[-1])  # noqa: E731
-    return sorted((*named, *carried, *entering_values(program)), key=depth)
+    return in_order((*named, *carried, *entering_values(program)))
+
+
+def note_key(position: tuple[int, ...]) -> tuple[int, ...]:
+    """The key of the note of a value: of all lines of one array that of the innermost."""
+    return (*position[:-1], max(position[-1], DEPTH))
+
+
+def in_order(values: Iterable[NamedValue]) -> list[NamedValue]:
+    """The values; those of one array are in the order of `Row.time`."""
+    return sorted(values, key=lambda v: (v.kind != "tag", -v.position[-1]))
+
+
+def values_of_lines(program: Any) -> tuple[LineKeys, list[tuple[NamedValue, LineValue]]]:
+    """The lines of a program, as `Sketches` takes them, and the values that it sees then."""
+    names = LineNames.of(program)
+    by_key = {line.key: name for name, line in names.lines.items()}
+    values = (v for v in line_values(program) if v.line.key in by_key)
+    return names.keys(names.lines), [
+        (NamedValue(v.position, by_key[v.line.key], v.kind, v.place, v.variable), v) for v in values
+    ]

@@ -2,47 +2,33 @@
 
 import collections
 import functools
-import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from clipgrad._compare.judge import Judgment, judge_rows
+from clipgrad._compare.judge import judge_rows
+from clipgrad._compare.line_pairs import copied_lines, equal_lines, line_pairs, named_lines
 from clipgrad._compare.names import Renamed, same_leaves
+from clipgrad._compare.pairs import Pair, in_time, instances_of
 from clipgrad._compare.record import Instance, Record
 from clipgrad._compare.result import ComparisonFinding
 
 Group = tuple[str, str, tuple[int, ...]]
-NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)
-
-
-class Pair(NamedTuple):
-    """Rows of both records that should be the same, at one step, and how they differ.
-
-    Attributes:
-      kind: the kind of the rows.
-      own: the row and the steps in the first record.
-      other: those in the second one.
-      judgment: how they differ.
-      order: the number of the order of axes in the second one, where it has several.
-    """
-
-    kind: str
-    own: Instance
-    other: Instance
-    judgment: Judgment = NO_JUDGMENT
-    order: int | None = None
-
-    def at(self, side: int) -> Instance:
-        """The row and the steps in the first record, 0, or in the second."""
-        return self.other if side else self.own
 
 
 class Matching(NamedTuple):
-    """The pairs, judged; findings of what was not compared, and texts of other rows left alone."""
+    """How the rows of two records were matched.
+
+    Attributes:
+      pairs: the pairs, judged.
+      alone: findings of what was not compared.
+      unmatched: texts of other rows left alone.
+      copies: the values of lines in each record that have the numbers of an argument.
+    """
 
     pairs: list[Pair]
     alone: list[ComparisonFinding]
     unmatched: list[str]
+    copies: tuple[Collection[Instance], Collection[Instance]] = ((), ())
 
 
 def alone(kind: str, path: str, text: str) -> ComparisonFinding:
@@ -67,6 +53,8 @@ def match(
         the second.
     """  # fmt: skip
     values, unmatched = _named_values(a, b, names)
+    lines = line_pairs(a, b, names) if a.has_lines and b.has_lines else []
+    values = in_time(a, [*values, *lines])
     pairs, found = [*values, *_cotangents(a, b, values)], []
     for kind in ("argument", "output", "gradient")[not with_arguments :]:
         same = same_rows(a, b, kind)
@@ -78,7 +66,10 @@ def match(
             name, path = record.rows[i].label, record.rows[i].name
             found.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
-    return Matching(judged, [*found, *others], [*unmatched, *texts])
+    if lines or a.has_lines and b.has_lines:
+        judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
+    copies = copied_lines(a), copied_lines(b)
+    return Matching(judged, [*found, *others], [*unmatched, *texts], copies)
 
 
 def same_rows(a: Record, b: Record, kind: str) -> dict[int, int]:
@@ -134,10 +125,15 @@ def _judged(
 def _named_values(
     a: Record, b: Record, names: Mapping[str, str] | None
 ) -> tuple[list[Pair], list[str]]:
-    ours, theirs = Renamed(dict(names or {})), Renamed({})
+    of_lines = named_lines(names)
+    named = {own: other for own, other in (names or {}).items() if own not in of_lines}
+    ours, theirs = Renamed(named), Renamed({})
     theirs.patterns = [y for x, y in ours.rules if "*" in y and "*" not in x]
     groups = _groups(a, ours), _groups(b, theirs)
-    ours.check([a.rows[i].name for i in a.of("value")], [name for name, *_ in groups[1]])
+    ours.check(
+        [a.rows[i].name for i in a.of("value") if not a.rows[i].is_line],
+        [name for name, *_ in groups[1]],
+    )
     pairs, unmatched = [], []
     for group, found in groups[0].items():
         same = groups[1].get(group, [])
@@ -149,17 +145,7 @@ def _named_values(
     for group, found in groups[1].items():
         if group not in groups[0] and group[0]:
             unmatched.append(_unmatched(b, group, found, [], "other", "fun"))
-    return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1])), unmatched
-
-
-def instances_of(record: Record, kind: str = "value") -> list[Instance]:
-    """The rows of a kind at each step, in the order of time."""
-    found = [
-        (i, steps)
-        for i in record.of(kind)
-        for steps in itertools.product(*map(range, record.rows[i].steps))
-    ]
-    return sorted(found, key=lambda at: record.rows[at[0]].time(at[1]))
+    return pairs, unmatched
 
 
 def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
@@ -167,6 +153,8 @@ def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
     name = functools.cache(renamed)
     for at in instances_of(record):
         row = record.rows[at[0]]
+        if row.is_line:
+            continue
         groups[name(row.name), row.view, row.shape].append(at)
     return groups
 

@@ -16,7 +16,8 @@ from clipgrad._compare.by_numbers import (
 from clipgrad._compare.compare_records import result
 from clipgrad._compare.findings import MOST_NAMES, Sides, first
 from clipgrad._compare.judge import judge, judge_rows
-from clipgrad._compare.match import Matching, Pair, alone
+from clipgrad._compare.match import Matching, alone
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.record import ENTERS, TORCH, Graph, Record
 from clipgrad._compare.result import ComparisonFinding, GradientComparison
 from clipgrad._compare.sketches import NORM_AT

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._names import OF_LINES
+
 ENTERS = "enters"  # the view of a value that enters a module
 THE_LOSS = "the loss"
 TEXT = "text"  # the dtype of what is no array
@@ -31,12 +33,17 @@ class Row:
       leaf: the argument that an argument or a gradient is in, as "args[0]", and its path there.
       node: the number of the row that edges lead to: the value of a cotangent, the argument of a
         gradient, or the row itself.
-      view: "tag", "module" for what leaves one, or "enters"; of torch's arguments "parameter",
-        "buffer" or "argument".
+      view: "tag", "module" for what leaves one, "enters", or "line", "call" and "backward" of a
+        user's line, see `LineValue`; of torch's arguments "parameter", "buffer" or "argument".
       position: where it is computed: the numbers of operations and programs around, then those of
         its operation and result, and the depth of its module. Of an output it is its age.
       around: for each operation around the number of steps of a scan, negative in reverse; or 0.
       line: the line of the user that computes it, as "file:line".
+      calls: of a line the calls that led there, outermost first, such as "loss:16".
+      words: of a line what it is, such as "model.py:8, h in layer, the second of 4 runs".
+      statement: of a line its file, its function and its text, by which it is known in another
+        version of the file.
+      is_copy: of a line whether it only moves numbers, as an index or a transpose does.
       owner: the class of torch's module.
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
         first axis.
@@ -56,6 +63,10 @@ class Row:
     position: tuple[int, ...] = (-1, 0, 0)
     around: tuple[int, ...] = ()
     line: str = ""
+    calls: tuple[str, ...] = ()
+    words: str = ""
+    statement: str = ""
+    is_copy: bool = False
     owner: str = ""
     turned: str = ""
     exact: str = ""
@@ -81,8 +92,15 @@ class Row:
             return 0.0
 
     @property
+    def is_line(self) -> bool:
+        """Whether it is the value of a user's line, or its cotangent."""
+        return self.view in OF_LINES
+
+    @property
     def label(self) -> str:
         """The name in a message."""
+        if self.words:
+            return self.words
         is_inside = self.kind in ("value", "cotangent")
         return self.name or ("what the scan carries" if is_inside else "the argument")
 
@@ -160,6 +178,11 @@ class Record:
     def of(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
         return [i for i, row in enumerate(self.rows) if row.kind == kind]
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether it has values of lines."""
+        return any(row.is_line for row in self.rows)
 
     @property
     def is_loss(self) -> bool:

@@ -4,15 +4,17 @@ import collections
 import dataclasses
 import functools
 import importlib.metadata
+import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._compare.edges import Walk
-from clipgrad._compare.hook import Sketches, seen_values
+from clipgrad._compare.hook import Sketches, in_order, note_key, seen_values, values_of_lines
 from clipgrad._compare.judge import RUNS, floor_of
 from clipgrad._compare.numbers import (
     by_steps,
@@ -23,18 +25,20 @@ from clipgrad._compare.numbers import (
 from clipgrad._compare.record import Record, Row
 from clipgrad._compare.sketches import LENGTH, sketch_dtype
 from clipgrad._diagnose import (
+    error_text,
     is_of_callback,
     raised_finding,
     raised_in,
-    told_error,
 )
 from clipgrad._losses import TracedLoss
-from clipgrad._names import Place, active_variables
+from clipgrad._names import Line, LineKeys, LineValue, Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
+    Does,
     Hook,
     Traced,
     Widen,
+    does,
     equations,
     evaluate,
     is_reversed,
@@ -62,6 +66,7 @@ class Recording:
       returned: the rows of the arrays that it returns.
       devices: the axes of a sketch that are over devices, by the row of the value.
       given: the loss, if it is one.
+      remade: makes the recording again, see `recording_of`.
     """
 
     record: Record
@@ -70,6 +75,19 @@ class Recording:
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
     given: TracedLoss | None = None
+    remade: Callable[..., "Recording"] | None = None
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether values of lines are recorded."""
+        return any(row.is_line for row in self.record.rows)
+
+    def with_lines(self) -> "Recording":
+        """The recording of the same program, with the values of its lines."""
+        assert self.remade is not None
+        more = self.remade(lines=True)
+        more.record.argnums, more.record.notes = self.record.argnums, self.record.notes
+        return dataclasses.replace(more, given=self.given)
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -92,7 +110,7 @@ class Recording:
         except Exception as error:
             if self.given is None or not is_of_callback(error):
                 raise
-            finding = raised_finding(raised_in(self.given), told_error(error), self.given)
+            finding = raised_finding(raised_in(self.given), error_text(error), self.given)
             raise ValueError(
                 f"{finding.message}; clipgrad.diagnose follows its operands back"
             ) from error
@@ -127,7 +145,7 @@ class Recording:
                 rows[i].whole = None
         for kind, own in zip(("value", "cotangent"), on_host(notes), strict=True):
             for i in self.record.of(kind):
-                x = own[rows[i].position]
+                x = own[note_key(rows[i].position)]
                 rows[i].sketch = by_steps(x, rows[i], self.devices.get(i, ()))
         return rows
 
@@ -138,6 +156,8 @@ def recording_of(
     outputs: Sequence[Row],
     gradients: Mapping[int, str],
     with_arguments: bool,
+    fixed: Sequence[Row] = (),
+    lines: bool | None = None,
 ) -> Recording:
     """The recording of a program.
 
@@ -147,7 +167,10 @@ def recording_of(
       outputs: the rows of its outputs, without their places.
       gradients: the paths of the gradients of its first output, by the numbers of inputs.
       with_arguments: whether the numbers of the inputs are recorded.
+      fixed: rows of what the program does not compute.
+      lines: whether the values of lines are recorded; None: of a loss in which nothing has a name.
     """
+    more = program, inputs, outputs, gradients, with_arguments, fixed
     arrays = [x for *_, x in inputs]
     record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
     for name, leaf, x in inputs:
@@ -156,31 +179,56 @@ def recording_of(
             with_numbers(row, x).whole = x
         record.add(row)
     active = active_variables(program, gradients) if gradients else frozenset()
-    places, devices = collections.defaultdict(list), {}
-    for v in seen_values(program):
-        at = record.add(_value_row("value", v))
-        places[v.position[:-1]].append(at)
-        if over := _axes_of_devices(v):
-            devices[at] = over
-        elif v.variable in active and not v.in_while:
-            record.add(_value_row("cotangent", v), at)
+    values = seen_values(program)
+    named = [v for v in values if not is_of_formula(v.name)]
+    if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
+        values = named
+    keys, of_lines = values_of_lines(program) if lines else ((), [])
+    places, devices = _add_values(record, values, of_lines, active)
     walk = Walk(program, range(len(inputs)), places, record.rows)
-    returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(outputs)]
+    copies = map(dataclasses.replace, outputs)
+    returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(copies)]
     for i, path in gradients.items():
         row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
     cotangents = (record.rows[i] for i in record.of("cotangent"))
-    taps = {r.position: jnp.zeros((*r.steps, LENGTH), sketch_dtype(r.dtype)) for r in cotangents}
-    traced = trace(functools.partial(_evaluated, program, [*gradients]), (arrays, taps), {})
-    return Recording(record, traced, jax.tree.leaves((arrays, taps)), returned, devices)
+    types = {note_key(r.position): (r.steps, sketch_dtype(r.dtype)) for r in cotangents}
+    taps = {key: jnp.zeros((*steps, LENGTH), dtype) for key, (steps, dtype) in types.items()}
+    for row in fixed:
+        record.add(row)
+    evaluated = functools.partial(_evaluated, program, [*gradients], keys)
+    traced = trace(evaluated, (arrays, taps), {})
+    leaves, remade = jax.tree.leaves((arrays, taps)), functools.partial(recording_of, *more)
+    return Recording(record, traced, leaves, returned, devices, remade=remade)
 
 
-def _evaluated(program: Any, moving: Sequence[int], inputs: list, taps: dict) -> tuple:
+def _add_values(
+    record: Record,
+    values: Sequence[NamedValue],
+    of_lines: Sequence[tuple[NamedValue, LineValue]],
+    active: Collection[Any],
+) -> tuple[dict[tuple, list[int]], dict[int, tuple[int, ...]]]:
+    """Add the rows of values and of cotangents: where they are, and which axes are over devices."""
+    places, devices = collections.defaultdict(list), {}
+    lines = {v.position: line for v, line in of_lines}
+    for v in in_order([*values, *(v for v, _ in of_lines)]):
+        at = record.add(_value_row("value", v, lines.get(v.position)))
+        places[v.position[:-1]].append(at)
+        if over := _axes_of_devices(v):
+            devices[at] = over
+        elif v.variable in active and not v.in_while:
+            record.add(_value_row("cotangent", v, lines.get(v.position)), at)
+    return places, devices
+
+
+def _evaluated(
+    program: Any, moving: Sequence[int], lines: LineKeys, inputs: list, taps: dict
+) -> tuple:
     """The outputs, the gradients of the first one, and the sketches of values and cotangents."""
 
     def outputs(moved: dict, taps: dict) -> tuple:
-        hook = Sketches(taps=taps)
+        hook = Sketches(taps=taps, lines=lines)
         found = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
         return found, hook.noted()
 
@@ -202,13 +250,29 @@ def _with_output(record: Record, walk: Walk, program: Any, number: int, row: Row
     return at
 
 
-def _value_row(kind: str, v: NamedValue) -> Row:
+def _value_row(kind: str, v: NamedValue, line: LineValue | None) -> Row:
     around = []
     for e in reversed(v.place.chain[1:]):
         length = scan_length(e) or 0
         around.append(-length if is_reversed(e) else length)
     more = {"view": v.kind, "position": v.position, "around": tuple(around)}
-    return plain_row(kind, v.name, v.variable.aval, line=_line_of(v.place), **more)
+    if line is not None:
+        words, calls = line.named(v.name.rpartition(":")[0]), line.led_by.split(" > ")
+        more |= {"words": words, "calls": tuple(calls), "statement": _statement(line.line)}
+        more["is_copy"] = does(v.place.equation) is Does.COPIES
+    where = _line_of(v.place) if line is None else line.line.key
+    return plain_row(kind, v.name, v.variable.aval, line=where, **more)
+
+
+def is_of_formula(name: str) -> bool:
+    """Whether a name is only the formula that `jnp.einsum` gives its operations."""
+    return bool(name) and all("->" in segment for segment in name.split("/"))
+
+
+def _statement(line: Line) -> str:
+    """The file, the function and the text of a line; its number instead of a text that is lost."""
+    text = linecache.getline(line.file, line.number).strip() or str(line.number)
+    return f"{os.path.basename(line.file)} {line.function} {text}"
 
 
 def _axes_of_devices(v: NamedValue) -> tuple[int, ...]:

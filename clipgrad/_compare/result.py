@@ -1,6 +1,7 @@
 """The result of a comparison, for people and for programs: its findings and its rows."""
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -59,15 +60,16 @@ class ComparisonRow:
     """A place of both versions: a named value, at one step of the scans around it, or an output.
 
     Attributes:
-      module: the name of the value, or the path of the output.
+      module: the name of the value, such as "encoder/attn" or "model.py:8", or the path of the
+        output.
       step: the index in the innermost scan, or None.
       value: the relative difference of the values.
       cotangent: the relative difference of their cotangents, or None.
       value_tolerance: what rounding explains of the difference of the values.
       cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
       steps: the indices in all scans around it, outermost first.
-      kind: "tag", "module", "output", or "enters" for what enters the module; beside a dtype also
-        "gradient" for a leaf of it.
+      kind: "tag", "module", "output", "line" for the value of a user's line, or "enters" for what
+        enters the module; beside a dtype also "gradient" for a leaf of it.
     """
 
     module: str
@@ -167,7 +169,8 @@ def _draw_curve(panel: Any, numbers: list, style: str, color: str, label: str) -
 
 def _written(finding: ComparisonFinding) -> str:
     where = finding.path if finding.module is None else finding.module
-    at = "" if where is None else f": {where or 'outside of modules'}"
+    line = f"{os.path.basename(finding.file)}:{finding.line}" if finding.file else ""
+    at = "" if where is None else f": {where or line or 'outside of modules'}"
     step = "" if finding.step is None else f", step {finding.step}"
     head = f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}{at}{step}"
     return f"{folded(head)}\n{folded(finding.message, '  ')}"

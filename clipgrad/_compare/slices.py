@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from clipgrad._compare.match import Pair
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.record import Edge, Graph, Instance
 from clipgrad._names import common_start
 

@@ -59,15 +59,13 @@ def _recording(
     outputs = {p: x for p, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)}
     rows = [plain_row("output", p, x) for p, x in outputs.items()]
     inputs = [(p, ("", ""), x) for p, x in given.items() if is_array(x)]
-    found = recording_of(traced.program, inputs, rows, {}, with_arguments)
     fixed = [("output", p, x) for p, x in leaves.items() if p not in outputs]
     if with_arguments:
         numbers = np.ndarray, np.generic, int, float, complex
         fixed += [("argument", p, x) for p, x in given.items()
                   if isinstance(x, numbers) and not is_array(x)]  # fmt: skip
-    for own in fixed:
-        found.record.add(with_numbers(plain_row(*own), own[2]))
-    return found
+    known = [with_numbers(plain_row(*own), own[2]) for own in fixed]
+    return recording_of(traced.program, inputs, rows, {}, with_arguments, known)
 
 
 def output_paths(tree: Any) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from clipgrad._arrays import widened_leaf
 from clipgrad._compare.compare_records import result
 from clipgrad._compare.findings import Sides
 from clipgrad._compare.judge import judge
-from clipgrad._compare.match import Matching, Pair, match
+from clipgrad._compare.match import Matching, match
+from clipgrad._compare.pairs import Pair
 from clipgrad._compare.record import Row
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import ComparisonFinding, ComparisonRow, GradientComparison

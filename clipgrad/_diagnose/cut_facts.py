@@ -11,18 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
-from clipgrad._diagnose.findings import operation_at
+from clipgrad._diagnose.finding_texts import operation_at
 from clipgrad._diagnose.guilty import (
-    BRANCH,
-    Found,
     chooses_derivative,
     is_of_users_rule,
     origin,
     runs_once,
 )
 from clipgrad._diagnose.levels import INF, holds_zeros, range_of, wide
-from clipgrad._diagnose.loops import InScan
-from clipgrad._diagnose.parts import as_program
+from clipgrad._diagnose.opened_loops import InScan
+from clipgrad._diagnose.origins import Argument, Constant, Cut, Operation, Origin, Way
+from clipgrad._diagnose.segments import as_program
 from clipgrad._diagnose.sources import sources
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._losses import TracedLoss
@@ -65,14 +64,14 @@ class CutFacts:
 
     Args:
       cut: the cut.
-      given: the loss.
+      traced: the loss.
       zero: the inputs whose gradients are zero.
     """
 
-    def __init__(self, cut: Found, given: TracedLoss, zero: Any):
-        self.cut, self.given, self.zero = cut, given, zero
+    def __init__(self, cut: Cut, traced: TracedLoss, zero: Any):
+        self.cut, self.traced, self.zero = cut, traced, zero
         self.entry: Entry = cut.entry
-        self.operand, self.way = cut.number, cut.way
+        self.operand, self.way = cut.operand, cut.way
         self.back = self.entry.numeric.back
         self.array = self.entry.ins[self.operand]
 
@@ -81,8 +80,11 @@ class CutFacts:
     @property
     def is_random_choice(self) -> bool:
         """Whether random numbers alone choose a branch, or an operand of a `where`."""
-        is_chosen = self.way == BRANCH or (self.back is Back.CHOSEN and not self.way)
-        return is_chosen and _is_random(self.entry.tape, self.entry.equation.invars[:1], self.given)
+        is_mask = self.back is Back.CHOSEN and self.way is Way.OPERATION
+        is_chosen = self.way is Way.BRANCH or is_mask
+        return is_chosen and _is_random(
+            self.entry.tape, self.entry.equation.invars[:1], self.traced
+        )
 
     @property
     def is_softmax_over_one(self) -> bool:
@@ -156,7 +158,8 @@ class CutFacts:
     @property
     def is_written_over(self) -> bool:
         is_in_scan = bool(self.entry.tape.steps)
-        return self.back is Back.OVERWRITTEN and (self.operand == 0 or is_in_scan)
+        is_over = self.back is Back.OVERWRITTEN and (self.operand == 0 or is_in_scan)
+        return is_over and self.is_zero_at_any_size
 
     @property
     def is_unary(self) -> bool:
@@ -210,16 +213,17 @@ class CutFacts:
             if self.entry.tape.is_constant(atom) or not self._is_infinite(x):
                 continue
             root = origin(self.entry.tape, atom, INF)
-            if root.entry:
-                return f"inf, which {operation_at(root.entry)} ({root.entry.place.location}) makes"
-            if not root.is_constant:
-                return f"inf, which {self.given.names[root.number]} holds"
+            match root:
+                case Operation(entry):
+                    return f"inf, which {operation_at(entry)} ({entry.place.location}) makes"
+                case Argument(number):
+                    return f"inf, which {self.traced.names[number]} holds"
         return ""
 
     @functools.cached_property
     def factor(self) -> Factor:
         """Why a product passes nothing back, if its other factor is zero."""
-        if self.back not in BACK_BY_FACTORS or self.way:
+        if self.back not in BACK_BY_FACTORS or self.way is not Way.OPERATION:
             return Factor()
         other = 1 - self.operand if self.operand < 2 else 0
         atom, tape = self.entry.equation.invars[other], self.entry.tape
@@ -227,7 +231,7 @@ class CutFacts:
             return self._factor_of(*zero_source(tape, atom))
         if not self._is_disjoint(other):
             return Factor()
-        kind = "random" if _is_random(tape, [atom], self.given) else "zero factor"
+        kind = "random" if _is_random(tape, [atom], self.traced) else "zero factor"
         return Factor(kind, "its other factor, which is 0 wherever there is a cotangent")
 
     @property
@@ -332,25 +336,30 @@ class CutFacts:
     @functools.cached_property
     def _unit(self) -> list:
         """The cotangents of the results, the largest 1; ones if there are none."""
-        got = [g for g in self.entry.got if g is not None]
+        got = [g for g in self.entry.out_cotangents if g is not None]
         size = max((float(np.max(np.abs(wide(g)), initial=0)) for g in got), default=0)
         if not 0 < size < np.inf:
             return [jnp.ones_like(y) if holds_floats(y) else None for y in self.entry.outs]
-        return [None if g is None else _scaled(g, size) for g in self.entry.got]
+        return [None if g is None else _scaled(g, size) for g in self.entry.out_cotangents]
 
     @property
     def _abs_unit(self) -> list:
         return [None if g is None else jnp.abs(g) for g in self._unit]
 
-    def _pulled(self, ins: Sequence[Any], got: Sequence[Any]) -> Any:
+    def _pulled(self, ins: Sequence[Any], out_cotangents: Sequence[Any]) -> Any:
         """The cotangent of the operand, for other operands or cotangents of the results."""
         count = len(self.entry.ins)
-        other = dataclasses.replace(self.entry, ins=list(ins), got=list(got), back=[None] * count)
+        other = dataclasses.replace(
+            self.entry,
+            ins=list(ins),
+            out_cotangents=list(out_cotangents),
+            in_cotangents=[None] * count,
+        )
         try:
             other.backward()
         except (TypeError, ValueError, NotImplementedError):
             return None
-        return other.back[self.operand]
+        return other.in_cotangents[self.operand]
 
     @staticmethod
     def _is_zero(x: Any) -> bool:
@@ -367,7 +376,7 @@ class CutFacts:
     def _other_numbers(self) -> Iterator[Any]:
         """The operand nearer to zero, of the other sign, and on both sides of all numbers."""
         x = jnp.asarray(self.array)
-        sizes = [np.abs(range_of([own])).max() for own in self.entry.ins if holds_floats(own)]
+        sizes = [np.abs(range_of([x])).max() for x in self.entry.ins if holds_floats(x)]
         far = 2 * min(max(sizes), float(self._limits.max) / 8) + 1
         scales = (2.0**-3, 2.0**-7, 2.0**-14, -1.0)
         yield from (x * jnp.asarray(scale, x.dtype) for scale in scales)
@@ -388,21 +397,21 @@ class CutFacts:
         equation, hook = entry.equation, Widen(jnp.float64)
         if entry.tape.runs.axes:
             return 0.0
-        outs = [j for j, g in enumerate(entry.got) if g is not None and holds_floats(g)]
+        outs = [j for j, g in enumerate(entry.out_cotangents) if g is not None and holds_floats(g)]
         program = as_program([equation], entry.tape.jaxpr, equation.outvars)
 
         def run(x: Any) -> list:
             pairs = zip(self._with(x), equation.invars, strict=True)
-            inputs = [hook.constant(own, None) for own, a in pairs if not hasattr(a, "val")]
+            inputs = [hook.constant(x, None) for x, a in pairs if not hasattr(a, "val")]
             results = evaluate(program, inputs, hook)
             return [results[j] for j in outs]
 
         try:
             with jax.enable_x64(True):
                 start = jnp.asarray(hook.constant(self.array, None))
-                got = [jnp.asarray(hook.constant(entry.got[j], None)) for j in outs]
-                (found,) = jax.vjp(run, start)[1](got)
-                return float(np.max(np.abs(np.asarray(found)), initial=0))
+                got = [jnp.asarray(hook.constant(entry.out_cotangents[j], None)) for j in outs]
+                (cotangent,) = jax.vjp(run, start)[1](got)
+                return float(np.max(np.abs(np.asarray(cotangent)), initial=0))
         except (TypeError, ValueError, NotImplementedError):
             return 0.0
 
@@ -411,7 +420,11 @@ class CutFacts:
         if not holds_floats(x) or not np.size(x):
             return False
         is_inf = np.isinf(wide(x))
-        got = [wide(g) for g in self.entry.got if g is not None and np.shape(g) == np.shape(x)]
+        got = [
+            wide(g)
+            for g in self.entry.out_cotangents
+            if g is not None and np.shape(g) == np.shape(x)
+        ]
         where = np.any([g != 0 for g in got], axis=0) if got else np.ones(np.shape(x), bool)
         return bool(is_inf[where].all() and where.any())
 
@@ -423,20 +436,22 @@ class CutFacts:
         got = [None if g is None else (g != 0).astype(g.dtype) for g in self._unit]
         return self._is_zero(self._pulled(ins, got))
 
-    def _factor_of(self, source: Found, is_state: bool) -> Factor:
-        """The source of a factor that is zero."""
-        if source.is_constant:
-            is_factor = self.back is Back.MULTIPLIED and not is_state
-            kind = "zero factor" if is_factor else "constant zeros"
-            return Factor(kind, "a constant that is 0")
-        if source.entry is None:
-            is_trained = source.number in self.given.chosen
-            later = "zero factors" if source.number in self.zero else "trains later"
-            named = f"{self.given.names[source.number]}, which is 0"
-            return Factor(later if is_trained else "zero factor", named)
-        made, place = source.entry.equation.invars, source.entry.place
-        kind = "random" if _is_random(source.entry.tape, made, self.given) else "zero factor"
-        return Factor(kind, f"values that are 0 since {place.function} ({place.location})")
+    def _factor_of(self, source: Origin, is_state: bool) -> Factor:
+        """The source of a factor that is zero; a scan begins with it if ``is_state``."""
+        match source:
+            case Constant():
+                is_factor = self.back is Back.MULTIPLIED and not is_state
+                kind = "zero factor" if is_factor else "constant zeros"
+                return Factor(kind, "a constant that is 0")
+            case Argument(number):
+                later = "zero factors" if number in self.zero else "trains later"
+                kind = later if number in self.traced.chosen else "zero factor"
+                return Factor(kind, f"{self.traced.names[number]}, which is 0")
+            case Operation(entry):
+                is_random = _is_random(entry.tape, entry.equation.invars, self.traced)
+                place = entry.place
+                made_by = f"values that are 0 since {place.function} ({place.location})"
+                return Factor("random" if is_random else "zero factor", made_by)
 
     def _is_zero_in(self, tape: Tape, holders: list[Entry]) -> bool:
         """Whether the operation passes nothing back in another step."""
@@ -449,8 +464,9 @@ class CutFacts:
         if entry is None:
             return False
         if entry.alive:
-            return holds_zeros(entry.back[self.operand])
-        return CutFacts(self.cut._replace(entry=entry), self.given, self.zero).is_zero_at_any_size
+            return holds_zeros(entry.in_cotangents[self.operand])
+        cut = dataclasses.replace(self.cut, entry=entry)
+        return CutFacts(cut, self.traced, self.zero).is_zero_at_any_size
 
 
 def _scaled(x: Any, size: float) -> Any:
@@ -463,13 +479,13 @@ def _range(x: Any) -> str:
     return f"{low:.3g} to {high:.3g}" if np.size(x) > 1 else f"{high:.3g}"
 
 
-def _is_random(tape: Tape, atoms: Any, given: TracedLoss) -> bool:
+def _is_random(tape: Tape, atoms: Any, traced: TracedLoss) -> bool:
     """Whether values are random, and computed from keys and counters alone."""
     arguments, is_drawn = sources(tape, atoms)
-    return is_drawn and not any(holds_floats(given.inputs[i]) for i in arguments)
+    return is_drawn and not any(holds_floats(traced.inputs[i]) for i in arguments)
 
 
-def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
+def zero_source(tape: Tape, atom: Any) -> tuple[Origin, bool]:
     """The first value that is zero, from which a value has its zeros.
 
     Second is whether a scan begins with it.
@@ -480,7 +496,7 @@ def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
         if entry is None:
             number = tape.jaxpr.invars.index(atom)
             if tape.within is None:
-                return Found("zero", None, number), is_state
+                return Argument(number), is_state
             inside, now = tape.within.entry.inside, tape.within.time
             is_carry = isinstance(inside, InScan) and inside.is_carry(number)
             is_state = is_state or is_carry
@@ -499,6 +515,6 @@ def zero_source(tape: Tape, atom: Any) -> tuple[Found, bool]:
             way = entry.numeric.back
             is_part = way in BACK_BY_FACTORS and (way is not Back.DIVIDED or operands[0] in zeros)
             if not zeros or not (is_part or len(zeros) == len(operands)):
-                return Found("zero", entry), is_state
+                return Operation(entry), is_state
             atom = zeros[0]
-    return Found("zero", is_constant=True), is_state
+    return Constant(), is_state

@@ -10,23 +10,24 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._arrays import check_arguments, explain_call
 from clipgrad._diagnose.captured_args import NO_MODELS, CapturedArgs
+from clipgrad._diagnose.causes import UNDERFLOW
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import arguments_of_examples, bad_examples, rows_of_examples
-from clipgrad._diagnose.findings import raised_finding, told_error, value_finding
+from clipgrad._diagnose.finding_kinds import BROKEN, FINDING_KINDS
+from clipgrad._diagnose.finding_texts import error_text, raised_finding, value_finding
 from clipgrad._diagnose.guilty import raised_from
-from clipgrad._diagnose.judge import broken, raised_in
-from clipgrad._diagnose.kinds import BROKEN, FINDING_KINDS
 from clipgrad._diagnose.measure import measure
-from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.tape import is_of_callback
-from clipgrad._diagnose.trends import trend_findings
-from clipgrad._diagnose.underflow import underflow_findings
-from clipgrad._diagnose.units import (
+from clipgrad._diagnose.nan_judge import broken, raised_in
+from clipgrad._diagnose.program_units import (
     all_units,
     inner_programs,
     module_sites,
     units_and_rows,
 )
+from clipgrad._diagnose.records import GradientFinding
+from clipgrad._diagnose.tape import is_of_callback
+from clipgrad._diagnose.trends import trend_findings
+from clipgrad._diagnose.underflow import underflow_findings
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._losses import TracedLoss, traced_loss
@@ -58,8 +59,8 @@ def diagnose(
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
-      >>> found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
-      >>> found.ok, found.findings[0].kind, found.findings[0].operation
+      >>> diagnosis = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
+      >>> diagnosis.ok, diagnosis.findings[0].kind, diagnosis.findings[0].operation
       (False, 'vjp', 'sqrt')
 
     Args:
@@ -137,62 +138,63 @@ def diagnose(
     with settings_of_runs(), jax.disable_jit(False):
         trace = functools.partial(traced_loss, fun, argnums=argnums, has_aux=has_aux)
         try:
-            given = trace(args, kwargs)
+            traced = trace(args, kwargs)
         except Exception as error:
             if isinstance(args, CapturedArgs):
                 error.add_note(NO_MODELS)
             raise
         if examples is not None:
-            rows_of_examples(given, args, kwargs or {}, examples)
-        found = _diagnosis_or_error(given)
-        if not found.findings and isinstance(args, CapturedArgs) and args.expected:
-            found = dataclasses.replace(found, notes=(*found.notes, args.expected))
+            rows_of_examples(traced, args, kwargs or {}, examples)
+        diagnosis = _diagnosis_or_error(traced)
+        if not diagnosis.findings and isinstance(args, CapturedArgs) and args.expected:
+            notes = (*diagnosis.notes, args.expected)
+            diagnosis = dataclasses.replace(diagnosis, notes=notes)
         if examples is None:
-            return found
-        bad = bad_examples(given, trace, args, kwargs or {}, examples)
-        return dataclasses.replace(found, examples=bad)
+            return diagnosis
+        bad = bad_examples(traced, trace, args, kwargs or {}, examples)
+        return dataclasses.replace(diagnosis, examples=bad)
 
 
-def _diagnosis_or_error(given: TracedLoss) -> GradientDiagnosis:
+def _diagnosis_or_error(traced: TracedLoss) -> GradientDiagnosis:
     """The diagnosis of a loss, also if a callback in it raises an error.
 
     If the operation that raises gets what is not finite, the finding is on where that is from.
     """
     try:
-        return _diagnosis(given)
+        return _diagnosis(traced)
     except Exception as error:
         if not is_of_callback(error):
             raise
-        told = told_error(error)
-    raised = raised_in(given)
-    finding = raised_finding(raised, told, given)
+        text = error_text(error)
+    raised = raised_in(traced)
+    finding = raised_finding(raised, text, traced)
     source = raised and raised_from(raised)
     if source:
-        cause = value_finding(source, given)
+        cause = value_finding(source, traced)
         return GradientDiagnosis((cause,), (), (finding.message,))
     return GradientDiagnosis((finding,), (), ())
 
 
-def _diagnosis(given: TracedLoss) -> GradientDiagnosis:
-    units = list(all_units(given.program))
+def _diagnosis(traced: TracedLoss) -> GradientDiagnosis:
+    units = list(all_units(traced.program))
     sites = module_sites(units)
-    measured = measure(given.program, given.inputs, given.chosen, sites)
+    measured = measure(traced.program, traced.inputs, traced.chosen, sites)
     pairs = units_and_rows(units, measured.sites)
     rows = [row for _, row in pairs]
-    trends = list(trend_findings(pairs, given, measured))
+    trends = list(trend_findings(pairs, traced, measured))
     findings = [trend for trend in trends if not isinstance(trend, str)]
     notes = [
-        *_notes_on_rules(given.program),
+        *_notes_on_rules(traced.program),
         *(trend for trend in trends if isinstance(trend, str)),
     ]
-    findings += broken(given, measured, findings)
+    findings += broken(traced, measured, findings)
     try:
-        findings += underflow_findings(given, units, measured, rows)
+        findings += underflow_findings(traced, units, measured, rows)
     except (TypeError, ValueError, NotImplementedError) as error:
         # An operation may be there for half precision alone.
         notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     if not any(finding.kind in BROKEN for finding in findings):
-        zeros, more = zero_findings(given, measured)
+        zeros, more = zero_findings(traced, measured)
         findings, notes = _with_zeros(findings, zeros), [*notes, *more]
     findings.sort(key=lambda finding: [*FINDING_KINDS].index(finding.kind))
     return GradientDiagnosis(tuple(findings), tuple(rows), tuple(notes))
@@ -202,16 +204,18 @@ def _with_zeros(
     findings: list[GradientFinding], zeros: list[GradientFinding]
 ) -> list[GradientFinding]:
     """All findings; one of underflow has the leaves that it leaves at zero."""
-    lost = ", ".join(own.leaf for own in zeros if own.cause == "underflow")
+    lost = ", ".join(finding.leaf for finding in zeros if finding.cause == UNDERFLOW)
     if not lost or not {finding.kind for finding in findings} & {"underflow", "shrinks"}:
         return [*findings, *zeros]
     then = f"; the gradient of {lost} is exactly zero"
     named = [
-        dataclasses.replace(own, leaf=lost, cause=own.kind, message=own.message + then)
-        if own.kind == "underflow" else own
-        for own in findings
+        dataclasses.replace(
+            finding, leaf=lost, cause=finding.kind, message=finding.message + then
+        )
+        if finding.kind == "underflow" else finding
+        for finding in findings
     ]  # fmt: skip
-    return [*named, *(own for own in zeros if own.cause != "underflow")]
+    return [*named, *(finding for finding in zeros if finding.cause != UNDERFLOW)]
 
 
 def _is_closed(equation: JaxprEqn) -> bool:
@@ -223,8 +227,8 @@ def _is_closed(equation: JaxprEqn) -> bool:
 def _notes_on_rules(program: Any) -> list[str]:
     """Notes on operations that have rules of their own, or are not measured inside."""
     notes = {}
-    for own in placed_equations(program, inner_programs):
-        place, name = own.place, operation_name(own.place.equation)
+    for placed in placed_equations(program, inner_programs):
+        place, name = placed.place, operation_name(placed.place.equation)
         if has_custom_vjp(place.equation):
             text = f"{place.operation} has a custom VJP, and is measured as one operation"
         elif _is_closed(place.equation):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._arrays import Findings, answers_lookups
-from clipgrad._diagnose.kinds import FINDING_KINDS
+from clipgrad._diagnose.finding_kinds import FINDING_KINDS
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
 from clipgrad._errors import first_few, folded
 
@@ -80,17 +80,17 @@ def _written_examples(examples: Sequence[GradientExample]) -> list[str]:
         is_odd = not math.isfinite(example.loss) and not math.isfinite(example.norm)
         key = example.numbers if is_odd else str(example)
         alike.setdefault(key, []).append(example)
-    found = []
-    for numbers, own in alike.items():
-        first, last = own[0].index, own[-1].index
-        if len(own) <= MOST_EXAMPLES:
-            found += map(str, own)
-        elif last - first == len(own) - 1:
-            found.append(f"examples {first} to {last}, each: {numbers}")
+    lines = []
+    for numbers, group in alike.items():
+        first, last = group[0].index, group[-1].index
+        if len(group) <= MOST_EXAMPLES:
+            lines += map(str, group)
+        elif last - first == len(group) - 1:
+            lines.append(f"examples {first} to {last}, each: {numbers}")
         else:
-            indices = first_few([str(example.index) for example in own], MOST_EXAMPLES)
-            found.append(f"examples {indices}, each: {numbers}")
-    return found
+            indices = first_few([str(example.index) for example in group], MOST_EXAMPLES)
+            lines.append(f"examples {indices}, each: {numbers}")
+    return lines
 
 
 def _table(findings: tuple[GradientFinding, ...], rows: tuple[GradientRow, ...]) -> str:

@@ -69,10 +69,10 @@ class _Discharge(Hook):
         constants, carried = scan_counts(equation)
         split, params = constants + carried, equation.params
 
-        def step(state: Any, own: Any) -> Any:
+        def step(state: Any, elements: Any) -> Any:
             left = iter(state[0])
             now = [_Cell(next(left)) if type(x) is _Cell else x for x in inputs[:constants]]
-            results = evaluate(params["jaxpr"], [*now, *state[1], *own], self)
+            results = evaluate(params["jaxpr"], [*now, *state[1], *elements], self)
             return (_held(now), results[:carried]), results[carried:]
 
         start = _held(inputs), inputs[constants:split]
@@ -88,9 +88,9 @@ def _of_references(equation: JaxprEqn, inputs: list) -> list:
     where = [i for i, x in enumerate(inputs) if type(x) is _Cell]
 
     def run(*xs: Any) -> Any:
-        own = [jax.new_ref(x) if i in where else x for i, x in enumerate(xs)]
-        results = bind(equation, own)
-        return results, [jax.freeze(own[i]) for i in where]
+        operands = [jax.new_ref(x) if i in where else x for i, x in enumerate(xs)]
+        results = bind(equation, operands)
+        return results, [jax.freeze(operands[i]) for i in where]
 
     run.__name__ = operation_name(equation)
     results, held = jax.jit(run)(*(x.value if type(x) is _Cell else x for x in inputs))

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from clipgrad._chart import empty_chart
+from clipgrad._diagnose.program_units import SCAN
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.trends import over_steps
-from clipgrad._diagnose.units import SCAN
 
 
 def diagnosis_figure(rows: Sequence[GradientRow], findings: Sequence[GradientFinding]) -> Any:

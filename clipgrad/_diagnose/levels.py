@@ -12,12 +12,12 @@ FINITE, INF, NAN = 0, 1, 2
 
 
 def levels(x: Any, axes: int = 0) -> np.ndarray:
-    """The level of an array: of all of it, or of each part along its first axes."""
+    """0 finite, 1 has inf, 2 has NaN: of all of an array, or of each part along its first axes."""
     if x is None or not holds_floats(x):
         return np.zeros(() if x is None else np.shape(x)[:axes], int)
     array = wide(x)
-    rest = tuple(range(axes, array.ndim))
-    return np.where(np.isnan(array).any(rest), NAN, np.where(np.isinf(array).any(rest), INF, 0))
+    inner = tuple(range(axes, array.ndim))
+    return np.where(np.isnan(array).any(inner), NAN, np.where(np.isinf(array).any(inner), INF, 0))
 
 
 def level(x: Any) -> int:

@@ -39,9 +39,9 @@ def measure(
     probes = OrderedDict((site, site.probe) for site in sites)
     sent_none = {site: probes.pop(site) for site in list(probes) if site.variable not in active}
 
-    def loss(given: list, others: list, values: list) -> Any:
+    def loss(moved: list, others: list, values: list) -> Any:
         hook = Probe(OrderedDict(zip(probes, values, strict=True)))
-        value = evaluate(program, _merged(given, others, chosen), hook)[0]
+        value = evaluate(program, _merged(moved, others, chosen), hook)[0]
         return value if scale is None else value * jnp.asarray(scale, value.dtype)
 
     @jit_by_size(program)
@@ -50,23 +50,23 @@ def measure(
         sent = [summary(grad, is_sent_whole(grad)) for grad in grads]
         return value, sent, measured
 
-    given, others = _given_and_others(inputs, chosen)
-    value, grads, measured = on_host(run(given, others, list(probes.values())))
+    moved, others = _moved_and_others(inputs, chosen)
+    value, grads, measured = on_host(run(moved, others, list(probes.values())))
     sent = sent_none | dict(zip(probes, measured, strict=True))
-    found = {site: received(numbers, site.is_whole) for site, numbers in sent.items()}
-    own = [received(g, is_sent_whole(x)) for g, x in zip(grads, given, strict=True)]
-    return Measured(float(value), own, found)
+    at_sites = {site: received(numbers, site.is_whole) for site, numbers in sent.items()}
+    of_inputs = [received(g, is_sent_whole(x)) for g, x in zip(grads, moved, strict=True)]
+    return Measured(float(value), of_inputs, at_sites)
 
 
-def _given_and_others(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[list, list]:
+def _moved_and_others(inputs: Sequence[Any], chosen: Sequence[int]) -> tuple[list, list]:
     """The inputs that are differentiated, and all others, with None for these."""
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     return [inputs[i] for i in chosen], others
 
 
-def _merged(given: Sequence[Any], others: Sequence[Any], chosen: Sequence[int]) -> list:
-    own = dict(zip(chosen, given, strict=True))
-    return [own.get(i, x) for i, x in enumerate(others)]
+def _merged(moved: Sequence[Any], others: Sequence[Any], chosen: Sequence[int]) -> list:
+    by_number = dict(zip(chosen, moved, strict=True))
+    return [by_number.get(i, x) for i, x in enumerate(others)]
 
 
 def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> list[float]:
@@ -75,21 +75,21 @@ def widened_largest(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) 
     inputs = [hook.constant(x, None) for x in inputs]
 
     @jit_by_size(program)
-    def run(given: list, others: list) -> list:
-        loss = lambda given: evaluate(program, _merged(given, others, chosen), hook)[0]  # noqa: E731
-        return [jnp.max(jnp.abs(g), initial=0) for g in jax.grad(loss)(given)]
+    def run(moved: list, others: list) -> list:
+        loss = lambda moved: evaluate(program, _merged(moved, others, chosen), hook)[0]  # noqa: E731
+        return [jnp.max(jnp.abs(g), initial=0) for g in jax.grad(loss)(moved)]
 
-    return [float(x) for x in on_host(run(*_given_and_others(inputs, chosen)))]
+    return [float(x) for x in on_host(run(*_moved_and_others(inputs, chosen)))]
 
 
-def over_devices(found: Summary, axes: Sequence[tuple[str, int]]) -> Summary:
+def over_devices(numbers: Summary, axes: Sequence[tuple[str, int]]) -> Summary:
     """The numbers of a site, the devices of the `shard_map`s around it joined."""
     for axis in reversed([i for i, (name, _) in enumerate(axes) if name != SCANS.noun]):
-        found = Summary(
-            reached=np.max(found.reached, axis),
-            nonfinite=np.max(found.nonfinite, axis),
-            zeros=np.mean(found.zeros, axis),
-            largest=np.max(found.largest, axis),
-            norm=np.linalg.norm(np.asarray(found.norm, np.float64), axis=axis),
+        numbers = Summary(
+            reached=np.max(numbers.reached, axis),
+            nonfinite=np.max(numbers.nonfinite, axis),
+            zeros=np.mean(numbers.zeros, axis),
+            largest=np.max(numbers.largest, axis),
+            norm=np.linalg.norm(np.asarray(numbers.norm, np.float64), axis=axis),
         )
-    return found
+    return numbers

@@ -77,6 +77,7 @@ class Probe(Hook):
         self._deeper: dict[int, OrderedDict[Site, Any]] = {}
         for site, probe in probes.items():
             if len(site.around) > depth:
+                # `around` has the innermost equation first: this is the one in this program.
                 inside = self._deeper.setdefault(site.around[~depth], OrderedDict())
                 inside[site] = probe
 
@@ -92,8 +93,8 @@ class Probe(Hook):
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of the program, which pass their probes."""
         around = self._parent.key if self._parent else ()
-        own = {site.variable: site for site in self._probes if site.around == around}
-        return _Probed(self, {v: (site.is_whole, self._probes[site]) for v, site in own.items()})
+        here = {site.variable: site for site in self._probes if site.around == around}
+        return _Probed(self, {v: (site.is_whole, self._probes[site]) for v, site in here.items()})
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of an equation without sites inside; None where there are some."""
@@ -121,8 +122,10 @@ class _Probed(ProgramValues):
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         pairs = zip(variables, values, strict=True)
-        passed = [_identity(own[0], x, own[1]) if (own := self._probes.get(v)) else x
-                  for v, x in pairs]  # fmt: skip
+        passed = [
+            _identity(probe[0], x, probe[1]) if (probe := self._probes.get(v)) else x
+            for v, x in pairs
+        ]
         super().write(variables, passed)
 
 
@@ -138,8 +141,8 @@ def _identity(is_whole: bool, x: Any, probe: Any) -> Any:
 
 
 def _backward(is_whole: bool, probe: Any, cotangent: Any) -> Any:
-    found = summary(cotangent, is_whole).astype(probe.dtype)
-    return cotangent, to_varying(found, varying_axes(probe))
+    sent = summary(cotangent, is_whole).astype(probe.dtype)
+    return cotangent, to_varying(sent, varying_axes(probe))
 
 
 _identity.defvjp(lambda is_whole, x, probe: (x, probe), _backward)
@@ -187,16 +190,16 @@ def _mean(x: jax.Array) -> jax.Array:
 def received(sent: Any, is_whole: bool) -> Summary:
     """The summary of a vector that has left the program, on the host."""
     sent = np.asarray(sent, np.float64)
-    reached, own = sent[..., 0], sent[..., 1:]
+    reached, numbers = sent[..., 0], sent[..., 1:]
     if is_whole:
-        size = np.abs(own)
+        size = np.abs(numbers)
         largest = np.max(size, axis=-1, initial=0)
         with np.errstate(invalid="ignore"):
             unit = size / np.where(largest == 0, 1, largest)[..., None]
         squares = np.sum(unit**2, axis=-1)
-        zeros = np.mean(size == 0, axis=-1) if own.shape[-1] else np.zeros_like(largest)
+        zeros = np.mean(size == 0, axis=-1) if numbers.shape[-1] else np.zeros_like(largest)
     else:
-        zeros, largest, squares = np.moveaxis(own, -1, 0)
+        zeros, largest, squares = np.moveaxis(numbers, -1, 0)
     bad = ~(np.isfinite(squares) & np.isfinite(largest))
     none = np.where(bad, np.nan, 0)
     with np.errstate(invalid="ignore"):

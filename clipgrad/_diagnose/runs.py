@@ -77,7 +77,7 @@ class OnDevices(Runs):
     def __init__(self, equation: JaxprEqn, programs: dict[Any, Any]):
         super().__init__(programs)
         self.equation = equation
-        self._own = PartitionSpec(manual_axes(equation))
+        self._spec = PartitionSpec(manual_axes(equation))
         self.is_checked = tracks_devices(equation)
         self.hook = _Varying(manual_axes(equation)) if self.is_checked else Hook()
 
@@ -87,18 +87,18 @@ class OnDevices(Runs):
         def one(*xs: Any) -> Any:
             return jax.tree.map(lambda y: jnp.asarray(y)[None], fun(*(x[0] for x in xs)))
 
-        return lambda *xs: self._shard_map(one, (self._own,) * len(xs), self._own)(*xs)
+        return lambda *xs: self._shard_map(one, (self._spec,) * len(xs), self._spec)(*xs)
 
     def spread(self, *operands: Any) -> list:
         """The part of each operand that a device gets."""
         specs = tuple(self.equation.params["in_specs"])
-        return self._shard_map(lambda *xs: [x[None] for x in xs], specs, self._own)(*operands)
+        return self._shard_map(lambda *xs: [x[None] for x in xs], specs, self._spec)(*operands)
 
-    def collect(self, which: Sequence[int], own: Sequence[Any]) -> Any:
+    def collect(self, which: Sequence[int], parts: Sequence[Any]) -> Any:
         """Some results of the `shard_map`, of what each device has."""
         specs = [self.equation.params["out_specs"][j] for j in which]
         one = lambda *xs: [x[0] for x in xs]  # noqa: E731
-        return self._shard_map(one, (self._own,) * len(own), specs, False)(*own)
+        return self._shard_map(one, (self._spec,) * len(parts), specs, False)(*parts)
 
     def at(self, x: Any, step: int) -> Any:
         """The part of an array for a step, on each device."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.parts import as_program
+from clipgrad._diagnose.segments import as_program
 from clipgrad._diagnose.tape import Entry, Tape
 from clipgrad._programs import (
     Chain,
@@ -44,8 +44,8 @@ _KNOWN: weakref.WeakKeyDictionary[Tape, dict[Any, Sources]] = weakref.WeakKeyDic
 
 
 def _joined(*each: Sources) -> Sources:
-    arguments = frozenset().union(*(own.arguments for own in each))
-    return Sources(arguments, any(own.is_drawn for own in each))
+    arguments = frozenset().union(*(sources.arguments for sources in each))
+    return Sources(arguments, any(sources.is_drawn for sources in each))
 
 
 def _known(tape: Tape) -> dict[Any, Sources]:

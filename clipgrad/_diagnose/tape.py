@@ -7,20 +7,18 @@ An entry that holds a program runs as one; `Entry.inside` opens it.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._diagnose.parts import as_program, parts_to_run
 from clipgrad._diagnose.runs import OnDevices, Runs
+from clipgrad._diagnose.segments import as_program, segments_to_run
 from clipgrad._names import STOPPING, Place, active_results
 from clipgrad._programs import (
     CALLS,
-    JIT,
-    REMAT,
     Kind,
     Numeric,
     Use,
@@ -71,8 +69,8 @@ class Entry:
     number: int
     ins: list  # what the operation read
     outs: list = dataclasses.field(default_factory=list)
-    got: list = dataclasses.field(default_factory=list)  # cotangents of outs; None if there is none
-    back: list = dataclasses.field(default_factory=list)  # cotangents of ins
+    out_cotangents: list = dataclasses.field(default_factory=list)  # None where there is none
+    in_cotangents: list = dataclasses.field(default_factory=list)
 
     @property
     def numeric(self) -> Numeric:
@@ -96,16 +94,16 @@ class Entry:
 
     @functools.cached_property
     def inside(self) -> Any:
-        """The object of a class of `OPENINGS` that opens the entry; None for one operation."""
+        """The object of a class of `openings.py` that opens the entry; None for one operation."""
         if chooses_by_platform(self.equation):
             return None
-        opening = OPENINGS.get(kind_of(self.equation))
+        opening = self.tape.openings.get(kind_of(self.equation))
         return opening(self) if opening and opening.opens(self) else None
 
     @functools.cached_property
     def alive(self) -> bool:
         """Whether a result has a cotangent that is not zero."""
-        return any(g is not None and bool(jnp.any(g != 0)) for g in self.got)
+        return any(g is not None and bool(jnp.any(g != 0)) for g in self.out_cotangents)
 
     @property
     def holds_programs(self) -> bool:
@@ -119,9 +117,9 @@ class Entry:
             return evaluate(called_program(self.equation), inputs, runs.hook)
         if isinstance(runs, OnDevices) and runs.is_checked:
             pairs = zip(inputs, self.equation.invars, strict=True)
-            given = [x for x, atom in pairs if type(atom) is not Literal]
+            operands = [x for x, atom in pairs if type(atom) is not Literal]
             program = as_program([self.equation], self.tape.jaxpr, self.equation.outvars)
-            return evaluate(program, given, runs.hook)
+            return evaluate(program, operands, runs.hook)
         with self.equation.ctx.manager:
             return bind(self.equation, inputs)
 
@@ -135,45 +133,36 @@ class Entry:
     def backward(self) -> None:
         """Fill in the cotangents of the operands."""
         which = [i for i, x in enumerate(self.ins) if holds_floats(x) and self.active[i]]
-        outs = [j for j, y in enumerate(self.outs) if holds_floats(y) and self.got[j] is not None]
+        outs = [
+            j
+            for j, y in enumerate(self.outs)
+            if holds_floats(y) and self.out_cotangents[j] is not None
+        ]
         if not which or not outs or self.equation.primitive in STOPPING:
             return
         reached: set[int] = set()
 
-        def pull(moved: list, rest: dict, got: list) -> Sequence:
+        def pull(moved: list, others: dict, cotangents: list) -> Sequence:
             def run(*moved: Any) -> list:
-                own = rest | dict(zip(which, marked(which, moved, reached), strict=True))
-                results = self.tape.runs.mapped(self.run)(*(own[i] for i in range(len(self.ins))))
+                ins = others | dict(zip(which, marked(which, moved, reached), strict=True))
+                results = self.tape.runs.mapped(self.run)(*(ins[i] for i in range(len(self.ins))))
                 return [results[j] for j in outs]
 
-            return jax.vjp(run, *moved)[1](got)
+            return jax.vjp(run, *moved)[1](cotangents)
 
-        rest = {i: x for i, x in enumerate(self.ins) if i not in which}
-        given = [self.ins[i] for i in which], rest, [self.got[j] for j in outs]
+        others = {i: x for i, x in enumerate(self.ins) if i not in which}
+        inputs = [self.ins[i] for i in which], others, [self.out_cotangents[j] for j in outs]
         is_whole = self.holds_programs or self.tape.runs.axes
-        found = self.tape.runs.compiled(pull, *given) if is_whole else pull(*given)
-        for i, cotangent in zip(which, found, strict=True):
-            self.back[i] = cotangent if i in reached else None
+        pulled = self.tape.runs.compiled(pull, *inputs) if is_whole else pull(*inputs)
+        for i, cotangent in zip(which, pulled, strict=True):
+            self.in_cotangents[i] = cotangent if i in reached else None
 
 
-OPENINGS: dict[Kind | None, type["Inside"]] = {}
-
-
-def opening(*kinds: Kind) -> Callable[[type], type]:
-    """Decorates the class that opens the entries of these kinds."""
-
-    def register(cls: type) -> type:
-        OPENINGS.update(dict.fromkeys(kinds, cls))
-        return cls
-
-    return register
-
-
-@opening(JIT, REMAT, CALLS)
 class Inside:
     """The tape inside of an entry, and the ways between it and the one around.
 
-    A way is a tape and a variable of it. Here the program runs once, on the operands.
+    Where a variable is on the other side is said by a tape and the variable there. In this class
+    the program runs once, on the operands.
 
     Attributes:
       shift: the operand that the first input is.
@@ -201,7 +190,7 @@ class Inside:
     def tape(self) -> "Tape":
         """The program inside, with its cotangents if there are any."""
         tape = self._run()
-        if self.is_differentiated and any(g is not None for g in self.entry.got):
+        if self.is_differentiated and any(g is not None for g in self.entry.out_cotangents):
             tape.backward(self._cotangents(tape))
         return tape
 
@@ -239,7 +228,7 @@ class Inside:
         return Tape(self.program, entry.ins[first:], entry.active[first:], Within(entry, first))
 
     def _cotangents(self, tape: "Tape") -> list:
-        return self.entry.got
+        return self.entry.out_cotangents
 
 
 class Tape:
@@ -251,6 +240,7 @@ class Tape:
       active: which of them depend on what the loss is differentiated by.
       within: where it is inside of an entry.
       runs: how its parts run, if not as those around.
+      openings: the class that opens entries of a kind, if not those of the tape around.
     """
 
     def __init__(
@@ -260,23 +250,27 @@ class Tape:
         active: Sequence[bool],
         within: Within | None = None,
         runs: Runs | None = None,
+        openings: Mapping[Kind, type["Inside"]] | None = None,
     ):
         self.jaxpr, constants = opened(program)
         self.within = within
-        self.runs = runs or (within.entry.tape.runs if within else Runs())
-        own = (within.entry.number, within.time) if within else ()
-        self.order = (*within.entry.tape.order, *own) if within else ()
+        around = within.entry.tape if within else None
+        self.runs = runs or (around.runs if around else Runs())
+        self.openings: Any = openings or (around.openings if around else {})
+        holder = (within.entry.number, within.time) if within else ()
+        self.order = (*within.entry.tape.order, *holder) if within else ()
         self.has_callbacks = any(map(calls_python, equations(program)))
         self.values = dict(zip(self.jaxpr.invars, inputs, strict=True))
         pairs = zip(self.jaxpr.constvars, constants, strict=True)
         self.values |= {v: self.runs.constant(c) for v, c in pairs}
-        self.active = {v for v, own in zip(self.jaxpr.invars, active, strict=True) if own}
+        flags = zip(self.jaxpr.invars, active, strict=True)
+        self.active = {v for v, is_active in flags if is_active}
         self.entries: list[Entry] = []
         self.made: dict[Any, Entry] = {}
         self.uses: dict[Any, list[tuple[Entry, int]]] = collections.defaultdict(list)
         self.cotangents: dict[Any, Any] = {}
         self.of_results: list = [None] * len(self.jaxpr.outvars)
-        for equation in parts_to_run(self.jaxpr):
+        for equation in segments_to_run(self.jaxpr):
             self._forward(equation)
 
     @property
@@ -289,8 +283,8 @@ class Tape:
         """The indices in the scans around, the outermost first."""
         if self.within is None:
             return ()
-        own = () if self.within.step is None else (self.within.step,)
-        return (*self.within.entry.tape.steps, *own)
+        step = () if self.within.step is None else (self.within.step,)
+        return (*self.within.entry.tape.steps, *step)
 
     def outside(self, number: int) -> tuple["Tape", Any]:
         """The tape around and the variable of it that an input is."""
@@ -320,10 +314,10 @@ class Tape:
         for atom, cotangent in zip(self.jaxpr.outvars, cotangents, strict=True):
             self._add(atom, cotangent)
         for entry in reversed(self.entries):
-            entry.got = [self.cotangents.get(v) for v in entry.equation.outvars]
-            if any(g is not None for g in entry.got):
+            entry.out_cotangents = [self.cotangents.get(v) for v in entry.equation.outvars]
+            if any(g is not None for g in entry.out_cotangents):
                 self._run(entry, (entry.inside or entry).backward, is_backward=True)
-            for atom, cotangent in zip(entry.equation.invars, entry.back, strict=True):
+            for atom, cotangent in zip(entry.equation.invars, entry.in_cotangents, strict=True):
                 self._add(atom, cotangent)
 
     def _forward(self, equation: Any) -> None:
@@ -335,15 +329,18 @@ class Tape:
         results = zip(equation.outvars, active_results(equation, entry.active), strict=True)
         self.active.update(v for v, is_active in results if is_active)
         entry.outs = list(self._run(entry, (entry.inside or entry).forward, is_backward=False))
-        entry.got, entry.back = [None] * len(entry.outs), [None] * len(entry.ins)
+        entry.out_cotangents, entry.in_cotangents = (
+            [None] * len(entry.outs),
+            [None] * len(entry.ins),
+        )
         self.values.update(zip(equation.outvars, entry.outs, strict=True))
         self.made.update(dict.fromkeys(equation.outvars, entry))
 
     def _run(self, entry: Entry, run: Callable[[], Any], is_backward: bool) -> Any:
         """Run an entry; if its operation raises, it is opened to find the one that does."""
         try:
-            found = run()
-            return jax.block_until_ready(found) if self.has_callbacks else found
+            results = run()
+            return jax.block_until_ready(results) if self.has_callbacks else results
         except Exception as error:
             if not is_of_callback(error):
                 raise

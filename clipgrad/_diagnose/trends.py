@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._diagnose.measure import Measured
+from clipgrad._diagnose.program_units import SCAN, Unit, ancestors
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.units import SCAN, Unit, ancestors
 from clipgrad._losses import TracedLoss
 from clipgrad._names import dependence
 from clipgrad._programs import scan_counts
@@ -78,7 +78,7 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
 
 
 def trend_findings(
-    pairs: Sequence[tuple[Unit, GradientRow]], given: TracedLoss, measured: Measured
+    pairs: Sequence[tuple[Unit, GradientRow]], traced: TracedLoss, measured: Measured
 ) -> Iterator[GradientFinding | str]:
     """A finding for each scan, and one for the depth of the model, if they grow or shrink.
 
@@ -86,24 +86,24 @@ def trend_findings(
     """
     all_keep = not any(np.all(grad.zeros == 1) for grad in measured.grads)
     for unit, row in pairs:
-        found = trend(over_steps(row)[::-1]) if row.operation == SCAN else None
-        if found and found.growth_in_time:
-            where = f"at each of the {found.entries} steps of the scan"
-            finding = _trend_finding(row, found, found.growth_in_time, where)
-            leaves = _begins_with(unit, given) if found.factor < 1 else []
+        series = trend(over_steps(row)[::-1]) if row.operation == SCAN else None
+        if series and series.growth_in_time:
+            where = f"at each of the {series.entries} steps of the scan"
+            finding = _trend_finding(row, series, series.growth_in_time, where)
+            leaves = _begins_with(unit, traced) if series.factor < 1 else []
             largest = float(np.nanmax(row.norm))
-            is_lost = _has_lost(given, measured, leaves, row.scans[-1], largest)
-            yield finding if found.factor > 1 or is_lost else _note(finding, all_keep)
-    deep = layers(pairs, given.program)
-    found = trend([float(row.norm) for row in reversed(deep)])
-    if found and found.growth:
+            is_lost = _has_lost(traced, measured, leaves, row.scans[-1], largest)
+            yield finding if series.factor > 1 or is_lost else _note(finding, all_keep)
+    deep = layers(pairs, traced.program)
+    series = trend([float(row.norm) for row in reversed(deep)])
+    if series and series.growth:
         all_layers = all(row.is_layer for row in deep)
         entries = "modules with a matrix product" if all_layers else "parts of the model"
-        where = f"at each of the {found.entries} {entries}"
-        finding = _trend_finding(deep[0], found, found.growth, where)
+        where = f"at each of the {series.entries} {entries}"
+        finding = _trend_finding(deep[0], series, series.growth, where)
         largest = max(float(row.norm) for row in deep)
-        is_lost = _has_lost(given, measured, given.chosen, len(deep), largest)
-        yield finding if found.growth > 1 or is_lost else _note(finding, all_keep)
+        is_lost = _has_lost(traced, measured, traced.chosen, len(deep), largest)
+        yield finding if series.growth > 1 or is_lost else _note(finding, all_keep)
 
 
 def _note(finding: GradientFinding, all_keep: bool) -> str:
@@ -137,31 +137,31 @@ def over_steps(row: GradientRow) -> np.ndarray:
     return np.sqrt(np.sum(np.square(norms.reshape(-1, row.scans[-1])), axis=0))
 
 
-def _begins_with(unit: Unit, given: TracedLoss) -> list[int]:
+def _begins_with(unit: Unit, traced: TracedLoss) -> list[int]:
     """The leaves that what a scan carries begins with, or that it takes step by step.
 
     Those that each step reads get a gradient from the last steps, where nothing has decayed.
     """
     fixed, _ = scan_counts(unit.place.equation)
-    sources = dependence(given.program, given.chosen)[unit.place.key]
+    sources = dependence(traced.program, traced.chosen)[unit.place.key]
     return sorted(frozenset().union(*sources[fixed:]))
 
 
 def _has_lost(
-    given: TracedLoss,
+    traced: TracedLoss,
     measured: Measured,
     leaves: Sequence[int],
     count: int,
     largest: float,
 ) -> bool:
     """Whether the gradient of a leaf is smaller by four orders, or that of its first layers."""
-    of = dict(zip(given.chosen, measured.grads, strict=True))
-    norms = [float(of[i].norm) for i in leaves if np.any(of[i].reached)]
+    grads = dict(zip(traced.chosen, measured.grads, strict=True))
+    norms = [float(grads[i].norm) for i in leaves if np.any(grads[i].reached)]
     is_lost = any(norm * FAR_IN_ALL <= largest for norm in norms)
-    return is_lost or any(np.shape(given.inputs[i])[:1] == (count,) for i in leaves)
+    return is_lost or any(np.shape(traced.inputs[i])[:1] == (count,) for i in leaves)
 
 
-def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) -> GradientFinding:
+def _trend_finding(row: GradientRow, series: Trend, factor: float, where: str) -> GradientFinding:
     kind = "grows" if factor > 1 else "shrinks"
     cures = {
         "grows": "clip the cotangent with cg.error_clip or cg.error_clip_by_name, and the gradient "
@@ -170,7 +170,7 @@ def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) ->
     }
     message = (
         f"{row.location}: the norm of the cotangent changes by a factor of {factor:.3g} {where}, "
-        f"{found.ratio:.2g} in all"
+        f"{series.ratio:.2g} in all"
         + (f", in module {row.module}" if row.module else "")
         + f"; {cures[kind]}"
     )

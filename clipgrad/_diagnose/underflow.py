@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.findings import function_finding
+from clipgrad._diagnose.finding_texts import function_finding
 from clipgrad._diagnose.measure import LOSS_SCALES, Measured, measure, widened_largest
 from clipgrad._diagnose.probe import Summary
+from clipgrad._diagnose.program_units import Unit, module_sites, units_and_rows
 from clipgrad._diagnose.records import GradientFinding, GradientRow
-from clipgrad._diagnose.units import Unit, module_sites, units_and_rows
 from clipgrad._losses import TracedLoss
 
 _HALF_NAMES = ("float16", "bfloat16")
@@ -21,15 +21,15 @@ _CURED = 0.5
 
 
 def underflow_findings(
-    given: TracedLoss, units: list[Unit], measured: Measured, rows: Sequence[GradientRow]
+    traced: TracedLoss, units: list[Unit], measured: Measured, rows: Sequence[GradientRow]
 ) -> Iterator[GradientFinding]:
     """A finding for the first part in backward order with zeros that a scaled loss has not.
 
     If no part of the program has one, the gradient of an argument may.
     """
-    if not _may_underflow(given, measured, rows):
+    if not _may_underflow(traced, measured, rows):
         return
-    scale, scaled, cured = _scaled_loss(given, units)
+    scale, scaled, cured = _scaled_loss(traced, units)
     scaled_rows = [row for _, row in units_and_rows(units, scaled.sites)]
     if not any(cured):
         return
@@ -45,41 +45,43 @@ def underflow_findings(
             yield GradientFinding("underflow", *where, f"{row.location}: {what}")
             return
     shares = {}
-    for i, own, other, is_cured in zip(
-        given.chosen, measured.grads, scaled.grads, cured, strict=True
+    for i, grad, other, is_cured in zip(
+        traced.chosen, measured.grads, scaled.grads, cured, strict=True
     ):
-        dtype, share = str(given.inputs[i].dtype), float(own.zeros - other.zeros)
+        dtype, share = str(traced.inputs[i].dtype), float(grad.zeros - other.zeros)
         if is_cured and dtype in _HALF_NAMES and share >= _LOST:
-            shares[share, dtype, given.names[i]] = None
+            shares[share, dtype, traced.names[i]] = None
     if shares:
-        share, dtype, name = max(shares, key=lambda own: own[:2])
+        share, dtype, name = max(shares, key=lambda key: key[:2])
         more = f" ({len(shares)} arguments like it in all)" if len(shares) > 1 else ""
         what = _lost(share, f"gradient of {name}", dtype, more, scale)
-        yield function_finding("underflow", what, given)
+        yield function_finding("underflow", what, traced)
 
 
-def _may_underflow(given: TracedLoss, measured: Measured, rows: Sequence[GradientRow]) -> bool:
+def _may_underflow(traced: TracedLoss, measured: Measured, rows: Sequence[GradientRow]) -> bool:
     """Whether there are so many zeros in half precision that a second look is due."""
-    own = [(row.dtype, row.zeros) for row in rows]
-    pairs = zip(given.chosen, measured.grads, strict=True)
-    own += [(str(given.inputs[i].dtype), grad.zeros) for i, grad in pairs]
-    return any(dtype in _HALF_NAMES and np.max(zeros, initial=0) >= _LOST for dtype, zeros in own)
+    zeros = [(row.dtype, row.zeros) for row in rows]
+    pairs = zip(traced.chosen, measured.grads, strict=True)
+    zeros += [(str(traced.inputs[i].dtype), grad.zeros) for i, grad in pairs]
+    return any(dtype in _HALF_NAMES and np.max(x, initial=0) >= _LOST for dtype, x in zeros)
 
 
-def _scaled_loss(given: TracedLoss, units: list[Unit]) -> tuple[float | None, Measured, list[bool]]:
+def _scaled_loss(
+    traced: TracedLoss, units: list[Unit]
+) -> tuple[float | None, Measured, list[bool]]:
     """The first scale of the loss that leaves the gradient finite, and which leaves it brings back.
 
     If none does, there is no scale, and those that lose elements are told by the largest.
     """
-    largest = widened_largest(given.program, given.inputs, given.chosen)
+    largest = widened_largest(traced.program, traced.inputs, traced.chosen)
     tried = []
     for scale in LOSS_SCALES:
         sites = module_sites(units)
-        scaled = measure(given.program, given.inputs, given.chosen, sites, scale=scale)
+        scaled = measure(traced.program, traced.inputs, traced.chosen, sites, scale=scale)
         cured = [
-            _is_cured(own, wide, scale) for own, wide in zip(scaled.grads, largest, strict=True)
+            _is_cured(grad, wide, scale) for grad, wide in zip(scaled.grads, largest, strict=True)
         ]
-        if not any(np.any(own.nonfinite) for own in scaled.grads):
+        if not any(np.any(grad.nonfinite) for grad in scaled.grads):
             return scale, scaled, cured
         tried.append((None, scaled, cured))
     return tried[0]
@@ -87,8 +89,8 @@ def _scaled_loss(given: TracedLoss, units: list[Unit]) -> tuple[float | None, Me
 
 def _is_cured(scaled: Summary, largest: float, scale: float) -> bool:
     """Whether a scaled loss has the gradient of a leaf that float32 has, or one not finite."""
-    own = float(scaled.largest) / scale
-    is_equal = _CURED * largest <= own <= largest / _CURED
+    unscaled = float(scaled.largest) / scale
+    is_equal = _CURED * largest <= unscaled <= largest / _CURED
     return largest > 0 and (is_equal or bool(np.any(scaled.nonfinite)))
 
 

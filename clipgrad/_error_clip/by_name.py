@@ -25,7 +25,8 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
     r"""Clips the gradients of values inside a function by name, without editing it.
 
-    A name is a tag or the path of a module, such as ``"encoder/attn"``; `list_names` lists them.
+    A name is a tag, the path of a module, such as ``"encoder/attn"``, or a line, such as
+    ``"model.py:14"``; `list_names` lists them.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -57,20 +58,24 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
         differentiated value.
 
-    A name is a tag or the path of a module. A *tag* names a value where it is computed:
+    A name is a tag, the path of a module, or a line. A *tag* names a value where it is computed:
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
     `jax.named_scope`\ s around an operation, such as ``"Transformer/block_3/attn"``; flax Linen,
     Haiku and Keras set one for each module. In a flax NNX or Equinox model among the arguments it
-    is the path of attributes, such as ``"decoder/blocks/3/attn"``. `list_names` lists the names.
+    is the path of attributes, such as ``"decoder/blocks/3/attn"``. A *line* is the end of a file's
+    path and a number, ``"model.py:14"`` or ``"nn/model.py:14"``. `list_names` lists the names.
 
     The variables of a module are its outputs: the values that are computed inside, and used or
     returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
-    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$.
+    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$. The
+    variable of a line is the last floating one that it computes each time it runs; its uses are
+    all uses.
 
     In a pattern ``*`` stands for any text within a segment, ``**`` for any number of segments, as
     in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``; ``"!head"`` is for all names but this
     one, or leaves out what the patterns before it match; a `re.Pattern` is searched in the names.
-    An exact name overrides a pattern, and a tag overrides a module of the same name.
+    ``"model.py:*"`` is for all lines of a file, and other patterns are for no lines. An exact name
+    overrides a pattern, and a tag overrides a module of the same name.
 
     Guarantees:
       * The result is bit-identical to the result of ``fun``, with its structure, weak types and
@@ -118,7 +123,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["clips"],
-    meta_fields=["modules", "active", "scopes", "operations"],
+    meta_fields=["modules", "active", "scopes", "lines", "operations"],
 )
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ByName(_names.NamedHook):
@@ -146,7 +151,8 @@ class ByName(_names.NamedHook):
         operations = _names.operations(program) if is_asked else frozenset()
         clips = {name: (chosen.rule, probes.get(name)) for name, chosen in names.items()}
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
-        return cls(clips=clips, modules=modules, active=active, operations=operations)
+        lines = _names.line_keys(program, names)
+        return cls(clips=clips, modules=modules, active=active, operations=operations, lines=lines)
 
     @property
     def is_reusable(self) -> bool:
@@ -160,7 +166,11 @@ class ByName(_names.NamedHook):
     def wants(self, name: str, kind: str, used: bool) -> bool:
         """Whether there is a rule or a probe for values of a name; of a module for what is used."""
         is_own = (kind == "module") == (name in self.modules) and (used or kind == "tag")
-        return is_own and any(own is not None for own in self.clips.get(name, ()))
+        return (
+            is_own
+            and kind != _names.BACKWARD
+            and any(own is not None for own in self.clips.get(name, ()))
+        )
 
     def value(self, seen: _names.Seen, x: Any) -> Any:
         """The value, with its cotangent clipped."""
@@ -191,7 +201,7 @@ class ByName(_names.NamedHook):
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
         inner, scopes = self.programs(equation), self.scopes_inside(equation)
-        sites = [s.below(scopes) for p in inner for s in _names.sites(p)]
+        sites = [site for program in inner for site in self.sites(equation, program)]
         names = {s.name for s in sites if self.reaches(s) and self.wants(s.name, s.kind, s.used)}
         active = self.active
         if active is not None:
@@ -202,13 +212,15 @@ class ByName(_names.NamedHook):
             modules=self.modules & names,
             active=active,
             scopes=scopes,
+            lines=self.lines_inside(equation),
         )
 
 
 def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
-    mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
-    rules = [(name, c.rule) for name, c in names.items() if (name, c.kind) in mapped]
+    sites = _names.sites_of(program, names)
+    is_mapped = lambda name: any(s.mapped and not s.within for s in sites[name])  # noqa: E731
+    rules = [(name, c.rule) for name, c in names.items() if is_mapped(name)]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
     batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
     if batches:

@@ -17,12 +17,16 @@ Rules = Mapping[str, _Rule] | Mapping[re.Pattern, _Rule] | Mapping[Pattern, _Rul
 
 @explain_call()
 def list_names(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lines: bool = False,
 ) -> Names:
     r"""Lists the values inside a function that can be watched, and clipped, by name.
 
-    A name is a tag, as by ``jax.ad_checkpoint.checkpoint_name(x, "h")``, or the path of a module,
-    such as ``"encoder/attn"``.
+    A name is a tag, as by ``jax.ad_checkpoint.checkpoint_name(x, "h")``, the path of a module,
+    such as ``"encoder/attn"``, or a line, such as ``"model.py:14"``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -38,13 +42,21 @@ def list_names(
       fun: a function of pytrees.
       args: its arguments, a tuple.
       kwargs: its keyword arguments.
+      lines: whether to list the lines of your files, too, behind tags and modules.
 
     Returns:
       A tuple of records with ``name``, ``kind``, ``shape``, ``dtype``, ``scans``, ``sites`` and
-      ``cotangent``; its `str` is a table, or says why there are none.
+      ``cotangent``, and ``calls`` and ``variable`` of lines; its `str` is a table, or says why
+      there are none.
 
     Raises:
-      TypeError: if ``fun`` is not a function, ``args`` not a tuple, or ``kwargs`` not a mapping.
+      TypeError: if ``fun`` is not a function, ``args`` not a tuple, ``kwargs`` not a mapping, or
+        ``lines`` not a bool.
+
+    The value of a line is the last floating one that a run of it computes and that is used behind
+    it. A statement of several lines is its first line, and what JAX and installed packages compute
+    is of the line that calls them. A line whose value a function of yours computes is not listed,
+    but is a name, too.
 
     Guarantees:
       * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.
@@ -55,8 +67,10 @@ def list_names(
       * The names are in the order of computation, a module after the modules inside it.
     """
     check_call(fun, args, kwargs)
+    if not isinstance(lines, bool):
+        raise TypeError(f"lines: got {lines!r}, expected True or False")
     program = program_of(fun, args, kwargs or {}, only_read=True)[0].program
-    return names_of(program)
+    return names_of(program, lines)
 
 
 def program_of(

@@ -1,32 +1,20 @@
 """Functions that compute gradients themselves, which a clip from outside does not reach."""
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-from jax.extend import source_info_util
 
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._errors import warn
+from clipgrad._names import Resolved
 
 
-@functools.cache
-def _transform_entry() -> type:
-    """The class of the entries that transformations leave in a name stack: JAX has no name for it.
-
-    Read when it is first asked for, so that an import needs no form of a name stack.
-    """
-    with source_info_util.transform_name_stack("jvp"):
-        return type(source_info_util.current_name_stack().stack[-1])
-
-
-def warn_of_own_gradients(program: Any, names: Iterable[str] | None, caller: str) -> None:
+def warn_of_own_gradients(program: Any, names: Resolved | None, caller: str) -> None:
     """Warns of clips in a program that differentiates what is clipped, as one of `jax.grad` does.
 
     The gradient is then a value like any other, and no cotangent passes the clips. A loss with
-    gradients inside is left alone: it is differentiated once more. ``names`` are the tags and
-    modules that are clipped; ``None``: everything.
+    gradients inside is left alone: it is differentiated once more. ``names`` are the tags, modules
+    and lines that are clipped; ``None``: everything.
     """
     if not _has_transposes(program) or _is_loss(program):
         return
@@ -40,16 +28,12 @@ def warn_of_own_gradients(program: Any, names: Iterable[str] | None, caller: str
         )
 
 
-def _transforms(equation: Any) -> frozenset[str]:
-    stack = equation.source_info.name_stack.stack
-    return frozenset(entry.name for entry in stack if type(entry) is _transform_entry())
-
-
 @_programs.read_once
 def _has_transposes(jaxpr: Any) -> bool:
     """Whether there is a step of a backward pass in a program, at any depth."""
     return any(
-        "transpose" in _transforms(e) or any(map(_has_transposes, _programs.entered_programs(e)[0]))
+        "transpose" in _names.transforms(e)
+        or any(map(_has_transposes, _programs.entered_programs(e)[0]))
         for e in jaxpr.eqns
     )
 
@@ -63,28 +47,30 @@ def _is_loss(program: Any, result: int = 0) -> bool:
         (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars) if v is jaxpr.outvars[result]
     )
     e, place = next(makers, (None, 0))
-    if e is None or _transforms(e):
+    if e is None or _names.transforms(e):
         return e is None
     is_call = _programs.is_jit(e)
     return not is_call or _is_loss(_programs.called_program(e), place)
 
 
-def _inside_of_gradients(program: Any, names: Iterable[str]) -> list[str]:
+def _inside_of_gradients(program: Any, names: Resolved) -> list[str]:
     """The names of which each variable is differentiated in the program."""
     plain: set[str] = set()
-    for e, around, scopes in _with_transforms(program, frozenset(), ""):
-        if "jvp" not in around:
-            tag = {_programs.tag_of(e) or ""}
-            plain |= tag | {name for name in names if scopes.startswith(f"{name}/")}
+    lines = dict(_names.line_keys(program, names))
+    for place in _names.placed_equations(program, lambda e: _programs.entered_programs(e)[0]):
+        e = place.place.equation
+        if "jvp" not in frozenset().union(*map(_names.transforms, place.place.chain)):
+            scopes = "".join(f"{s}/" for s in (*place.scopes, *_names.path(e)))
+            plain |= {
+                _programs.tag_of(e) or "",
+                *(_lines_of(place.jaxpr, e, lines) if lines else ()),
+            }
+            plain |= {name for name in names if scopes.startswith(f"{name}/")}
     return [name for name in names if name not in plain]
 
 
-def _with_transforms(
-    program: Any, around: frozenset[str], path: str
-) -> Iterator[tuple[Any, Any, str]]:
-    """The equations in a program, with the transformations and the scopes around each of them."""
-    for e in _programs.opened(program)[0].eqns:
-        own, scopes = around | _transforms(e), path + "".join(f"{s}/" for s in _names.path(e))
-        yield e, own, scopes
-        for inner in _programs.entered_programs(e)[0]:
-            yield from _with_transforms(inner, own, scopes)
+def _lines_of(jaxpr: Any, equation: Any, lines: dict[str, str]) -> Iterator[str]:
+    """The names of the lines whose values are results of an equation."""
+    for variable in equation.outvars:
+        runs = _names.lines_of_program(jaxpr).runs.get(variable, ())
+        yield from (lines[run.line.key] for run, _ in runs if run.line.key in lines)

@@ -66,8 +66,9 @@ def value_and_grad_with_stats(
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
       error_clip: a rule for each name or pattern of values inside ``fun``, as
         ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only.
-      watch: further names and patterns to watch only, such as ``["**/attn"]``; ``None``: all
-        tags whose variables have cotangents, or all modules if there are no such tags.
+      watch: further names and patterns to watch only, such as ``["**/attn"]`` or
+        ``["model.py:14"]``; ``None``: all tags whose variables have cotangents, or all modules if
+        there are no such tags.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
@@ -226,10 +227,10 @@ def _named(
     These have an axis for each scan around all sites of the name.
     """
     clipped = resolved(program, rules, caller, CLIPPED, arguments)
-    names = watched_names(program, watch, caller, CLIPPED) | clipped
-    probes, found = {}, [site for site in _names.sites(program) if site.has_cotangent]
-    for name, chosen in names.items():
-        own = [site for site in found if (site.name, site.kind) == (name, chosen.kind)]
+    names = watched_names(program, watch, caller, CLIPPED, clipped) | clipped
+    probes = {}
+    for name, sites in _names.sites_of(program, names).items():
+        own = [site for site in sites if site.has_cotangent]
         wide = any(site.dtype in ("float64", "complex128") for site in own)
         probes[name] = ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)
     return names, probes

@@ -1,9 +1,9 @@
 """Names of the values of a program, which nobody has to edit for it.
 
 A value has a name if `checkpoint_name` tagged it, if it leaves a `jax.named_scope`, which modules
-of flax, Haiku and Equinox push, or if it leaves a submodule of an NNX or Equinox model. Patterns
-choose among these names. An operation has a place, too: its module, and its line in the user's
-files.
+of flax, Haiku and Equinox push, if it leaves a submodule of an NNX or Equinox model, or, on
+request, if it is the last that a line of the user's computes. Patterns choose among these names.
+An operation has a place, too: its module, and its line in the user's files.
 """
 
 from clipgrad._names.attribute_names import flax_nnx as flax_nnx
@@ -11,12 +11,28 @@ from clipgrad._names.attribute_names import is_equinox as is_equinox
 from clipgrad._names.attribute_names import is_model as is_model
 from clipgrad._names.attribute_names import with_names as with_names
 from clipgrad._names.custom_rules import custom_rule as custom_rule
+from clipgrad._names.custom_rules import rule_key as rule_key
+from clipgrad._names.custom_rules import rule_source as rule_source
+from clipgrad._names.custom_rules import rules_in as rules_in
 from clipgrad._names.dependence import STOPPING as STOPPING
 from clipgrad._names.dependence import active_results as active_results
 from clipgrad._names.dependence import active_variables as active_variables
 from clipgrad._names.dependence import data_results as data_results
 from clipgrad._names.dependence import dependence as dependence
 from clipgrad._names.dependence import sources_of_results as sources_of_results
+from clipgrad._names.line_names import LineKeys as LineKeys
+from clipgrad._names.line_names import LineNames as LineNames
+from clipgrad._names.line_names import keys_of_lines as keys_of_lines
+from clipgrad._names.lines import BACKWARD as BACKWARD
+from clipgrad._names.lines import CALL as CALL
+from clipgrad._names.lines import DEPTH as DEPTH
+from clipgrad._names.lines import LINE as LINE
+from clipgrad._names.lines import OF_LINES as OF_LINES
+from clipgrad._names.lines import Line as Line
+from clipgrad._names.lines import LineValue as LineValue
+from clipgrad._names.lines import is_line_pattern as is_line_pattern
+from clipgrad._names.lines import line_values as line_values
+from clipgrad._names.lines import lines_of_program as lines_of_program
 from clipgrad._names.modules import aside as aside
 from clipgrad._names.modules import exits as exits
 from clipgrad._names.modules import is_mark as is_mark
@@ -41,6 +57,7 @@ from clipgrad._names.places import placed_equations as placed_equations
 from clipgrad._names.scopes import ScopePath as ScopePath
 from clipgrad._names.scopes import common_start as common_start
 from clipgrad._names.scopes import path as path
+from clipgrad._names.scopes import transforms as transforms
 from clipgrad._names.sites import NamedSite as NamedSite
 from clipgrad._names.sites import sites as sites
 from clipgrad._names.wanted import CLIPPED as CLIPPED
@@ -49,6 +66,7 @@ from clipgrad._names.wanted import VALUES as VALUES
 from clipgrad._names.wanted import Resolved as Resolved
 from clipgrad._names.wanted import checked_watch as checked_watch
 from clipgrad._names.wanted import common_nest as common_nest
+from clipgrad._names.wanted import line_keys as line_keys
 from clipgrad._names.wanted import resolved as resolved
-from clipgrad._names.wanted import sites_by_name as sites_by_name
+from clipgrad._names.wanted import sites_of as sites_of
 from clipgrad._names.wanted import watched_names as watched_names

@@ -1,18 +1,37 @@
-"""The lines of custom rules: of the function that has one, and of its backward."""
+"""Custom derivative rules in a program: which there are, and the lines where they are written."""
 
 import os
-import re
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from clipgrad._names.places import shown
-from clipgrad._programs import called_program, has_custom_rule, opened
+from clipgrad._names.places import is_users, shown
+from clipgrad._programs import called_program, equations, has_custom_rule, opened
 
 _JAX = os.path.dirname(jax.__file__ or "")
-_SOURCE = re.compile(r"(?P<name>.*) at (?P<file>.+):(?P<line>\d+)", re.DOTALL)
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOTEBOOK = "ipykernel_"  # in the name of a file that a cell is run from
 _RULES = ("bwd", "jvp_jaxpr_fun")  # the parameters that hold the rule
+
+
+class Source(NamedTuple):
+    """A function, and the line where it is written."""
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        """The line; of a notebook it is the line of a cell."""
+        if _NOTEBOOK in self.file:
+            return f"line {self.line} of its cell"
+        return f"{shown(self.file)}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place})"
 
 
 def custom_rule(equation: JaxprEqn) -> str:
@@ -22,19 +41,59 @@ def custom_rule(equation: JaxprEqn) -> str:
     """
     if not has_custom_rule(equation):
         return ""
-    function = _source(opened(called_program(equation))[0])
-    rules = [found for key in _RULES if (found := _source(equation.params.get(key)))]
-    if function is None or function["file"].startswith(_JAX):
+    function, rule = _function_source(equation), _source(_rule_of(equation))
+    if function is None or function.file.startswith(_JAX):
         return ""
-    lines = [_shown_line(function), *(f"its rule: {_shown_line(own)}" for own in rules)]
-    return f"{function['name']} ({', '.join(lines)})"
+    lines = [function.place, *([] if rule is None else [f"its rule: {rule.place}"])]
+    return f"{function.name} ({', '.join(lines)})"
 
 
-def _source(function: Any) -> re.Match | None:
-    """The name, the file and the line of a function that JAX has traced, or is about to."""
+def rule_source(equation: JaxprEqn) -> Source | None:
+    """Where the rule of an equation is written, or else its function.
+
+    None of an equation without a rule, and of the rules of JAX and of this library.
+    """
+    if not has_custom_rule(equation) or _rule_of(equation) is None:
+        return None
+    sources = _source(_rule_of(equation)), _function_source(equation)
+    return next((source for source in sources if source and _is_named(source.file)), None)
+
+
+def rule_key(equation: JaxprEqn) -> Hashable:
+    """A key that all calls of one function with a rule have in common.
+
+    A backward function is itself; of the rule of a JVP, which is traced anew at each call, it is
+    the line.
+    """
+    return getattr(equation.params.get("bwd"), "f", None) or rule_source(equation)
+
+
+def rules_in(program: Any) -> list[JaxprEqn]:
+    """The equations with a rule in a program and in all programs inside it, but for JAX's own.
+
+    The user's own, or those of installed packages if there are none.
+    """
+    sources = [(e, rule_source(e)) for e in ([] if program is None else equations(program))]
+    rules = [(equation, source) for equation, source in sources if source is not None]
+    users = [equation for equation, source in rules if is_users(source.file)]
+    return users or [equation for equation, _ in rules]
+
+
+def _rule_of(equation: JaxprEqn) -> Any:
+    """A backward function, or the rule of a JVP."""
+    return next((rule for key in _RULES if (rule := equation.params.get(key))), None)
+
+
+def _function_source(equation: JaxprEqn) -> Source | None:
+    return _source(opened(called_program(equation))[0])
+
+
+def _source(function: Any) -> Source | None:
+    """Where a function is written that JAX has traced, or is about to."""
     info = getattr(function, "debug_info", None)
-    return _SOURCE.fullmatch(getattr(info, "func_src_info", None) or "")
+    file, line = getattr(info, "func_filename", None), getattr(info, "func_lineno", None)
+    return Source(info.func_name, file, line) if info and file and line else None
 
 
-def _shown_line(source: re.Match) -> str:
-    return f"{shown(source['file'])}:{source['line']}"
+def _is_named(file: str) -> bool:
+    return is_users(file) or not file.startswith((_JAX, _LIBRARY))

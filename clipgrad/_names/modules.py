@@ -72,6 +72,17 @@ def _asides(jaxpr: Any) -> frozenset[Var]:
     return frozenset(atom for atom in atoms if isinstance(atom, Var))
 
 
+@read_once
+def without_added(jaxpr: Any) -> frozenset[Var]:
+    """Return the results in a program that were not added to it, as statistics and their parts."""
+    added, found = set(_asides(jaxpr)), []
+    for equation in jaxpr.eqns:
+        if added and any(not isinstance(a, Literal) and a in added for a in equation.invars):
+            added.update(equation.outvars)
+        found += [v for v in equation.outvars if v not in added]
+    return frozenset(found)
+
+
 def _own_values(jaxpr: Any) -> Iterator[tuple[JaxprEqn, list[Var]]]:
     """The equations of a program with scopes, and the arrays among their results."""
     for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():

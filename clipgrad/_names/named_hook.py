@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
+from clipgrad._names.line_names import LineKeys
+from clipgrad._names.lines import BACKWARD, DEPTH, LINE, lines_of_program
 from clipgrad._names.modules import ModuleValues, is_used, users_tag
 from clipgrad._names.scopes import ScopePath, path
-from clipgrad._names.sites import NamedSite, sites
+from clipgrad._names.sites import NamedSite, line_sites, sites
 from clipgrad._programs import Hook, ProgramValues, bind, value_programs
 
 
@@ -17,11 +19,12 @@ class Seen(NamedTuple):
     """A value with a name, as a hook sees it.
 
     Attributes:
-      name: the tag, or the path of the module.
-      kind: ``"tag"`` or ``"module"``.
+      name: the tag, the path of the module, or the name of the line.
+      kind: ``"tag"``, ``"module"``, ``"line"``, or ``"backward"`` of a line in the backward pass of
+        a gradient that the program computes.
       position: where it is in the program that is evaluated: the number of its equation, the number
         of the value among the results, and the depth of the module among the scopes of the
-        program; 0 for a tag.
+        program; 0 for a tag, and `lines.DEPTH` or less for a line.
       variable: of the program.
     """
 
@@ -56,6 +59,7 @@ class NamedHook(Hook):
 
     Attributes:
       scopes: the scopes around the program.
+      lines: the key of each line whose values are seen, and its name; nothing is read for none.
       outside: whether the operations of `value` are outside of a module whose value it replaces.
 
     Example:
@@ -75,6 +79,7 @@ class NamedHook(Hook):
     """
 
     scopes: ScopePath = ()
+    lines: LineKeys = ()
 
     outside = False
 
@@ -117,9 +122,25 @@ class NamedHook(Hook):
         """Whether there are values to see in the programs of an equation."""
         if not (programs := self.programs(equation)):
             return False
-        scopes = self.scopes_inside(equation)
-        inside = (site.below(scopes) for program in programs for site in sites(program))
+        inside = (site for program in programs for site in self.sites(equation, program))
         return any(self.reaches(s) and self.wants(s.name, s.kind, s.used) for s in inside)
+
+    def lines_inside(self, equation: JaxprEqn) -> LineKeys:
+        """The lines that are seen in the programs of an equation."""
+        if not self.lines:
+            return ()
+        own = lines_of_program(self.visit.jaxpr).key(equation)
+        return tuple(pair for pair in self.lines if pair[0] != own)
+
+    def sites(self, equation: JaxprEqn, program: Any) -> list[NamedSite]:
+        """The sites of a program inside of an equation, of tags, modules and these lines."""
+        scopes, names = self.scopes_inside(equation), dict(self.lines_inside(equation))
+        found = [site.below(scopes) for site in sites(program)]
+        lines = [site for site in line_sites(program) if site.name in names] if names else ()
+        kinds = {BACKWARD: BACKWARD}
+        return found + [
+            site._replace(name=names[site.name], kind=kinds.get(site.kind, LINE)) for site in lines
+        ]
 
     def scopes_inside(self, equation: JaxprEqn) -> ScopePath:
         """The scopes around a program in an equation."""
@@ -135,6 +156,8 @@ class NamedValues(ModuleValues):
 
     def __init__(self, hook: Any) -> None:
         self.hook, self.visit = hook, hook.visit
+        self._line_names = dict(hook.lines)
+        self._runs = lines_of_program(hook.visit.jaxpr).runs if hook.lines else {}
         super().__init__(hook, hook.visit.jaxpr, hook.variables, hook.outside)
 
     def inputs(self, equation: JaxprEqn) -> list:
@@ -151,6 +174,21 @@ class NamedValues(ModuleValues):
         if tag is not None:
             used = is_used(self.visit.jaxpr, equation.outvars[0])
             outputs[0] = self.see(tag, "tag", 0, 0, outputs[0], used)
+        return self._with_lines(equation, outputs) if self._runs else outputs
+
+    def _with_lines(self, equation: JaxprEqn, outputs: list) -> list:
+        """The results of an equation, of those that are values of lines what goes on."""
+        for i, variable in enumerate(equation.outvars):
+            seen = set()
+            for depth, (run, kind) in enumerate(self._runs.get(variable, ())):
+                name = self._line_names.get(run.line.key)
+                if name is not None and name not in seen:
+                    seen.add(name)
+                    kind, used = (
+                        kind if kind == BACKWARD else LINE,
+                        is_used(self.visit.jaxpr, variable),
+                    )
+                    outputs[i] = self.see(name, kind, i, DEPTH - depth, outputs[i], used)
         return outputs
 
     def leave(self, variable: Var, scopes: ScopePath) -> Callable[[Any], Any] | None:

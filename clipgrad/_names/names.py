@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._arrays import answers_lookups
+from clipgrad._names.line_names import LineNames
+from clipgrad._names.lines import Line, line_values, shown_calls
+from clipgrad._names.scopes import common_end
+from clipgrad._names.sites import Sites
 from clipgrad._names.wanted import (
     CLIPPED,
     VALUES,
-    Sites,
     common_nest,
     sites_by_name,
     why_none,
@@ -22,15 +25,18 @@ class Name(NamedTuple):
     """A name of variables inside of a function.
 
     Attributes:
-      name: the tag, or the path of the module.
-      kind: ``"tag"`` or ``"module"``.
+      name: the tag, the path of the module, or the file and the number of the line.
+      kind: ``"tag"``, ``"module"`` or ``"line"``.
       shape: the shape of the largest of its variables, as it is within one step of a scan.
       dtype: its dtype.
       scans: the lengths of the scans around all of its variables, outermost first: the leading
         axes of its statistics.
-      sites: how many variables have the name.
+      sites: how many variables have the name; of a line, how often it runs.
       cotangent: whether its cotangents can be clipped and watched. Then the other attributes are
         about variables with cotangents. If not, `with_value_stats` can watch the values.
+      calls: of a line, the calls that lead there, such as ``"loss:16 > layer:8"``; of several the
+        end that they share; else "".
+      variable: what the line assigns, or "".
     """
 
     name: str
@@ -40,6 +46,8 @@ class Name(NamedTuple):
     scans: tuple[int, ...]
     sites: int
     cotangent: bool
+    calls: str = ""
+    variable: str = ""
 
 
 @answers_lookups("names")
@@ -55,23 +63,48 @@ class Names(tuple[Name, ...]):
     def __str__(self) -> str:
         if not self:
             return f"no names: {self.reason}"
-        rows = [("name", "kind", "shape", "dtype", "scans", "sites", "cotangent")]
+        heads = ("name", "kind", "calls", "variable")
+        first = heads if any(name.calls for name in self) else heads[:2]
+        rows = [(*first, "shape", "dtype", "scans", "sites", "cotangent")]
         for name in self:
             shape, scans = (" x ".join(map(str, n)) for n in (name.shape, name.scans))
             rest = str(name.dtype), scans, str(name.sites), "yes" if name.cotangent else "no"
-            rows.append((*name[:2], shape or "scalar", *rest))
+            rows.append((*(getattr(name, head) for head in first), shape or "scalar", *rest))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
 
 
-def names_of(program: Any) -> Names:
-    """The names whose values can be watched from outside, a module after the modules inside it."""
+def names_of(program: Any, lines: bool = False) -> Names:
+    """The names whose values can be watched from outside, a module after the modules inside it.
+
+    With ``lines`` the lines come after them, in the order of computation.
+    """
     there = sites_by_name(program)
-    listed = {n: s for n, s in there.items() if CLIPPED.lists(s) or VALUES.lists(s)}
-    names = Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
-    names.reason = "" if names else why_none(there)
-    return names
+    listed = _listed(there)
+    names = [_name_of_sites(name, listed[name]) for name in _inner_first(listed)]
+    found = Names([*names, *(_names_of_lines(program) if lines else ())])
+    found.reason = "" if found else why_none(there, lines)
+    return found
+
+
+def _listed(there: dict[str, Sites]) -> dict[str, Sites]:
+    return {n: s for n, s in there.items() if CLIPPED.lists(s) or VALUES.lists(s)}
+
+
+def _names_of_lines(program: Any) -> list[Name]:
+    lines = LineNames.of(program)
+    calls: dict[str, list[tuple[Line, ...]]] = {}
+    for value in line_values(program):
+        calls.setdefault(value.line.key, []).append(value.calls)
+    found = []
+    for name, sites in _listed(lines.sites).items():
+        line = lines.lines[name]
+        if name in lines.listed:
+            shown = shown_calls(common_end(calls.get(line.key, ())) or (line,))
+            own = _name_of_sites(name, sites)
+            found.append(own._replace(calls=shown, variable=line.variable))
+    return found
 
 
 def _inner_first(names: Iterable[str]) -> list[str]:

@@ -36,6 +36,7 @@ _INSTALLED = (
     *(sysconfig.get_path(name) or "" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _LIBRARY = str(_PACKAGE)
+_EVALUATION = str(_PACKAGE / "_programs")  # evaluates programs of others, with their lines
 _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 # Files that every traced call of a function of JAX goes through; they say nothing of it.
 _MACHINERY = {
@@ -237,9 +238,15 @@ def _frames_inside(equation: JaxprEqn, around: JaxprEqn | None) -> list[Any]:
     frames = [] if traceback is None else traceback.frames
     if around is None or not is_jit(around):
         return frames
-    file = function_file(around)
-    is_foreign = file and not is_users(file) and file not in {frame.file_name for frame in frames}
-    return [] if is_foreign else frames
+    return [] if is_foreign(equation, function_file(around)) else frames
+
+
+def is_foreign(equation: JaxprEqn, file: str | None) -> bool:
+    """Whether the lines of an equation are of others than the function it is in, of this file."""
+    traceback = equation.source_info.traceback
+    if not file or traceback is None or is_users(file) or file.startswith(_EVALUATION):
+        return False
+    return all(code.co_filename != file for code in traceback.raw_frames()[0])
 
 
 def _is_of_derivatives(file: str) -> bool:

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 ScopePath = tuple[str, ...]
 
 
-# JAX has no public name for the two kinds of entries of a name stack. They are read when they are
+# JAX has no public name for the kinds of entries of a name stack. They are read when they are
 # first asked for, so that an import needs no form of a name stack.
 @functools.cache
 def _scope_entry() -> type:
@@ -26,6 +26,19 @@ def _vmap_entry() -> Any:
     """The entry of `jax.vmap`."""
     with source_info_util.transform_name_stack("vmap"):
         return source_info_util.current_name_stack().stack[-1]
+
+
+@functools.cache
+def _transform_entry() -> type:
+    """The class of the entries that transformations leave in a name stack."""
+    with source_info_util.transform_name_stack("jvp"):
+        return type(source_info_util.current_name_stack().stack[-1])
+
+
+def transforms(equation: JaxprEqn) -> frozenset[str]:
+    """Return the transformations that made an equation of its program, such as "transpose"."""
+    stack = equation.source_info.name_stack.stack
+    return frozenset(entry.name for entry in stack if type(entry) is _transform_entry())
 
 
 def path(equation: JaxprEqn) -> ScopePath:
@@ -44,6 +57,11 @@ def common_start(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
     columns = zip(*paths, strict=False)
     same = itertools.takewhile(lambda column: all(x == column[0] for x in column), columns)
     return tuple(column[0] for column in same)
+
+
+def common_end(paths: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+    """Return what all paths end with."""
+    return common_start(path[::-1] for path in paths)[::-1]
 
 
 def is_mapped(equation: JaxprEqn) -> bool:

@@ -4,16 +4,18 @@ A tag is given by `jax.ad_checkpoint.checkpoint_name`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
+from clipgrad._names.lines import OF_LINES, lines_of_program
 from clipgrad._names.modules import exits, is_used, left_unused, users_tag
 from clipgrad._names.scopes import ScopePath, is_mapped, path
 from clipgrad._programs import (
     entered_programs,
+    held_programs,
     noun_of,
     opened,
     read_once,
@@ -25,8 +27,9 @@ from clipgrad._programs import (
 class NamedSite(NamedTuple):
     """A variable with a name."""
 
-    name: str  # of a module: its scopes in the program that was asked, joined by "/"
-    kind: str  # "tag" or "module"
+    # Of a module its scopes in the program that was asked, joined by "/"; of a line its key.
+    name: str
+    kind: str  # "tag" or "module", or the kind of a line
     nest: tuple[int, ...]  # the lengths of the scans around it, outermost first
     shape: tuple[int, ...]
     dtype: str
@@ -49,24 +52,45 @@ class NamedSite(NamedTuple):
 
     def below(self, scopes: ScopePath) -> "NamedSite":
         """This site of a program inside of an equation with these scopes around it."""
-        return self if self.kind == "tag" else self._replace(name="/".join((*scopes, self.name)))
+        is_module = self.kind == "module"
+        return self._replace(name="/".join((*scopes, self.name))) if is_module else self
+
+
+Sites = dict[NamedSite, int]
 
 
 @read_once
-def sites(jaxpr: Any) -> dict[NamedSite, int]:
+def sites(jaxpr: Any) -> Sites:
     """Return the sites of a program and of those inside it, and how many there are of a kind."""
+    return _counted(jaxpr, sites, _of_tags_and_modules)
+
+
+@read_once
+def line_sites(jaxpr: Any) -> Sites:
+    """Return the values of lines in a program and in those inside it, as `sites`."""
+    return _counted(jaxpr, line_sites, _of_lines)
+
+
+def _counted(
+    jaxpr: Any,
+    of_program: Callable[[Any], Sites],
+    of_equation: Callable[[Any, JaxprEqn], Iterator[NamedSite]],
+) -> Sites:
     found: Counter[NamedSite] = Counter()
-    for site, count in _find(jaxpr):
-        found[site] += count
+    for equation in jaxpr.eqns:
+        for site, count in _inside(equation, of_program):
+            if site.kind not in OF_LINES or site.name != lines_of_program(jaxpr).key(equation):
+                found[site] += count
+        found.update(of_equation(jaxpr, equation))
     return dict(found)
 
 
-def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
-    for equation in jaxpr.eqns:
+def _inside(
+    equation: JaxprEqn, of_program: Callable[[Any], Sites]
+) -> Iterator[tuple[NamedSite, int]]:
+    """The sites of the programs inside of an equation, as those of the program around."""
+    if held_programs(equation):
         name, mapped, scopes = noun_of(equation), is_mapped(equation), path(equation)
-        if (tag := users_tag(equation)) is not None:
-            (tagged,) = equation.outvars
-            yield _site(tag, "tag", tagged, is_used(jaxpr, tagged), mapped), 1
         length = scan_length(equation)
         loop = () if length is None else (length,)
         entered, others = entered_programs(equation)
@@ -74,19 +98,31 @@ def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
         for inner in (*entered, *others):
             around: dict[str, Any] = {} if inner in entered else {"within": name}
             around |= {} if opened(inner)[0] in seen else {"sealed": name}
-            for site, count in sites(inner).items():
+            for site, count in of_program(inner).items():
                 around |= {"nest": loop + site.nest, "mapped": mapped or site.mapped}
                 yield site.below(scopes)._replace(**around), count
-        yield from _of_modules(jaxpr, equation, mapped)
 
 
-def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[NamedSite, int]]:
-    """The scopes that the results of an equation leave; all, if nothing uses a result."""
+def _of_tags_and_modules(jaxpr: Any, equation: JaxprEqn) -> Iterator[NamedSite]:
+    """A tag, and the scopes that results of an equation leave; all, if nothing uses a result."""
+    mapped = is_mapped(equation)
+    if (tag := users_tag(equation)) is not None:
+        (tagged,) = equation.outvars
+        yield _site(tag, "tag", tagged, is_used(jaxpr, tagged), mapped)
     for variable in equation.outvars:
         unused = left_unused(jaxpr, equation, variable)
         leaves = exits(jaxpr).get(variable)
         for left in leaves.left if leaves else unused:
-            yield _site("/".join(left), "module", variable, not unused, mapped), 1
+            yield _site("/".join(left), "module", variable, not unused, mapped)
+
+
+def _of_lines(jaxpr: Any, equation: JaxprEqn) -> Iterator[NamedSite]:
+    """The lines whose value is a result of an equation."""
+    runs = lines_of_program(jaxpr).runs
+    for variable in equation.outvars:
+        for run, kind in runs.get(variable, ()):
+            used = is_used(jaxpr, variable)
+            yield _site(run.line.key, kind, variable, used, is_mapped(equation))
 
 
 def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> NamedSite:

@@ -16,15 +16,20 @@ from clipgrad._arrays import (
 )
 from clipgrad._errors import first_few
 from clipgrad._names.attribute_names import flax_nnx
+from clipgrad._names.line_names import LineKeys, asked_lines
+from clipgrad._names.lines import LINE, is_line_pattern
 from clipgrad._names.scopes import common_start
-from clipgrad._names.sites import NamedSite, sites
+from clipgrad._names.sites import NamedSite, Sites, sites
 from clipgrad._programs import WHILES
 
-Sites = dict[NamedSite, int]
 _WITH_NAMES = (
     "one with tagged variables or modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "
     '"x"), or compute it in a module: with jax.named_scope("x"):; an NNX or Equinox model has '
     "names if it is an argument: fun(model, ...)"
+)
+_WITH_LINES = (
+    '; a line is a name, too, such as "model.py:14": list_names(fun, args, lines=True) lists the '
+    "lines"
 )
 _OF_MERGED = (
     "; a model that fun merges has none: write a function of the model for {caller}, and call what "
@@ -46,6 +51,9 @@ def sites_by_name(program: Any) -> dict[str, Sites]:
 def common_nest(sites: Iterable[NamedSite]) -> tuple[int, ...]:
     """The lengths of the scans around all sites, as far as they agree from the outermost on."""
     return common_start(site.nest for site in sites)
+
+
+_VERBS = {"tag": "tags", LINE: "computes"}
 
 
 class Wanted(NamedTuple):
@@ -84,12 +92,15 @@ def resolved(
     it match; if it is the first of them, it is for all other names. An error says which one matches
     nothing, or nothing that can be reached, or is the name of a leaf of the arguments.
     """
-    there = sites_by_name(program)
-    patterns = [pattern for pattern in rules if pattern not in there and is_pattern(pattern)]
+    others = sites_by_name(program)
+    lines = asked_lines(program, rules, others)
+    patterns = [pattern for pattern in rules if pattern not in others and is_pattern(pattern)]
     names: Resolved = {}
     origin: dict[str, Pattern] = {}
     for given in sorted(rules, key=patterns.__contains__):
-        found = _meant(given, there, patterns)
+        is_line = given not in others and is_line_pattern(given)
+        there = lines.sites if is_line else others
+        found = lines.meant(given, caller) if is_line else _meant(given, there, patterns)
         if given in patterns and leaves_out(given):
             _check_found(given, found, there, caller, wanted._replace(has=lambda site: True))
             for name in found.keys() & {name for name in names if origin[name] in patterns}:
@@ -103,7 +114,8 @@ def resolved(
             _check_found(given, found, there, caller, wanted, arguments)
         for name in listed if given in patterns else found:
             first = origin.setdefault(name, given)
-            if first in patterns and not _is_same_choice(rules[first], rules[given]):
+            is_double = first in patterns or is_line and given not in patterns
+            if is_double and not _is_same_choice(rules[first], rules[given]):
                 raise ValueError(
                     f"{caller}: got {first!r} and {given!r} with a {wanted.choice} each, "
                     f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
@@ -163,7 +175,7 @@ def _check_found(
             f"{nearest(pattern_text(name), there)}; {instead}{_of_leaf(name, arguments)}"
             f"{'' if there else _of_merged(caller)}"
         )
-    got = f"{caller}: got {name!r}, which {'tags' if own[0].kind == 'tag' else 'names'}"
+    got = f"{caller}: got {name!r}, which {_VERBS.get(own[0].kind, 'names')}"
     closed = next(filter(None, map(wanted.barrier, own)), None)
     if closed:
         inside = [n for n, sites in there.items() if closed in map(wanted.barrier, sites)]
@@ -220,19 +232,48 @@ VALUES = Wanted(
 )
 
 
+def sites_of(program: Any, names: Resolved) -> dict[str, Sites]:
+    """The sites of some names of a program."""
+    lines = _lines_among(names)
+    there = sites_by_name(program)
+    of_lines = asked_lines(program, lines, {}).sites
+    return {name: of_lines[name] if name in lines else there[name] for name in names}
+
+
+def line_keys(program: Any, names: Resolved) -> LineKeys:
+    """The keys of the lines among some names of a program, each with its name."""
+    lines = _lines_among(names)
+    return asked_lines(program, lines, {}).keys(lines)
+
+
+def _lines_among(names: Resolved) -> Resolved:
+    return {name: chosen for name, chosen in names.items() if chosen.kind == LINE}
+
+
 def watched_names(
-    program: Any, watch: Mapping[str, Any] | None, caller: str, wanted: Wanted
+    program: Any,
+    watch: Mapping[str, Any] | None,
+    caller: str,
+    wanted: Wanted,
+    clipped: Resolved | None = None,
 ) -> Resolved:
-    """The names that are watched; without a choice all tags, or if none has any all modules."""
+    """The names that are watched; without a choice all tags, or if none has any all modules.
+
+    A program of which lines alone are ``clipped`` needs no other names.
+    """
     if watch is not None:
         return resolved(program, watch, caller, wanted)
     found = sites(program)
     tags = (site for site in found if site.kind == "tag")
     own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
     if not own and not any(map(wanted.has, found)):
+        if clipped:
+            return {}
         got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
         more = _of_merged(caller)
-        raise ValueError(f"{caller}: got a function {got}, expected {_WITH_NAMES}{more}")
+        raise ValueError(
+            f"{caller}: got a function {got}, expected {_WITH_NAMES}{_WITH_LINES}{more}"
+        )
     return resolved(program, own or {"**": None}, caller, wanted)
 
 
@@ -241,11 +282,13 @@ def _of_merged(caller: str) -> str:
     return _OF_MERGED.format(caller=caller) if flax_nnx() else ""
 
 
-def why_none(there: Mapping[str, Sites]) -> str:
-    """The reason why none of some names can be watched."""
+def why_none(there: Mapping[str, Sites], lines: bool) -> str:
+    """The reason why none of some names can be watched; of ``lines`` that none is there."""
     found = [site for sites in there.values() for site in sites]
+    advice = "" if lines else _WITH_LINES
     if not found:
-        return f"there are no tags or modules, expected {_WITH_NAMES}{_of_merged('this')}"
+        what = "no line computes a floating value, and there" if lines else "there"
+        return f"{what} are no tags or modules, expected {_WITH_NAMES}{advice}{_of_merged('this')}"
     closed = sorted({site.sealed for site in found if site.sealed})
     names = first_few([*map(repr, there)], 4)
     if closed:

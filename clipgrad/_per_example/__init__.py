@@ -6,5 +6,5 @@ The norm of each example and the clipped sum of all follow from these rows, afte
 A leaf that is used in any other way has its gradient made for each example.
 """
 
-from clipgrad._per_example.clip import clip_per_example as clip_per_example
-from clipgrad._per_example.norms import per_example_norms as per_example_norms
+from clipgrad._per_example.clip_per_example import clip_per_example as clip_per_example
+from clipgrad._per_example.per_example_norms import per_example_norms as per_example_norms

@@ -1,4 +1,4 @@
-"""Batches of examples: their size, on which devices they are, and sums over parts of them."""
+"""Batches of examples: their size, on which devices they are, and sums over microbatches."""
 
 import contextlib
 import numbers
@@ -27,24 +27,25 @@ def check_microbatch(microbatch: Any) -> None:
         raise ValueError(f"microbatch: got {microbatch!r}, expected a positive integer or None")
 
 
-def part_count(batch: Any, microbatch: int | None) -> tuple[int, int]:
-    """The number of examples, and of parts of them."""
-    size = batch_size(batch)
+def check_divides(microbatch: int | None, size: int) -> None:
     if size % (microbatch or size):
         raise ValueError(f"microbatch: got {microbatch}, expected a divisor of the {size} examples")
-    return size, size // (microbatch or size)
 
 
-def of_parts(
-    of_some: Callable[[Any, Any], tuple[Any, Any]], zeros: Any, params: Any, batch: Any, parts: int
+def accumulate_over_microbatches(
+    of_some: Callable[..., tuple[Any, Any]],
+    zeros: Any,
+    params: Any,
+    batches: tuple[Any, ...],
+    count: int,
 ) -> tuple[Any, Any]:
-    """The sum of the first results over parts of a batch, and the second ones in its order."""
-    if parts == 1:
-        return of_some(params, batch)
-    part = microbatches(batch, parts)
-    run = lambda _, i: (*of_some(params, part(i)), None)  # noqa: E731
-    (total, _), rest = scan_sums(run, zeros, parts)
-    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rest)
+    """Runs ``of_some`` on each microbatch; adds its first result, concatenates its second."""
+    if count == 1:
+        return of_some(params, *batches)
+    part = microbatches(batches, count)
+    run = lambda _, i: (*of_some(params, *part(i)), None)  # noqa: E731
+    (total, _), stacked = scan_sums(run, zeros, count)
+    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), stacked)
 
 
 def on_each_device(params: Any, batch: Any) -> Any:
@@ -57,8 +58,8 @@ def on_each_device(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
 
 
-def whole_examples(batch: Any, axis_name: AxisName) -> contextlib.AbstractContextManager:
-    """Inside, nothing warns along the mapped axes that the examples are spread over.
+def allow_split_examples(batch: Any, axis_name: AxisName) -> contextlib.AbstractContextManager:
+    """Inside, no warning of split parameters along axes that split the batch only.
 
     `ValueError` if a norm is over one of these: it would be of an example from each device.
     """
@@ -95,8 +96,8 @@ def batch_size(batch: Any) -> int:
 
 def check_axes(tree: Any) -> None:
     """Refuses arrays whose types name the mesh axes that they are sharded over."""
-    found = [explicit_sharding(x) for x in jax.tree.leaves(tree) if is_array(x)]
-    axes = {name for s in found if s is not None for name in _axis_names(s)}
+    shardings = [explicit_sharding(x) for x in jax.tree.leaves(tree) if is_array(x)]
+    axes = {name for s in shardings if s is not None for name in _axis_names(s)}
     if axes:
         raise ValueError(
             f"batch: got arrays on the Explicit mesh axes {', '.join(map(repr, sorted(axes)))}, "

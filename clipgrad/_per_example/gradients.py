@@ -10,13 +10,20 @@ import jax.numpy as jnp
 
 from clipgrad._arrays import accumulator, is_array, with_real_dtype
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._per_example.course import LeafCourse, course_of
+from clipgrad._per_example.gradient_methods import GradientMethod, method_of
 from clipgrad._per_example.norms_of_arrays import norms_of_array
 from clipgrad._per_example.norms_of_rows import gram_norms
-from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.padding import Padding
+from clipgrad._per_example.request import Request
+from clipgrad._per_example.taps import Taps
 from clipgrad._per_example.uses import Each, Factors, Use, weighted, zero_unless
-from clipgrad._per_example.walk import Taps, WalkedProgram
+from clipgrad._per_example.walk import WalkedProgram
 from clipgrad._programs import Traced, evaluate, trace
+
+# Rows, most of which a plain gradient keeps as well, are kept of all examples up to this, on each
+# device, or up to the bytes of the parameters and their gradient: a part of the memory of what
+# trains a model.
+_ROOM = 2**30
 
 
 class ExampleGradients(NamedTuple):
@@ -35,7 +42,7 @@ class ExampleGradients(NamedTuple):
         if ok is None:
             return self
         each = {i: zero_unless(ok, g, 0) for i, g in self.each.items()}
-        factors = {i: [f.left_out(ok) for f in own] for i, own in self.factors.items()}
+        factors = {i: [f.left_out(ok) for f in uses] for i, uses in self.factors.items()}
         return ExampleGradients(each, factors)
 
 
@@ -46,26 +53,26 @@ class ExampleProgram:
     traced: Traced
     has_aux: bool
     leaves: tuple[Any, ...]  # shapes and dtypes of the parameters
-    courses: tuple[LeafCourse, ...]
+    methods: tuple[GradientMethod, ...]
 
     @classmethod
-    def of(cls, subject: PerExampleSubject, params: Any, batch: Any) -> "ExampleProgram":
+    def of(cls, request: Request, params: Any, batch: Any) -> "ExampleProgram":
         """The program for the first example of a batch."""
         params = jax.tree.map(jnp.asarray, params)
         example = jax.tree.map(lambda x: jnp.asarray(x)[0], batch)
-        traced = trace(subject.loss_fn, (params, example), {})
+        traced = trace(request.loss_fn, (params, example), {})
         leaves = jax.tree.leaves(params)
-        found = WalkedProgram.of(traced.program, len(leaves))
-        courses = [course_of(i, leaf.shape, found) for i, leaf in enumerate(leaves)]
-        if subject.method == "direct":
-            courses = [LeafCourse("direct", "method='direct'")] * len(leaves)
+        walked = WalkedProgram.of(traced.program, len(leaves))
+        methods = [method_of(i, leaf.shape, walked) for i, leaf in enumerate(leaves)]
+        if request.method == "direct":
+            methods = [GradientMethod("direct", "method='direct'")] * len(leaves)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        return cls(traced, subject.has_aux, tuple(shapes), tuple(courses))
+        return cls(traced, request.has_aux, tuple(shapes), tuple(methods))
 
     @functools.cached_property
     def uses(self) -> list[Use]:
         """The uses whose rows are kept."""
-        return [use for course in self.courses for use in course.uses]
+        return [use for method in self.methods for use in method.uses]
 
     @functools.cached_property
     def x_of(self) -> list[int]:
@@ -75,15 +82,15 @@ class ExampleProgram:
 
     def direct(self) -> list[int]:
         """The leaves whose gradient JAX makes for each example."""
-        return [i for i, course in enumerate(self.courses) if course.norm == "direct"]
+        return [i for i, method in enumerate(self.methods) if method.norm == "direct"]
 
     def bytes_of(self, leaf: int) -> int:
         """The bytes that are kept of one example for a leaf: rows, and a gradient that is made."""
-        course, shape = self.courses[leaf], self.leaves[leaf]
-        each = course.norm == "direct" or course.sums_each
+        method, shape = self.methods[leaf], self.leaves[leaf]
+        each = method.norm == "direct" or method.sums_each
         kept = shape.size * shape.dtype.itemsize if each else 0
         for n, use in enumerate(self.uses):
-            if use.place.leaf == leaf:
+            if use.view.leaf == leaf:
                 arrays = [use.y, use.x] if self.x_of[n] == n else [use.y]
                 kept += math.prod(use.lengths) * sum(a.size * a.dtype.itemsize for a in arrays)
         return kept
@@ -108,9 +115,9 @@ class ExampleProgram:
         xs, each, cts = jax.tree.map(jax.lax.optimization_barrier, stored)
         factors: dict[int, list[Factors]] = {}
         for n, use in enumerate(self.uses):
-            own = Factors(use, xs[self.x_of[n]], cts[n])
-            factors.setdefault(use.place.leaf, []).append(own)
-        made = [i for i, course in enumerate(self.courses) if course.sums_each]
+            of_use = Factors(use, xs[self.x_of[n]], cts[n])
+            factors.setdefault(use.view.leaf, []).append(of_use)
+        made = [i for i, method in enumerate(self.methods) if method.sums_each]
         each |= {i: self._made(i, factors[i]) for i in made}
         return result, ExampleGradients(each, factors)
 
@@ -121,41 +128,65 @@ class ExampleProgram:
         return {n: to_varying(make(use), varying_axes(use.y)) for n, use in pairs}
 
     def _loss(self, leaves: Any, direct: Any, zeros: Any, example: Any) -> tuple[Any, Any]:
-        own = zip(self.uses, range(len(self.uses)), self.x_of, strict=True)
-        taps = Taps({use.path: (1 - use.operand, x, n) for use, n, x in own}, zeros)
-        own = [direct.get(i, leaf) for i, leaf in enumerate(leaves)]
-        inputs = [x for x in (*own, *example) if is_array(x)]
+        tapped = zip(self.uses, range(len(self.uses)), self.x_of, strict=True)
+        taps = Taps({use.path: (1 - use.operand, x, n) for use, n, x in tapped}, zeros)
+        params = [direct.get(i, leaf) for i, leaf in enumerate(leaves)]
+        inputs = [x for x in (*params, *example) if is_array(x)]
         result = self.traced.result(evaluate(self.traced.program, inputs, taps))
         value = result[0] if self.has_aux else result
         return jnp.asarray(value), (result, taps.seen)
 
-    def norms(self, leaf: int, found: ExampleGradients, size: int) -> jax.Array:
-        """The norms of the gradients of a leaf."""
-        if leaf in found.each:
-            return norms_of_array(found.each[leaf])
-        if leaf not in found.factors:
-            return jnp.zeros(size, accumulator(self.leaves[leaf]))
-        own = found.factors[leaf]
-        is_gram = self.courses[leaf].norm == "Gram"
-        return gram_norms(own) if is_gram else norms_of_array(self._made(leaf, own))
+    def norms(
+        self, leaves: list[int], gradients: ExampleGradients, size: int, padding: Padding = None
+    ) -> list[jax.Array]:
+        """The norms of the gradients of leaves, for each of which there are ``size``."""
+        grams = [i for i in leaves if self.methods[i].norm == "Gram"]
+        by_grams = gram_norms([gradients.factors[i] for i in grams], padding)
+        norms = dict(zip(grams, by_grams, strict=True))
+        return [norms[i] if i in norms else self._norm(i, gradients, size) for i in leaves]
+
+    def _norm(self, leaf: int, gradients: ExampleGradients, size: int) -> jax.Array:
+        """The norms of the gradients of a leaf, from these themselves."""
+        if leaf in gradients.each:
+            return norms_of_array(gradients.each[leaf])
+        if leaf in gradients.factors:
+            return norms_of_array(self._made(leaf, gradients.factors[leaf]))
+        return jnp.zeros(size, accumulator(self.leaves[leaf]))
 
     def _made(self, leaf: int, factors: list[Factors]) -> jax.Array:
         """The gradient of each example, made of rows."""
         shape = self.leaves[leaf].shape
         return sum(
-            jax.vmap(lambda g, place=use.place: place.to_leaf(g, shape))(use.each(x, ct))
+            jax.vmap(lambda g, view=use.view: view.to_leaf(g, shape))(use.each(x, ct))
             for use, x, ct in factors
         )  # type: ignore[return-value]
 
-    def total(self, leaf: int, found: ExampleGradients, weights: Each) -> jax.Array:
+    def total(self, leaf: int, gradients: ExampleGradients, weights: Each) -> jax.Array:
         """The sum of the gradients of a leaf times weights."""
-        like, each = self.leaves[leaf], found.each.get(leaf)
+        like, each = self.leaves[leaf], gradients.each.get(leaf)
         if each is not None:
             return _sum_over_examples(with_real_dtype(each, accumulator(each)), weights)
-        if leaf not in found.factors:
+        if leaf not in gradients.factors:
             return jnp.zeros(like.shape, accumulator(like))
-        own = found.factors[leaf]
-        return sum(f.use.place.to_leaf(f.total(weights), like.shape) for f in own)  # type: ignore
+        factors = gradients.factors[leaf]
+        return sum(f.use.view.to_leaf(f.total(weights), like.shape) for f in factors)  # type: ignore
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the gradient of one example."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def microbatch_count(self, request: Request, size: int) -> int:
+        """In how many parts the examples are taken: what is kept of one fits into memory."""
+        if request.microbatch is not None or request.method == "direct":
+            return size // (request.microbatch or size)
+        kept = size * sum(map(self.bytes_of, range(len(self.leaves))))
+        devices = jax.device_count()
+        room = devices * max(_ROOM, 2 * self.bytes)
+        least = min(math.ceil(kept / room), size) or 1
+        fitting = [n for n in range(least, size + 1) if size % n == 0]
+        spread = [n for n in fitting if size // n % devices == 0]  # each device has as many
+        return (spread or fitting)[0]
 
 
 def _sum_over_examples(each: jax.Array, weights: Each) -> jax.Array:

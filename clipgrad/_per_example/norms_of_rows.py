@@ -25,14 +25,16 @@ from clipgrad._per_example.norms_of_arrays import (
     side_by_side,
     times_power,
 )
-from clipgrad._per_example.products import product
+from clipgrad._per_example.padding import Padding
+from clipgrad._per_example.products import on_accelerators, product
 from clipgrad._per_example.uses import Factors, Rows, Use
+from clipgrad._sharding import is_local
 
 
 def have_grams(uses: Sequence[Use]) -> bool:
     """Whether rows of each two uses can be compared: on the same parts of a leaf, or apart."""
     pairs = itertools.combinations(uses, 2)
-    return all(a.key == b.key or a.place.is_apart(b.place) for a, b in pairs)
+    return all(a.key == b.key or a.view.is_apart(b.view) for a, b in pairs)
 
 
 def gram_entries(uses: Sequence[Use]) -> int:
@@ -41,10 +43,10 @@ def gram_entries(uses: Sequence[Use]) -> int:
 
 
 def _by_key(uses: Sequence[Use]) -> list[list[Use]]:
-    found: dict[Any, list[Use]] = {}
+    by_key: dict[Any, list[Use]] = {}
     for use in uses:
-        found.setdefault(use.key, []).append(use)
-    return list(found.values())
+        by_key.setdefault(use.key, []).append(use)
+    return list(by_key.values())
 
 
 def _extent(uses: Sequence[Use]) -> tuple[int, int]:
@@ -55,29 +57,84 @@ def _extent(uses: Sequence[Use]) -> tuple[int, int]:
 
 def group_and_row_count(use: Use) -> tuple[int, int]:
     """The number of groups, and of rows."""
-    shape = (*use.lengths, *use.y.shape)
-    sizes = dict(zip([*use.outer, *use.labels[1][len(use.outer) + 1 :]], shape, strict=True))
-    axes = use.factorization
+    sizes, axes = use.sizes, use.factorization
     return math.prod(sizes[k] for k in axes.groups), math.prod(sizes[k] for k in axes.rows)
 
 
-def gram_norms(factors: Sequence[Factors]) -> jax.Array:
-    """The norms of the gradients of a leaf that uses with comparable rows have."""
+def gram_norms(leaves: Sequence[Sequence[Factors]], padding: Padding = None) -> list[jax.Array]:
+    """The norms of the gradients of leaves, of which each has uses with comparable rows.
+
+    ``padding``: examples whose rows are 0.
+    """
+    rows = [_rows_by_key(factors) for factors in leaves]
+    keys = iter(_norms_of_keys([parts for by_key in rows for parts in by_key], padding))
+    norms = [[next(keys) for _ in by_key] for by_key in rows]
+    return [x[0] if len(x) == 1 else norms_of_array(side_by_side(x)) for x in norms]
+
+
+def _rows_by_key(factors: Sequence[Factors]) -> list[list[Rows]]:
+    """For each key of the uses of a leaf their rows."""
     rows = {use: use.rows(x, ct) for use, x, ct in factors}
-    each = [_of_one_key([rows[use] for use in own]) for own in _by_key(list(rows))]
-    return each[0] if len(each) == 1 else norms_of_array(side_by_side(each))
+    return [[rows[use] for use in uses] for uses in _by_key(list(rows))]
+
+
+def _norms_of_keys(keys: list[list[Rows]], padding: Padding) -> list[jax.Array]:
+    """For each key the norms of the gradients that its rows make.
+
+    Rows are brought near 1 for that. On an accelerator, where to read them for their size and to
+    copy them takes as long as the Gram matrices, these are made of rows as they are, and made again
+    if that leaves the range of numbers; not on several devices, which would have to agree.
+    """
+
+    def in_range(keys: list[list[Rows]]) -> list[jax.Array]:
+        return [_of_one_key(parts) for parts in keys]
+
+    def as_they_are(keys: list[list[Rows]]) -> list[jax.Array]:
+        norms, flags = zip(*map(_of_plain_key, keys), strict=True)
+        is_right = functools.reduce(jnp.logical_and, flags)
+        is_right = is_right if padding is None else is_right | padding
+        with jax.named_scope("out_of_range"):
+            return jax.lax.cond(jnp.all(is_right), lambda: [*norms], lambda: in_range(keys))
+
+    has_grams = not all(map(_is_outer, keys))
+    if not has_grams or not all(map(is_local, jax.tree.leaves(keys))):
+        return in_range(keys)
+    return on_accelerators(as_they_are, in_range, keys)
+
+
+def _is_outer(parts: Sequence[Rows]) -> bool:
+    """Whether all uses of a key are one with one row on each side."""
+    return len(parts) == 1 and parts[0].is_outer
 
 
 def _of_one_key(parts: Sequence[Rows]) -> jax.Array:
     """The norms, in which all left sides have one power of two, and all right sides."""
-    if len(parts) == 1 and parts[0].is_outer:
+    if _is_outer(parts):
         return _of_outer(parts[0])
     parts, exponents = _in_range(parts)
-    total: Any = 0.0
-    for i, j in itertools.combinations_with_replacement(range(len(parts)), 2):
-        both = _inner_product(parts[i], parts[j])
-        total += both if i == j else 2 * both
+    pairs = _pairs(parts)
+    total = sum(_inner_product(a, b) * times for a, b, times in pairs)
     return as_numbers(jnp.sqrt(total), exponents)
+
+
+def _pairs(parts: Sequence[Rows]) -> list[tuple[Rows, Rows, int]]:
+    """All pairs of uses, and how often each counts in the square of the sum."""
+    pairs = itertools.combinations_with_replacement(parts, 2)
+    return [(a, b, 1 if a is b else 2) for a, b in pairs]
+
+
+def _of_plain_key(parts: Sequence[Rows]) -> tuple[jax.Array, jax.Array]:
+    """The norms by rows as they are, and for each example whether these are right."""
+    if _is_outer(parts):
+        norms = _of_outer(parts[0])
+        return norms, jnp.ones(norms.shape, bool)
+    total: Any = 0.0
+    lost: Any = 0.0
+    for a, b, times in _pairs(parts):
+        product, loss = _plain_inner_product(a, b)
+        total, lost = total + product * times, lost + loss * times
+    # What is lost by products that are too small is less than a rounding; inf and NaN are neither.
+    return jnp.sqrt(total), (total >= lost) & (total < jnp.inf)
 
 
 def _of_outer(rows: Rows) -> jax.Array:
@@ -94,7 +151,7 @@ def _in_range(parts: Sequence[Rows]) -> tuple[list[Rows], jax.Array]:
     Where a side is indices, of ones, the other side has its power as well.
     """
     left, right = (_exponent(side) for side in zip(*parts, strict=True))
-    found = []
+    scaled = []
     for rows in parts:
         powers = [left, right]
         if rows.left.ndim == 3:
@@ -102,8 +159,8 @@ def _in_range(parts: Sequence[Rows]) -> tuple[list[Rows], jax.Array]:
         elif rows.right.ndim == 3:
             powers = [left + right, 0]
         sides = zip(rows, powers, strict=True)
-        found.append(Rows(*(x if x.ndim == 3 else _near_one(x, power) for x, power in sides)))
-    return found, left + right
+        scaled.append(Rows(*(x if x.ndim == 3 else _near_one(x, power) for x, power in sides)))
+    return scaled, left + right
 
 
 def _exponent(side: Sequence[jax.Array]) -> Any:
@@ -123,14 +180,47 @@ def _inner_product(a: Rows, b: Rows) -> jax.Array:
 
     A sum of n terms, each wrong by at most u, is taken to be wrong by sqrt(n) u.
     """
-    kind = max(accumulator(x) for x in (*a, *b) if x.ndim == 4)
-    left, right = (_inner(*side).astype(kind) for side in zip(a, b, strict=True))
-    sides = zip(a, b, strict=True)
-    lengths = [max(x.shape[3] if x.ndim == 4 else 1 for x in side) for side in sides]
-    error = 4 + sum(map(math.sqrt, lengths))
-    unit = float(jnp.finfo(kind).eps) / 2
+    left, right = _grams(a, b)
     total, size = dot_of_each(left, right, 1), dot_of_each(jnp.abs(left), jnp.abs(right), 1)
-    return total + error * unit * size
+    return total + _error(a, b, left.dtype) * size
+
+
+def _plain_inner_product(a: Rows, b: Rows) -> tuple[jax.Array, jax.Array]:
+    """The same for rows as they are, and `2 ** 26` times what may be lost by too small products.
+
+    Each of n products that an inner product of rows adds up may be lost if it is below the smallest
+    normal number, and so may a product of two of these. All four sums are one reduction: of
+    several, XLA's GPU compiler reads the Gram matrices again for each.
+    """
+    left, right = _grams(a, b)
+    sizes, zero = (jnp.abs(left), jnp.abs(right)), jnp.zeros((), left.dtype)
+    terms = (left * right, sizes[0] * sizes[1], *sizes)
+    add = lambda x, y: tuple(map(jnp.add, x, y))  # noqa: E731
+    total, size, *each = jax.lax.reduce(terms, (zero,) * 4, add, (0, 2, 3))
+    smallest = float(jnp.finfo(left.dtype).tiny) * 2**26
+    count = left.size // left.shape[1]
+    lengths = _lengths(a, b)[::-1]  # a loss on one side is multiplied by the other side
+    parts = [(n * smallest) * x for n, x in zip(lengths, each, strict=True)]
+    lost = parts[0] + parts[1] + count * smallest
+    return total + _error(a, b, left.dtype) * size, lost
+
+
+def _grams(a: Rows, b: Rows) -> tuple[jax.Array, jax.Array]:
+    """The inner products of the left rows, and of the right rows, in one dtype."""
+    dtype = max(accumulator(x) for x in (*a, *b) if x.ndim == 4)
+    left, right = (_inner(*side).astype(dtype) for side in zip(a, b, strict=True))
+    return left, right
+
+
+def _lengths(a: Rows, b: Rows) -> list[int]:
+    """How many products an inner product of left rows adds up, and one of right rows."""
+    sides = zip(a, b, strict=True)
+    return [max(x.shape[3] if x.ndim == 4 else 1 for x in side) for side in sides]
+
+
+def _error(a: Rows, b: Rows, dtype: Any) -> float:
+    """By what part of the sizes of its products a sum of these may be wrong."""
+    return (4 + sum(map(math.sqrt, _lengths(a, b)))) * float(jnp.finfo(dtype).eps) / 2
 
 
 def _inner(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,20 +1,18 @@
-"""The plan for each leaf, and its cost, from shapes alone; and how many examples fit at once."""
+"""The plan for each leaf, and its cost, from shapes alone."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 
 from clipgrad._arrays import is_none, with_paths
-from clipgrad._per_example.batches import part_count
+from clipgrad._per_example.batches import batch_size, check_divides
 from clipgrad._per_example.gradients import ExampleProgram
-from clipgrad._per_example.subject import PerExampleSubject, check_params
+from clipgrad._per_example.prepare import of_arrays
+from clipgrad._per_example.request import Request, check_params
 
-# Rows, most of which a plain gradient keeps as well, are kept of all examples up to this, on each
-# device, or up to the bytes of the parameters and their gradient: a part of the memory of what
-# trains a model.
-_ROOM = 2**30
+# Leaves above this whose gradient of each example is made for no reason of size are worth a line.
+_LARGE = 2**20
 
 
 class LeafPlan(NamedTuple):
@@ -51,6 +49,8 @@ class Plan(NamedTuple):
       microbatch: how many examples are differentiated at once.
       bytes: what is kept of these until their norms are known.
       direct_bytes: the bytes of their gradients.
+      warnings: a sentence for each leaf above 1 MiB whose gradient is made for each example because
+        of what the loss does with it.
     """
 
     method: str
@@ -59,6 +59,7 @@ class Plan(NamedTuple):
     microbatch: int
     bytes: int
     direct_bytes: int
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """A table with a line for each leaf."""
@@ -69,59 +70,62 @@ class Plan(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in rows]
         kept = f"{_mib(self.bytes)} MiB kept, {_mib(self.direct_bytes)} MiB if direct"
-        return "\n".join([f"{self.method}: {self.reason}", *(x.rstrip() for x in lines), kept])
+        lines = [f"{self.method}: {self.reason}", *(x.rstrip() for x in lines), kept]
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
-def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
-    """The plan of a subject for parameters and a batch of these shapes."""
+def plan_of(request: Request, params: Any, batch: Any) -> Plan:
+    """The plan of a request for parameters and a batch of these shapes."""
     check_params(params, shapes=True)
-    subject, params, batch, *_ = subject.apart(params, batch)
-    found: list[ExampleProgram] = []
-
-    def traced(params: Any, batch: Any) -> None:
-        found.append(ExampleProgram.of(subject, params, batch))
-
-    why = subject.why_elements
+    request, params, batch, *_ = of_arrays(request, params, batch)
+    why = request.why_elements
     if why is not None:
-        subject = dataclasses.replace(subject, method="direct")
-    size, _ = part_count(batch, subject.microbatch)
-    jax.eval_shape(traced, params, batch)
-    (program,) = found
-    count = size // parts_of(subject, program, size)
+        request = dataclasses.replace(request, method="direct")
+    size = batch_size(batch)
+    check_divides(request.microbatch, size)
+    program = _traced(request, params, batch)
+    count = size // program.microbatch_count(request, size)
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
     leaves = [
-        LeafPlan(path, s.shape, c.norm, len(c.uses), c.rows, count * program.bytes_of(i), c.reason)
-        for i, (path, s, c) in enumerate(zip(paths, program.leaves, program.courses, strict=True))
+        LeafPlan(path, s.shape, m.norm, len(m.uses), m.rows, count * program.bytes_of(i), m.reason)
+        for i, (path, s, m) in enumerate(zip(paths, program.leaves, program.methods, strict=True))
     ]
-    method = "direct" if subject.method == "direct" else "rows"
-    kept, direct = sum(leaf.bytes for leaf in leaves), sum(map(_bytes, program.leaves))
-    reason = why or _how_many(subject, size // count)
-    return Plan(method, reason, tuple(leaves), count, kept, count * direct)
+    method = "direct" if request.method == "direct" else "rows"
+    kept, direct = sum(leaf.bytes for leaf in leaves), count * program.bytes
+    reason = why or _how_many(request, size // count)
+    warnings = _warnings(program, leaves)
+    return Plan(method, reason, tuple(leaves), count, kept, direct, warnings)
 
 
-def _how_many(subject: PerExampleSubject, parts: int) -> str:
-    if subject.microbatch is not None:
+def _traced(request: Request, params: Any, batch: Any) -> ExampleProgram:
+    """The program of the loss, whose arguments may be shapes."""
+    programs: list[ExampleProgram] = []
+
+    def trace(params: Any, batch: Any) -> None:
+        programs.append(ExampleProgram.of(request, params, batch))
+
+    jax.eval_shape(trace, params, batch)
+    return programs[0]
+
+
+def _warnings(program: ExampleProgram, leaves: list[LeafPlan]) -> tuple[str, ...]:
+    """What is said of large leaves that are direct for another reason than their size."""
+    triples = zip(leaves, program.leaves, program.methods, strict=True)
+    return tuple(
+        f"{leaf.path} takes {_mib(leaf.bytes)} MiB, the gradient of each example, since it is "
+        f"{leaf.reason}; it has rows where it meets data in a product, a convolution or a lookup, "
+        "transposed, reshaped, cast or cut before"
+        for leaf, array, method in triples
+        if method.is_unfollowed and array.size * array.dtype.itemsize > _LARGE
+    )
+
+
+def _how_many(request: Request, parts: int) -> str:
+    if request.microbatch is not None:
         return f"of {parts} microbatches, as asked"
     if parts == 1:
         return "of all examples at once"
     return f"of one of {parts} parts of the examples at a time, since all need more memory"
-
-
-def parts_of(subject: PerExampleSubject, program: ExampleProgram, size: int) -> int:
-    """In how many parts the examples are taken, so that what is kept of one fits into memory."""
-    if subject.microbatch is not None or subject.method == "direct":
-        return size // (subject.microbatch or size)
-    kept = size * sum(map(program.bytes_of, range(len(program.leaves))))
-    devices = jax.device_count()
-    room = devices * max(_ROOM, 2 * sum(map(_bytes, program.leaves)))
-    least = min(math.ceil(kept / room), size) or 1
-    fitting = [n for n in range(least, size + 1) if size % n == 0]
-    spread = [n for n in fitting if size // n % devices == 0]  # each device has as many examples
-    return (spread or fitting)[0]
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _mib(count: Any) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,13 @@ def einsum(
             array = jnp.transpose(array, [list(each).index(k) for k in order])
         pairs += [array, [names[k] for k in order]]
     return jnp.einsum(*pairs, [names[k] for k in out], **options)
+
+
+def on_accelerators(
+    function: Callable[[Any], Any], on_cpu: Callable[[Any], Any], operand: Any
+) -> Any:
+    """A function of an operand in programs for accelerators, another one in those for a CPU."""
+    return platform_dependent(operand, cpu=on_cpu, default=function)
 
 
 def product(
@@ -68,10 +75,10 @@ def _halves(x: jax.Array) -> list[jax.Array]:
     """Three bfloat16 arrays whose sum a float32 array is, to its last bit; the largest first."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    found, x = [], x.astype(jnp.float32)
+    halves, x = [], x.astype(jnp.float32)
     for _ in range(3):
-        # Not by a cast: XLA removes a cast and its inverse, and no rest would be left.
+        # Not by a cast: XLA removes a cast and its inverse, and nothing would be left over.
         half = jax.lax.reduce_precision(x, 8, 7)
-        found.append(half.astype(jnp.bfloat16))
+        halves.append(half.astype(jnp.bfloat16))
         x = jnp.where(jnp.isfinite(half), x - half, 0)
-    return found
+    return halves

@@ -178,8 +178,8 @@ def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
     if content["params"] is None and "params" in trees:
         content["params"] = _params_in(content["state"])
     content |= {name: restored(tree, content[name], name) for name, tree in trees.items()}
-    own = {f"_{name}": content.pop(name) for name in ("params", "batch")}
-    return Capture(path=folder, step=meta["step"], meta=meta, **content, **own)
+    hidden = {f"_{name}": content.pop(name) for name in ("params", "batch")}
+    return Capture(path=folder, step=meta["step"], meta=meta, **content, **hidden)
 
 
 def _params_in(state: Any) -> Any:
@@ -195,9 +195,10 @@ def _parts_like(
         ways.append({"params": like[0], "batch": like[1]})
     held = {name: _places(entries, name) for name in ("state", "params", "batch")}
     for way in ways:
-        given = {name: stored_leaves("like", tree) for name, tree in way.items()}
-        if all(held[name].keys() == own.keys() for name, own in given.items()):
-            return way, {held[n][path]: x for n, own in given.items() for path, x in own.items()}
+        stored = {name: stored_leaves("like", tree) for name, tree in way.items()}
+        if all(held[name].keys() == leaves.keys() for name, leaves in stored.items()):
+            pairs = [(held[n][path], x) for n, part in stored.items() for path, x in part.items()]
+            return way, dict(pairs)
     got, state, params = map(listed, (stored_leaves("like", like), held["state"], held["params"]))
     raise ValueError(
         f"like: got a tree with the paths {got}; expected those of the recorded state, {state}, or "
@@ -210,5 +211,5 @@ def _places(entries: dict[Path, LeafEntry], name: str) -> dict[TextPath, Path]:
     held = [path for path, e in entries.items() if "dtype" in e or is_value(e.get("value"))]
     is_in_state = name == "params" and not any(path[0] == name for path in held)
     start = ("state", name) if is_in_state else (name,)
-    found = [path for path in held if path[: len(start)] == start]
-    return {text_path(path[len(start) :]): path for path in found}
+    inside = [path for path in held if path[: len(start)] == start]
+    return {text_path(path[len(start) :]): path for path in inside}

@@ -38,8 +38,8 @@ class Flag(NamedTuple):
         return self.count - steps + self.bad - 1 if self.bad else None
 
 
-class Small(NamedTuple):
-    """The small numbers of a state: their positions among its leaves, or the numbers."""
+class FlagLeaves(NamedTuple):
+    """The leaves of a state that say what a step did: their positions among all, or themselves."""
 
     # Without its window, the flags of leaves and the state inside; None: it has none.
     skips: SkipSpikesState | None
@@ -48,7 +48,7 @@ class Small(NamedTuple):
 
 
 def copied_flag(
-    place: Small, leaves: list[Any], bad: Any, count: int
+    place: FlagLeaves, leaves: list[Any], bad: Any, count: int
 ) -> tuple[Any, dict[str, jax.Array]]:
     """The flag and the norms of a state, none of them a buffer of the state.
 
@@ -71,7 +71,7 @@ def copied_flag(
 
 @jax.jit
 def _copied_numbers(
-    small: Small, bad: jax.Array, count: jax.Array
+    small: FlagLeaves, bad: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     skips, clips, microbatch = small
     first = jnp.where(jnp.any(bad), jnp.argmax(bad) + 1, 0)
@@ -83,8 +83,8 @@ def _copied_numbers(
     # Under pmap and vmap each of them has an axis.
     numbers = jnp.stack([jnp.max(jnp.asarray(x)).astype(jnp.int32) for x in flag])
     states = (*([] if skips is None else [skips]), *clips)
-    found = scalars(states) if states else {}
-    norms = {name: x for name, x in found.items() if name.endswith("norm")}
+    numbers_by_name = scalars(states) if states else {}
+    norms = {name: x for name, x in numbers_by_name.items() if name.endswith("norm")}
     return numbers, {name: largest(x).astype(jnp.float32) for name, x in norms.items()}
 
 
@@ -119,18 +119,18 @@ def own_flags(bad: Any, steps: int | None) -> Any:
     return array != 0
 
 
-def find_flag(structure: Any, has_own: bool) -> Small:
+def find_flag(structure: Any, has_own: bool) -> FlagLeaves:
     """The place of the one flag; ``has_own``: it may lack, since the loop has a flag of its own.
 
     Raises:
       ValueError: there is none, or there are several.
     """
-    found = list(_own_states(structure.unflatten(range(structure.num_leaves)), None))
-    skips = [entry for entry in found if isinstance(entry[0], SkipSpikesState)]
+    states = list(_own_states(structure.unflatten(range(structure.num_leaves)), None))
+    skips = [entry for entry in states if isinstance(entry[0], SkipSpikesState)]
     flags = [(state, microbatch) for state, microbatch in skips if state.halted is not None]
-    clips = tuple(_only(s, ["stats"]) for s, _ in found if isinstance(s, GradientClipState))
+    clips = tuple(_only(s, ["stats"]) for s, _ in states if isinstance(s, GradientClipState))
     if has_own and len(flags) != 1:
-        return without_variables(Small(None, clips, None))
+        return without_variables(FlagLeaves(None, clips, None))
     if len(flags) != 1:
         without = bool(skips) and not flags
         got = "a state of skip_spikes without halt" if without else f"{len(flags)} states"
@@ -143,7 +143,7 @@ def find_flag(structure: Any, has_own: bool) -> Small:
     ((flag, microbatch),) = flags
     large = ("inner_state", "window", "nonfinite_leaves")
     small = [name for name in flag._fields if name not in large]
-    return without_variables(Small(_only(flag, small), clips, microbatch))
+    return without_variables(FlagLeaves(_only(flag, small), clips, microbatch))
 
 
 def _only(state: Any, fields: list[str]) -> Any:
@@ -180,10 +180,12 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     0 or where gradients are still accumulated.
     """
     clips = instances(without_variables(state), GradientClipState)
-    found = {path: s.all_zero == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()}
-    loss, flags = jax.device_get((loss, found))
-    zero = [name for name, is_zero in flags.items() if np.all(is_zero)]
-    if not zero or len(zero) == len(found) or (loss is not None and not np.any(loss)):
+    is_zero = {
+        path: s.all_zero == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()
+    }
+    loss, flags = jax.device_get((loss, is_zero))
+    zero = [name for name, flag in flags.items() if np.all(flag)]
+    if not zero or len(zero) == len(is_zero) or (loss is not None and not np.any(loss)):
         return None
     names = first_few([*map(repr, zero)], _NAMED_LEAVES)
     return (

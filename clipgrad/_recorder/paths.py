@@ -28,13 +28,13 @@ def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     the box.
     """
     check_tree(name, tree)
-    found: dict[Path, Any] = {}
+    leaves: dict[Path, Any] = {}
     for keys, leaf in leaves_with_keys(tree, lambda x: not is_value(x)):
         path = tuple(_plain_key(name, key) for key in keys)
-        if path in found:
+        if path in leaves:
             raise ValueError(f"{name}: got several parts of one key at {path_text(path)!r}")
-        found[path] = leaf
-    return found
+        leaves[path] = leaf
+    return leaves
 
 
 def is_value(leaf: Any) -> bool:
@@ -87,17 +87,17 @@ def _contained(node: Any) -> Any:
     return {str(key): part for key, part in parts.items()} if is_mixed else parts
 
 
-def restored(like: Any, found: Any, name: str) -> Any:
-    """A tree like ``like`` with the leaves of ``found``, by their paths, and its shardings."""
-    known, own = _held_values(name, found), _held_values("like", like)
-    more = [path for path, leaf in own.items() if path not in known and _is_stored(leaf)]
-    less = [path for path in known if path not in own]
+def restored(like: Any, tree: Any, name: str) -> Any:
+    """A tree like ``like`` with the leaves of ``tree``, by their paths, and its shardings."""
+    known, wanted = _held_values(name, tree), _held_values("like", like)
+    more = [path for path, leaf in wanted.items() if path not in known and _is_stored(leaf)]
+    less = [path for path in known if path not in wanted]
     if more or less:
         raise ValueError(
             f"like: got a tree with other paths than {name} of the capture: {listed(more)} only in "
             f"the tree, {listed(less)} only in the capture; expected its paths: {listed(known)}"
         )
-    leaves = [_leaf_like(p, leaf, known[p]) if p in known else leaf for p, leaf in own.items()]
+    leaves = [_leaf_like(p, leaf, known[p]) if p in known else leaf for p, leaf in wanted.items()]
     return with_leaves(like, leaves)
 
 

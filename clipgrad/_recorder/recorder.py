@@ -25,7 +25,7 @@ from clipgrad._recorder.flag import (
     warning_of_zeros,
 )
 from clipgrad._recorder.folders import mounted_folder
-from clipgrad._recorder.record import (
+from clipgrad._recorder.step_record import (
     StepNumbers,
     StepRecord,
     check_writable,
@@ -199,18 +199,18 @@ class FlightRecorder:
                 "call this outside of jax.jit and jax.lax.scan, after the step"
             )
         numbers, is_first = StepNumbers.of(step, batch), self._structure is None
-        own = own_flags(bad, numbers.count if numbers.is_stacked else None)
-        if is_first or structure != self._structure or own is None and self._place.skips is None:
+        flags = own_flags(bad, numbers.count if numbers.is_stacked else None)
+        if is_first or structure != self._structure or flags is None and self._place.skips is None:
             check_writable("state", state)
             check_writable("params", params)
-            self._place, self._structure = find_flag(structure, own is not None), structure
+            self._place, self._structure = find_flag(structure, flags is not None), structure
         inputs = {"batch": kept_tree("batch", batch), "key": kept_tree("key", key)}
         inputs["extra"] = {name: kept_tree(name, value) for name, value in extra.items()}
-        flag, norms = copied_flag(self._place, leaves, own, self._own_count + numbers.count)
+        flag, norms = copied_flag(self._place, leaves, flags, self._own_count + numbers.count)
         if isinstance(flag, jax.Array):
             flag.copy_to_host_async()
         self._own_count += numbers.count
-        own_state = None if own is None else (state, params)
+        own_state = None if flags is None else (state, params)
         self._records.append(StepRecord(flag, norms, inputs, numbers, own_state))
         self._newest = held_weakly(leaves, structure)
         if is_first and (warning := warning_of_zeros(state, extra.get("loss"))):

@@ -10,7 +10,7 @@ from clipgrad._training.accumulate import microbatches as microbatches
 from clipgrad._training.accumulate import scan_sums as scan_sums
 from clipgrad._training.accumulate import wide_zeros as wide_zeros
 from clipgrad._training.scalars import scalars as scalars
-from clipgrad._training.state import TrainState as TrainState
+from clipgrad._training.train_state import TrainState as TrainState
 from clipgrad._training.train_step import TrainStep as TrainStep
 from clipgrad._training.train_step import train_step as train_step
 from clipgrad._training.watch_updates import UpdateNorms as UpdateNorms

@@ -42,8 +42,8 @@ def scan_sums(
 
     def body(carried: Any, i: jax.Array) -> tuple[Any, Any]:
         total, state = carried
-        new, rest, state = f(state, i)
-        return (jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), state), rest
+        new, result, state = f(state, i)
+        return (jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), state), result
 
     return jax.lax.scan(body, (zeros, state), jnp.arange(parts))
 

@@ -68,9 +68,9 @@ class LeafGroups:
             for group in self.shapes
             for k in range(len(trees))
         ]
-        found = group_norms(leaves, axes, places, axis_name)
+        every = group_norms(leaves, axes, places, axis_name)
         count = len(trees)
-        return {name: found[i * count : (i + 1) * count] for i, name in enumerate(self.shapes)}
+        return {name: every[i * count : (i + 1) * count] for i, name in enumerate(self.shapes)}
 
     def _layered(self, trees: Sequence[Sequence[jax.Array]]) -> list[tuple[jax.Array, int | None]]:
         return [pair for tree in trees for pair in zip(tree, self.layers, strict=True)]

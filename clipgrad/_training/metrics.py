@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from clipgrad._arrays import global_norm, nearest_word
 from clipgrad._clip import count_nonfinite
-from clipgrad._training.found import OptimizerStates, found_in, numbered
+from clipgrad._training.optimizer_states import OptimizerStates, found_in, numbered
 
 # Metrics that only some steps have, and what makes them.
 _COMES_FROM = {
@@ -64,10 +64,10 @@ jax.tree_util.register_pytree_with_keys(
 
 def step_metrics(loss: Any, grads: Any, opt_state: Any) -> dict[str, Any]:
     """The metrics of a loss, its gradients, and the state of the optimizer after the step."""
-    found = found_in(opt_state)
+    states = found_in(opt_state)
     metrics = {"loss": loss, "grad_norm": global_norm(grads, axis_name=())}
     metrics["nonfinite"] = count_nonfinite(grads)
-    return metrics | _of_clips(found) | _of_skips(found) | found.updates
+    return metrics | _of_clips(states) | _of_skips(states) | states.updates
 
 
 def shown_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -79,20 +79,20 @@ def shown_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     return metrics if isinstance(metrics["loss"], Tracer) else StepMetrics(metrics)
 
 
-def _of_clips(found: OptimizerStates) -> dict[str, Any]:
-    if not found.measured:
+def _of_clips(states: OptimizerStates) -> dict[str, Any]:
+    if not states.measured:
         return {}
-    *_, last = found.measured.values()
+    *_, last = states.measured.values()
     metrics = {"measured_norm": last.norm, "clipped_norm": last.clipped_norm}
-    metrics |= {"clip_scale": last.scale, "clips": tuple(found.measured.values())}
-    return metrics | {name: found.records[name] for name in found.measured}
+    metrics |= {"clip_scale": last.scale, "clips": tuple(states.measured.values())}
+    return metrics | {name: states.records[name] for name in states.measured}
 
 
-def _of_skips(found: OptimizerStates) -> dict[str, Any]:
-    skips = found.skips.values()
+def _of_skips(states: OptimizerStates) -> dict[str, Any]:
+    skips = states.skips.values()
     if not skips:
         return {}
-    metrics: dict[str, Any] = {name: found.records[name] for name in found.skips}
+    metrics: dict[str, Any] = {name: states.records[name] for name in states.skips}
     metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
     for name in ("skipped_consecutive", "nonfinite_consecutive"):
         metrics[name] = jnp.stack([getattr(s, name) for s in skips]).max()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._clip import as_optimizer, is_clip_alone
-from clipgrad._training.found import averages_skipped_steps
+from clipgrad._training.optimizer_states import averages_skipped_steps
 
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:

@@ -10,8 +10,8 @@ import numpy as np
 from clipgrad._arrays import check_tree, explain_call, instances, is_array
 from clipgrad._clip import ClipStats
 from clipgrad._frameworks import without_variables
-from clipgrad._training.found import STATES, found_in, numbered
-from clipgrad._training.state import TrainState
+from clipgrad._training.optimizer_states import STATES, found_in, numbered
+from clipgrad._training.train_state import TrainState
 from clipgrad._training.watch_updates import UpdateNorms
 from clipgrad._values import ValueStats
 
@@ -38,8 +38,8 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
       ...         h = 2 * x
       ...     return (h ** 2).sum()
       >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
-      >>> found = cg.scalars(stats)    # wandb.log(found)
-      >>> print(float(found["attn/norm"]))
+      >>> numbers = cg.scalars(stats)    # wandb.log(numbers)
+      >>> print(float(numbers["attn/norm"]))
       8.0
 
     Args:
@@ -70,29 +70,29 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
     """
     check_tree("tree", tree)
     tree = without_variables(tree)
-    found: dict[str, jax.Array] = {}
+    numbers: dict[str, jax.Array] = {}
     for name, value in _items("", tree):
-        if name in found:
+        if name in numbers:
             raise ValueError(
                 f"tree: got two values with the name {name!r}, expected one; write one dictionary "
                 'for each source, such as {"generator": ..., "discriminator": ...}'
             )
-        found[name] = jnp.ravel(value) if jnp.ndim(value) > 1 else jnp.asarray(value)
-        if jnp.issubdtype(found[name].dtype, jnp.bool_):
-            found[name] = found[name].astype(jnp.float32)
-    if not found:
+        numbers[name] = jnp.ravel(value) if jnp.ndim(value) > 1 else jnp.asarray(value)
+        if jnp.issubdtype(numbers[name].dtype, jnp.bool_):
+            numbers[name] = numbers[name].astype(jnp.float32)
+    if not numbers:
         raise ValueError(
             f"tree: got {type(tree).__name__} without statistics or numbers, expected statistics, "
             "metrics, or the state of a clip with stats=True; of gradients write "
             '{"grad_norm": clipgrad.global_norm(grads)}'
         )
-    return _entries_apart(found) if layers else found
+    return _entries_apart(numbers) if layers else numbers
 
 
-def _entries_apart(found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _entries_apart(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The numbers, with the index of an entry of an array at the end of its name."""
     apart: dict[str, jax.Array] = {}
-    for name, value in found.items():
+    for name, value in numbers.items():
         apart |= (
             {_join(name, str(i)): x for i, x in enumerate(value)} if value.ndim else {name: value}
         )
@@ -128,10 +128,10 @@ def _items_of_mapping(path: str, tree: Mapping) -> Items:
 
 def _items_of_state(path: str, opt_state: Any) -> Items:
     """The numbers of this library in the state of an optimizer, with the names of metrics."""
-    found = found_in(opt_state)
-    yield from _items(path, found.measured)
-    yield from _items(path, found.records)
-    yield from _items(path, found.updates)
+    states = found_in(opt_state)
+    yield from _items(path, states.measured)
+    yield from _items(path, states.records)
+    yield from _items(path, states.updates)
 
 
 def _items_of_sequence(path: str, tree: tuple | list) -> Items:

@@ -37,10 +37,10 @@ from clipgrad._frameworks import (
     take_apart,
 )
 from clipgrad._training.accumulate import Gradients, Weight, accumulated, weight_of
-from clipgrad._training.found import was_skipped
 from clipgrad._training.metrics import shown_metrics, step_metrics
+from clipgrad._training.optimizer_states import was_skipped
 from clipgrad._training.optimizers import check_opt_state, checked_optimizer
-from clipgrad._training.state import TrainState
+from clipgrad._training.train_state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
 
@@ -210,15 +210,15 @@ def train_step(
         check_opt_state(state.opt_state)
         if weight is not None and accumulate == 1:  # else it is asked for each microbatch
             jax.eval_shape(functools.partial(weight_of, weight), batch)
-        given = take_apart(state.params, wrt)
-        (loss, aux), grads, stats, after = gradients(given, batch)
+        parameters = take_apart(state.params, wrt)
+        (loss, aux), grads, stats, after = gradients(parameters, batch)
         aux, values = _apart(aux, has_aux, accumulate) if watches else (aux, {})
-        _check_trained(optimizer, given.trained, state)
+        _check_trained(optimizer, parameters.trained, state)
         grads, overwriting = split_overwritten(grads)
         seen = jax.tree.map(_descent, combine(grads, zeros_for(overwriting)))
 
         def value_fn(trained: Any) -> Any:
-            result, _ = given.call(loss_fn, trained, given.state, batch)
+            result, _ = parameters.call(loss_fn, trained, parameters.state, batch)
             return result[0] if has_aux else result
 
         extra = {"value": loss, "grad": seen, "value_fn": value_fn}
@@ -226,7 +226,9 @@ def train_step(
         params = optax.apply_updates(after.trained, updates)
         metrics = step_metrics(loss, grads, opt_state)
         skipped = was_skipped(state.opt_state, opt_state, updates)
-        params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
+        params = after.unless(skipped, parameters).whole(
+            overwrite(params, overwriting, keep=skipped)
+        )
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
         return as_static(TrainState(params, opt_state)), metrics

@@ -96,7 +96,8 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
             axes |= {*_programs.manual_axes(equation)}
         taps = self.slices(equation) if part.own is None else part.own
         taps = {key[1:]: tap for key, tap in taps.items() if key[0] == part.program}
-        return dataclasses.replace(self, taps=taps, scopes=self.scopes_inside(equation), axes=axes)
+        scopes, lines = self.scopes_inside(equation), self.lines_inside(equation)
+        return dataclasses.replace(self, taps=taps, scopes=scopes, lines=lines, axes=axes)
 
     def noted(self) -> KeyedNotes:
         return self.visit.notes
@@ -157,7 +158,7 @@ def value_hook(*, data: Sequence[str] = (), choices: Sequence[str] = ()) -> Call
         return jax.tree_util.register_dataclass(
             dataclasses.dataclass(eq=False)(cls),
             data_fields=["taps", *data],
-            meta_fields=["scopes", "axes", *choices],
+            meta_fields=["scopes", "lines", "axes", *choices],
         )
 
     return register

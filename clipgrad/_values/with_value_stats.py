@@ -18,7 +18,8 @@ from clipgrad._names import (
     Seen,
     checked_watch,
     common_nest,
-    sites_by_name,
+    line_keys,
+    sites_of,
     watched_names,
 )
 from clipgrad._values.hook import KeyedNotes, ValueHook, value_hook
@@ -34,8 +35,8 @@ def with_value_stats(
 ) -> Callable[..., Any]:
     """Makes a function that also returns statistics of the values with names inside of it.
 
-    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, or the path of a module;
-    `list_names` lists them.
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a line,
+    such as ``"model.py:14"``; `list_names` lists them.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -74,7 +75,8 @@ def with_value_stats(
         there are neither tags nor modules with ``watch=None``.
 
     The values of a module are those that are computed inside, and used or returned outside; if
-    there are none, those that nothing uses. No gradient is needed: values of a
+    there are none, those that nothing uses. The value of a line is the last floating one that it
+    computes each time it runs. No gradient is needed: values of a
     `jax.lax.while_loop`, and others without a cotangent, are measured, too. For values and
     cotangents of one run write ``cg.value_and_grad_with_stats(cg.with_value_stats(loss),
     has_aux=True)``.
@@ -206,8 +208,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
     chosen = watched_names(program, axes, _OF_VALUES, VALUES)
-    there = sites_by_name(program)
-    own = {name: list(VALUES.own(there[name])) for name in chosen}
+    own = {n: list(VALUES.own(sites)) for n, sites in sites_of(program, chosen).items()}
     watched = []
     for name, (kind, axis) in chosen.items():
         if axis is not None:
@@ -216,7 +217,7 @@ def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure
         used = any(site.used for site in own[name])
         watched.append((name, kind, used, axis, "float64" if wide else "float32"))
     common = {name: len(common_nest(sites)) for name, sites in own.items()}
-    return _Measure(watched=tuple(watched)), common
+    return _Measure(watched=tuple(watched), lines=line_keys(program, chosen)), common
 
 
 def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:

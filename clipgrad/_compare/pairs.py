@@ -1,0 +1,47 @@
+"""Rows of two records that should be the same, in the order of time."""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from clipgrad._compare.judge import Judgment
+from clipgrad._compare.record import Instance, Record
+
+NO_JUDGMENT = Judgment(0.0, 0.0, is_judged=False)
+
+
+class Pair(NamedTuple):
+    """Rows of both records that should be the same, at one step, and how they differ.
+
+    Attributes:
+      kind: the kind of the rows.
+      own: the row and the steps in the first record.
+      other: those in the second one.
+      judgment: how they differ.
+      order: the number of the order of axes in the second one, where it has several.
+    """
+
+    kind: str
+    own: Instance
+    other: Instance
+    judgment: Judgment = NO_JUDGMENT
+    order: int | None = None
+
+    def at(self, side: int) -> Instance:
+        """The row and the steps in the first record, 0, or in the second."""
+        return self.other if side else self.own
+
+
+def in_time(a: Record, pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs in the order of time in the first record."""
+    return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1]))
+
+
+def instances_of(record: Record, kind: str = "value") -> list[Instance]:
+    """The rows of a kind at each step, in the order of time."""
+    found = [
+        (i, steps)
+        for i in record.of(kind)
+        for steps in itertools.product(*map(range, record.rows[i].steps))
+    ]
+    return sorted(found, key=lambda at: record.rows[at[0]].time(at[1]))

@@ -1,0 +1,125 @@
+// The site searches as `clipgrad help` does: clipgrad/_commands/help_search.py says how. The index is in
+// search_sections.js, which docs/sections.py writes.
+
+function stem(word) {
+  return word.toLowerCase()
+    .replace(/(?<=[a-z]{3})ies$/, "y")
+    .replace(/(?<=[a-z]{2})(?<=s|x|z|h)es$|(?<=[a-z]{2}[^su])s$/, "")
+    .replace(/(?<=[a-z]{4})(ing|ed|ence|ent|er|ion)$/, "")
+    .replace(/([^aeiouls])\1$/, "$1")
+    .replace(/(?<=[a-z]{3})(?<![aeiou])e$/, "");
+}
+
+function wholes(name) {
+  const last = name.slice(name.lastIndexOf(".") + 1);
+  const bare = name.replace(/[^\p{L}\p{N}]/gu, "");
+  return [name, bare, last, last.replace(/^_+|_+$/g, "")].map(stem);
+}
+
+function formsOf(name) {
+  const parts = name.match(/[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+/g) || [];
+  return [...new Set([...wholes(name), ...parts.map(stem)])];
+}
+
+function asked(words, index) {
+  const all = words.match(/[^\s,;:?!()[\]{}"'`=]+/g) || [];
+  const some = all.filter((word) => !index.stop.includes(word.toLowerCase()));
+  return some.length ? some : all;
+}
+
+function termOf(word, index) {
+  const has = (form) => Object.hasOwn(index.places, form);
+  const rarity = (form) => Math.log(1 + index.sections.length / (1 + index.places[form].length));
+  let forms = formsOf(word).filter(has);
+  const same = (Object.hasOwn(index.synonyms, stem(word)) ? index.synonyms[stem(word)] : []).filter(has);
+  if (!forms.length && !same.length) {
+    const letters = [...stem(word)];
+    const start = letters.slice(0, letters.length - Math.floor([...word].length / 3)).join("");
+    forms = Object.keys(index.places).filter(
+      (form) => [...start].length >= index.least && form.startsWith(start));
+  }
+  const whole = forms.find((form) => wholes(word).includes(form));
+  const share = (form) => (whole === undefined || whole === form ? 1 : index.ofParts);
+  return {
+    forms: forms.map((form) => [form, share(form) * rarity(form)]),
+    synonyms: same.map((form) => [form, index.ofSynonyms * rarity(form)]),
+  };
+}
+
+const mostOf = (term) => Math.max(0, ...[...term.forms, ...term.synonyms].map(([, weight]) => weight));
+
+function addTerm(term, index, total, there) {
+  const score = new Map(), weights = new Map();
+  const see = (number, weight) => weights.set(number, Math.max(weights.get(number) || 0, weight));
+  for (const [form, weight] of term.forms) {
+    for (const [number, counts] of index.places[form]) {
+      score.set(number, (score.get(number) || 0) + weight * counts);
+      see(number, weight);
+    }
+  }
+  for (const [form, weight] of term.synonyms) {
+    for (const [number, counts] of index.places[form]) {
+      score.set(number, Math.max(score.get(number) || 0, weight * counts));
+      see(number, weight);
+    }
+  }
+  for (const [number, weight] of weights) {
+    total.set(number, (total.get(number) || 0) + score.get(number));
+    there.set(number, (there.get(number) || 0) + weight);
+  }
+}
+
+function phraseShares(words, index) {
+  const stems = asked(words, index).map(stem), shares = new Map();
+  for (let first = 0; first < stems.length; first++) {
+    for (let end = first + 1; end <= stems.length; end++) {
+      const phrase = stems.slice(first, end).join(" ");
+      for (const number of Object.hasOwn(index.phrases, phrase) ? index.phrases[phrase] : []) {
+        shares.set(number, Math.max(shares.get(number) || 0, (end - first) / stems.length));
+      }
+    }
+  }
+  return shares;
+}
+
+// The sections for a question, the best first, at most two of a page: page, heading, anchor.
+function searchSections(words, index) {
+  const terms = asked(words, index).map((word) => termOf(word, index)).filter(mostOf);
+  const total = new Map(), there = new Map(), pages = new Map();
+  terms.forEach((term) => addTerm(term, index, total, there));
+  const rarest = Math.max(0, ...terms.map(mostOf));
+  const most = terms.reduce((sum, term) => sum + mostOf(term), 0);
+  for (const [number, share] of phraseShares(words, index)) {
+    total.set(number, (total.get(number) || 0) + index.isFoundBy * rarest * share);
+  }
+  const fit = new Map();
+  for (const [number, weight] of there) {
+    fit.set(number, total.get(number) * (weight / most) ** index.ofLacking * index.sections[number][3]);
+  }
+  return [...fit.keys()]
+    .sort((a, b) => fit.get(b) - fit.get(a) || a - b)
+    .map((number) => index.sections[number])
+    .filter(([page]) => pages.set(page, (pages.get(page) || 0) + 1).get(page) <= 2);
+}
+
+// Before what Sphinx finds, unless that is a name of the library. Sphinx shows the last one first.
+function searchBoth(theirs, query, index) {
+  const files = Object.fromEntries(Search._index.docnames.map((page, i) => [page, i]));
+  const ours = searchSections(query, index).slice(0, 12)
+    .filter(([page]) => page in files)
+    .map(([page, heading, anchor]) => {
+      const title = Search._index.titles[files[page]];
+      const name = title === heading ? title : `${title} > ${heading}`;
+      return [page, name, anchor && "#" + anchor, null, 1, Search._index.filenames[files[page]], "title"];
+    });
+  const isName = (result) => result[1].split(".").pop().toLowerCase() === query.toLowerCase().split(".").pop();
+  const names = theirs.filter((result) => result[6] === "object" && isName(result));
+  const pages = new Set(ours.map(([page]) => page));
+  const others = theirs.filter((result) => !pages.has(result[0]) && !names.includes(result));
+  return [...others, ...ours.reverse(), ...names];
+}
+
+if (typeof Search !== "undefined") {
+  const ofSphinx = Search._performSearch;
+  Search._performSearch = (query, ...rest) => searchBoth(ofSphinx(query, ...rest), query, SEARCH_SECTIONS);
+}

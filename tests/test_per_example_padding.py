@@ -1,0 +1,88 @@
+"""Examples that only fill a batch, and how much one example changes the sum."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+
+PARAMS = {"w": np.float32([[1, 2], [3, 4]]), "b": np.float32([1, 1])}
+BATCH = np.float32([[1, 2], [3, 1], [0, 2], [2, 2]])
+NOTHING = np.float32([np.nan, 1e38])
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w["w"] / 8 + w["b"]) ** 2)
+
+
+RULES = {"by norms": cg.ClipByGlobalNorm(0.1), "by elements": cg.ClipByValue(0.05), "none": None}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_padding_adds_nothing_whatever_it_holds(rule, reduce, microbatch):
+    clip = cg.clip_per_example(loss, RULES[rule], reduce=reduce, microbatch=microbatch)
+    batch = np.insert(BATCH, [0, 2], NOTHING, axis=0)
+    mask = np.isin(np.arange(6), [0, 3])
+    value, grads, stats = jax.jit(clip)(PARAMS, batch, is_padding_example=mask)
+    expected = cg.clip_per_example(loss, RULES[rule], reduce=reduce)(PARAMS, BATCH)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), grads, expected[1])
+    if rule != "none":
+        np.testing.assert_allclose(stats.norm[~mask], expected[2].norm, rtol=1e-5)
+
+
+def test_a_batch_of_padding_alone_is_zero():
+    clip = cg.clip_per_example(loss, RULES["by norms"])
+    value, grads, _ = clip(PARAMS, BATCH, is_padding_example=np.ones(4, bool))
+    assert value == 0 and not any(leaf.any() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("mask", [np.ones(3, bool), np.ones(4, np.float32), [[True] * 4]])
+def test_a_mask_is_a_boolean_for_each_example(mask):
+    clip = cg.clip_per_example(loss, RULES["by norms"])
+    with pytest.raises(ValueError, match="expected an array of 4 booleans, one for each example"):
+        clip(PARAMS, BATCH, is_padding_example=mask)
+
+
+SENSITIVITIES = [
+    (cg.ClipByGlobalNorm(0.5), 0.5),
+    (cg.AutoNorm(max_norm=0.5), 0.5),
+    (cg.ClipByNorm(0.5), 0.5 * 2**0.5),
+    (cg.ClipByBlockRMS(0.5), 0.5 * 6**0.5),
+]
+
+
+@pytest.mark.parametrize(("rule", "bound"), SENSITIVITIES, ids=str)
+def test_one_example_changes_the_sum_by_no_more_than_the_sensitivity(rule, bound):
+    clip = cg.clip_per_example(loss, rule, reduce="sum", nonfinite="zero")
+    assert clip.sensitivity(params=PARAMS) == pytest.approx(bound, rel=1e-6)
+    assert clip.sensitivity("add_or_remove_one", params=PARAMS) == pytest.approx(bound, rel=1e-6)
+    assert clip.sensitivity("replace_one", params=PARAMS) == pytest.approx(2 * bound, rel=1e-6)
+    far = jax.jit(cg.clip_per_example(lambda w, x: 1e3 * loss(w, x), rule, reduce="sum"))
+    for x in BATCH:
+        _, grads, _ = far(PARAMS, x[None])
+        norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
+        assert norm <= bound * (1 + 1e-6)
+
+
+REFUSED = [
+    ({"reduce": "mean"}, {}, "whose bound depends on the batch"),
+    ({"nonfinite": "propagate"}, {}, "with which NaN has no bound"),
+    ({"where": "w"}, {}, "whose sum has no bound"),
+    ({"rule": cg.ClipByValue(1.0)}, {}, "have no bound that is known"),
+    ({"rule": None}, {}, "have no bound that is known"),
+    ({"rule": cg.ClipByNorm(1.0)}, {}, "the bound of ClipByNorm depends on their shapes"),
+    ({}, {"neighboring_relation": "swap"}, "expected one of add_or_remove_one"),
+]
+
+
+@pytest.mark.parametrize(("options", "call", "match"), REFUSED, ids=lambda x: str(x)[:30])
+def test_what_has_no_bound_is_refused(options, call, match):
+    options = {"rule": cg.ClipByGlobalNorm(1.0), "reduce": "sum", "nonfinite": "zero"} | options
+    with pytest.raises(ValueError, match=match):
+        cg.clip_per_example(loss, options.pop("rule"), **options).sensitivity(**call)
