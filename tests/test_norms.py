@@ -199,8 +199,15 @@ def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
 # Each with others of its kind, some of another size of numbers.
 UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
 SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
-FORMS = {
+OF_SQUARES = {
     "a branch": order_2._by_branch,
+    "in float64": order_2._by_wide_sums,
+    "by size": lambda groups, *rest: (
+        order_2._by_size(groups, *rest) if groups.keep else order_2._by_branch(groups, *rest)
+    ),
+    "columns on a GPU": order_2._of_columns_on_gpu,
+}
+FORMS = OF_SQUARES | {
     "one reduction": functools.partial(forms._together, three_squares),
     "apart": functools.partial(forms.added_up_apart, three_squares),
     "apart, in few": functools.partial(forms.added_up_apart, three_squares, launched=True),
@@ -210,7 +217,7 @@ FORMS = {
 def norms_by(form, groups, leaves):
     plain = order_2._plain_sums(groups, leaves)
     counts = (1.0,) * len(plain)
-    if form == "a branch":
+    if form in OF_SQUARES:
         norms = FORMS[form](groups, counts, plain, leaves)
     else:
         norms = FORMS[form](plain, leaves, groups, order_2._of_three, counts)

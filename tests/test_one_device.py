@@ -7,7 +7,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays.sums import joined_leaves
-from tests.helpers import RELEASED, reductions, tree_of
+from tests.helpers import RELEASED, reductions
 from tests.test_nan import (  # noqa: F401
     test_a_bad_element_makes_its_whole_group_nan,
     test_only_the_slice_that_holds_it_is_nan,
@@ -43,16 +43,46 @@ def branches(text):
     return entry, text[: text.index("ENTRY ")]
 
 
-RULES = [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS]
+def branches_and_sums(rule, *trees):
+    """The branches of a clip compiled for one device, and its reductions."""
+    compiled = jax.jit(rule).lower(*trees).compile(compiler_options=RELEASED)
+    return branches(compiled.as_text())[0].count(" conditional("), reductions(compiled)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
-    tree = {name: x for name, x in tree_of(key).items() if x.size}
-    compiled = jax.jit(rule(1.0)).lower(tree).compile(compiler_options=RELEASED)
-    entry, _ = branches(compiled.as_text())
-    assert entry.count(" conditional(") == 1
-    assert reductions(compiled) <= 2 * len(tree) + 1  # one in the branch, and that all are in range
+@pytest.mark.parametrize("size", [12, 4096], ids=["small leaves", "large leaves"])
+@pytest.mark.parametrize("rule", [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS])
+def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, size):
+    tree = [jax.ShapeDtypeStruct((size, n), jnp.float32) for n in (1, 2, 3)]
+    count, sums = branches_and_sums(rule(1.0), tree)
+    if rule is cg.ClipByBlockRMS and size == 12:  # one sum of each in float64
+        assert (count, sums) == (0, 3)
+    else:
+        assert count == 1 and sums <= 2 * 3 + 1  # one in the branch, and that all are in range
+
+
+def test_units_of_small_leaves_have_one_sum_and_no_branch():
+    tree = [jax.ShapeDtypeStruct((4, n), jnp.float32) for n in (1, 2, 3)]
+    assert branches_and_sums(cg.AdaptiveClip(0.1), tree, tree) == (0, 6)
+
+
+SCALES = [0.0, 1e-37, 1e-30, 1.0, 1e30, 3e38, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("clip", ["rms", "columns", "rows"])
+def test_small_and_large_leaves_in_every_range_are_clipped_as_numpy_clips_them(clip, key):
+    rule = {"rms": cg.ClipByBlockRMS(1e-3), "columns": cg.ClipByNorm(1e-3, axis=0)}
+    rule = rule.get(clip, cg.ClipByNorm(1e-3, axis=-1))
+    units = [np.array(jax.random.normal(key, (n, 5)) / 4) for n in (7, 900)]
+    tree = [np.float32(unit * scale) for scale in SCALES for unit in units]
+    clipped = jax.jit(rule)(tree)
+    axis = {"rms": None, "columns": 0, "rows": -1}[clip]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for x, y in zip(tree, clipped, strict=True):
+            wide, sums = np.float64(x), np.mean if clip == "rms" else np.sum
+            norm = np.sqrt(sums(wide**2, axis=axis, keepdims=True))
+            limited = np.where(norm <= 1e-3, wide, wide / np.where(norm > 0, norm, 1) * 1e-3)
+            expected = np.where(np.isfinite(norm), limited, np.nan)
+            np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-37)
 
 
 def test_the_second_pass_of_a_global_norm_joins_4_mb_of_small_leaves_at_most():

@@ -75,6 +75,7 @@ from clipgrad._arrays.sums import Groups as Groups
 from clipgrad._arrays.sums import added_up as added_up
 from clipgrad._arrays.sums import added_up_apart as added_up_apart
 from clipgrad._arrays.sums import fit_one_reduction as fit_one_reduction
+from clipgrad._arrays.sums import joined_leaves as joined_leaves
 from clipgrad._arrays.sums import reduced_together as reduced_together
 from clipgrad._arrays.sums import unless_out_of_range as unless_out_of_range
 from clipgrad._arrays.trees import check_concrete as check_concrete

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from clipgrad._arrays.by_leaf import Joined, for_each
+from clipgrad._arrays.by_leaf import for_each
 from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
     if_else,
@@ -33,6 +33,7 @@ from clipgrad._arrays.numbers import (
 )
 from clipgrad._arrays.ranges import (
     in_range,
+    narrow_root,
     root_in_range,
     scale_of_largest,
     scale_of_plain,
@@ -45,8 +46,11 @@ from clipgrad._arrays.sums import (
     Axes,
     Groups,
     added_up,
+    added_up_apart,
+    finished_in_few,
     joined_leaves,
     unless_out_of_range,
+    wide_sum,
 )
 from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described, shown
 from clipgrad._compat import tracks_varying, varying_axes
@@ -98,10 +102,17 @@ def _is_at_most(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Arra
 
 
 class _Kind(NamedTuple):
-    """A kind of norm: its order, and whether of the mean instead of the sum (rms)."""
+    """A kind of norm.
+
+    Attributes:
+      ord: its order.
+      mean: whether it is of the mean instead of the sum (rms).
+      as_optax: whether squares are added up in the order and the dtype in which optax adds them.
+    """
 
     ord: float
     mean: bool = False
+    as_optax: bool = True
 
 
 @explain_call()
@@ -213,12 +224,15 @@ def slice_norms(
     ord: float = 2,
     axis_name: AxisName = None,
     mean: bool = False,
+    as_optax: bool = False,
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
     ``mean=True`` divides the sum by the number of its terms first: the root mean square.
+    ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``.
     """
-    kind, names = _Kind(check_order("ord", ord), mean), mapped_names(axis_name)
+    kind = _Kind(check_order("ord", ord), mean, as_optax)
+    names = mapped_names(axis_name)
     return _group_norms(list(leaves), Groups.slices(axes, names), kind) if leaves else []
 
 
@@ -246,12 +260,7 @@ def group_norms(
 
 def _norms_of_wide_sums(groups: Groups, _: Arrays, leaves: Arrays) -> list[jax.Array]:
     with jax.enable_x64(True):
-        sums = groups.sums_of(_wide_sum, leaves)
-        return [jnp.sqrt(x).astype(jnp.float32) for x in groups.totals(sums, leaves)]
-
-
-def _wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(leaf.astype(jnp.float64)), axis=axes, keepdims=keep)
+        return [jnp.sqrt(x).astype(jnp.float32) for x in groups.wide_sums(leaves)]
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
@@ -328,7 +337,8 @@ def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[N
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    return _norms_of_squares(groups, _counts(groups, kind.mean, leaves), leaves)
+    counts = _counts(groups, kind.mean, leaves)
+    return _norms_of_squares(groups, counts, kind.as_optax, leaves)
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
@@ -338,14 +348,18 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
     return tuple(float(max(size, 1)) for size in groups.slice_sizes(leaves))
 
 
-def _norms_of_squares(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> list[Norm]:
+def _norms_of_squares(
+    groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
+) -> list[Norm]:
     """The root of the sum of squares in range of each group, divided by its count."""
     # Eagerly one operation after the other, so that results round as optax's do.
-    return in_one_program(_of_plain_sums, 0, 1)(groups, counts, leaves)
+    return in_one_program(_of_plain_sums, 0, 1, 2)(groups, counts, as_optax, leaves)
 
 
-def _of_plain_sums(groups: Groups, counts: tuple[float, ...], leaves: Arrays) -> list[Norm]:
-    return _in_range(groups, counts, _plain_sums(groups, leaves), leaves)
+def _of_plain_sums(
+    groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
+) -> list[Norm]:
+    return _in_range(groups, counts, as_optax, _plain_sums(groups, leaves), leaves)
 
 
 def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
@@ -355,39 +369,84 @@ def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
     return groups.totals([jnp.sum(x, axes, keepdims=keep) for x, axes, keep in rows], leaves)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _in_range(
-    groups: Groups, counts: tuple[float, ...], plain: list[jax.Array], leaves: Arrays
+    groups: Groups,
+    counts: tuple[float, ...],
+    as_optax: bool,
+    plain: list[jax.Array],
+    leaves: Arrays,
 ) -> list[Norm]:
     """The norms, from the plain sums where these are in range."""
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return for_each(_of_plain, [(n,) for n in counts], plain)
-    cpu, gpu = (functools.partial(form, groups, counts) for form in (_by_branch, _by_gpu_branch))
+    forms = _by_branch if as_optax else _by_size, _of_columns_on_gpu
+    cpu, gpu = (functools.partial(form, groups, counts) for form in forms)
     return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts)
 
 
-def _by_branch(
+# Up to so many elements a float32 leaf is added up in float64 in about the time that a plain sum
+# and its branch take, and compiles in half of it. For larger ones the sum itself takes longer.
+_FEW = 2**11
+
+
+def _by_size(
     groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
+) -> list[Norm]:
+    """The norms of slices of leaves on a CPU: of small leaves in float64, else by a branch."""
+    norms: dict[int, Norm] = {}
+    pairs = zip(plain, leaves, strict=True)
+    is_small = [x.dtype == jnp.float32 and leaf.size <= _FEW for x, leaf in pairs]
+    for small, form in ((True, _by_wide_sums), (False, _by_branch)):
+        if places := [i for i, x in enumerate(is_small) if x is small]:
+            some = Groups.slices([groups.axes[i] for i in places], groups.names)
+            each = [counts[i] for i in places]
+            sums, arrays = [plain[i] for i in places], [leaves[i] for i in places]
+            norms |= zip(places, form(some, each, sums, arrays), strict=True)
+    return [norms[i] for i in range(len(leaves))]
+
+
+def _by_wide_sums(groups: Groups, counts: Sequence[float], _: Arrays, leaves: Arrays) -> list[Norm]:
+    """Sums in float64, in whose range all squares of float32 are."""
+    with jax.enable_x64(True):
+        if groups.names or not groups.keep:
+            return for_each(_of_wide_sum, [(n,) for n in counts], groups.wide_sums(leaves))
+        each = zip(counts, groups.axes_from_end(leaves), groups.keeps(), strict=True)
+        return for_each(_wide_norm, each, leaves)
+
+
+def _wide_norm(count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> Norm:
+    """Sum and norm in one call: two take twice the time to trace."""
+    return _of_wide_sum(count, wide_sum(axes, keep, with_real_dtype(leaf, "float32")))
+
+
+def _by_branch(
+    groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
     """The plain sums, and only if one of them is out of range another pass over the leaves."""
+    each = [(n,) for n in counts]
     again = functools.partial(_scaled_sums, groups, plain, leaves)
-    scaled = unless_out_of_range(plain, lambda: list(plain), again)
-    return for_each(_of_scaled, [(n,) for n in counts], plain, scaled)
+    if groups.joint:  # one norm, whose scalars each leaf would compute again
+        return unless_out_of_range(
+            plain,
+            lambda: for_each(_of_sum_in_range, each, plain),
+            lambda: for_each(_of_scaled, each, plain, again()),
+        )
+    return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
 
 
-def _by_gpu_branch(
-    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
+def _of_columns_on_gpu(
+    groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
-    """The same for a GPU, which copies each result of a branch: they are few."""
-    few = Joined.of(plain)
+    """Sums in float64, since a GPU reads a leaf once for one sum of columns, and not for three.
 
-    def again() -> list[jax.Array]:
-        totals = few.join(list(map(unless_plain, plain, _scaled_sums(groups, plain, leaves))))
-        # XLA makes a choice of a branch that is cheap, and then always reads the leaves again.
-        return jax.lax.optimization_barrier(totals)
-
-    totals = few.part(unless_out_of_range(plain, lambda: few.join(plain), again))
-    return for_each(_of_total, [(n,) for n in counts], plain, totals)
+    A branch would be one that the host decides, which waits for the device.
+    """
+    if any(x.dtype != jnp.float32 for x in plain):
+        each = {"groups": groups, "finish": _of_three, "counts": counts}
+        return added_up_apart(three_squares, plain, leaves, launched=True, **each)
+    with jax.enable_x64(True):
+        return finished_in_few([groups.wide_sums(leaves)], _of_wide_sum, counts)
 
 
 def _scaled_sums(groups: Groups, plain: Arrays, leaves: Arrays) -> list[jax.Array]:
@@ -406,13 +465,18 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
     return _rooted(count, plain, jnp.ones_like(plain))
 
 
+def _of_sum_in_range(count: float, plain: jax.Array) -> Norm:
+    root = jnp.sqrt(_mean(count, plain))
+    return Norm(root, jnp.ones_like(root), root)
+
+
+def _of_wide_sum(count: float, total: jax.Array) -> Norm:
+    return Norm.of(*narrow_root(_mean(count, total)))
+
+
 def _of_scaled(count: float, plain: jax.Array, scaled: jax.Array) -> Norm:
     # A sum in range stays as it is if another is not: in a branch XLA adds up in another order.
-    return _of_total(count, plain, unless_plain(plain, scaled))
-
-
-def _of_total(count: float, plain: jax.Array, total: jax.Array) -> Norm:
-    return _rooted(count, total, scale_of_plain(plain))
+    return _rooted(count, unless_plain(plain, scaled), scale_of_plain(plain))
 
 
 def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> Norm:
@@ -420,9 +484,13 @@ def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> N
 
 
 def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
-    total = total / jnp.asarray(count, total.dtype)
+    total = _mean(count, total)
     finite = nan_unless(jnp.isfinite(total), total)
     return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
+
+
+def _mean(count: Any, total: jax.Array) -> jax.Array:
+    return total / jnp.asarray(count, total.dtype)
 
 
 def _nothing(total: jax.Array) -> float:

@@ -126,6 +126,14 @@ def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> j
     return 1 / inverse
 
 
+def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The root of a float64 sum of float32 squares, and a scale that brings it into float32."""
+    rule, one = _RANGES["float32"], jnp.ones_like(total)
+    is_large, is_small = total > 2.0 ** (2 * rule.high), total < 2.0 ** (2 * rule.low)
+    scale = if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
+    return (jnp.sqrt(total) * scale).astype(jnp.float32), scale.astype(jnp.float32)
+
+
 def scale_of_plain(plain: jax.Array) -> jax.Array:
     return _chosen_scale(*_out_of_range(plain), plain)
 

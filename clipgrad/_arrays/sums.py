@@ -4,10 +4,11 @@ A sum of squares is right where it is in range (see ``ranges.py``); elsewhere th
 elements are added up. `added_up` chooses how:
 
 * a CPU alone: the plain sums, and a branch for what is out of range. Each sum is a pass over the
-  data, so that a second one is made only where it is needed.
+  data, so that a second one is made only where it is needed. Of slices of small leaves one sum in
+  float64, in whose range all squares are: it takes no branch, which would take long to compile.
 * a GPU that has all of a leaf: all terms in one reduction, which reads the leaf once; but of
-  columns a branch, since a GPU has no kernel for several sums over leading axes. Its scalars are
-  joined, since each of them would be a launch.
+  columns one sum in float64, since a GPU has no kernel for several sums over leading axes. Its
+  scalars are joined, since each of them would be a launch.
 * a TPU, and leaves that are spread over devices: one sum for each term, apart. They share one read
   on a TPU, and one collective; for one reduction XLA would gather the whole leaf.
 """
@@ -98,6 +99,10 @@ class Groups(NamedTuple):
         each = zip(self.dtypes(leaves), self.axes_from_end(leaves), self.keeps(), strict=True)
         rows = [(sums, dtype, (*static, axes, keep)) for dtype, axes, keep in each]
         return for_each(_of_wide, rows, leaves, *given)
+
+    def wide_sums(self, leaves: Arrays) -> list[jax.Array]:
+        """The sums of squares in float64, which the context allows."""
+        return self.totals(self.sums_of(wide_sum, leaves), leaves)
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
@@ -227,7 +232,7 @@ def added_up_apart(
     columns = [groups.totals(column, leaves) for column in zip(*rows, strict=True)]
     columns = [columns[0], list(plain), *columns[1:]] if plain else columns
     if launched:
-        return _finished_in_few(columns, finish, counts)
+        return finished_in_few(columns, finish, counts)
     return for_each(finish, [(n,) for n in counts] or [()] * len(plain or columns[0]), *columns)
 
 
@@ -243,10 +248,10 @@ def _together(
     del plain
     rows = groups.sums_of(_sums_together, leaves, static=(terms,))
     columns = [groups.totals(column, leaves) for column in zip(*rows, strict=True)]
-    return _finished_in_few(columns, finish, counts)
+    return finished_in_few(columns, finish, counts)
 
 
-def _finished_in_few(
+def finished_in_few(
     columns: list[Any], finish: Callable[..., Any], counts: Sequence[float]
 ) -> list[Any]:
     """The results of all groups, computed in few arrays."""
@@ -263,6 +268,12 @@ def _sums_apart(
     each = list(terms(real_or_absolute(leaf)))
     each = each[:1] + each[2:] if has_plain else each
     return [jnp.sum(x, axis=axes, keepdims=keep) for x in each]
+
+
+def wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
+    """The sum of squares in float64, which the context allows."""
+    wide = real_or_absolute(leaf).astype(jnp.float64)
+    return jnp.sum(jnp.square(wide), axis=axes, keepdims=keep)
 
 
 def _sums_together(

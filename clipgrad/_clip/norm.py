@@ -84,7 +84,9 @@ class ClipByNorm(MeasuringRule):
         """The norms of each leaf, or of its slices."""
         leaves = clippable_leaves(grads)
         warn_of_parts("ClipByNorm", leaves, self.axis_name, slices=self.axis is not None)
-        return slice_norms(leaves, self.group_axes(grads), self.ord, self.axis_name)
+        as_optax = self.axis is None
+        axes = self.group_axes(grads)
+        return slice_norms(leaves, axes, self.ord, self.axis_name, as_optax=as_optax)
 
     def group_axes(self, grads: Any) -> list[Axes]:
         """The axes of a slice of each leaf."""

@@ -23,6 +23,7 @@ from clipgrad._arrays import (
     flags_of_bits,
     from_plain,
     is_clippable,
+    joined_leaves,
     real_or_absolute,
     root_of_sums,
     stacked_sums,
@@ -351,7 +352,8 @@ def _count_unless(finite: jax.Array, leaves: list[jax.Array], axis_name: AxisNam
         return to_varying(jnp.zeros((), widest(leaves)), axes)
 
     def count() -> jax.Array:
-        return to_varying(count_nonfinite(leaves, axis_name), axes)
+        tree = leaves if axis_name else joined_leaves(leaves)
+        return to_varying(count_nonfinite(tree, axis_name), axes)
 
     return jax.lax.cond(finite, none, count)
 
