@@ -227,7 +227,7 @@ def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
     is_mapped = lambda name: any(s.mapped and not s.within for s in sites[name])  # noqa: E731
     rules = [(name, c.rule) for name, c in names.items() if is_mapped(name)]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
-    batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
+    batches = [name for name, rule in norms if rule.axis is None]
     if batches:
         warn(
             f"{caller}: got a norm rule for {batches} inside jax.vmap, where it measures the "
