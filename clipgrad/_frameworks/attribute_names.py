@@ -8,7 +8,6 @@ Equinox the class is part of the tree's structure, so it goes through scans, `ja
 
 import functools
 import inspect
-import sys
 import threading
 import traceback
 import weakref
@@ -19,7 +18,9 @@ from typing import Any
 import jax
 
 from clipgrad._arrays import path_string
-from clipgrad._names.scopes import scope_around
+from clipgrad._flax import has_nnx, is_model, is_module, module_class, parts_of
+from clipgrad._frameworks.equinox import equinox_module_class, is_equinox
+from clipgrad._names import scope_around
 
 AttributePath = tuple[str, ...]
 Classes = dict[type, type]
@@ -52,7 +53,7 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
         result = None
         try:
             for path, module in models:
-                _set_class(module, _class_at(path, module, flax_nnx().Module, before))
+                _set_class(module, _class_at(path, module, module_class(), before))
             result = fun(*args, **kwargs)
         except ValueError as error:
             is_misfit = bool(before) and _is_of_trees(error)
@@ -81,17 +82,13 @@ def _is_of_trees(error: BaseException) -> bool:
     return any(names is jax.tree_util.tree_map.__globals__ for names in innermost)
 
 
-def is_equinox(x: Any) -> bool:
-    return isinstance(x, getattr(sys.modules.get("equinox"), "Module", ()))
-
-
 def _with_names(argument: Any, before: Classes) -> Any:
     """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
 
     def class_of(module: Any, path: AttributePath) -> type:
-        return _class_at(path, module, sys.modules["equinox"].Module, before)
+        return _class_at(path, module, equinox_module_class(), before)
 
-    return _renamed(argument, (), class_of) if "equinox" in sys.modules else argument
+    return _renamed(argument, (), class_of) if equinox_module_class() else argument
 
 
 def _before(module: Any, before: Classes) -> type:
@@ -115,27 +112,16 @@ def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributeP
     return copy
 
 
-def flax_nnx() -> Any:
-    """The module `flax.nnx`, or None if it is not imported."""
-    return sys.modules.get("flax.nnx")
-
-
-def is_model(x: Any) -> bool:
-    """Whether this is a model or a variable of NNX: ``is_leaf`` for trees in which these stay."""
-    return isinstance(x, tuple(getattr(flax_nnx(), n, ()) for n in ("Pytree", "Variable")))
-
-
 def _segments(keys: Any) -> list[str]:
     return path_string(keys).split("/") if keys else []
 
 
 def _nnx_modules(trees: Any) -> Iterator[tuple[AttributePath, Any]]:
-    nnx = flax_nnx()
-    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_model)[0] if nnx else ()
+    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_model)[0] if has_nnx() else ()
     seen = set()
     for keys, model in leaves:
-        for path, part in list(nnx.iter_graph(model)) if is_model(model) else ():
-            if isinstance(part, nnx.Module) and id(part) not in seen:
+        for path, part in parts_of(model) if is_model(model) else ():
+            if is_module(part) and id(part) not in seen:
                 seen.add(id(part))
                 yield (*_segments(keys[1:]), *map(str, path)), part
 
