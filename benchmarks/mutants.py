@@ -92,8 +92,8 @@ MUTANTS = [
          "{name: clip for name, clip in self.clips.items() if name in names}",
          "dict(self.clips)"),
         ("_error_clip/watch.py",
-         "return [i % count for i in found]",
-         "return found",
+         "return [i % count for i in positions]",
+         "return positions",
          "watch"),
         ("_error_clip/error_clip.py",
          "_ALL in rules and _has_receiver(bound, wrapped)",
@@ -260,8 +260,13 @@ def run(mutants: Sequence[Mutant], tests: Sequence[str] = ()) -> list[dict]:
     return rows
 
 
+def files_of(mutant: Mutant) -> list[pathlib.Path]:
+    """The files of tests that should notice it; one for each name, in any folder."""
+    return [path for name in mutant.tests for path in ROOT.glob(f"tests/*/test_{name}.py")]
+
+
 def _files(mutant: Mutant) -> list[str]:
-    return [f"tests/test_{name}.py" for name in mutant.tests]
+    return [str(path.relative_to(ROOT)) for path in files_of(mutant)]
 
 
 def _stored() -> dict[str, list[dict]]:
