@@ -6,10 +6,6 @@ request, if it is the last that a line of the user's computes. Patterns choose a
 An operation has a place, too: its module, and its line in the user's files.
 """
 
-from clipgrad._names.attribute_names import flax_nnx as flax_nnx
-from clipgrad._names.attribute_names import is_equinox as is_equinox
-from clipgrad._names.attribute_names import is_model as is_model
-from clipgrad._names.attribute_names import with_names as with_names
 from clipgrad._names.custom_rules import custom_rule as custom_rule
 from clipgrad._names.custom_rules import rule_key as rule_key
 from clipgrad._names.custom_rules import rule_source as rule_source
@@ -57,6 +53,7 @@ from clipgrad._names.places import placed_equations as placed_equations
 from clipgrad._names.scopes import ScopePath as ScopePath
 from clipgrad._names.scopes import common_start as common_start
 from clipgrad._names.scopes import path as path
+from clipgrad._names.scopes import scope_around as scope_around
 from clipgrad._names.scopes import transforms as transforms
 from clipgrad._names.sites import NamedSite as NamedSite
 from clipgrad._names.sites import sites as sites

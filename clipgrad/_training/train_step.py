@@ -226,7 +226,7 @@ def train_step(
         params = optax.apply_updates(after.trained, updates)
         metrics = step_metrics(loss, grads, opt_state)
         skipped = was_skipped(state.opt_state, opt_state, updates)
-        params = after.unless(skipped, parameters).whole(
+        params = after.with_state_of(parameters, where=skipped).whole(
             overwrite(params, overwriting, keep=skipped)
         )
         metrics |= {} if error_clip is None else {"error_clip": stats}
@@ -305,7 +305,7 @@ def _gradients(
         if rules is not None:
             run = with_stats(loss, 0, True, rules, (), lambda _: plain, "train_step")
         (value, (aux, changes)), grads, *stats = run(params.trained, params.state, batch)
-        return (value, aux), grads, stats[0] if stats else {}, params.after(changes)
+        return (value, aux), grads, stats[0] if stats else {}, params.with_changes(changes)
 
     return gradients
 
