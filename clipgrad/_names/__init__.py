@@ -1,9 +1,14 @@
-"""Names of the values of a program, which nobody has to edit for it.
+"""Names for values inside a program, which nobody has to edit for this.
 
-A value has a name if `checkpoint_name` tagged it, if it leaves a `jax.named_scope`, which modules
-of flax, Haiku and Equinox push, if it leaves a submodule of an NNX or Equinox model, or, on
-request, if it is the last that a line of the user's computes. Patterns choose among these names.
-An operation has a place, too: its module, and its line in the user's files.
+1. `attribute_names` lets the submodules of NNX and Equinox models enter named scopes, as modules of
+   flax Linen, Haiku and Keras do by themselves. `scopes` reads the scopes of an operation.
+2. `sites` lists the values with names: a value has a name if `checkpoint_name` tagged the value, if
+   the value leaves a module (`modules`) or, on request, if it is the last that a line computes
+   (`lines`).
+3. `wanted` chooses among these names, by patterns, and says which choice matches nothing.
+4. `named_hook` calls a function on each chosen value while a program is evaluated again.
+
+An operation has a place, too (`places`): a module, and a line in the user's files.
 """
 
 from clipgrad._names.custom_rules import custom_rule as custom_rule
