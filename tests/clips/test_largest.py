@@ -110,8 +110,8 @@ HARMLESS = {
     ("_diagnose/probe.py", "_sums_of"): "a sum beside it says whether there is NaN",
     ("_per_example/norms_of_arrays.py", "largest_of_each"): "of what is then squared and added up",
     ("_recorder/flag.py", "_copied_numbers"): "of integers",
-    ("_clip/ema.py", "update"): "of finite norms",
-    ("_clip/ema.py", "_jointly"): "of finite norms",
+    ("_clip/thresholds/ema.py", "update"): "of finite norms",
+    ("_clip/thresholds/ema.py", "_jointly"): "of finite norms",
     ("_training/accumulate.py", "averaged"): "along an axis that no device cuts",
     ("_training/metrics.py", "_of_skips"): "of integers",
 }

@@ -259,7 +259,7 @@ class PerStep(_programs.Hook):
         return self.weights
 
     def inside(self, equation, part):
-        return PerStep(self.weights, part.own) if _programs.is_scan(equation) else self
+        return PerStep(self.weights, part.slices) if _programs.is_scan(equation) else self
 
     def __call__(self, equation, inputs):
         if equation.primitive.name == "sin" and self.weight is not None:

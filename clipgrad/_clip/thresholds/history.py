@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import Feed, Window, check, fed, feeds, number, steps, unlimited
+from clipgrad._clip.thresholds.threshold_fields import check, feeds, number, steps
+from clipgrad._clip.thresholds.window import Feed, Window, entering, unlimited
 
 
 @explain_call()
@@ -76,7 +77,7 @@ class HistoryThreshold:
     def update(self, state: Window, norms: jax.Array) -> tuple[jax.Array, Window]:
         """The limit that the past sets, and the history with this norm."""
         threshold = self.limit(state)
-        return threshold, state.push(fed(self.feed, norms, threshold))
+        return threshold, state.push(entering(self.feed, norms, threshold))
 
     def limit(self, state: Window, least_deviation: float = 0.0) -> jax.Array:
         """The threshold that this history sets, with a deviation of at least a part of the mean."""

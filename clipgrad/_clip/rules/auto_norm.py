@@ -17,7 +17,8 @@ from clipgrad._arrays import (
     with_real_dtype,
 )
 from clipgrad._clip.limits import limit_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, scale_each, static, threshold
+from clipgrad._clip.rules.measuring_rule import Limit, MeasuringRule, scale_each
+from clipgrad._clip.rules.rule_fields import pytree_rule, static, threshold
 from clipgrad._clip.thresholds import Number
 
 
@@ -69,7 +70,7 @@ class AutoNorm(MeasuringRule):
       Easier and Stronger, 2023, https://arxiv.org/abs/2206.07136: AUTO-S, with ``gamma`` 0.01.
     """
 
-    max_norm: Number = dataclasses.field(default=1.0, metadata=threshold(infinite=False))
+    max_norm: Number = dataclasses.field(default=1.0, metadata=threshold(main=True, infinite=False))
     gamma: Number = dataclasses.field(default=0.01, metadata=threshold())
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())

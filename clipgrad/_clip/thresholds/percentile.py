@@ -6,17 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import (
-    Feed,
-    Window,
-    check,
-    fed,
-    feeds,
-    number,
-    steps,
-    unlimited,
-    warn_of_share,
-)
+from clipgrad._clip.thresholds.threshold_fields import check, feeds, number, steps, warn_of_share
+from clipgrad._clip.thresholds.window import Feed, Window, entering, unlimited
 
 
 @explain_call()
@@ -83,4 +74,4 @@ class PercentileThreshold:
         window = state.push(norms)
         known = window.percentile(self.percentile)
         threshold = jnp.where(window.seen > 0, known, unlimited(norms))
-        return threshold, state.push(fed(self.feed, norms, threshold))
+        return threshold, state.push(entering(self.feed, norms, threshold))

@@ -15,9 +15,10 @@ from clipgrad._arrays import (
     warn_of_parts,
 )
 from clipgrad._clip.limits import limits_by_leaf
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.rules.axes import ReducedAxes, check_axis, reduced_axes
+from clipgrad._clip.rules.measuring_rule import Limit, MeasuringRule
+from clipgrad._clip.rules.rule_fields import pytree_rule, static, threshold
 from clipgrad._clip.thresholds import Threshold
-from clipgrad._clip.units import ReducedAxes, check_axis, reduced_axes
 
 
 @pytree_rule
@@ -74,7 +75,7 @@ class ClipByNorm(MeasuringRule):
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
+    max_norm: Threshold = dataclasses.field(metadata=threshold(main=True, adaptive=True))
     _: dataclasses.KW_ONLY
     ord: float = dataclasses.field(default=2, metadata=static(check_order))
     axis: ReducedAxes = dataclasses.field(default=None, metadata=static(check_axis))

@@ -7,17 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import (
-    Feed,
-    Window,
-    check,
-    counts,
-    fed,
-    feeds,
-    number,
-    steps,
-    unlimited,
-)
+from clipgrad._clip.thresholds.threshold_fields import check, feeds, number, steps
+from clipgrad._clip.thresholds.window import Feed, Window, counts, entering, unlimited
 from clipgrad._compat import exportable
 
 
@@ -109,7 +100,7 @@ class ZScoreThreshold:
         """The limit that the averages set, and the averages with this norm."""
         warms_up = state.warmup.seen < self.warmup
         threshold = jnp.where(warms_up, unlimited(norms), self._limit(state, norms))
-        entry = fed(self.feed, norms, threshold)
+        entry = entering(self.feed, norms, threshold)
         warmup = state.warmup.push(jnp.where(warms_up, norms, 0))
         first = warmup.mean_and_deviation()
         mean, deviation = (

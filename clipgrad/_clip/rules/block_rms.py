@@ -16,7 +16,8 @@ from clipgrad._arrays import (
     warn_of_parts,
 )
 from clipgrad._clip.limits import limits_by_leaf
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.rules.measuring_rule import Limit, MeasuringRule
+from clipgrad._clip.rules.rule_fields import pytree_rule, static, threshold
 from clipgrad._clip.thresholds import Threshold
 
 # An element is less than 2 ** 32 times the rms of its leaf; that times a larger limit may be inf.
@@ -68,7 +69,7 @@ class ClipByBlockRMS(MeasuringRule):
       https://arxiv.org/abs/1804.04235.
     """
 
-    threshold: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
+    threshold: Threshold = dataclasses.field(metadata=threshold(main=True, adaptive=True))
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
 

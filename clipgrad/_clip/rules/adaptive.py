@@ -20,9 +20,10 @@ from clipgrad._arrays import (
     warn_of_parts,
 )
 from clipgrad._clip.limits import limits_by_leaf, limits_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.rules.axes import UnitAxis, check_unit_axis, unit_axes
+from clipgrad._clip.rules.measuring_rule import Limit, MeasuringRule
+from clipgrad._clip.rules.rule_fields import pytree_rule, static, threshold
 from clipgrad._clip.thresholds import Number, Threshold
-from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
 
 
 @pytree_rule
@@ -98,7 +99,9 @@ class AdaptiveClip(MeasuringRule):
       Normalization, 2021, https://arxiv.org/abs/2102.06171.
     """
 
-    clipping: Threshold = dataclasses.field(default=0.01, metadata=threshold(adaptive=True))
+    clipping: Threshold = dataclasses.field(
+        default=0.01, metadata=threshold(main=True, adaptive=True)
+    )
     eps: Number = dataclasses.field(default=1e-3, metadata=threshold())
     _: dataclasses.KW_ONLY
     axis: UnitAxis = dataclasses.field(default=None, metadata=static(check_unit_axis))

@@ -13,7 +13,8 @@ from clipgrad._arrays import (
     warn_of_parts,
 )
 from clipgrad._clip.limits import limit_of
-from clipgrad._clip.rule import Limit, MeasuringRule, pytree_rule, static, threshold
+from clipgrad._clip.rules.measuring_rule import Limit, MeasuringRule
+from clipgrad._clip.rules.rule_fields import pytree_rule, static, threshold
 from clipgrad._clip.thresholds import Threshold
 
 
@@ -68,7 +69,7 @@ class ClipByGlobalNorm(MeasuringRule):
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: Threshold = dataclasses.field(metadata=threshold(adaptive=True))
+    max_norm: Threshold = dataclasses.field(metadata=threshold(main=True, adaptive=True))
     _: dataclasses.KW_ONLY
     ord: float = dataclasses.field(default=2, metadata=static(check_order))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())

@@ -7,17 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import explain_call
-from clipgrad._clip.thresholds import (
-    Feed,
-    Window,
-    check,
-    counts,
-    fed,
-    feeds,
-    number,
-    steps,
-    unlimited,
-)
+from clipgrad._clip.thresholds.threshold_fields import check, feeds, number, steps
+from clipgrad._clip.thresholds.window import Feed, Window, counts, entering, unlimited
 from clipgrad._compat import exportable
 
 
@@ -103,7 +94,7 @@ class EMAThreshold:
         early = jnp.where(enters, self._jointly(norms), unlimited(norms))
         later = jnp.minimum(self.relative * state.mean, unlimited(norms))
         threshold = jnp.where(warms_up, early, later)
-        entry = fed(self.feed, norms, threshold)
+        entry = entering(self.feed, norms, threshold)
         warmup = state.warmup.push(jnp.where(warms_up, entry, 0))
         least = jnp.min(jnp.where(warmup.near(), warmup.norms, unlimited(warmup.norms)), axis=0)
         first = jnp.where(warmup.seen > 0, least, 0)

@@ -20,16 +20,12 @@ from clipgrad._arrays import (
     times,
     with_clippable,
 )
-from clipgrad._clip.limits import (
-    broadcasts_into,
-    check_threshold,
-    is_real,
-    nonnegative,
-    threshold_array,
-    thresholds_by_leaf,
-)
-from clipgrad._clip.rule import MeasuringRule, check_direct_call, pytree_rule
-from clipgrad._clip.thresholds import Number, Threshold, is_adaptive
+from clipgrad._clip.limits import broadcasts_into, nonnegative, threshold_array
+from clipgrad._clip.rule_thresholds import MAIN, thresholds_by_leaf
+from clipgrad._clip.rules.clip_rule import check_direct_call
+from clipgrad._clip.rules.measuring_rule import MeasuringRule
+from clipgrad._clip.rules.rule_fields import pytree_rule
+from clipgrad._clip.thresholds import Number, Threshold, check_threshold, is_adaptive, is_real
 from clipgrad._sharding import broadcast_like
 
 
@@ -112,7 +108,7 @@ class ClipByValue(MeasuringRule):
       Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
     """
 
-    max: Threshold
+    max: Threshold = dataclasses.field(metadata={MAIN: True})  # checked together with `min`
     min: Number | None = _LowerBound()  # type: ignore[assignment]
     _: dataclasses.KW_ONLY
     nan: Number | None = None
