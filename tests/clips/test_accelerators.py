@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from benchmarks.compiled import host_transfers
 from tests.helpers import CASES, PLACES
+from tests.rows import each_value
 
 _COMPILERS = ("libtpu", "jax_cuda12_plugin")
 _MISSING = [name for name in _COMPILERS if importlib.util.find_spec(name) is None]
@@ -126,7 +127,7 @@ def facts_of_update(tx: Any, kind: str, dtype: Any = jnp.float32) -> Facts:
 # Rules
 
 
-@pytest.mark.kinds("case place", "kind")
+@each_value
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("place", PLACES)
 @every_kind
@@ -220,7 +221,7 @@ def test_an_error_clip_by_name_compiles_in_scan_and_remat_at_no_cost(kind):
 # Training
 
 
-@pytest.mark.kinds("kind", "axis_type")
+@each_value
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @every_kind
 def test_a_training_step_compiles_with_sharded_parameters(kind, axis_type):

@@ -17,6 +17,7 @@ from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule_thresholds import main_fields
 from clipgrad._clip.rules.rule_fields import pytree_rule, threshold
 from tests.helpers import assert_close
+from tests.rows import first_row
 
 
 def test_error_clip_by_value_is_clip_by_value():
@@ -59,7 +60,7 @@ def test_a_nan_replacement_must_be_a_number():
         cg.ClipByValue(1.0, nan=float("nan"))
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     "axis, expected",
     [
@@ -100,7 +101,7 @@ def spike(shape, value=0.05):
     return jnp.zeros(shape).at[(0,) * len(shape)].set(value)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     "shape, unit",
     [
