@@ -23,7 +23,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import costs  # noqa: E402
+from tests import costs, helpers  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -49,6 +49,11 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.option.costs:
         config.pluginmanager.register(costs.Costs())
+
+
+def pytest_report_header():
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "same")
+    return f"CLIPGRAD_SEED={helpers.SEED} HYPOTHESIS_PROFILE={profile}"
 
 
 def pytest_collection_finish():

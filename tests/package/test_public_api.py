@@ -169,12 +169,6 @@ def test_the_version_is_the_newest_of_the_changelog_and_that_of_the_citation():
     assert f"\nversion: {cg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_files_that_the_support_matrix_tests_exist():
-    script = (ROOT / ".ci" / "matrix").read_text()
-    (names,) = re.findall(r"tests/\*/test_\{([\w,]+)\}\.py", script)
-    assert all(list(ROOT.glob(f"tests/*/test_{name}.py")) for name in names.split(","))
-
-
 @pytest.mark.slow
 def test_an_import_and_a_clip_need_no_form_of_name_stacks():
     """JAX may store the scopes around an operation otherwise; names alone depend on it."""
