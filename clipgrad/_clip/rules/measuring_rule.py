@@ -50,9 +50,9 @@ class MeasuringRule(ClipRule):
     and is replaced by what it returns before 2; statistics follow from the pairs of 2.
 
     A rule is a dataclass of `pytree_rule` whose thresholds are fields, one of them with
-    ``metadata=threshold(main=True)``. It has `measure` and `norms_and_limits`, and ``ord = 2`` if it
-    measures L2 norms, from which its statistics follow then; all else has a default. What
-    ``measure`` returns for a group needs ``value``, the least threshold that changes nothing.
+    ``metadata=threshold(main=True)``. It has `measure` and `norms_and_limits`, and if it measures
+    L2 norms ``ord = 2``: statistics follow from these. All else has a default. What ``measure``
+    returns for a group needs ``value``, the least threshold that changes nothing.
 
     Attributes:
       acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
