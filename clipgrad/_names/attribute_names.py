@@ -35,10 +35,12 @@ _PATH = "_clipgrad_path"  # an attribute of these classes
 
 
 def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]) -> Any:
-    """``run(fun)``, with names for the submodules of the models that the function is called with.
+    """Calls ``run(fun)``, and the submodules of all models among the arguments have names
+    meanwhile.
 
-    A function that such models do not fit is run again without: one that joins a model with another
-    from outside, as by ``equinox.combine``. Any other error of the function is the user's.
+    If the function does not work with named models, it runs again without names. An example is a
+    function that joins a model with another one from outside, as by ``equinox.combine``. Every
+    other error is the user's.
     """
     is_misfit = False
 
@@ -72,9 +74,9 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
 
 
 def _is_of_trees(error: BaseException) -> bool:
-    """Whether JAX has raised an error since two trees differ, as with a class of another name.
+    """Whether JAX raised this error because two trees differ, such as by the name of a class.
 
-    Where JAX has taken its own frames off, the cause of the error has them.
+    If JAX has removed its frames from the error, the error's cause still has them.
     """
     raised = [list(traceback.walk_tb(e.__traceback__)) for e in (error, error.__cause__) if e]
     innermost = [frames[-1][0].f_globals for frames in raised if frames]
@@ -86,7 +88,7 @@ def is_equinox(x: Any) -> bool:
 
 
 def _with_names(argument: Any, before: Classes) -> Any:
-    """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
+    """The argument with named Equinox modules; ``before`` receives their classes before."""
 
     def class_of(module: Any, path: AttributePath) -> type:
         return _class_at(path, module, sys.modules["equinox"].Module, before)
@@ -99,7 +101,7 @@ def _before(module: Any, before: Classes) -> type:
 
 
 def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributePath], type]) -> Any:
-    """A copy of a tree whose Equinox modules have other classes; the tree if it has none."""
+    """A copy of a tree with other classes for Equinox modules; without modules the tree itself."""
 
     def is_part(x: Any) -> bool:
         return x is not tree and is_equinox(x) or is_model(x)
@@ -146,9 +148,9 @@ def _set_class(module: Any, cls: type) -> None:
 
 
 def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> type:
-    """The class of a module at a path; its own if it has no name or no methods.
+    """The class of a module at a path: the present one if the module has no name or no methods.
 
-    A class that is told of its subclasses, by an ``__init_subclass__`` of the user's, has no name.
+    A class whose user wrote ``__init_subclass__`` gets no name, since that would be called.
     """
     cls = type(module)
     cls_without_names = cls.__bases__[0] if _PATH in vars(cls) else cls
