@@ -111,7 +111,7 @@ MUTANTS = [
         ("_names/modules.py",
          "if is_move(equation) and moved.issuperset(operands):",
          "if is_move(equation):"),
-        ("_names/attribute_names.py",
+        ("_frameworks/attribute_names.py",
          "if around == path:",
          "if around is None:",
          "attribute_names attribute_names_edges"),
