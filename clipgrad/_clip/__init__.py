@@ -17,7 +17,7 @@ from clipgrad._clip.composer import gradient_clipping as gradient_clipping
 from clipgrad._clip.gradient_clip import gradient_clip as gradient_clip
 from clipgrad._clip.known_rules import RULES as RULES
 from clipgrad._clip.known_rules import is_data as is_data
-from clipgrad._clip.known_rules import is_own as is_own
+from clipgrad._clip.known_rules import is_known as is_known
 from clipgrad._clip.nonfinite import NonFinite as NonFinite
 from clipgrad._clip.nonfinite import check_policy as check_policy
 from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts
