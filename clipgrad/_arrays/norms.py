@@ -228,9 +228,11 @@ def slice_norms(
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
-    ``mean=True`` divides the sum by the number of its terms first: the root mean square.
+    ``mean=True`` divides the sum of squares by their number first: the root mean square.
     ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``.
     """
+    if mean and ord != 2:
+        raise ValueError(f"mean: got True with ord={ord!r}, expected ord=2, the mean of squares")
     kind = _Kind(check_order("ord", ord), mean, as_optax)
     names = mapped_names(axis_name)
     return _group_norms(list(leaves), Groups.slices(axes, names), kind) if leaves else []

@@ -107,6 +107,7 @@ class AdaptiveClip(MeasuringRule):
     axis: UnitAxis = dataclasses.field(default=None, metadata=static(check_unit_axis))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     needs_params: ClassVar[bool] = True
+    ord = 2
 
     def measure(self, grads: Any, params: Any = None) -> list["UnitNorms"]:
         """The norms of the units of each leaf, and the limit of each at ``clipping`` 1."""

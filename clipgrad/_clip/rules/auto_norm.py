@@ -75,6 +75,7 @@ class AutoNorm(MeasuringRule):
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     acts_on = "tree"
     limits: ClassVar[bool] = False
+    ord = 2
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""

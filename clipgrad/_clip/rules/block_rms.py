@@ -71,6 +71,7 @@ class ClipByBlockRMS(MeasuringRule):
     threshold: Threshold = dataclasses.field(metadata=threshold(main=True, adaptive=True))
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
+    ord = 2  # of the mean, see `l2_limits`
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The root mean square of each leaf."""
