@@ -145,13 +145,13 @@ def _asked(words: str) -> list[str]:
 
 
 def _alike(word: str, index: Index) -> list[str]:
-    """The words that begin as this one does, but for its last letters."""
+    """The words that begin as this one, whatever their last letters are."""
     start = stem(word)[: -(len(word) // 3)]
     return [form for form in index.places if len(start) >= LEAST and form.startswith(start)]
 
 
 def _scores(words: str, terms: Sequence[Term], index: Index) -> dict[int, float]:
-    """Of each section that has a word: how well it fits, less if it lacks others."""
+    """For each section with a word of the question: how well it fits, less if words are missing."""
     total: dict[int, float] = collections.defaultdict(float)
     there: dict[int, float] = collections.defaultdict(float)
     for term in terms:
@@ -171,7 +171,7 @@ def _scores(words: str, terms: Sequence[Term], index: Index) -> dict[int, float]
 
 
 def _of_term(term: Term, index: Index) -> dict[int, tuple[float, float]]:
-    """Of each section: the score of a word there, or of one of the same meaning, and its weight."""
+    """For each section: the score of a word, or of a synonym, and the weight of the word."""
     by_form: dict[int, float] = collections.defaultdict(float)
     weights: dict[int, float] = collections.defaultdict(float)
     for form, weight in term.forms.items():
@@ -186,7 +186,7 @@ def _of_term(term: Term, index: Index) -> dict[int, tuple[float, float]]:
 
 
 def _phrases(words: str, index: Index) -> dict[int, float]:
-    """The sections that are to be found by a phrase of the question: what share of it that is."""
+    """For each section that a phrase of the question leads to: the share of that phrase."""
     asked = [stem(word) for word in _asked(words)]
     shares: dict[int, float] = collections.defaultdict(float)
     for first in range(len(asked)):
@@ -197,7 +197,7 @@ def _phrases(words: str, index: Index) -> dict[int, float]:
 
 
 def _place(section: Section, wanted: dict[str, float]) -> PageLine:
-    """The section with the line that has most of what is wanted, or the first line below it."""
+    """The section, with the line that has most words of the question, or the first line."""
 
     def weight(line: str) -> float:
         there = set(_words(line))

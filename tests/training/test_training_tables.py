@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import each_value
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 PARAMS = {"w": jnp.array([3.0, 4.0]), "v": jnp.array([1.0, 2.0])}
@@ -70,6 +70,7 @@ def test_one_clip_has_the_same_keys_from_metrics_and_from_the_state(wrap, kept):
     assert len(metrics["clips"]) == len(with_stats)
 
 
+@pytest.mark.slow
 def test_leaves_of_several_clips_are_in_the_metrics_and_apart_for_a_logger():
     each = [cg.clip_by_norm(m, where=n, stats="per_leaf") for n, m in (("w", 1.0), ("v", 2.0))]
     step = cg.train_step(linear, optax.chain(*each, cg.clip_by_norm(0.5, stats="per_leaf")))
@@ -152,7 +153,7 @@ SKIPPERS = {
 }
 
 
-@pytest.mark.kinds("framework", "name")
+@each_value
 @pytest.mark.parametrize("name", SKIPPERS)
 @pytest.mark.parametrize("framework", MODELS)
 def test_a_skipped_step_leaves_the_state_of_a_model_and_what_gradients_overwrite(framework, name):
@@ -278,7 +279,8 @@ LENGTHS = {
 }
 
 
-@pytest.mark.kinds("lengths", "parts", "dtype")
+@pytest.mark.slow
+@each_value
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -301,22 +303,6 @@ def test_weighted_microbatches_have_the_mean_of_the_whole_batch(dtype, parts, le
     stats = [m["error_clip"]["error"] for m in (found, metrics)]
     np.testing.assert_allclose(*(s.norm for s in stats), rtol=rtol)
     assert found["nonfinite"] == stats[0].nonfinite == 0
-
-
-def test_train_step_counts_the_statistics_of_a_microbatch_by_its_weight():
-    """Cotangents of 3 are clipped to 1; the weights 1 and 3 are shares of 1/4 and 3/4."""
-    loss = lambda p, batch: 3 * jnp.sum(checkpoint_name(p * batch, "h"))  # noqa: E731
-    step = cg.train_step(
-        loss,
-        optax.sgd(0.1),
-        error_clip={"h": cg.ErrorClipByValue(max=1.0)},
-        accumulate=2,
-        weight=jnp.sum,
-    )
-    _, metrics = step(step.init(jnp.ones(1)), jnp.array([[1.0], [3.0]]))
-    shares = np.linalg.norm([0.25, 0.75])
-    stats = metrics["error_clip"]["h"]
-    np.testing.assert_allclose([stats.norm, stats.clipped_norm], [3 * shares, shares], rtol=1e-6)
 
 
 @pytest.mark.parametrize("guard", [0.0, 1.0])
@@ -394,7 +380,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.kinds("framework", "optimizer", "parts")
+@each_value
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
