@@ -49,7 +49,7 @@ _BETWEEN = sys.stdlib_module_names | {
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line that is not of this library, JAX, optax or a framework.
 
-    If there is none, as in a thread that runs a function of this library, at the outermost line.
+    Without such a line, as in a thread that runs a clipgrad function, warns at the outermost line.
     """
     frame = inspect.currentframe()
     assert frame is not None
@@ -67,16 +67,16 @@ _HERE = pathlib.Path(__file__).parent
 
 def docs_pages() -> dict[str, pathlib.Path]:
     """The files of the pages that have a title, by name: `nan`, `coming_from/paddle`."""
-    found = {}
+    pages = {}
     for folder, patterns in _folders().items():
         files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
-        found |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
-    return {name: file for name, file in found.items() if _first_heading(docs_text(file))}
+        pages |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    return {name: file for name, file in pages.items() if _first_heading(docs_text(file))}
 
 
 def docs_found_by() -> dict[str, list[str]]:
     """The words that a page is to be found by, besides its own."""
-    return {page: found["words"] for page, found in _docs_json("keywords").items()}
+    return {page: entry["words"] for page, entry in _docs_json("keywords").items()}
 
 
 def docs_synonyms() -> list[str]:
@@ -91,7 +91,8 @@ def _docs_json(name: str) -> Any:
 def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
     """The folders of pages, the first with those that have no folder in their names.
 
-    A wheel has one with all; in a clone notebooks and results are beside it.
+    A wheel has one folder with all pages; in a clone, notebooks and results are in folders beside
+    it.
     """
     installed = _HERE / "_pages"
     if installed.exists():

@@ -172,13 +172,13 @@ def _split(words: str) -> list[str]:
 
 
 def _alike(word: str, index: Index) -> list[str]:
-    """The words that begin as this one does, but for its last letters."""
+    """The words that begin as this one, whatever their last letters are."""
     start = stem(word)[: -(len(word) // 3)]
     return [form for form in index.places if len(start) >= LEAST and form.startswith(start)]
 
 
 def _scores(words: str, terms: Sequence[Term], index: Index) -> dict[int, float]:
-    """Of each section that has a word: how well it fits with its page, less if words are lacking.
+    """For each section with a word: how well it fits with its page, less if words are missing.
 
     A page counts what its sections have together, and the phrases that it is to be found by.
     """
@@ -221,7 +221,7 @@ def _fit(
 
 
 def _of_term(term: Term, index: Index) -> dict[int, tuple[float, float]]:
-    """Of each section: the score of a word there, or of one of the same meaning, and its weight."""
+    """For each section: the score of a word, or of a synonym, and the weight of the word."""
     by_form: dict[int, float] = collections.defaultdict(float)
     weights: dict[int, float] = collections.defaultdict(float)
     for form, weight in term.forms.items():
@@ -256,7 +256,7 @@ def _phrases(words: str, index: Index) -> dict[str, float]:
 
 
 def _place(section: Section, wanted: dict[str, float]) -> PageLine:
-    """The section with the line that has most of what is wanted, or the first line below it."""
+    """The section, with the line that has most words of the question, or the first line."""
 
     def weight(line: str) -> float:
         there = set(_words(line))

@@ -32,9 +32,9 @@ _LOOK, _ASIDE = "clipgrad: look", "clipgrad: aside"
 
 
 def look(x: Any) -> Any:
-    """A copy of a value to compute statistics of, which is no use of it, and has no derivative.
+    """A copy of a value for statistics: it does not count as a use, and has no derivative.
 
-    What is evaluated eagerly may be a number of JAX's own, which is no array.
+    In eager code a value may be one of JAX's own number types, which are no arrays.
     """
     x = x if isinstance(x, jax.Array) else jnp.asarray(x, x.dtype)
     return lax.stop_gradient(checkpoint_name(x, _LOOK))
@@ -62,10 +62,11 @@ def _is_look(equation: JaxprEqn) -> bool:
 
 @read_once
 def _asides(jaxpr: Any) -> frozenset[Var]:
-    """Return the variables that were added to a program, and leave it or equations in it.
+    """Return the variables that clipgrad added to a program and that leave it, or an equation in
+    it.
 
-    Where statistics leave the program inside of an equation, they are among its results, and seem
-    to leave the modules around it.
+    Statistics from a program inside of an equation are among the equation's results, so without
+    this they would seem to leave the modules around.
     """
     marks = [mark for mark in jaxpr.eqns if is_mark(mark)]
     atoms = [a for m in marks for a in (*m.outvars, *(() if _is_look(m) else m.invars))]
@@ -74,21 +75,21 @@ def _asides(jaxpr: Any) -> frozenset[Var]:
 
 @read_once
 def without_added(jaxpr: Any) -> frozenset[Var]:
-    """Return the results in a program that were not added to it, as statistics and their parts."""
-    added, found = set(_asides(jaxpr)), []
+    """Return the results in a program without added ones: statistics, and what is made of these."""
+    added, results = set(_asides(jaxpr)), []
     for equation in jaxpr.eqns:
         if added and any(not isinstance(a, Literal) and a in added for a in equation.invars):
             added.update(equation.outvars)
-        found += [v for v in equation.outvars if v not in added]
-    return frozenset(found)
+        results += [v for v in equation.outvars if v not in added]
+    return frozenset(results)
 
 
 def _own_values(jaxpr: Any) -> Iterator[tuple[JaxprEqn, list[Var]]]:
     """The equations of a program with scopes, and the arrays among their results."""
     for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
         arrays = (v for v in equation.outvars if isinstance(v.aval, ShapedArray))
-        own = [v for v in arrays if not isinstance(v, DropVar) and v not in _asides(jaxpr)]
-        yield equation, own
+        values = [v for v in arrays if not isinstance(v, DropVar) and v not in _asides(jaxpr)]
+        yield equation, values
 
 
 class Exit(NamedTuple):
@@ -106,35 +107,35 @@ class Exit(NamedTuple):
 @read_once
 def exits(jaxpr: Any) -> dict[Var, Exit]:
     """Return the arrays of a program that leave scopes of it, in the order of computation."""
-    found = {}
-    for equation, own in _own_values(jaxpr):
+    leaving = {}
+    for equation, values in _own_values(jaxpr):
         around = path(equation)
-        for variable in own:
+        for variable in values:
             if (kept := _kept_scopes(around, uses(jaxpr).get(variable, ()))) < len(around):
-                found[variable] = Exit(around, kept)
-    return found
+                leaving[variable] = Exit(around, kept)
+    return leaving
 
 
 @read_once
 def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
-    """Return the arrays of a program that enter a scope and leave none: the scope that they enter.
+    """Return, for each array that enters a scope and leaves none, the scope that it enters.
 
-    What is an input in another form, such as a cast or a slice of stacked weights, is left out.
+    Inputs in another form, such as a cast or a slice of stacked weights, are left out.
     """
-    found = {}
+    entering = {}
     moved = {*jaxpr.invars, *jaxpr.constvars}
-    for equation, own in _own_values(jaxpr):
+    for equation, values in _own_values(jaxpr):
         operands = (atom for atom in equation.invars if not isinstance(atom, Literal))
         if is_move(equation) and moved.issuperset(operands):
-            moved.update(own)
+            moved.update(values)
             continue
         depth = len(path(equation))
-        for variable in own if not is_tag(equation) else ():
+        for variable in values if not is_tag(equation) else ():
             used = uses(jaxpr).get(variable, ())
             deeper = sorted(use[: depth + 1] for use in used if len(use) > depth)
             if deeper and variable not in exits(jaxpr):
-                found[variable] = deeper[0]
-    return found
+                entering[variable] = deeper[0]
+    return entering
 
 
 @read_once
@@ -146,19 +147,19 @@ def variables_of_modules(jaxpr: Any) -> frozenset[Var]:
 
 @read_once
 def uses(jaxpr: Any) -> dict[Var, frozenset[ScopePath]]:
-    """Return the scopes in which a program uses each of its variables; what it returns: none."""
-    found: dict[Var, set[ScopePath]] = {
+    """Return the scopes in which a program uses each variable; returning is a use in no scope."""
+    scopes: dict[Var, set[ScopePath]] = {
         v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
     }
     for equation in itertools.filterfalse(_is_look, jaxpr.eqns):
         for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
             if not isinstance(atom, Literal):
-                found.setdefault(atom, set()).update(places)
-    return {variable: frozenset(places) for variable, places in found.items()}
+                scopes.setdefault(atom, set()).update(places)
+    return {variable: frozenset(places) for variable, places in scopes.items()}
 
 
 def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
-    """Return where an equation uses each input; one with programs inside: where these do."""
+    """Return the scopes in which an equation, or the programs inside of it, use each input."""
     around = path(equation)
     places = [frozenset({around})] * len(equation.invars)
     inner, _ = entered_programs(equation)
@@ -167,8 +168,8 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
     programs = [opened(program)[0] for program in inner]
     first = len(places) - len(programs[0].invars)  # a cond has its index before the inputs
     for i in range(first, len(places)):
-        found = [uses(jaxpr).get(jaxpr.invars[i - first], ()) for jaxpr in programs]
-        places[i] = frozenset(around + use for of_program in found for use in of_program)
+        used = [uses(jaxpr).get(jaxpr.invars[i - first], ()) for jaxpr in programs]
+        places[i] = frozenset(around + use for of_program in used for use in of_program)
     return places
 
 
@@ -189,7 +190,7 @@ def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
 
 
 class _Views(NamedTuple):
-    """A value as it is inside of scopes, and as `leave` returned it outside of more and more."""
+    """A value inside of its scopes, and as `leave` returned it outside of each one."""
 
     path: ScopePath
     depths: tuple[int, ...]  # the depths of the scopes that were asked for, innermost first
@@ -201,19 +202,20 @@ class _Views(NamedTuple):
 
 
 class ModuleValues(ProgramValues):
-    """The values of a program, each with what it is outside of the scopes that it leaves.
+    """The values of a program, each with the replacements outside of the scopes that the value
+    leaves.
 
-    Uses inside of the scopes see the value itself, all others what the function that `leave`
-    returns made of it. Only ``variables`` are replaced; ``None``: all. With ``outside`` the
-    operations of the function are outside of these scopes, too.
+    Uses inside of the scopes see the value itself; all other uses see the replacement, which the
+    function from `leave` made. Only ``variables`` are replaced; ``None``: all. With ``outside`` the
+    operations of that function stand outside of the scopes, too.
     """
 
     def __init__(
         self, hook: Hook, jaxpr: Any, variables: frozenset[Var] | None, outside: bool
     ) -> None:
         super().__init__(hook)
-        found = exits(jaxpr).items()
-        self._exits = {v: e for v, e in found if variables is None or v in variables}
+        leaving = exits(jaxpr).items()
+        self._exits = {v: e for v, e in leaving if variables is None or v in variables}
         self._outside = outside
         self._views: dict[Var, _Views] = {}
 
@@ -249,4 +251,4 @@ class ModuleValues(ProgramValues):
         if not any(views):
             return [self.read(atom) for atom in atoms]
         triples = zip(atoms, views, places(), strict=True)
-        return [self.read(a) if own is None else own.at(used) for a, own, used in triples]
+        return [self.read(a) if view is None else view.at(used) for a, view, used in triples]

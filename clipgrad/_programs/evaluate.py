@@ -34,12 +34,12 @@ class Part(NamedTuple):
     """The part of an equation that a hook goes into.
 
     Attributes:
-      program: which of the programs in it: of a cond the number of the branch, else 0.
-      own: this step's or this device's slice of `Hook.slices`; None elsewhere.
+      program: the number of the program inside: the branch of a cond, else 0.
+      slices: of `Hook.slices` those of this step or device; None elsewhere.
     """
 
     program: int = 0
-    own: Any = None
+    slices: Any = None
 
 
 class Hook:

@@ -46,7 +46,7 @@ PASSES = {
 
 
 def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
-    r"""Evaluate a program with all that it rounds moved by one rounding.
+    r"""Evaluate a program, with each rounded number moved by one rounding.
 
     Each floating result, each term of a sum and of a product's contraction, and each constant
     becomes a neighbor, :math:`x (1 \pm \epsilon)` with the :math:`\epsilon` of its own type, and
@@ -55,12 +55,12 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     of the index of the element, the operation, the step of the scan, the device of the `shard_map`
     where values vary, and the seed. So a sum of n terms moves by about :math:`\sqrt n` roundings.
 
-    What is exact moves nothing: copies, comparisons, small whole numbers, a product with a power of
-    two, a cast that changes no number, an integer, a constant of few binary digits. An argument is
-    what it is. Solvers, kernels and callbacks are seen from outside: their operands and results
+    Exact operations move nothing: copies, comparisons, small whole numbers, a product with a power
+    of two, a cast that changes no number, an integer, a constant with few binary digits. Arguments
+    do not move. Solvers, kernels and callbacks are seen from outside: their operands and results
     move. Each iteration of a `while` moves alike, so that a loop that waits until nothing changes
-    ends. What `measuring` decorates is left whole. Not modeled: a reduction that a backend computes
-    in another type than the program says.
+    still ends. Functions that `measuring` decorates are left whole. Not modeled: a reduction that a
+    backend computes in another type than the program says.
 
     Custom rules are entered by what they compute. The seed is an array: one compiled program serves
     all of them.
@@ -85,11 +85,11 @@ class Parts(NamedTuple):
 def rounded_in_float64(
     program: Any, inputs: Sequence, seed: Any, parts: Parts, platform: str = "cpu"
 ) -> list:
-    """Evaluate a program in float64 with all that it rounds moved by such parts of a rounding.
+    """Evaluate a program in float64, with each rounded number moved by these parts of a rounding.
 
-    As `rounded`, but what is moved does not vanish in the next rounding: the results spread about
-    the exact ones, in proportion to the roundings. To be called where JAX has 64 bits. The program
-    itself runs on the ``platform``, which may be another than what this runs on.
+    As `rounded`, but a moved number does not vanish in the next rounding: results spread about the
+    exact ones, in proportion to the roundings. Call this where JAX has 64 bits. ``platform`` is
+    where the program itself runs; this evaluation may run elsewhere.
     """
     number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
     salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
@@ -138,9 +138,10 @@ class _Rounding(Hook):
         return self._all(equation, outputs, jnp.maximum(reduced, least))
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """A number of many binary digits is the nearest of its type to what was meant.
+        """A constant of many binary digits was rounded to its type, so it moves.
 
-        Of arrays, this is so in float64 alone: formulas have tables, and losses hold data.
+        Array constants move in float64 alone: there they may be tables of a formula, but in other
+        types they are data of the loss.
         """
         wide = value if self.wide is None else self.wide.constant(value, aval)
         if not holds_floats(aval) or np.ndim(value) and self.wide is None:
@@ -161,7 +162,7 @@ class _Rounding(Hook):
     def inside(self, equation: JaxprEqn, part: Part) -> Self:
         """The hook with other signs at each step, and on each device if it knows them apart."""
         if is_scan(equation):
-            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + part.own))
+            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + part.slices))
         if is_shard_map(equation) and not tracks_devices(equation):
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
@@ -171,15 +172,15 @@ class _Rounding(Hook):
             return list(self.wide(equation, inputs) or [])
         return bind(equation, inputs, **changed)
 
-    def _to_neighbors(self, x: Any, own: Any, eps: Any = None, part: Any = None) -> Any:
-        """A number of type `own`, which `x` may be wider than, moved by one of its roundings."""
+    def _to_neighbors(self, x: Any, dtype: Any, eps: Any = None, part: Any = None) -> Any:
+        """A number of type `dtype`, narrower than `x` or not, moved by one rounding of `dtype`."""
         if not holds_floats(x) or not x.size:
             return x
         salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
             salt = mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
-        limits = jnp.finfo(own)
+        limits = jnp.finfo(dtype)
         eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
         if self.wide is not None:
             part = self.parts.results if part is None else part
@@ -211,10 +212,10 @@ class _Rounding(Hook):
             not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
-        (found,) = self._all(equation, [y])
+        (moved,) = self._all(equation, [y])
         for x in (x for x in factors if isinstance(x, Tracer)):
-            found = jnp.where(_has_digits(x, 0), y, found)
-        return [found]
+            moved = jnp.where(_has_digits(x, 0), y, moved)
+        return [moved]
 
     def _sum(self, equation: JaxprEqn, inputs: list) -> list:
         """A sum of terms that are rounded to the type of the result, or of a pass of a product."""
@@ -225,12 +226,12 @@ class _Rounding(Hook):
         for i, (x, v) in enumerate(zip(inputs, equation.invars, strict=True)):
             if not holds_floats(v):
                 continue
-            own = dtype_of(v)
-            dtype = own if own in kinds else widest
-            if jnp.finfo(dtype).nmant > jnp.finfo(own).nmant and is_product:
-                own, changed = dtype, {"precision": lax.Precision.HIGHEST}
+            dtype_of_term = dtype_of(v)
+            dtype = dtype_of_term if dtype_of_term in kinds else widest
+            if jnp.finfo(dtype).nmant > jnp.finfo(dtype_of_term).nmant and is_product:
+                dtype_of_term, changed = dtype, {"precision": lax.Precision.HIGHEST}
                 x = x.astype(dtype) if self.wide is None else x
-            eps = max(float(jnp.finfo(t).eps) for t in (dtype, own))
+            eps = max(float(jnp.finfo(t).eps) for t in (dtype, dtype_of_term))
             terms[i] = self._to_neighbors(x, dtype, self._pass(equation, dtype, eps))
         eps = self._partial_sums(equation, inputs)
         return self._all(equation, self._bound(equation, terms, **changed), eps)
@@ -251,9 +252,9 @@ class _Rounding(Hook):
         times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
         return float(jnp.finfo(out.dtype).eps) * times.astype(jnp.float32)
 
-    def _pass(self, equation: JaxprEqn, own: Any, eps: float) -> Any:
+    def _pass(self, equation: JaxprEqn, dtype: Any, eps: float) -> Any:
         """The rounding of an operand: that of its product, if it is coarser."""
-        single = jnp.finfo(own).bits == 32 and numeric_of(equation).is_product
+        single = jnp.finfo(dtype).bits == 32 and numeric_of(equation).is_product
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
         known = PASSES.get(getattr(first, "name", "")) if single else None

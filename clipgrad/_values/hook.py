@@ -20,7 +20,7 @@ KeyedNotes = dict[Key, Any]
 
 @dataclasses.dataclass(eq=False)
 class ValueHook(_names.NamedHook, _programs.NotingHook):
-    """Shows each floating value with a name to `note_of`, and lets `replaced` of it go on.
+    """Passes each named floating value to `note_of`, and continues with the result of `replaced`.
 
     Every tag has a name, and every value that leaves a module, or that nothing uses. Notes leave
     the programs inside of equations as further results: with a leading axis for the steps of a scan
@@ -66,7 +66,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         return second
 
     def over_devices(self, equation: Any, key: Key, note: Any) -> Any:
-        """The note kept outside of a `shard_map`, of a note whose leading axis is over devices."""
+        """The note to keep outside of a `shard_map`, from a note with a leading axis of devices."""
         del equation, key
         return note
 
@@ -85,7 +85,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         return self.replaced(seen, x, self.taps.get(key))
 
     def slices(self, equation: Any) -> KeyedNotes:
-        """The taps inside of an equation, by their keys there but for the number of the program."""
+        """The taps inside of an equation, by their keys there without the program's number."""
         inside = {key: tap for key, tap in self.taps.items() if len(key) > 3}
         return {key[1:]: tap for key, tap in inside.items() if key[0] == self.visit.number}
 
@@ -94,7 +94,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         axes = self.axes
         if _programs.tracks_devices(equation):
             axes |= {*_programs.manual_axes(equation)}
-        taps = self.slices(equation) if part.own is None else part.own
+        taps = self.slices(equation) if part.slices is None else part.slices
         taps = {key[1:]: tap for key, tap in taps.items() if key[0] == part.program}
         scopes, lines = self.scopes_inside(equation), self.lines_inside(equation)
         return dataclasses.replace(self, taps=taps, scopes=scopes, lines=lines, axes=axes)
@@ -106,8 +106,8 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         """Keep the notes of the programs inside of an equation."""
         del inputs
         on_devices = _programs.is_shard_map(equation)
-        for program, own in enumerate(notes):
-            for key, note in own.items():
+        for program, notes_of_program in enumerate(notes):
+            for key, note in notes_of_program.items():
                 note = self.over_devices(equation, key, note) if on_devices else note
                 self._keep(self.key_around(equation, program, key), note)
 
@@ -137,7 +137,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
 
 
 class NotedValues(_names.NamedValues):
-    """The values of a program while a `ValueHook` notes them, also what nothing uses."""
+    """The values of a program while a `ValueHook` notes them, unused values included."""
 
     def replaced(self, equation: Any, outputs: list) -> list:
         outputs = super().replaced(equation, outputs)
@@ -149,9 +149,9 @@ class NotedValues(_names.NamedValues):
 
 @dataclass_transform(eq_default=False)
 def value_hook(*, data: Sequence[str] = (), choices: Sequence[str] = ()) -> Callable[[type], type]:
-    """Decorates a `ValueHook` with more fields: ``data`` are arrays, ``choices`` can be hashed.
+    """Decorates a `ValueHook` class that adds fields: ``data`` are arrays, ``choices`` hashable.
 
-    Data reach the programs inside of equations as further inputs, if they are `jit` or `shard_map`.
+    If an equation is a `jit` or `shard_map`, data enter its program as further inputs.
     """
 
     def register(cls: type) -> type:
@@ -188,12 +188,12 @@ class NamedValue(NamedTuple):
 
 
 def named_values(program: Any) -> Iterator[NamedValue]:
-    for own, place, jaxpr, scopes in _names.placed_equations(program, _programs.value_programs):
+    for prefix, place, jaxpr, scopes in _names.placed_equations(program, _programs.value_programs):
         equation = place.equation
         for output, variable in enumerate(equation.outvars):
             if not _programs.holds_floats(variable):
                 continue
-            position = (*own, output)
+            position = (*prefix, output)
             if (tag := _names.users_tag(equation)) is not None:
                 yield NamedValue((*position, 0), tag, "tag", place, variable)
             exit = _names.exits(jaxpr).get(variable)

@@ -12,7 +12,12 @@ import optax
 import pytest
 
 import clipgrad as cg
+from clipgrad._clip import MeasuringRule, known_rules
+from clipgrad._clip.limits import limits_by_leaf
+from clipgrad._clip.rule_thresholds import main_fields
+from clipgrad._clip.rules.rule_fields import pytree_rule, threshold
 from tests.helpers import assert_close
+from tests.rows import first_row
 
 
 def test_error_clip_by_value_is_clip_by_value():
@@ -55,7 +60,7 @@ def test_a_nan_replacement_must_be_a_number():
         cg.ClipByValue(1.0, nan=float("nan"))
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     "axis, expected",
     [
@@ -96,7 +101,7 @@ def spike(shape, value=0.05):
     return jnp.zeros(shape).at[(0,) * len(shape)].set(value)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     "shape, unit",
     [
@@ -295,3 +300,83 @@ def test_a_lower_bound_of_a_traced_rule_follows_its_upper_one():
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.min = -1.0
     assert hash(rule) == hash(cg.ClipByValue(2.0, -2.0)) and "min=-2.0" in repr(rule)
+
+
+# The main threshold of a rule is marked, wherever it stands among the fields.
+
+MAIN = {
+    cg.ClipByValue: "max", cg.ClipByNorm: "max_norm", cg.ClipByGlobalNorm: "max_norm",
+    cg.ClipByBlockRMS: "threshold", cg.AdaptiveClip: "clipping", cg.AutoNorm: "max_norm",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rule_with_another_field_first():
+    """The clip by norm of a leaf times a factor, which is declared before the threshold."""
+    before = list(known_rules.RULES)
+
+    @pytree_rule
+    class Scaled(MeasuringRule):
+        factor: float = dataclasses.field(metadata=threshold())
+        most: float = dataclasses.field(metadata=threshold(main=True, adaptive=True))
+
+        def measure(self, grads, params=None):
+            scaled = jax.tree.map(lambda x: x * self.factor, grads)
+            return cg.ClipByNorm(1.0).measure(scaled)
+
+        def norms_and_limits(self, norms):
+            return list(zip(norms, limits_by_leaf(self, norms), strict=True))
+
+    yield Scaled
+    known_rules.RULES[:] = before
+
+
+def test_each_rule_has_one_main_threshold():
+    assert all(main_fields(rule) == [name] for rule, name in MAIN.items())
+    assert all(len(main_fields(rule)) == 1 for rule in known_rules.RULES)
+
+
+def test_the_state_shows_the_main_threshold_and_steps_and_histories_set_it(
+    rule_with_another_field_first,
+):
+    make, grads = rule_with_another_field_first, jnp.array([3.0, 4.0])
+    fixed = cg.clip_grads(grads, make(1.0, 2.5))[0]
+    np.testing.assert_allclose(fixed, [1.5, 2.0], rtol=1e-6)
+
+    class HalfOfTheNorm:
+        def init(self, norms):
+            return norms
+
+        def update(self, state, norms):
+            return norms / 2, state
+
+    for most in (lambda count: 2.5, HalfOfTheNorm()):
+        tx = cg.gradient_clip(make(1.0, most), stats=True)
+        updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        np.testing.assert_allclose(updates, fixed, rtol=1e-6)
+        np.testing.assert_allclose(state.threshold, 2.5, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"^most: got .* which only a gradient clip can use"):
+        make(1.0, HalfOfTheNorm())(grads)
+    with pytest.raises(TypeError, match="factor: got .*; only the first threshold of a clip"):
+        make(HalfOfTheNorm(), 1.0)
+
+
+def test_statistics_of_a_rule_with_another_measure_are_of_the_elements(
+    rule_with_another_field_first,
+):
+    """Of a rule that does not say that it measures L2 norms, no limit is one of these."""
+    rule = rule_with_another_field_first(2.0, 5.0)  # of twice the norm
+    clipped, stats = cg.clip_grads(jnp.array([3.0, 4.0]), rule)
+    np.testing.assert_allclose(clipped, [1.5, 2.0], rtol=1e-6)
+    np.testing.assert_allclose([stats.norm, stats.clipped_norm], [5.0, 2.5], rtol=1e-6)
+    assert stats.changed == 2
+
+
+@pytest.mark.parametrize("marks", [(False, False), (True, True)])
+def test_a_rule_without_one_main_threshold_is_refused(marks):
+    class Unclear(MeasuringRule):
+        low: float = dataclasses.field(metadata=threshold(main=marks[0]))
+        high: float = dataclasses.field(metadata=threshold(main=marks[1]))
+
+    with pytest.raises(TypeError, match="Unclear: got .* as the main threshold, expected one"):
+        pytree_rule(Unclear)

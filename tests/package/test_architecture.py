@@ -1,6 +1,7 @@
 """The shape of the package: imports go one way, and functions are short."""
 
 import ast
+import collections
 import functools
 import graphlib
 import pathlib
@@ -9,21 +10,21 @@ import sys
 
 import pytest
 
-from tests import kinds
-
 PACKAGE = pathlib.Path(__file__).parents[2] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
 
 # Each room (a folder, or a file beside them) may import the ones before it.
 ROOMS = [
-    "_compat", "_sharding", "_devices", "_lazily", "_errors", "_chart",
+    "_compat", "_sharding", "_devices", "_lazily", "_errors", "_chart", "_flax",
     "_arrays", "_programs", "_names", "_frameworks", "_clip",
     "_error_clip", "_values", "_training", "_losses", "_per_example", "_check",
     "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
     "_commands", "__main__",
 ]  # fmt: skip
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+# With the folders inside of rooms.
+EACH_FOLDER = sorted(p.parent.relative_to(PACKAGE).parts for p in PACKAGE.glob("*/**/__init__.py"))
 
 
 def room(path):
@@ -95,15 +96,31 @@ def test_the_files_that_contributors_are_told_of_exist():
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", EACH_FOLDER, ids="/".join)
 def test_imports_inside_of_a_room_go_one_way_too(folder):
-    here = f"clipgrad.{folder}."
-    graph = {
-        path.stem: {m.split(".")[2] for m in imports(path) if m.startswith(here)}
-        for path in (PACKAGE / folder).glob("*.py")
-        if path.stem != "__init__"
-    }
+    depth, graph = len(folder), {}
+    for path in PACKAGE.joinpath(*folder).rglob("*.py"):
+        place = path.relative_to(PACKAGE).with_suffix("").parts
+        used = {tuple(m.split(".")[1:]) for m in imports(path) if m.startswith("clipgrad.")}
+        if place[depth] != "__init__":
+            part = graph.setdefault(place[depth], set())
+            part |= {m[depth] for m in used if len(m) > depth and m[:depth] == folder}
+    for name, part in graph.items():
+        part -= {name} if PACKAGE.joinpath(*folder, name).is_dir() else set()
     assert set(graphlib.TopologicalSorter(graph).static_order()) <= set(graph)
+
+
+@pytest.mark.parametrize("folder", [parts for parts in EACH_FOLDER if len(parts) > 1], ids="/".join)
+def test_a_folder_inside_of_a_room_has_a_door_too(folder):
+    for path in FILES:
+        if path.relative_to(PACKAGE).parts[: len(folder)] != folder:
+            past = [m for m in imports(path) if m.startswith(".".join(["clipgrad", *folder, ""]))]
+            assert not past, f"{path} reaches past {folder} to {past}"
+
+
+def test_no_two_files_have_the_same_name():
+    names = collections.Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -116,6 +133,23 @@ def test_only_public_jax_and_runtime_dependencies_are_imported(path):
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
             assert room(path) in ("_demo", "_check", "_commands", "_chart", "_recorder", "torch")
+
+
+def test_one_file_names_what_flax_has():
+    """The others have texts for users, and in tables where its files and classes are."""
+    tables = {"user_functions.py", "places.py"}
+    for path in FILES:
+        if path.name in {"_flax.py", *tables}:
+            continue
+        words = {n.id for n in nodes(path) if isinstance(n, ast.Name)}
+        words |= {n.attr for n in nodes(path) if isinstance(n, ast.Attribute)}
+        texts = {n.value for n in nodes(path) if isinstance(n, ast.Constant)}
+        modules = {x for x in texts if isinstance(x, str) and re.fullmatch(r"flax(\.\w+)+", x)}
+        assert not modules and not words & {"nnx", "linen", "flax_nnx", *FLAX}, path
+
+
+# Names of flax that nothing else here has.
+FLAX = {"NodeStates", "DiffState", "RngState", "to_predicate", "to_flat_state", "TraceContextError"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -133,21 +167,3 @@ def test_the_tests_that_comments_name_as_reasons_exist():
     for path in FILES:
         comments = [line.partition("#")[2] for line in path.read_text().splitlines()]
         assert set(re.findall(r"(?<![.\w])test_\w+", " ".join(comments))) <= defined, path
-
-
-def names_of_the_core(path):
-    """The tests of a file that run whole without a selection."""
-    source = path.read_text()
-    if not kinds.only_in_ci(source):
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and not re.search(
-                r"pytest\.mark\.(exhaustive|kinds)", " ".join(map(ast.unparse, node.decorator_list))
-            ):
-                yield node.name
-
-
-def test_the_core_runs_the_examples_of_every_public_name():
-    core = {name for path in TESTS for name in names_of_the_core(path)}
-    assert "test_the_examples_in_docstrings_run" in core
-    name = "test_what_is_public_is_documented_functions_with_arguments_results_and_an_example"
-    assert name in core

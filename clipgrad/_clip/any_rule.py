@@ -19,7 +19,8 @@ from clipgrad._arrays import (
     partition,
     path_string,
 )
-from clipgrad._clip.limits import is_own, require_numbers
+from clipgrad._clip.known_rules import is_own
+from clipgrad._clip.rule_thresholds import require_numbers
 
 # What a number instead of a rule probably means, by what the rule would be applied to.
 _MEANT = {"cotangent": "ErrorClipByValue(max={})", "gradients": "ClipByGlobalNorm({})"}

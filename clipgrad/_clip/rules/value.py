@@ -20,16 +20,12 @@ from clipgrad._arrays import (
     times,
     with_clippable,
 )
-from clipgrad._clip.limits import (
-    broadcasts_into,
-    check_threshold,
-    is_real,
-    nonnegative,
-    threshold_array,
-    thresholds_by_leaf,
-)
-from clipgrad._clip.rule import MeasuringRule, check_direct_call, pytree_rule
-from clipgrad._clip.thresholds import Number, Threshold, is_adaptive
+from clipgrad._clip.limits import broadcasts_into, nonnegative, threshold_array
+from clipgrad._clip.rule_thresholds import MAIN, thresholds_by_leaf
+from clipgrad._clip.rules.clip_rule import check_direct_call
+from clipgrad._clip.rules.measuring_rule import MeasuringRule
+from clipgrad._clip.rules.rule_fields import pytree_rule
+from clipgrad._clip.thresholds import Number, Threshold, check_threshold, is_adaptive, is_real
 from clipgrad._sharding import broadcast_like
 
 
@@ -62,7 +58,7 @@ def _written_min(rule: Any) -> Any:
 
 @pytree_rule
 class ClipByValue(MeasuringRule):
-    r"""Limits each element of a gradient to an interval.
+    r"""Limits each gradient element to an interval.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -73,10 +69,10 @@ class ClipByValue(MeasuringRule):
 
     Args:
       max: the upper bound: a number, or an array that broadcasts into each leaf.
-      min: the lower bound, of the same kinds; ``None`` means ``-max``, and the attribute ``min``
-        says so: ``ErrorClipByValue(5.0).min`` is -5.0. It stays ``None`` with a schedule or an
-        adaptive threshold.
-      nan: the number that replaces NaN before the clip; ``None`` lets NaN through.
+      min: the lower bound, a number or an array; ``None`` means ``-max``, and the attribute ``min``
+        then is ``-max``: ``ErrorClipByValue(5.0).min == -5.0``. With a schedule or an adaptive
+        threshold the attribute stays ``None``.
+      nan: the number that replaces NaN before the clip; ``None``: NaN stays.
 
     Raises:
       ValueError: for a bound that is NaN, for ``min`` above ``max``, for a negative ``max``
@@ -86,8 +82,8 @@ class ClipByValue(MeasuringRule):
 
     An element becomes $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
-    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
-    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
+    `ErrorClipByValue` is the same class under PaddlePaddle's name, and prints as ``ClipByValue``. A
+    complex element keeps the phase: the absolute value is clipped to ``max``.
 
     ==========================  ==========================================================
     element or bound            result
@@ -100,9 +96,9 @@ class ClipByValue(MeasuringRule):
     ==========================  ==========================================================
 
     Guarantees:
-      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
-        the leaf; elements inside this interval do not change. The absolute value of a complex
-        element is at most ``max`` up to a relative 4e-7 in complex64; one at ``max`` stays.
+      * Every element that is not NaN ends up in [min, max], with bounds rounded to the leaf's
+        dtype; elements inside this interval do not change. The absolute value of a complex element
+        is at most ``max``, up to a relative 4e-7 in complex64; elements at ``max`` stay.
       * Structure, shapes and dtypes are kept, for every dtype of the bounds.
       * Leaves that are not floating or complex are unchanged.
 
@@ -112,7 +108,7 @@ class ClipByValue(MeasuringRule):
       Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
     """
 
-    max: Threshold
+    max: Threshold = dataclasses.field(metadata={MAIN: True})  # checked together with `min`
     min: Number | None = _LowerBound()  # type: ignore[assignment]
     _: dataclasses.KW_ONLY
     nan: Number | None = None
