@@ -199,10 +199,9 @@ def train_step(
     _check_arguments(loss_fn, accumulate, weight)
     rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
     optimizer = checked_optimizer(optimizer)
-    watches, seen_loss = watch_values is not None, loss_fn
-    if watches:
-        seen_loss = with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux)
-    gradients = _gradients(seen_loss, has_aux or watches, rules)
+    watches = watch_values is not None
+    watched = functools.partial(with_value_stats, watch=watch_values, has_aux=has_aux)
+    gradients = _gradients(watched(loss_fn) if watches else loss_fn, has_aux or watches, rules)
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate, weight)
 
@@ -229,9 +228,8 @@ def train_step(
         states = found_in(opt_state)
         metrics = step_metrics(loss, grads, states)
         skipped = states.have_skipped(before, updates)
-        params = after.with_state_of(parameters, where=skipped).whole(
-            overwrite(params, overwriting, keep=skipped)
-        )
+        params = overwrite(params, overwriting, keep=skipped)
+        params = after.with_state_of(parameters, where=skipped).whole(params)
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
         return as_static(TrainState(params, opt_state)), metrics

@@ -89,7 +89,11 @@ def test_the_files_that_contributors_are_told_of_exist():
     named = set(re.findall(r"(?<![\w/.])(?:\w+/)*\w+\.py\b", text))
     there = [
         f"/{p.relative_to(PACKAGE.parent)}"
-        for p in [*FILES, *(PACKAGE.parent / "tests").rglob("*")]
+        for p in [
+            *FILES,
+            *(PACKAGE.parent / "tests").rglob("*"),
+            *PACKAGE.parent.glob("benchmarks/*.py"),
+        ]
     ]
     there += ["/notebooks/execute.py"]
     assert len(named) > 10
