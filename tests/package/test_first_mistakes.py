@@ -882,3 +882,33 @@ def test_a_loss_that_fails_for_another_reason_raises_its_own_error():
 
     with pytest.raises(ValueError, match="^mine"):
         cg.clip_per_example(broken, cg.ClipByGlobalNorm(1.0))(W, jnp.ones((4, 3)))
+
+
+# ---- what is called, watched or logged that has nothing to say ----------------------------------
+
+CLIPS = {
+    "clip_by_norm": lambda: cg.clip_by_norm(1.0),
+    "clip_by_global_norm": lambda: cg.clip_by_global_norm(1.0),
+    "clip_by_value": lambda: cg.clip_by_value(1.0),
+    "clip_by_block_rms": lambda: cg.clip_by_block_rms(1.0),
+    "adaptive_grad_clip": lambda: cg.adaptive_grad_clip(0.1),
+    "gradient_clip": lambda: cg.gradient_clip(cg.ClipByNorm(1.0)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_transformation_that_is_called_says_what_clips_gradients_once(clip):
+    for more in ((), (W,)):
+        with pytest.raises(TypeError, match=r"got a call .* write clip_grads\(grads, ClipByNorm"):
+            CLIPS[clip]()({"w": W}, *more)
+    with pytest.raises(TypeError, match=r"rule: got an optax.GradientTransformation"):
+        cg.clip_cotangent(X, CLIPS[clip]())
+
+
+@pytest.mark.parametrize("names", ["w", "w b", "dense/w dense/b", "0 1"])
+def test_scalars_of_parameters_or_gradients_says_what_to_write(names):
+    arrays = {name: W if name.endswith(("b", "1")) else jnp.ones((3, 2)) for name in names.split()}
+    for layers in (False, True):
+        with pytest.raises(ValueError, match=r"global_norm\(grads\).*watch_updates\(optimizer\)"):
+            cg.scalars(arrays, layers=layers)
+    assert "loss" in cg.scalars({"loss": 1.0, **arrays})
