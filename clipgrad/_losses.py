@@ -64,8 +64,8 @@ class TracedLoss(NamedTuple):
       fun: the function.
       program: its jaxpr; the first result is the loss.
       inputs: the arrays among the arguments.
-      leaves: the leaf that each of them is.
-      chosen: the numbers of those that the loss is differentiated by.
+      leaves: the leaf of each input.
+      chosen: the numbers of the inputs by which the loss is differentiated.
     """
 
     fun: Callable[..., Any]
@@ -91,12 +91,12 @@ def traced_loss(
 ) -> TracedLoss:
     """Check the arguments of a loss, and trace it once.
 
-    It is differentiated by the keyword arguments ``by_name``, too. The error of what is no loss
-    ends with ``otherwise``, what to write for it.
+    The loss is differentiated by the keyword arguments ``by_name``, too. The error of what is no
+    loss ends with ``otherwise``, what to write for it.
 
     Raises:
       TypeError: `fun` is not a function, `args` not a tuple, or `kwargs` not a mapping.
-      ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
+      ValueError: `jax.grad` does not accept the loss, or an argument to differentiate.
     """
     check_call(fun, args, kwargs)
     positions = [] if by_name and argnums == () else _positions(argnums, len(args))

@@ -64,8 +64,8 @@ def compare(
 ) -> GradientComparison:
     """Finds the first place where two versions of a loss, or of a training step, differ.
 
-    The versions may be two functions, a function and a file that `save_run` wrote, or one function
-    and the same function in float32 or float64. You do not edit either.
+    You can compare two functions, a function and a file that `save_run` wrote, or one function and
+    the same function in float32 or float64. You do not edit either version.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -79,77 +79,77 @@ def compare(
       (False, 'value', 'hidden')
 
     Args:
-      fun: the first version, a function that returns a floating scalar, or ``(scalar, aux)``. With
-        ``argnums=None`` it may return any tree. Or the path of a file of `save_run`.
+      fun: the first version, a function that returns a floating scalar or ``(scalar, aux)``; with
+        ``argnums=None``, any tree. Or the path of a `save_run` file.
       other: the second version: a function of the same arguments, or the path of a file. Or
-        ``"float32"`` or ``"float64"``, to see what low precision costs: ``fun`` and its gradient
-        run as they are, and in this dtype.
-      args: the tuple of arguments of the functions; leave it out beside two files.
-      kwargs: keyword arguments of both versions.
-      other_args: the tuple of arguments of ``other``, if they have other dtypes, trees or layouts.
+        ``"float32"`` or ``"float64"``, to see the cost of low precision: ``fun`` and its gradient
+        run unchanged, and once more in this dtype.
+      args: the tuple of arguments for both functions; leave ``args`` out for two files.
+      kwargs: keyword arguments for both versions.
+      other_args: the tuple of arguments for ``other``, if they have other dtypes, trees or layouts.
       argnums: the positions of the arguments to differentiate; ``"all"``: every argument that holds
-        floats, or beside a file those that the file has; ``None``: nothing is differentiated, and
-        all outputs are compared, for whole training steps. Python numbers among keyword arguments
-        stay as they are.
+        floats, or, if you compare with a file, the arguments that were differentiated there.
+        ``None``, for whole training steps: nothing is differentiated, and all outputs are compared.
+        Python numbers in ``kwargs`` are not differentiated.
       has_aux: ``True`` if the functions return ``(scalar, aux)``; aux is not compared.
-      names: the names of values in ``other`` by their names in ``fun``, where they differ:
-        ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
-        ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
-        Lines are names too: ``{"model.py:8": "port.py:20"}``.
-      rtol: a relative tolerance, such as 1e-3, in place of the measured one.
+      names: if names differ, a mapping from names in ``fun`` to names in ``other``:
+        ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for everything below.
+        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Lines are
+        names, too: ``{"model.py:8": "port.py:20"}``.
+      rtol: a relative tolerance, such as 1e-3, that replaces the measured one.
 
     Returns:
       A `GradientComparison`; ``print`` it.
 
     Raises:
-      TypeError: an argument is not of the type above, or is traced: it is called inside of
-        `jax.jit`.
-      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
-        ``names`` is of no value in its version, or the versions have no output in common.
+      TypeError: an argument has another type than above, or is traced, because you call `compare`
+        inside `jax.jit`.
+      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name in ``names``
+        does not exist in its version, or the versions have no output in common.
 
-    Each version is traced once, and runs in one compiled program. A named value is a tag, or what
-    leaves a module or a step of a scan. Of a loss in which nothing has a name it is the last
-    floating value of each run of a line, such as ``"model.py:8"``. Of each named value and of its
-    cotangent only a sketch leaves the program, 256 sums with random signs: the norm of the
-    difference of two sketches is the norm of the difference of the values, to about 10 %. So a
-    comparison needs the memory of a gradient.
+    Each version is traced once, and runs in one compiled program. A named value is a tag, or a
+    value that leaves a module or a scan step. If a loss has no names at all, each line counts, such
+    as ``"model.py:8"``: the last floating value that each run of the line computes. For each named
+    value and cotangent, the program returns only a sketch, 256 sums with random signs: the
+    difference of two sketches has the norm of the difference of the values, to about 10 %. So a
+    comparison needs about the memory of a gradient.
 
-    A value differs if its relative difference is above four roundings of its dtype, and above what
-    rounding does there. To measure that, the program of ``fun`` runs eight more times with each
-    result, each term of a sum and each constant moved by one rounding of its own dtype. If rounding
-    alone moves a value by over 10 %, only a difference four times larger counts.
+    Two values differ if their relative difference is above four roundings of the dtype, and above
+    the measured rounding error. To measure the rounding error, ``fun`` runs eight more times; each
+    result, each term of a sum and each constant moves by one rounding. If rounding alone moves a
+    value by over 10 %, only a difference four times larger counts.
 
     Guarantees:
-      * ``ok`` says that all outputs and gradients of both were compared, and agree. An output or a
-        leaf that one version lacks is a finding. What rounding decides in both versions is a note,
-        but a finding of kind "not judged" if it is half or more of the outputs or of the leaves of
-        the gradient, or has most of their norm.
-      * A "value" finding is the first named value in the order of computation, steps of scans
-        included, that differs. It names the common module of the operations between this value and
-        the named values before it, which agree; or a line there that only one version has.
-      * Lines of versions that share code are matched by their statement, run by run. Those of other
-        code are matched by their numbers, in any layout. A finding says up to which lines the
-        versions are the same, and which lines come next.
-      * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
-        it names the module of the operations that use the value, and the lines of the custom rules
-        among them. If all cotangents agree too, each leaf whose gradient differs is a "grads"
-        finding.
-      * A finding has the lines of both versions.
-      * If outputs and gradients agree, what differs inside is a note.
-      * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
-        Integers, booleans and keys are compared by value, whatever their width.
+      * ``ok`` says that all outputs and gradients were compared, and agree. If one version lacks an
+        output or a leaf, that is a finding. If rounding decides some outputs or gradient leaves in
+        both versions, you get a note; if these are half or more of all, or have most of the norm,
+        you get a finding of kind "not judged".
+      * A "value" finding is the first named value that differs, in the order of computation, scan
+        steps included. The named values before it agree; the finding names the module of the
+        operations in between, or a line there that only one version has.
+      * If the versions share code, lines are matched by statement, run by run; otherwise by their
+        numbers, in any layout. A finding says up to which lines the versions are the same, and
+        which lines come next.
+      * If all values agree, a "vjp" finding is the first cotangent that differs, in backward order.
+        The finding names the module of the operations that use the value, and the lines of custom
+        rules among these operations. If all cotangents agree, too, each leaf with another gradient
+        is a "grads" finding.
+      * Each finding shows the lines in both versions.
+      * If outputs and gradients agree, differences inside are notes.
+      * A NaN or inf that both versions have counts as equal. A mask of -1e9 does not hide other
+        differences. Integers, booleans and keys are compared by value, whatever their width.
       * If a gradient is zero but for rounding in both versions, this is a note.
-      * With ``argnums=None`` the outputs are compared by path. An "output" finding comes before
-        those computed from it, and has the factor between the versions, if one explains it.
-      * The path of a run stands for its function. If the runs had other arguments, a finding of
-        kind "argument" is the first.
-      * Versions whose parameters have no path in common, such as a run of torch, are matched by
-        their numbers, in any order of axes.
-      * With the name of a dtype as ``other``, findings are of kind "rounding": the value at which
-        the error grows most, and each leaf whose gradient is more than ``rtol`` (0.05) rounding
-        error. The gradient is traced before it is widened, so custom rules stay. The table of
-        relative errors is always printed.
-      * Files and dtypes are checked before a function is called. If nothing is narrower than the
+      * With ``argnums=None`` outputs are compared by path. If one output is computed from another,
+        the earlier one is the first "output" finding. If a constant factor explains the difference,
+        the finding says so.
+      * If a saved run had other arguments, the first finding has the kind "argument".
+      * If the parameters have no path in common, as with a torch run, values are matched by their
+        numbers, in any order of axes.
+      * With a dtype as ``other``, findings have the kind "rounding": the value at which the error
+        grows most, and each leaf whose gradient has a rounding error above ``rtol`` (0.05). Custom
+        rules stay, because the gradient is traced before it is widened. The table of relative
+        errors is always printed.
+      * Files and dtypes are checked before any function runs. If no value is narrower than the
         dtype, nothing runs.
     """
     options: Any = {"other_args": other_args, "argnums": argnums, "names": names, "rtol": rtol}

@@ -130,7 +130,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 )
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ByName(_names.NamedHook):
-    """Clips and watches variables with names; equations without them are left as they are."""
+    """Clips and watches named variables; all other equations stay as they are."""
 
     clips: dict[str, tuple[Any, ClipStats | None]]  # the rule and the probe of each name
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
@@ -167,7 +167,7 @@ class ByName(_names.NamedHook):
         return self.active if self.modules else frozenset()
 
     def wants(self, name: str, kind: str, used: bool) -> bool:
-        """Whether there is a rule or a probe for values of a name; of a module for what is used."""
+        """Whether a name has a rule or a probe; for a module, only used values count."""
         is_own = (kind == "module") == (name in self.modules) and (used or kind == "tag")
         return (
             is_own

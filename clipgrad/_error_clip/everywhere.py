@@ -95,7 +95,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 )
 @dataclasses.dataclass(frozen=True)
 class _Everywhere(_programs.Hook):
-    """Clips the results of operations, except the variables ``ends`` and what has no cotangent."""
+    """Clips the results of operations, except ``ends`` and values without cotangents."""
 
     rule: Callable[..., Any] | None
     ends: frozenset[Var]

@@ -10,6 +10,7 @@ from jax import lax
 
 import clipgrad as cg
 from tests.check.check_zoo import PAIRS, custom
+from tests.rows import first_row
 
 X = jnp.asarray([0.3, -0.7, 1.1])
 
@@ -19,7 +20,7 @@ def checks(function, args=(X,), **options):
     return {failure.check for failure in report.failures}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["wrong_only_under_jit", "stale_residual", "wrong_dtype", "nan_where_the_argument_is_zero"],
@@ -123,8 +124,8 @@ UNSTEADY = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("name", UNSTEADY)
 def test_a_function_without_rules_that_changes_with_its_context_fails(name):
     function, check = UNSTEADY[name]
@@ -146,7 +147,7 @@ def test_a_function_differentiated_twice_must_have_one_gradient():
     assert "the function differentiated twice" in report.failures[0].detail
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_jit():
     def inside_jit(x):
         compiled = isinstance(x, TRACED) and not is_eager(x)
@@ -156,6 +157,7 @@ def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_j
     assert "[jit]" in str(report)
 
 
+@pytest.mark.slow
 def test_a_product_that_xla_lacks_on_this_device_is_not_run():
     """Of bfloat16 arrays, one of them mapped: JAX 0.10.2 raises "UNIMPLEMENTED" on a CPU."""
 
@@ -208,6 +210,7 @@ def test_a_complex_cotangent_of_a_real_input_is_named_with_both_types():
     assert "nothing was verified" in str(report) and "complex64" in str(report)
 
 
+@pytest.mark.slow
 def test_jaxs_own_qr_at_the_identity_is_not_called_wrong():
     """The signs of LAPACK jump there: it is not verified, and verified at a further point."""
     report = cg.check_grads(lambda a: jnp.linalg.qr(a)[0], (jnp.eye(3),))

@@ -21,8 +21,8 @@ from clipgrad._check.tolerances import LONG
 X = jnp.asarray([0.5, 1.5])
 
 
-def exhaustive(case):
-    return pytest.param(case, marks=pytest.mark.exhaustive)
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
 
 
 def test_the_default_device_comes_first_and_the_cpu_always():
@@ -52,7 +52,7 @@ def test_arrays_move_and_what_is_no_array_or_there_already_stays():
     assert devices.moved(other, cpu) is other
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     first, second = jax.devices("cpu")[:2]
     found = devices.Devices({"gpu": first, "cpu": second}, [])
@@ -133,7 +133,7 @@ BOUND = {
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-@pytest.mark.parametrize("name", ["shard_map", "array", *map(exhaustive, ["constraint", "put"])])
+@pytest.mark.parametrize("name", ["array", *map(slow, ["shard_map", "constraint", "put"])])
 def test_a_function_bound_to_devices_is_checked_on_these_and_the_report_says_so(
     two_kinds, name, kind
 ):
@@ -230,7 +230,7 @@ def test_reasons_that_are_the_same_are_told_once():
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_checks_of_rules_are_not_run_where_there_is_no_rule():
     report = cg.check_grads(jnp.sin, (X,))
     assert set(report.not_run) == {"vmap", "outputs"}

@@ -208,7 +208,7 @@ def test_a_stationary_point_is_not_called_independent(function, rule):
     assert "depend" not in str(report)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_integers_keys_none_and_strings_are_passed_over():
     def function(x, index, key, none, word):
         assert none is None and word == "normal"

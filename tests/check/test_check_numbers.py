@@ -12,7 +12,7 @@ from jax.experimental.pallas import pallas_call
 import clipgrad as cg
 from tests.check.check_zoo import PAIRS, custom, normal
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 X = jnp.asarray([0.4, -1.2, 2.5])
 

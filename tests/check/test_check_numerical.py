@@ -68,7 +68,7 @@ def test_a_cotangent_weighs_the_outputs():
     np.testing.assert_allclose(found, 2 * X * weights, rtol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_complex_gradients_follow_jax():
     z = jnp.asarray([1 + 2j, 3 - 1j])
     weights = jnp.asarray([1j, 2 + 0j])
@@ -114,6 +114,7 @@ def test_a_donated_argument_is_an_error_that_says_what_to_pass():
         cg.check_grads(square, (jnp.ones(2), jnp.ones(2)))
 
 
+@pytest.mark.slow
 def test_what_is_left_out_of_the_numerical_gradient_is_none():
     args = ({"w": np.float32([1.0, 2.0]), "b": np.float32([3.0])}, np.float32(2.0))
     fun = lambda p, x: x * jnp.sum(p["w"] ** 2) + jnp.sum(p["b"])  # noqa: E731

@@ -8,7 +8,7 @@ from jax import lax
 import clipgrad as cg
 from tests.check.check_zoo import custom, normal
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 X = jnp.asarray([0.4, 1.2, 2.5])
 

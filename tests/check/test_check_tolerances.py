@@ -10,7 +10,7 @@ import clipgrad as cg
 from tests.check.check_zoo import custom, normal
 from tests.check.test_check_search import halved
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 
 def report(function, *args, **options):

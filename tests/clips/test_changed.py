@@ -73,7 +73,7 @@ def in_each_place(rule):
 
 CORE = {"tree, 1", "tree, 2", "tree within, 2", "row, 1", "unit", "value", "function"}
 SPELLINGS = [
-    pytest.param(name, spelling, marks=() if name in CORE else pytest.mark.exhaustive)
+    pytest.param(name, spelling, marks=() if name in CORE else pytest.mark.slow)
     for name, (spellings, _) in RULES.items()
     for spelling in spellings
 ]
@@ -89,7 +89,7 @@ def test_one_number_of_changed_elements(name, spelling):
 
 
 SPREAD = [
-    pytest.param(name, *more, marks=() if more == ("", "zero") else pytest.mark.exhaustive)
+    pytest.param(name, *more, marks=() if more == ("", "zero") else pytest.mark.slow)
     for name in ("tree, 2", "tree, 3", "row, 2", "row, 1", "leaf, 2", "rms", "unit", "value")
     for more in itertools.product(("", "own"), ("propagate", "zero"))
 ]

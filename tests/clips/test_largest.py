@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _arrays
+from tests.rows import each_value
 
 SHAPE = (16, 24)
 LAYOUTS = {"rows": P("d"), "columns": P(None, "d")}
@@ -66,7 +67,7 @@ def expected(x, axis):
     return {"max": np.abs(x).max(over)}
 
 
-@pytest.mark.kinds("dtype", "layout")
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_on_any_device_is_in_every_largest_number(layout, dtype):
@@ -141,6 +142,7 @@ def extremes_of(path):
     yield from visit(tree, None)
 
 
+@pytest.mark.slow
 def test_there_is_one_maximum_over_elements():
     root = pathlib.Path(cg.__file__).parent
     found = {

@@ -15,7 +15,7 @@ import pytest
 import clipgrad as cg
 from tests.clips.process_worker import everything, loss, numbers
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 240

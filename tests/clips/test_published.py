@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.rows import first_row
 
 
 def pytorch(path, w):
@@ -36,7 +37,7 @@ G3 = np.array([[[1.0, 1], [3, 5]], [[1, 1], [1, 1]]])
 C3 = np.array([[[0.5, 0.5], [1.5, 2.5]], [[1, 1], [1, 1]]])
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     "weights, grads, threshold, expected",
     [

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from tests.rows import first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 FIELDS = {"norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "all_zero"}
@@ -32,7 +33,7 @@ def test_statistics_are_below_their_names():
     assert cg.scalars(stats["layer"])["norm"] == found["layer/norm"]
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("lengths", [(), (3,), (2, 3)], ids=str)
 def test_values_have_at_most_one_axis(lengths):
     def scanned(x, lengths):
@@ -70,6 +71,7 @@ def test_metrics_of_a_training_step(compile):
     assert found["error_clip/layer/clipped"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_state_of_an_optimizer_gives_its_clips_and_nothing_else():
     clip = cg.clip_by_global_norm(optax.constant_schedule(1.0), stats=True)
     optimizer = cg.skip_spikes(optax.chain(clip, optax.adam(1e-3)))
@@ -139,7 +141,7 @@ def test_one_array_alone_is_named_as_the_clip():
     assert not any("//" in name for name in found)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_state_of_an_nnx_optimizer_is_that_of_its_arrays():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

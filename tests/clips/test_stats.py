@@ -16,6 +16,7 @@ from clipgrad._arrays import sums as forms
 from clipgrad._clip import stats as clip_stats
 from tests.helpers import SCALING, assert_same, tree_of
 from tests.registry.strategies import trees
+from tests.rows import first_row
 
 
 def norm(tree):
@@ -23,7 +24,7 @@ def norm(tree):
     return np.linalg.norm(np.concatenate([*parts, np.zeros(1)]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @hypothesis.given(tree=trees())
 def test_norms_are_those_before_and_after(tree):
     clipped = cg.ClipByValue(0.5)(tree)
@@ -52,7 +53,7 @@ def test_a_norm_is_right_in_the_whole_range_of_float32():
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(tree=trees(), other=trees())
 def test_statistics_add_up(tree, other):
@@ -122,7 +123,7 @@ def assert_equal_statistics(closed, measured):
         np.testing.assert_allclose(getattr(closed, name), getattr(measured, name), rtol=2e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_l2_rule
 def test_the_closed_form_equals_the_sums(case, key):
     joint = case.make(1.0).acts_on == "tree"  # these scale zeros too, and count them
@@ -143,7 +144,7 @@ def test_the_closed_form_equals_the_sums(case, key):
             assert_equal_statistics(of_leaf, each[path])
 
 
-@pytest.mark.kinds()
+@first_row
 @every_l2_rule
 def test_the_closed_form_counts_what_is_not_finite(case):
     grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf]), "c": jnp.ones(3)}
@@ -156,7 +157,7 @@ def test_the_closed_form_counts_what_is_not_finite(case):
     assert state.leaf_stats["c"].clipped == is_joint
 
 
-@pytest.mark.kinds()
+@first_row
 @every_l2_rule
 def test_statistics_of_a_norm_rule_sum_nothing_over_the_elements(case, key):
     grads = tree_of(key)
@@ -212,7 +213,7 @@ def test_what_is_not_asked_for_is_not_computed(key):
     assert counted.as_text().count(" reduce(") == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_norms_can_be_differentiated(scale):
     x = jnp.array([3.0, 4.0]) * scale

@@ -11,7 +11,7 @@ import pytest
 from clipgrad._compare.file import load_record
 from clipgrad._compare.sketches import turned_sketches
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch")
 
 

@@ -92,7 +92,7 @@ def in_a_module(fun):
 PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, place", [(code, PLACES[i % len(PLACES)]) for i, code in enumerate(PAGE)]
 )
@@ -129,7 +129,7 @@ def test_the_loss_is_traced_once_and_its_arguments_stay():
     assert (x == 0).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_float64_is_diagnosed_too():
     with jax.enable_x64(True):
         found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.zeros(3),))
@@ -165,7 +165,7 @@ def test_huge_and_tiny_cotangents_have_a_norm():
         np.testing.assert_allclose(sine.norm, 2 * factor, rtol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_growth_of_the_character_rnn_is_found():
     task = TASKS["char-rnn"]
     data = task.load()
@@ -228,7 +228,7 @@ def test_prints_are_left_out(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_complex_parameters_aux_keywords_and_several_arguments_work():
     def loss(z, x, *, scale):
         return scale * jnp.sum(jnp.abs(z) + jnp.sqrt(x)), {"z": z}
@@ -240,7 +240,7 @@ def test_complex_parameters_aux_keywords_and_several_arguments_work():
     assert kinds(cg.diagnose(loss, args, argnums=-1, **options)) == ["vjp"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_nnx_model_is_diagnosed_and_not_changed():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -259,7 +259,7 @@ def test_an_nnx_model_is_diagnosed_and_not_changed():
     assert model.calls[...] == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_picture_marks_the_finding(tmp_path):
     found = cg.diagnose(scanned(jnp.sqrt), (jnp.ones(STEPS).at[SICK].set(0.0),))
     chart = found.plot()
@@ -276,7 +276,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
         found.plot()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_page_begins_with_a_diagnosis_and_prints_what_it_says():
     page = (DOCS / "nan.md").read_text()
     program = "\n".join(PROGRAM.findall(page)[:3])

@@ -22,7 +22,7 @@ def rows(functions):
         for j, surrounding in enumerate(SURROUNDINGS)
         if (function, surrounding) not in OTHERWISE
     ]
-    marks = {True: (), False: pytest.mark.exhaustive}
+    marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*pair, marks=marks[is_default]) for *pair, is_default in pairs]
 
 

@@ -157,7 +157,7 @@ SOME = frozenset(
     index_that_is_gathered flags empty_slice exponent_of_one
     divisor_that_overflows at_each_step_of_a_carry at_one_step""".split()
 )
-ROWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.exhaustive) for n in CUTS]
+ROWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in CUTS]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -185,6 +185,7 @@ def test_a_function_of_jax_that_another_program_traced_first_has_the_line_of_its
 # -- What may be meant.
 
 
+@pytest.mark.slow
 def test_masks_of_a_key_that_a_scan_carries_are_random_at_each_step():
     def loss(p, x):
         def step(key, row):
@@ -252,8 +253,8 @@ def test_a_constant_that_is_not_finite_is_no_argument(constant):
 
 @pytest.mark.parametrize("inner, name", [
     (lambda y: jnp.sqrt(jnp.abs(y)), "sqrt"),
-    pytest.param(lambda y: jnp.linalg.norm(y, axis=-1), "norm", marks=pytest.mark.exhaustive),
-    pytest.param(lambda y: jnp.log(jnp.abs(y)) ** 2, "log", marks=pytest.mark.exhaustive),
+    pytest.param(lambda y: jnp.linalg.norm(y, axis=-1), "norm", marks=pytest.mark.slow),
+    pytest.param(lambda y: jnp.log(jnp.abs(y)) ** 2, "log", marks=pytest.mark.slow),
 ], ids=["sqrt", "norm", "log"])  # fmt: skip
 def test_an_inner_gradient_names_the_operation_of_the_user(inner, name):
     def loss(w, x):
@@ -282,6 +283,7 @@ def test_underflow_advises_a_wider_type_and_a_scale_that_was_tried(dtype, small,
     assert "scale the loss, for example by 2 ** 15" in message
 
 
+@pytest.mark.slow
 def test_a_scale_that_makes_the_gradient_nan_is_not_advised():
     """Scaled by 2 ** 15, the cotangents of what is large overflow in float16."""
     factors = jnp.where(jnp.arange(64) < 32, 300, 1e-4).astype(jnp.float16)

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from tests.rows import first_row
 
 W = {"w": jnp.array([1.0, 2.0])}
 
@@ -42,7 +43,8 @@ def test_the_bad_examples_are_named_and_no_others():
     assert [example.index for example in named.examples] == [2, 5, 7]
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_the_device_of_an_example_is_named(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -52,7 +54,7 @@ def test_the_device_of_an_example_is_named(kind):
     assert bad.index == 5 and bad.device == "data=2"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 
@@ -182,6 +184,7 @@ def test_wrong_examples_are_told_before_the_loss_is_called(examples, error, word
     assert not calls
 
 
+@pytest.mark.slow
 def test_examples_of_an_accumulated_step_are_those_of_the_batch(tmp_path):
     step = cg.train_step(roots, cg.skip_spikes(optax.sgd(0.1), halt=True), accumulate=4)
     given = batch(x={5: -1})

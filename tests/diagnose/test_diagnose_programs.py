@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import clipgrad as cg
 from tests.diagnose.test_diagnose import kinds
 from tests.helpers import line_of
+from tests.rows import each_value, first_row, some_of
 
 # Each program differs in kind, so that each runs by default.
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -54,7 +55,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 @pytest.mark.parametrize("name", SPREAD)
 def test_it_is_found_on_one_of_several_devices(name, bad, kind):
@@ -66,6 +67,7 @@ def test_it_is_found_on_one_of_several_devices(name, bad, kind):
     assert (finding.file or "").endswith("test_diagnose_programs.py")
 
 
+@pytest.mark.slow
 def test_devices_that_read_nothing_and_a_scan_without_steps_are_followed():
     of_index = mapped(
         lambda: jnp.log(jax.lax.axis_index("d") - 2.0)[None], in_specs=(), out_specs=D
@@ -90,7 +92,7 @@ def cells(x, y):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_of_faults_on_several_devices_the_first_is_named():
     def found(x=(), y=()):
         xs, ys = jnp.ones(4), jnp.ones(8)
@@ -109,7 +111,7 @@ def test_of_faults_on_several_devices_the_first_is_named():
     assert found(x=[(1, 3.0)], y=[(6, -0.5)])[0] == ("value", "sqrt", "data=3, model=0")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_growth_on_devices_has_the_factor_of_the_program_on_one():
     def loss(w, x):
         def step(h, x):
@@ -145,7 +147,7 @@ def test_layers_in_a_branch_are_a_depth(deep):
     assert kinds(found) == ["grows"] and "each of the 8 modules" in found.message
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 def test_arrays_with_explicit_axes_are_diagnosed(bad, kind):
     x = jnp.ones((8, 4)).at[3, 1].set(bad)
@@ -160,7 +162,7 @@ def mapped_loop(x):
     return jnp.sum(x * jax.vmap(loop)(stop))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_mapped_loop_is_diagnosed():
     assert cg.diagnose(mapped_loop, (jnp.array([0.0, 1.0]),)).ok
     finding, *_ = cg.diagnose(mapped_loop, (jnp.array([0.0, -3.0]),)).findings
@@ -229,7 +231,7 @@ def pixels_on_devices(w, x):
     return mapped(lambda w, x: jax.lax.psum(finite_part(x @ w), "d"), **specs)(w, x)
 
 
-@pytest.mark.kinds("loss")
+@each_value
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):
@@ -294,9 +296,10 @@ def written_and_read(x):
     return jnp.sum(jax.freeze(ref))
 
 
-@pytest.mark.parametrize("loss", [
-    with_a_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read
-])  # fmt: skip
+@pytest.mark.parametrize("loss", some_of(
+    [with_a_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read],
+    [with_a_kernel, written_and_read],
+))  # fmt: skip
 def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
     def found(bad):
         findings = cg.diagnose(loss, (jnp.array([1.0, bad, 2.0]),)).findings
@@ -309,6 +312,7 @@ def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
     assert found(-1.0)[0] == ("value", names[1], step)
 
 
+@pytest.mark.slow
 def test_versions_with_kernels_for_tpus_are_compared():
     args = (jnp.array([1.0, 3.0, 2.0]),)
     assert cg.compare(with_a_kernel, with_a_tpu_kernel_in_loops, args).ok

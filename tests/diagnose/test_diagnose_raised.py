@@ -37,7 +37,7 @@ def test_other_errors_are_not_taken_for_those_of_callbacks():
         cg.diagnose(loss, (1.0,))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_check_of_equinox_leads_to_what_it_checks():
     eqx = pytest.importorskip("equinox")
 
@@ -56,6 +56,7 @@ def test_a_check_of_equinox_leads_to_what_it_checks():
     assert finding.kind == "raises" and "EquinoxRuntimeError: negative" in finding.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [jax.jit(solver), "float64"], ids=["jit", "float64"])
 def test_a_comparison_names_the_operation_that_raises(other):
     with pytest.raises(ValueError, match=r"diagnose_numbers.py:\d+: pure_callback raises Solv"):

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._arrays import matches
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 RULE = cg.ErrorClipByValue(max=1e-3)
 
 

@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 X = jnp.linspace(-1.0, 1.0, 6)
 KEY = jax.random.key(0)
 

@@ -584,7 +584,7 @@ def test_a_function_without_names_hears_of_lines():
         cg.list_names(loss_of_calls, (XS,), lines=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 def test_the_page_shows_what_its_program_prints(tmp_path, capsys):
     text = DOCS.read_text().partition("## Lines are names")[2]

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import clipgrad as cg
 from tests.error_clips.tagged import W, X
+from tests.rows import first_row
 
 RULE = cg.ErrorClipByValue(max=0.05)
 scope = jax.named_scope
@@ -132,7 +133,7 @@ def by_hand(program):
     return gradient(()), {chosen: gradient(chosen) for chosen in [*zip(every), every]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @programs
 def test_the_gradient_is_that_of_clips_written_by_hand(program):
     plain, expected = by_hand(program)
@@ -142,7 +143,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(program):
         assert not np.allclose(gradient, plain, rtol=1e-3)
 
 
-@pytest.mark.kinds()
+@first_row
 @programs
 def test_a_name_without_a_rule_changes_nothing(program):
     """Nor does one with a rule change the value."""
@@ -154,7 +155,7 @@ def test_a_name_without_a_rule_changes_nothing(program):
     assert "custom_vjp_call" not in str(jax.make_jaxpr(off)(X)) or program is beside_custom_rules
 
 
-@pytest.mark.kinds()
+@first_row
 @programs
 def test_statistics_are_those_of_a_probe_written_by_hand(program):
     loss = loss_of(program)
@@ -345,7 +346,8 @@ def on_a_stopped_gradient(x, data):
     return out.sum()
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize(
     ("loss", "data"),
     [(on_data_in_a_scan, jnp.ones((3, 2))), (on_a_stopped_gradient, jnp.ones(2))],

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._arrays.patterns import decided, matches
 from clipgrad._arrays.selectors import leaves_selected, nearest, unboxed
+from tests.rows import each_value
 
 PATHS = [
     "params/Dense_0/kernel",
@@ -192,7 +193,7 @@ def update(tx, tree):
 ALL_BUT_THE_HEAD = "!head", ("**", "!head"), re.compile("^(?!.*head(/|$))")
 
 
-@pytest.mark.kinds("framework", "call")
+@each_value
 @pytest.mark.parametrize(
     "where", ["!head", ("**", "!head"), re.compile("^(?!.*head(/|$))")], ids=str
 )

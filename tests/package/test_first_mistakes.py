@@ -20,6 +20,7 @@ from clipgrad._arrays.calls import ELSEWHERE as WORDS
 from clipgrad._arrays.lookups import FIELDS_ELSEWHERE
 from clipgrad._lazily import INSTEAD
 from tests.helpers import NAMES
+from tests.rows import first_row
 
 W, X = jnp.ones(3), jnp.arange(3.0)
 
@@ -857,7 +858,7 @@ def test_a_loss_of_several_numbers_in_a_training_step_says_what_is_expected(loss
         step(step.init(W), X)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", BATCH_LOSSES)
 def test_a_loss_of_a_batch_says_how_to_write_that_of_one_example(name):
     w, batch = jnp.ones((3, 1)), (jnp.ones((4, 3)), jnp.ones(4))

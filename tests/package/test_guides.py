@@ -38,14 +38,14 @@ def text_of(page):
     return (DOCS / f"{page}.md").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_guide
 def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert_pages_program_prints(DOCS / f"{page}.md")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_guide
 def test_the_programs_run_as_they_are_copied_on_one_device(page, tmp_path):
     program = "".join(re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL))
@@ -74,7 +74,7 @@ def test_an_answer_is_a_short_program(page, question, most):
     assert sum(bool(line.strip()) for line in program.splitlines()) <= most
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
 def test_the_step_in_keras_trains():
     """In a process of its own, since Keras takes its backend from the environment."""
@@ -126,7 +126,7 @@ def test_each_logger_gets_numbers_as_numbers_and_arrays_as_histograms(monkeypatc
     assert [call[:2] for call in clu.seen] == [("write_scalars", 7), ("write_histograms", 7)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_tensorboard_writer_takes_what_the_page_gives_it(tmp_path):
     tensorboard = pytest.importorskip("tensorboardX")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:

@@ -10,6 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays import leaf_names, leaf_paths
+from tests.rows import each_value
 
 UP = np.array([0.5, 2.0, 3.0], np.float32)
 X = jnp.arange(1.0, 4.0)
@@ -149,8 +150,7 @@ WITH_PATHS = {
 }  # fmt: skip
 
 
-@pytest.mark.kinds("holder", "speaker")
-@pytest.mark.ci("holder", "speaker")
+@each_value
 @pytest.mark.parametrize("speaker", [*NAMED, *WITH_PATHS])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_leaf_has_one_name_and_one_path(holder, speaker, request):

@@ -20,7 +20,7 @@ import clipgrad as cg
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "my_run_blew_up.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
 
 def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monkeypatch, capsys):

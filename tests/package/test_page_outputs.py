@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("page", ["check", "names", "per_example"])
 def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):

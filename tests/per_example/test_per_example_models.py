@@ -8,7 +8,6 @@ import re
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,11 @@ import pytest
 from flax import nnx
 
 import clipgrad as cg
+from tests.rows import first_row
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+hk = pytest.importorskip("haiku")
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 EXAMPLES, WORDS, LENGTH, WIDTH = 3, 19, 6, 16
 MODELS = {}
 
@@ -315,8 +317,7 @@ def computing_in(loss, dtype):
     return lambda params, x: loss(cast(params), narrow(x)).astype(jnp.float32)
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("name", "dtype")
+@first_row
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["scanned layers", "resnet", "equinox recurrent"])
 def test_norms_of_a_public_model_in_half_precision_are_as_near_as_those_of_vmap_of_grad(

@@ -12,6 +12,7 @@ import clipgrad as cg
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
 from clipgrad._programs import Hook, bind, equations, evaluate, held_programs, opened
+from tests.rows import first_row
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
 GPU, TPU = 10, 7  # TF32, and one pass of bfloat16
@@ -104,7 +105,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"
 every_method = pytest.mark.parametrize("method", ["auto", "direct"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_dtype
 @every_method
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
@@ -128,7 +129,7 @@ def test_the_share_of_one_example_is_at_most_the_limit(key, remat, method, dtype
             assert LIMIT * (1 - 1e-5) < share <= LIMIT * (1 + 4e-7)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [("float32", GPU), ("float32", TPU), ("bfloat16", TPU), ("float16", TPU)],

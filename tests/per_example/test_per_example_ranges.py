@@ -65,7 +65,7 @@ def test_norms_of_any_size_are_right(form):
     assert not np.isfinite(found[~np.isfinite(exact)]).any()
 
 
-@pytest.mark.parametrize("spread", [6, pytest.param(9, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("spread", [6, pytest.param(9, marks=pytest.mark.slow)])
 def test_rows_of_different_sizes_add_up(form, spread):
     """Of both sides, so that what is lost on one may be large on the other."""
     rng = np.random.default_rng(spread)
@@ -114,7 +114,7 @@ KINDS = ["embedding tied to the head", "lstm", "kernels in several places", "sca
 
 @pytest.mark.parametrize(
     "name",
-    [KINDS[0], *(pytest.param(k, marks=pytest.mark.exhaustive) for k in KINDS[1:])],
+    [KINDS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])],
 )
 @pytest.mark.parametrize("form", ["accelerator"], indirect=True)
 def test_uses_of_every_kind_are_measured_as_they_are(form, name, monkeypatch):
@@ -125,6 +125,7 @@ def test_uses_of_every_kind_are_measured_as_they_are(form, name, monkeypatch):
         np.testing.assert_allclose(norms[path], norm, rtol=2e-5, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["accelerator"], indirect=True)
 def test_norms_by_rows_as_they_are_have_derivatives(form):
     batch, _ = sized(np.ones((2, ROWS)), np.ones((2, ROWS)))

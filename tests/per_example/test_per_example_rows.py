@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from tests.helpers import RELEASED
 from tests.per_example.per_example_programs import PROGRAMS, arguments
+from tests.rows import first_row
 
 METHODS = ("auto", "direct")
 
@@ -63,20 +64,16 @@ def assert_clipped(result, each, limit, rtol=2e-5):
         )
 
 
-# One program for each kind of use, and one in a scan.
+# Of a promise, so that they run by default although each costs half a second.
 CORE = {
-    "experts as a batch dimension", "embedding tied to the head", "lstm",
-    "convolution with stride and dilation", "kernels in several places",
-    "error clip inside of scanned layers with remat",
+    "experts as a batch dimension", "embedding tied to the head",
+    "convolution with stride and dilation",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in CORE else (pytest.mark.exhaustive, pytest.mark.row))
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in PROGRAMS],
 )
 def test_a_program_is_clipped_as_one_example_after_the_other(name):
     loss = PROGRAMS[name].loss
@@ -100,7 +97,7 @@ def test_a_program_is_clipped_as_one_example_after_the_other(name):
 HALF = [n for n in PROGRAMS if not n.startswith(("custom", "weight in"))]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", HALF)
@@ -128,7 +125,7 @@ def test_a_program_in_half_precision_is_as_near_as_vmap_of_grad(name, dtype):
 MIXED = "scanned layers"  # with a stack of kernels, and biases that are direct
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [cg.ClipByNorm, lambda c: cg.ClipByBlockRMS(c / 10), cg.AutoNorm, lambda c: None],
@@ -227,6 +224,7 @@ def test_auto_takes_as_many_examples_as_fit(
     assert all(leaf.bytes <= 2**32 for leaf in plan.leaves)
 
 
+@pytest.mark.slow
 def test_parts_of_the_examples_give_the_sum_of_all(monkeypatch):
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w))
@@ -257,6 +255,7 @@ def cancelling_norms(params, batch):
     return cg.per_example_norms(cancelling)(params, batch)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**16), st.integers(-9, 0))
 def test_a_norm_is_not_too_small_where_products_cancel(seed, exponent):
     rng = np.random.default_rng(seed)
@@ -278,7 +277,7 @@ def squared(params, example):
     return scale * jnp.sum(jnp.sin(x @ params["w"]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_extreme_gradients_neither_overflow_nor_underflow():
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(12, 40)), jnp.float32)}
@@ -324,7 +323,7 @@ def test_a_product_is_as_large_as_its_factors_together(positions):
     assert (stats.norm[finite] >= whole[finite] * (1 - 4e-7)).all()
 
 
-@pytest.mark.parametrize("size", [pytest.param(1e20, marks=pytest.mark.exhaustive), 1e30])
+@pytest.mark.parametrize("size", [pytest.param(1e20, marks=pytest.mark.slow), 1e30])
 def test_a_coefficient_is_not_multiplied_with_the_constants_of_a_loss(size):
     """Compiled, the coefficient 1e-20 times 1 / 1e20 was 0, and the gradient of the kernel too."""
 
@@ -346,6 +345,7 @@ def test_a_coefficient_is_not_multiplied_with_the_constants_of_a_loss(size):
     np.testing.assert_allclose(grads["b"] * size, expected["b"] * size, rtol=1e-3, atol=1e-3)
 
 
+@first_row
 @pytest.mark.parametrize("name", [MIXED, "dense layers", "embedding tied to the head", "lstm"])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_example_that_is_nan_is_left_out_and_harms_no_other(method, name):
@@ -389,6 +389,7 @@ def arrays_in(text):
     return {tuple(map(int, shape.split(","))) for shape in shapes}
 
 
+@pytest.mark.slow
 def test_no_gradient_of_each_example_is_made():
     """Of no leaf that has rows: neither in the program nor in its memory."""
 
@@ -426,7 +427,7 @@ def test_uses_of_one_value_keep_it_once():
 # devices
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embedding tied to the head", MIXED])
 def test_a_sharded_batch_needs_one_all_reduce(name):
     params, batch = arguments(name)

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 import clipgrad._programs as _programs
+from tests.rows import first_row
 
 W, DATA = jnp.array([0.3, 0.7]), jnp.array([2.0, 3.0])
 WIDE = cg.ErrorClipByValue(1e9)
@@ -78,7 +79,7 @@ def loss_of(nest, **how):
     return loss
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: nest.__name__)
 def test_values_and_gradients_have_the_bits_of_jax(nest):
     """Where JAX refuses the closure, they are those with the value as an argument."""

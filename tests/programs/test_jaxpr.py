@@ -12,6 +12,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
 from clipgrad import _programs
+from tests.rows import each_value
 
 X = jnp.linspace(0.1, 1.0, 4)
 
@@ -78,7 +79,7 @@ def again(function, hook, x=X):
     return _programs.evaluate(jax.make_jaxpr(function)(x), [x], hook)[0]
 
 
-@pytest.mark.kinds("flatten", "name")
+@each_value
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("name", NESTED | CUSTOM)
 def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatten):

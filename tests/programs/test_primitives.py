@@ -26,6 +26,7 @@ from clipgrad import _programs
 from clipgrad._programs import KINDS, NUMERIC, Does, flow, kind_of, numeric_of
 from clipgrad._programs.primitives import PrimitiveTable, TracedOnce
 from tests.helpers import assert_same
+from tests.rows import first_row
 
 X = jnp.linspace(0.1, 1.0, 4)
 TABLES = {"KINDS": KINDS, "NUMERIC": NUMERIC}
@@ -42,6 +43,7 @@ def test_every_primitive_that_jax_names_has_a_row():
 ROOT = pathlib.Path(cg.__file__ or "").parent
 
 
+@pytest.mark.slow
 def test_the_name_of_a_primitive_is_read_in_the_table_alone():
     """Elsewhere it is asked what an equation is, or what to call it in a message."""
     reading = []
@@ -165,7 +167,7 @@ def public_functions():
                     yield f
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_public_functions_of_jax_have_no_primitive_without_a_row():
     """Those that take one, two or three matrices, most of 500."""
@@ -208,7 +210,7 @@ def answers():
 RENAMED = "scan_p while_p cond_p jit_p remat_p name_p stop_gradient_p closed_call_p tanh_p"
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", RENAMED.split())
 def test_a_primitive_that_jax_renames_is_known_by_its_object(monkeypatch, name):
     before = answers()
@@ -271,7 +273,7 @@ def renamed(monkeypatch, forgotten):
 @pytest.mark.usefixtures("users_promotion", "renamed")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in SLOW)) for n in EXPLAINED],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXPLAINED],
 )
 def test_diagnose_knows_what_it_explains_by_the_object_of_a_primitive(name):
     function, says = EXPLAINED[name]
@@ -317,7 +319,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_primitive_of_a_new_jax_that_no_row_has_is_told_where_a_name_in_it_is_wanted(
     monkeypatch, name
@@ -418,7 +420,7 @@ def upgraded_calls(flag):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(
     not all(hasattr(jax.config, name) for name in UPGRADES),
     reason=f"JAX {jax.__version__} has no flags JAX_CUSTOM_VJP3, JAX_CUSTOM_JVP3 and JAX_REMAT3",

@@ -52,6 +52,7 @@ X, W = numbers(24, 16, seed=1), numbers(16, 8, seed=2)
 COUNTS = jnp.round(4 * X)
 
 
+@pytest.mark.slow
 def test_a_program_of_exact_operations_does_not_move():
     def exact(x, counts):
         half = x.astype(jnp.bfloat16)
@@ -107,6 +108,7 @@ def block(w, x, dtype=jnp.float32):
     return jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.slow
 def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_theirs():
     def results(w, x, *half):
         return (
@@ -127,6 +129,7 @@ def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_their
     assert 0.5 * eps("bfloat16") < cast < 1.5 * eps("bfloat16")
 
 
+@pytest.mark.slow
 def test_every_kind_of_program_is_entered():
     @jax.custom_vjp
     def ruled(x):

@@ -91,7 +91,7 @@ def test_a_capture_has_the_parameters_before_the_bad_step_and_its_batch(capture)
     assert capture.meta["versions"]["jax"] == jax.__version__
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loss_that_needs_a_model_says_what_to_do_with_a_capture(capture):
     with pytest.raises(TypeError, match="'dict' object is not callable") as error:
         cg.diagnose(lambda model, batch: model(batch).sum(), capture.args)
@@ -116,7 +116,7 @@ def wrong(capture):
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_command_line_takes_a_capture(capture, tmp_path, monkeypatch, capsys):
     (tmp_path / "models_of_captures.py").write_text(COMMAND)
     monkeypatch.chdir(tmp_path)
@@ -133,14 +133,14 @@ def test_the_command_line_takes_a_capture(capture, tmp_path, monkeypatch, capsys
     assert "expected a capture" in shown[1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_healthy_replay_is_said_to_be_not_reproduced(capture):
     found = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x), capture.args)
     assert found.ok and "not reproduced: step 7 was not finite on 8 devices (cpu, jax" in str(found)
     assert "not reproduced" not in str(cg.diagnose(lambda w: w**2, (1.0,)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["state", "params", "batch"])
 def test_a_capture_whose_arrays_a_step_has_donated_says_so(tmp_path, through):
     found = captured(cg.FlightRecorder(tmp_path), [jnp.asarray(x) for x in batches(3, 1)])
@@ -162,7 +162,7 @@ def test_a_capture_whose_arrays_a_step_has_donated_says_so(tmp_path, through):
     assert cg.diagnose(loss, cg.load_capture(found.path).args).findings
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_statistics_of_the_steps_before_are_kept(capture):
     statistics = capture.meta["statistics"]
     assert statistics["step"] == list(range(8))
@@ -171,7 +171,7 @@ def test_the_statistics_of_the_steps_before_are_kept(capture):
     assert np.isneginf(statistics["loss"][7]) and np.isfinite(statistics["loss"][:7]).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 5])
 def test_the_step_is_that_of_the_optimizer_where_none_is_given(first, tmp_path):
     with cg.FlightRecorder(tmp_path, raise_on_halt=False) as recorder:
@@ -202,7 +202,7 @@ class Late:
         return np.asarray(self.array)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loop_that_is_far_ahead_still_captures_the_batch_of_the_bad_step(recorder, monkeypatch):
     """With ``keep=4`` and a halt that is seen 30 steps later."""
     of_state = recorder_module.copied_flag
@@ -216,7 +216,7 @@ def test_a_loop_that_is_far_ahead_still_captures_the_batch_of_the_bad_step(recor
     assert_same(found.params, state.params)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_no_more_batches_are_kept_than_said(recorder):
     state = STEP.init(PARAMS)
     for batch in batches(20):
@@ -228,7 +228,7 @@ def test_no_more_batches_are_kept_than_said(recorder):
     assert len(recorder._records) <= recorder.keep
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_it_keeps_nothing_of_the_size_of_the_parameters(tmp_path):
     step = cg.train_step(lambda w, x: jnp.sum(w * x), optimizer(optax.sgd(1.0)), donate=False)
     state, recorder = step.init(jnp.ones(1000)), cg.FlightRecorder(tmp_path)
@@ -245,7 +245,7 @@ def count_large():
     return sum(x.shape == (1000,) for x in jax.live_arrays())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
     buffer, state = np.empty(2, np.float32), STEP.init(PARAMS)
     with pytest.raises(cg.HaltedError) as error:
@@ -258,7 +258,7 @@ def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
     assert_same(cg.load_capture(error.value.path).batch["x"], batches(6, 2)[2])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
     state, batch = STEP.init(PARAMS), jnp.ones(2)
     batch.delete()
@@ -272,7 +272,7 @@ def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
         recorder.record(state, jnp.ones(2))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(tmp_path):
     recorder, state = cg.FlightRecorder(tmp_path, raise_on_halt=False), STEP.init(PARAMS)
     for i, batch in enumerate(batches(12, 5)):
@@ -286,14 +286,16 @@ def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(
         found.args  # noqa: B018
 
 
-@pytest.mark.exhaustive
-def test_a_capture_says_that_the_optimizer_made_it_and_replays_it(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [lambda tx: tx, cg.skip_spikes], ids=["alone", "inside"])
+def test_a_capture_says_that_the_optimizer_made_it_and_replays_it(around, tmp_path):
     """Adam of a zero gradient in float16 is 0 / 0."""
 
     def linear(params, x):
         return jnp.sum(params["w"] * x) + jnp.sum(params["v"])
 
-    step = cg.train_step(linear, cg.skip_spikes(optax.adam(1e-3), halt=True), donate=False)
+    tx = around(cg.skip_spikes(optax.adam(1e-3), halt=True))
+    step = cg.train_step(linear, tx, donate=False)
     params = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(2, jnp.float16)}
     state, recorder = step.init(params), cg.FlightRecorder(tmp_path)
     match = "step 0: the gradient was finite, and the optimizer made an update of 'w' that is not; "
@@ -307,7 +309,8 @@ def test_a_capture_says_that_the_optimizer_made_it_and_replays_it(tmp_path):
     diagnosed = cg.diagnose(linear, found.args)
     assert diagnosed.ok and "the optimizer made an update of 'w'" in str(diagnosed)
     again, metrics = step(cg.resume(found.restore(state, "state")), found.batch)
-    assert metrics["skipped"] and again.opt_state.nonfinite_leaves["w"]
+    halting = again.opt_state if around is not cg.skip_spikes else again.opt_state.inner_state
+    assert metrics["skipped"] and halting.nonfinite_leaves["w"]
 
 
 class OwnStep:
@@ -329,7 +332,7 @@ class OwnStep:
         return self.update(state, batch)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 def test_an_accumulation_gives_its_microbatch_or_the_last_of_them(outside, tmp_path):
     inside = optimizer(optax.MultiSteps(optax.adam(0.1), 3))
@@ -348,7 +351,7 @@ def test_an_accumulation_gives_its_microbatch_or_the_last_of_them(outside, tmp_p
 # A training that goes on; several captures.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False, max_captures=2)
     state = STEP.init(PARAMS)
@@ -364,13 +367,13 @@ def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
     assert [cg.load_capture(p).batch[1] for p in recorder.captures] == [0, 0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_capture_is_never_overwritten(tmp_path):
     for name in ("step_1", "step_1_1"):
         assert captured(cg.FlightRecorder(tmp_path), batches(3, 1)).path == tmp_path / name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_state_that_has_halted_before_says_so(tmp_path, capture):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
     state = cg.load_capture(capture.path).restore(STEP.init(PARAMS), "state")
@@ -379,7 +382,7 @@ def test_a_state_that_has_halted_before_says_so(tmp_path, capture):
     assert found.step == 7 and "clipgrad.resume" in found.meta["no_batch"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_leaving_the_loop_by_another_error_writes_the_capture_and_says_so(tmp_path):
     state = STEP.init(PARAMS)
     with pytest.raises(KeyError) as error, cg.FlightRecorder(tmp_path) as recorder:
@@ -396,7 +399,7 @@ def record_unseen(recorder, *args, **extra):
     del recorder._look
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_close_without_the_state_says_what_is_missing(tmp_path):
     recorder = cg.FlightRecorder(tmp_path)
     state, _ = STEP(STEP.init(PARAMS), BAD)
@@ -414,7 +417,7 @@ def test_close_without_the_state_says_what_is_missing(tmp_path):
 # Which states.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_state_without_the_flag_or_with_two_is_refused(recorder):
     params = {"w": jnp.ones(2)}
     plain, halting = cg.skip_spikes(optax.sgd(1.0)), optimizer()
@@ -430,7 +433,7 @@ def test_a_state_without_the_flag_or_with_two_is_refused(recorder):
     recorder.record(optax.chain(optax.identity(), twice).init(params), 1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_of_several_lanes_the_largest_norm_is_kept(tmp_path):
     tx = optimizer(cg.clip_by_global_norm(1.0, stats=True))
     state, recorder = jax.vmap(tx.init)(jnp.ones((2, 1))), cg.FlightRecorder(tmp_path)
@@ -456,7 +459,7 @@ ZEROS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ZEROS)
 def test_the_first_record_warns_of_leaves_without_a_gradient(case, tmp_path):
     loss, batch, stats, more, match = ZEROS[case]
@@ -472,7 +475,7 @@ def test_the_first_record_warns_of_leaves_without_a_gradient(case, tmp_path):
 # What the halt costs.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_compiled_step_has_no_transfer_and_no_memory_of_the_size_of_the_parameters():
     def compiled(halt):
         step = cg.train_step(lambda w, x: jnp.sum(jnp.tanh(x @ w)), optimizer(halt=halt))
@@ -487,7 +490,7 @@ def test_the_compiled_step_has_no_transfer_and_no_memory_of_the_size_of_the_para
     assert b.output_size_in_bytes - a.output_size_in_bytes < 128
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_only_the_flag_is_sent_to_the_host(recorder):
     state, batch = STEP.init(PARAMS), jnp.ones(2)
     recorder.record(state, batch)
@@ -501,7 +504,7 @@ def test_only_the_flag_is_sent_to_the_host(recorder):
 # The disk, and other machines.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
@@ -530,7 +533,7 @@ class FakePath:
         return self.address
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_address_is_refused_at_once_and_a_colon_in_a_name_is_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for address, match in ADDRESSES.items():
@@ -544,7 +547,7 @@ def test_an_address_is_refused_at_once_and_a_colon_in_a_name_is_not(tmp_path, mo
             assert cg.FlightRecorder(given).directory == pathlib.Path(given).absolute()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r'need orbax.*pip install "clipgrad\[recorder\]"'):
@@ -600,7 +603,7 @@ cg.FlightRecorder(sys.argv[1]).record(state, 1)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_a_process_leaves_that_is_killed_while_it_writes_is_never_loaded(tmp_path):
     killed(tmp_path)
     (left,) = tmp_path.iterdir()
@@ -629,7 +632,7 @@ def with_manifest(capture, folder, edit):
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [2, 4])
 def test_a_capture_of_another_version_is_refused(version, capture, tmp_path):
     other = with_manifest(capture, tmp_path, lambda manifest: manifest.update(format=version))
@@ -639,7 +642,7 @@ def test_a_capture_of_another_version_is_refused(version, capture, tmp_path):
         cg.load_capture(other)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_class_that_a_capture_names_is_neither_imported_nor_called(capture, tmp_path):
     def edit(manifest):
         manifest["leaves"].append({"path": ["extra", "os"], "left_out": "os.system"})
@@ -651,7 +654,7 @@ def test_a_class_that_a_capture_names_is_neither_imported_nor_called(capture, tm
     assert "pickle" not in text and "import_module" not in text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_float64_is_not_made_narrower_without_a_word(tmp_path):
     with jax.enable_x64(True):
         found = captured(cg.FlightRecorder(tmp_path), [np.array([1.0, 0.0]) * jnp.ones(())])
@@ -690,7 +693,7 @@ def sharded(tmp_path_factory):
     return recorder.captures[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 2), (2, 1)])
 def test_a_sharded_capture_has_the_shardings_of_a_tree_that_is_like_it(sharded, shape):
     here, (state, batch) = cg.load_capture(sharded), sharded_like(shape)
@@ -710,7 +713,7 @@ def test_a_sharded_capture_has_the_shardings_of_a_tree_that_is_like_it(sharded, 
     assert here.restore(state["params"])["w"].sharding == state["params"]["w"].sharding
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_tree_that_is_not_like_the_capture_is_refused(sharded):
     state, batch = sharded_like()
     for like, match in (

@@ -24,7 +24,7 @@ from clipgrad._recorder import files
 from clipgrad._recorder.files import MANIFEST
 from tests.helpers import assert_same
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TX = cg.skip_spikes(optax.sgd(0.1), sigma=None, halt=True)
 
 

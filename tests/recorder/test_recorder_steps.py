@@ -14,7 +14,7 @@ import pytest
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TX = cg.skip_spikes(optax.sgd(1e-6), sigma=None, halt=True)
 
 

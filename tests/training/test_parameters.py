@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_close
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3) ** 2
 
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_same, environment_of_users
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
 ROOT = pathlib.Path(__file__).parents[2]
 LONG = 600  # steps, of which a process makes hundreds before it is killed

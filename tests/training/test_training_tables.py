@@ -12,6 +12,7 @@ from flax import nnx
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import each_value
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 PARAMS = {"w": jnp.array([3.0, 4.0]), "v": jnp.array([1.0, 2.0])}
@@ -69,6 +70,7 @@ def test_one_clip_has_the_same_keys_from_metrics_and_from_the_state(wrap, kept):
     assert len(metrics["clips"]) == len(with_stats)
 
 
+@pytest.mark.slow
 def test_leaves_of_several_clips_are_in_the_metrics_and_apart_for_a_logger():
     each = [cg.clip_by_norm(m, where=n, stats="per_leaf") for n, m in (("w", 1.0), ("v", 2.0))]
     step = cg.train_step(linear, optax.chain(*each, cg.clip_by_norm(0.5, stats="per_leaf")))
@@ -151,7 +153,7 @@ SKIPPERS = {
 }
 
 
-@pytest.mark.kinds("framework", "name")
+@each_value
 @pytest.mark.parametrize("name", SKIPPERS)
 @pytest.mark.parametrize("framework", MODELS)
 def test_a_skipped_step_leaves_the_state_of_a_model_and_what_gradients_overwrite(framework, name):
@@ -277,7 +279,8 @@ LENGTHS = {
 }
 
 
-@pytest.mark.kinds("lengths", "parts", "dtype")
+@pytest.mark.slow
+@each_value
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -377,7 +380,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.kinds("framework", "optimizer", "parts")
+@each_value
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -14,6 +14,7 @@ from flax.training import train_state
 
 import clipgrad as cg
 from tests.helpers import all_reduces, assert_close, assert_same
+from tests.rows import first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -422,6 +423,7 @@ def test_a_scan_over_steps_and_a_map_over_seeds():
                 np.testing.assert_allclose(a, b[i], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_restores_the_state(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     tx = cg.watch_updates(optax.adam(0.1), stacked="blocks")
@@ -480,7 +482,8 @@ def diverging(sick, steps=180):
     return jax.jit(lambda params: jax.lax.scan(one, step.init(params), batches)[1])(params)
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("sick", [3, 1])
 def test_the_ratio_names_the_layer_that_diverges_twenty_steps_before_the_loss_doubles(sick):
     losses, ratios = jax.device_get(diverging(sick))

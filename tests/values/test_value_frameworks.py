@@ -15,7 +15,7 @@ from tests.error_clips.test_frameworks import X as inputs
 from tests.helpers import assert_close
 from tests.values.test_value_stats import assert_stats
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("users_promotion")]
 
 
 def test_linen_modules_have_the_values_that_flax_captures():

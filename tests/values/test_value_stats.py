@@ -15,6 +15,7 @@ from clipgrad._values import value_stats
 from tests.error_clips.tagged import X, loss_of, scanned
 from tests.helpers import assert_close, assert_same
 from tests.per_example.test_per_example_precision import operations
+from tests.rows import each_value, first_row
 from tests.values.test_value_hook import COUNTED, PROGRAMS, in_a_while
 
 PROPERTIES = ("norm", "rms", "max", "nonfinite", "zero_fraction", "size")
@@ -68,7 +69,7 @@ ARRAYS = {
 every_array = pytest.mark.parametrize("name", ARRAYS)
 
 
-@pytest.mark.kinds("name", "axis")
+@each_value
 @every_array
 @pytest.mark.parametrize("axis", [None, 0, -1])
 def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
@@ -133,7 +134,7 @@ def together(stats):
     return stats
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", COUNTED)
 def test_tags_are_measured_in_any_program(name):
     seen = recorded(PROGRAMS[name])
@@ -243,7 +244,7 @@ def test_an_axis_that_is_kept_has_an_entry_for_each_index_behind_those_of_scans(
     assert whole.max.shape == (2,)
 
 
-@pytest.mark.kinds("check")
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_an_axis_that_a_mesh_may_cut_is_not_kept(check):
     mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -272,7 +273,7 @@ def test_an_axis_that_a_mesh_may_cut_is_not_kept(check):
 # ---- unchanged value and derivatives, and composition -------------------------------------------
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in ("while", "linear solve")])
 def test_value_and_gradient_are_those_of_the_function(name):
     loss = loss_of(PROGRAMS[name])
@@ -443,7 +444,7 @@ def test_one_more_value_of_a_shape_adds_few_operations():
     assert count(7) - count(4) <= 3 * 12
 
 
-@pytest.mark.kinds("bad")
+@each_value
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
 def test_one_reduction_gives_what_sums_give_side_by_side(scale, bad, monkeypatch):
