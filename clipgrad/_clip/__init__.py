@@ -4,6 +4,9 @@ A clip measures the norm of each group of elements, sets a limit for it, and sca
 to the limit. Statistics, thresholds that adapt and each example's coefficient are functions of the
 list of norms and limits. A rule is a function of a tree of gradients and an optax transformation;
 `gradient_clip` adds a selection of leaves, a policy for NaN, and statistics.
+
+`rules` and `thresholds` are folders with doors of their own. A clip in its stages (select, measure,
+adapt, scale, state) is ``update`` in `gradient_clip.py`; `clipping.py` has the stages.
 """
 
 from clipgrad._clip.any_rule import apply_rule as apply_rule
