@@ -1,12 +1,13 @@
 """Clips: rules, their thresholds, and what became of a gradient.
 
-A clip measures the norm of each group of elements, sets a limit for it, and scales the group down
-to the limit. Statistics, thresholds that adapt and each example's coefficient are functions of the
-list of norms and limits. A rule is a function of a tree of gradients and an optax transformation;
-`gradient_clip` adds a selection of leaves, a policy for NaN, and statistics.
-
-`rules` and `thresholds` are folders with doors of their own. A clip in its stages (select, measure,
-adapt, scale, state) is ``update`` in `gradient_clip.py`; `clipping.py` has the stages.
+1. A rule (`rules`) measures the norm of each group of elements, sets a limit for each norm, and
+   scales the group down to the limit. The rule's threshold is a number, a schedule, or adapts to
+   past norms (`thresholds`).
+2. `clipping` is one clip of a tree: selected leaves, a policy for NaN (`nonfinite`), and statistics
+   (`stats`), which are a function of the norms and limits.
+3. `clip_grads` does this for a tree, and `gradient_clip` makes an optax transformation with a
+   `state`; `transformations` has one function for each rule.
+4. `skip_spikes` skips a whole step instead, by the limit in `spike_limit`.
 """
 
 from clipgrad._clip.any_rule import apply_rule as apply_rule

@@ -38,7 +38,8 @@ def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callab
 
     ``of`` is what it is applied to, the ``"cotangent"`` or the ``"gradients"``, for errors.
     """
-    if rule is None or (callable(rule) and not isinstance(rule, type)):
+    is_other = isinstance(rule, type | optax.GradientTransformation)
+    if rule is None or (callable(rule) and not is_other):
         if not schedules:
             require_numbers(rule)
         return rule
