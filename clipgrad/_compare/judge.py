@@ -62,31 +62,44 @@ def _distances(own: np.ndarray, moved: np.ndarray) -> np.ndarray:
 
 
 def judge_rows(
-    own: Row, other: Row, at: Any, its: Any, rtol: float | None, floors: float = 1
+    own: Row,
+    other: Row,
+    at: Any,
+    its: Any,
+    rtol: float | None,
+    floors: float = 1,
+    start: np.ndarray | None = None,
 ) -> Judgment | None:
     """Compare a row with another one, each at some steps; None where no numbers are known.
 
-    The floor is the first row's or else the other's, so many times.
+    The floor is the first row's or else the other's, so many times. A row that is an update has the
+    sketch of what it started from.
     """
-    measured = own.moved if own.moved is not None else other.moved
-    if own.exact and other.exact:
-        is_same = own.exact == other.exact and own.shape == other.shape
+    ours, theirs = own.numbers, other.numbers
+    measured = ours.moved if ours.moved is not None else theirs.moved
+    if ours.exact and theirs.exact:
+        is_same = ours.exact == theirs.exact and own.shape == other.shape
         moves = rtol is None and measured is not None and bool(np.any(measured))
         return Judgment(float(not is_same), 0.0, is_same or not moves)
     if own.kind != "value" and own.kind != "cotangent" and own.shape != other.shape:
         return Judgment(math.inf, 0.0)
-    if own.sketch is None or other.sketch is None:
-        is_known = own.sketch is not None or other.sketch is not None or own.exact or other.exact
+    if ours.sketch is None or theirs.sketch is None:
+        is_known = any(x.sketch is not None or x.exact for x in (ours, theirs))
         return Judgment(1.0, 0.0) if is_known and own.kind == "output" else None
-    x, y = own.sketch[at], other.sketch[its]
+    x, y = ours.sketch[at], theirs.sketch[its]
     moved = np.zeros(x.shape)
     if rtol is None and measured is not None:
-        moved = floors * measured[at if own.moved is not None else its]
-    return judge_sketches(x, y, moved, max(own.eps, other.eps), rtol)
+        moved = floors * measured[at if ours.moved is not None else its]
+    return judge_sketches(x, y, moved, max(own.eps, other.eps), rtol, start)
 
 
 def judge_sketches(
-    own: np.ndarray, other: np.ndarray, moved: np.ndarray, eps: float, rtol: float | None
+    own: np.ndarray,
+    other: np.ndarray,
+    moved: np.ndarray,
+    eps: float,
+    rtol: float | None,
+    start: np.ndarray | None = None,
 ) -> Judgment:
     """Compare the sketches of two versions of a value, shape (..., 515), as `judge` does."""
     sizes = tuple(
@@ -95,16 +108,22 @@ def judge_sketches(
     )
     if not np.array_equal(own[..., LENGTH - 1], other[..., LENGTH - 1]):
         return Judgment(math.inf, 0.0, not np.any(moved[..., LENGTH - 1]), sizes)
-    found = [
-        judge(part_of(own, start), part_of(other, start), part_of(moved, start), eps, rtol)
-        for start in (0, NUMBERS)
-    ]
+    start = np.zeros(own.shape) if start is None else start
+    found = []
+    for at in (0, NUMBERS):
+        one, two, floor, before = (part_of(x, at) for x in (own, other, moved, start))
+        found.append(judge(one, two, floor, eps, rtol, before))
     worst = max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
     return worst._replace(sizes=sizes)
 
 
 def judge(
-    own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
+    own: np.ndarray,
+    other: np.ndarray,
+    floor: np.ndarray,
+    eps: float,
+    rtol: float | None,
+    start: Any = 0.0,
 ) -> Judgment:
     r"""Compare two versions of some numbers, shape (...), in float64.
 
@@ -112,7 +131,7 @@ def judge(
     :math:`\lVert a - b\rVert_S > \max(4 \epsilon \lVert b\rVert_S, \lVert f\rVert_S, \min(4
     \lVert f\rVert_S, 2^{-13} \lVert b\rVert_S))`: they are judged by what rounding does to these
     numbers. Of what rounding moves by more than 10 % only a difference of four times the floor is
-    judged.
+    judged. A parameter after a step is moved by 10 % if its update is, however small that is.
 
     Args:
       own: the numbers in the first version.
@@ -120,10 +139,12 @@ def judge(
       floor: how far rounding moves each number; see `floor_of`.
       eps: one rounding of the dtype.
       rtol: the tolerance that replaces all this, or None.
+      start: the numbers that the first version is an update of, or 0.
     """
     # With room for differences and sums of the largest numbers.
-    own, other, floor = (np.ravel(x) * 2.0**-4 for x in (own, other, floor))
-    is_stable = _relative(_norm(floor[np.isfinite(own)]), _norm(own[np.isfinite(own)])) <= UNJUDGED
+    own, other, floor, start = (np.ravel(x) * 2.0**-4 for x in (own, other, floor, start))
+    finite = np.isfinite(own)
+    is_stable = _relative(_norm(floor[finite]), _norm((own - start)[finite])) <= UNJUDGED
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
         return Judgment(math.inf, rtol or EQUAL_ROUNDINGS * eps, rtol is not None or is_stable)
