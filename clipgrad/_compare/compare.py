@@ -21,7 +21,6 @@ from clipgrad._compare.compare_checks import (
 from clipgrad._compare.comparison_result import result
 from clipgrad._compare.file import load_record
 from clipgrad._compare.findings import by_rounding
-from clipgrad._compare.inner_lines import with_inner_line
 from clipgrad._compare.line_pairs import named_lines
 from clipgrad._compare.loss_recording import ALL
 from clipgrad._compare.match_by_name import (
@@ -168,10 +167,9 @@ def compare(
             files[i] if i in files else recorded(versions[i], arguments[i], *call, *more)
             for i in range(2)
         ]
-        ready = _checked(_with_lines_alike(traced, names), names)
-        a, b = _run(ready, rtol is None)
+        a, b = _run(_checked(_with_lines_alike(traced, names), names), rtol is None)
         sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
-        return result(sides, with_inner_line(by_rounding(sides), sides, ready, names))
+        return result(sides, by_rounding(sides))
 
 
 def _beside_itself(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:
