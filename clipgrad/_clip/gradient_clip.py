@@ -1,7 +1,7 @@
 """Gradient clip: clip rules as optax gradient transformations."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import optax
 
@@ -27,6 +27,14 @@ _COMPOSER = (
 
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clip without an optimizer, known by its type."""
+
+    def __call__(self, grads: Any, *more: Any) -> NoReturn:
+        """Says what to write: a transformation has ``update``, and a rule is called."""
+        raise TypeError(
+            "got a call of a clip's transformation, expected a place in optax.chain(clip, "
+            "optax.adam(1e-3)); to clip gradients once write "
+            "clip_grads(grads, ClipByNorm(max_norm)), or another rule"
+        )
 
 
 @explain_call(

@@ -73,8 +73,8 @@ def compare(
       ...         h = jnp.tanh(x @ w) * scale
       ...     return jnp.mean(h**2)
       >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
-      >>> found = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
-      >>> found.ok, found.findings[0].kind, found.findings[0].module
+      >>> comparison = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
+      >>> comparison.ok, comparison.findings[0].kind, comparison.findings[0].module
       (False, 'value', 'hidden')
 
     Args:
@@ -120,9 +120,9 @@ def compare(
 
     Guarantees:
       * ``ok`` says that all outputs and gradients were compared, and agree. If one version lacks an
-        output or a leaf, that is a finding. If rounding decides some outputs or gradient leaves in
-        both versions, you get a note; if these are half or more of all, or have most of the norm,
-        you get a finding of kind "not judged".
+        output or a leaf, that is a finding. If some outputs or gradient leaves are mostly rounding
+        error in both versions, you get a note; if these are half or more of all, or have most of
+        the norm, you get a finding of kind "not judged".
       * A "value" finding is the first named value that differs, in the order of computation, scan
         steps included. The named values before it agree; the finding names the module of the
         operations in between, or a line there that only one version has.

@@ -80,13 +80,21 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
         numbers[name] = jnp.ravel(value) if jnp.ndim(value) > 1 else jnp.asarray(value)
         if jnp.issubdtype(numbers[name].dtype, jnp.bool_):
             numbers[name] = numbers[name].astype(jnp.float32)
-    if not numbers:
+    if not numbers or _are_parameters(tree, numbers):
         raise ValueError(
             f"tree: got {type(tree).__name__} without statistics or numbers, expected statistics, "
             "metrics, or the state of a clip with stats=True; of gradients write "
-            '{"grad_norm": clipgrad.global_norm(grads)}'
+            '{"grad_norm": clipgrad.global_norm(grads)}, and of parameters '
+            "watch_updates(optimizer), whose state has their norms"
         )
     return _entries_apart(numbers) if layers else numbers
+
+
+def _are_parameters(tree: Any, numbers: Mapping[str, jax.Array]) -> bool:
+    """Whether these are arrays of layers, of which only the vectors, such as biases, are left."""
+    is_whole = len(numbers) == len(jax.tree.leaves(tree))
+    has_number = any(value.ndim == 0 for value in numbers.values())
+    return not (is_whole or has_number or instances(tree, (*_RECORDS, *STATES, TrainState)))
 
 
 def _entries_apart(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

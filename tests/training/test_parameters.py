@@ -124,15 +124,15 @@ def trained_by_nnx(kind, steps=2):
 @every_kind
 def test_a_step_trains_a_model_as_nnx_does_and_returns_its_state(kind, options):
     expected, seen = trained_by_nnx(kind)
-    given = kind(nnx.Rngs(0))
-    before = state_of(given)
+    model_of_user = kind(nnx.Rngs(0))
+    before = state_of(model_of_user)
     step = cg.train_step(loss, optax.adam(0.1), wrt=FILTERS.get(kind.__name__), **options)
-    state = step.init(given)
+    state = step.init(model_of_user)
     for value, norm in seen:
         state, metrics = step(state, X)
         assert_close((metrics["loss"], metrics["grad_norm"]), (value, norm), rtol=1e-5)
     assert_close(state_of(state.params), state_of(expected), rtol=1e-5, atol=1e-6)
-    assert_close(state_of(given), before, rtol=0)
+    assert_close(state_of(model_of_user), before, rtol=0)
     assert isinstance(state.params, kind) and step.update._cache_size() == 1
     assert options == {} or metrics["error_clip"]["h"].norm > 0
 
@@ -142,11 +142,11 @@ def test_statistics_come_with_the_gradient_of_nnx(kind):
     argnums = nnx.DiffState(0, wrt_of(kind))
     expected, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
     value, grads = gradient(kind, expected, X)
-    found = cg.value_and_grad_with_stats(loss, argnums, watch=["h", "**"])(model, X)
-    assert_close((found[0], numbers(found[1])), (value, numbers(grads)), rtol=1e-5, atol=1e-6)
-    assert jax.tree.structure(found[1]) == jax.tree.structure(grads)
+    watched = cg.value_and_grad_with_stats(loss, argnums, watch=["h", "**"])(model, X)
+    assert_close((watched[0], numbers(watched[1])), (value, numbers(grads)), rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(watched[1]) == jax.tree.structure(grads)
     assert_close(state_of(model), state_of(expected), rtol=1e-5)
-    assert found[2]["h"].norm > 0 and "first" in found[2]
+    assert watched[2]["h"].norm > 0 and "first" in watched[2]
 
 
 def each_by_nnx(kind, model):
@@ -236,10 +236,10 @@ def test_a_filter_or_a_model_without_anything_to_train_is_refused():
 
 
 def test_a_state_of_equinox_among_the_parameters_is_refused_with_the_line_to_write():
-    given = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode="batch")
+    model_and_state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode="batch")
     step = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"equinox.nn.State .*expected the model alone; write"):
-        step.init(given)
+        step.init(model_and_state)
 
 
 LINEN = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True), nn.Dense(1)])
@@ -274,10 +274,10 @@ def test_a_collection_of_linen_beside_the_parameters_is_refused_with_the_line_to
 
 
 def test_a_state_in_place_of_the_parameters_is_refused():
-    given = {"w": jnp.ones(3)}
-    state = TrainState.create(apply_fn=None, params=given, tx=optax.sgd(0.1))
-    ours = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1)).init(given)
-    for each in (state, ours, {"params": given, "opt_state": state.opt_state}):
+    params = {"w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    ours = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1)).init(params)
+    for each in (state, ours, {"params": params, "opt_state": state.opt_state}):
         for run in ENTRIES.values():
             with pytest.raises(ValueError, match="with params and opt_state, .* state.params"):
                 run(lambda p, x: jnp.sum(p.params["w"] * x), each)
@@ -319,8 +319,8 @@ def test_an_equinox_model_with_all_kinds_of_leaves_is_trained_as_filter_grad_doe
         expected = eqx.apply_updates(expected, updates)
     assert jax.tree.structure(state.params) == jax.tree.structure(expected)
     assert state.params.act is expected.act and step.update._cache_size() == 1
-    found, wanted = (eqx.filter(x, eqx.is_array) for x in (state.params, expected))
-    assert_close(numbers(found), numbers(wanted), rtol=1e-5, atol=1e-6)
+    trained, wanted = (eqx.filter(x, eqx.is_array) for x in (state.params, expected))
+    assert_close(numbers(trained), numbers(wanted), rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_that_makes_variables_is_refused_with_microbatches():
