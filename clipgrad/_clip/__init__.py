@@ -2,11 +2,11 @@
 
 1. A rule (`rules`) measures the norm of each group of elements, sets a limit for each norm, and
    scales the group down to the limit. The rule's threshold is a number, a schedule, or adapts to
-   past norms (`thresholds`).
-2. `clipping` is one clip of a tree: selected leaves, a policy for NaN (`nonfinite`), and statistics
-   (`stats`), which are a function of the norms and limits.
-3. `clip_grads` does this for a tree, and `gradient_clip` makes an optax transformation with a
-   `state`; `transformations` has one function for each rule.
+   past norms (`thresholds`). Both are folders with doors of their own.
+2. A clip in its stages (select, measure, adapt, scale, state) is ``update`` in `gradient_clip.py`,
+   which makes an optax transformation of a rule; `clipping.py` has the stages, with selected leaves
+   and a policy for NaN (`nonfinite`). Statistics (`stats`) are a function of the norms and limits.
+3. `clip_grads` clips a tree in one call; `transformations` has one function for each rule.
 4. `skip_spikes` skips a whole step instead, by the limit in `spike_limit`.
 """
 

@@ -1,5 +1,8 @@
 """What of a model is trained, and what is state: one answer at every entry point."""
 
+import dataclasses
+import sys
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -12,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._frameworks import Parameters
 from tests.helpers import assert_close
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
@@ -340,3 +344,85 @@ def test_a_position_of_variables_without_an_argument_is_an_error():
     grads = cg.value_and_grad_with_stats(lambda x: x, argnums=nnx.DiffState(3, nnx.Param))
     with pytest.raises(TypeError, match="argnums: got 3, expected the position of one of the 1"):
         grads(1.0)
+
+
+# A further framework is one class: a box has an array that is trained, and counts what it saw.
+
+
+class Box:
+    def __init__(self, weights, total):
+        self.weights, self.total = weights, total
+
+
+jax.tree_util.register_pytree_node(
+    Box, lambda box: ((box.weights, box.total), None), lambda _, parts: Box(*parts)
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoxParameters(Parameters):
+    trained: jax.Array
+    state: jax.Array
+
+    @classmethod
+    def fits(cls, params, wrt):
+        return isinstance(params, Box)
+
+    @classmethod
+    def of(cls, params, wrt):
+        return cls(params.weights, params.total)
+
+    def whole(self, trained):
+        return Box(trained, self.state)
+
+    def call(self, fun, trained, state, *args):
+        box = Box(trained, state)
+        return fun(box, *args), box.total
+
+    def with_changes(self, changes):
+        return self.with_state(changes)
+
+    def with_state(self, state):
+        return dataclasses.replace(self, state=state)
+
+    def with_state_of(self, other, where):
+        return self.with_state(jnp.where(where, other.state, self.state))
+
+    def has_form_of(self, other):
+        return True
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    room = sys.modules["clipgrad._frameworks.take_apart"]
+    monkeypatch.setattr(room, "KINDS", (BoxParameters, *room.KINDS))
+
+
+def counting(box, x):
+    box.total = box.total + jnp.sum(x)
+    return jnp.mean(x @ box.weights)
+
+
+@pytest.mark.usefixtures("boxes")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_further_kind_of_parameters_is_trained_with_its_state(accumulate):
+    step = cg.train_step(
+        counting, cg.skip_spikes(optax.sgd(1.0)), accumulate=accumulate, donate=False
+    )
+    state, _ = step(step.init(Box(jnp.ones(3), jnp.zeros(()))), X)
+    assert_close(state.params.weights, 1 - X.mean(0), rtol=1e-6)
+    assert_close(state.params.total, X.sum(), rtol=1e-6)
+    skipped, metrics = step(state, jnp.nan * X)
+    assert metrics["skipped"] and skipped.params.total == state.params.total
+    np.testing.assert_array_equal(skipped.params.weights, state.params.weights)
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_further_kind_of_parameters_is_clipped_by_example():
+    box = Box(jnp.ones(3), jnp.zeros(()))
+    rule = cg.ClipByGlobalNorm(0.1)
+    _, grads, stats = cg.clip_per_example(lambda box, x: x @ box.weights, rule)(box, X)
+    norms = jnp.linalg.norm(X, axis=1)
+    expected = jnp.mean(X * jnp.minimum(1, 0.1 / norms)[:, None], axis=0)
+    assert_close(grads, expected, rtol=1e-5)
+    assert_close(stats.norm, norms, rtol=1e-5)
