@@ -31,7 +31,7 @@ from clipgrad._compare.match_by_name import (
 )
 from clipgrad._compare.match_by_number import match_by_number
 from clipgrad._compare.matching import Matching
-from clipgrad._compare.record import TORCH, Record
+from clipgrad._compare.record import JAX, Record
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
@@ -194,14 +194,14 @@ def _with_lines_alike(
 def _checked(
     versions: list[Record | Recording], names: Mapping[str, str] | None
 ) -> list[Record | Recording]:
-    """The versions, the one of torch last; `ValueError` if they can't be matched."""
+    """The versions, one of JAX first; `ValueError` if they can't be matched."""
     a, b = (x if isinstance(x, Record) else x.record for x in versions)
     if not _is_by_number(a, b):
         check_names(a, b, names)
         check_common(a, b)
     else:
         check_nothing_named(names)
-    return versions[::-1] if a.framework == TORCH != b.framework else versions
+    return versions[::-1] if a.framework != JAX == b.framework else versions
 
 
 def _run(versions: Sequence[Record | Recording], is_measuring: bool) -> list[Record]:
