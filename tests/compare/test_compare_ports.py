@@ -3,6 +3,7 @@
 `torch_runs/make.py` wrote the files; `test_torch_runs.py` tests the writing itself.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -74,6 +75,15 @@ def test_the_first_value_that_differs_is_named_also_where_it_enters_a_module():
         kinds = ["argument", "value"] if module == "fc" else ["value"]
         assert [f.kind for f in wrong.findings] == kinds, (bug, str(wrong))
         assert (wrong.findings[-1].module or "").split("/")[-1] == module, (bug, str(wrong))
+
+
+@pytest.mark.slow
+def test_of_another_framework_the_name_alone_is_known():
+    run = dataclasses.replace(models.tagger_run(), framework="another framework")
+    number = [*models.BUGS["tagger"]].index("epsilon")
+    args = models.tagger_args(models.tagger_numbers())
+    right, wrong = models.compared(run, models.tagger, args, (-1, number))
+    assert right.ok and "in another framework it leaves" in wrong.message, str(wrong)
 
 
 def gru_pair():
