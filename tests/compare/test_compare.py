@@ -210,6 +210,7 @@ def small(scale=1.0, name="hidden", after=1.0, tag=None, aux=None):
     return loss
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_last_place():
     comparison = cg.compare(small(), small(after=1.1), ARGS)
     (finding,) = comparison.findings
@@ -235,6 +236,7 @@ def test_names_that_differ_are_matched_by_names():
             cg.compare(small(), small(name="other"), ARGS, names=names)
 
 
+@pytest.mark.slow
 def test_names_are_patterns_whose_stars_stand_for_the_same_text():
     names = {"a_*/b": "x*/c"}
     comparison = cg.compare(small(name="a_7/b"), small(name="x7/c"), ARGS, names=names)

@@ -205,6 +205,7 @@ def with_zeros(params, x):
     return jnp.mean(jax.nn.log_softmax(h @ params["w"] + params["logits"])[:, :2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, cast, other",
     [
@@ -301,6 +302,7 @@ def test_no_gradient_that_is_judged_is_not_ok(dtype):
     assert cg.compare(undecided, undecided, (w,)).ok  # bit for bit the same
 
 
+@pytest.mark.slow
 def test_a_leaf_that_is_not_judged_is_never_ok():
     def loss(wave):
         return lambda p: 1e-3 * undecided(p["w"], wave) + decided(p["b"], 1.0)

@@ -171,6 +171,7 @@ def scanned_reference(w, x):
     return jnp.mean(lax.scan(step, x, length=2)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [(reference, kernel), (scanned_reference, scanned)])
 def test_a_finding_has_the_line_of_the_rule_that_is_wrong(pair):
     comparison = cg.compare(*pair, (PARAMS["l0"], X), rtol=1e-3)

@@ -40,6 +40,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["data parallel", *(pytest.param(n, marks=pytest.mark.slow) for n in
                                 ("tensor parallel", "FSDP"))]
