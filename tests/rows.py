@@ -96,15 +96,15 @@ def _parameters(mark: Any) -> list[Any]:
     """The rows of a ``parametrize``, each as what ``pytest.param`` returns, with its name."""
     names, values, ids = _names(mark), list(mark.args[1]), mark.kwargs.get("ids")
     listed = None if ids is None or callable(ids) else list(ids)
-    found = []
+    rows = []
     for i, value in enumerate(values):
         row = value
         if not isinstance(value, type(pytest.param())):
             row = pytest.param(*(value if len(names) > 1 else [value]))
         shown = [_shown(v, ids, f"{n}{i}") for v, n in zip(row.values, names, strict=True)]
         name = listed[i] if listed else row.id or "-".join(shown)
-        found.append(pytest.param(*row.values, marks=row.marks, id=str(name)))
-    return found
+        rows.append(pytest.param(*row.values, marks=row.marks, id=str(name)))
+    return rows
 
 
 def _shown(value: Any, ids: Any, otherwise: str) -> str:

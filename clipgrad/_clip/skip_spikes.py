@@ -370,7 +370,7 @@ def resume(tree: Any) -> Any:
     Raises:
       ValueError: if there is no state of ``skip_spikes(halt=...)`` in ``tree``.
     """
-    found = []
+    halting = []
 
     def resumed(node: Any) -> Any:
         if not isinstance(node, SkipSpikesState):
@@ -378,7 +378,7 @@ def resume(tree: Any) -> Any:
         node = node._replace(inner_state=walk(node.inner_state))
         if node.halted is None:
             return node
-        found.append(node)
+        halting.append(node)
         off = jax.tree.map(jnp.zeros_like, node.halted)
         none = jax.tree.map(lambda count: jnp.full_like(count, -1), node.halted_at)
         return node._replace(halted=off, halted_at=none)
@@ -391,7 +391,7 @@ def resume(tree: Any) -> Any:
         return jax.tree.map(resumed, part, is_leaf=is_leaf)
 
     result = walk(tree)
-    if not found:
+    if not halting:
         raise ValueError(
             f"tree: got {type(tree).__name__} without a state of skip_spikes(halt=...), expected "
             "the state of clipgrad.skip_spikes(optimizer, halt=True)"

@@ -1,31 +1,49 @@
-"""From two versions of a loss, or of a training step, to the first place where they differ."""
+"""From two versions of a loss, or of a training step, to the first place where they differ.
 
+Trace each version, or read its file: `recorded`, `load_record`. Run what was traced:
+`Recording.run`. Match the rows of both: `match_by_name`, `match_by_number`. Judge the pairs:
+`by_rounding`, `ByPrecision`; and give the one `result`.
+"""
+
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
-import numpy as np
-
-from clipgrad._arrays import (
-    check_arguments,
-    check_is_function,
-    described,
-    explain_call,
-    parameter_names,
-    shown,
+from clipgrad._arrays import explain_call
+from clipgrad._compare.compare_checks import (
+    arguments_of,
+    check_comparison,
+    check_files,
+    check_nothing_named,
+    is_dtype,
 )
-from clipgrad._compare.compare_records import compare_records
+from clipgrad._compare.comparison_result import result
 from clipgrad._compare.file import load_record
+from clipgrad._compare.findings import by_rounding
+from clipgrad._compare.inner_lines import with_inner_line
+from clipgrad._compare.line_pairs import named_lines
 from clipgrad._compare.loss_recording import ALL
-from clipgrad._compare.match import same_rows
-from clipgrad._compare.ports import compare_by_numbers
+from clipgrad._compare.match_by_name import (
+    check_common,
+    check_names,
+    match_by_name,
+    same_rows,
+)
+from clipgrad._compare.match_by_number import match_by_number
+from clipgrad._compare.matching import Matching
 from clipgrad._compare.record import TORCH, Record
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
-from clipgrad._compare.wider import WIDER_DTYPES, compare_with_wider
-from clipgrad._error_clip import check_call
+from clipgrad._compare.sides import Sides
+from clipgrad._compare.wider import (
+    MOST_ROUNDING,
+    ByPrecision,
+    is_narrower,
+    nothing_narrower,
+    run_in,
+)
 from clipgrad._programs import settings_of_runs
 
 
@@ -56,8 +74,8 @@ def compare(
       ...         h = jnp.tanh(x @ w) * scale
       ...     return jnp.mean(h**2)
       >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
-      >>> found = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
-      >>> found.ok, found.findings[0].kind, found.findings[0].module
+      >>> comparison = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
+      >>> comparison.ok, comparison.findings[0].kind, comparison.findings[0].module
       (False, 'value', 'hidden')
 
     Args:
@@ -103,9 +121,9 @@ def compare(
 
     Guarantees:
       * ``ok`` says that all outputs and gradients were compared, and agree. If one version lacks an
-        output or a leaf, that is a finding. If rounding decides some outputs or gradient leaves in
-        both versions, you get a note; if these are half or more of all, or have most of the norm,
-        you get a finding of kind "not judged".
+        output or a leaf, that is a finding. If some outputs or gradient leaves are mostly rounding
+        error in both versions, you get a note; if these are half or more of all, or have most of
+        the norm, you get a finding of kind "not judged".
       * A "value" finding is the first named value that differs, in the order of computation, scan
         steps included. The named values before it agree; the finding names the module of the
         operations in between, or a line there that only one version has.
@@ -134,37 +152,58 @@ def compare(
       * Files and dtypes are checked before any function runs. If no value is narrower than the
         dtype, nothing runs.
     """
-    _check_order(fun, other, args)
-    if not _is_path(fun):
-        check_is_function(fun)
-    if args is not None and not _is_path(fun):
-        check_arguments(fun, args, kwargs)
-    elif callable(other) and args is not None:
-        check_arguments(other, args, kwargs)
-    _check_comparison(fun, other, other_args, argnums, names, rtol)
-    named = dict(kwargs or {})
+    options: Any = {"other_args": other_args, "argnums": argnums, "names": names, "rtol": rtol}
+    check_comparison(fun, other, args, kwargs, **options)
+    call: Any = dict(kwargs or {}), argnums, has_aux
+    versions: Any = fun, other
     with settings_of_runs():
-        if isinstance(other, str) and not _is_path(other):
-            check_call(fun, args, kwargs)
-            call: Any = fun, args, named, argnums, has_aux
-            return compare_with_wider(recorded(*call), other, rtol)
-        versions: Any = fun, other
-        given = _arguments_of(fun, other, args, kwargs, other_args)
-        files = {i: load_record(versions[i]) for i in range(2) if given[i] is None}
+        if is_dtype(other):
+            return _beside_itself(recorded(versions[0], args or (), *call), versions[1], rtol)
+        arguments = arguments_of(versions, args, other_args)
+        files = {i: load_record(versions[i]) for i in range(2) if arguments[i] is None}
+        check_files(files.values(), argnums, names)
         among = next((record.argnums for record in files.values()), ())
-        more: Any = named, argnums, has_aux, bool(files) or other_args is not None, among
-        recordings = [
-            files[i] if i in files else recorded(versions[i], given[i], *more) for i in range(2)
+        more: Any = bool(files) or other_args is not None, among
+        traced = [
+            files[i] if i in files else recorded(versions[i], arguments[i], *call, *more)
+            for i in range(2)
         ]
-        records = _run(_with_lines_alike(recordings), rtol is None)
-        return _compared(records[0], records[1], names, rtol, bool(files))
+        ready = _checked(_with_lines_alike(traced, names), names)
+        a, b = _run(ready, rtol is None)
+        sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
+        return result(sides, with_inner_line(by_rounding(sides), sides, ready, names))
 
 
-def _with_lines_alike(versions: list[Record | Recording]) -> list[Record | Recording]:
-    """The versions, all with values of lines if one of them has no other values."""
-    if not any(version.has_lines for version in versions):
+def _beside_itself(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:
+    """The comparison of a loss with itself in a wider type."""
+    if not is_narrower(recording, dtype):
+        return nothing_narrower(recording, dtype)
+    narrow, wide = recording.run(), run_in(recording, dtype)
+    judge = ByPrecision(recording, dtype, MOST_ROUNDING if rtol is None else rtol)
+    sides = Sides(narrow, wide, match_by_name(narrow, wide, rtol=math.inf))
+    return result(sides, judge(sides))
+
+
+def _with_lines_alike(
+    versions: list[Record | Recording], names: Mapping[str, str] | None
+) -> list[Record | Recording]:
+    """The versions, all with values of lines if one has no other values, or if lines are named."""
+    if not (named_lines(names) or any(version.has_lines for version in versions)):
         return versions
     return [x if isinstance(x, Record) or x.has_lines else x.with_lines() for x in versions]
+
+
+def _checked(
+    versions: list[Record | Recording], names: Mapping[str, str] | None
+) -> list[Record | Recording]:
+    """The versions, the one of torch last; `ValueError` if they can't be matched."""
+    a, b = (x if isinstance(x, Record) else x.record for x in versions)
+    if not _is_by_number(a, b):
+        check_names(a, b, names)
+        check_common(a, b)
+    else:
+        check_nothing_named(names)
+    return versions[::-1] if a.framework == TORCH != b.framework else versions
 
 
 def _run(versions: Sequence[Record | Recording], is_measuring: bool) -> list[Record]:
@@ -172,153 +211,30 @@ def _run(versions: Sequence[Record | Recording], is_measuring: bool) -> list[Rec
     records: list[Record] = []
     for version in versions:
         if isinstance(version, Recording):
-            is_measured = any(row.moved is not None for r in records for row in r.rows)
+            is_measured = any(row.numbers.moved is not None for r in records for row in r.rows)
             version = version.run(floor=is_measuring and not is_measured)
         records.append(version)
     return records
 
 
-def _compared(
-    a: Record, b: Record, names: Mapping[str, str] | None, rtol: float | None, from_file: bool
-) -> GradientComparison:
-    """Compare by names, or by numbers where the two name nothing alike."""
-    if a.framework == b.framework and not _are_other_trees(a, b):
-        return compare_records(a, b, names, rtol, from_file)
-    if not (a.is_loss and b.is_loss):
-        raise ValueError(
-            "run: got a run of torch and a whole step, expected a loss in JAX, or a file that "
-            "clipgrad.save_run wrote of one"
-        )
-    if names:
-        raise ValueError(
-            f"names: got {dict(names)!r} for versions whose parameters have no path in common, "
-            "expected None; their values are matched by their numbers"
-        )
-    return compare_by_numbers(*((b, a) if a.framework == TORCH else (a, b)), rtol)
+def _matched(
+    a: Record,
+    b: Record,
+    names: Mapping[str, str] | None,
+    rtol: float | None,
+    with_arguments: bool,
+) -> Matching:
+    """Rows matched by names, or by numbers where the two name nothing alike."""
+    if _is_by_number(a, b):
+        return match_by_number(a, b, rtol)
+    return match_by_name(a, b, names, rtol, with_arguments)
 
 
-def _are_other_trees(a: Record, b: Record) -> bool:
-    """Whether the first arguments of two losses have no leaf in common, by their paths."""
+def _is_by_number(a: Record, b: Record) -> bool:
+    """Whether two losses are of two frameworks, or have no leaf of the first argument in common."""
     gradients = [a.rows[i] for i in a.of("gradient")]
     if not gradients or not b.is_loss:
         return False
     same = same_rows(a, b, "gradient")
-    return not any(a.rows[i].leaf[0] == gradients[0].leaf[0] for i in same)
-
-
-def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
-    """The arguments of each version; None for a run from a file."""
-    from_files = [_is_path(run) for run in (fun, other)]
-    if any(from_files) and other_args is not None:
-        raise ValueError(
-            "other_args: got arguments beside a run from a file, expected None; args are those of "
-            "the function"
-        )
-    if all(from_files) and args is not None:
-        raise ValueError(
-            "args: got arguments beside two runs from files, expected none; write compare(path, "
-            "other_path)"
-        )
-    given = []
-    for run, own in ((fun, args), (other, args if other_args is None else other_args)):
-        if not _is_path(run):
-            check_call(run, args, kwargs)
-        given.append(None if _is_path(run) else own)
-    return given
-
-
-def _is_path(run: Any) -> bool:
-    """Whether a version is the path of a file: text that is not the name of a dtype."""
-    return isinstance(run, os.PathLike) or (isinstance(run, str) and run not in WIDER_DTYPES)
-
-
-def _check_order(fun: Any, other: Any, args: Any) -> None:
-    """Raises `TypeError` for the name of a dtype, or the tuple of arguments, in another place."""
-    if isinstance(fun, str) and fun in WIDER_DTYPES and callable(other):
-        raise TypeError(f'fun: got {fun!r}, expected a function; write compare(fun, "{fun}", args)')
-    for name, value in (("fun", fun), ("other", other)):
-        if isinstance(value, tuple) and callable(args):
-            raise TypeError(
-                f"{name}: got a tuple, expected a version, and args the tuple of arguments; write "
-                "compare(fun, other, args)"
-            )
-
-
-def _check_comparison(
-    fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
-) -> None:
-    dtype = _dtype_name(other)
-    if isinstance(other, str) and other in WIDER_DTYPES:
-        _check_dtype(fun, other, other_args, argnums, names)
-    elif dtype and not (isinstance(other, str) and os.path.isfile(other)):
-        raise _no_wider_dtype(fun, other, dtype)
-    elif isinstance(other, str) and os.path.basename(other) == os.path.splitext(other)[0]:
-        if not os.path.isfile(other):  # a word alone
-            raise ValueError(
-                f"other: got {other!r}, expected the name of a wider dtype, one of "
-                f"{', '.join(WIDER_DTYPES)}, a function, or the path of a run"
-            )
-    elif not callable(other) and not _is_path(other):
-        raise TypeError(
-            f"other: got {described(other)}, expected a function of the same arguments, the path "
-            f"of a run, or the name of a dtype, one of {', '.join(WIDER_DTYPES)}"
-        )
-    if other_args is not None and not isinstance(other_args, tuple):
-        raise TypeError(
-            f"other_args: got {type(other_args).__name__}, expected a tuple; for one argument "
-            "write (x,)"
-        )
-    is_named = names is None or isinstance(names, Mapping)
-    if not is_named or not all(isinstance(x, str) for pair in (names or {}).items() for x in pair):
-        raise TypeError(
-            f"names: got {names!r}, expected a mapping from names in fun to names in other, such "
-            'as {"layers_*": "layers"}'
-        )
-    if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < float("inf")):
-        raise ValueError(f"rtol: got {rtol!r}, expected a tolerance of at least 0, such as 1e-3")
-
-
-def _dtype_name(other: Any) -> str:
-    """The name of a dtype, given as text or as an object; "" for anything else."""
-    if not isinstance(other, str | type | np.dtype):
-        return ""
-    try:
-        dtype = jnp.dtype(other)
-    except TypeError:
-        return ""
-    return "" if dtype.kind == "O" else dtype.name
-
-
-def _no_wider_dtype(fun: Any, other: Any, dtype: str) -> Exception:
-    """The error of a dtype that is no name of a wider one."""
-    wider = f"the name of a wider dtype, one of {', '.join(WIDER_DTYPES)}"
-    if dtype in WIDER_DTYPES:
-        return TypeError(f'other: got {dtype} itself, expected {wider}; write "{dtype}"')
-    got = repr(other if isinstance(other, str) else dtype)
-    text = f"other: got {got}, expected {wider}, a function, or the path of a run"
-    if jnp.issubdtype(dtype, jnp.floating):
-        names = parameter_names(fun, 2) if callable(fun) else []
-        first, *rest = names or ["params", "x"]
-        call = f"fun({', '.join([f'cast({first})', *rest])})"
-        text += f"; for what {dtype} costs, cast inside: compare(lambda {', '.join([first, *rest])}"
-        text += f': {call}, "float32", args), where cast makes arrays of {dtype}'
-    return ValueError(text)
-
-
-def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:
-    if _is_path(fun):
-        raise ValueError(
-            f"other: got {other!r} beside a run from a file, expected a function or another run; "
-            "write compare(fun, dtype, args) with the function"
-        )
-    for name, given in (("other_args", other_args), ("names", names)):
-        if given is not None:
-            raise ValueError(
-                f"{name}: got {shown(given)} with other={other!r}, expected None; both runs are of "
-                "fun"
-            )
-    if argnums is None:
-        raise ValueError(
-            f"argnums: got None with other={other!r}, expected positions of arguments to "
-            "differentiate; to compare whole steps, write a function with wider arguments"
-        )
+    is_one_tree = any(a.rows[i].leaf[0] == gradients[0].leaf[0] for i in same)
+    return a.framework != b.framework or not is_one_tree

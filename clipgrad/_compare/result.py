@@ -93,7 +93,7 @@ class GradientComparison:
       findings: the places where the versions differ, in the order of computation.
       rows: every place that both versions have, with relative differences.
       unmatched: places that only one version has.
-      notes: further remarks, such as places where rounding decides.
+      notes: further remarks, such as places that are mostly rounding error.
       dtype: the name of the wider dtype, or "" for two versions.
     """
 

@@ -76,6 +76,15 @@ def save_run(
         save_record(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
 
 
+def check_argnums(argnums: Any) -> None:
+    """Raise an error for text that is not ``"all"``, and for what is no position."""
+    if isinstance(argnums, str) and argnums != ALL:
+        raise ValueError(
+            f'argnums: got {argnums!r}, expected "all", positions of arguments, or None for '
+            "whole steps"
+        )
+
+
 def recorded(
     fun: Callable[..., Any],
     args: tuple,
@@ -86,12 +95,8 @@ def recorded(
     among: Collection[Argument] = (),
 ) -> Recording:
     """The recording of a loss, by all arguments or ``among`` these, or of a step."""
+    check_argnums(argnums)
     if isinstance(argnums, str):
-        if argnums != ALL:
-            raise ValueError(
-                f'argnums: got {argnums!r}, expected "all", positions of arguments, or None for '
-                "whole steps"
-            )
         return recorded_by_all(fun, args, kwargs, has_aux, among, with_arguments)
     if argnums is not None:
         return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)

@@ -62,7 +62,9 @@ def test_the_cases_hold_every_custom_rule_of_the_library():
             if isinstance(node, ast.FunctionDef):
                 owners = [ast.unparse(d).removesuffix(".defjvp") for d in node.decorator_list]
                 pairs = zip(owners, node.decorator_list, strict=True)
-                rules |= {own: node.name for own, d in pairs if own != ast.unparse(d)}
+                rules |= {
+                    rule_name: node.name for rule_name, d in pairs if rule_name != ast.unparse(d)
+                }
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".defvjp"):
                 rules[ast.unparse(node.func).removesuffix(".defvjp")] = ast.unparse(node.args[1])
     # These pass a cotangent on: where rules are traced, in the probes of `diagnose`, at the taps of

@@ -18,10 +18,10 @@ CORE = ["wrong_deep_inside_a_scan"]
 def rows(kind, table):
     """Each row in one of its types, in turn: another one with another seed (`helpers.SEED`)."""
     turn = enumerate(table.items(), SEED)
-    found = [(name, row.dtypes[i % len(row.dtypes)]) for i, (name, row) in turn]
-    found = [row for row in found if (kind, row[0]) not in LIMITS]
-    found = [row for row in found if kind == "wrong" or row not in LIMITS_OF_TYPES]
-    return some_of(found, [row for row in found if row[0] in CORE])
+    chosen = [(name, row.dtypes[i % len(row.dtypes)]) for i, (name, row) in turn]
+    chosen = [row for row in chosen if (kind, row[0]) not in LIMITS]
+    chosen = [row for row in chosen if kind == "wrong" or row not in LIMITS_OF_TYPES]
+    return some_of(chosen, [row for row in chosen if row[0] in CORE])
 
 
 def run(row, dtype):
@@ -44,8 +44,8 @@ def programs_of_this_file():
 @pytest.mark.parametrize(("name", "dtype"), rows("wrong", WRONG))
 def test_a_wrong_gradient_fails_the_check_that_it_violates(name, dtype):
     report = run(WRONG[name], dtype)
-    found = {failure.check for failure in report.failures}
-    assert found and WRONG[name].check in {None, *found}, str(report)
+    failed = {failure.check for failure in report.failures}
+    assert failed and WRONG[name].check in {None, *failed}, str(report)
     assert "nothing was verified" not in str(report)
 
 

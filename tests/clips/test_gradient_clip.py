@@ -349,13 +349,13 @@ def test_a_rule_is_the_transformation_that_gradient_clip_makes_of_it(rule, aroun
     grads, params = tree_of(key, scale=5.0), tree_of(jax.random.fold_in(key, 1))
     del grads["empty"], params["empty"]
     with jax.numpy_dtype_promotion("standard"):
-        found = []
+        results = []
         for tx in (around(rule), around(cg.gradient_clip(rule))):
             state = tx.init(params)
             for _ in range(2):
                 updates, state = tx.update(grads, state, params)
-            found.append((updates, state))
-    assert_same(*found)
+            results.append((updates, state))
+    assert_same(*results)
 
 
 def test_a_rule_that_does_nothing_says_what_it_lacks():

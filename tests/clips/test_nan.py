@@ -58,8 +58,8 @@ BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRM
 @pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
 def test_a_bad_element_makes_its_whole_group_nan(rule):
     each = [{"a": with_bad(bad), "b": jnp.ones(3)} for bad in (jnp.nan, jnp.inf, -jnp.inf)]
-    found = released(lambda each: [cg.clip_grads(grads, rule) for grads in each], each)
-    for (clipped, stats), norm in zip(found, (np.nan, np.inf, np.inf), strict=True):
+    results = released(lambda each: [cg.clip_grads(grads, rule) for grads in each], each)
+    for (clipped, stats), norm in zip(results, (np.nan, np.inf, np.inf), strict=True):
         assert jnp.isnan(clipped["a"]).all()
         assert jnp.isnan(clipped["b"]).all() == (rule in ONE_GROUP)
         assert stats.nonfinite == 1 and jnp.isnan(stats.clipped_norm)

@@ -136,8 +136,8 @@ def of_example(params, x):
 
 
 def of_example_on_devices(params, x):
-    own = jnp.sum(jnp.tanh(x @ params["cut"]) ** 2)
-    return jax.lax.psum(own, "m") + jnp.sum(params["same"] * x**2)
+    cut_part = jnp.sum(jnp.tanh(x @ params["cut"]) ** 2)
+    return jax.lax.psum(cut_part, "m") + jnp.sum(params["same"] * x**2)
 
 
 # Of what clips or measures each example: from an axis_name to a function of a loss.

@@ -120,8 +120,8 @@ def test_every_rule_keeps_explicit_shardings(layout):
 
     def clip(grads, params):
         for name, clipped in by_rules(RULES, grads, params).items():
-            for actual, given in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
-                assert jax.typeof(actual).sharding == jax.typeof(given).sharding, name
+            for actual, grad in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
+                assert jax.typeof(actual).sharding == jax.typeof(grad).sharding, name
 
     with jax.set_mesh(mesh):
         jax.eval_shape(clip, placed(GRADS, mesh, layout), placed(PARAMS, mesh, layout))

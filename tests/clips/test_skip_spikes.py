@@ -206,11 +206,11 @@ def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped(
     assert (states.skipped_count[-1], states.spike_count[-1]) == (4, 2)
 
 
-@pytest.mark.parametrize("given", [{"window": 64}, {"window": 128}, {"min_history": 8}])
-def test_a_number_for_a_history_that_is_not_kept_is_refused(given):
-    ((name, value),) = given.items()
+@pytest.mark.parametrize("option", [{"window": 64}, {"window": 128}, {"min_history": 8}])
+def test_a_number_for_a_history_that_is_not_kept_is_refused(option):
+    ((name, value),) = option.items()
     with pytest.raises(ValueError, match=f"{name}: got {value} with sigma=None.* leave {name} out"):
-        cg.skip_spikes(optax.sgd(1.0), sigma=None, **given)
+        cg.skip_spikes(optax.sgd(1.0), sigma=None, **option)
 
 
 def test_a_state_without_a_history_where_one_is_needed_is_refused():

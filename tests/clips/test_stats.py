@@ -48,8 +48,8 @@ def test_a_norm_is_right_in_the_whole_range_of_float32():
 
     for exponent in range(-37, 39, 5):
         x = np.float32([3.0, 4.0]) * np.float32(10.0 ** (exponent - 1))
-        for stats, found in both(x):
-            np.testing.assert_allclose(found, norm(x), rtol=1e-6)
+        for stats, computed in both(x):
+            np.testing.assert_allclose(computed, norm(x), rtol=1e-6)
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
 
 
@@ -81,20 +81,20 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype):
     @jax.jit
     def measured(x):
         leaves = [x, 2 * x]
-        found = [
+        measured_sums = [
             clip_stats._by_branch((), leaves),
             forms._together(terms, (), leaves, groups, finish, ()),
             forms.added_up_apart(terms, (), leaves, groups, finish),
         ]
-        return [(root_of_sums(sums), nonfinite) for [(sums, nonfinite)] in found]
+        return [(root_of_sums(sums), nonfinite) for [(sums, nonfinite)] in measured_sums]
 
     rtol = 1e-6 if dtype == "float32" else 1e-14
     with jax.enable_x64(dtype == "float64"):
         for size, bad in itertools.product(SIZES, [None, np.nan, np.inf, -np.inf]):
             x = np.full((4, 5), size, dtype)
             x[1, 2] = size if bad is None else bad
-            (expected, _), *_ = found = measured(x)
-            for root, nonfinite in found:
+            (expected, _), *_ = measured_sums = measured(x)
+            for root, nonfinite in measured_sums:
                 np.testing.assert_allclose(root, expected, rtol=rtol)
                 assert nonfinite == (0 if bad is None else 2)
 

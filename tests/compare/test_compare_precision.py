@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._compare.row_numbers import plain_row, with_numbers
+from clipgrad._compare.row_numbers import numbers_of, plain_row
 from clipgrad._compare.wider import NOTHING_LEFT, lost_precision
 from tests.compare.compare_models import with_vjp
 from tests.rows import first_row
@@ -138,10 +138,10 @@ def coarser(narrow, dtype):
 def verdict(own, wide, *, most=0.05, types=("bfloat16", "float32"), moved=0.0):
     """What is said of a gradient: a finding, a note, or None."""
     rows = [
-        with_numbers(plain_row("gradient", "w", x, whole=x), x)
+        plain_row("gradient", "w", x, numbers=numbers_of(x))
         for x in (np.asarray(own), np.asarray(wide))
     ]
-    rows[0].moved = np.full((1, 515), moved)
+    rows[0].numbers = rows[0].numbers._replace(moved=np.full((1, 515), moved))
     most_left = NOTHING_LEFT * coarser(*types)
     return lost_precision(*rows, types[1], most, most_left, lambda: None)
 

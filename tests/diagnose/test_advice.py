@@ -64,8 +64,8 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_finding_has_the_fix(name, dtype):
     program, function, at, fix = PROGRAMS[name]
-    found = cg.diagnose(loss_of(program, function), (jnp.array(at, dtype),))
-    assert fix in found.findings[0].message
+    diagnosis = cg.diagnose(loss_of(program, function), (jnp.array(at, dtype),))
+    assert fix in diagnosis.findings[0].message
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def cells(x, y):
 
 @pytest.mark.slow
 def test_of_faults_on_several_devices_the_first_is_named():
-    def found(x=(), y=()):
+    def places_of_faults(x=(), y=()):
         xs, ys = jnp.ones(4), jnp.ones(8)
         for i, value in x:
             xs = xs.at[i].set(value)
@@ -104,11 +104,11 @@ def test_of_faults_on_several_devices_the_first_is_named():
         return [(f.kind, f.operation, f.device) for f in findings]
 
     everywhere = [(i, -0.5) for i in range(8)]
-    assert found(y=everywhere) == [("value", "sqrt", None)]
-    assert found(y=[(5, -0.5), (6, -0.5)]) == [("value", "sqrt", "data=2, model=1")]
+    assert places_of_faults(y=everywhere) == [("value", "sqrt", None)]
+    assert places_of_faults(y=[(5, -0.5), (6, -0.5)]) == [("value", "sqrt", "data=2, model=1")]
     # The first operation is on the last device, and is the same along the other axis.
-    assert found(x=[(3, 0.0)], y=[(0, -0.5)])[0] == ("value", "div", "data=3")
-    assert found(x=[(1, 3.0)], y=[(6, -0.5)])[0] == ("value", "sqrt", "data=3, model=0")
+    assert places_of_faults(x=[(3, 0.0)], y=[(0, -0.5)])[0] == ("value", "div", "data=3")
+    assert places_of_faults(x=[(1, 3.0)], y=[(6, -0.5)])[0] == ("value", "sqrt", "data=3, model=0")
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def first_layers(ws, x, some=8):
 ], ids=["cond", "switch", "checkpoint"])  # fmt: skip
 def test_layers_in_a_branch_are_a_depth(deep):
     args = [40.0 * jnp.eye(4)] * 8, jnp.full((3, 4), 1e-3)
-    found = cg.diagnose(lambda ws, x: jnp.sum(deep(ws, x)), args)
-    assert kinds(found) == ["grows"] and "each of the 8 modules" in found.message
+    diagnosis = cg.diagnose(lambda ws, x: jnp.sum(deep(ws, x)), args)
+    assert kinds(diagnosis) == ["grows"] and "each of the 8 modules" in diagnosis.message
 
 
 @pytest.mark.slow
@@ -203,8 +203,8 @@ def test_settings_of_jax_are_off_inside_and_come_back(sick):
 
 @pytest.mark.parametrize("argnums", [np.int64(1), (np.int32(0), np.int64(1)), np.array([-1])])
 def test_numpy_integers_choose_arguments(argnums):
-    found = cg.diagnose(lambda x, y: x * jnp.sqrt(y), (1.0, 0.0), argnums=argnums)
-    assert kinds(found) == ["vjp"]
+    diagnosis = cg.diagnose(lambda x, y: x * jnp.sqrt(y), (1.0, 0.0), argnums=argnums)
+    assert kinds(diagnosis) == ["vjp"]
     with pytest.raises(ValueError, match="^argnums: got 1.0 for 2 arguments"):
         cg.diagnose(lambda x, y: x * y, (1.0, 0.0), argnums=1.0)
 
@@ -236,16 +236,16 @@ def pixels_on_devices(w, x):
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):
     x = jnp.ones((8, 4)).at[3, 1].set(bad)
-    found = cg.diagnose(loss, (jnp.ones((4, 3)), x))
+    diagnosis = cg.diagnose(loss, (jnp.ones((4, 3)), x))
     if bad == -1 and loss is not logs_of_pixels:
-        assert found.ok
+        assert diagnosis.ok
         return
-    (finding,) = found.findings
+    (finding,) = diagnosis.findings
     is_log = loss is logs_of_pixels and bad == -1
     assert (finding.kind, finding.operation) == ("value", "log" if is_log else "argument")
     assert finding.line == line_of(loss, "jnp.log" if is_log else "def")
-    told = "it is computed from args[1]" if is_log else "1 of 32 elements of args[1]"
-    assert told in finding.message and "the VJP of dot_general (" in finding.message
+    phrase = "it is computed from args[1]" if is_log else "1 of 32 elements of args[1]"
+    assert phrase in finding.message and "the VJP of dot_general (" in finding.message
 
 
 def kernel_root(interpret):
@@ -301,23 +301,23 @@ def written_and_read(x):
     [with_a_kernel, written_and_read],
 ))  # fmt: skip
 def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
-    def found(bad):
+    def findings_with(bad):
         findings = cg.diagnose(loss, (jnp.array([1.0, bad, 2.0]),)).findings
         return [(f.kind, f.operation, f.step) for f in findings]
 
     step = 1 if loss in (with_a_reference, with_a_tpu_kernel_in_loops) else None
     names = ("root", "pallas_call") if "kernel" in loss.__name__ else ("sqrt", "sqrt")
-    assert found(3.0) == []
-    assert found(0.0) == [("vjp", names[0], step)]
-    assert found(-1.0)[0] == ("value", names[1], step)
+    assert findings_with(3.0) == []
+    assert findings_with(0.0) == [("vjp", names[0], step)]
+    assert findings_with(-1.0)[0] == ("value", names[1], step)
 
 
 @pytest.mark.slow
 def test_versions_with_kernels_for_tpus_are_compared():
     args = (jnp.array([1.0, 3.0, 2.0]),)
     assert cg.compare(with_a_kernel, with_a_tpu_kernel_in_loops, args).ok
-    found = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_kernel(x, "TPU"), args)
-    assert [finding.kind for finding in found.findings] == ["value"]
+    comparison = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_kernel(x, "TPU"), args)
+    assert [finding.kind for finding in comparison.findings] == ["value"]
 
 
 def called_in_a_kernel(x):

@@ -23,10 +23,10 @@ def test_where_what_is_not_finite_is_from_comes_before_the_check_that_raises(bad
 
 
 def test_examples_that_raise_are_the_bad_ones():
-    found = cg.diagnose(lambda scale, a: jax.vmap(solve)(scale * a).mean(), (1.0, SINGULAR),
+    diagnosis = cg.diagnose(lambda scale, a: jax.vmap(solve)(scale * a).mean(), (1.0, SINGULAR),
                         examples="a")  # fmt: skip
-    assert [(e.index, np.isnan(e.loss)) for e in found.examples] == [(1, True)]
-    assert found.findings[0].kind == "raises"
+    assert [(e.index, np.isnan(e.loss)) for e in diagnosis.examples] == [(1, True)]
+    assert diagnosis.findings[0].kind == "raises"
 
 
 def test_other_errors_are_not_taken_for_those_of_callbacks():

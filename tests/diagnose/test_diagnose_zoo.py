@@ -25,8 +25,8 @@ CORE = (
     [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in HEALTHY],
 )
 def test_what_is_healthy_has_no_finding(name):
-    found = cg.diagnose(*HEALTHY[name]())
-    assert found.ok and str(found).startswith("nothing is wrong"), str(found)
+    diagnosis = cg.diagnose(*HEALTHY[name]())
+    assert diagnosis.ok and str(diagnosis).startswith("nothing is wrong"), str(diagnosis)
 
 
 def kind_of(name):
@@ -46,9 +46,9 @@ def test_what_is_sick_is_found(name):
 @pytest.mark.parametrize("name", NOTED)
 def test_what_is_no_fault_is_a_note(name):
     make, *texts = NOTED[name]
-    found = cg.diagnose(*make())
-    (note,) = found.notes
-    assert found.ok and all(text in note for text in texts)
+    diagnosis = cg.diagnose(*make())
+    (note,) = diagnosis.notes
+    assert diagnosis.ok and all(text in note for text in texts)
     assert note.startswith("tests/diagnose/diagnose_")
 
 

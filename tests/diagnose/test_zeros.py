@@ -34,11 +34,11 @@ def diagnosed(programs):
         return cg.diagnose(loss, (params, jnp.asarray(X)))
 
 
-def told(cut, found):
+def lines_and_notes(cut, diagnosis):
     """What a diagnosis has on the leaf of a cut: lines and causes of findings, lines of notes."""
     leaf = f"args[0]['{cut.name}']{cut.leaf}"
-    findings = [(f.line, f.cause) for f in found.findings if leaf in f.leaf.split(", ")]
-    notes = [note for note in found.notes if leaf in note]
+    findings = [(f.line, f.cause) for f in diagnosis.findings if leaf in f.leaf.split(", ")]
+    notes = [note for note in diagnosis.notes if leaf in note]
     return findings, notes
 
 
@@ -47,7 +47,7 @@ ONE_OF_EACH_CAUSE = {cut.cause: cut for cut in reversed(CUTS)}.values()
 
 @pytest.mark.parametrize("cut", some_of(CUTS, ONE_OF_EACH_CAUSE), ids=lambda cut: cut.name)
 def test_a_cut_is_found_at_its_line_with_its_cause(cut):
-    findings, notes = told(cut, diagnosed([(cut.function, cut.params)]))
+    findings, notes = lines_and_notes(cut, diagnosed([(cut.function, cut.params)]))
     if cut.cause not in NOTED:
         assert findings == [(cut.line, cut.cause)]
         return
@@ -58,9 +58,9 @@ def test_a_cut_is_found_at_its_line_with_its_cause(cut):
 @pytest.mark.slow
 def test_cuts_of_frameworks_are_found_and_their_healthy_programs_are_silent():
     frameworks = importlib.import_module("tests.diagnose.zero_cuts_frameworks")
-    found = diagnosed([(cut.function, cut.params) for cut in frameworks.CUTS])
+    diagnosis = diagnosed([(cut.function, cut.params) for cut in frameworks.CUTS])
     for cut in frameworks.CUTS:
-        assert told(cut, found)[0] == [(cut.line, cut.cause)], cut.name
+        assert lines_and_notes(cut, diagnosis)[0] == [(cut.line, cut.cause)], cut.name
     assert diagnosed(frameworks.HEALTHY).ok
 
 
@@ -105,13 +105,13 @@ def test_the_order_of_causes_is_what_they_say(monkeypatch):
     turned = turned_around(causes.CAUSES)
     assert sum(a.name != b for a, b in zip(turned, names, strict=True)) > len(names) / 2
     together = [(cut.function, cut.params) for cut in CUTS]
-    found = diagnosed(together)
+    diagnosis = diagnosed(together)
     monkeypatch.setattr(causes, "CAUSES", turned)
     again = diagnosed(together)
     assert [(f.leaf, f.cause) for f in again.findings] == [
-        (f.leaf, f.cause) for f in found.findings
+        (f.leaf, f.cause) for f in diagnosis.findings
     ]
-    assert again.notes == found.notes
+    assert again.notes == diagnosis.notes
 
 
 def test_each_kind_of_program_is_opened_or_stays_whole():
@@ -123,8 +123,8 @@ def test_each_kind_of_program_is_opened_or_stays_whole():
 @pytest.mark.slow
 @pytest.mark.parametrize(("function", "params"), HEALTHY)
 def test_healthy_programs_have_no_finding(function, params):
-    found = diagnosed([(function, params)])
-    assert found.ok, found
+    diagnosis = diagnosed([(function, params)])
+    assert diagnosis.ok, diagnosis
 
 
 @pytest.mark.slow
@@ -165,10 +165,13 @@ def layers_found(cut, wrapped="jit of checkpoint"):
 @pytest.mark.parametrize("cut", zero_cuts.LAYERS, ids=lambda cut: cut.name)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_layers_of_a_scan_without_a_gradient_are_named(cut, wrapped):
-    found = layers_found(cut, wrapped)
-    assert told(dataclasses.replace(cut, leaf="['w']"), found) == ([(cut.line, cut.cause)], [])
-    (own,) = [f for f in found.findings if f"['{cut.name}']" in f.leaf]
-    assert f"in layer {cut.leaf} of " in own.message
+    diagnosis = layers_found(cut, wrapped)
+    assert lines_and_notes(dataclasses.replace(cut, leaf="['w']"), diagnosis) == (
+        [(cut.line, cut.cause)],
+        [],
+    )
+    (finding,) = [f for f in diagnosis.findings if f"['{cut.name}']" in f.leaf]
+    assert f"in layer {cut.leaf} of " in finding.message
 
 
 @pytest.mark.slow
@@ -183,7 +186,7 @@ def test_messages_have_the_numbers_of_the_layers_that_are_cut():
 @first_row
 @pytest.mark.parametrize("cut", zero_cuts.NOTED_LAYERS, ids=lambda cut: cut.name)
 def test_layers_that_may_be_meant_to_have_no_gradient_are_noted_at_most(cut):
-    findings, notes = told(dataclasses.replace(cut, leaf="['w']"), layers_found(cut))
+    findings, notes = lines_and_notes(dataclasses.replace(cut, leaf="['w']"), layers_found(cut))
     assert not findings and len(notes) == bool(cut.leaf)
     assert all(f"in layer {cut.leaf} of 4" in note for note in notes)
     assert all(cut.cause in note for note in notes)
@@ -199,12 +202,12 @@ def test_statistics_of_a_name_say_whether_its_cotangent_is_exactly_zero():
     cotangents = {"none": 0.0, "some": [0.0, 2.0], "tiny": TINY, "bad": [jnp.nan, 0.0], "empty": []}
 
     def loss(w):
-        own = {name: checkpoint_name(w * jnp.ones(np.shape(c) or 2), name)
+        tagged = {name: checkpoint_name(w * jnp.ones(np.shape(c) or 2), name)
                for name, c in cotangents.items()}  # fmt: skip
-        return sum(jnp.sum(own[name] * jnp.asarray(c)) for name, c in cotangents.items())
+        return sum(jnp.sum(tagged[name] * jnp.asarray(c)) for name, c in cotangents.items())
 
     _, _, stats = jax.jit(cg.value_and_grad_with_stats(loss))(1.0)
-    zeros = {name: float(own.all_zero) for name, own in stats.items()}
+    zeros = {name: float(tagged.all_zero) for name, tagged in stats.items()}
     assert zeros == dict.fromkeys(cotangents, 0.0) | {"none": 1.0}
     narrow = cg.types.ClipStats.of(*[jnp.array([2.0**-24, 0], jnp.float16)] * 2)
     assert narrow.all_zero == 0 and cg.scalars({"h": stats["none"]})["h/all_zero"] == 1
@@ -232,7 +235,7 @@ def test_metrics_name_the_leaves_that_are_exactly_zero_without_another_pass():
 
     def without(*args):
         after, metrics = step.update(*args)
-        return after, {name: own for name, own in metrics.items() if name != "leaves"}
+        return after, {name: value for name, value in metrics.items() if name != "leaves"}
 
     both = step.update, jax.jit(without)
     programs = [f.lower(state, jnp.asarray(X)).compile().as_text() for f in both]

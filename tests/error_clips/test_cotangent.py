@@ -234,9 +234,9 @@ IN_PLACES = ("clip_cotangent", "inputs", "outputs", "args", "kwargs")
 @pytest.mark.parametrize("place", IN_PLACES)
 @pytest.mark.parametrize("rules", OF_TREES)
 def test_each_part_of_a_tree_has_its_rule(rules, place):
-    given, expected = OF_TREES[rules]
-    found = cotangents_of(place, TREE, given)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    cotangents, expected = OF_TREES[rules]
+    clipped = cotangents_of(place, TREE, cotangents)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected)
 
 
 @pytest.mark.parametrize("place", IN_PLACES)

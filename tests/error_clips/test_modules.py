@@ -174,9 +174,9 @@ def test_statistics_are_those_of_a_probe_written_by_hand(program):
         return loss_of(program, leave)(X)
 
     seen = with_dummies({name: cg.types.ClipStats.zero() for name in stats})
-    for name, found in stats.items():
+    for name, watched in stats.items():
         dummy = seen[name]
-        total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), found, dummy)
+        total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), watched, dummy)
         np.testing.assert_allclose(total.norm, dummy.norm, rtol=1e-6)
         assert float(total.size) == float(dummy.size)
 
@@ -256,8 +256,11 @@ def tagged_like_a_module(x):
 def test_a_tag_wins_over_a_module_of_its_name():
     stats = cg.value_and_grad_with_stats(tagged_like_a_module, watch=["net"])(1.0)[2]
     assert stats["net"].norm == 30.0
-    found = cg.list_names(tagged_like_a_module, (jnp.ones(2),))
-    assert [(n.name, n.kind, n.sites) for n in found] == [("net", "tag", 1), ("other", "tag", 1)]
+    names_there = cg.list_names(tagged_like_a_module, (jnp.ones(2),))
+    assert [(n.name, n.kind, n.sites) for n in names_there] == [
+        ("net", "tag", 1),
+        ("other", "tag", 1),
+    ]
 
 
 def test_without_a_choice_tags_are_watched_and_modules_only_where_there_are_none():

@@ -316,8 +316,8 @@ WATCHED = {
 @pytest.mark.parametrize("watch", WATCHED, ids=str)
 def test_names_are_left_out_likewise(watch):
     tree = {k: jnp.ones(2) for k in ("a", "b", "head")}
-    found = cg.value_and_grad_with_stats(three_names, watch=watch)(tree)[2]
-    assert set(found) == WATCHED[watch]
+    clipped_names = cg.value_and_grad_with_stats(three_names, watch=watch)(tree)[2]
+    assert set(clipped_names) == WATCHED[watch]
     assert set(cg.with_value_stats(three_names, watch=watch)(tree)[1]) == WATCHED[watch]
 
 

@@ -165,8 +165,8 @@ def test_used_statistics_change_a_compiled_gradient_by_rounding_at_most(key):
     expected = jax.jit(jax.value_and_grad(loss))(params, x)
     watched = cg.value_and_grad_with_stats(loss)
     assert_same(jax.jit(lambda *args: watched(*args)[:2])(params, x), expected)
-    *found, stats = jax.jit(watched)(params, x)
-    assert_close(tuple(found), expected, rtol=1e-6, atol=1e-7)
+    *value_and_gradient, stats = jax.jit(watched)(params, x)
+    assert_close(tuple(value_and_gradient), expected, rtol=1e-6, atol=1e-7)
     assert len(stats) == 4
 
 

@@ -43,9 +43,9 @@ def nodes(path):
 
 @functools.cache
 def imports(path):
-    found = [n.module for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module]
+    modules = [n.module for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module]
     plain = [n for n in nodes(path) if isinstance(n, ast.Import)]
-    return found + [alias.name for node in plain for alias in node.names]
+    return modules + [alias.name for node in plain for alias in node.names]
 
 
 def test_each_room_has_its_place():
@@ -70,8 +70,8 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
 
 
 def test_the_checker_knows_no_clip_whose_mistake_it_could_share():
-    own = {module for path in (PACKAGE / "_check").glob("*.py") for module in imports(path)}
-    rooms = {module.split(".")[1] for module in own if module.startswith("clipgrad.")}
+    imported = {module for path in (PACKAGE / "_check").glob("*.py") for module in imports(path)}
+    rooms = {module.split(".")[1] for module in imported if module.startswith("clipgrad.")}
     assert {name for name in rooms if ROOMS.index(name) > ROOMS.index("_names")} == {"_check"}
 
 

@@ -281,8 +281,8 @@ def line_of(place):
 
 def test_each_word_of_the_index_finds_its_page_among_the_first():
     missed = {}
-    for page, found in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():
-        for word in found["words"]:
+    for page, entry in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():
+        for word in entry["words"]:
             if page not in [place.page for place in search(word)[:12]]:
                 missed[word] = page
     assert not missed

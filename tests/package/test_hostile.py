@@ -101,7 +101,7 @@ EVERY = GRADIENTS | MEASURES | PARAMETERS | ANYTHING | OTHERS
 # What is no tree
 
 
-def own() -> Any:
+def own_list() -> Any:
     tree = [jnp.ones(2)]
     tree.append(tree)
     return tree
@@ -117,7 +117,7 @@ def levels(number: int, leaf: Any) -> Any:
     return functools.reduce(lambda tree, _: [tree], range(number), leaf)
 
 
-ENDLESS = {"a list": own, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
+ENDLESS = {"a list": own_list, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
 
 
 def room(depth=0):
@@ -328,9 +328,9 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_frozen_scale_of_such_a_dtype_passes(name):
-    found = FROZEN[name]({"w": jnp.ones(3), "scale": SCALES})
-    np.testing.assert_array_less(found["w"], 4)
-    scale = found.get("scale")
+    clipped = FROZEN[name]({"w": jnp.ones(3), "scale": SCALES})
+    np.testing.assert_array_less(clipped["w"], 4)
+    scale = clipped.get("scale")
     assert scale is None or scale.dtype == SCALES.dtype and np.all(scale == SCALES)
 
 

@@ -202,5 +202,7 @@ def test_a_run_that_died_is_replayed_from_a_checkpoint(page, tmp_path):
         page["replay"](tmp_path, params, state, 50)
     capture = cg.load_capture(error.value.path)
     assert capture.step == 57 and all(np.isfinite(x).all() for x in jax.tree.leaves(capture.params))
-    found = cg.diagnose(page["loss"], capture.args, examples="batch")
-    assert found.findings[0].operation == "div" and [e.index for e in found.examples] == [21]
+    diagnosis = cg.diagnose(page["loss"], capture.args, examples="batch")
+    assert diagnosis.findings[0].operation == "div" and [e.index for e in diagnosis.examples] == [
+        21
+    ]

@@ -31,13 +31,13 @@ STORED = {
 
 def stored(subject, work, *theirs):
     """The ratios of a row to other programs, as the page writes them."""
-    found = {
+    outputs = {
         each["theirs"]: each["ratio"]
         for each in report.comparisons({subject: STORED[subject]})
         if f"{each['work']},".startswith(f"{work},")
         and each["ours"] in ("clipgrad", "clipped", "recorded")
     }
-    return [found[name] for name in theirs]
+    return [outputs[name] for name in theirs]
 
 
 COSTS = {

@@ -44,8 +44,8 @@ def test_each_module_has_the_names_of_the_table_and_type_checkers_see_them(modul
     typed = {name: place for place, name in EXPORT.findall(source)}
     # mypy takes a function for the file of its name, unless that file is written.
     files = {path.relative_to(ROOT / "clipgrad") for path in (ROOT / "clipgrad").glob("*/*.py")}
-    own = lambda room, name: f".{name}" * (pathlib.Path(room, f"{name}.py") in files)  # noqa: E731
-    assert typed == {n: room + own(room, n) for room, names in rooms.items() for n in names}
+    file_of = lambda room, name: f".{name}" * (pathlib.Path(room, f"{name}.py") in files)  # noqa: E731
+    assert typed == {n: room + file_of(room, n) for room, names in rooms.items() for n in names}
 
 
 def test_only_the_table_and_the_modules_that_it_makes_are_public():

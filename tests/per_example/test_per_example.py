@@ -285,8 +285,8 @@ def test_every_method_traces_the_loss_once(method, microbatch, key):
         return factor * loss(params, example)
 
     def sums(factor, params, batch):
-        own = lambda params, example: counted(factor, params, example)  # noqa: E731
-        per_example = cg.clip_per_example(own, NORM, microbatch=microbatch, method=method)
+        counted_loss = lambda params, example: counted(factor, params, example)  # noqa: E731
+        per_example = cg.clip_per_example(counted_loss, NORM, microbatch=microbatch, method=method)
         return per_example(params, batch)
 
     jax.eval_shape(sums, 2.0, params, batch)  # as under jax.jit, with a loss that has a tracer

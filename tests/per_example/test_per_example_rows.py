@@ -113,11 +113,11 @@ def test_a_program_in_half_precision_is_as_near_as_vmap_of_grad(name, dtype):
     exact = norms_of(one_by_one(PROGRAMS[name].loss, params, batch))
     near = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
     near = norms_of(wide(near))
-    found = jax.jit(cg.per_example_norms(loss, per_leaf=True))(params, batch)
+    norms_by_leaf = jax.jit(cg.per_example_norms(loss, per_leaf=True))(params, batch)
     unit = float(jnp.finfo(dtype).eps)
     for path, norm in exact.items():
         bound = 2 * np.abs(near[path] - norm).max() + 8 * unit * norm.max()
-        assert (np.abs(np.float64(found[path]) - norm) <= bound).all(), path
+        assert (np.abs(np.float64(norms_by_leaf[path]) - norm) <= bound).all(), path
 
 
 # rules and options
@@ -236,8 +236,8 @@ def test_parts_of_the_examples_give_the_sum_of_all(monkeypatch):
     monkeypatch.setattr("clipgrad._per_example.gradients._ROOM", 2**10)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert clip.plan(*args).microbatch == norms.plan(*args).microbatch == 2
-    found = jax.jit(lambda *args: (clip(*args), norms(*args)))(*args)
-    for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+    by_parts = jax.jit(lambda *args: (clip(*args), norms(*args)))(*args)
+    for a, b in zip(*map(jax.tree.leaves, (expected, by_parts)), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
 
 
@@ -264,11 +264,11 @@ def test_a_norm_is_not_too_small_where_products_cancel(seed, exponent):
     y = x + 10.0**exponent * rng.normal(size=x.shape)
     batch = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
     exact = norms_of(one_by_one(cancelling, params, batch))["w"]
-    found = np.float64(cancelling_norms(params, batch))
+    norms = np.float64(cancelling_norms(params, batch))
     # What the cosines are rounded by is a part of 1e-7 of each product, which is in no norm.
     whole = np.sqrt(8 * 24 * 40)
-    assert (found >= exact * (1 - 1e-6) - 3e-7 * whole).all()
-    assert (found <= exact * (1 + 2e-5) + 3e-3 * whole).all()
+    assert (norms >= exact * (1 - 1e-6) - 3e-7 * whole).all()
+    assert (norms <= exact * (1 + 2e-5) + 3e-3 * whole).all()
 
 
 def squared(params, example):
@@ -314,9 +314,9 @@ def test_a_product_is_as_large_as_its_factors_together(positions):
     whole = np.hypot(*norms.values())
     ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(1.0), params, (x, y))
     for path, norm in norms.items():
-        found, finite = by_leaf[path], np.isfinite(norm)
-        np.testing.assert_allclose(found[finite], norm[finite], rtol=1e-5)
-        assert not np.isfinite(found[~finite]).any()
+        of_leaf, finite = by_leaf[path], np.isfinite(norm)
+        np.testing.assert_allclose(of_leaf[finite], norm[finite], rtol=1e-5)
+        assert not np.isfinite(of_leaf[~finite]).any()
     finite, (_, _, stats) = np.isfinite(whole), ways["auto"]
     np.testing.assert_allclose(stats.norm[finite], whole[finite], rtol=1e-5)
     np.testing.assert_array_equal(stats.nonfinite > 0, ~finite)
@@ -372,13 +372,13 @@ def test_an_example_that_is_nan_is_left_out_and_harms_no_other(method, name):
         numbers = jnp.array([1.0, jnp.nan, 1.0])
         return {name: clip(params, (batch, numbers)) for name, clip in clips.items()}
 
-    found = run(params, batch)
-    _, grads, stats = found["zero"]
+    by_policy = run(params, batch)
+    _, grads, stats = by_policy["zero"]
     for path, g in each.items():
         expected = np.tensordot(factor, g, 1)
         np.testing.assert_allclose(grads[path], expected, atol=2e-5 * np.abs(expected).max())
     assert (np.asarray(stats.nonfinite) > 0).tolist() == [False, True, False]
-    assert all(np.isnan(g).any() for g in jax.tree.leaves(found["propagate"][1]))
+    assert all(np.isnan(g).any() for g in jax.tree.leaves(by_policy["propagate"][1]))
 
 
 # costs

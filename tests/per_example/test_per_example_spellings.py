@@ -310,10 +310,10 @@ def test_an_operation_without_results_changes_nothing(saying, call, capfd):
     rng = np.random.default_rng(2)
     w, x = jnp.float32(rng.normal(size=(12, 12))) / 4, jnp.float32(rng.normal(size=(3, 2, 12)))
     each = jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), (None, 0))(w, x)
-    found = CALLS[call](loss)(w, x)
+    norms = CALLS[call](loss)(w, x)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("says") >= 1
-    np.testing.assert_allclose(found, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)
+    np.testing.assert_allclose(norms, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)
     plan = cg.per_example_norms(loss).plan(w, x)
     assert plan.leaves[0].norm == "Gram", plan
 
@@ -336,5 +336,5 @@ def test_a_gradient_that_leaves_by_a_reference_is_not_lost():
     rng = np.random.default_rng(3)
     w, x = jnp.float32(rng.normal(size=(12, 12))) / 4, jnp.float32(rng.normal(size=(3, 2, 12)))
     each = jax.vmap(jax.grad(loss), (None, 0))(w, x)
-    found = cg.per_example_norms(loss)(w, x)
-    np.testing.assert_allclose(found, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)
+    norms = cg.per_example_norms(loss)(w, x)
+    np.testing.assert_allclose(norms, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)

@@ -227,12 +227,12 @@ def test_a_clip_that_does_not_act_in_a_step_shows_the_last_in_which_it_did(key):
     params, batch = data(key)
     tx = optax.MultiSteps(optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.sgd(0.1)), 2)
     step = cg.train_step(loss_fn, tx)
-    state, found = step.init(params), []
+    state, shown = step.init(params), []
     for _ in range(3):
         state, metrics = step(state, batch)
-        found.append(metrics)
-    assert [float(m["clips"][0].size) for m in found] == [0, 20, 20]
-    assert found[0]["clip_scale"] == 1 > found[1]["clip_scale"] == found[2]["clip_scale"]
+        shown.append(metrics)
+    assert [float(m["clips"][0].size) for m in shown] == [0, 20, 20]
+    assert shown[0]["clip_scale"] == 1 > shown[1]["clip_scale"] == shown[2]["clip_scale"]
     assert optax.tree.get(state.opt_state, "clipped_count") == 1
 
 
@@ -244,17 +244,17 @@ def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
 
 
 @pytest.mark.parametrize(
-    "given, match",
+    "wrong_state, match",
     [
         (lambda state, x: (x, state), r"state: got .*Array.*; the state comes first: write step\("),
         (lambda state, x: ({"x": x}, state), "state: got dict, expected the state of a train"),
         (lambda state, x: (state.params, x), r"got dict, .*; it is step.init\(params\): write ste"),
     ],
 )
-def test_anything_in_place_of_the_state_is_refused(given, match):
+def test_anything_in_place_of_the_state_is_refused(wrong_state, match):
     step = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optax.sgd(0.1))
     with pytest.raises(TypeError, match=match):
-        step(*given(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
+        step(*wrong_state(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
 
 
 def test_what_is_no_optimizer_is_refused():

@@ -62,9 +62,11 @@ def test_one_clip_has_the_same_keys_from_metrics_and_from_the_state(wrap, kept):
     with_stats = [stats for stats in kept if stats]
     names = ["clip"] if len(with_stats) == 1 else [f"clip_{i}" for i in range(len(with_stats))]
     for name, stats in zip(names, with_stats, strict=True):
-        own = [{key for key in keys if key.startswith(f"{name}/")} for keys in (logged, of_state)]
-        assert own[0] == own[1] > {f"{name}/norm", f"{name}/threshold"}
-        assert (f"{name}/leaves/w/norm" in own[0]) == (stats == "per_leaf")
+        keys_of_clip = [
+            {key for key in keys if key.startswith(f"{name}/")} for keys in (logged, of_state)
+        ]
+        assert keys_of_clip[0] == keys_of_clip[1] > {f"{name}/norm", f"{name}/threshold"}
+        assert (f"{name}/leaves/w/norm" in keys_of_clip[0]) == (stats == "per_leaf")
     skips = [{key for key in keys if key.startswith("skip_spikes")} for keys in (logged, of_state)]
     assert skips[0] == skips[1] and bool(skips[0]) == ("skip_spikes" in wrap)
     assert len(metrics["clips"]) == len(with_stats)
@@ -203,13 +205,13 @@ def test_skipped_steps_in_a_row_are_counted_whatever_the_reason(name):
     state, counts = step.init(PARAMS), []
     for value in (1.0, 1.0, bad, bad, bad, 1.0, bad):
         state, metrics = step(state, jnp.array([value, 0.0]))
-        own = state.opt_state
+        opt_state = state.opt_state
         for field in ("skipped", "skipped_consecutive", "nonfinite_consecutive"):
-            assert metrics[field] == getattr(own, field) == metrics["skip_spikes"][field]
-        counts.append((int(own.skipped_consecutive), int(own.nonfinite_consecutive)))
+            assert metrics[field] == getattr(opt_state, field) == metrics["skip_spikes"][field]
+        counts.append((int(opt_state.skipped_consecutive), int(opt_state.nonfinite_consecutive)))
     expected = [0, 0, 1, 2, 3, 0, 1]
     assert counts == [(n, n * (not finite)) for n in expected]
-    assert (own.skipped_count, own.spike_count) == (4, 4 * finite)
+    assert (opt_state.skipped_count, opt_state.spike_count) == (4, 4 * finite)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30], ids=str)
@@ -294,15 +296,19 @@ def test_weighted_microbatches_have_the_mean_of_the_whole_batch(dtype, parts, le
         for more in ({}, {"accumulate": parts, "weight": weight})
     )
     params = {"w": jnp.ones(3, dtype)}
-    (expected, metrics), (state, found) = (s(s.init(params), batch) for s in (whole, split))
+    (expected, metrics), (state, metrics_of_parts) = (
+        s(s.init(params), batch) for s in (whole, split)
+    )
     rtol = 1e-5 if dtype == jnp.float32 else 0.03
     assert_close(state.params, expected.params, rtol=rtol, atol=rtol)
-    assert found["loss"].dtype == metrics["loss"].dtype == dtype
+    assert metrics_of_parts["loss"].dtype == metrics["loss"].dtype == dtype
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(*(np.float32(m[name]) for m in (found, metrics)), rtol=rtol)
-    stats = [m["error_clip"]["error"] for m in (found, metrics)]
+        np.testing.assert_allclose(
+            *(np.float32(m[name]) for m in (metrics_of_parts, metrics)), rtol=rtol
+        )
+    stats = [m["error_clip"]["error"] for m in (metrics_of_parts, metrics)]
     np.testing.assert_allclose(*(s.norm for s in stats), rtol=rtol)
-    assert found["nonfinite"] == stats[0].nonfinite == 0
+    assert metrics_of_parts["nonfinite"] == stats[0].nonfinite == 0
 
 
 @pytest.mark.parametrize("guard", [0.0, 1.0])
@@ -349,8 +355,8 @@ def test_a_key_in_a_batch_of_microbatches_says_how_keys_are_given(make):
     with pytest.raises(ValueError, match=match):
         split(split.init(params), {"x": x, "rng": make(0)})
     batch = {"x": x, "rng": jax.random.split(make(0), 8)}
-    found = [step(step.init(params), batch)[0].params for step in (whole, split)]
-    assert_close(*found, rtol=1e-5)
+    trained_params = [step(step.init(params), batch)[0].params for step in (whole, split)]
+    assert_close(*trained_params, rtol=1e-5)
 
 
 # ---- complex parameters descend
