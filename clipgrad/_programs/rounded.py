@@ -269,8 +269,8 @@ def _to_neighbors(x: Any, seed: Any, eps: Any, least: Any, by_bits: bool) -> Any
     """Each number but small whole ones, moved by ``eps`` of itself or `least`, up or down."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     real = jnp.finfo(wide.dtype).dtype
-    bits = _bits(wide) if by_bits else jnp.zeros(x.shape, jnp.uint32)
-    up = mixed(bits + _positions(x.shape) ^ seed) >> jnp.uint32(31) == 1
+    bits = _folded_bits(wide) if by_bits else jnp.zeros(x.shape, jnp.uint32)
+    up = mixed(bits + _flat_positions(x.shape) ^ seed) >> jnp.uint32(31) == 1
     sign = jnp.where(up, jnp.ones((), real), -jnp.ones((), real))
     step = NEIGHBOR * jnp.asarray(eps, real)
     if jnp.iscomplexobj(x):
@@ -283,7 +283,7 @@ def _to_neighbors(x: Any, seed: Any, eps: Any, least: Any, by_bits: bool) -> Any
     return jnp.where(is_count | ~jnp.isfinite(y), x, y)
 
 
-def _positions(shape: tuple[int, ...]) -> Any:
+def _flat_positions(shape: tuple[int, ...]) -> Any:
     """A number of 32 bits for each index, by its position in the flat array."""
     found, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
@@ -293,10 +293,10 @@ def _positions(shape: tuple[int, ...]) -> Any:
     return found
 
 
-def _bits(x: Any) -> Any:
+def _folded_bits(x: Any) -> Any:
     """The bits of each number of 32 bits or more, folded to 32."""
     if jnp.iscomplexobj(x):
-        return _bits(jnp.real(x)) + jnp.uint32(0x85EBCA6B) * _bits(jnp.imag(x))
+        return _folded_bits(jnp.real(x)) + jnp.uint32(0x85EBCA6B) * _folded_bits(jnp.imag(x))
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     if jnp.finfo(x.dtype).bits == 32:
         return bits
