@@ -26,7 +26,7 @@ from benchmarks.compiled import host_transfers
 from benchmarks.peers import by_leaf
 from benchmarks.roofline import Estimate
 
-H200 = pathlib.Path(__file__).parents[1] / "tests" / "h200.txtpb"
+H200 = pathlib.Path(__file__).parents[1] / "tests" / "clips" / "h200.txtpb"
 WIDTH, HEADS, WORDS = 768, 12, 8192
 CLIPS = {
     "global norm": (optax.clip_by_global_norm, cg.clip_by_global_norm, 1.0),

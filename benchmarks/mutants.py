@@ -47,10 +47,10 @@ def _of(room: str, tests: str, *rows: tuple[str, ...]) -> list[Mutant]:
 # fmt: off
 MUTANTS = [
     *_of("clip", "laws rules",
-        ("_clip/rule.py",
+        ("_clip/rules/measuring_rule.py",
          "return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)",
          "return shrunk"),
-        ("_clip/rule.py",
+        ("_clip/rules/measuring_rule.py",
          "shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)",
          "shrunk = over(times(wide, limit), norm.root).astype(leaf.dtype)"),
         ("_clip/skip_spikes.py",
@@ -69,11 +69,11 @@ MUTANTS = [
          "(before != after) & ~(jnp.isnan(before) & jnp.isnan(after))",
          "before != after",
          "stats"),
-        ("_clip/ema.py",
+        ("_clip/thresholds/ema.py",
          "jnp.where(enters, new, state.mean)",
          "new",
          "adaptive_thresholds"),
-        ("_clip/thresholds.py",
+        ("_clip/thresholds/window.py",
          "return jnp.isfinite(norms) & (norms >=",
          "return (norms >=",
          "adaptive_thresholds"),
@@ -92,8 +92,8 @@ MUTANTS = [
          "{name: clip for name, clip in self.clips.items() if name in names}",
          "dict(self.clips)"),
         ("_error_clip/watch.py",
-         "return [i % count for i in found]",
-         "return found",
+         "return [i % count for i in positions]",
+         "return positions",
          "watch"),
         ("_error_clip/error_clip.py",
          "_ALL in rules and _has_receiver(bound, wrapped)",
@@ -260,8 +260,13 @@ def run(mutants: Sequence[Mutant], tests: Sequence[str] = ()) -> list[dict]:
     return rows
 
 
+def files_of(mutant: Mutant) -> list[pathlib.Path]:
+    """The files of tests that should notice it; one for each name, in any folder."""
+    return [path for name in mutant.tests for path in ROOT.glob(f"tests/*/test_{name}.py")]
+
+
 def _files(mutant: Mutant) -> list[str]:
-    return [f"tests/test_{name}.py" for name in mutant.tests]
+    return [str(path.relative_to(ROOT)) for path in files_of(mutant)]
 
 
 def _stored() -> dict[str, list[dict]]:

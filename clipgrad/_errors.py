@@ -67,16 +67,16 @@ _HERE = pathlib.Path(__file__).parent
 
 def docs_pages() -> dict[str, pathlib.Path]:
     """The files of the pages that have a title, by name: `nan`, `coming_from/paddle`."""
-    found = {}
+    pages = {}
     for folder, patterns in _folders().items():
         files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
-        found |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
-    return {name: file for name, file in found.items() if _first_heading(docs_text(file))}
+        pages |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    return {name: file for name, file in pages.items() if _first_heading(docs_text(file))}
 
 
 def docs_found_by() -> dict[str, list[str]]:
     """The words that a page is to be found by, besides its own."""
-    return {page: found["words"] for page, found in _docs_json("keywords").items()}
+    return {page: entry["words"] for page, entry in _docs_json("keywords").items()}
 
 
 def docs_synonyms() -> list[str]:

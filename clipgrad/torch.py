@@ -51,27 +51,27 @@ def save_run(
          print(cg.compare("torch.npz", jax_loss, (params, x)))
 
     Args:
-      module: the model, in the mode, train or eval, that you want to compare.
+      module: the model, in the mode (train or eval) that you want to compare.
       loss_fn: ``loss_fn(module, *args)``, which returns a scalar tensor.
-      args: the tuple of further arguments of ``loss_fn``; for one argument ``(x,)``.
-      path: where to write the file, such as ``"torch.npz"``.
+      args: the tuple of all further arguments of ``loss_fn``; for one argument write ``(x,)``.
+      path: the file to write, such as ``"torch.npz"``.
 
     Returns:
       None: the run is in the file.
 
     Raises:
-      TypeError: an argument is not of the type above.
+      TypeError: an argument has another type than above.
       ValueError: the loss is not a floating scalar, or depends on no parameter.
 
     Guarantees:
-      * The model is not edited: hooks see what enters and leaves each module, and the cotangents.
-        Gradients, buffers, the mode and the state of random numbers stay as they are.
-      * Of each array a sketch of 515 numbers, with its norm and its largest magnitude, is written
-        in every order of its axes, up to 24, so that layouts such as NCHW and NHWC can be told from
-        differences.
-      * A recurrent module of ``torch.nn`` has a value for each step, and for each direction if it
-        is bidirectional, ``lstm[+]`` and ``lstm[-]``. Layers in a ``ModuleList`` are
-        written also as one stack, and fused weights, such as ``qkv``, also in parts.
+      * You do not edit the model: hooks see the inputs, outputs and cotangents of each module.
+        Gradients, buffers, the mode and the random state stay as they are.
+      * For each array, the file has a sketch with 515 numbers, among them the norm and the largest
+        magnitude, for every order of the axes (up to 24). So `compare` does not mistake another
+        layout, such as NHWC for NCHW, for a difference.
+      * A recurrent ``torch.nn`` module has a value for each step and, if it is bidirectional, for
+        each direction, ``lstm[+]`` and ``lstm[-]``. The file also has layers of a ``ModuleList`` as
+        one stack, and fused weights, such as ``qkv``, in parts.
     """
     _check_call(module, loss_fn, args, path)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}

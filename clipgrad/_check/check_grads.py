@@ -84,36 +84,36 @@ def check_grads(
 
     Args:
       fun: the function to check. It takes and returns any trees of arrays.
-      args: the tuple of its positional arguments, which is the point to check at; for one argument
+      args: the tuple of positional arguments, the point at which you check; for one argument write
         ``(x,)``.
-      kwargs: its keyword arguments; their arrays are checked too.
+      kwargs: the keyword arguments; arrays among them are checked too.
       wrt: the inputs to check: the position or name of an argument, a pattern of leaves such as
         ``"params/w"``, ``"blocks/*/kernel"`` or ``"!head"``, or several of these; ``None``: all.
       no_grad: the inputs to leave out, written the same way.
       output: the outputs to check: a position, key or pattern, or several; ``None``: all.
-      order: 1, or 2 to check the second derivative as well, which is the VJP of the VJP.
+      order: 1, or 2 to check the second derivative as well (the VJP of the VJP).
       mode: ``"auto"`` moves single elements where your rule and plain autodiff differ, and the
         others together; ``"full"`` moves every element by itself.
-      max_relative_error: Paddle's criterion, beside the tolerances below: at no element may
-        ``|numeric - analytic| / |numeric|`` be larger, or ``|numeric - analytic|`` where
-        ``|numeric| < 1e-3``.
-      tolerance: a relative error, from 0 to 1, in place of ``rtol`` below everywhere: for rules in
-        low precision, random rounding, and loops that stop by their numbers.
-      min_verified: the smallest share of the elements to verify, from 0 to 1, without those at
-        kinks; ``None``: a half. A smaller share is a failure.
-      time_budget: seconds, after which the elements and checks that are left are reported as not
-        verified or not run; ``None``: no limit.
+      max_relative_error: Paddle's criterion, in addition to the tolerances below: the largest
+        ``|numeric - analytic| / |numeric|`` that you allow at any element. Where
+        ``|numeric| < 1e-3``, the limit is for ``|numeric - analytic|`` instead.
+      tolerance: a relative error, from 0 to 1, that replaces ``rtol`` below everywhere. You need
+        this for rules in low precision, for random rounding, and for loops that stop once their
+        values converge.
+      min_verified: the share of elements, from 0 to 1, that must be verified; ``None``: a half. A
+        smaller share is a failure. Elements at kinks do not count.
+      time_budget: a limit in seconds; ``None``: no limit. The report lists the elements that were
+        not verified by then, and the checks that did not run.
       devices: the kinds of device to compute the gradient on, such as ``("cpu", "gpu")``; ``None``:
-        all that are here. A kind that is missing, or that cannot run the function since it holds
-        arrays elsewhere, is reported as not run.
-      points: the number of points to check at: the one in ``args``, and others nearby.
+        every kind that your machine has. A kind is reported as not run if your machine lacks it, or
+        if ``fun`` holds arrays on other devices.
+      points: the number of points at which you check: ``args``, then others nearby.
       seed: the seed of the random cotangents, directions and further points.
-      cotangent: the cotangent of the outputs, instead of random ones: a tree like the chosen
-        outputs, or an array for a single output. Errors that do not change this one product are not
-        found.
-      raise_on_failure: ``False``: return the report also if the check fails.
-      skip: the checks of the table below to leave out, such as ``"linearity"`` for a function that
-        clips on purpose.
+      cotangent: the output cotangent, instead of random ones: a tree like the chosen outputs, or an
+        array for a single output. You then miss errors that do not change this one product.
+      raise_on_failure: ``False``: you get the report even if the check fails.
+      skip: the checks to leave out, by their names in the table below, such as ``"linearity"`` for
+        a function that clips on purpose.
 
     Returns:
       A `GradCheckReport`; ``print`` it.
@@ -126,25 +126,27 @@ def check_grads(
       ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
         function cannot be evaluated near the point.
 
-    For random dense cotangents u, `check_grads` computes each element of the gradient of <u, f(x)>
-    in three ways: by your rule as it is written, by plain autodiff with all custom rules stripped,
-    and by finite differences of f. All three run in float64, whatever the dtype of f. An element is
+    With random dense cotangents u, `check_grads` computes each gradient element of <u, f(x)> in
+    three ways: by your rule as you wrote it, by plain autodiff without any custom rule, and by
+    finite differences. All three run in float64, whatever dtype f has. An element is
 
     * right where the rule and the differences agree;
     * wrong where plain autodiff and the differences agree, and the rule does not;
-    * disputed where the differences agree with neither. That is a failure where the function is
-      smooth, with or without a custom rule, and a note at kinks and jumps.
+    * disputed where the differences agree with neither. Where the function is smooth, a disputed
+      element is a failure, with or without a custom rule; at kinks and jumps you get a note.
 
-    Where plain autodiff is not possible, the differences decide. The gradient as `jax.vjp` computes
-    it must then equal that of the rule. Two numbers agree if they differ by at most ::
+    Where plain autodiff is not possible, the differences decide. The gradient that `jax.vjp`
+    computes must also equal the rule's float64 gradient. Two numbers agree if they differ by at
+    most ::
 
         rtol max(|a|, |b|) + 50 eps rms(leaf)    or three times the measured rounding error,
 
-    with 8 eps in float16 and 4 eps in bfloat16. In float64 ``rtol`` is 1e-6. For the gradient as it
-    is computed, the narrowest dtype inside f sets it: 5e-4 for float32, 1e-2 for float16, 5e-2 for
-    bfloat16. If f cannot run in float64, the differences are taken in its own dtype: they check a
-    float32 gradient to ten times this tolerance, and in half precision each leaf along several
-    directions, to the precision that these show, a quarter at most. The report begins with it.
+    with 8 eps in float16 and 4 eps in bfloat16. In float64 ``rtol`` is 1e-6. For the computed
+    gradient, the narrowest dtype inside f sets ``rtol``: 5e-4 for float32, 1e-2 for float16, 5e-2
+    for bfloat16. If f cannot run in float64, the differences run in the dtype of f. They check a
+    float32 gradient to ten times this tolerance. In half precision they check each leaf along
+    several directions, to the precision that these directions show, at most a quarter. The first
+    line of the report says which precision was reached.
 
     ===========  ===================================================================================
     check        requirement
@@ -161,25 +163,26 @@ def check_grads(
     devices      the gradient on each further kind of device agrees like that on the first
     ===========  ===================================================================================
 
-    Without a custom rule ``vmap`` and ``outputs`` would test JAX, so they do not run; nor do they
-    where values are wrong.
+    ``vmap`` and ``outputs`` run only if there is a custom rule (otherwise they would test JAX) and
+    if all values are right.
 
     Guarantees:
-      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
-        run; a report in which nothing was verified is not ok. An element that is off by more than a
-        quarter of itself and its leaf is not verified, even if rounding explains it.
-      * At a kink a gradient between the one-sided slopes passes with a note. Tied elements, such as
-        equal maxima, are also moved together.
-      * At a further point no inputs are equal, zero or symmetric. If the function needs such
+      * ``notes`` lists every element that could not be verified, and ``not_run`` every check that
+        could not run. If nothing was verified, the report is not ok. An element that is off by more
+        than a quarter (of the element and of the leaf) does not count as verified, even if rounding
+        explains the error.
+      * At a kink, a gradient between the two one-sided slopes passes with a note. Tied elements,
+        such as equal maxima, are also moved together.
+      * At the points nearby, no inputs are equal, zero or symmetric. If your function needs such
         inputs, they stay, and a note says so.
-      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them, in float64
-        and in the function's own dtype; a note names your lines.
-      * If no point ran a rule, or the rule met no cotangent but zero, a note names the line of the
-        rule.
+      * Values under `jax.lax.stop_gradient` stay fixed in all three computations, as JAX treats
+        them; a note names your lines.
+      * A note names the line of each rule that never ran, or that received only zero cotangents.
       * A failure names the line of the rule, and says whether the formula or the arithmetic is
         wrong.
-      * The same seed gives the same report. The number of evaluations of a right function does not
-        depend on the number of its elements. A fault of the checker itself is raised as an error.
+      * The same seed gives the same report. If the gradient is right, the number of evaluations
+        does not depend on the number of elements (with ``mode="auto"``). If the checker itself
+        fails, you get an error.
 
     References:
       PaddlePaddle, Auto Gradient Checker Design, 2017,

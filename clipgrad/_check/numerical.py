@@ -59,44 +59,44 @@ def numerical_grad(
       [ 3.25 12.25]
 
     Args:
-      fun: the function. It takes and returns any trees of arrays; outputs that are not scalars are
-        summed, or weighted by ``cotangent``.
-      args: the tuple of its positional arguments; for one argument ``(x,)``.
-      kwargs: its keyword arguments.
-      wrt: the inputs to differentiate with respect to. The position or name of an argument gives
-        its tree. A pattern such as ``"params/w"`` gives the array of the leaf that it selects, or
-        of several leaves a tree. Several of these give a tuple. ``None`` gives the tuple of all
-        positional arguments, or if there are none the dictionary of ``kwargs``. Leaves that ``"!"``
-        leaves out, or that are not floats, become ``None``.
+      fun: the function, which takes and returns any trees of arrays. Outputs that are not scalars
+        are summed, with the weights ``cotangent``.
+      args: the tuple of positional arguments; for one argument write ``(x,)``.
+      kwargs: the keyword arguments.
+      wrt: the inputs to differentiate by. For the position or name of an argument you get a tree
+        like that argument. For a pattern such as ``"params/w"`` you get one array, or a tree if the
+        pattern selects several leaves. For several of these you get a tuple. For ``None`` you get a
+        tuple of all positional arguments or, if there are none, a dictionary like ``kwargs``.
+        Leaves that ``"!"`` leaves out, or that are not floats, become ``None``.
       output: the outputs to sum: a position, key or pattern in the result of ``fun``; ``None``:
         all.
-      cotangent: weights of the outputs, a tree like the chosen outputs, or an array for a single
+      cotangent: the output weights, a tree like the chosen outputs, or an array for a single
         output; ``None``: the plain sum.
-      delta: the distance h to move each element by, in the units of that element. ``None``: the
+      delta: the distance h by which each element moves, in the units of that element. ``None``: the
         step follows the scale of each element. Paddle's default is 0.005.
 
     Returns:
-      The gradient: arrays of NumPy, in float64 or complex128, with the structure and shapes of the
-      inputs that ``wrt`` chooses.
+      The gradient: NumPy arrays, float64 or complex128, in the structure and shapes of the inputs
+      that you chose with ``wrt``.
 
     Raises:
       TypeError: ``args`` is not a tuple, or an argument is unknown.
-      ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
-        shape, a ``delta`` that is not positive, an input that is not finite or is donated, or a
-        function that has another value when it is called again.
+      ValueError: there is nothing to differentiate, ``wrt`` or ``output`` is unknown, the cotangent
+        has another shape, ``delta`` is not positive, an input is donated or not finite, or a second
+        call of the function gives another value.
 
     For each real number x_i of the inputs, with the cotangent u and the unit vector e_i::
 
         grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
 
-    With ``delta``, h is delta. Without it, the result is extrapolated from the two steps h at which
-    the extrapolation is most precise. The function runs in float64 if possible, whatever its dtype.
+    With ``delta``, h is delta. Without ``delta``, two steps h are chosen at which extrapolation to
+    h = 0 is most precise. The function runs in float64 if possible, whatever its dtype.
 
     Guarantees:
-      * The custom rules of the function are never used.
-      * Values under `jax.lax.stop_gradient` are held at the point, as JAX differentiates them: the
-        gradient of ``stop_gradient(x) * x`` is x.
-      * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
+      * Custom rules are never used.
+      * Values under `jax.lax.stop_gradient` stay fixed, as JAX treats them: the gradient of
+        ``stop_gradient(x) * x`` is x.
+      * The gradient of a complex leaf is the conjugate of d/d(re) + i d/d(im), as JAX defines it.
 
     References:
       PaddlePaddle, Auto Gradient Checker Design, 2017, which has ``get_numerical_gradient``:

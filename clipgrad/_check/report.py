@@ -54,31 +54,33 @@ class GradCheckReport:
       (True, ())
 
     Attributes:
-      failures: what is wrong, each with ``check``, ``where``, ``detail`` and, for values,
+      failures: a record for each fault, with ``check``, ``where``, ``detail`` and, for values,
         ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``, ``fault``, ``rule``,
         ``plain``, ``slope``, ``computed``.
-      notes: tuple of remarks that are not failures, on kinks, noise and fallbacks.
-      not_run: mapping from the name of a check to the reason why it did not run.
+      notes: a tuple of remarks that are not failures: on kinks, noise and fallbacks.
+      not_run: a mapping from each check that did not run to the reason.
       evaluations: the number of evaluations of the function, compiled or not.
       seconds: wall-clock time.
       precision: the precision of the differences, such as "float64".
       devices: the kinds of device that computed the gradient.
       verified: the number of verified input elements.
-      at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
-      elements: how many input elements there are.
-      judged_to: the relative error to which a gradient is checked where the function cannot run in
-        float64, such as 0.1; 0 where it can.
-      errors: mapping from the name of each leaf, ``"args[0]['w']"``, to the largest relative error
-        of the gradient as it is computed, against the finite difference (or the rule in float64, if
-        both agree). It is relative to the element or to the root mean square of the leaf, whichever
-        is larger; with ``max_relative_error=`` it is Paddle's. NaN where nothing was measured.
-      largest_at: the element with the largest of these.
+      at_kinks: the number of further elements at kinks, whose gradient lies between the one-sided
+        slopes.
+      elements: the number of input elements.
+      judged_to: if the function cannot run in float64, the relative error to which the gradient was
+        checked, such as 0.1; otherwise 0.
+      errors: a mapping from the name of each leaf, ``"args[0]['w']"``, to the largest relative
+        error of the computed gradient, compared with the finite difference (or with the rule in
+        float64, if both agree). An error is relative to the element or to the root mean square of
+        the leaf, whichever is larger; with ``max_relative_error=`` you get Paddle's definition. NaN
+        where nothing was measured.
+      largest_at: the element with the largest error.
 
     Guarantees:
       * ``ok`` is true only if something was verified, or lies at a kink, and nothing failed.
-      * The first line says what share was not verified, if it is more than a tenth.
-      * ``not_run`` has each check that could not run, with its reason.
-      * The text has at most 25 lines; the fields have everything.
+      * If more than a tenth of the elements was not verified, the first line says how many.
+      * ``not_run`` lists every check that could not run, with the reason.
+      * The printed text has at most 25 lines; the attributes have everything.
     """
 
     failures: tuple[Failure, ...]
@@ -106,7 +108,7 @@ class GradCheckReport:
 
     @property
     def message(self) -> str:
-        """The first failure, or what is right."""
+        """The first failure, or a sentence that says what was verified."""
         if self.failures:
             return str(self.failures[0])
         if not self.ok:

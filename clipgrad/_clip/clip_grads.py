@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from clipgrad._arrays import Where, check_is_tree, explain_call
-from clipgrad._clip.applied import as_rule, check_no_pairs
+from clipgrad._clip.any_rule import as_rule, check_no_pairs
 from clipgrad._clip.clipping import Clipped, Part, measured_norms
 from clipgrad._clip.nonfinite import NonFinite, check_policy
-from clipgrad._clip.rule import check_is_no_rule
+from clipgrad._clip.rules import check_is_no_rule
 from clipgrad._clip.stats import ClipStats
 
 

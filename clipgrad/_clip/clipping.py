@@ -12,9 +12,10 @@ from clipgrad._arrays import (
     partition,
     selected,
 )
-from clipgrad._clip.applied import apply_rule
-from clipgrad._clip.limits import adaptive_threshold, is_norm_rule, is_own, scales_by_norms
+from clipgrad._clip.any_rule import apply_rule
+from clipgrad._clip.known_rules import is_norm_rule, is_own, scales_by_norms
 from clipgrad._clip.nonfinite import apply_policy
+from clipgrad._clip.rule_thresholds import adaptive_threshold
 from clipgrad._clip.stats import (
     ClipStats,
     count_nonfinite,
@@ -110,7 +111,7 @@ class Clipped(NamedTuple):
         """The statistics, with NaN and inf counted in the tree before the clip."""
         if self.part.before is self.part.raw:
             return stats
-        is_joint = joint and getattr(self.rule, "acts_on", None) == "tree"
+        is_joint = joint and is_norm_rule(self.rule) and self.rule.acts_on == "tree"
         count = count_nonfinite(raw, self.rule.axis_name if is_joint else None)
         return stats._replace(nonfinite=count.astype(stats.nonfinite.dtype))
 

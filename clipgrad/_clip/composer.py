@@ -16,13 +16,17 @@ from clipgrad._arrays import (
     times,
     with_real_dtype,
 )
-from clipgrad._clip.adaptive import unit_norms
-from clipgrad._clip.applied import apply_rule, check_no_pairs
-from clipgrad._clip.global_norm import ClipByGlobalNorm
-from clipgrad._clip.limits import check_threshold, limit_of
-from clipgrad._clip.thresholds import is_adaptive
-from clipgrad._clip.units import UnitAxis, check_unit_axis, unit_axes
-from clipgrad._clip.value import ClipByValue
+from clipgrad._clip.any_rule import apply_rule, check_no_pairs
+from clipgrad._clip.limits import limit_of
+from clipgrad._clip.rules import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    UnitAxis,
+    check_unit_axis,
+    unit_axes,
+    unit_norms,
+)
+from clipgrad._clip.thresholds import check_threshold, is_adaptive
 
 ClippingType = Literal["norm", "value", "adaptive"]
 

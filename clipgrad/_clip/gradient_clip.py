@@ -6,10 +6,10 @@ from typing import Any
 import optax
 
 from clipgrad._arrays import Where, explain_call, partition, selected
-from clipgrad._clip.applied import as_rule
+from clipgrad._clip.any_rule import as_rule
 from clipgrad._clip.clipping import Clipped, Part, measured_norms
-from clipgrad._clip.limits import adaptive_threshold, resolve_schedules
 from clipgrad._clip.nonfinite import NonFinite, check_policy
+from clipgrad._clip.rule_thresholds import adaptive_threshold, resolve_schedules
 from clipgrad._clip.state import (
     KeptStats,
     adapted,
@@ -57,7 +57,8 @@ def gradient_clip(
     Args:
       rule: a `ClipRule`, such as ``ClipByNorm(1.0)``; or a function from a tree of gradients
         to the clipped tree; ``None``: off. Thresholds of a rule may be schedules here, such
-        as ``optax.linear_schedule(...)``, and its first one an `AdaptiveThreshold`.
+        as ``optax.linear_schedule(...)``, and the main one (``max_norm``, ``max``,
+        ``threshold``, ``clipping``) an `AdaptiveThreshold`.
       where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
         ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
         function from the tree to one. ``None``: all.

@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from clipgrad._clip.gradient_clip import ClipTransformation
-from clipgrad._clip.rule import ClipRule, is_rule
+from clipgrad._clip.rules import ClipRule, is_rule
 
 
 class Wrapper(optax.GradientTransformationExtraArgs):

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._arrays import described
-from clipgrad._clip.history import HistoryThreshold
-from clipgrad._clip.thresholds import FAR_ABOVE_MEDIAN, Window, check_between, unlimited
+from clipgrad._clip.thresholds import (
+    FAR_ABOVE_MEDIAN,
+    HistoryThreshold,
+    Window,
+    check_between,
+    unlimited,
+)
 
 Judged = Literal["gradient", "update", "loss"]
 

@@ -16,13 +16,13 @@ from clipgrad._arrays import (
     unboxed,
 )
 from clipgrad._clip.clipping import Clipped
-from clipgrad._clip.limits import (
+from clipgrad._clip.limits import threshold_array
+from clipgrad._clip.rule_thresholds import (
     PerLeaf,
     adaptive_threshold,
     main_threshold,
     resolve_schedules,
     schedules_of,
-    threshold_array,
     with_threshold,
 )
 from clipgrad._clip.stats import ClipStats, stats_dtype
@@ -48,9 +48,9 @@ class GradientClipState(NamedTuple):
       clipped_count: the number of updates that were clipped; ``None`` without ``stats=True``.
       nonfinite_count: the number of updates with NaN or inf in the gradients; ``None`` without
         ``stats=True``.
-      threshold: the first threshold of the rule at the last update; ``None`` if it has none. An
-        adaptive threshold of a rule that acts on leaves is an array, in the order of
-        ``jax.tree.leaves``.
+      threshold: the main threshold of the rule (``max_norm``, ``max``, ``threshold``, ``clipping``)
+        that the last update used; ``None`` for a function. An adaptive threshold of a rule that
+        acts on leaves is an array, in the order of ``jax.tree.leaves``.
       history: the state of an adaptive threshold, or ``None``.
       leaf_stats: the `ClipStats` of the last update for each leaf by path, such as
         ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.

@@ -3,16 +3,19 @@
 import optax
 
 from clipgrad._arrays import AxisName, Where, explain_call
-from clipgrad._clip.adaptive import AdaptiveClip
-from clipgrad._clip.block_rms import ClipByBlockRMS
-from clipgrad._clip.global_norm import ClipByGlobalNorm
 from clipgrad._clip.gradient_clip import gradient_clip
 from clipgrad._clip.nonfinite import NonFinite
-from clipgrad._clip.norm import ClipByNorm
+from clipgrad._clip.rules import (
+    AdaptiveClip,
+    ClipByBlockRMS,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    ReducedAxes,
+    UnitAxis,
+)
 from clipgrad._clip.state import KeptStats
 from clipgrad._clip.thresholds import Number, Threshold
-from clipgrad._clip.units import ReducedAxes, UnitAxis
-from clipgrad._clip.value import ClipByValue
 
 Transformation = optax.GradientTransformationExtraArgs
 

@@ -1,8 +1,8 @@
 """Advice: a table of operations without a finite value or derivative at some point.
 
 A new suspect is a row of `SUSPECTS`, the same row of the table in `docs/nan.md`, and a line in
-`tests/test_diagnose.py`: a test holds the three together. What no row fits has its advice, if any,
-from `NEXT_STEPS`.
+`tests/diagnose/test_diagnose.py`: a test holds the three together. What no row fits has its
+advice, if any, from `NEXT_STEPS`.
 """
 
 from collections.abc import Callable, Sequence

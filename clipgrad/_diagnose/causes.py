@@ -2,7 +2,7 @@
 
 A new cause is one row of `CAUSES`: its test on the facts of a cut, which `cut_facts.py` computes,
 the text, and the causes that may hold as well and that it comes before. It needs one program in
-`tests/zero_cuts.py`, and a line of `docs/zero.md`.
+`tests/diagnose/zero_cuts.py`, and a line of `docs/zero.md`.
 """
 
 import dataclasses

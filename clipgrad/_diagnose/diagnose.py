@@ -64,16 +64,16 @@ def diagnose(
       (False, 'vjp', 'sqrt')
 
     Args:
-      fun: the loss, a function that returns a floating scalar, or ``(scalar, aux)``.
-      args: the tuple of its arguments; for one argument ``(params,)``.
-      kwargs: its keyword arguments.
-      argnums: the position, or positions, of the arguments to differentiate, with respect to their
-        floating leaves.
+      fun: the loss, a function that returns a floating scalar or ``(scalar, aux)``.
+      args: the tuple of arguments; for one argument write ``(params,)``.
+      kwargs: the keyword arguments.
+      argnums: the position or positions of the arguments to differentiate; only floating leaves
+        count.
       has_aux: ``True`` if ``fun`` returns ``(scalar, aux)``.
-      examples: the argument that has the batch, by name or position, to look for single bad
-        examples as well; several if several have the axis of the batch, which is the first. Each
-        example then runs alone, as a batch of one, or, if the loss needs whole batches, as a batch
-        of copies.
+      examples: the argument that holds the batch, by name or position, if you also want the report
+        to name bad examples; several arguments if several have the batch axis, which must be the
+        first axis. Each example then runs alone, as a batch with one example or, if the loss needs
+        whole batches, as a batch of copies.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -81,14 +81,14 @@ def diagnose(
     Raises:
       TypeError: ``fun`` is not a function, ``args`` not a tuple or ``kwargs`` not a mapping.
       ValueError: the loss is not a floating scalar, ``argnums`` is out of range, there is nothing
-        to differentiate, ``fun`` has side effects (writing to a `jax.new_ref` of its own is none),
-        or ``examples`` does not name a batch.
+        to differentiate, ``fun`` has side effects (you may write to a `jax.new_ref` that you create
+        inside), or ``examples`` does not name a batch.
 
     The loss is traced once. One compiled backward pass measures the cotangents by module and by
-    step of each scan. Only if something is not finite, exactly zero, or raises an error, the loss
-    runs a second time, operation by operation: that run keeps what each operation read and made,
-    and the cotangents of both. A loop or a function is one operation in that run, and is opened if
-    the fault is inside.
+    scan step. If something is not finite, is exactly zero or raises an error, the loss runs a
+    second time, operation by operation. The second run keeps the inputs, the outputs and the
+    cotangents of each operation. In the second run a loop or a function is one operation;
+    `diagnose` looks inside if the fault is there.
 
     ===========  ===================================================================================
     finding      meaning
@@ -105,32 +105,35 @@ def diagnose(
     ===========  ===================================================================================
 
     Guarantees:
-      * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
-        counts: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
+      * If the loss or the gradient is not finite, there is always a finding. The compiled loss
+        counts, not the eager one: XLA may simplify ``log(exp(x))``, which overflows in eager code,
+        to ``x``.
       * Each finding names the line in your file, the module, and the step of the innermost scan, in
         eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
-        `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`. In
-        `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5".
-      * "value": a mask of -inf is not a finding, and neither is a value that the loss does not
-        depend on. If an operation makes a NaN of an inf, the finding is the operation that made the
-        inf. An operation that makes a NaN of inputs without a NaN is a finding, too.
-      * "vjp" and "sum": neither is reported behind a "value" finding. If a VJP reads NaN or inf
-        from an argument, or from data that is not differentiated, the finding is a "value": the
-        argument, or the operation that computed it.
-      * "raises": if the operation gets a NaN or inf, the finding is where that is from, and a note
-        has the error.
-      * "grows" and "shrinks": the norms change steadily, over layers one of which is computed from
-        the other, or over the steps of a scan. A decay is a note while all leaves keep a gradient.
-      * "zero": the finding is where the gradient stops: the result of the operation has a gradient,
-        and the input has none. The reason was tested there; if it is not known, the finding says
-        so, and shows the numbers of all inputs. What you may have meant is a note: a
-        `jax.lax.stop_gradient`, a leaf that the loss does not read, a factor of zero that has a
-        gradient itself. A cut that nobody chooses is a finding whatever else is detached, and so is
-        a loss that reads nothing of what it is differentiated by.
-      * A function with a custom rule is one operation; if its rule is right, a note names it. A
-        kernel of `jax.experimental.pallas` is one operation too.
-      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and restored after.
-      * Arguments and models are not changed.
+        `jax.shard_map` and `jax.pmap`. A "value" finding does so inside `jax.lax.while_loop`, too.
+        In `jax.shard_map` and `jax.pmap` a finding also names the device, such as "data=5".
+      * "value": if an operation turns an inf into a NaN, the finding is the operation that made the
+        inf. An operation that makes a NaN from inputs without a NaN is a finding, too. A mask of
+        -inf is not a finding, and neither is a value that the loss does not depend on.
+      * "vjp" and "sum": if a VJP reads NaN or inf from an argument, or from data that you do not
+        differentiate, the finding is a "value": the argument, or the operation that computed the
+        data. Faults that follow from a "value" finding are not reported.
+      * "raises": if the operation receives a NaN or inf, the finding is the origin of that number,
+        and a note has the error.
+      * "grows" and "shrinks": the norms change steadily, from layer to layer (each computed from
+        the one before) or over the steps of a scan. A decay is only a note as long as every leaf
+        has a gradient.
+      * "zero": the finding names the operation where the gradient stops: the result has a gradient,
+        and the input has none. `diagnose` tests the reason there. If the reason is unknown, the
+        finding says so, and shows the numbers of all inputs. You get only a note for cuts that you
+        may have meant: a `jax.lax.stop_gradient`, a leaf that the loss does not read, a factor of
+        zero that has a gradient itself. A cut that nobody chooses is a finding, whatever else is
+        detached. So is a loss that does not read any argument that you differentiate.
+      * A function with a custom rule is one operation; if the rule is right, a note names the
+        function. A `jax.experimental.pallas` kernel is one operation, too.
+      * `jax.debug_nans`, `jax.debug_infs` and transfer guards are off during the call, and restored
+        afterwards.
+      * Your arguments and models do not change.
     """
     if examples is not None:
         check_arguments(fun, args, kwargs)

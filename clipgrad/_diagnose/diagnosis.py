@@ -27,11 +27,11 @@ class GradientDiagnosis:
     """The result of `diagnose`; ``print`` shows it as a report.
 
     Attributes:
-      findings: the faults; a "value" and a "vjp" finding come first.
-      rows: the cotangents of all parts of the program, in forward order.
-      notes: the parts that were not measured, and decays that are not faults.
+      findings: the faults; "value" and "vjp" findings come first.
+      rows: the cotangent norms of all program parts, in forward order.
+      notes: parts that were not measured, and decays that are not faults.
       examples: with ``diagnose(..., examples=...)`` the examples whose loss or gradient is not
-        finite, or whose gradient has a norm a hundred times the median of those with one.
+        finite, or whose gradient norm is a hundred times the median (zero norms not counted).
     """
 
     findings: tuple[GradientFinding, ...]
@@ -60,10 +60,10 @@ class GradientDiagnosis:
         return "\n".join(parts if self.findings else [self.message, *parts])
 
     def plot(self) -> Any:
-        """Draws the norm of the cotangent by depth and by step of each scan, with the findings.
+        """Draws cotangent norms by depth and by scan step, with the findings.
 
         Returns:
-          A figure of matplotlib, which the extra ``demo`` installs.
+          A matplotlib figure; the extra ``demo`` installs matplotlib.
 
         Raises:
           ImportError: matplotlib is not installed.

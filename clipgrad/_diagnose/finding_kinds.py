@@ -1,7 +1,7 @@
 """The kinds of findings, in the order in which a report has them.
 
 A new kind is a row here, and a call in `_diagnosis` (`diagnose.py`) of what judges it. It needs a
-sick program in `tests/diagnose_zoo.py`, and a line in the docstrings of `diagnose` and of
+sick program in `tests/diagnose/diagnose_zoo.py`, and a line in the docstrings of `diagnose` and of
 `GradientFinding` (`records.py`) and in `docs/nan.md`: a test holds these together.
 """
 

@@ -109,7 +109,7 @@ class Probe(Hook):
 
     def inside(self, equation: JaxprEqn, part: Part) -> "Probe":
         """The probes for a program of an equation, at this step or on this device."""
-        probes = self.slices(equation) if part.own is None else part.own
+        probes = self.slices(equation) if part.slices is None else part.slices
         return Probe(probes, Place(equation, self._parent))
 
 

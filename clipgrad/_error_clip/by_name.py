@@ -23,7 +23,7 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 @explain_call('write {"name": rule}')
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
-    r"""Clips the gradients of values inside a function by name, without editing it.
+    r"""Clips the gradients of values inside a function by name; you do not edit the function.
 
     A name is a tag, the path of a module, such as ``"encoder/attn"``, or a line, such as
     ``"model.py:14"``; `list_names` lists them.
@@ -39,64 +39,67 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
       20.0 10.0
 
     Args:
-      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
+      fun: a function of pytrees. Arguments other than JAX or NumPy arrays are passed on unchanged.
       rules: a rule for each name or pattern, such as ``{"encoder/*": ErrorClipByValue(max=5.0)}``;
-        ``None`` instead of a rule: off. A function as a rule
-        may have the keyword-only parameters ``name``, the name of the variable, and ``operation``,
-        the primitive of JAX that made it, such as ``"dot_general"`` or ``"exp"``:
+        ``None`` instead of a rule: off. A function as a rule may have the keyword-only parameters
+        ``name``, the variable's name, and ``operation``, the JAX primitive that computed the
+        variable, such as ``"dot_general"`` or ``"exp"``:
         ``def rule(cotangent, *, name, operation)``.
-      prefix: a text to put before each name, such as ``"encoder/"``.
+      prefix: text to put before each name, such as ``"encoder/"``.
 
     Returns:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
-        needs parameters; when called, if the variables of a name are integers.
+      TypeError: if ``fun`` is not a function, ``rules`` is not a mapping from names to rules, or a
+        rule needs parameters; when called, if a name has integer variables only.
       ValueError: when called, if a name or a pattern matches no variable that can be reached; if
         two patterns with different rules match one name; if ``fun`` changes an NNX model that it
         closes over; when differentiated, if a rule of a `jax.custom_vjp` closes over a
         differentiated value.
 
-    A name is a tag, the path of a module, or a line. A *tag* names a value where it is computed:
-    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. The *path of a module* consists of the
+    A name is a tag, a module path, or a line. You set a *tag* where you compute a value:
+    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. A *module path* consists of the
     `jax.named_scope`\ s around an operation, such as ``"Transformer/block_3/attn"``; flax Linen,
-    Haiku and Keras set one for each module. In a flax NNX or Equinox model among the arguments it
-    is the path of attributes, such as ``"decoder/blocks/3/attn"``. A *line* is the end of a file's
-    path and a number, ``"model.py:14"`` or ``"nn/model.py:14"``. `list_names` lists the names.
+    Haiku and Keras set one scope for each module. For a flax NNX or Equinox model among the
+    arguments, the module path is the attribute path, such as ``"decoder/blocks/3/attn"``. A *line*
+    is the end of a file's path and a number, ``"model.py:14"`` or ``"nn/model.py:14"``.
+    `list_names` lists the names.
 
-    The variables of a module are its outputs: the values that are computed inside, and used or
-    returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
-    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$. The
-    variable of a line is the last floating one that it computes each time it runs; its uses are
-    all uses.
+    The variables of a module are the module's outputs: values that are computed inside, and used or
+    returned outside. The variable of a line is the last floating value that the line computes each
+    time it runs. Let $\bar h$ be the sum of the cotangents from all uses of a tag or line, or from
+    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$.
 
-    In a pattern ``*`` stands for any text within a segment, ``**`` for any number of segments, as
-    in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``; ``"!head"`` is for all names but this
-    one, or leaves out what the patterns before it match; a `re.Pattern` is searched in the names.
-    ``"model.py:*"`` is for all lines of a file, and other patterns are for no lines. An exact name
-    overrides a pattern, and a tag overrides a module of the same name.
+    In a pattern ``*`` stands for any text within a segment, and ``**`` for any number of segments,
+    as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. ``"!head"`` matches all names but
+    ``head``; behind other patterns it removes names that these match. You may also pass a
+    `re.Pattern`, which is searched in the names. ``"model.py:*"`` matches all lines of a file; no
+    other pattern matches lines. An exact name overrides a pattern, and a tag overrides a module of
+    the same name.
 
     Guarantees:
-      * The result is bit-identical to the result of ``fun``, with its structure, weak types and
-        shardings. (A compiled gradient with a clip that acts is another program, which XLA may
-        round differently, and so is eager code that JAX compiles as a whole, as `jax.numpy.mean`.)
-      * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
-        `jax.shard_map`, `jax.vmap` and of the matrix of `jax.lax.custom_linear_solve`.
-      * Each array is a separate variable, at each step of a scan. A module that is applied twice
-        with nothing between is one module.
-      * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. A name that is
-        only there is accepted here, and an error where the gradient is computed too, as by
-        `train_step` and `value_and_grad_with_stats`.
+      * The result is bit-identical to that of ``fun``, with the same structure, weak types and
+        shardings. (XLA may round a compiled gradient with a clip that acts differently, because the
+        program is another one. The same holds for functions such as `jax.numpy.mean`, which JAX
+        compiles as a whole.)
+      * Names are found at any depth inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
+        `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and the matrix function of
+        `jax.lax.custom_linear_solve`.
+      * Each array is a separate variable, at each scan step. If you apply a module twice with
+        nothing in between, the two calls count as one.
+      * A `jax.lax.while_loop` has no cotangents inside, so nothing is clipped there. If a name
+        occurs only in such a loop, you get no error here, but you do from functions that also
+        compute the gradient, such as `train_step` and `value_and_grad_with_stats`.
       * Inside a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures all
         examples together, with a warning. A `jax.vmap` of the result clips each example.
-      * A gradient that ``fun`` computes inside is part of its value, and is not clipped; a warning
-        says so where ``fun`` returns it, as ``jax.grad(loss)`` does.
-      * What ``fun`` changes in flax NNX models among the arguments and in references
-        (`jax.new_ref`) changes as without clips.
-      * Of two clips of one name the one inside, in ``fun`` or by the first of two transformations,
-        gets the cotangent first.
-      * The result can be transformed again; in forward mode if no clipped variable depends on the
+      * If ``fun`` itself computes a gradient, that gradient is part of the value, and is not
+        clipped; a warning says so if ``fun`` returns the gradient, as ``jax.grad(loss)`` does.
+      * ``fun`` changes flax NNX models among the arguments, and references (`jax.new_ref`), as
+        without clips.
+      * If two clips have one name, the inner one gets the cotangent first: the clip in ``fun``, or
+        the clip by the first of two transformations.
+      * You can transform the result again. Forward mode works if no clipped variable depends on the
         differentiated arguments. Each call traces ``fun`` once, as `jax.jit` does.
     """
     check_function(fun)
@@ -169,7 +172,7 @@ class ByName(_names.NamedHook):
         return (
             is_own
             and kind != _names.BACKWARD
-            and any(own is not None for own in self.clips.get(name, ()))
+            and any(entry is not None for entry in self.clips.get(name, ()))
         )
 
     def value(self, seen: _names.Seen, x: Any) -> Any:
@@ -194,8 +197,10 @@ class ByName(_names.NamedHook):
 
     def inside(self, equation: Any, part: _programs.Part) -> "ByName":
         """The clips inside of an equation, with the probes of this step."""
-        inner, own = self._part_inside(equation), part.own or {}
-        clips = {name: (rule, own.get(name, probe)) for name, (rule, probe) in inner.clips.items()}
+        inner, probes = self._part_inside(equation), part.slices or {}
+        clips = {
+            name: (rule, probes.get(name, probe)) for name, (rule, probe) in inner.clips.items()
+        }
         return dataclasses.replace(inner, clips=clips)
 
     def _part_inside(self, equation: Any) -> "ByName":
@@ -222,7 +227,7 @@ def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
     is_mapped = lambda name: any(s.mapped and not s.within for s in sites[name])  # noqa: E731
     rules = [(name, c.rule) for name, c in names.items() if is_mapped(name)]
     norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
-    batches = [name for name, rule in norms if getattr(rule, "axis", None) is None]
+    batches = [name for name, rule in norms if rule.axis is None]
     if batches:
         warn(
             f"{caller}: got a norm rule for {batches} inside jax.vmap, where it measures the "

@@ -40,8 +40,8 @@ def clip_cotangent(
 ) -> Any:
     r"""Clips the gradient at a value: use the result, since ``x`` itself is not clipped.
 
-    The value does not change. In the backward pass its gradient, the *cotangent*, is clipped
-    before it goes on to what computed ``x``.
+    The value does not change. In the backward pass the gradient of the value, the *cotangent*, is
+    clipped before the operation that computed ``x`` receives it.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -57,38 +57,39 @@ def clip_cotangent(
 
     Args:
       x: a pytree of arrays.
-      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off; or a tree of these
-        that is a prefix of ``x``, such as ``{"w": rule, "b": None}``: each clips the part at its
-        place. A function may have the keyword-only parameters ``name``, here the path of the part
+      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off. You may also write a
+        tree of rules that is a prefix of ``x``, such as ``{"w": rule, "b": None}``: each rule clips
+        one part. A function may have the keyword-only parameters ``name``, here the part's path
         (``""`` for ``x``), and ``operation``, here ``""``.
-      probe: `ClipStats.zero()` as an argument of the differentiated function: its gradient is
-        the statistics of the clip, summed over all uses of the probe. A scan over
-        ``ClipStats.zero((steps,))`` gives one entry for each step.
+      probe: to get statistics, make `ClipStats.zero()` an argument of the function that you
+        differentiate, and pass the argument here. The gradient with respect to the probe is the
+        clip's `ClipStats`, summed over all uses of the probe. If you scan over
+        ``ClipStats.zero((steps,))``, you get one entry for each step.
 
     Returns:
       ``x``.
 
     Raises:
       TypeError: if ``rule`` is not a rule, or ``probe`` not a `ClipStats` without leading axes.
-      ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass; if
-        a tree of rules is not a prefix of ``x``.
+      ValueError: if the rule does not fit ``x`` (you get the error here, not in the backward pass),
+        or if a tree of rules is not a prefix of ``x``.
 
-    Let $\bar x$ be the sum of the cotangents of all uses of the result. The program that produced
-    ``x`` gets the cotangent $\mathrm{rule}(\bar x)$.
+    Let $\bar x$ be the sum of the cotangents from all uses of the result. The program that produced
+    ``x`` receives the cotangent $\mathrm{rule}(\bar x)$.
 
     Guarantees:
-      * The value is bit-identical to ``x``, and the program of the forward pass is unchanged.
-      * The cotangent is clipped once, after it is summed over all uses, and keeps its structure,
-        shapes and dtypes.
-      * For the backward pass it saves only thresholds that are arrays, and ``x`` if the rule needs
-        it (`AdaptiveClip`).
+      * The value is bit-identical to ``x``, and the forward pass is the same program as before.
+      * The cotangent is summed over all uses, and then clipped once. Structure, shapes and dtypes
+        are kept.
+      * The forward pass saves only thresholds that are arrays, and ``x`` if the rule needs the
+        value (`AdaptiveClip`).
       * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay
         as they are; a custom rule sees ``None`` in their places.
-      * It works inside and outside of all transformations of JAX but forward mode, which has no
-        cotangents (pass ``rule=None`` there), and can be differentiated again. Inside `jax.vmap` a
-        norm rule measures each example; outside, the batch.
-      * Of two clips, one around the other, the outer one gets the cotangent first: with
-        ``clip_cotangent(clip_cotangent(x, inner), outer)`` it is ``inner(outer(...))``.
+      * You can use a clip inside and outside of all JAX transformations, and differentiate the
+        result again. Only forward mode has no cotangents: pass ``rule=None`` there. Inside
+        `jax.vmap` a norm rule measures each example; outside, the batch.
+      * If one clip is around another, the outer one gets the cotangent first:
+        ``clip_cotangent(clip_cotangent(x, inner), outer)`` computes ``inner(outer(cotangent))``.
     """
     check_is_no_rule("x", x, rule, "the value", "clip_cotangent(x, rule)")
     check_is_tree("x", x, "error_clip(rule)(fun) for a function")
@@ -141,23 +142,25 @@ def _trace_backward(
     changes, and is traced anew.
     """
     leaves, fields = jax.tree.flatten(rule)
-    given, fixed = partition(leaves, is_array)
+    arrays_of_rule, fixed = partition(leaves, is_array)
     params = arrays if getattr(rule, "needs_params", False) else None
     static = structure, dtype, fields, tuple(fixed)
     if rule is None or is_data(rule):
-        traced = _cached.trace(*static, given, arrays, params)
+        traced = _cached.trace(*static, arrays_of_rule, arrays, params)
         program, shapes = traced.jaxpr, traced.out_info
     else:
         run = functools.partial(_clipped_and_stats, *static)
-        program, shapes = jax.make_jaxpr(run, return_shape=True)(given, arrays, params)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(arrays_of_rule, arrays, params)
     jaxpr, outputs = program.jaxpr, jax.tree.structure(shapes)
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        constants, given, params = saved
+        constants, arrays_of_rule, params = saved
         run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(jaxpr, constants))
-        return outputs.unflatten(in_one_program(run)(*jax.tree.leaves((given, cotangents, params))))
+        return outputs.unflatten(
+            in_one_program(run)(*jax.tree.leaves((arrays_of_rule, cotangents, params)))
+        )
 
-    return backward, (list(program.consts), given, params)
+    return backward, (list(program.consts), arrays_of_rule, params)
 
 
 def _clipped_and_stats(
@@ -165,15 +168,15 @@ def _clipped_and_stats(
     dtype: str | None,
     fields: Any,
     fixed: tuple[Any, ...],
-    given: list[Any],
+    arrays_of_rule: list[Any],
     cotangents: list[Any],
     params: list[Any] | None,
 ) -> tuple[list[Any], ClipStats | None]:
     """The clipped cotangents of a tree, and the statistics if they have a dtype.
 
-    The rule has ``fields``, of which some are ``fixed`` and the arrays are ``given``.
+    The rule has ``fields``, of which some are ``fixed`` and the others are ``arrays_of_rule``.
     """
-    rule = fields.unflatten(combine(given, fixed))
+    rule = fields.unflatten(combine(arrays_of_rule, fixed))
     tree = structure.unflatten(cotangents)
     primal = None if params is None else structure.unflatten(params)
     if dtype is not None:

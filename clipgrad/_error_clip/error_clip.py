@@ -17,7 +17,7 @@ _OFF = RuleTree.of("inputs", None)
 
 @explain_call("write error_clip(inputs, outputs=rule)")
 def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
-    r"""Decorates a function so that the gradients of its inputs, or outputs, are clipped.
+    r"""Decorates a function: the gradients of the inputs, or of the outputs, are clipped.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -33,14 +33,15 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       0.2
 
     Args:
-      inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
-        passed by position or by name; ``None`` instead of a rule: off. The name of ``*args`` or
-        ``**kwargs`` stands for each of them. Instead of a rule there may be a tree of rules that is
-        a prefix of the argument's tree, as in ``{"params": {"w": rule, "b": None}}``.
-      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
-        of the result's tree. A function as a rule may have the keyword-only parameters ``name``,
-        here the path of the input, such as ``"params/w"``, or of the part of the result, and
-        ``operation``, here ``""``.
+      inputs: a rule for all inputs, or a mapping from parameter names to rules, whether you pass
+        these arguments by position or by name; ``None`` instead of a rule: off. The name of
+        ``*args`` or ``**kwargs`` stands for each argument among them. Instead of a rule you may
+        write a tree of rules that is a prefix of the argument's tree, as in
+        ``{"params": {"w": rule, "b": None}}``.
+      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix of
+        the result's tree. A function as a rule may have the keyword-only parameters ``name``, here
+        the path of the input, such as ``"params/w"``, or of the result's part, and ``operation``,
+        here ``""``.
 
     Returns:
       The decorator.
@@ -50,16 +51,16 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       ValueError: when decorated, for a name that is not a parameter of the function; when called,
         for rules that are not a prefix of an input or of the result.
 
-    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ gets the cotangent
-    $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
+    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ receives the cotangent
+    $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$. The inner rule is that for ``outputs``.
 
     Guarantees:
-      * The result is bit-identical to the result of the function, whose signature, name and
-        docstring are kept; ``__wrapped__`` is the plain function.
-      * One rule for all inputs clips each input separately: a norm rule sees the tree of one
-        input. What a method is called on (``self``, ``cls``) is no input, unless you name it.
-      * Decorators are parts of the function that is decorated next. So of two on one function
-        the outer one clips the cotangent of a result first, and the inner one that of an input.
+      * The result is bit-identical to that of the plain function. Signature, name and docstring are
+        kept; ``__wrapped__`` is the plain function.
+      * One rule for all inputs clips each input separately: a norm rule sees the tree of one input.
+        ``self`` and ``cls`` are inputs only if you name them.
+      * If you decorate a function twice, the outer decorator clips the cotangent of a result first,
+        and the inner decorator clips the cotangent of an input first.
       * Everything that `clip_cotangent` guarantees.
 
     References:
@@ -67,8 +68,8 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       https://arxiv.org/abs/1308.0850: the derivatives with respect to the inputs of LSTM
       layers are clipped.
     """
-    given = inputs if isinstance(inputs, Mapping) else {_ALL: as_rule(inputs)}
-    rules = {name: RuleTree.of("inputs", rule) for name, rule in given.items()}
+    by_name = inputs if isinstance(inputs, Mapping) else {_ALL: as_rule(inputs)}
+    rules = {name: RuleTree.of("inputs", rule) for name, rule in by_name.items()}
     of_outputs = RuleTree.of("outputs", outputs)
 
     def decorate(function: Decorated) -> Decorated:
@@ -144,8 +145,8 @@ def _has_receiver(bound: inspect.BoundArguments, wrapped: Any) -> bool:
 def _unwrapped(value: Any, wrapped: Any) -> Any:
     """The function that an attribute of a class leads to, as far as ``wrapped``."""
     is_function = callable(value) or isinstance(value, staticmethod | classmethod)
-    found: Any = value
-    return inspect.unwrap(found, stop=lambda f: f is wrapped) if is_function else None
+    attribute: Any = value
+    return inspect.unwrap(attribute, stop=lambda f: f is wrapped) if is_function else None
 
 
 def _clip_inputs(
@@ -166,8 +167,8 @@ def _clip_inputs(
         elif is_first:
             continue
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            own = {key: left.pop(key, rule) for key in value}
-            pairs = [(k, own[k].clip(clip_argument, x, k)) for k, x in value.items()]
+            rules_of_keys = {key: left.pop(key, rule) for key in value}
+            pairs = [(k, rules_of_keys[k].clip(clip_argument, x, k)) for k, x in value.items()]
             bound.arguments[name] = dict(pairs)
         else:
             bound.arguments[name] = rule.clip(clip_argument, value, name)

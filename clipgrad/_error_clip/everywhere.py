@@ -40,30 +40,30 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
       fun: a function of pytrees.
       rule: a `ClipRule`, a function of the cotangent, or ``None``: off. A function may have the
         keyword-only parameters ``name`` (the tag, or the innermost module that the value leaves, or
-        ``""``) and ``operation`` (the primitive of JAX that computed it): so
-        ``lambda g, *, operation: jnp.clip(g, -1, 1) if operation == "exp" else g`` clips what
-        ``exp`` made.
+        ``""``) and ``operation`` (the JAX primitive that computed the value). So
+        ``lambda g, *, operation: jnp.clip(g, -1, 1) if operation == "exp" else g`` clips only the
+        results of ``exp``.
 
     Returns:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``fun`` is not a function, ``rule`` not a rule, or one that needs parameters.
+      TypeError: if ``fun`` is not a function, or ``rule`` is not a rule or needs parameters.
 
-    For each operation $y = f(x_1, \ldots, x_n)$ inside ``fun``, with $\bar y$ the sum of the
-    cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
+    For each operation $y = f(x_1, \ldots, x_n)$ inside ``fun``, let $\bar y$ be the sum of the
+    cotangents from all uses of $y$. The operation's VJP receives $\mathrm{rule}(\bar y)$.
 
-    A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
+    Usually you want a value rule. A norm rule measures the cotangent of each value alone, and
     inside a `jax.vmap` in ``fun`` the cotangent of the whole batch.
 
     Guarantees:
-      * The result is bit-identical to the result of ``fun``.
-      * Operations are clipped at any depth, at each step of a `jax.lax.scan`. A function with a
-        custom rule, such as `jax.custom_vjp`, is one operation.
-      * A clip inside of ``fun`` is an operation whose result is clipped like any other: the
-        cotangent meets the rule from outside, the clip, and the rule again.
-      * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
-        does not use itself. The next step of a scan uses the carry.
+      * The result is bit-identical to that of ``fun``.
+      * Operations are clipped at any depth, at each `jax.lax.scan` step. A function with a custom
+        rule, such as `jax.custom_vjp`, is one operation.
+      * A clip inside ``fun`` is an operation, and the result is clipped like any other: the
+        cotangent passes the rule from outside, the clip, and the rule again.
+      * Cotangents of arguments are not clipped, nor those of results that ``fun`` itself does not
+        use. (A scan's carry is used by the next step.)
 
     References:
       PaddlePaddle, Error Clip, 2018,

@@ -23,9 +23,9 @@ def list_names(
     *,
     lines: bool = False,
 ) -> Names:
-    r"""Lists the values inside a function that can be watched, and clipped, by name.
+    r"""Lists the values inside a function that you can watch, or clip, by name.
 
-    A name is a tag, as by ``jax.ad_checkpoint.checkpoint_name(x, "h")``, the path of a module,
+    A name is a tag, which you set by ``jax.ad_checkpoint.checkpoint_name(x, "h")``, a module path,
     such as ``"encoder/attn"``, or a line, such as ``"model.py:14"``.
 
     Example:
@@ -40,31 +40,32 @@ def list_names(
 
     Args:
       fun: a function of pytrees.
-      args: its arguments, a tuple.
-      kwargs: its keyword arguments.
-      lines: whether to list the lines of your files, too, behind tags and modules.
+      args: the tuple of arguments; for one argument write ``(x,)``.
+      kwargs: the keyword arguments.
+      lines: ``True``: list the lines in your files, too, after tags and modules.
 
     Returns:
       A tuple of records with ``name``, ``kind``, ``shape``, ``dtype``, ``scans``, ``sites`` and
-      ``cotangent``, and ``calls`` and ``variable`` of lines; its `str` is a table, or says why
-      there are none.
+      ``cotangent``; lines also have ``calls`` and ``variable``. ``print`` shows a table, or the
+      reason why there are no names.
 
     Raises:
       TypeError: if ``fun`` is not a function, ``args`` not a tuple, ``kwargs`` not a mapping, or
         ``lines`` not a bool.
 
-    The value of a line is the last floating one that a run of it computes and that is used behind
-    it. A statement of several lines is its first line, and what JAX and installed packages compute
-    is of the line that calls them. A line whose value a function of yours computes is not listed,
-    but is a name, too.
+    The value of a line is the last floating one that each run of the line computes and that later
+    lines use. A statement over several lines counts as the first of these. If a line calls JAX or
+    an installed package, the results belong to that line. If a line calls your own function, the
+    line is not in the list, but you can use the line as a name, too.
 
     Guarantees:
       * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.
-      * All names that a pattern can match are listed: names of floating or complex variables whose
-        values or cotangents can be reached from outside. A value that nothing uses has no
-        cotangent, nor has one in a `jax.lax.while_loop`. Inside a custom rule neither can be
-        reached, and no values inside the matrix of a `jax.lax.custom_linear_solve`.
-      * The names are in the order of computation, a module after the modules inside it.
+      * You see all names that a pattern can match: those of floating or complex variables whose
+        values or cotangents are accessible from outside. Unused values, and values in a
+        `jax.lax.while_loop`, have no cotangent. Inside a custom rule neither values nor cotangents
+        are accessible; inside the matrix function of a `jax.lax.custom_linear_solve` values are
+        not.
+      * Names are in the order of computation; a module comes after its submodules.
     """
     check_call(fun, args, kwargs)
     if not isinstance(lines, bool):

@@ -62,17 +62,17 @@ def value_and_grad_with_stats(
 
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.
-      argnums: the positions of the arguments to differentiate.
+      argnums: the position or positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
       error_clip: a rule for each name or pattern of values inside ``fun``, as
         ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only.
-      watch: further names and patterns to watch only, such as ``["**/attn"]`` or
-        ``["model.py:14"]``; ``None``: all tags whose variables have cotangents, or all modules if
-        there are no such tags.
+      watch: further names and patterns to watch without a clip, such as ``["**/attn"]`` or
+        ``["model.py:14"]``; ``None``: all tags whose variables have cotangents or, if there are
+        none, all modules.
 
     Returns:
-      A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
-      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
+      A function with the arguments of ``fun`` that returns ``(value, grads, stats)``, or
+      ``((value, aux), grads, stats)``. ``stats`` is a dictionary from names to `ClipStats`.
 
     Raises:
       TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or
@@ -81,19 +81,19 @@ def value_and_grad_with_stats(
         `jax.lax.while_loop`, or if there is nothing to watch with ``watch=None``.
 
     Guarantees:
-      * Value and gradient are the same as of
-        ``jax.value_and_grad(error_clip_by_name(fun, error_clip))``; flax NNX models are
-        differentiated as in ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects
-        their variables), and arguments with Equinox modules as in ``eqx.filter_value_and_grad``.
-      * The statistics leave the compiled backward pass as the gradients do, without a callback.
-        Under `jax.jit` statistics that are not used are not computed, and change no bit.
-      * The statistics of a name have one leading axis for each scan around it, outermost first:
-        in an RNN one entry for each time step, in a transformer that scans its layers one for each
-        layer. Variables that share a name are added up: step by step as far as the lengths of the
-        scans around them are the same from the outermost on, over all steps of the rest.
-      * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
-        those of the whole batch. Inside `jax.shard_map` they are those of all devices together,
-        with ``check_vma=False`` of each.
+      * Value and gradient are the same as from
+        ``jax.value_and_grad(error_clip_by_name(fun, error_clip))``. flax NNX models are
+        differentiated as by ``nnx.value_and_grad`` (an ``nnx.DiffState`` in ``argnums`` selects
+        variables), and arguments with Equinox modules as by ``eqx.filter_value_and_grad``.
+      * The compiled backward pass returns the statistics like gradients, without a callback. Under
+        `jax.jit` statistics that you do not use are not computed, and change no bit.
+      * For each scan around a name, the statistics have one leading axis, outermost first: in an
+        RNN you get one entry for each time step, in a transformer that scans its layers one for
+        each layer. Variables that share a name are added up. They share the axes of scans that have
+        the same lengths, from the outermost on; over all other scans you get sums.
+      * If you `jax.vmap` the result, you get statistics for each lane; a `jax.vmap` inside ``fun``
+        gives statistics of the whole batch. Inside `jax.shard_map` you get statistics of all
+        devices together, or with ``check_vma=False`` of each device.
     """
     check_function(fun)
     named = checked_rules({} if error_clip is None else error_clip, argument="error_clip")
@@ -183,13 +183,13 @@ def _instead(argnums: Any) -> str:
 
 def _argnums_of_call(chosen: list[Any], count: int) -> list[int]:
     """The positions among so many arguments, from the first on."""
-    found = [x.argnum if is_diff_state(x) else operator.index(x) for x in chosen]
-    if wrong := [i for i in found if not -count <= i < count]:
+    positions = [x.argnum if is_diff_state(x) else operator.index(x) for x in chosen]
+    if wrong := [i for i in positions if not -count <= i < count]:
         raise TypeError(
             f"argnums: got {wrong[0]}, expected the position of one of the {count} positional "
             "arguments"
         )
-    return [i % count for i in found]
+    return [i % count for i in positions]
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:

@@ -77,7 +77,7 @@ def _is_of_trees(error: BaseException) -> bool:
     Where JAX has taken its own frames off, the cause of the error has them.
     """
     raised = [list(traceback.walk_tb(e.__traceback__)) for e in (error, error.__cause__) if e]
-    innermost = [found[-1][0].f_globals for found in raised if found]
+    innermost = [frames[-1][0].f_globals for frames in raised if frames]
     return any(names is jax.tree_util.tree_map.__globals__ for names in innermost)
 
 
@@ -151,15 +151,15 @@ def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> 
     A class that is told of its subclasses, by an ``__init_subclass__`` of the user's, has no name.
     """
     cls = type(module)
-    own = cls.__bases__[0] if _PATH in vars(cls) else cls
-    methods = _methods(own, base)
-    if not path or not methods or _hook(own) is not _hook(base):
+    cls_without_names = cls.__bases__[0] if _PATH in vars(cls) else cls
+    methods = _methods(cls_without_names, base)
+    if not path or not methods or _hook(cls_without_names) is not _hook(base):
         return cls
     with _LOCK:
-        classes = _CLASSES.setdefault(own, weakref.WeakValueDictionary())
+        classes = _CLASSES.setdefault(cls_without_names, weakref.WeakValueDictionary())
         named = classes.get(path)
         if named is None:
-            named = _new_class(path, module, own, methods)
+            named = _new_class(path, module, cls_without_names, methods)
         classes[path] = named
     if named is not cls:
         before[named] = cls
@@ -180,13 +180,13 @@ def _new_class(path: AttributePath, module: Any, cls: type, methods: dict[str, A
 
 def _methods(cls: type, base: type) -> dict[str, Any]:
     """The methods by which others call a module: `__call__`, and all that are public."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for owner in cls.__mro__:
         for name, value in () if owner in base.__mro__ else vars(owner).items():
-            found.setdefault(name, value)
-    if "__call__" not in found and issubclass(cls, Mapping | Sequence):
+            members.setdefault(name, value)
+    if "__call__" not in members and issubclass(cls, Mapping | Sequence):
         return {}
-    return {name: value for name, value in found.items() if _is_method(name, value)}
+    return {name: value for name, value in members.items() if _is_method(name, value)}
 
 
 def _is_method(name: str, value: Any) -> bool:

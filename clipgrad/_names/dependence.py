@@ -33,14 +33,14 @@ def dependence(
 
     Equations inside of others are among them, as far as operations are followed one by one there.
     """
-    found: dict[tuple[int, ...], list[Sources]] = {}
+    by_place: dict[tuple[int, ...], list[Sources]] = {}
 
     def step(chain: Chain, operands: list, inside: Callable[[], list]) -> list[Sources]:
-        found[tuple(map(id, chain))] = operands
+        by_place[tuple(map(id, chain))] = operands
         return inside()
 
     flow(program, _each(program, inputs), step, _joined_sources, tracked_programs)
-    return found
+    return by_place
 
 
 def sources_of_results(program: Any) -> list[Sources]:
@@ -48,7 +48,7 @@ def sources_of_results(program: Any) -> list[Sources]:
 
     def step(chain: Chain, operands: list, inside: Callable[[], list]) -> list[Sources]:
         control = operands[:1] if is_cond(chain[0]) else operands if is_while(chain[0]) else []
-        return [own.union(*control) for own in inside()]
+        return [sources.union(*control) for sources in inside()]
 
     return flow(program, _each(program, None), step, _joined_sources, tracked_programs)
 
@@ -63,7 +63,7 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     chosen = [i for i in inputs if holds_floats(opened(program)[0].invars[i])]
     sources = _each(program, chosen)
     flow(program, sources, _derivatives, _joined_sources, differentiated_programs, known)
-    return frozenset(variable for variable, own in known.items() if own)
+    return frozenset(variable for variable, origins in known.items() if origins)
 
 
 def active_results(equation: JaxprEqn, active: Sequence[bool]) -> list[bool]:
@@ -89,7 +89,7 @@ def _derivatives(chain: Chain, operands: list, inside: Callable[[], list]) -> li
     if equation.primitive in STOPPING:
         return [_NONE] * len(equation.outvars)
     pairs = zip(equation.outvars, inside(), strict=True)
-    return [own if holds_floats(v) or is_reference(v) else _NONE for v, own in pairs]
+    return [sources if holds_floats(v) or is_reference(v) else _NONE for v, sources in pairs]
 
 
 def _joined_sources(*sources: Sources) -> Sources:

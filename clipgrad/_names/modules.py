@@ -75,20 +75,20 @@ def _asides(jaxpr: Any) -> frozenset[Var]:
 @read_once
 def without_added(jaxpr: Any) -> frozenset[Var]:
     """Return the results in a program that were not added to it, as statistics and their parts."""
-    added, found = set(_asides(jaxpr)), []
+    added, results = set(_asides(jaxpr)), []
     for equation in jaxpr.eqns:
         if added and any(not isinstance(a, Literal) and a in added for a in equation.invars):
             added.update(equation.outvars)
-        found += [v for v in equation.outvars if v not in added]
-    return frozenset(found)
+        results += [v for v in equation.outvars if v not in added]
+    return frozenset(results)
 
 
 def _own_values(jaxpr: Any) -> Iterator[tuple[JaxprEqn, list[Var]]]:
     """The equations of a program with scopes, and the arrays among their results."""
     for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
         arrays = (v for v in equation.outvars if isinstance(v.aval, ShapedArray))
-        own = [v for v in arrays if not isinstance(v, DropVar) and v not in _asides(jaxpr)]
-        yield equation, own
+        values = [v for v in arrays if not isinstance(v, DropVar) and v not in _asides(jaxpr)]
+        yield equation, values
 
 
 class Exit(NamedTuple):
@@ -106,13 +106,13 @@ class Exit(NamedTuple):
 @read_once
 def exits(jaxpr: Any) -> dict[Var, Exit]:
     """Return the arrays of a program that leave scopes of it, in the order of computation."""
-    found = {}
-    for equation, own in _own_values(jaxpr):
+    leaving = {}
+    for equation, values in _own_values(jaxpr):
         around = path(equation)
-        for variable in own:
+        for variable in values:
             if (kept := _kept_scopes(around, uses(jaxpr).get(variable, ()))) < len(around):
-                found[variable] = Exit(around, kept)
-    return found
+                leaving[variable] = Exit(around, kept)
+    return leaving
 
 
 @read_once
@@ -121,20 +121,20 @@ def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
 
     What is an input in another form, such as a cast or a slice of stacked weights, is left out.
     """
-    found = {}
+    entering = {}
     moved = {*jaxpr.invars, *jaxpr.constvars}
-    for equation, own in _own_values(jaxpr):
+    for equation, values in _own_values(jaxpr):
         operands = (atom for atom in equation.invars if not isinstance(atom, Literal))
         if is_move(equation) and moved.issuperset(operands):
-            moved.update(own)
+            moved.update(values)
             continue
         depth = len(path(equation))
-        for variable in own if not is_tag(equation) else ():
+        for variable in values if not is_tag(equation) else ():
             used = uses(jaxpr).get(variable, ())
             deeper = sorted(use[: depth + 1] for use in used if len(use) > depth)
             if deeper and variable not in exits(jaxpr):
-                found[variable] = deeper[0]
-    return found
+                entering[variable] = deeper[0]
+    return entering
 
 
 @read_once
@@ -147,14 +147,14 @@ def variables_of_modules(jaxpr: Any) -> frozenset[Var]:
 @read_once
 def uses(jaxpr: Any) -> dict[Var, frozenset[ScopePath]]:
     """Return the scopes in which a program uses each of its variables; what it returns: none."""
-    found: dict[Var, set[ScopePath]] = {
+    scopes: dict[Var, set[ScopePath]] = {
         v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
     }
     for equation in itertools.filterfalse(_is_look, jaxpr.eqns):
         for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
             if not isinstance(atom, Literal):
-                found.setdefault(atom, set()).update(places)
-    return {variable: frozenset(places) for variable, places in found.items()}
+                scopes.setdefault(atom, set()).update(places)
+    return {variable: frozenset(places) for variable, places in scopes.items()}
 
 
 def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
@@ -167,8 +167,8 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
     programs = [opened(program)[0] for program in inner]
     first = len(places) - len(programs[0].invars)  # a cond has its index before the inputs
     for i in range(first, len(places)):
-        found = [uses(jaxpr).get(jaxpr.invars[i - first], ()) for jaxpr in programs]
-        places[i] = frozenset(around + use for of_program in found for use in of_program)
+        used = [uses(jaxpr).get(jaxpr.invars[i - first], ()) for jaxpr in programs]
+        places[i] = frozenset(around + use for of_program in used for use in of_program)
     return places
 
 
@@ -212,8 +212,8 @@ class ModuleValues(ProgramValues):
         self, hook: Hook, jaxpr: Any, variables: frozenset[Var] | None, outside: bool
     ) -> None:
         super().__init__(hook)
-        found = exits(jaxpr).items()
-        self._exits = {v: e for v, e in found if variables is None or v in variables}
+        leaving = exits(jaxpr).items()
+        self._exits = {v: e for v, e in leaving if variables is None or v in variables}
         self._outside = outside
         self._views: dict[Var, _Views] = {}
 
@@ -249,4 +249,4 @@ class ModuleValues(ProgramValues):
         if not any(views):
             return [self.read(atom) for atom in atoms]
         triples = zip(atoms, views, places(), strict=True)
-        return [self.read(a) if own is None else own.at(used) for a, own, used in triples]
+        return [self.read(a) if view is None else view.at(used) for a, view, used in triples]

@@ -118,7 +118,7 @@ def _inner_first(names: Iterable[str]) -> list[str]:
 
 def _name_of_sites(name: str, sites: Sites) -> Name:
     wanted = CLIPPED if CLIPPED.lists(sites) else VALUES
-    own = wanted.own(sites)
-    largest = max(own, key=lambda site: math.prod(site.shape))
-    rest = largest.shape, np.dtype(largest.dtype), common_nest(own), sum(own.values())
+    counted = wanted.counted(sites)
+    largest = max(counted, key=lambda site: math.prod(site.shape))
+    rest = largest.shape, np.dtype(largest.dtype), common_nest(counted), sum(counted.values())
     return Name(name, largest.kind, *rest, wanted is CLIPPED)

@@ -39,8 +39,8 @@ def _add_operations(program: Any, made: dict[Var, str]) -> dict[Var, str]:
         inner, _ = entered_programs(equation)
         for jaxpr in (opened(each)[0] for each in inner):
             is_call = kind_of(equation) in _CALLS
-            given = operands if is_call else [""] * len(jaxpr.invars)
-            made |= zip(jaxpr.invars, (name or "" for name in given), strict=True)
+            operations = operands if is_call else [""] * len(jaxpr.invars)
+            made |= zip(jaxpr.invars, (name or "" for name in operations), strict=True)
             _add_operations(jaxpr, made)
         made |= zip(equation.outvars, _operations_of_results(equation, operands, made), strict=True)
     return made
@@ -78,11 +78,11 @@ def names_inside(
 
     What a call returns has the name of its result, unless it has one inside.
     """
-    found: NamesOfVariables = {}
+    known: NamesOfVariables = {}
     for program in entered_programs(equation)[0]:
         if kind_of(equation) in _CALLS:
             pairs = zip(opened(program)[0].outvars, equation.outvars, strict=True)
-            own = [(v, names.get(result)) for v, result in pairs if not isinstance(v, Literal)]
-            found |= {v: name for v, name in own if name}
-        found |= names_of_variables(program, around)
-    return found
+            results = [(v, names.get(result)) for v, result in pairs if not isinstance(v, Literal)]
+            known |= {v: name for v, name in results if name}
+        known |= names_of_variables(program, around)
+    return known

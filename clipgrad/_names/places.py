@@ -55,7 +55,7 @@ _FRAMES_OF_LAYERS = tuple(
     keras/src/backend""".split()
 )
 # The folders of functions that people call, and frames in these that are no such functions.
-_FOLDERS = [*(f"jax/_src/{own}" for own in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
+_FOLDERS = [*(f"jax/_src/{folder}" for folder in ("numpy", "nn", "lax", "scipy", "ops")), "optax"]
 _FUNCTIONS = tuple(os.path.join("", *folder.split("/"), "") for folder in _FOLDERS)
 _WRAPPERS = frozenset({"wrapper", "call", "fn", "op"})
 
@@ -112,10 +112,10 @@ class Place(NamedTuple):
 
         Outermost first, the equation itself among them.
         """
-        found = [(e, scan_length(e)) for e in reversed(self.chain) if is_scan(e) or is_shard_map(e)]
+        axes = [(e, scan_length(e)) for e in reversed(self.chain) if is_scan(e) or is_shard_map(e)]
         return tuple(
             (SHARD_MAPS.noun, device_count(e)) if length is None else (SCANS.noun, length)
-            for e, length in found
+            for e, length in axes
         )
 
     @property
@@ -159,17 +159,17 @@ class Place(NamedTuple):
         traceback = self.equation.source_info.traceback
         codes, instructions = traceback.raw_frames() if traceback is not None else ((), ())
         files = [code.co_filename for code in codes]
-        own = next((i for i, file in enumerate(files) if is_users(file)), None)
-        if own is None or not any(map(_is_of_derivatives, files[:own])):
+        first = next((i for i, file in enumerate(files) if is_users(file)), None)
+        if first is None or not any(map(_is_of_derivatives, files[:first])):
             return None
-        return codes[own], instructions[own]
+        return codes[first], instructions[first]
 
     @property
     def function(self) -> str:
         """The function of JAX or optax that was called, or else the name of the operation."""
         if has_custom_rule(self.equation):
             return self.operation
-        found = self.operation
+        name_of_call = self.operation
         for frame in self._frames:
             if is_users(frame.file_name):
                 break
@@ -177,19 +177,19 @@ class Place(NamedTuple):
             is_one = any(part in frame.file_name for part in _FUNCTIONS) and name not in _WRAPPERS
             is_own = name.endswith("__") or name.startswith("operator_")  # of Python, not of JAX
             if is_one and not is_own and "control_flow" not in frame.file_name:
-                found = name
-        return found
+                name_of_call = name
+        return name_of_call
 
     @property
     def location(self) -> Location:
         """The innermost line of the user's own files."""
         frames = self._frames
-        own = next((i for i, frame in enumerate(frames) if is_users(frame.file_name)), None)
-        called = [f for f in frames[:own] if not _is_machinery(f.file_name)]
+        first = next((i for i, frame in enumerate(frames) if is_users(frame.file_name)), None)
+        called = [f for f in frames[:first] if not _is_machinery(f.file_name)]
         package = _package_frame(called[-1]) if called else None
-        if own is None:
+        if first is None:
             return Location(None, None, package)
-        return Location(frames[own].file_name, frames[own].line_num, package)
+        return Location(frames[first].file_name, frames[first].line_num, package)
 
 
 class PlacedEquation(NamedTuple):

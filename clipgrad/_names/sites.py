@@ -76,13 +76,13 @@ def _counted(
     of_program: Callable[[Any], Sites],
     of_equation: Callable[[Any, JaxprEqn], Iterator[NamedSite]],
 ) -> Sites:
-    found: Counter[NamedSite] = Counter()
+    counts: Counter[NamedSite] = Counter()
     for equation in jaxpr.eqns:
         for site, count in _inside(equation, of_program):
             if site.kind not in OF_LINES or site.name != lines_of_program(jaxpr).key(equation):
-                found[site] += count
-        found.update(of_equation(jaxpr, equation))
-    return dict(found)
+                counts[site] += count
+        counts.update(of_equation(jaxpr, equation))
+    return dict(counts)
 
 
 def _inside(

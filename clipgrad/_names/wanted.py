@@ -39,10 +39,10 @@ _OF_MERGED = (
 
 def sites_by_name(program: Any) -> dict[str, Sites]:
     """The sites of each name; a tag hides the module whose path is its name."""
-    found = sites(program)
-    tags = {site.name for site in found if site.kind == "tag"}
+    counts = sites(program)
+    tags = {site.name for site in counts if site.kind == "tag"}
     names: dict[str, Sites] = {}
-    for site, count in found.items():
+    for site, count in counts.items():
         if site.kind == "tag" or site.name not in tags:
             names.setdefault(site.name, {})[site] = count
     return names
@@ -69,10 +69,10 @@ class Wanted(NamedTuple):
         """Whether a pattern matches the name of these sites."""
         return any(map(self.has, sites)) and not any(map(self.barrier, sites))
 
-    def own(self, sites: Sites) -> Sites:
+    def counted(self, sites: Sites) -> Sites:
         """Those of the sites of a name that count: if nothing uses some values, the others."""
-        found = {site: count for site, count in sites.items() if self.has(site)}
-        return {site: count for site, count in found.items() if site.used} or found
+        there = {site: count for site, count in sites.items() if self.has(site)}
+        return {site: count for site, count in there.items() if site.used} or there
 
 
 class Chosen(NamedTuple):
@@ -97,31 +97,31 @@ def resolved(
     patterns = [pattern for pattern in rules if pattern not in others and is_pattern(pattern)]
     names: Resolved = {}
     origin: dict[str, Pattern] = {}
-    for given in sorted(rules, key=patterns.__contains__):
-        is_line = given not in others and is_line_pattern(given)
+    for key in sorted(rules, key=patterns.__contains__):
+        is_line = key not in others and is_line_pattern(key)
         there = lines.sites if is_line else others
-        found = lines.meant(given, caller) if is_line else _meant(given, there, patterns)
-        if given in patterns and leaves_out(given):
-            _check_found(given, found, there, caller, wanted._replace(has=lambda site: True))
-            for name in found.keys() & {name for name in names if origin[name] in patterns}:
+        matched = lines.meant(key, caller) if is_line else _meant(key, there, patterns)
+        if key in patterns and leaves_out(key):
+            _check_found(key, matched, there, caller, wanted._replace(has=lambda site: True))
+            for name in matched.keys() & {name for name in names if origin[name] in patterns}:
                 del names[name], origin[name]
-            if given != next(iter(rules)):
-                _check_after_a_pattern(given, patterns, caller)
+            if key != next(iter(rules)):
+                _check_after_a_pattern(key, patterns, caller)
                 continue
-            found = {name: sites for name, sites in there.items() if name not in found}
-        listed = [name for name, sites in found.items() if wanted.lists(sites)]
-        if given not in patterns or not listed:
-            _check_found(given, found, there, caller, wanted, arguments)
-        for name in listed if given in patterns else found:
-            first = origin.setdefault(name, given)
-            is_double = first in patterns or is_line and given not in patterns
-            if is_double and not _is_same_choice(rules[first], rules[given]):
+            matched = {name: sites for name, sites in there.items() if name not in matched}
+        listed = [name for name, sites in matched.items() if wanted.lists(sites)]
+        if key not in patterns or not listed:
+            _check_found(key, matched, there, caller, wanted, arguments)
+        for name in listed if key in patterns else matched:
+            first = origin.setdefault(name, key)
+            is_double = first in patterns or is_line and key not in patterns
+            if is_double and not _is_same_choice(rules[first], rules[key]):
                 raise ValueError(
-                    f"{caller}: got {first!r} and {given!r} with a {wanted.choice} each, "
+                    f"{caller}: got {first!r} and {key!r} with a {wanted.choice} each, "
                     f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
                     f"{name!r} itself"
                 )
-            names.setdefault(name, Chosen(next(iter(there[name])).kind, rules[given]))
+            names.setdefault(name, Chosen(next(iter(there[name])).kind, rules[key]))
     return names
 
 
@@ -133,36 +133,34 @@ def _is_same_choice(choice: Any, other: Any) -> bool:
         return False
 
 
-def _meant(
-    given: Pattern, there: dict[str, Sites], patterns: Sequence[Pattern]
-) -> dict[str, Sites]:
+def _meant(key: Pattern, there: dict[str, Sites], patterns: Sequence[Pattern]) -> dict[str, Sites]:
     """The names that one written out or a pattern means, or that a pattern leaves out."""
-    if given not in patterns:
-        return {name: sites for name, sites in there.items() if name == given}
-    own = without_sign(given)
-    return {name: sites for name, sites in there.items() if matches(own, name)}
+    if key not in patterns:
+        return {name: sites for name, sites in there.items() if name == key}
+    pattern = without_sign(key)
+    return {name: sites for name, sites in there.items() if matches(pattern, name)}
 
 
-def _check_after_a_pattern(given: Pattern, patterns: Sequence[Pattern], caller: str) -> None:
+def _check_after_a_pattern(pattern: Pattern, patterns: Sequence[Pattern], caller: str) -> None:
     """Refuses a pattern that leaves out of nothing: names that are written out stay."""
-    if given == patterns[0]:
+    if pattern == patterns[0]:
         raise ValueError(
-            f"{caller}: got {given!r} after names alone, expected it after a pattern, such as "
+            f"{caller}: got {pattern!r} after names alone, expected it after a pattern, such as "
             '"**", that it leaves out of, or first, where it is for all other names'
         )
 
 
 def _check_found(
     name: Pattern,
-    found: dict[str, Sites],
+    matched: dict[str, Sites],
     there: dict[str, Sites],
     caller: str,
     wanted: Wanted,
     arguments: Any = (),
 ) -> None:
     """Raises an error unless what a name or a pattern matches can be clipped or watched."""
-    own = [site for sites in found.values() for site in sites]
-    if not own:
+    all_sites = [site for sites in matched.values() for site in sites]
+    if not all_sites:
         check_pattern(name, caller)
         instead = (
             "* stands for any text within a segment, ** for any number of segments"
@@ -175,8 +173,8 @@ def _check_found(
             f"{nearest(pattern_text(name), there)}; {instead}{_of_leaf(name, arguments)}"
             f"{'' if there else _of_merged(caller)}"
         )
-    got = f"{caller}: got {name!r}, which {_VERBS.get(own[0].kind, 'names')}"
-    closed = next(filter(None, map(wanted.barrier, own)), None)
+    got = f"{caller}: got {name!r}, which {_VERBS.get(all_sites[0].kind, 'names')}"
+    closed = next(filter(None, map(wanted.barrier, all_sites)), None)
     if closed:
         inside = [n for n, sites in there.items() if closed in map(wanted.barrier, sites)]
         advice = "" if wanted is VALUES else ", or write clip_cotangent in its backward pass"
@@ -184,7 +182,7 @@ def _check_found(
             f"{got} a variable inside of {closed}, expected one whose {wanted.noun} can be reached "
             f"from outside, unlike those of {inside}; name an input or an output of it{advice}"
         )
-    _check_has(got, own, wanted)
+    _check_has(got, all_sites, wanted)
 
 
 def _of_leaf(name: Pattern, arguments: Any) -> str:
@@ -198,14 +196,16 @@ def _of_leaf(name: Pattern, arguments: Any) -> str:
     )
 
 
-def _check_has(got: str, own: Sequence[NamedSite], wanted: Wanted) -> None:
+def _check_has(got: str, all_sites: Sequence[NamedSite], wanted: Wanted) -> None:
     """Raises an error that says why none of these sites has what is wanted."""
-    if any(map(wanted.has, own)):
+    if any(map(wanted.has, all_sites)):
         return
-    if not any(site.is_differentiable for site in own):
+    if not any(site.is_differentiable for site in all_sites):
         reason = "" if wanted is VALUES else "; others have no cotangents"
-        raise TypeError(f"{got} {own[0].dtype} values, expected floating or complex values{reason}")
-    if not any(site.used and site.is_differentiable for site in own):
+        raise TypeError(
+            f"{got} {all_sites[0].dtype} values, expected floating or complex values{reason}"
+        )
+    if not any(site.used and site.is_differentiable for site in all_sites):
         raise ValueError(
             f"{got} an unused value, expected one that the result depends on; with a tag write "
             "x = checkpoint_name(x, name), and use that x; with_value_stats measures the value"
@@ -263,18 +263,18 @@ def watched_names(
     """
     if watch is not None:
         return resolved(program, watch, caller, wanted)
-    found = sites(program)
-    tags = (site for site in found if site.kind == "tag")
-    own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
-    if not own and not any(map(wanted.has, found)):
+    all_sites = sites(program)
+    tags = (site for site in all_sites if site.kind == "tag")
+    with_values = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
+    if not with_values and not any(map(wanted.has, all_sites)):
         if clipped:
             return {}
-        got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
+        got = f"whose names have no {wanted.noun} to watch" if all_sites else "without tags"
         more = _of_merged(caller)
         raise ValueError(
             f"{caller}: got a function {got}, expected {_WITH_NAMES}{_WITH_LINES}{more}"
         )
-    return resolved(program, own or {"**": None}, caller, wanted)
+    return resolved(program, with_values or {"**": None}, caller, wanted)
 
 
 def _of_merged(caller: str) -> str:
@@ -284,19 +284,19 @@ def _of_merged(caller: str) -> str:
 
 def why_none(there: Mapping[str, Sites], lines: bool) -> str:
     """The reason why none of some names can be watched; of ``lines`` that none is there."""
-    found = [site for sites in there.values() for site in sites]
+    all_sites = [site for sites in there.values() for site in sites]
     advice = "" if lines else _WITH_LINES
-    if not found:
+    if not all_sites:
         what = "no line computes a floating value, and there" if lines else "there"
         return f"{what} are no tags or modules, expected {_WITH_NAMES}{advice}{_of_merged('this')}"
-    closed = sorted({site.sealed for site in found if site.sealed})
+    closed = sorted({site.sealed for site in all_sites if site.sealed})
     names = first_few([*map(repr, there)], 4)
     if closed:
         return (
             f"the values of {names} are inside of {' and '.join(closed)}, from where they can't be "
             "reached; name an input or an output of it"
         )
-    dtypes = ", ".join(sorted({site.dtype for site in found}))
+    dtypes = ", ".join(sorted({site.dtype for site in all_sites}))
     return f"the values of {names} are {dtypes}, expected floating or complex values"
 
 

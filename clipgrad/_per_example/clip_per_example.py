@@ -41,8 +41,9 @@ def clip_per_example(
 ) -> "ClipPerExample":
     r"""Makes a ``value_and_grad`` that clips the gradient of each example of a batch.
 
-    It returns the mean or the sum of the clipped gradients. So no single example has more than its
-    share, for outliers, and for differential privacy (add the noise to the sum yourself).
+    You get the mean or the sum of the clipped gradients. So a single example can change the step
+    only a little, whether it is an outlier or private data (for differential privacy, add the noise
+    to the sum yourself).
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -53,46 +54,47 @@ def clip_per_example(
       [0.25 0.5 ] [8.  0.5] [ True False]
 
     Args:
-      loss_fn: ``loss_fn(params, example)``, the loss of one example, a scalar or ``(scalar, aux)``.
-        An example is the batch without its leading axis; for a model of batches write ``x[None]``.
-        An example that only fills the batch is left out by ``is_padding_example``, below.
-      rule: what to do with the gradient of an example: a rule such as ``ClipByGlobalNorm(1.0)``, a
-        function of the tree, or ``None``: nothing.
-      reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
-      microbatch: the number of examples to differentiate at once, which must divide the batch. It
-        bounds the memory. ``None``: all of them.
+      loss_fn: ``loss_fn(params, example)``, the loss for one example, a scalar or
+        ``(scalar, aux)``. An example is the batch without the leading axis; if your model takes
+        batches, write ``x[None]``. If some examples only fill the batch, pass
+        ``is_padding_example``, below.
+      rule: the clip for each example's gradient: a rule such as ``ClipByGlobalNorm(1.0)``, a
+        function of the tree, or ``None``: off.
+      reduce: ``"mean"`` or ``"sum"``, for the clipped gradients and for the losses.
+      microbatch: the number of examples to differentiate at once, a divisor of the batch size; a
+        small number saves memory. ``None``: all examples.
       has_aux: ``True`` if ``loss_fn`` returns ``(scalar, aux)``.
-      where: the leaves to clip: patterns of their paths such as ``"blocks/*/kernel"`` or
-        ``"!head"``, a tree of booleans, or a function from the tree of parameters to one; ``None``:
-        all. The gradients of the others are summed without a clip.
-      nonfinite: what to do with NaN and inf. ``"propagate"``: they stay. ``"zero"``: if the
-        gradient of an example has one in a leaf that is clipped, these leaves get nothing from that
-        example. ``"error"``: an error names the leaves, the number of bad examples, and the first
-        of them.
-      method: ``"auto"``: without the gradient of each example, where possible; if that takes much
-        memory and ``microbatch`` is ``None``, of a part of the examples at a time. ``"direct"``: as
-        `jax.vmap` of `jax.grad` does.
-      wrt: the variables of a model of flax NNX to differentiate, a filter such as
-        ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
+      where: the leaves to clip: path patterns such as ``"blocks/*/kernel"`` or ``"!head"``, a tree
+        of booleans, or a function from the parameters to such a tree; ``None``: all. The gradients
+        of all other leaves are summed without a clip.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: they stay. ``"zero"``: if an example's
+        gradient has NaN or inf in a leaf to clip, that example adds nothing to the leaves to clip.
+        ``"error"``: you get an error with the leaves, the number of bad examples, and the first bad
+        example.
+      method: ``"auto"``: per-example gradients are not computed, where possible; if that needs much
+        memory and ``microbatch`` is ``None``, a part of the examples runs at a time. ``"direct"``:
+        as `jax.vmap` of `jax.grad`.
+      wrt: the variables to differentiate in a flax NNX model, a filter such as ``nnx.LoRAParam``;
+        ``None``: every ``nnx.Param``.
 
     Returns:
-      A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
-      grads, stats)``. ``grads`` has the structure and dtypes of ``params``, with ``None`` for
-      integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``. ``stats`` are
-      `ClipStats` with one entry for each example, in the order of the batch: ``stats.norm`` has the
-      shape (B,), and ``stats.clipped.mean()`` is the share of the examples that were clipped.
-      ``aux`` has one entry for each example, too. The function takes ``is_padding_example=``, a
-      boolean for each example: True for one that only fills the batch. It adds nothing, whatever
-      it holds, and a mean divides by the number of the others, or by 1. The method ``plan(params,
-      batch)`` of the function shows what is done with each leaf, and why; ``sensitivity()`` is how
-      much one example changes the sum.
+      A function ``(params, batch) -> (value, grads, stats)``, or with ``has_aux``
+      ``-> ((value, aux), grads, stats)``. ``grads`` has the structure and dtypes of ``params``,
+      with ``None`` for integers; for models you get the same types as from ``nnx.grad`` and
+      ``equinox.filter_grad``. ``stats`` is a `ClipStats` with one entry for each example, in batch
+      order: ``stats.norm`` has the shape (B,), and ``stats.clipped.mean()`` is the share of clipped
+      examples. ``aux`` has one entry for each example, too. You may pass ``is_padding_example=`` to
+      the function, a boolean for each example, with True for examples that only fill the batch.
+      They add nothing, whatever numbers they hold, and a mean divides by the number of all other
+      examples (at least 1). The function has two methods: ``plan(params, batch)`` shows the method
+      for each leaf, and the reason; ``sensitivity()`` says how much one example can change the sum.
 
     Raises:
       TypeError: if ``loss_fn`` is not a function, or ``rule`` is no rule, function or ``None``.
-      ValueError: for an option of another kind; when called, for a batch without a common leading
-        axis or one that ``microbatch`` does not divide, parameters without arrays, arrays on
-        Explicit mesh axes, an ``axis_name`` that the examples are spread over, and a loss of one
-        example that is not a floating scalar.
+      ValueError: for any other unknown option; when called, if the arrays in the batch have no
+        common leading axis, or ``microbatch`` does not divide it; if the parameters have no arrays;
+        if arrays are on Explicit mesh axes; if examples are spread over an ``axis_name``; and if
+        the loss is not a floating scalar.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
 
@@ -100,19 +102,19 @@ def clip_per_example(
 
     $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
 
-    over the leading axis of the batch, of size $B$. The gradient of a weight for one example is a
-    sum of products $X^\top Y$ of the input of a layer and the cotangent of its output. So norm and
-    clipped sum do not need this gradient:
+    over the leading axis of the batch, of size $B$. For one example, the gradient of a weight is a
+    sum of products $X^\top Y$, where $X$ is the layer input and $Y$ the cotangent of the layer
+    output. So neither the norm nor the clipped sum needs this gradient:
 
     $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
     \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
 
-    clipgrad follows each weight through the program of the loss: through scans, `jax.jit` and
-    `jax.checkpoint`, transposed, reshaped, cast or cut. Where the weight meets data, in a dense
-    layer, a convolution or a lookup, it reads the rows of $X$ and $Y$. A leaf that is used in
-    another way (a bias, a masked weight, a branch) is direct: JAX makes its gradient for each
-    example. So is every leaf with ``nonfinite="error"``, and for rules that do not scale by L2
-    norms (value clips, other orders, units, functions).
+    clipgrad follows each weight through the loss: through scans, `jax.jit` and `jax.checkpoint`,
+    and when the weight is transposed, reshaped, cast or cut. Where the weight meets data, in a
+    dense layer, a convolution or a lookup, clipgrad reads the rows of $X$ and $Y$. If you use a
+    leaf in any other way (a bias, a masked weight, a branch), the leaf is "direct": JAX computes
+    the gradient for each example. Every leaf is direct with ``nonfinite="error"``, and with rules
+    that do not scale by L2 norms (value clips, other orders, units, functions).
 
     ==============================  ======================================================
     example, limit or batch         what is added, with ``ClipByGlobalNorm``
@@ -128,13 +130,13 @@ def clip_per_example(
     ==============================  ======================================================
 
     Guarantees:
-      * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and
-        bfloat16 as well, whatever the default precision of products is where it runs: gradients are
-        clipped and summed in float32, or float64 if the parameter is.
-      * The sum is rounded to the dtype of the parameter once, at the end, by up to 1/256 of each
-        element in bfloat16, 1/2048 in float16: that may be more than the share of one example. If
+      * One example adds a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, also for float16
+        and bfloat16, and whatever the device's default matmul precision is: gradients are clipped
+        and summed in float32, or in float64 if the parameter is float64.
+      * At the end, the sum is rounded once to the parameter's dtype. This changes each element by
+        up to 1/256 in bfloat16, or 1/2048 in float16, which may be more than one example adds. If
         the bound must hold for the result, keep the parameters in float32 and cast them inside the
-        loss, as here:
+        loss:
 
         >>> half = lambda w, example: loss(w.astype(jnp.bfloat16), example)    # w is float32
         >>> _, grads, _ = cg.clip_per_example(half, cg.ClipByGlobalNorm(1.0), reduce="sum")(
@@ -142,18 +144,19 @@ def clip_per_example(
         >>> print(grads.dtype, jnp.round(grads[0] * 2**0.5))    # bfloat16 has 1000 and 1004
         float32 1001.0
 
-      * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
-      * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
-        float32, up to rounding.
-      * Where products cancel, a norm is too large rather than too small: the estimated rounding of
-        a Gram sum is added. Elsewhere this is a few parts in a million of the norm.
-      * ``method="auto"`` takes a part of the examples at a time if the rows of all examples need
-        more than 1 GiB for each device, or twice the bytes of the parameters, if that is more.
-      * Where norms are enough, ``stats.nonfinite`` counts all elements of a leaf whose norm is not
-        finite. Statistics of examples are not private.
-      * Under `jax.jit` the batch may be sharded over Auto mesh axes; if the number of devices
-        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` the result
-        is of the examples of one device, each of them whole: average or sum it over the axis.
+      * With the rule ``None`` and ``"mean"`` you get `jax.value_and_grad` of the mean loss.
+      * With ``ClipByGlobalNorm`` and ``"sum"`` you get the result of
+        ``optax.per_example_global_norm_clip`` on float32, up to rounding.
+      * Where products cancel, a norm is too large rather than too small, because the estimated
+        rounding error of a Gram sum is added. Elsewhere the addition is a few parts in a million.
+      * ``method="auto"`` runs a part of the examples at a time if the rows of all examples need
+        more than 1 GiB per device (or more than twice the parameter bytes, if that is larger).
+      * For leaves that are not direct, ``stats.nonfinite`` counts all elements of a leaf if the
+        norm is not finite. Per-example statistics are not private.
+      * Under `jax.jit` you may shard the batch over Auto mesh axes; if the number of devices
+        divides ``microbatch``, each device computes its own examples. In `jax.shard_map` you get
+        the result for the examples on one device, each example being whole: average or sum over the
+        axis yourself.
 
     References:
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential

@@ -30,7 +30,7 @@ def per_example_norms(
 ) -> "PerExampleNorms":
     r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
 
-    It does not compute these gradients where it can avoid it, see `clip_per_example`.
+    Where possible, these gradients are not computed at all, see `clip_per_example`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -40,25 +40,26 @@ def per_example_norms(
       Array([5., 1.], dtype=float32)
 
     Args:
-      loss_fn: ``loss_fn(params, example)``, the loss of one example, a scalar or ``(scalar, aux)``.
-        An example is the batch without its leading axis; for a model of batches write ``x[None]``.
+      loss_fn: ``loss_fn(params, example)``, the loss for one example, a scalar or
+        ``(scalar, aux)``. An example is the batch without the leading axis; if your model takes
+        batches, write ``x[None]``.
       has_aux: ``True`` if ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
-      where: the leaves to measure: patterns of their paths such as ``"blocks/*/kernel"`` or
-        ``"!head"``, a tree of booleans, or a function from the tree of parameters to one; ``None``:
-        all.
-      per_leaf: ``True``: return the norms of each leaf.
-      microbatch: the number of examples at once, which must divide the batch; ``None``: all.
-      method: ``"auto"``: without the gradient of each example, where possible. ``"direct"``: as
-        `jax.vmap` of `jax.grad` does.
-      wrt: the variables of a model of flax NNX to differentiate, a filter such as
-        ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the mesh axes that the
-        parameters are spread over; ``None``: each device has whole parameters.
+      where: the leaves to measure: path patterns such as ``"blocks/*/kernel"`` or ``"!head"``, a
+        tree of booleans, or a function from the parameters to such a tree; ``None``: all.
+      per_leaf: ``True``: you get norms for each leaf.
+      microbatch: the number of examples to differentiate at once, a divisor of the batch size;
+        ``None``: all examples.
+      method: ``"auto"``: per-example gradients are not computed, where possible. ``"direct"``: as
+        `jax.vmap` of `jax.grad`.
+      wrt: the variables to differentiate in a flax NNX model, a filter such as ``nnx.LoRAParam``;
+        ``None``: every ``nnx.Param``.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the mesh axes over which the parameters are
+        spread; ``None``: each device has whole parameters.
 
     Returns:
       A function ``(params, batch) -> norms``, an array of shape (B,) for B examples; with
-      ``per_leaf`` a dictionary from paths such as ``"layers/0/kernel"`` to these. The method
-      ``plan(params, batch)`` of the function shows the method for each leaf, and the reason.
+      ``per_leaf`` a dictionary from paths such as ``"layers/0/kernel"`` to such arrays. The
+      function's method ``plan(params, batch)`` shows the method for each leaf, and the reason.
 
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
@@ -71,9 +72,9 @@ def per_example_norms(
     $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i.$$
 
     Guarantees:
-      * A norm is the `global_norm` of the example's gradient to about 1e-5. Where products cancel,
-        it is too large rather than too small; see `clip_per_example`.
-      * It neither overflows nor underflows while the norm itself is in the range of its dtype.
+      * A norm equals the `global_norm` of the example's gradient to about 1e-5. Where products
+        cancel, a norm is too large rather than too small; see `clip_per_example`.
+      * No norm overflows or underflows as long as the norm itself is in the range of the dtype.
 
     References:
       Goodfellow, Efficient Per-Example Gradient Computations, 2015,

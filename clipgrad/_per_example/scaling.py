@@ -15,6 +15,7 @@ from clipgrad._clip import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipStats,
+    MeasuringRule,
     scaled_stats,
     stats_dtype,
 )
@@ -23,14 +24,15 @@ from clipgrad._per_example.norms_of_arrays import side_by_side
 
 def axis_name_of(rule: Any) -> Any:
     """The mapped axes that a rule says its norm is over."""
-    return getattr(rule, "axis_name", None)
+    return rule.axis_name if isinstance(rule, MeasuringRule) else None
 
 
 def why_elements(rule: Any) -> str | None:
     """Why a rule needs each example's gradient itself; None if norms are enough."""
+    if rule is None:
+        return None
     scales = type(rule) in (AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm)
-    of_leaves = scales and getattr(rule, "axis", None) is None and not axis_name_of(rule)
-    if rule is None or of_leaves and getattr(rule, "ord", 2) == 2:
+    if scales and rule.axis is None and not rule.axis_name and rule.ord == 2:
         return None
     return f"{rule!r} does not scale whole leaves by L2 norms"
 

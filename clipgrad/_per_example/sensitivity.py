@@ -37,7 +37,7 @@ def _bound(request: Request, params: Any) -> Any:
     """The L2 norm of any gradient that the rule has clipped."""
     rule = request.rule
     # A subclass, another order, units and functions may do anything.
-    if type(rule) in (ClipByGlobalNorm, AutoNorm) and getattr(rule, "ord", 2) == 2:
+    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2:
         return _number(rule.max_norm)
     if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
         return _number(rule.max_norm) * math.sqrt(len(_sizes(request, params)))

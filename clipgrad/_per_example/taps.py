@@ -62,7 +62,7 @@ class Taps(NotingHook):
 
     def inside(self, equation: JaxprEqn, part: Part) -> "Taps":
         """The taps of a program inside."""
-        zeros = self.zeros if part.own is None else part.own
+        zeros = self.zeros if part.slices is None else part.slices
         return Taps(self.taps, zeros, (*self.around, equation.outvars[0]))
 
     def noted(self) -> dict[int, jax.Array]:

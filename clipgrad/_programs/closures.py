@@ -40,8 +40,8 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
-    found = (e for e in equations(program) if _is_ruled(e) and _closing_rules(e))
-    return list(dict.fromkeys(function_name(equation, "func_src_info") for equation in found))
+    ruled = (e for e in equations(program) if _is_ruled(e) and _closing_rules(e))
+    return list(dict.fromkeys(function_name(equation, "func_src_info") for equation in ruled))
 
 
 def _is_ruled(equation: JaxprEqn) -> bool:
@@ -139,8 +139,8 @@ def _closing_rules(equation: JaxprEqn) -> _Rules | None:
 
 def _traced(equation: JaxprEqn) -> _Rules:
     """Trace the rules of an equation, as JAX does where it differentiates."""
-    own = range(_constant_count(equation), len(equation.invars))
-    moved, reached = [i for i in own if holds_floats(equation.invars[i])], set()
+    arguments = range(_constant_count(equation), len(equation.invars))
+    moved, reached = [i for i in arguments if holds_floats(equation.invars[i])], set()
 
     def forward(inputs):
         def call(*chosen):
@@ -155,8 +155,8 @@ def _traced(equation: JaxprEqn) -> _Rules:
     residuals, structure = jax.tree.flatten(pull)
 
     def backward(residuals, cotangents):
-        found = structure.unflatten(residuals)(_with_float0(cotangents, outputs))
-        return [x for i, x in zip(moved, found, strict=True) if i in reached]
+        in_cotangents = structure.unflatten(residuals)(_with_float0(cotangents, outputs))
+        return [x for i, x in zip(moved, in_cotangents, strict=True) if i in reached]
 
     second = jax.make_jaxpr(backward)(residuals, _floating(outputs))
     constants = [x for program in (first, second) for x in opened(program)[1]]
@@ -190,15 +190,15 @@ def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[
         held = [*values, *inputs[: _constant_count(equation)]]
         _require_rules(equation, rules, [x.value for x in held if x.perturbed])
         values, inputs = jax.tree.map(lambda x: x.value, (values, inputs))
-        found = evaluated(0, values, inputs)
-        return found[:count], (found[count:], values)
+        results = evaluated(0, values, inputs)
+        return results[:count], (results[count:], values)
 
     def backward(residuals, cotangents):
         saved, values = residuals
         arrays = map(_instantiated, _floating(cotangents, equation.outvars))
-        found = evaluated(1, values, [*saved, *arrays])
-        given = dict(zip(rules.reached, found, strict=True))
-        return None, [given.get(i) for i in range(len(equation.invars))]
+        in_cotangents = evaluated(1, values, [*saved, *arrays])
+        by_input = dict(zip(rules.reached, in_cotangents, strict=True))
+        return None, [by_input.get(i) for i in range(len(equation.invars))]
 
     primal.__name__ = function_name(equation)
     call = jax.custom_vjp(primal)
@@ -208,11 +208,11 @@ def _explicit(equation: JaxprEqn, rules: _Rules, closed: list[int]) -> Callable[
 
 def _require_rules(equation: JaxprEqn, rules: _Rules, differentiated: list) -> None:
     """Raises `ValueError` if the rules were not traced, or close over what is differentiated."""
-    found = next(filter(holds_floats, differentiated), None)
+    value = next(filter(holds_floats, differentiated), None)
     if rules.error is not None:
         over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
-    elif found is not None:
-        over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
+    elif value is not None:
+        over = f"a value of type {jax.typeof(value).str_short()} that is differentiated"
     else:
         return
     is_jvp = equation.primitive is jax_primitives.custom_jvp_call_p

@@ -34,7 +34,7 @@ def at_first(where: Any, x: Any) -> jax.Array:
     size = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
     size = size.astype(jnp.result_type(float))
     pairs = zip(size.shape, where.shape, strict=False)
-    if size.ndim == where.ndim and size.size and all(own in (1, n) for own, n in pairs):
+    if size.ndim == where.ndim and size.size and all(length in (1, n) for length, n in pairs):
         index = jnp.argmax(on_every_device(where).ravel())
         return jnp.broadcast_to(on_every_device(size), where.shape).ravel()[index]
     # Gathered, since XLA's maximum over devices drops NaN.

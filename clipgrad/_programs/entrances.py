@@ -131,8 +131,8 @@ def _enter_scan(equation, inputs, hook):
     split = constants + carried
 
     def step(carry, element):
-        sliced, own = element
-        inner = hook.inside(equation, Part(own=own))
+        sliced, of_hook = element
+        inner = hook.inside(equation, Part(slices=of_hook))
         arguments = [*inputs[:constants], *carry, *sliced]
         outputs = evaluate(called_program(equation), arguments, inner)
         return tuple(outputs[:carried]), (tuple(outputs[carried:]), _notes_of(inner))
@@ -179,17 +179,17 @@ def _loop_with_notes(equation, again, body, carry, types, hook):
     once = Lifted(step, types)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     start, structure = jax.tree.flatten(hook.empty((count, once.shapes[1])))
-    own = len(start)
+    note_count = len(start)
 
     def run(*state):
-        number, old = structure.unflatten(state[:own])
-        outputs, new = once(*state[own:])
+        number, old = structure.unflatten(state[:note_count])
+        outputs, new = once(*state[note_count:])
         return [*jax.tree.leaves((number + 1, hook.kept(old, new, number))), *outputs]
 
-    goes_on = lambda *state: again(*state[own:]).any()  # noqa: E731
+    goes_on = lambda *state: again(*state[note_count:]).any()  # noqa: E731
     types = [*map(jax.typeof, start), *types]
     results = while_again(equation, goes_on, run, [*start, *carry], types)
-    return results[own:], structure.unflatten(results[:own])[1]
+    return results[note_count:], structure.unflatten(results[:note_count])[1]
 
 
 def _kept_lanes(where: Any, new: Any, old: Any) -> Any:
@@ -209,7 +209,7 @@ def _enter_cond(equation, inputs, hook):
     programs = equation.params["branches"]
     types = types_of(opened(programs[0])[0].invars, inputs[1:])
     once = [Lifted(_noted(equation, hook, p, i), types) for i, p in enumerate(programs)]
-    notes = [own.shapes[1] for own in once]
+    notes = [branch.shapes[1] for branch in once]
     empty = hook.empty if isinstance(hook, NotingHook) else (lambda shapes: shapes)
 
     def among_all(i, *values):
@@ -218,8 +218,8 @@ def _enter_cond(equation, inputs, hook):
 
     branches = [functools.partial(among_all, i) for i in range(len(once))]
     results = cond_again(equation, branches, inputs, types)
-    outputs, found = jax.tree.unflatten(jax.tree.structure((once[0].shapes[0], notes)), results)
-    _note(hook, equation, inputs, found)
+    outputs, taken = jax.tree.unflatten(jax.tree.structure((once[0].shapes[0], notes)), results)
+    _note(hook, equation, inputs, taken)
     return outputs
 
 
@@ -235,13 +235,13 @@ def _enter_shard_map(equation, inputs, hook):
     params = equation.params
     axes = manual_axes(equation)
     apart = jax.tree.map(_OnDevices, hook.slices(equation))
-    leaves, structure = jax.tree.flatten(hook.inside(equation, Part(own=apart)))
+    leaves, structure = jax.tree.flatten(hook.inside(equation, Part(slices=apart)))
     sliced, leaves = partition(leaves, lambda leaf: isinstance(leaf, _OnDevices))
     arrays, rest = partition(leaves, is_array)
 
-    def shard(arrays, own, *shards):
-        own = jax.tree.map(lambda x: x[0], own)
-        inner = structure.unflatten(combine(own, combine(arrays, rest)))
+    def shard(arrays, of_hook, *shards):
+        of_hook = jax.tree.map(lambda x: x[0], of_hook)
+        inner = structure.unflatten(combine(of_hook, combine(arrays, rest)))
         outputs = evaluate(called_program(equation), shards, inner)
         return tuple(outputs), jax.tree.map(lambda x: x[None], _notes_of(inner))
 
@@ -253,7 +253,7 @@ def _enter_shard_map(equation, inputs, hook):
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    outputs, notes = mapped(arrays, jax.tree.map(lambda own: own.array, sliced), *inputs)
+    outputs, notes = mapped(arrays, jax.tree.map(lambda of_hook: of_hook.array, sliced), *inputs)
     _note(hook, equation, inputs, [notes])
     return list(outputs)
 

@@ -35,11 +35,11 @@ class Part(NamedTuple):
 
     Attributes:
       program: which of the programs in it: of a cond the number of the branch, else 0.
-      own: this step's or this device's slice of `Hook.slices`; None elsewhere.
+      slices: of `Hook.slices` those of this step or device; None elsewhere.
     """
 
     program: int = 0
-    own: Any = None
+    slices: Any = None
 
 
 class Hook:

@@ -127,7 +127,7 @@ class _Flow:
                 known |= dict.fromkeys(written, self._join(*operands))
         if self._known is not None:
             pairs = known.items()
-            self._known |= {v: self._join(own, self._known.get(v, none)) for v, own in pairs}
+            self._known |= {v: self._join(fact, self._known.get(v, none)) for v, fact in pairs}
         return [read(atom) for atom in jaxpr.outvars]
 
     def stepped(self, chain: Chain, operands: list) -> Sequence:
@@ -157,14 +157,14 @@ class _Flow:
         # What a step writes to a reference, the next may read.
         written = self._join(*operands)
         pairs = zip(inputs, jaxpr.invars, strict=True)
-        inputs = [written if is_reference(v) else own for own, v in pairs]
+        inputs = [written if is_reference(v) else fact for fact, v in pairs]
         while True:
             outputs = self.along(jaxpr, inputs, chain, inside)
             carried = {i: self._carry(chain, k, outputs[k]) for i, k in feed.carried.items()}
-            state = {i: self._join(inputs[i], own) for i, own in carried.items()}
-            if all(inputs[i] == own for i, own in state.items()):
+            state = {i: self._join(inputs[i], fact) for i, fact in carried.items()}
+            if all(inputs[i] == fact for i, fact in state.items()):
                 break
-            inputs = [state.get(i, own) for i, own in enumerate(inputs)]
+            inputs = [state.get(i, fact) for i, fact in enumerate(inputs)]
         if feed.control:  # a loop that may make no step
             outputs = [self._join(outputs[k], inputs[i]) for i, k in feed.carried.items()]
         return outputs

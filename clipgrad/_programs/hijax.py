@@ -36,8 +36,8 @@ def high_operation(equation: JaxprEqn) -> Any:
     """The object of an equation that stands for an operation of JAX's or of a user's, or None."""
     if len(equation.params) != 1:
         return None
-    (own,) = equation.params.values()
-    return own if isinstance(own, _high_class()) else None
+    (operation,) = equation.params.values()
+    return operation if isinstance(operation, _high_class()) else None
 
 
 def plain_equation(equation: JaxprEqn) -> JaxprEqn:
@@ -48,8 +48,8 @@ def plain_equation(equation: JaxprEqn) -> JaxprEqn:
     if params.keys() != _OF_REMAT:
         return equation
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-    own = params | {"jaxpr": jaxpr, "differentiated": False}
-    return equation.replace(primitive=jax_primitives.remat_p, params=own)
+    plain = params | {"jaxpr": jaxpr, "differentiated": False}
+    return equation.replace(primitive=jax_primitives.remat_p, params=plain)
 
 
 def bound_as_written(
@@ -107,8 +107,8 @@ def with_plain_equations(jaxpr: Any, plain_params: Callable[[JaxprEqn], dict[str
         return jaxpr
     equations = []
     for equation in jaxpr.eqns:
-        own = plain_equation(equation)
-        inner = plain_params(own)
-        equations.append(own.replace(params=own.params | inner) if inner else own)
-    is_plain = all(own is old for own, old in zip(equations, jaxpr.eqns, strict=True))
+        plain = plain_equation(equation)
+        inner = plain_params(plain)
+        equations.append(plain.replace(params=plain.params | inner) if inner else plain)
+    is_plain = all(plain is old for plain, old in zip(equations, jaxpr.eqns, strict=True))
     return jaxpr if is_plain else jaxpr.replace(eqns=equations)

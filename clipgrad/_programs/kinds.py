@@ -35,18 +35,18 @@ class Feed(NamedTuple):
 def held_programs(equation: JaxprEqn) -> list:
     """Return all programs inside an equation, in JAX's containers."""
     parts = (p if isinstance(p, tuple) else (p,) for p in equation.params.values())
-    found = [item for part in parts for item in part if hasattr(item, "eqns")]
-    if not found and high_operation(equation) is not None:
-        found = [program for program in [expanded_program(equation)] if program is not None]
-    return found
+    programs = [item for part in parts for item in part if hasattr(item, "eqns")]
+    if not programs and high_operation(equation) is not None:
+        programs = [program for program in [expanded_program(equation)] if program is not None]
+    return programs
 
 
 def called_program(equation: JaxprEqn) -> Any:
     """Return the program of an equation that holds one, such as `jit`, `scan` or a custom rule."""
     names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-    own = (equation.params[name] for name in names if name in equation.params)
-    found = next(own, None)
-    return held_programs(equation)[0] if found is None else found
+    named = (equation.params[name] for name in names if name in equation.params)
+    program = next(named, None)
+    return held_programs(equation)[0] if program is None else program
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
@@ -177,7 +177,7 @@ def _run_state(x: Any) -> Any:
 
 def _partitioned(x: Any) -> Any:
     same = sys.modules[_PARTITIONING].custom_partitioning(lambda x: x)
-    same.def_partition(lambda *own: own, sharding_rule="i -> i")
+    same.def_partition(lambda *shardings: shardings, sharding_rule="i -> i")
     return same(x)
 
 

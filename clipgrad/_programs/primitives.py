@@ -29,8 +29,8 @@ class TracedOnce(NamedTuple):
 @functools.cache
 def public_primitives() -> Mapping[Primitive, str]:
     """The primitives of `jax.extend.core.primitives`, with their names there."""
-    found = vars(jax_primitives).items()
-    return {value: name for name, value in found if isinstance(value, Primitive)}
+    members = vars(jax_primitives).items()
+    return {value: name for name, value in members if isinstance(value, Primitive)}
 
 
 class PrimitiveTable(Mapping[Primitive, TableRow], Generic[TableRow]):
@@ -45,7 +45,9 @@ class PrimitiveTable(Mapping[Primitive, TableRow], Generic[TableRow]):
     def __init__(self, name: str, rows: Mapping[TableRow, tuple[str | TracedOnce, ...]]):
         self.name, self._rows = name, dict(rows)
         self._lock = threading.Lock()
-        probes = ((p, row) for row, own in rows.items() for p in own if isinstance(p, TracedOnce))
+        probes = (
+            (p, row) for row, entries in rows.items() for p in entries if isinstance(p, TracedOnce)
+        )
         self._waiting: dict[TracedOnce, TableRow] = dict(probes)
         self._found: dict[TracedOnce, set[Primitive]] = {}
         self._probed: dict[Primitive, TableRow] = {}
@@ -72,13 +74,15 @@ class PrimitiveTable(Mapping[Primitive, TableRow], Generic[TableRow]):
     def probes_without_primitives(self) -> list[str]:
         """The probes in whose programs this JAX has only primitives with rows of their own."""
         self._find()
-        return [p.name for p, found in self._found.items() if not found]
+        return [p.name for p, primitives in self._found.items() if not primitives]
 
     @functools.cached_property
     def _public(self) -> dict[Primitive, TableRow]:
-        pairs = [(n, row) for row, own in self._rows.items() for n in own if isinstance(n, str)]
-        found = {self._named(name): row for name, row in pairs}
-        return {primitive: row for primitive, row in found.items() if primitive is not None}
+        pairs = [
+            (n, row) for row, entries in self._rows.items() for n in entries if isinstance(n, str)
+        ]
+        rows = {self._named(name): row for name, row in pairs}
+        return {primitive: row for primitive, row in rows.items() if primitive is not None}
 
     def _named(self, name: str) -> Primitive | None:
         primitive = getattr(jax_primitives, name.removesuffix("?"), None)
@@ -102,8 +106,8 @@ class PrimitiveTable(Mapping[Primitive, TableRow], Generic[TableRow]):
     def _trace(self) -> None:
         for probe, row in [*self._waiting.items()]:
             if probe.module in sys.modules:
-                found = self._found[probe] = _primitives_of(probe) - self._probed.keys()
-                self._probed.update(dict.fromkeys(found, row))
+                primitives = self._found[probe] = _primitives_of(probe) - self._probed.keys()
+                self._probed.update(dict.fromkeys(primitives, row))
                 del self._waiting[probe]
 
 
@@ -118,11 +122,11 @@ def _primitives_of(probe: TracedOnce) -> set[Primitive]:
 
 def _innermost(program: Any) -> set[Primitive]:
     """The primitives without a public object whose programs hold none themselves."""
-    found: set[Primitive] = set()
+    primitives: set[Primitive] = set()
     for equation in getattr(program, "jaxpr", program).eqns:
         inside = set().union(*map(_innermost, jaxprs_in_params(equation.params)))
-        found |= inside or {equation.primitive} - public_primitives().keys()
-    return found
+        primitives |= inside or {equation.primitive} - public_primitives().keys()
+    return primitives
 
 
 def on_a_mesh(run: Callable[[Any], Any], spec: tuple = ("d",), is_explicit: bool = False) -> Any:

@@ -104,7 +104,7 @@ def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
     Of the others `evaluate` enters only `while`'s, and custom rules if its hook flattens.
     """
     through = (kind_of(equation) or _NO_KIND).through(equation)
-    others = [p for p in held_programs(equation) if all(p is not own for own in through)]
+    others = [p for p in held_programs(equation) if all(p is not one for one in through)]
     return through, others
 
 
@@ -142,13 +142,13 @@ def side_effects(program: Any) -> list[str]:
     jaxpr = opened(program)[0]
     from_outside = any(map(is_reference, [*jaxpr.invars, *jaxpr.constvars]))
     harmless = _HARMLESS if from_outside else _HARMLESS | _OF_REFERENCES
-    found = {
+    operations = {
         operation_name(equation)
         for equation in equations(program)
         if not held_programs(equation) and not is_print(equation)
         if any(type(effect).__name__ not in harmless for effect in equation.effects)
     }
-    return sorted(found)
+    return sorted(operations)
 
 
 def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:

@@ -59,11 +59,11 @@ def cond_again(
 ) -> list:
     """The choice of a `cond` equation among other functions of its inputs behind the index."""
     lifted = [Lifted(branch, types) for branch in branches]
-    closed = [x for own in lifted for x in own.closed]
+    closed = [x for body in lifted for x in body.closed]
     programs, end = [], 0
-    for own, program in zip(lifted, equation.params["branches"], strict=True):
-        start, end = end, end + len(own.closed)
-        programs.append(own.like(program, closed[:start], closed[end:]))
+    for body, program in zip(lifted, equation.params["branches"], strict=True):
+        start, end = end, end + len(body.closed)
+        programs.append(body.like(program, closed[:start], closed[end:]))
     return bind(equation, [inputs[0], *closed, *inputs[1:]], branches=tuple(programs))
 
 
@@ -80,8 +80,8 @@ def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) 
     lifted = Lifted(lambda *leaves: body(*structure.unflatten(leaves)), types)
     if not isinstance(barriers, bool):
         pairs = zip(barriers, inputs, strict=True)
-        own = [flag for flag, x in pairs for _ in jax.tree.leaves(x)]
-        barriers = (*[True] * len(lifted.closed), *own)
+        flags = [flag for flag, x in pairs for _ in jax.tree.leaves(x)]
+        barriers = (*[True] * len(lifted.closed), *flags)
     changed = {"jaxpr": lifted.like(program), "prevent_cse": barriers}
     outputs = bind(equation, [*lifted.closed, *leaves], **changed)
     return jax.tree.unflatten(jax.tree.structure(lifted.shapes), outputs)
@@ -91,7 +91,7 @@ def types_of(variables: Sequence, values: Sequence) -> list:
     """The types of values, for a program that has these inputs; weak types are the program's."""
     kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))  # noqa: E731
     pairs = [(v.aval, jax.typeof(x)) for v, x in zip(variables, values, strict=True)]
-    return [own if kind(own) == kind(given) else given for own, given in pairs]
+    return [declared if kind(declared) == kind(passed) else passed for declared, passed in pairs]
 
 
 class Lifted:
@@ -116,10 +116,10 @@ class Lifted:
         first, end = len(before), len(before) + len(self.closed)
 
         def explicit(*inputs: Any) -> list:
-            own = ClosedJaxpr(self._jaxpr, list(inputs[first:end]))
-            return jaxpr_as_fun(own)(*inputs[len(values) :])
+            program_of_values = ClosedJaxpr(self._jaxpr, list(inputs[first:end]))
+            return jaxpr_as_fun(program_of_values)(*inputs[len(values) :])
 
-        found = self._traced
+        traced = self._traced
         if values:
-            found = jax.make_jaxpr(explicit)(*values, *self._types)
-        return found if isinstance(program, ClosedJaxpr) else opened(found)[0]
+            traced = jax.make_jaxpr(explicit)(*values, *self._types)
+        return traced if isinstance(program, ClosedJaxpr) else opened(traced)[0]

@@ -162,11 +162,11 @@ class _Rounding(Hook):
             return list(self.wide(equation, inputs) or [])
         return bind(equation, inputs, **changed)
 
-    def _to_neighbors(self, x: Any, own: Any, eps: Any = None, part: Any = None) -> Any:
-        """A number of type `own`, which `x` may be wider than, moved by one of its roundings."""
+    def _to_neighbors(self, x: Any, dtype: Any, eps: Any = None, part: Any = None) -> Any:
+        """A number of type `dtype`, narrower than `x` or not, moved by one rounding of `dtype`."""
         if not holds_floats(x) or not x.size:
             return x
-        limits = jnp.finfo(own)
+        limits = jnp.finfo(dtype)
         eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
         if self.wide is not None:
             part = self.parts.results if part is None else part
@@ -201,10 +201,10 @@ class _Rounding(Hook):
             not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
-        (found,) = self._all(equation, [y])
+        (moved,) = self._all(equation, [y])
         for x in (x for x in factors if isinstance(x, Tracer)):
-            found = jnp.where(_has_digits(x, 0), y, found)
-        return [found]
+            moved = jnp.where(_has_digits(x, 0), y, moved)
+        return [moved]
 
     def _sum(self, equation: JaxprEqn, inputs: list) -> list:
         """A sum of terms that are rounded to the type of the result, or of a pass of a product."""
@@ -215,12 +215,12 @@ class _Rounding(Hook):
         for i, (x, v) in enumerate(zip(inputs, equation.invars, strict=True)):
             if not holds_floats(v):
                 continue
-            own = dtype_of(v)
-            dtype = own if own in kinds else widest
-            if jnp.finfo(dtype).nmant > jnp.finfo(own).nmant and is_product:
-                own, changed = dtype, {"precision": lax.Precision.HIGHEST}
+            dtype_of_term = dtype_of(v)
+            dtype = dtype_of_term if dtype_of_term in kinds else widest
+            if jnp.finfo(dtype).nmant > jnp.finfo(dtype_of_term).nmant and is_product:
+                dtype_of_term, changed = dtype, {"precision": lax.Precision.HIGHEST}
                 x = x.astype(dtype) if self.wide is None else x
-            eps = max(float(jnp.finfo(t).eps) for t in (dtype, own))
+            eps = max(float(jnp.finfo(t).eps) for t in (dtype, dtype_of_term))
             terms[i] = self._to_neighbors(x, dtype, self._pass(equation, dtype, eps))
         eps = self._partial_sums(equation, inputs)
         return self._all(equation, self._bound(equation, terms, **changed), eps)
@@ -241,9 +241,9 @@ class _Rounding(Hook):
         times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
         return float(jnp.finfo(out.dtype).eps) * times.astype(jnp.float32)
 
-    def _pass(self, equation: JaxprEqn, own: Any, eps: float) -> Any:
+    def _pass(self, equation: JaxprEqn, dtype: Any, eps: float) -> Any:
         """The rounding of an operand: that of its product, if it is coarser."""
-        single = jnp.finfo(own).bits == 32 and numeric_of(equation).is_product
+        single = jnp.finfo(dtype).bits == 32 and numeric_of(equation).is_product
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
         known = PASSES.get(getattr(first, "name", "")) if single else None

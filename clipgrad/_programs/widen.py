@@ -63,8 +63,8 @@ class Widen(Hook):
         dtype = getattr(value, "dtype", None)
         if dtype is None:  # a Python number, which has more digits than its type in the program
             array = np.asarray(value)
-            own = getattr(aval, "dtype", array.dtype)
-            return array.astype(self.wide_dtype(own)) if array.dtype.kind in "fc" else value
+            narrow = getattr(aval, "dtype", array.dtype)
+            return array.astype(self.wide_dtype(narrow)) if array.dtype.kind in "fc" else value
         if (wide := self.wide_dtype(dtype)) == dtype:
             return value
         return value.astype(wide) if isinstance(value, Tracer) else np.asarray(value).astype(wide)

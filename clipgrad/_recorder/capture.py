@@ -27,24 +27,24 @@ Part = Literal["params", "state", "batch", "extra"]
 class Capture:
     """The inputs of a bad step, as `FlightRecorder` saved them.
 
-    Its trees are dictionaries, of objects too, and lists, because loading does not run code from
-    the capture. A tree that you give to `load_capture` or `restore` keeps its own classes.
+    Trees become dictionaries (objects too) and lists, because loading does not run code. To get
+    your own classes back, pass a tree to `load_capture` or `restore`.
 
     Attributes:
-      path: the folder of the capture, in a file system that this machine has mounted.
-      state: the recorded state, with the parameters from before the bad step; with a flag of your
-        own, ``record(..., bad=flag)``, the state that was recorded with that step. ``None`` if you
-        no longer had it when you called `FlightRecorder.close`, or if a later step has overwritten
-        it.
-      key: the PRNG key of the step, or None.
-      step: the number of the step.
-      extra: the other arguments of ``record``.
+      path: the capture's folder, in a file system that this machine has mounted.
+      state: the recorded state, with the parameters from before the bad step; with your own flag,
+        ``record(..., bad=flag)``, the state that you recorded with that step. ``None`` if you had
+        dropped the state before you called `FlightRecorder.close`, or if a later step overwrote the
+        state.
+      key: the step's PRNG key, or None.
+      step: the step number.
+      extra: all other arguments that you passed to ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
-        ``device_kind``; ``nonfinite``: whether the step was not finite, None if a flag of your own
-        calls it bad; ``optimizer`` if the gradient was finite, with the leaves whose update the
-        optimizer made NaN or inf; ``no_batch`` gives the reason if there is no batch;
-        ``microbatch`` says which one it is if ``optax.MultiSteps`` wraps `skip_spikes`; of a batch
-        of several ``steps`` the bad one is ``step_in_batch``.
+        ``device_kind``; ``nonfinite``: whether the step was not finite, None with your own flag;
+        ``optimizer``, if the gradient was finite: the leaves whose update the optimizer made NaN or
+        inf; ``no_batch``: the reason if there is no batch; ``microbatch``: which microbatch you
+        have, if ``optax.MultiSteps`` wraps `skip_spikes`; ``step_in_batch``: the bad step, if the
+        batch is for several ``steps``.
     """
 
     path: pathlib.Path
@@ -58,7 +58,7 @@ class Capture:
 
     @property
     def params(self) -> Any:
-        """The parameters given to ``record(params=...)``, or else those in the state."""
+        """The parameters that you passed as ``record(params=...)``, or those in the state."""
         params = _params_in(self.state) if self._params is None else self._params
         if params is None:
             raise ValueError(
@@ -93,21 +93,21 @@ class Capture:
     def restore(self, like: Any, name: Part = "params") -> Any:
         """A part of the capture in the structure of your tree.
 
-        Guarantees:
-          * Leaves are paired by their paths, never by position.
-          * The arrays are those of the capture, unless your tree is sharded in another way: a step
-            that donates them overwrites both.
-          * The result has the classes and shardings of your tree; a variable that a model of flax
-            NNX has in several places stays one.
-
         Args:
-          like: a tree with the same paths, such as a model or a flax ``TrainState``. What is not an
-            array, a number or text in it stays as it is.
+          like: a tree with the same paths, such as a model or a flax ``TrainState``. Leaves other
+            than arrays, numbers and text stay as they are.
           name: "params", "state", "batch" or "extra".
 
         Raises:
-          ValueError: paths, shapes or dtypes differ, there is no part of this name, or a step has
+          ValueError: paths, shapes or dtypes differ, no part has this name, or a step has
             overwritten the arrays.
+
+        Guarantees:
+          * Leaves are paired by path, never by position.
+          * You get the capture's own arrays, unless your tree has another sharding. If you donate
+            the arrays, the capture loses them, too.
+          * The result has the classes and shardings of your tree; a variable that a flax NNX model
+            has in several places stays one variable.
         """
         if name not in get_args(Part):
             raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, get_args(Part)))}")
@@ -142,27 +142,28 @@ def load_capture(path: str | os.PathLike, like: Any = None) -> Capture:
       (Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32))
 
     Args:
-      path: the folder of one capture, such as ``"captures/step_57"``; a `HaltedError` has it as
-        ``error.path``.
-      like: a tree with the paths of the recorded state, or of the parameters, or the pair
-        ``(params, batch)``, to get these back in their own classes and shardings. Its arrays may be
-        `jax.ShapeDtypeStruct`. ``None``: dictionaries and lists.
+      path: the folder of one capture, such as ``"captures/step_57"``, or ``error.path`` from a
+        `HaltedError`.
+      like: a tree with the same paths as the recorded state, or the parameters, or the pair
+        ``(params, batch)``: you get these back in the classes and shardings of ``like``. Arrays may
+        be `jax.ShapeDtypeStruct`. ``None``: you get dictionaries and lists.
 
     Returns:
       A `Capture`.
 
     Raises:
-      FileNotFoundError: there is no capture, or only an incomplete one.
-      ValueError: it is damaged, of another version, or has dtypes that need ``jax_enable_x64``; or
-        the paths, shapes or dtypes of ``like`` differ; or ``path`` is an address (``gs://``).
+      FileNotFoundError: there is no capture, or the capture is incomplete.
+      ValueError: the capture is damaged, has another version, or has dtypes that need
+        ``jax_enable_x64``; or ``like`` has other paths, shapes or dtypes; or ``path`` is an address
+        (``gs://``).
       TypeError: ``path`` is not a path.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Guarantees:
-      * Values and dtypes are bit-identical to the values and dtypes of the run.
-      * What ``like`` has gets its classes and its shardings; all else becomes dictionaries and
-        lists of arrays on the default device.
-      * Loading does not run code from the capture, which holds only numbers and JSON.
+      * Values and dtypes are bit-identical to those in the run.
+      * Everything in ``like`` comes back in the classes and shardings that ``like`` has; all else
+        becomes dictionaries and lists with arrays on the default device.
+      * Loading never runs code: a capture holds only numbers and JSON.
     """
     if path is None:
         raise TypeError(

@@ -41,7 +41,7 @@ _CAPTURE_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "
 
 
 class HaltedError(RuntimeError):
-    """A step of the training was bad, and its capture is written.
+    """A training step was bad, and the capture is written.
 
     Attributes:
       path: the capture, for `load_capture`; ``None`` if it could not be written.
@@ -60,8 +60,8 @@ class HaltedError(RuntimeError):
 class FlightRecorder:
     """Saves the parameters, the batch and the key of a bad training step, in any loop.
 
-    A step is bad if the optimizer of the loop, ``skip_spikes(halt=...)``, halts, or if a flag of
-    your own says so, ``record(..., bad=flag)``.
+    A step is bad if your optimizer, ``skip_spikes(halt=...)``, halts, or if you say so by a flag,
+    ``record(..., bad=flag)``.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
@@ -80,12 +80,12 @@ class FlightRecorder:
       1 [1. 0.]
 
     Args:
-      directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
-        A bucket must be mounted.
-      keep: the number of batches to keep of steps that are known to be good.
-      max_captures: the most captures in the directory, captures of earlier runs included.
-      raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
-        ``captures`` lists the captures, and the training stays halted until `resume`.
+      directory: the folder for captures; each capture gets a subfolder, such as ``step_57``. To
+        write to a bucket, mount the bucket.
+      keep: the number of batches to keep from steps that are known to be good.
+      max_captures: the largest number of captures in the directory, earlier runs included.
+      raise_on_halt: ``False``: you get no error, and a warning if a capture can't be written. The
+        attribute ``captures`` lists the captures, and training stays halted until `resume`.
 
     Raises:
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
@@ -94,31 +94,32 @@ class FlightRecorder:
       ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
         directory is an address (``gs://``), or has the character ``*``, ``?`` or ``[``.
 
-    After each step `record` keeps the batch, starts a copy of the flag to the host, and reads the
-    flags that have arrived. If a flag is set, it writes a capture: the parameters from before the
-    bad step, the batch and the key of that step, norms of the steps before it, and versions. Then
-    it raises `HaltedError`.
+    After each step you call `record`. `record` keeps the batch, starts to copy the flag to the
+    host, and reads the flags that have arrived. If a flag is set, `record` writes a capture: the
+    parameters from before the bad step, the batch and the key of that step, norms of earlier steps,
+    and versions. Then `record` raises `HaltedError`.
 
     Guarantees:
-      * It does not copy or hold the parameters, so you may donate the buffers of the state. With a
-        flag of your own it holds the state of each step until the flag of that step arrives, since
-        no optimizer keeps the parameters from before a bad step.
-      * In one process it waits for the device in the first `record` only, and keeps the batch of
-        each step until the flag of that step arrives. Several processes must stop at the same step:
-        there `record` waits for the flag of the step ``keep - 1`` steps before.
-      * A capture never has the batch of another step. If the loop does not record every step, or
-        records a state that had already halted, the capture says that it has no batch. If a
-        compiled function takes several steps, record the state after the last one with the batches
-        of all, stacked along the leading axis, and their numbers, ``step=range(i, i + 4)``: the
-        capture has them all, and says which is bad. Without these numbers a batch is that of the
-        last step, and one that may be either is an error. If ``optax.MultiSteps`` wraps
-        `skip_spikes`, the capture has the last microbatch.
-      * If a clip with ``stats="per_leaf"`` shows that the gradient of a leaf was exactly zero in
-        the first step, the first `record` warns.
-      * What can't be written is refused by the first `record`, not at the halt; functions and other
-        objects in a state or a model are left out.
-      * A capture gets its name when it is complete, and never overwrites another one. Loading it
-        does not run code from it.
+      * The recorder does not copy or hold the parameters, so you may donate the state's buffers.
+        With your own flag, the recorder holds each step's state until that step's flag arrives,
+        since no optimizer keeps the parameters from before a bad step.
+      * In one process, only the first `record` waits for the device, and each batch is kept until
+        the flag of that step arrives. Several processes must stop at the same step, so there
+        `record` waits for the flag from ``keep - 1`` steps before.
+      * A capture never has the batch of another step. If you do not record every step, or record a
+        state that had already halted, the capture says that there is no batch. If
+        ``optax.MultiSteps`` wraps `skip_spikes`, the capture has the last microbatch.
+      * If your compiled function takes several steps, record the state after the last step, the
+        batches of all steps, stacked along the leading axis, and the step numbers,
+        ``step=range(i, i + 4)``. The capture then has all batches, and says which one is bad.
+        Without step numbers a batch counts as the last step's; if the batch may be either, you get
+        an error.
+      * The first `record` warns if a leaf's gradient was exactly zero in the first step, provided
+        that a clip with ``stats="per_leaf"`` measures this.
+      * If something can't be written, the first `record` raises the error, not the halt much later.
+        Functions and other objects in a state or a model are left out.
+      * A folder gets the name of a capture only when the capture is complete, and never overwrites
+        another one. Loading a capture does not run code from the capture.
     """
 
     directory: pathlib.Path
@@ -164,29 +165,29 @@ class FlightRecorder:
         """Keeps the inputs of a step, and reads the flags of earlier steps.
 
         Args:
-          state: the state *after* the step, any tree with the one state of
-            ``skip_spikes(halt=...)``: `train_step`'s, a flax ``TrainState``, an
-            ``nnx.Optimizer``, the state of an optimizer, a tuple of such. With ``bad`` any tree.
-          batch: the batch of the step, any tree of arrays; or its number, if you can load the data
-            again by that number. NumPy arrays are copied; arrays of JAX must not be donated.
-          key: the PRNG key of the step.
-          step: the number of the step; by default the number of `skip_spikes`, or with ``bad`` of
-            the records, 0 for the first. Of several steps in one compiled function their numbers,
-            such as ``range(i, i + 4)``.
-          bad: a flag of your own loop for a bad step, where no optimizer halts: ``True``, ``False``
-            or an array of these, such as ``~jnp.isfinite(loss)``, which `record` does not wait for.
-            Of several steps one flag for each. The capture has the state that was recorded with the
-            bad step, so its parameters are those *after* that step, unless you pass those from
-            before as ``params=``. If a later step donates them before the flag has arrived, the
-            capture has none: pass ``bool(flag)``, which waits. Of bad steps in a row the first is
-            captured.
-          **extra: other values of the step. Single numbers, such as ``loss=loss``, become
+          state: the state *after* the step, any tree with exactly one ``skip_spikes(halt=...)``
+            state: the state from `train_step`, a flax ``TrainState``, an ``nnx.Optimizer``, an
+            optimizer state, or a tuple of these. With ``bad`` any tree.
+          batch: the step's batch, any tree of arrays; or a number by which you can load the data
+            again. NumPy arrays are copied; do not donate JAX arrays.
+          key: the step's PRNG key.
+          step: the step number; by default the number that `skip_spikes` counts, or with ``bad``
+            the number of earlier records. If one compiled function takes several steps, all step
+            numbers, such as ``range(i, i + 4)``.
+          bad: your own flag for a bad step, if no optimizer halts: ``True``, ``False`` or a boolean
+            array, such as ``~jnp.isfinite(loss)``, for which `record` does not wait. For several
+            steps, one flag each. The capture has the state that you recorded with the bad step, so
+            you get the parameters *after* that step, unless you pass the earlier ones as
+            ``params=``. If a later step donates the parameters before the flag has arrived, the
+            capture has none; to prevent this, pass ``bool(flag)``, which waits. If several bad
+            steps follow each other, the first is captured.
+          **extra: other values from the step. Single numbers, such as ``loss=loss``, become
             statistics; pass ``params=`` if ``state`` does not have the parameters.
 
         Raises:
-          HaltedError: a step was bad, and its capture is written; unless ``raise_on_halt=False``.
-          ValueError: ``state`` has no flag or several, and ``bad`` is ``None``; ``state`` or
-            ``batch`` was donated; or it is not known of which steps the batch is, see ``step``.
+          HaltedError: a step was bad, and the capture is written; not with ``raise_on_halt=False``.
+          ValueError: ``bad`` is ``None``, and ``state`` has no flag or several; ``state`` or
+            ``batch`` was donated; or the batch may belong to several steps, see ``step``.
           TypeError: ``bad`` is no flag; a leaf of ``batch`` is not an array, a number or text; an
             array has a dtype that orbax does not write; or a key of a dictionary is not text or an
             integer.
@@ -219,10 +220,10 @@ class FlightRecorder:
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
 
     def close(self) -> None:
-        """Waits for the flags of all remaining steps, and reads them.
+        """Waits for all remaining flags, and reads them.
 
-        Keep the state that you recorded last in a variable; otherwise the capture has no parameters
-        and says so. If an earlier capture could not be written, this tries again.
+        Keep the last recorded state in a variable until then; otherwise the capture has no
+        parameters and says so. If an earlier capture could not be written, `close` tries again.
 
         Raises:
           HaltedError: a step was bad, as for `record`.

@@ -94,7 +94,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         axes = self.axes
         if _programs.tracks_devices(equation):
             axes |= {*_programs.manual_axes(equation)}
-        taps = self.slices(equation) if part.own is None else part.own
+        taps = self.slices(equation) if part.slices is None else part.slices
         taps = {key[1:]: tap for key, tap in taps.items() if key[0] == part.program}
         scopes, lines = self.scopes_inside(equation), self.lines_inside(equation)
         return dataclasses.replace(self, taps=taps, scopes=scopes, lines=lines, axes=axes)
@@ -106,8 +106,8 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         """Keep the notes of the programs inside of an equation."""
         del inputs
         on_devices = _programs.is_shard_map(equation)
-        for program, own in enumerate(notes):
-            for key, note in own.items():
+        for program, notes_of_program in enumerate(notes):
+            for key, note in notes_of_program.items():
                 note = self.over_devices(equation, key, note) if on_devices else note
                 self._keep(self.key_around(equation, program, key), note)
 
@@ -188,12 +188,12 @@ class NamedValue(NamedTuple):
 
 
 def named_values(program: Any) -> Iterator[NamedValue]:
-    for own, place, jaxpr, scopes in _names.placed_equations(program, _programs.value_programs):
+    for prefix, place, jaxpr, scopes in _names.placed_equations(program, _programs.value_programs):
         equation = place.equation
         for output, variable in enumerate(equation.outvars):
             if not _programs.holds_floats(variable):
                 continue
-            position = (*own, output)
+            position = (*prefix, output)
             if (tag := _names.users_tag(equation)) is not None:
                 yield NamedValue((*position, 0), tag, "tag", place, variable)
             exit = _names.exits(jaxpr).get(variable)

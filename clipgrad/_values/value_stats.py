@@ -41,23 +41,23 @@ class ValueStats(NamedTuple):
     Attributes:
       squares: sums of squares of elements scaled down, as they are, and scaled up, of shape
         ``(..., 3)``; read ``norm`` and ``rms`` instead.
-      max: the largest magnitude.
+      max: the largest magnitude of an element.
       nonfinite: the number of elements that are NaN or inf. Counts are floating, exact up to
         2 ** 24 in float32.
       zero_count: the number of elements that are 0.
       size: the number of elements.
 
-    Let $x_1, \ldots, x_n$ be the elements of all values with the name; of complex numbers the
-    magnitudes. ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and
-    ``zero_fraction`` is the share of elements that are exactly 0. The fields are sums and a
-    maximum, so that statistics of several values can be joined. Each has the axes that the name
-    has: one for each scan around it, and the axis that ``watch`` keeps.
+    Let $x_1, \ldots, x_n$ be the elements of all values with the name, or their magnitudes if they
+    are complex. ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and
+    ``zero_fraction`` is the share of elements that are exactly 0. All attributes are sums, or a
+    maximum, so that statistics of several values can be joined. Each attribute has one axis for
+    each scan around the name, and the axis that ``watch`` keeps.
 
     Guarantees:
-      * The norm is right from 1.2e-38 to 3.4e38 in float32, as the norm of `ClipStats`.
+      * The norm is right from 1.2e-38 to 3.4e38 in float32.
       * NaN is not hidden, on one device or many: if an element is NaN, so are ``max``, ``norm`` and
         ``rms``.
-      * Of no elements ``norm``, ``rms``, ``max`` and ``zero_fraction`` are 0.
+      * If there are no elements, ``norm``, ``rms``, ``max`` and ``zero_fraction`` are 0.
     """
 
     squares: jax.Array
@@ -73,7 +73,7 @@ class ValueStats(NamedTuple):
 
     @property
     def rms(self) -> jax.Array:
-        """The root of the mean square; 0 if there are no elements."""
+        """The root mean square; 0 if there are no elements."""
         return self.norm / jnp.sqrt(jnp.maximum(self.size, 1))
 
     @property
@@ -87,12 +87,12 @@ class ValueStats(NamedTuple):
 
         Args:
           x: an array of floating or complex numbers.
-          axis: an axis for each index of which there is one entry; ``None``: one for the array.
+          axis: an axis to keep, with one entry for each index; ``None``: one entry for the array.
           dtype: float32 or float64; by default float64 if the array is.
 
         Raises:
           TypeError: if ``x`` is not an array of floating or complex numbers.
-          ValueError: if it has no such axis.
+          ValueError: if ``x`` has no such axis.
         """
         if not holds_floats(x):
             raise TypeError(
@@ -108,7 +108,7 @@ class ValueStats(NamedTuple):
         return _measured_value(size, over)
 
     def joined(self, other: "ValueStats") -> "ValueStats":
-        """The statistics of what two statistics are of."""
+        """The statistics of all elements of both."""
         sums = jax.tree.map(jnp.add, self, other)
         return sums._replace(max=larger(self.max, other.max))
 

@@ -33,10 +33,10 @@ _OF_VALUES = "with_value_stats"
 def with_value_stats(
     fun: Callable[..., Any], *, watch: Watch = None, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Makes a function that also returns statistics of the values with names inside of it.
+    """Makes a function that also returns statistics of named values inside.
 
-    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a line,
-    such as ``"model.py:14"``; `list_names` lists them.
+    A name is a tag, which you set by `jax.ad_checkpoint.checkpoint_name`, a module path, or a line,
+    such as ``"model.py:14"``; `list_names` lists the names.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -54,51 +54,50 @@ def with_value_stats(
 
     Args:
       fun: a function of trees of arrays.
-      watch: the names to measure, and patterns of them such as ``"block_*/attn"``; ``None``: all
-        tags, or all modules if there are no tags. A dictionary from names or patterns to an axis,
-        such as ``{"**/logits": 1}`` for the heads of attention, keeps this axis of the (batched)
-        value: there is one entry for each index, behind the axes of scans. ``None`` instead of the
-        axis: one entry for the whole value.
+      watch: names to measure, and patterns such as ``"block_*/attn"``; ``None``: all tags, or all
+        modules if there are no tags. With a dictionary from names or patterns to an axis of the
+        (batched) value, such as ``{"**/logits": 1}`` for attention heads, you get one entry for
+        each index of that axis; the axes of scans come first. ``None`` instead of the axis: one
+        entry for the whole value.
       has_aux: ``True`` if ``fun`` returns ``(result, aux)``.
 
     Returns:
-      A function of the arguments of ``fun`` that returns ``(result, stats)``, or with ``has_aux``
-      ``(result, (aux, stats))``, with a dictionary ``stats`` from names to `ValueStats`, one for
-      each name that a pattern matches.
+      A function with the arguments of ``fun`` that returns ``(result, stats)``, or with ``has_aux``
+      ``(result, (aux, stats))``. ``stats`` is a dictionary from names to `ValueStats`, with one
+      entry for each name that a pattern matches.
 
     Raises:
       TypeError: if ``fun`` is not a function, ``watch`` not a collection of names, or an axis not
         an integer; when called, if the values of a name are not floating or complex, or with
         ``has_aux`` the result is not a pair.
-      ValueError: when called, if a name or a pattern matches no value, or only values that can't be
-        reached; if values have no such axis, or axes of different lengths, or a mesh may cut it; if
-        there are neither tags nor modules with ``watch=None``.
+      ValueError: when called, if a name or a pattern matches no value, or only inaccessible values;
+        if values lack the axis, have axes of different lengths, or if a mesh may cut the axis; with
+        ``watch=None``, if there are neither tags nor modules.
 
-    The values of a module are those that are computed inside, and used or returned outside; if
-    there are none, those that nothing uses. The value of a line is the last floating one that it
-    computes each time it runs. No gradient is needed: values of a
-    `jax.lax.while_loop`, and others without a cotangent, are measured, too. For values and
-    cotangents of one run write ``cg.value_and_grad_with_stats(cg.with_value_stats(loss),
-    has_aux=True)``.
+    The values of a module are computed inside, and used or returned outside; if there are no such
+    values, unused ones count. The value of a line is the last floating one that the line computes
+    each time it runs. You need no gradient: values inside a `jax.lax.while_loop`, and others
+    without a cotangent, are measured, too. To get values and cotangents from one run, write
+    ``cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)``.
 
     Guarantees:
-      * The result and its derivatives are the same as of ``fun``; the statistics have none. If a
-        compiled program does not use them, the result is bit-identical; if it does, the rounding
-        may change, because XLA then stores what it had fused.
-      * The statistics leave a compiled program as further results, without a callback. A `jax.jit`
-        inside keeps its shardings and donated arguments; `jax.checkpoint` stays.
-      * The statistics of a name have one leading axis for each scan around it, outermost first. A
-        `jax.lax.fori_loop` whose bounds are known is a scan. Values that share a name are joined,
-        and so are the steps of a `jax.lax.while_loop`, and those of scans whose lengths differ.
-      * A branch of a `jax.lax.cond` that is not taken counts nothing, unless a `jax.vmap` in
-        ``fun`` gives each lane a condition of its own: then JAX computes both, and both count.
-      * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
-        statistics of the whole batch.
-      * Inside `jax.shard_map` they are statistics of all devices together. A value that does not
-        vary along an axis of the mesh counts once; with ``check_vma=False`` it counts on every
-        device. An axis is kept only of values that are the same on all devices.
-      * Custom rules and `jax.lax.custom_linear_solve` are left whole: their results are values of
-        the modules around. Names and models are treated as by `error_clip_by_name`.
+      * The result and the derivatives are those of ``fun``; the statistics have no derivatives. If
+        your compiled program does not use the statistics, the result is bit-identical; otherwise
+        the rounding may change, because XLA then stores values that were fused before.
+      * A compiled program returns the statistics as further results, without a callback. `jax.jit`
+        inside keeps shardings and donated arguments, and `jax.checkpoint` stays.
+      * For each scan around a name, the statistics have one leading axis, outermost first. A
+        `jax.lax.fori_loop` with known bounds is a scan. Values that share a name are joined. So are
+        `jax.lax.while_loop` steps, and the steps of scans with different lengths.
+      * In a `jax.lax.cond` only the chosen branch counts. If a `jax.vmap` in ``fun`` gives each
+        lane its own condition, JAX computes both branches, and both count.
+      * If you `jax.vmap` the result, you get statistics for each lane; a `jax.vmap` inside ``fun``
+        gives statistics of the whole batch.
+      * Inside `jax.shard_map` you get statistics of all devices together. A value that does not
+        vary along a mesh axis counts once; with ``check_vma=False`` it counts on every device. You
+        can keep an axis only of values that are the same on all devices.
+      * Values inside custom rules and `jax.lax.custom_linear_solve` are not measured; the results
+        belong to the modules around. Names and models are treated as in `error_clip_by_name`.
     """
     check_function(fun)
     axes = _checked_axes(watch)
@@ -208,7 +207,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """The hook that measures these names, and the number of scans that the values of each share."""
     chosen = watched_names(program, axes, _OF_VALUES, VALUES)
-    seen_sites = {n: list(VALUES.own(sites)) for n, sites in sites_of(program, chosen).items()}
+    seen_sites = {n: list(VALUES.counted(sites)) for n, sites in sites_of(program, chosen).items()}
     watched = []
     for name, (kind, axis) in chosen.items():
         if axis is not None:
@@ -238,9 +237,9 @@ def _check_axis(name: str, axis: int, sites: list[NamedSite]) -> None:
 
 def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, ValueStats]:
     """The statistics of each name, with the axes of the scans that its values share."""
-    found: dict[str, ValueStats] = {}
+    by_name: dict[str, ValueStats] = {}
     for (name, nest), stats in notes.items():
         for _ in nest[common[name] :]:
             stats = stats.over(common[name])
-        found[name] = found[name].joined(stats) if name in found else stats
-    return {name: found[name] for name in common}
+        by_name[name] = by_name[name].joined(stats) if name in by_name else stats
+    return {name: by_name[name] for name in common}

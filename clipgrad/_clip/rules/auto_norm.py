@@ -1,0 +1,112 @@
+"""Normalizing a whole tree, without a threshold to tune."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from clipgrad._arrays import (
+    AxisName,
+    Norm,
+    clippable_leaves,
+    over,
+    times,
+    tree_norm,
+    warn_of_parts,
+    with_real_dtype,
+)
+from clipgrad._clip.limits import limit_of
+from clipgrad._clip.rules.measuring_rule import Limit, MeasuringRule, scale_each
+from clipgrad._clip.rules.rule_fields import pytree_rule, static, threshold
+from clipgrad._clip.thresholds import Number
+
+
+@pytree_rule
+class AutoNorm(MeasuringRule):
+    r"""Scales a whole gradient to about one norm, without a threshold to tune.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> rule = cg.AutoNorm(max_norm=1.0, gamma=5.0)
+      >>> rule(jnp.array([3.0, 4.0])), rule(jnp.array([12.0, 16.0]))    # norms 5 and 20
+      (Array([0.3, 0.4], dtype=float32), Array([0.48, 0.64], dtype=float32))
+
+    Args:
+      max_norm: the norm that results are below, a number.
+      gamma: the norm whose result is ``max_norm / 2``, a number.
+      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the tree is spread
+        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
+        each leaf is, also one that JAX does not know to differ between devices; not needed
+        under `jax.jit`.
+
+    Raises:
+      ValueError: for a number that is negative or NaN, or an infinite ``max_norm``; when called,
+        for an ``axis_name`` that is not a mapped axis.
+      TypeError: for what is not a number, array or schedule.
+
+    Each leaf becomes $g \cdot \mathrm{max\_norm} / (n + \mathrm{gamma})$ with the `global_norm` $n$
+    of all leaves. A gradient far above ``gamma`` gets the norm ``max_norm``, whether it
+    was larger or smaller; far below it the factor is ``max_norm / gamma``. So ``max_norm`` only
+    multiplies the learning rate. With `clip_per_example` this is the automatic clipping (AUTO-S)
+    of differentially private training.
+
+    ============================  ======================================================
+    norm or threshold             result
+    ============================  ======================================================
+    norm 0, empty tree            unchanged, with finite derivatives
+    ``max_norm=0``                exact zeros
+    a traced number < 0           acts as 0
+    NaN or inf in any leaf        NaN throughout the tree
+    ============================  ======================================================
+
+    Guarantees:
+      * The norm of the result is less than ``max_norm``, up to a relative 4e-7 in float32, and the
+        direction is kept.
+      * The norm of the result grows with the norm of the gradient.
+
+    References:
+      Bu, Wang, Zha and Karypis, Automatic Clipping: Differentially Private Deep Learning Made
+      Easier and Stronger, 2023, https://arxiv.org/abs/2206.07136: AUTO-S, with ``gamma`` 0.01.
+    """
+
+    max_norm: Number = dataclasses.field(default=1.0, metadata=threshold(main=True, infinite=False))
+    gamma: Number = dataclasses.field(default=0.01, metadata=threshold())
+    _: dataclasses.KW_ONLY
+    axis_name: AxisName = dataclasses.field(default=None, metadata=static())
+    acts_on = "tree"
+    limits: ClassVar[bool] = False
+
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norm of the whole tree."""
+        warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
+        return [tree_norm(grads, axis_name=self.axis_name)]
+
+    def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
+        """The norm of the tree, and what it becomes."""
+        (norm,) = norms
+        limit, gamma = self._numbers(norm)
+        return [(norm, norm.root / _divisor(norm, gamma) * limit)]
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
+        """The tree with a norm below ``max_norm``."""
+        (norm,) = norms
+        each = [[x] * len(clippable_leaves(grads)) for x in (norm, *self._numbers(norm))]
+        return scale_each(_normalized, grads, *each)
+
+    def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
+        """Wherever there is something to scale."""
+        return norm.root != 0
+
+    def _numbers(self, norm: Norm) -> tuple[jax.Array, jax.Array]:
+        return limit_of(self.max_norm, norm), limit_of(self.gamma, norm)
+
+
+def _normalized(leaf: jax.Array, norm: Norm, limit: jax.Array, gamma: jax.Array) -> jax.Array:
+    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
+    return times(over(wide, _divisor(norm, gamma)), limit).astype(leaf.dtype)
+
+
+def _divisor(norm: Norm, gamma: jax.Array) -> jax.Array:
+    """The norm plus gamma, in the units of the norm's root."""
+    return norm.divisor + gamma * norm.scale

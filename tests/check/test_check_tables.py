@@ -1,0 +1,92 @@
+"""The tables of the checker: each wrong gradient fails, each right one passes, at the defaults."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clipgrad._check import check_grads
+from tests.check import check_cases
+from tests.check.check_tables import LIMITS, LIMITS_OF_TYPES, RIGHT, WRONG, Row
+
+CORE = ("wrong_deep_inside_a_scan", "causal attention ones right")
+
+
+def rows(kind, table):
+    """Each row in each of its types; few of them run by default."""
+    found = [(name, d) for name, row in table.items() for d in row.dtypes]
+    found = [row for row in found if (kind, row[0]) not in LIMITS]
+    found = [row for row in found if kind == "wrong" or row not in LIMITS_OF_TYPES]
+    core = [row for row in found if row[0] in CORE]
+    rare = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in found if row not in core]
+    return [*core, *rare]
+
+
+def run(row, dtype):
+    promotion = contextlib.ExitStack()
+    if not row.strict:
+        promotion.enter_context(jax.numpy_dtype_promotion("standard"))
+        promotion.enter_context(jax.numpy_rank_promotion("allow"))
+    with promotion, jax.enable_x64(dtype == "float64"):
+        function, args, *options = row.make(jnp.dtype(dtype))
+        return check_grads(function, args, raise_on_failure=False, **(options or [{}])[0])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_this_file():
+    """Programs that serve no other test, of which JAX keeps 8,192 in a process."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize(("name", "dtype"), rows("wrong", WRONG))
+def test_a_wrong_gradient_fails_the_check_that_it_violates(name, dtype):
+    report = run(WRONG[name], dtype)
+    found = {failure.check for failure in report.failures}
+    assert found and WRONG[name].check in {None, *found}, str(report)
+    assert "nothing was verified" not in str(report)
+
+
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize(("name", "dtype"), rows("right", RIGHT))
+def test_a_right_gradient_passes(name, dtype):
+    report = run(RIGHT[name], dtype)
+    assert report.ok, str(report)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "name"), LIMITS)
+def test_a_known_limit_is_what_it_is_said_to_be(kind, name):
+    """In one type at least a wrong one passes, or nothing of it was verified; a right one fails."""
+    row = (WRONG if kind == "wrong" else RIGHT)[name]
+    reports = [run(row, dtype) for dtype in row.dtypes]
+    assert any(r.ok == (kind == "wrong") or "nothing was verified" in str(r) for r in reports)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "dtype"), LIMITS_OF_TYPES)
+def test_what_half_precision_cannot_tell_is_not_called_wrong(name, dtype):
+    report = run(RIGHT[name], dtype)
+    assert [failure.where for failure in report.failures] == ["all inputs"], str(report)
+    assert "verified" in report.failures[0].detail and "float32" in str(report)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", check_cases.UNKNOWN)
+def test_what_cannot_be_known_is_not_called_wrong(name):
+    report = run(Row(check_cases.UNKNOWN[name]), "float32")
+    assert all("nothing was verified" in failure.detail for failure in report.failures), str(report)
+
+
+SMOOTH = ("tanh", "power", "softmax", "logsumexp", "attention", "var", "solve", "scan", "huber")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_right_function_passes_in_second_order(name):
+    function, make = RIGHT[f"function {name}"].make.__defaults__  # pyright: ignore
+    with jax.enable_x64(True):
+        report = check_grads(function, make(jnp.dtype("float64")), order=2, raise_on_failure=False)
+    assert report.ok, str(report)

@@ -1,0 +1,128 @@
+"""On one CPU device a norm is one sum, and a second one only out of its range."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._arrays.sums import joined_leaves
+from tests.clips.test_nan import (  # noqa: F401
+    test_a_bad_element_makes_its_whole_group_nan,
+    test_only_the_slice_that_holds_it_is_nan,
+)
+from tests.clips.test_norms import (  # noqa: F401
+    test_any_tree_has_the_norm_of_the_reference,
+    test_each_slice_has_its_own_range,
+    test_known_norms,
+    test_nan_gives_nan_and_otherwise_inf_gives_inf,
+    test_norms_under_vmap_are_per_lane_whatever_their_range,
+    test_the_derivative_is_that_of_the_formula,
+)
+from tests.helpers import RELEASED, reductions
+from tests.values.test_value_stats import (  # noqa: F401
+    test_the_statistics_of_an_array_are_those_of_numpy,
+)
+
+pytestmark = pytest.mark.exhaustive
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    """The tests have eight, for which nothing that was traced before is valid here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def branches(text):
+    """The entry computation of a compiled program, and the other ones."""
+    entry = text[text.index("ENTRY ") :]
+    return entry, text[: text.index("ENTRY ")]
+
+
+def branches_and_sums(rule, *trees):
+    """The branches of a clip compiled for one device, and its reductions."""
+    compiled = jax.jit(rule).lower(*trees).compile(compiler_options=RELEASED)
+    return branches(compiled.as_text())[0].count(" conditional("), reductions(compiled)
+
+
+@pytest.mark.parametrize("size", [12, 4096], ids=["small leaves", "large leaves"])
+@pytest.mark.parametrize("rule", [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS])
+def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, size):
+    tree = [jax.ShapeDtypeStruct((size, n), jnp.float32) for n in (1, 2, 3)]
+    count, sums = branches_and_sums(rule(1.0), tree)
+    if rule is cg.ClipByBlockRMS and size == 12:  # one sum of each in float64
+        assert (count, sums) == (0, 3)
+    else:
+        assert count == 1 and sums <= 2 * 3 + 1  # one in the branch, and that all are in range
+
+
+def test_units_of_small_leaves_have_one_sum_and_no_branch():
+    tree = [jax.ShapeDtypeStruct((4, n), jnp.float32) for n in (1, 2, 3)]
+    assert branches_and_sums(cg.AdaptiveClip(0.1), tree, tree) == (0, 6)
+
+
+SCALES = [0.0, 1e-37, 1e-30, 1.0, 1e30, 3e38, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("clip", ["rms", "columns", "rows"])
+def test_small_and_large_leaves_in_every_range_are_clipped_as_numpy_clips_them(clip, key):
+    rule = {"rms": cg.ClipByBlockRMS(1e-3), "columns": cg.ClipByNorm(1e-3, axis=0)}
+    rule = rule.get(clip, cg.ClipByNorm(1e-3, axis=-1))
+    units = [np.array(jax.random.normal(key, (n, 5)) / 4) for n in (7, 900)]
+    tree = [np.float32(unit * scale) for scale in SCALES for unit in units]
+    clipped = jax.jit(rule)(tree)
+    axis = {"rms": None, "columns": 0, "rows": -1}[clip]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for x, y in zip(tree, clipped, strict=True):
+            wide, sums = np.float64(x), np.mean if clip == "rms" else np.sum
+            norm = np.sqrt(sums(wide**2, axis=axis, keepdims=True))
+            limited = np.where(norm <= 1e-3, wide, wide / np.where(norm > 0, norm, 1) * 1e-3)
+            expected = np.where(np.isfinite(norm), limited, np.nan)
+            np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-37)
+
+
+def test_the_second_pass_of_a_global_norm_joins_4_mb_of_small_leaves_at_most():
+    leaves = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 66
+    leaves += [jax.ShapeDtypeStruct((2**14 + 1,), jnp.float32)]
+    parts = jax.eval_shape(joined_leaves, leaves)
+    assert [part.size for part in parts] == [2**20, 2**14, 2**14, 2**14 + 1]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_one_leaf_out_of_range_changes_no_bit_of_the_others(scale, key):
+    leaves = [jax.random.normal(key, (64, 8)), jnp.array([3.0, 4.0]) * scale]
+    alone = jax.jit(cg.ClipByNorm(0.5))(leaves[:1])
+    together = jax.jit(cg.ClipByNorm(0.5))(leaves)
+    np.testing.assert_array_equal(together[0], alone[0])
+    np.testing.assert_allclose(together[1], leaves[1] * min(1, 0.1 / scale), rtol=1e-6)
+
+
+def test_a_leaf_of_zeros_with_an_unlimited_threshold_stops_no_eager_loop():
+    leaves, threshold = {"one": jnp.ones(4), "two": jnp.zeros(4)}, jnp.finfo("float32").max
+    with jax.debug_infs(True), jax.debug_nans(True):
+        clipped, _ = cg.clip_grads(leaves, cg.ClipByNorm(threshold))
+    jax.tree.map(np.testing.assert_array_equal, clipped, leaves)
+
+
+def test_a_norm_in_a_scan_may_leave_the_range_at_some_steps():
+    scales = jnp.array([1.0, 1e30, 1e-30, 0.0])
+    norms = jax.lax.scan(lambda c, s: (c, cg.global_norm(s * jnp.array([3.0, 4.0]))), 0, scales)[1]
+    np.testing.assert_allclose(norms, 5 * scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [cg.AdaptiveClip(0.1), cg.ClipByNorm(0.1, axis=0)], ids=repr)
+def test_units_of_explicit_shardings_are_clipped_and_watched(rule, key):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    grads = {"w": jax.random.normal(key, (4, 8)), "b": jnp.ones(8)}
+    expected, stats = cg.clip_grads(grads, rule, grads)
+    with jax.set_mesh(mesh):
+        spread = jax.tree.map(
+            lambda x: jax.device_put(x, jax.P(*[None] * (x.ndim - 1), "x")), grads
+        )
+        clipped, theirs = jax.jit(lambda g: cg.clip_grads(g, rule, g))(spread)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), theirs, stats)

@@ -1,0 +1,104 @@
+"""Equal versions of one loss, and their twins: layouts, vmap, frameworks, kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.compare.compare_trainers import AXIS, mesh, numbers, placed
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+PARAMS = {"w": numbers(8, 16, seed=30) / 3, "v": numbers(16, 8, seed=31) / 4}
+BATCH = (numbers(16, 8, seed=32), numbers(16, 8, seed=33))
+ARGS = (PARAMS, BATCH)
+
+
+def mlp(params, batch, by=1.0):
+    with jax.named_scope("first"):
+        h = jnp.tanh(batch[0] @ params["w"])
+    with jax.named_scope("second"):
+        z = h @ params["v"] * by
+    return jnp.mean((z - batch[1]) ** 2)
+
+
+def wide(tree):
+    """The tree in float64."""
+    return jax.tree.map(lambda x: x.astype("float64"), tree)
+
+
+LAYOUTS = {
+    "data parallel": lambda: (placed(PARAMS), placed(BATCH, AXIS)),
+    "tensor parallel": lambda: (
+        {"w": placed(PARAMS["w"], None, AXIS), "v": placed(PARAMS["v"], AXIS)}, placed(BATCH),
+    ),
+    "FSDP": lambda: (placed(PARAMS, AXIS), placed(BATCH, AXIS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["data parallel", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in
+                                ("tensor parallel", "FSDP"))]
+)  # fmt: skip
+def test_sharded_arrays_are_compared_with_those_of_one_device(name):
+    layout = LAYOUTS[name]()
+    found = cg.compare(mlp, mlp, ARGS, other_args=layout)
+    assert found.ok and len(found.rows) == 2 and not found.unmatched, str(found)
+    found = cg.compare(mlp, functools.partial(mlp, by=1.01), ARGS, other_args=layout)
+    assert found.findings[0].module == "second"
+
+
+def test_what_is_of_one_device_alone_is_not_matched():
+    def loss(params, batch, axis=None):
+        with jax.named_scope("part"):
+            value = mlp(params, batch)
+        return value if axis is None else lax.pmean(value, axis)
+
+    specs = (P(), P(AXIS))
+    mapped = jax.shard_map(
+        functools.partial(loss, axis=AXIS), mesh=mesh(), in_specs=specs, out_specs=P()
+    )
+    found = cg.compare(loss, mapped, ARGS)
+    assert found.ok
+    assert "module part: not the same on each device, in one version" in found.unmatched
+
+
+def backward(rule):
+    @jax.custom_vjp
+    def passed(w):
+        return w
+
+    passed.defvjp(lambda w: (w, None), lambda _, g: (rule(g),))
+
+    def loss(params, batch):
+        with jax.named_scope("weights"):
+            params = jax.tree.map(passed, params)
+        return lax.pmean(mlp(params, batch), AXIS)
+
+    specs = (P(), P(AXIS))
+    return jax.shard_map(loss, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", [lambda g: lax.psum(g, AXIS), lambda g: g / 8])
+def test_a_psum_that_is_missing_or_doubled_in_the_backward_pass(rule):
+    found = cg.compare(backward(lambda g: g), backward(rule), ARGS)
+    assert {f.kind for f in found.findings} == {"grads"} and not found.ok
+    assert {f.path for f in found.findings} == {"w", "v"}
+
+
+def test_vmap_is_compared_with_a_batch():
+    def one(params, x, y):
+        return mlp(params, (x, y))
+
+    def mapped(params, batch):
+        return jnp.mean(jax.vmap(one, (None, 0, 0))(params, *batch))
+
+    with jax.enable_x64(True):
+        for args in ARGS, wide(ARGS):
+            found = cg.compare(mlp, mapped, args)
+            assert found.ok and len(found.rows) == 2 and not found.unmatched

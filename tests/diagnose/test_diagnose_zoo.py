@@ -1,0 +1,57 @@
+"""A diagnosis finds what is sick, at its line, and is silent about what is healthy."""
+
+import re
+
+import pytest
+
+import clipgrad as cg
+from clipgrad._diagnose.finding_kinds import FINDING_KINDS
+from clipgrad._diagnose.records import GradientFinding
+from tests.diagnose.diagnose_numbers import HEALTHY, NOTED, SICK
+from tests.package.test_docs import rows
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+# Of the healthy programs, a loop whose decay is meant, a deep network, masks and infinities.
+CORE = (
+    "discounted_return_of_the_first_step", "scanned_residual_layers", "masked_attention",
+    "double_where", "gradient_that_a_mask_drops", "stopped", "infinities", "scan_without_steps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in CORE else pytest.mark.exhaustive) for name in HEALTHY],
+)
+def test_what_is_healthy_has_no_finding(name):
+    found = cg.diagnose(*HEALTHY[name]())
+    assert found.ok and str(found).startswith("nothing is wrong"), str(found)
+
+
+def kind_of(name):
+    return SICK[name].expected["kind"], SICK[name].expected.get("operation")
+
+
+@pytest.mark.kinds(name=kind_of)
+@pytest.mark.parametrize("name", SICK)
+def test_what_is_sick_is_found(name):
+    SICK[name].check()
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_no_fault_is_a_note(name):
+    make, *texts = NOTED[name]
+    found = cg.diagnose(*make())
+    (note,) = found.notes
+    assert found.ok and all(text in note for text in texts)
+    assert note.startswith("tests/diagnose/diagnose_")
+
+
+def test_the_kinds_of_findings_are_those_of_the_page_and_of_the_docstrings():
+    page = [name for row in rows("nan.md", "kind") for name in row[0].split(", ")]
+    assert sorted(page) == sorted({row.expected["kind"] for row in SICK.values()} | {"zero"})
+    assert sorted(page) == sorted(FINDING_KINDS)
+    assert sorted(re.findall(r'^ *"(\w+)"  ', cg.diagnose.__doc__, re.MULTILINE)) == sorted(page)
+    (kind,) = re.findall(r"kind: (.*?)\n\s+file:", GradientFinding.__doc__, re.DOTALL)
+    assert sorted(re.findall(r'"(\w+)"', kind)) == sorted(page)

@@ -1,0 +1,210 @@
+"""The pages on how to do something: programs, what they print, links, and how they are found."""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.package.test_coming_from import assert_pages_program_prints
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+# Pages whose programs are run by other tests.
+ELSEWHERE = {
+    "check", "coming_from", "exploding", "my_run_blew_up", "names", "nan", "per_example", "rules",
+    "which_clip", "zero",
+}  # fmt: skip
+GUIDES = sorted(
+    page.stem
+    for page in DOCS.glob("*.md")
+    if page.stem not in ELSEWHERE and "```python\n" in page.read_text()
+)
+NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
+TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+every_guide = pytest.mark.parametrize("page", GUIDES)
+
+
+def text_of(page):
+    return (DOCS / f"{page}.md").read_text()
+
+
+@pytest.mark.exhaustive
+@every_guide
+def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert_pages_program_prints(DOCS / f"{page}.md")
+
+
+@pytest.mark.exhaustive
+@every_guide
+def test_the_programs_run_as_they_are_copied_on_one_device(page, tmp_path):
+    program = "".join(re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL))
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(DOCS.parent)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("page", "question", "most"),
+    [
+        ("port", "# Port a model", 12),
+        ("two_versions", "A version in a file", 12),
+        ("two_versions", "Is the resumed run", 20),  # with the training step that it compares
+        ("two_versions", "Does an example depend", 12),
+    ],
+)
+def test_an_answer_is_a_short_program(page, question, most):
+    assert page == "two_versions" or f"]({page}.md)" in text_of("two_versions")
+    (section,) = (s for s in text_of(page).split("\n## ") if s.startswith(question))
+    program = "".join(re.findall(r"```py(?:thon)?\n(.*?)```", section, re.DOTALL))
+    assert program
+    assert sum(bool(line.strip()) for line in program.splitlines()) <= most
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+def test_the_step_in_keras_trains():
+    """In a process of its own, since Keras takes its backend from the environment."""
+    text = text_of("frameworks")
+    shared = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    (program,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    program += "\nassert (net.non_trainable_variables[0].value != 0).any()\n"
+    command = [sys.executable, "-c", shared + program]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=DOCS.parent, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+class Sink:
+    """Stands for a run of wandb and for the writers of TensorBoard and clu."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.seen.append((name, *args, *kwargs.values()))
+
+
+def loggers():
+    """The functions of the page that log, without its training."""
+    tree = ast.parse("\n".join(re.findall(r"```python\n(.*?)```", text_of("logging"), re.DOTALL)))
+    wanted = {"numbers", "arrays", "log_to_wandb", "log_to_tensorboard", "log_to_clu"}
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    assert {node.name for node in found} == wanted
+    names = {"np": np}
+    exec(compile(ast.Module(found, []), "logging.md", "exec"), names)
+    return names
+
+
+def test_each_logger_gets_numbers_as_numbers_and_arrays_as_histograms(monkeypatch):
+    fake = types.SimpleNamespace(Histogram=lambda value: ("histogram", value.tolist()))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    found = {"loss": np.float32(2), "h/norm": np.array([1, np.nan, 3], np.float32)}
+    names, run, board, clu = loggers(), Sink(), Sink(), Sink()
+    names["log_to_wandb"](run, found, 7)
+    assert run.seen == [("log", {"loss": 2.0, "h/norm": ("histogram", [1.0, 3.0])}, 7)]
+    names["log_to_tensorboard"](board, found, 7)
+    (scalar, histogram) = board.seen
+    assert scalar == ("add_scalar", "loss", 2.0, 7)
+    assert histogram[:2] == ("add_histogram", "h/norm") and histogram[2].tolist() == [1, 3]
+    names["log_to_clu"](clu, found, 7)
+    assert [call[:2] for call in clu.seen] == [("write_scalars", 7), ("write_histograms", 7)]
+
+
+@pytest.mark.exhaustive
+def test_a_tensorboard_writer_takes_what_the_page_gives_it(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        found = {"loss": jnp.float32(2), "h/norm": np.array([1, np.nan])}
+        loggers()["log_to_tensorboard"](writer, found, 7)
+    assert list(tmp_path.iterdir())
+
+
+def test_every_page_is_in_the_tree():
+    trees = [tree for page in DOCS.glob("*.md") for tree in TOCTREE.findall(page.read_text())]
+    entries = "\n".join(trees).split("\n")
+    listed = {re.sub(r".*<(.+)>", r"\1", entry) for entry in entries}
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert pages <= listed
+
+
+def test_the_sidebar_begins_with_the_start_and_is_short():
+    trees = TOCTREE.findall((DOCS / "index.md").read_text())
+    entries = [line for line in "\n".join(trees).split("\n") if line and line[0] != ":"]
+    assert entries[0] == "Start <self>" and len(entries) <= 30
+    assert any("<agents>" in tree for tree in TOCTREE.findall(text_of("contributing")))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_notebook_has_its_download_on_its_page(path):
+    files = {"__name__": "copies", "__file__": str(DOCS / "copies.py")}
+    exec((DOCS / "copies.py").read_text(), files)
+    page = json.loads(files["notebook_page"](path.name, path.read_text()))
+    first = page["cells"][0]["source"]
+    for name in re.findall(r"\{download\}`\S+ <(\S+)>`", first):
+        assert (DOCS / "notebooks" / name).resolve().is_file() or (DOCS / name[3:]).is_file()
+    assert f"<../../notebooks/{path.name}>" in first and "](../docs/" not in json.dumps(page)
+
+
+def test_every_setting_of_a_language_model_has_a_source_and_a_value():
+    table = text_of("published_clips").split("|---|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.split("\n")]
+    assert len(rows) >= 15
+    for model, threshold, source, *_ in rows:
+        assert re.search(r", 20\d\d( to 20\d\d)?$", model) and "https://" in source, model
+        assert re.match(r"\d\.\d|not stated|none", threshold), model
+
+
+def found_by():
+    """Of each page the words that its author wants it found by."""
+    table = json.loads((DOCS / "keywords.json").read_text())
+    return {page: found["words"] for page, found in table.items()}
+
+
+def test_the_words_of_the_index_lead_to_one_page_each():
+    words = found_by()
+    places = {page: DOCS / f"{page}.md" for page in words if not page.startswith("benchmarks/")}
+    assert all(path.is_file() for path in places.values())
+    every = [word.lower() for page in words.values() for word in page]
+    assert len(every) == len(set(every))
+    assert "NaN" in words["nan"] and "wandb" in words["logging"]
+
+
+SOUGHT = {
+    "bf16": "bfloat16",
+    "MLA": "recipes",
+    "epsilon": "privacy",
+    "GCS": "my_run_blew_up",
+    "checkpoint": "my_run_blew_up",
+    "clip by norm": "api/gradient_clip",
+}
+
+
+@pytest.mark.parametrize("word", SOUGHT)
+def test_what_people_search_for_leads_to_the_page_with_the_answer(word):
+    assert word in found_by()[SOUGHT[word]]
+
+
+PAGES_OF_THE_API = ["by_name", "gradient_clip", "rules", "thresholds"]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_THE_API)
+def test_a_long_page_of_the_reference_begins_with_its_names(page):
+    head, _, rest = text_of(f"api/{page}").partition("```{eval-rst}")
+    documented = re.findall(r"\.\. auto\w+:: (?:clipgrad\.\w+\.)?(\w+)", rest)
+    assert set(documented) == set(re.findall(r"`(\w+)`", head))

@@ -1,0 +1,87 @@
+"""What a page shows is what its program prints, and its costs are those stored."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import report
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize("page", ["check", "names", "per_example"])
+def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
+    text = (DOCS / f"{page}.md").read_text()
+    program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)[1]
+    exec(compile(program, "layers.py", "exec"), {})
+    assert TIMES.sub("", capsys.readouterr().out) == TIMES.sub("", shown)
+
+
+STORED = {
+    path.stem: json.loads(path.read_text()) for path in ROOT.glob("benchmarks/results/*.json")
+}
+
+
+def stored(subject, work, *theirs):
+    """The ratios of a row to other programs, as the page writes them."""
+    found = {
+        each["theirs"]: each["ratio"]
+        for each in report.comparisons({subject: STORED[subject]})
+        if f"{each['work']},".startswith(f"{work},")
+        and each["ours"] in ("clipgrad", "clipped", "recorded")
+    }
+    return [found[name] for name in theirs]
+
+
+COSTS = {
+    "clip by global norm, 128 MB": [("norm", "128 MB in 20 leaves", "optax", "torch")],
+    "clip by global norm, 10M": [("norm", "10M elements in one leaf", "torch")],
+    "error clip by value, LSTM": [("error_clip", "LSTM, scan of 256", "plain")],
+    "error clip by value, unrolled": [("names", "unrolled transformer, all modules", "plain")],
+    "flight recorder": [
+        ("recorder", "six layers", "not recorded"),
+        ("recorder", "two layers", "not recorded"),
+    ],
+    "clip of each example's gradient, MLP": [
+        ("per_example", "MLP of 0.67M, batch 64", "optax, all at once", "jax-privacy")
+    ],
+    "the same in a transformer": [
+        (
+            "per_example",
+            "transformer of 0.8M, scan + remat, batch 256",
+            "optax, all at once",
+            "jax-privacy",
+        )
+    ],
+    "check of the gradient": [
+        ("checker", "MLP of 5k", "jax.test_util.check_grads", "torch gradcheck, slow")
+    ],
+}
+CELL = re.compile(r"([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?")
+
+
+@pytest.mark.parametrize("start", COSTS)
+def test_a_cost_on_the_page_is_the_one_that_was_stored(start):
+    lines = (DOCS / "costs.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {start}")]
+    expected = [ratio for each in COSTS[start] for ratio in stored(*each)]
+    for shown, ratio in zip(row.split("|")[3].split(";"), expected, strict=True):
+        median, *quartiles = CELL.fullmatch(shown.strip()).groups()
+        assert float(median) == pytest.approx(ratio["median"], rel=0.03)
+        if quartiles[0]:
+            ends = ratio["low"], ratio["high"]
+            assert list(map(float, quartiles)) == pytest.approx(ends, abs=0.006)
+
+
+def test_the_readme_has_the_ratio_and_its_quartiles():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (ratio,) = stored("norm", "128 MB in 20 leaves", "optax")
+    median, low, high = (f"{ratio[key]:.2f}" for key in ("median", "low", "high"))
+    assert f"({median}; quartiles {low} to {high})" in text
