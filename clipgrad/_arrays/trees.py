@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._flax import boxes
 from clipgrad._sharding import unreduced_axes
 
 
@@ -261,24 +262,17 @@ def leaves_with_keys(
     So the kernel of a layer is at ``layers[0].kernel`` in a model of flax NNX, in its state and in
     its gradient, and with a sharding or without. All names and paths of leaves come from here.
     """
-    boxes = _boxes()
-    is_cut = lambda x: is_leaf(x) or isinstance(x, boxes)  # noqa: E731
+    kinds = boxes()
+    is_cut = lambda x: is_leaf(x) or isinstance(x, kinds)  # noqa: E731
     leaves = []
     for keys, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_cut)[0]:
-        if is_leaf(part) or not isinstance(part, boxes):
+        if is_leaf(part) or not isinstance(part, kinds):
             leaves.append((keys, part))
             continue
         inside = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_leaf)[0]
         first = int(len({deeper[:1] for deeper, _ in inside}) == 1)
         leaves += [((*keys, *deeper[first:]), leaf) for deeper, leaf in inside]
     return leaves
-
-
-def _boxes() -> tuple[type, ...]:
-    """The classes of flax that hold an array beside what is known of it."""
-    names = ("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata")
-    kinds = (getattr(sys.modules.get(module), name, None) for module, name in names)
-    return tuple(kind for kind in kinds if kind is not None)
 
 
 def path_string(path: Any) -> str:

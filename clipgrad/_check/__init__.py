@@ -1,8 +1,15 @@
-"""The gradient checker: three witnesses of a gradient, in float64, of which two must agree.
+"""The gradient checker: three computations of a gradient in float64, of which two must agree.
 
-At each element there are the rule as it is written, plain AD with the rules stripped, and slopes.
-Two agree if they are apart by no more than a stated part, or three times one measured rounding. The
-gradient as it is computed must then be the rule's; and then so at a further, generic point.
+1. `checked_function` makes a plain function of the chosen inputs and outputs. `witnesses` has the
+   gradient as your rule computes it and as plain AD does, and `slopes` finite differences.
+2. `check_point` asks two questions about each element: is the formula right, which `majority`
+   decides from the three, and is the arithmetic, so that the computed gradient is the rule's? A
+   verdict is a value (`verdict`); of two the more severe counts.
+3. `further` asks both again at another point, and `behavior` and `contract` check all else: types,
+   linearity, compiled and batched calls.
+4. `log` collects failures and notes, and `report` is the result.
+
+All numbers that decide are in `tolerances`, all options in `options`.
 """
 
 from clipgrad._check.behavior import CHECKS as CHECKS

@@ -244,6 +244,8 @@ def outputs(point: Point, options: Options) -> Claims:
         yield Claim(got, expected, f"{function.names[k]} alone, compared with all inputs at once")
 
 
+# A further check is a function that yields claims, a row here, a name in `options.Check`, and a row
+# in the table of `check_grads`; a test holds the three together. They run in this order.
 BEHAVIORS: dict[str, Behavior] = {
     "determinism": Behavior(determinism),
     "linearity": Behavior(linearity),

@@ -62,11 +62,18 @@ def _distances(own: np.ndarray, moved: np.ndarray) -> np.ndarray:
 
 
 def judge_rows(
-    own: Row, other: Row, at: Any, its: Any, rtol: float | None, floors: float = 1
+    own: Row,
+    other: Row,
+    at: Any,
+    its: Any,
+    rtol: float | None,
+    floors: float = 1,
+    start: np.ndarray | None = None,
 ) -> Judgment | None:
     """Compare a row with another one, each at some steps; None where no numbers are known.
 
-    The floor is the first row's or else the other's, so many times.
+    The floor is the first row's or else the other's, so many times. A row that is an update has the
+    sketch of what it started from.
     """
     measured = own.moved if own.moved is not None else other.moved
     if own.exact and other.exact:
@@ -82,11 +89,16 @@ def judge_rows(
     moved = np.zeros(x.shape)
     if rtol is None and measured is not None:
         moved = floors * measured[at if own.moved is not None else its]
-    return judge_sketches(x, y, moved, max(own.eps, other.eps), rtol)
+    return judge_sketches(x, y, moved, max(own.eps, other.eps), rtol, start)
 
 
 def judge_sketches(
-    own: np.ndarray, other: np.ndarray, moved: np.ndarray, eps: float, rtol: float | None
+    own: np.ndarray,
+    other: np.ndarray,
+    moved: np.ndarray,
+    eps: float,
+    rtol: float | None,
+    start: np.ndarray | None = None,
 ) -> Judgment:
     """Compare the sketches of two versions of a value, shape (..., 515), as `judge` does."""
     sizes = tuple(
@@ -95,16 +107,22 @@ def judge_sketches(
     )
     if not np.array_equal(own[..., LENGTH - 1], other[..., LENGTH - 1]):
         return Judgment(math.inf, 0.0, not np.any(moved[..., LENGTH - 1]), sizes)
+    start = np.zeros(own.shape) if start is None else start
     found = [
-        judge(part_of(own, start), part_of(other, start), part_of(moved, start), eps, rtol)
-        for start in (0, NUMBERS)
+        judge(*(part_of(x, at) for x in (own, other, moved)), eps, rtol, part_of(start, at))
+        for at in (0, NUMBERS)
     ]
     worst = max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
     return worst._replace(sizes=sizes)
 
 
 def judge(
-    own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
+    own: np.ndarray,
+    other: np.ndarray,
+    floor: np.ndarray,
+    eps: float,
+    rtol: float | None,
+    start: Any = 0.0,
 ) -> Judgment:
     r"""Compare two versions of some numbers, shape (...), in float64.
 
@@ -112,7 +130,7 @@ def judge(
     :math:`\lVert a - b\rVert_S > \max(4 \epsilon \lVert b\rVert_S, \lVert f\rVert_S, \min(4
     \lVert f\rVert_S, 2^{-13} \lVert b\rVert_S))`: they are judged by what rounding does to these
     numbers. Of what rounding moves by more than 10 % only a difference of four times the floor is
-    judged.
+    judged. A parameter after a step is moved by 10 % if its update is, however small that is.
 
     Args:
       own: the numbers in the first version.
@@ -120,10 +138,12 @@ def judge(
       floor: how far rounding moves each number; see `floor_of`.
       eps: one rounding of the dtype.
       rtol: the tolerance that replaces all this, or None.
+      start: the numbers that the first version is an update of, or 0.
     """
     # With room for differences and sums of the largest numbers.
-    own, other, floor = (np.ravel(x) * 2.0**-4 for x in (own, other, floor))
-    is_stable = _relative(_norm(floor[np.isfinite(own)]), _norm(own[np.isfinite(own)])) <= UNJUDGED
+    own, other, floor, start = (np.ravel(x) * 2.0**-4 for x in (own, other, floor, start))
+    finite = np.isfinite(own)
+    is_stable = _relative(_norm(floor[finite]), _norm((own - start)[finite])) <= UNJUDGED
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
         return Judgment(math.inf, rtol or EQUAL_ROUNDINGS * eps, rtol is not None or is_stable)

@@ -11,6 +11,7 @@ from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
 from clipgrad._compare.record import Instance, Record
 from clipgrad._compare.renamed import Renamed, same_leaves
 from clipgrad._compare.result import ComparisonFinding
+from clipgrad._compare.starts import Starts
 
 Group = tuple[str, str, tuple[int, ...]]
 
@@ -106,7 +107,7 @@ def _judged(
     a: Record, b: Record, pairs: list[Pair], rtol: float | None
 ) -> tuple[list[Pair], list[ComparisonFinding], list[str]]:
     """The pairs with judgments; gradients of another shape; what differs between devices."""
-    found, others, texts = [], [], {}
+    found, others, texts, starts = [], [], {}, Starts(a)
     for p in pairs:
         row, its = a.rows[p.own[0]], b.rows[p.other[0]]
         if p.kind == "gradient" and row.shape != its.shape:
@@ -114,7 +115,10 @@ def _judged(
             text = f"gradient {row.label}, of another shape: {shapes}"
             others.append(alone(p.kind, row.name, text))
             continue
-        judgment = judge_rows(row, its, p.own[1], p.other[1], rtol)
+        judge = functools.partial(judge_rows, row, its, p.own[1], p.other[1], rtol)
+        judgment = judge()
+        if judgment is not None and p.kind == "output" and starts.may_matter(judgment, row):
+            judgment = judge(start=starts.of(row))
         if judgment is not None:
             found.append(p._replace(judgment=judgment))
         elif p.kind == "value":

@@ -176,7 +176,8 @@ def recording_of(
     for name, leaf, x in inputs:
         row = plain_row("argument", name, x, leaf=leaf)
         if with_arguments:
-            with_numbers(row, x).whole = x
+            with_numbers(row, x)
+        row.whole = x
         record.add(row)
     active = active_variables(program, gradients) if gradients else frozenset()
     values = seen_values(program)

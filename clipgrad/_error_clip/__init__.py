@@ -1,9 +1,12 @@
 """Clips of cotangents inside of the backward pass: on a value, a function, by name, everywhere.
 
-All of them are one identity, whose backward pass applies a rule to the cotangent, once it has been
-summed over all uses of the value. By name and everywhere, a traced program is evaluated again with
-this identity behind the values that are meant. A backward pass returns only cotangents, so
-statistics leave it as the cotangent of a further argument, the probe.
+1. `cotangent` has the one identity behind all of them: its backward pass applies a rule to the
+   cotangent, which has been summed over all uses of the value.
+2. `error_clip` puts this identity around a function, on its inputs and outputs.
+3. `by_name` and `everywhere` trace a function, and evaluate the program again with the identity
+   behind the chosen values; `named_rules` reads the choice.
+4. `watch` returns statistics. A backward pass returns only cotangents, so statistics leave as the
+   cotangent of a further argument, the probe.
 """
 
 from clipgrad._error_clip.by_name import error_clip_by_name as error_clip_by_name

@@ -1,14 +1,15 @@
 """Models of flax and Equinox as trees of arrays.
 
-A model is taken apart into what is trained, the state that a call changes, and all else. So a
-function of models becomes a function of arrays, which JAX can differentiate and compile. Afterwards
-the model gets its changed state back, as from the framework's own ``grad``.
+A model is taken apart into what is trained, the state that a call changes, and all else
+(`Parameters`, with a class for each kind of them). So a function of models becomes a function of
+arrays, which JAX can differentiate and compile. Afterwards the model gets its changed state back,
+as from the framework's own ``grad``. Submodules have names meanwhile, their attribute paths.
 """
 
-from clipgrad._frameworks.equinox import equinox_value_and_grad as equinox_value_and_grad
+from clipgrad._flax import is_diff_state as is_diff_state
+from clipgrad._flax import is_model as is_model
 from clipgrad._frameworks.equinox import has_modules as has_modules
 from clipgrad._frameworks.nnx import Pure as Pure
-from clipgrad._frameworks.nnx import is_diff_state as is_diff_state
 from clipgrad._frameworks.nnx import model_value_and_grad as model_value_and_grad
 from clipgrad._frameworks.nnx import paths_of_arrays as paths_of_arrays
 from clipgrad._frameworks.nnx import with_models as with_models
@@ -18,5 +19,4 @@ from clipgrad._frameworks.packed import as_static as as_static
 from clipgrad._frameworks.packed import from_static as from_static
 from clipgrad._frameworks.packed import with_leaves as with_leaves
 from clipgrad._frameworks.parameters import Parameters as Parameters
-from clipgrad._frameworks.parameters import take_apart as take_apart
-from clipgrad._names import is_model as is_model
+from clipgrad._frameworks.take_apart import take_apart as take_apart

@@ -7,7 +7,15 @@ from typing import Any
 import jax
 
 from clipgrad._arrays import combine, instances, is_float_array, partition
-from clipgrad._names import is_equinox
+
+
+def equinox_module_class() -> Any:
+    """The class of all modules of Equinox, or None if the program has not imported it."""
+    return getattr(sys.modules.get("equinox"), "Module", None)
+
+
+def is_equinox(x: Any) -> bool:
+    return isinstance(x, equinox_module_class() or ())
 
 
 def has_modules(tree: Any) -> bool:

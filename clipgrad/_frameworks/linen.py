@@ -1,12 +1,12 @@
 """Variables of flax Linen, and states of a training, instead of parameters."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from clipgrad._arrays import is_clippable
+from clipgrad._flax import has_linen
 
 # flax overwrites the variables of this collection by their gradients, as its `TrainState` does.
 _TRAINED = ("params", "_overwrite_with_gradient")
@@ -26,7 +26,7 @@ def check_no_collections(params: Any) -> None:
             f"params: got a {type(params).__name__} with params and opt_state, expected the "
             "parameters alone; write state.params"
         )
-    if "flax.linen" not in sys.modules or "params" not in names:
+    if not has_linen() or "params" not in names:
         return
     for name in names:
         numbers = jax.tree.leaves(params[name] if isinstance(params[name], Mapping) else ())

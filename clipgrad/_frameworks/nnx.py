@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-import clipgrad._frameworks.equinox as _equinox
-from clipgrad._arrays import check_tree, instances, leaves_with_keys
-from clipgrad._names import flax_nnx, is_model, with_names
-
-TAG = "clipgrad"
+import clipgrad._flax as flax
+from clipgrad._arrays import check_tree, leaves_with_keys
+from clipgrad._frameworks.attribute_names import with_names
+from clipgrad._frameworks.equinox import equinox_value_and_grad
 
 
 def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -36,37 +35,32 @@ class Pure:
     fun: Callable[..., Any]
 
     def __call__(self, apart: Any) -> Any:
-        nnx = flax_nnx()
-        args, kwargs = nnx.from_tree(apart, ctxtag=TAG, is_inner=True)
-        before = _contents(nnx, (args, kwargs))
+        args, kwargs = flax.from_tree(apart, is_inner=True)
+        before = _contents((args, kwargs))
         result = self.fun(*args, **kwargs)
-        after = _contents(nnx, (args, kwargs))
+        after = _contents((args, kwargs))
         same = before[1] == after[1] and all(map(operator.is_, before[0], after[0]))
-        if same and not _contents(nnx, result)[0]:
+        if same and not _contents(result)[0]:
             return [], result  # a model of another trace can be read, but not written to
-        inputs, result = nnx.to_tree(((args, kwargs), result), ctxtag=TAG)
-        return instances(inputs, nnx.NodeStates), result
+        inputs, result = flax.to_tree(((args, kwargs), result))
+        return _models_apart(inputs), result
 
 
 def _run_on_tree(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    nnx = flax_nnx()
-    if nnx is None:
+    if not flax.has_nnx():
         return run(fun, args, kwargs)
     check_tree("args", (args, kwargs))
-    with explained(), nnx.update_context(TAG):
-        apart = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        if not instances(apart, nnx.NodeStates):
+    with explained(), flax.one_update():
+        apart = flax.to_tree((args, kwargs))
+        if not _models_apart(apart):
             return run(fun, args, kwargs)
         changed = run(Pure(fun), (apart,), {})
-        return changed and nnx.from_tree(changed, ctxtag=TAG, is_inner=False)[1]
+        return changed and flax.from_tree(changed, is_inner=False)[1]
 
 
 def model_value_and_grad(args: Any) -> Callable[..., Any]:
     """`nnx.value_and_grad` for NNX modules, Equinox's for its modules, or JAX's."""
-    nnx = flax_nnx()
-    if nnx and instances(args, nnx.Pytree):
-        return nnx.value_and_grad
-    return _equinox.equinox_value_and_grad(args)
+    return flax.value_and_grad() if objects_in(args) else equinox_value_and_grad(args)
 
 
 @contextlib.contextmanager
@@ -75,7 +69,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":
+        if not flax.is_foreign_trace(error):
             raise
         raise ValueError(
             "fun: got a function that changes an NNX model which it closes over, expected one that "
@@ -85,16 +79,19 @@ def explained() -> Iterator[None]:
 
 
 def models_in(tree: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
+    return [x for x in jax.tree.leaves(tree, is_leaf=flax.is_model) if flax.is_model(x)]
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """The models of NNX in a tree; variables alone, as in an `nnx.State`, are none."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=flax.is_object) if flax.is_object(x)]
 
 
 def paths_of_arrays(tree: Any) -> list[tuple[Any, Any]]:
     """The leaves of a tree with their paths; in a model taken apart they are attribute paths."""
-    kind = getattr(flax_nnx(), "NodeStates", ())
-    is_apart = lambda x: isinstance(x, kind)  # noqa: E731
     found: list[tuple[Any, Any]] = []
-    for path, part in leaves_with_keys(tree, is_apart):
-        if is_apart(part):
+    for path, part in leaves_with_keys(tree, flax.is_apart):
+        if flax.is_apart(part):
             inside = leaves_with_keys(part)
             found += [((*path, *map(_as_attribute, keys[2:])), leaf) for keys, leaf in inside]
         else:
@@ -110,16 +107,16 @@ def _as_attribute(key: Any) -> Any:
     return jax.tree_util.SequenceKey(name) if isinstance(name, int) else key
 
 
-def is_diff_state(x: Any) -> bool:
-    """Whether this is an argument of `nnx.grad` with the variables to differentiate."""
-    return isinstance(x, getattr(flax_nnx(), "DiffState", ()))
-
-
 def without_variables(tree: Any) -> Any:
     """The tree with arrays instead of NNX variables, which hold the state of `nnx.Optimizer`."""
-    nnx = flax_nnx()
-    return nnx.as_pure(tree) if nnx and instances(tree, nnx.Variable) else tree
+    leaves = jax.tree.leaves(tree, is_leaf=flax.is_variable)
+    return flax.as_arrays(tree) if any(map(flax.is_variable, leaves)) else tree
 
 
-def _contents(nnx: Any, tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(instances(nnx.to_tree(tree), nnx.NodeStates))
+def _models_apart(tree: Any) -> list[Any]:
+    """What stands instead of models in a tree that is taken apart."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=flax.is_apart) if flax.is_apart(x)]
+
+
+def _contents(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(_models_apart(flax.to_tree(tree, is_tagged=False)))

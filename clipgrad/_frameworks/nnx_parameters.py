@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import clipgrad._flax as flax
 from clipgrad._arrays import is_array, is_clippable
+from clipgrad._flax import is_model
+from clipgrad._frameworks.attribute_names import with_names
 from clipgrad._frameworks.nnx import explained, models_in
-from clipgrad._names import flax_nnx, is_model, with_names
+from clipgrad._frameworks.parameters import Parameters
 
 _RANDOM = "keys of random numbers"
 
@@ -33,7 +36,7 @@ class Changes:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NNXParameters:
+class NNXParameters(Parameters):
     """A tree with models of NNX, taken apart as `nnx.grad` does it."""
 
     trained: Any  # the tree with an `nnx.State` of arrays instead of each model
@@ -45,13 +48,19 @@ class NNXParameters:
     is_trained: Callable[[Any, Any], bool]  # whether a variable at a path is trained
 
     @classmethod
+    def fits(cls, params: Any, wrt: Any) -> bool:
+        """Whether there are models, and not only variables, as in an `nnx.State`, to train."""
+        models = models_in(params)
+        return bool(models) and not _all_trained(models, wrt)
+
+    @classmethod
     def of(cls, params: Any, wrt: Any) -> "NNXParameters":
         """The parameters apart; `ValueError` if nothing in them is trained."""
         leaves, structure = jax.tree.flatten(params, is_leaf=is_model)
         is_trained = trained_variables(wrt)
         graph, trained, state = _split_of(leaves, is_trained)
         if not jax.tree.leaves(trained) and not any(map(is_clippable, leaves)):
-            kinds = sorted({type(v).__name__ for _, v in flax_nnx().to_flat_state(state)})
+            kinds = sorted({type(v).__name__ for _, v in flax.flat_state(state)})
             raise ValueError(
                 f"params: got an NNX model without variables that are trained, with "
                 f"{', '.join(kinds) or 'none'}, expected nnx.Param; write wrt= as for nnx.grad, "
@@ -67,7 +76,7 @@ class NNXParameters:
         arrays = jax.tree.leaves([piece for piece, x in pieces if is_model(x)])
         state = self.state if state is None else state
         parts = (s.unflatten(x) for s, x in zip(self.structures, (arrays, state), strict=True))
-        models = iter(flax_nnx().merge(self.graph, *parts))
+        models = iter(flax.merge(self.graph, *parts))
         return self.structure.unflatten(
             next(models) if is_model(x) else x if piece is None else piece for piece, x in pieces
         )
@@ -77,7 +86,7 @@ class NNXParameters:
         with explained():
             return with_names(lambda fun: self._called(fun, trained, state, args), fun)
 
-    def after(self, changes: Changes | None) -> "NNXParameters":
+    def with_changes(self, changes: Changes | None) -> "NNXParameters":
         if changes is None:
             return self
         own = dataclasses.replace(
@@ -91,20 +100,22 @@ class NNXParameters:
     def with_state(self, state: Any) -> "NNXParameters":
         return dataclasses.replace(self, state=state)
 
-    def has_form_of(self, other: Any) -> bool:
+    def has_form_of(self, other: Parameters) -> bool:
         """Whether only values of the state are different."""
+        assert isinstance(other, NNXParameters)
         types = [[jax.typeof(x) for x in each.state] for each in (self, other)]
         same = self.graph == other.graph and self.structures == other.structures
         return same and other.trained is self.trained and types[0] == types[1]
 
-    def unless(self, condition: Any, other: Any) -> "NNXParameters":
-        """The parameters with the state of others, as far as it has the same form, in this case."""
-        if condition is False or self.structures != other.structures:
+    def with_state_of(self, other: Parameters, where: Any) -> "NNXParameters":
+        """With the state of other parameters where this is true; not if that has another form."""
+        assert isinstance(other, NNXParameters)
+        if where is False or self.structures != other.structures:
             return self
         pairs = zip(self.state, other.state, strict=True)
-        return self.with_state([x if x is y else jnp.where(condition, y, x) for x, y in pairs])
+        return self.with_state([x if x is y else jnp.where(where, y, x) for x, y in pairs])
 
-    def as_given(self, trained: Any) -> Any:
+    def with_variables(self, trained: Any) -> Any:
         """A tree like `trained` with variables around the arrays, as `nnx.grad` has them."""
         arrays, count = jax.tree.leaves(trained), self.structures[0].num_leaves
         variables = self.structures[0].unflatten(range(count))
@@ -136,7 +147,7 @@ class NNXParameters:
         if not found:
             return {}
         models = models_in(self.whole(self.trained))
-        flax_nnx().split_rngs(models, splits=count)
+        flax.split_keys(models, count)
         after = self._arrays(models)[1]
         pairs = enumerate(zip(self.state, after, strict=True))
         return {i: new for i, (old, new) in pairs if new is not old}
@@ -144,7 +155,7 @@ class NNXParameters:
     def count_random_state(self) -> None:
         """Advances the counts of random numbers in the models as `nnx.split_rngs` does."""
         with explained():
-            flax_nnx().restore_rngs(flax_nnx().split_rngs(models_in(self.leaves), splits=1))
+            flax.restore_keys(flax.split_keys(models_in(self.leaves), 1))
 
     def _changed(self, state: list[Any], changes: Changes | None) -> Iterator[str]:
         """The variables that a function has changed, in words."""
@@ -156,8 +167,8 @@ class NNXParameters:
         if changes.trained is not None:
             yield "its parameters"
         numbered = self.structures[1].unflatten(range(len(state)))
-        for path, variable in flax_nnx().to_flat_state(numbered):
-            is_random = isinstance(variable, flax_nnx().RngState)
+        for path, variable in flax.flat_state(numbered):
+            is_random = flax.is_random(variable)
             if any(changes.state[i] is not state[i] for i in jax.tree.leaves(variable)):
                 name = f"{type(variable).__name__} at {'/'.join(map(str, path[1:]))!r}"
                 yield _RANDOM if is_random else name
@@ -180,28 +191,22 @@ class NNXParameters:
 
     def _tree_of(self, states: Any, pure: bool) -> Any:
         """The tree with parts of a state of all models in their places."""
-        numbers, nnx = itertools.count(), flax_nnx()
+        numbers = itertools.count()
 
         def part(x: Any) -> Any:
             if not is_model(x):
                 return x if is_clippable(x) else None
-            if isinstance(x, nnx.Variable):  # in the tree itself: it stays one
+            if flax.is_variable(x):  # in the tree itself: it stays one
                 return states.get(next(numbers))
-            piece = states.get(next(numbers), nnx.State({}))
-            return nnx.as_pure(piece) if pure else piece
+            piece = states.get(next(numbers), flax.empty_state())
+            return flax.as_arrays(piece) if pure else piece
 
         return self.structure.unflatten(map(part, self.leaves))
 
 
 def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
     """Whether a variable at a path in its model is trained: integers are not."""
-    nnx = flax_nnx()
-    try:
-        is_chosen = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"wrt: got {wrt!r}, expected a filter of flax NNX, such as nnx.Param or nnx.LoRAParam"
-        ) from error
+    is_chosen = flax.variable_filter(wrt)
     return lambda path, x: is_chosen(path, x) and all(map(is_clippable, jax.tree.leaves(x)))
 
 
@@ -213,14 +218,12 @@ def differentiated_inputs(
     In ``arguments``, the positional and the keyword ones, `with_models` may have taken models
     apart; ``chosen`` has positions, and names of keyword arguments, each with a filter as ``wrt``.
     """
-    kind = getattr(flax_nnx(), "NodeStates", ())
-    is_apart = lambda x: isinstance(x, kind)  # noqa: E731
-    entries, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_apart)
+    entries, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=flax.is_apart)
     flags: list[bool] = []
     for path, part in entries:
         argument = path[1].key if path[0].idx else path[1].idx
         is_chosen = argument in chosen
-        if is_apart(part):
+        if flax.is_apart(part):
             wrt = chosen[argument] if is_chosen else None
             flags += _trained_arrays(part.state, is_chosen, wrt)
         elif is_array(part):
@@ -242,14 +245,13 @@ def _trained_arrays(state: Any, is_chosen: bool, wrt: Any) -> list[bool]:
 
 def _flat(state: Any) -> list[tuple[Any, Any]]:
     """The variables of a state with their paths; of one that is a variable itself, this one."""
-    is_one = isinstance(state, flax_nnx().Variable)
-    return [((), state)] if is_one else list(flax_nnx().to_flat_state(state))
+    return [((), state)] if flax.is_variable(state) else flax.flat_state(state)
 
 
-def all_trained(models: list[Any], wrt: Any) -> bool:
+def _all_trained(models: list[Any], wrt: Any) -> bool:
     """Whether these are variables, as in an `nnx.State`, that are all trained."""
     is_trained = trained_variables(wrt)
-    return all(isinstance(x, flax_nnx().Variable) and is_trained((), x) for x in models)
+    return all(flax.is_variable(x) and is_trained((), x) for x in models)
 
 
 def _split_of(leaves: list[Any], is_trained: Callable[[Any, Any], bool]) -> tuple[Any, Any, Any]:
@@ -258,4 +260,4 @@ def _split_of(leaves: list[Any], is_trained: Callable[[Any, Any], bool]) -> tupl
     def chosen(path: Any, variable: Any) -> bool:
         return is_trained(path[1:], variable)  # without the number of the model
 
-    return flax_nnx().split(models_in(leaves), chosen, ...)
+    return flax.split(models_in(leaves), chosen, ...)

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from clipgrad._arrays import instances, is_array
+import clipgrad._flax as flax
+from clipgrad._arrays import is_array
+from clipgrad._flax import is_model
 from clipgrad._frameworks.equinox import has_modules
-from clipgrad._frameworks.nnx import models_in
-from clipgrad._names import flax_nnx, is_model
+from clipgrad._frameworks.nnx import models_in, objects_in
 
 
 @jax.tree_util.register_static
@@ -43,17 +44,17 @@ def as_static(tree: Any) -> Any:
         static = lambda x: x if is_array(x) or is_model(x) else Static(type(x), x)  # noqa: E731
         tree = jax.tree.map(static, tree, is_leaf=is_model)
     models = models_in(tree)
-    if not instances(models, getattr(flax_nnx(), "Pytree", ())):
+    if not objects_in(models):
         return tree  # variables alone, as in an `nnx.State`, are nodes of a tree already
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_model)
-    graph, state = flax_nnx().split(models)
+    graph, state = flax.split(models)
     return Packed(state, tuple(None if is_model(x) else x for x in leaves), graph, structure)
 
 
 def from_static(tree: Any) -> Any:
     """The tree with all its leaves; its NNX models are new objects."""
     if isinstance(tree, Packed):
-        models = iter(flax_nnx().merge(tree.graph, tree.state))
+        models = iter(flax.merge(tree.graph, tree.state))
         tree = tree.structure.unflatten(next(models) if x is None else x for x in tree.leaves)
     return jax.tree.map(
         lambda x: x.value if isinstance(x, Static) else x,
@@ -67,9 +68,8 @@ def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
     copy = jax.tree.structure(tree).unflatten(leaves)
     if not (models := models_in(tree)):
         return copy
-    nnx = flax_nnx()
-    graph, state = nnx.split(models)
-    known = dict(nnx.to_flat_state(nnx.split(models_in(copy))[1]))
-    new = nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(state)])
-    merged = iter(nnx.merge(graph, new))
+    graph, state = flax.split(models)
+    known = dict(flax.flat_state(flax.split(models_in(copy))[1]))
+    new = flax.from_flat_state([(path, known[path]) for path, _ in flax.flat_state(state)])
+    merged = iter(flax.merge(graph, new))
     return jax.tree.map(lambda x: next(merged) if is_model(x) else x, copy, is_leaf=is_model)

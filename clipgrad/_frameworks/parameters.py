@@ -1,80 +1,70 @@
-"""Parameters taken apart: what is differentiated, what is state, and what is neither.
+"""Parameters taken apart: what is differentiated, the state that a call changes, and all else."""
 
-This is the one place that decides it, for trees of arrays and for models of every framework.
-"""
-
-import dataclasses
+import abc
 from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
-from clipgrad._arrays import check_tree, combine, is_clippable, is_float_array, partition
-from clipgrad._frameworks.equinox import check_no_state, has_modules
-from clipgrad._frameworks.linen import check_no_collections
-from clipgrad._frameworks.nnx import models_in
-from clipgrad._frameworks.nnx_parameters import NNXParameters, all_trained
+from typing import Any, Self
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TreeParameters:
-    """A tree of arrays, perhaps with modules of Equinox, with the methods of `NNXParameters`."""
+class Parameters(abc.ABC):
+    """A tree of parameters, apart; the methods put it together again.
 
-    trained: Any  # what is differentiated: the tree with ``None`` instead of all else
-    rest: list[Any]  # the leaves that are not
-    state: None = None
+    A class below it is a kind of parameters: plain trees, models of NNX, modules of Equinox. It
+    says which trees it is for (`fits`), takes one apart (`of`), and calls a function with the whole
+    (`call`). Only a kind whose calls change a state of the model overrides the methods behind
+    that; what they return here is right where there is none.
 
+    Attributes:
+      trained: what is differentiated: a tree of arrays.
+      state: the arrays that a call may change, and that are not trained; ``None``: there are none.
+    """
+
+    trained: Any
+    state: Any
+
+    @classmethod
+    @abc.abstractmethod
+    def fits(cls, params: Any, wrt: Any) -> bool:
+        """Whether a tree is of this kind; ``wrt`` is the filter of what is trained, or ``None``."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, params: Any, wrt: Any) -> Self:
+        """The tree apart; `ValueError` for one that would not be trained as it looks."""
+
+    @abc.abstractmethod
     def whole(self, trained: Any) -> Any:
-        return combine(trained, self.rest)
+        """The tree with other trained arrays, as the user has it."""
 
+    @abc.abstractmethod
     def call(
         self, fun: Callable[..., Any], trained: Any, state: Any, *args: Any
-    ) -> tuple[Any, None]:
-        return fun(self.whole(trained), *args), None
+    ) -> tuple[Any, Any]:
+        """The result of ``fun(tree, *args)``, and what it changed in the tree, or ``None``."""
 
-    def _same(self, *_: Any) -> "TreeParameters":
+    def with_changes(self, changes: Any) -> "Parameters":
+        """The parameters after a call that changed this."""
         return self
 
-    after = with_state = unless = _same  # there is no state that changes
+    def with_state(self, state: Any) -> "Parameters":
+        """The parameters with another state."""
+        return self
 
-    def has_form_of(self, other: Any) -> bool:
+    def with_state_of(self, other: "Parameters", where: Any) -> "Parameters":
+        """The parameters with the state of others where this is true, as after a skipped step."""
+        return self
+
+    def has_form_of(self, other: "Parameters") -> bool:
+        """Whether others, after a call, are the same but for values of the state."""
         return other is self
 
-    def as_given(self, trained: Any) -> Any:
+    def with_variables(self, trained: Any) -> Any:
+        """A tree like ``trained`` as the framework's own ``grad`` returns it."""
         return trained
 
     def random_states(self, fun: Callable[..., Any], example: Any, count: int) -> dict[int, Any]:
+        """The keys of so many examples by place in the state, if a function of one draws any."""
         return {}
 
     def count_random_state(self) -> None:
-        """Nothing."""
-
-
-Parameters = TreeParameters | NNXParameters
-
-
-def take_apart(params: Any, wrt: Any = None) -> Parameters:
-    """The parameters apart.
-
-    Of a model of flax NNX its ``nnx.Param`` are trained, or what the filter ``wrt`` selects; of a
-    tree with Equinox modules its floating arrays; of another tree all floating leaves.
-
-    Raises `ValueError` for a filter without an NNX model or that selects nothing, and for what is
-    not trained and would not be updated, as an ``equinox.nn.State`` or a state of training.
-    """
-    check_tree("params", params)
-    check_no_collections(params)
-    models = models_in(params)
-    if models and not all_trained(models, wrt):
-        return NNXParameters.of(params, wrt)
-    if wrt is not None and not models:
-        raise ValueError(
-            f"wrt: got {wrt!r} for parameters without a model of flax NNX, expected None; to train "
-            "a part of a tree, write optax.masked or optax.partition"
-        )
-    check_no_state(params)
-    # As by ``eqx.partition(params, eqx.is_inexact_array)``; a shape stays one, for a plan.
-    trained, rest = partition(params, is_float_array if has_modules(params) else is_clippable)
-    as_array = lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)  # noqa: E731
-    return TreeParameters(jax.tree.map(as_array, trained), rest)
+        """Notes in the user's models that random numbers were drawn."""
+        return

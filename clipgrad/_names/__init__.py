@@ -1,15 +1,16 @@
-"""Names of the values of a program, which nobody has to edit for it.
+"""Names for values inside a program, which nobody has to edit for this.
 
-A value has a name if `checkpoint_name` tagged it, if it leaves a `jax.named_scope`, which modules
-of flax, Haiku and Equinox push, if it leaves a submodule of an NNX or Equinox model, or, on
-request, if it is the last that a line of the user's computes. Patterns choose among these names.
-An operation has a place, too: its module, and its line in the user's files.
+1. `attribute_names` lets the submodules of NNX and Equinox models enter named scopes, as modules of
+   flax Linen, Haiku and Keras do by themselves. `scopes` reads the scopes of an operation.
+2. `sites` lists the values with names: a value has a name if `checkpoint_name` tagged the value, if
+   the value leaves a module (`modules`) or, on request, if it is the last that a line computes
+   (`lines`).
+3. `wanted` chooses among these names, by patterns, and says which choice matches nothing.
+4. `named_hook` calls a function on each chosen value while a program is evaluated again.
+
+An operation has a place, too (`places`): a module, and a line in the user's files.
 """
 
-from clipgrad._names.attribute_names import flax_nnx as flax_nnx
-from clipgrad._names.attribute_names import is_equinox as is_equinox
-from clipgrad._names.attribute_names import is_model as is_model
-from clipgrad._names.attribute_names import with_names as with_names
 from clipgrad._names.custom_rules import custom_rule as custom_rule
 from clipgrad._names.custom_rules import rule_key as rule_key
 from clipgrad._names.custom_rules import rule_source as rule_source
@@ -57,6 +58,7 @@ from clipgrad._names.places import placed_equations as placed_equations
 from clipgrad._names.scopes import ScopePath as ScopePath
 from clipgrad._names.scopes import common_start as common_start
 from clipgrad._names.scopes import path as path
+from clipgrad._names.scopes import scope_around as scope_around
 from clipgrad._names.scopes import transforms as transforms
 from clipgrad._names.sites import NamedSite as NamedSite
 from clipgrad._names.sites import sites as sites

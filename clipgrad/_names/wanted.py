@@ -15,7 +15,7 @@ from clipgrad._arrays import (
     without_sign,
 )
 from clipgrad._errors import first_few
-from clipgrad._names.attribute_names import flax_nnx
+from clipgrad._flax import has_nnx
 from clipgrad._names.line_names import LineKeys, asked_lines
 from clipgrad._names.lines import LINE, is_line_pattern
 from clipgrad._names.scopes import common_start
@@ -279,7 +279,7 @@ def watched_names(
 
 def _of_merged(caller: str) -> str:
     """The advice for a function that merges an NNX model; "" where there can be none."""
-    return _OF_MERGED.format(caller=caller) if flax_nnx() else ""
+    return _OF_MERGED.format(caller=caller) if has_nnx() else ""
 
 
 def why_none(there: Mapping[str, Sites], lines: bool) -> str:

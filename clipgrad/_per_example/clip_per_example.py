@@ -204,7 +204,7 @@ class ClipPerExample:
         grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), total, params)
         value = (loss, aux) if self.request.has_aux else loss
         run.count_random_state()
-        return value, run.arrays.parameters.as_given(grads), stats
+        return value, run.arrays.parameters.with_variables(grads), stats
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""

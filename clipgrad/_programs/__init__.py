@@ -1,10 +1,13 @@
 """Evaluate a jaxpr again with a hook at each equation, nested programs included.
 
-Only this room knows how JAX's higher-order primitives store their programs, and how their
-parameters differ between versions of JAX. An evaluation enters these programs, and applies their
-primitive again to what becomes of them. A program can also be evaluated in a wider floating
-type, or with each number moved by one rounding of its own type: whether a difference could be
-rounding, the checker and `compare` read from how far the results move.
+1. `kinds` and `numeric` are the two tables of JAX's primitives: which of them hold programs, and
+   what all others do to numbers. No other room knows a primitive by name.
+2. `evaluate` runs a program: a hook sees each equation first, and `entrances` enters the programs
+   inside; `rebind` then applies their primitive again.
+3. `flow` carries facts along a program without running it, around loops to a fixed point.
+4. `widen` and `rounded` are two hooks that others read: a program in a wider type, and a program
+   whose numbers are each moved by one rounding. How far the results move says whether a difference
+   can be rounding.
 """
 
 from clipgrad._programs import entrances as entrances  # registers how programs are entered

@@ -1,9 +1,11 @@
 """The flight recorder: what a training that halted leaves behind.
 
-After each step a few numbers start their way to the host, and the batch is kept until they say that
-the step was good. A step that halts changes nothing, so that the state still has the parameters
-from before it. State and batch are then written to a folder, the capture, and the loop stops.
-`load_capture` reads it, and `diagnose` takes its arguments.
+1. `recorder` keeps the batch of each step (`step_record`), and starts to copy a few numbers to the
+   host, which say whether the step was good (`flag`). It reads the numbers that have arrived.
+2. A step that halts changes nothing, so the state still has the parameters from before the step.
+3. `files` writes state and batch to a folder, the capture, whole or not at all; leaves are stored
+   by their `paths`. Then the loop stops.
+4. `capture` reads the folder again, for `diagnose`.
 """
 
 from clipgrad._recorder.capture import Capture as Capture

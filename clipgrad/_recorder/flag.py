@@ -5,15 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from clipgrad._arrays import donated_leaf, instances, largest
+from clipgrad._arrays import donated_leaf, largest
 from clipgrad._clip import GradientClipState, SkipSpikesState
 from clipgrad._errors import docs_page, first_few
 from clipgrad._frameworks import without_variables
-from clipgrad._training import scalars
+from clipgrad._training import found_in, scalars
 
-_OWN_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
 _FLAGS = bool | np.bool_ | np.ndarray
 _NAMED_LEAVES = 4
 
@@ -125,14 +123,13 @@ def find_flag(structure: Any, has_own: bool) -> FlagLeaves:
     Raises:
       ValueError: there is none, or there are several.
     """
-    states = list(_own_states(structure.unflatten(range(structure.num_leaves)), None))
-    skips = [entry for entry in states if isinstance(entry[0], SkipSpikesState)]
-    flags = [(state, microbatch) for state, microbatch in skips if state.halted is not None]
-    clips = tuple(_only(s, ["stats"]) for s, _ in states if isinstance(s, GradientClipState))
+    states = found_in(structure.unflatten(range(structure.num_leaves)))
+    flags = [(s, states.microbatches[n]) for n, s in states.skips.items() if s.halted is not None]
+    clips = tuple(_only(state, ["stats"]) for state in states.clips.values())
     if has_own and len(flags) != 1:
         return without_variables(FlagLeaves(None, clips, None))
     if len(flags) != 1:
-        without = bool(skips) and not flags
+        without = bool(states.skips) and not flags
         got = "a state of skip_spikes without halt" if without else f"{len(flags)} states"
         raise ValueError(
             f"state: got {got}{'' if without else ' of skip_spikes(halt=...)'}, expected the state "
@@ -151,20 +148,9 @@ def _only(state: Any, fields: list[str]) -> Any:
     return state._replace(**{name: None for name in state._fields if name not in fields})
 
 
-def _own_states(tree: Any, microbatch: Any) -> Any:
-    """The states of clips in a tree, and the microbatch of the accumulation around each."""
-    for state in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, _OWN_STATES)):
-        if isinstance(state, optax.MultiStepsState):
-            yield from _own_states(state.inner_opt_state, state.mini_step)
-        elif isinstance(state, _OWN_STATES):
-            yield state, microbatch
-        if isinstance(state, SkipSpikesState):
-            yield from _own_states(state.inner_state, microbatch)
-
-
 def made_by_the_optimizer(state: Any) -> str:
     """A sentence on a bad step whose gradient was finite and whose update was not; else empty."""
-    states = instances(without_variables(state), SkipSpikesState)
+    states = found_in(without_variables(state)).skips.values()
     flags = jax.device_get([s.nonfinite_leaves or {} for s in states])
     spoilt = [repr(path) for each in flags for path, flag in each.items() if np.any(flag)]
     if not spoilt:
@@ -179,7 +165,7 @@ def warning_of_zeros(state: Any, loss: Any) -> str | None:
     Clips with ``stats="per_leaf"`` say it. Nothing is known if all leaves are zero, as at a loss of
     0 or where gradients are still accumulated.
     """
-    clips = instances(without_variables(state), GradientClipState)
+    clips = found_in(without_variables(state)).clips.values()
     is_zero = {
         path: s.all_zero == 1 for clip in clips for path, s in (clip.leaf_stats or {}).items()
     }

@@ -9,6 +9,7 @@ next state and metrics. The metrics are what the clips, the watched values and `
 from clipgrad._training.accumulate import microbatches as microbatches
 from clipgrad._training.accumulate import scan_sums as scan_sums
 from clipgrad._training.accumulate import wide_zeros as wide_zeros
+from clipgrad._training.optimizer_states import found_in as found_in
 from clipgrad._training.scalars import scalars as scalars
 from clipgrad._training.train_state import TrainState as TrainState
 from clipgrad._training.train_step import TrainStep as TrainStep

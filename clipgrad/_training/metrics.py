@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from clipgrad._arrays import global_norm, nearest_word
 from clipgrad._clip import count_nonfinite
-from clipgrad._training.optimizer_states import OptimizerStates, found_in, numbered
+from clipgrad._training.optimizer_states import OptimizerStates, numbered
 
 # Metrics that only some steps have, and what makes them.
 _COMES_FROM = {
@@ -62,9 +62,8 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def step_metrics(loss: Any, grads: Any, opt_state: Any) -> dict[str, Any]:
-    """The metrics of a loss, its gradients, and the state of the optimizer after the step."""
-    states = found_in(opt_state)
+def step_metrics(loss: Any, grads: Any, states: OptimizerStates) -> dict[str, Any]:
+    """The metrics of a loss, its gradients, and the states of the optimizer after the step."""
     metrics = {"loss": loss, "grad_norm": global_norm(grads, axis_name=())}
     metrics["nonfinite"] = count_nonfinite(grads)
     return metrics | _of_clips(states) | _of_skips(states) | states.updates

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._clip import as_optimizer, is_clip_alone
-from clipgrad._training.optimizer_states import averages_skipped_steps
+from clipgrad._training.optimizer_states import OptimizerStates, found_in
 
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -19,19 +19,21 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         )
     average = getattr(getattr(optimizer, "init", None), "__self__", optimizer)
     if isinstance(average, optax.MultiSteps):
-        check_opt_state(_state_of_one_number(average))
+        checked_states(_state_of_one_number(average))
     return as_optimizer("optimizer", optimizer)
 
 
-def check_opt_state(opt_state: Any) -> None:
-    """Raises `ValueError` for the state of `optax.MultiSteps` around `skip_spikes`."""
-    if averages_skipped_steps(opt_state):
+def checked_states(opt_state: Any) -> OptimizerStates:
+    """The states in an optimizer's; `ValueError` for `optax.MultiSteps` around `skip_spikes`."""
+    states = found_in(opt_state)
+    if states.averages_skipped_steps:
         raise ValueError(
             "optimizer: got optax.MultiSteps around clipgrad.skip_spikes, expected skip_spikes "
             "around it, since its average would keep a NaN forever; write "
             "clipgrad.skip_spikes(optax.MultiSteps(optimizer, k)), or "
             "train_step(loss_fn, clipgrad.skip_spikes(optimizer), accumulate=k)"
         )
+    return states
 
 
 def _state_of_one_number(average: optax.MultiSteps) -> Any:

@@ -38,8 +38,8 @@ from clipgrad._frameworks import (
 )
 from clipgrad._training.accumulate import Gradients, Weight, accumulated, weight_of
 from clipgrad._training.metrics import shown_metrics, step_metrics
-from clipgrad._training.optimizer_states import was_skipped
-from clipgrad._training.optimizers import check_opt_state, checked_optimizer
+from clipgrad._training.optimizer_states import found_in
+from clipgrad._training.optimizers import checked_optimizer, checked_states
 from clipgrad._training.train_state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
@@ -77,7 +77,7 @@ class TrainStep:
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
-        check_opt_state(opt_state)
+        checked_states(opt_state)
         return TrainState(params, opt_state)
 
     @explain_call("write step(state, (x, y))", "step")
@@ -207,7 +207,7 @@ def train_step(
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         state = from_static(state)
-        check_opt_state(state.opt_state)
+        before = checked_states(state.opt_state)
         if weight is not None and accumulate == 1:  # else it is asked for each microbatch
             jax.eval_shape(functools.partial(weight_of, weight), batch)
         parameters = take_apart(state.params, wrt)
@@ -224,11 +224,11 @@ def train_step(
         extra = {"value": loss, "grad": seen, "value_fn": value_fn}
         updates, opt_state = optimizer.update(seen, state.opt_state, after.trained, **extra)
         params = optax.apply_updates(after.trained, updates)
-        metrics = step_metrics(loss, grads, opt_state)
-        skipped = was_skipped(state.opt_state, opt_state, updates)
-        params = after.unless(skipped, parameters).whole(
-            overwrite(params, overwriting, keep=skipped)
-        )
+        states = found_in(opt_state)
+        metrics = step_metrics(loss, grads, states)
+        skipped = states.have_skipped(before, updates)
+        following = after.with_state_of(parameters, where=skipped)
+        params = following.whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
         return as_static(TrainState(params, opt_state)), metrics
@@ -305,7 +305,7 @@ def _gradients(
         if rules is not None:
             run = with_stats(loss, 0, True, rules, (), lambda _: plain, "train_step")
         (value, (aux, changes)), grads, *stats = run(params.trained, params.state, batch)
-        return (value, aux), grads, stats[0] if stats else {}, params.after(changes)
+        return (value, aux), grads, stats[0] if stats else {}, params.with_changes(changes)
 
     return gradients
 

@@ -1,8 +1,9 @@
 """The named values of a program, seen, measured or replaced while it is evaluated again.
 
-A hook gets each value that has a wanted name, and the program goes on with what the hook returns.
-Statistics of a value are sums, so they add up over steps, places and devices. They leave the
-program as further results, and the values stay as they are.
+1. `hook` gets each value that has a wanted name, and the program goes on with what the hook
+   returns. Notes of the hook leave the program as further results.
+2. `value_stats` are statistics of a value: sums, which add up over steps, places and devices.
+3. `with_value_stats` is both as a public function; the values stay as they are.
 """
 
 from clipgrad._values.hook import KeyedNotes as KeyedNotes

@@ -18,7 +18,7 @@ TESTS = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
 
 # Each room (a folder, or a file beside them) may import the ones before it.
 ROOMS = [
-    "_compat", "_sharding", "_devices", "_lazily", "_errors", "_chart",
+    "_compat", "_sharding", "_devices", "_lazily", "_errors", "_chart", "_flax",
     "_arrays", "_programs", "_names", "_frameworks", "_clip",
     "_error_clip", "_values", "_training", "_losses", "_per_example", "_check",
     "_diagnose", "_recorder", "_compare", "torch", "published", "types", "__init__", "_demo",
@@ -135,6 +135,23 @@ def test_only_public_jax_and_runtime_dependencies_are_imported(path):
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
             assert room(path) in ("_demo", "_check", "_commands", "_chart", "_recorder", "torch")
+
+
+def test_one_file_names_what_flax_has():
+    """The others have texts for users, and in tables where its files and classes are."""
+    tables = {"user_functions.py", "places.py"}
+    for path in FILES:
+        if path.name in {"_flax.py", *tables}:
+            continue
+        words = {n.id for n in nodes(path) if isinstance(n, ast.Name)}
+        words |= {n.attr for n in nodes(path) if isinstance(n, ast.Attribute)}
+        texts = {n.value for n in nodes(path) if isinstance(n, ast.Constant)}
+        modules = {x for x in texts if isinstance(x, str) and re.fullmatch(r"flax(\.\w+)+", x)}
+        assert not modules and not words & {"nnx", "linen", "flax_nnx", *FLAX}, path
+
+
+# Names of flax that nothing else here has.
+FLAX = {"NodeStates", "DiffState", "RngState", "to_predicate", "to_flat_state", "TraceContextError"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -46,6 +46,9 @@ ERRORS = {
     "KeyError": (KeyError, lambda model: {"a": 1}["b"]),
     "shapes": (TypeError, lambda model: jnp.ones((2, 3)) @ jnp.ones(2)),
     "a shape in a layer": ((TypeError, ValueError), lambda model: model(jnp.ones((2, 3)))),
+    "two trees": (ValueError, lambda model: jax.tree.map(jnp.add, {"a": X}, {"b": X})["a"]),
+    "two trees, one mapped": (ValueError, lambda model: jax.tree.map(sum, {"a": X}, X)["a"]),
+    "trees with the model": (ValueError, lambda m: jax.tree.map(lambda x, _: x, [m], [m, m])),
     "an attribute": (AttributeError, lambda model: model.missing),
     "a traced branch": (jax.errors.TracerBoolConversionError, lambda model: bool(model(X) > 0)),
 }

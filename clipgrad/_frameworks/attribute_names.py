@@ -8,9 +8,9 @@ Equinox the class is part of the tree's structure, so it goes through scans, `ja
 
 import functools
 import inspect
-import sys
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,7 +19,9 @@ from typing import Any
 import jax
 
 from clipgrad._arrays import path_string
-from clipgrad._names.scopes import scope_around
+from clipgrad._flax import has_nnx, is_model, is_module, module_class, parts_of
+from clipgrad._frameworks.equinox import equinox_module_class, is_equinox
+from clipgrad._names import scope_around
 
 AttributePath = tuple[str, ...]
 Classes = dict[type, type]
@@ -40,11 +42,11 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
     A function that such models do not fit is run again without: one that joins a model with another
     from outside, as by ``equinox.combine``. Any other error of the function is the user's.
     """
-    is_misfit = False
+    failed: tuple[list[types.FrameType], Classes] | None = None
 
     def named(*args: Any, **kwargs: Any) -> Any:
         """The result of the function; all classes in it, and in the models, are the user's."""
-        nonlocal is_misfit
+        nonlocal failed
         before: Classes = {}
         args = tuple(_with_names(arg, before) for arg in args)
         kwargs = {key: _with_names(arg, before) for key, arg in kwargs.items()}
@@ -52,10 +54,10 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
         result = None
         try:
             for path, module in models:
-                _set_class(module, _class_at(path, module, flax_nnx().Module, before))
+                _set_class(module, _class_at(path, module, module_class(), before))
             result = fun(*args, **kwargs)
         except ValueError as error:
-            is_misfit = bool(before) and _is_of_trees(error)
+            failed = _frames_in_trees(error), before
             raise
         finally:
             # Also those that the function has made of them, as by `nnx.merge`.
@@ -66,32 +68,51 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
     try:
         return run(named)
     except ValueError:
-        if not is_misfit:
+        if failed is None or not _is_of_names(*failed):
             raise
+    failed = None  # with its traceback
     return run(fun)
 
 
-def _is_of_trees(error: BaseException) -> bool:
-    """Whether JAX has raised an error since two trees differ, as with a class of another name.
+def _frames_in_trees(error: ValueError) -> list[types.FrameType]:
+    """The frames of JAX's functions of trees, if the innermost of these has raised an error.
 
     Where JAX has taken its own frames off, the cause of the error has them.
     """
-    raised = [list(traceback.walk_tb(e.__traceback__)) for e in (error, error.__cause__) if e]
-    innermost = [frames[-1][0].f_globals for frames in raised if frames]
-    return any(names is jax.tree_util.tree_map.__globals__ for names in innermost)
+    names = jax.tree_util.tree_map.__globals__
+    for raised in (error, error.__cause__):
+        frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)] if raised else []
+        if frames and frames[-1].f_globals is names:
+            return [frame for frame in frames if frame.f_globals is names]
+    return []
 
 
-def is_equinox(x: Any) -> bool:
-    return isinstance(x, getattr(sys.modules.get("equinox"), "Module", ()))
+def _is_of_names(frames: list[types.FrameType], before: Classes) -> bool:
+    """Whether two trees, in these frames, differ in the names of modules alone."""
+    maps = [f.f_locals for f in frames if f.f_code is jax.tree_util.tree_map.__code__]
+    return bool(before and frames) and (not maps or _are_alike(maps[-1], before))
+
+
+def _are_alike(arguments: Mapping[str, Any], before: Classes) -> bool:
+    """Whether the trees that `jax.tree.map` was called with have one form without the names."""
+    trees = arguments["tree"], *arguments["rest"]
+    first, *others = (_renamed(x, (), lambda module, _: _before(module, before)) for x in trees)
+    structure = jax.tree.structure(first, is_leaf=arguments["is_leaf"])
+    try:
+        for other in others:
+            structure.flatten_up_to(other)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_names(argument: Any, before: Classes) -> Any:
     """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
 
     def class_of(module: Any, path: AttributePath) -> type:
-        return _class_at(path, module, sys.modules["equinox"].Module, before)
+        return _class_at(path, module, equinox_module_class(), before)
 
-    return _renamed(argument, (), class_of) if "equinox" in sys.modules else argument
+    return _renamed(argument, (), class_of) if equinox_module_class() else argument
 
 
 def _before(module: Any, before: Classes) -> type:
@@ -115,27 +136,16 @@ def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributeP
     return copy
 
 
-def flax_nnx() -> Any:
-    """The module `flax.nnx`, or None if it is not imported."""
-    return sys.modules.get("flax.nnx")
-
-
-def is_model(x: Any) -> bool:
-    """Whether this is a model or a variable of NNX: ``is_leaf`` for trees in which these stay."""
-    return isinstance(x, tuple(getattr(flax_nnx(), n, ()) for n in ("Pytree", "Variable")))
-
-
 def _segments(keys: Any) -> list[str]:
     return path_string(keys).split("/") if keys else []
 
 
 def _nnx_modules(trees: Any) -> Iterator[tuple[AttributePath, Any]]:
-    nnx = flax_nnx()
-    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_model)[0] if nnx else ()
+    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_model)[0] if has_nnx() else ()
     seen = set()
     for keys, model in leaves:
-        for path, part in list(nnx.iter_graph(model)) if is_model(model) else ():
-            if isinstance(part, nnx.Module) and id(part) not in seen:
+        for path, part in parts_of(model) if is_model(model) else ():
+            if is_module(part) and id(part) not in seen:
                 seen.add(id(part))
                 yield (*_segments(keys[1:]), *map(str, path)), part
 
