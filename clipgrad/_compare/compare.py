@@ -15,7 +15,7 @@ from clipgrad._arrays import (
     parameter_names,
     shown,
 )
-from clipgrad._compare.compare_records import compare_records
+from clipgrad._compare.compare_records import compare_records, is_same
 from clipgrad._compare.file import load_record
 from clipgrad._compare.loss_recording import ALL
 from clipgrad._compare.match import same_rows
@@ -97,8 +97,9 @@ def compare(
     comparison needs the memory of a gradient.
 
     A value differs if its relative difference is above four roundings of its dtype, and above what
-    rounding does there. To measure that, the program of ``fun`` runs eight more times with each
-    result, each term of a sum and each constant moved by one rounding of its own dtype. If rounding
+    rounding does there. To measure that, where a difference is above four roundings, the program of
+    ``fun`` runs eight more times with each result, each term of a sum and each constant moved by
+    one rounding of its own dtype. If rounding
     alone moves a value by over 10 %, only a difference four times larger counts.
 
     Guarantees:
@@ -156,7 +157,11 @@ def compare(
         recordings = [
             files[i] if i in files else recorded(versions[i], given[i], *more) for i in range(2)
         ]
-        records = _run(_with_lines_alike(recordings), rtol is None)
+        runs = _with_lines_alike(recordings)
+        records = [run.run() if isinstance(run, Recording) else run for run in runs]
+        found = _compared(records[0], records[1], names, rtol, bool(files))
+        if rtol is not None or is_same(found) or not _measure(runs, records):
+            return found
         return _compared(records[0], records[1], names, rtol, bool(files))
 
 
@@ -167,15 +172,15 @@ def _with_lines_alike(versions: list[Record | Recording]) -> list[Record | Recor
     return [x if isinstance(x, Record) or x.has_lines else x.with_lines() for x in versions]
 
 
-def _run(versions: Sequence[Record | Recording], is_measuring: bool) -> list[Record]:
-    """The records, of which the first that is made now says what rounding moves, or a file does."""
-    records: list[Record] = []
-    for version in versions:
-        if isinstance(version, Recording):
-            is_measured = any(row.moved is not None for r in records for row in r.rows)
-            version = version.run(floor=is_measuring and not is_measured)
-        records.append(version)
-    return records
+def _measure(runs: Sequence[Record | Recording], records: Sequence[Record]) -> bool:
+    """Add what rounding moves to the first record that is made now, unless a file says it."""
+    if any(row.moved is not None for record in records for row in record.rows):
+        return False
+    for run, record in zip(runs, records, strict=True):
+        if isinstance(run, Recording):
+            run.measure(record)
+            return True
+    return False
 
 
 def _compared(

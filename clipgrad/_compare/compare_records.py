@@ -47,6 +47,13 @@ def result(sides: Sides, findings: list) -> GradientComparison:
     return GradientComparison(not findings, *parts)
 
 
+def is_same(found: GradientComparison) -> bool:
+    """Whether nothing that was compared differs by more than its tolerance."""
+    rows = [(row.value, row.value_tolerance) for row in found.rows]
+    rows += [(r.cotangent, r.cotangent_tolerance) for r in found.rows if r.cotangent is not None]
+    return found.ok and all(difference <= most for difference, most in rows)
+
+
 def undecided(sides: Sides) -> list[str]:
     """Notes of the rows that rounding decides, each name once."""
     steps: dict[tuple[str, str], list[int]] = {}

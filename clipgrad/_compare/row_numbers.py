@@ -69,12 +69,14 @@ def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
     return x.reshape(*x.shape[: len(lengths)], -1, LENGTH)
 
 
-def with_one_copy(row: Row) -> None:
-    """Keep one copy of what is the same on every device that holds it, and of other values none."""
+def one_copy(row: Row, is_checked: bool = True) -> np.ndarray | None:
+    """The sketch on the first device that holds the row; None if that on another one differs.
+
+    Or else this is not checked.
+    """
     assert row.sketch is not None  # of a value
     flat = row.sketch.reshape(-1, *row.sketch.shape[-2:])
     used = np.any(flat, axis=(0, 2))
     first = int(np.argmax(used))
-    is_same = np.all(flat[:, used] == flat[:, first : first + 1])
-    one = lambda x: x[..., first, None, :] if is_same and x is not None else None  # noqa: E731
-    row.sketch, row.moved = one(row.sketch), one(row.moved)
+    is_same = not is_checked or np.all(flat[:, used] == flat[:, first : first + 1])
+    return row.sketch[..., first, None, :] if is_same else None

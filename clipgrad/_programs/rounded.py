@@ -19,7 +19,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
 from clipgrad._programs.elements import dtype_of, holds_floats
-from clipgrad._programs.evaluate import Hook, Part, bind, evaluate, is_entered
+from clipgrad._programs.evaluate import (
+    FreedValues,
+    Hook,
+    Part,
+    ProgramValues,
+    bind,
+    evaluate,
+    is_entered,
+)
 from clipgrad._programs.kinds import (
     held_programs,
     is_while,
@@ -116,7 +124,7 @@ class _Rounding(Hook):
         rounding = does(equation)
         if rounding is Does.PRINTS:
             return []
-        if equation.params.get("name") == MEASURE:
+        if is_measure(equation):
             return bind(equation, inputs)
         if is_entered(equation, self):
             return None
@@ -151,6 +159,9 @@ class _Rounding(Hook):
         parts = 2.0 ** (short + 1) * np.frexp([number.real, number.imag])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
         return value if is_short and self.wide is None else wide if is_short else moved
+
+    def values(self, jaxpr: Any) -> ProgramValues:
+        return FreedValues(self, jaxpr)
 
     def inside(self, equation: JaxprEqn, part: Part) -> Self:
         """The hook; inside of a `while` its signs do not depend on numbers."""
@@ -198,11 +209,11 @@ class _Rounding(Hook):
         factors = [x for x in inputs if not jnp.iscomplexobj(x)]
         factors = factors[-1:] if equation.primitive is jax_primitives.div_p else factors
         if any(
-            not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
+            not isinstance(x, jax.Array) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
         (moved,) = self._all(equation, [y])
-        for x in (x for x in factors if isinstance(x, Tracer)):
+        for x in (x for x in factors if isinstance(x, jax.Array)):
             moved = jnp.where(_has_digits(x, 0), y, moved)
         return [moved]
 
@@ -314,6 +325,11 @@ def measuring(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Decorates what measures values, and is no part of a program: `rounded` leaves it whole."""
     function.__name__ = MEASURE
     return jax.jit(function)
+
+
+def is_measure(equation: JaxprEqn) -> bool:
+    """Whether it measures values, see `measuring`."""
+    return equation.params.get("name") == MEASURE
 
 
 @contextlib.contextmanager
