@@ -49,7 +49,7 @@ _BETWEEN = sys.stdlib_module_names | {
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line that is not of this library, JAX, optax or a framework.
 
-    If there is none, as in a thread that runs a function of this library, at the outermost line.
+    Without such a line, as in a thread that runs a clipgrad function, warns at the outermost line.
     """
     frame = inspect.currentframe()
     assert frame is not None
@@ -91,7 +91,8 @@ def _docs_json(name: str) -> Any:
 def _folders() -> dict[pathlib.Path, tuple[str, ...]]:
     """The folders of pages, the first with those that have no folder in their names.
 
-    A wheel has one with all; in a clone notebooks and results are beside it.
+    A wheel has one folder with all pages; in a clone, notebooks and results are in folders beside
+    it.
     """
     installed = _HERE / "_pages"
     if installed.exists():

@@ -131,8 +131,7 @@ def published(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The ``__getattr__``, ``__dir__`` and ``__all__`` of a public module.
 
-    The names of most rooms are put into it at once, those of the rooms in `LATER` when they are
-    used.
+    Names from the rooms in `LATER` are imported when they are used, all others at once.
     """
     homes = {name: room for room, names in PUBLIC[module].items() for name in names}
 

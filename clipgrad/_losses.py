@@ -64,8 +64,8 @@ class TracedLoss(NamedTuple):
       fun: the function.
       program: its jaxpr; the first result is the loss.
       inputs: the arrays among the arguments.
-      leaves: the leaf that each of them is.
-      chosen: the numbers of those that the loss is differentiated by.
+      leaves: the leaf of each input.
+      chosen: the numbers of the inputs by which the loss is differentiated.
     """
 
     fun: Callable[..., Any]
@@ -87,14 +87,16 @@ def traced_loss(
     argnums: int | Sequence[int],
     has_aux: bool,
     by_name: Sequence[str] = (),
+    otherwise: str = "",
 ) -> TracedLoss:
     """Check the arguments of a loss, and trace it once.
 
-    It is differentiated by the keyword arguments ``by_name``, too.
+    The loss is differentiated by the keyword arguments ``by_name``, too. The error of what is no
+    loss ends with ``otherwise``, what to write for it.
 
     Raises:
       TypeError: `fun` is not a function, `args` not a tuple, or `kwargs` not a mapping.
-      ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
+      ValueError: `jax.grad` does not accept the loss, or an argument to differentiate.
     """
     check_call(fun, args, kwargs)
     positions = [] if by_name and argnums == () else _positions(argnums, len(args))
@@ -106,7 +108,7 @@ def traced_loss(
     traced: list[TracedLoss] = []
 
     def run(function: Any, packed: Any, named: Any) -> None:
-        traced.append(_trace(fun, function, packed, named, positions, has_aux, by_name))
+        traced.append(_trace(fun, function, packed, named, positions, has_aux, by_name, otherwise))
 
     with_models(run, fun, args, dict(kwargs or {}))
     return traced[0]
@@ -155,12 +157,16 @@ def _trace(
     positions: list[int],
     has_aux: bool,
     by_name: Sequence[str],
+    otherwise: str,
 ) -> TracedLoss:
     is_split = isinstance(function, Pure)  # an NNX model among the arguments is graph and states
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        return _checked_loss(result[1] if is_split else result, has_aux)
+        try:
+            return _checked_loss(result[1] if is_split else result, has_aux)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}{otherwise}") from None
 
     program = _programs.trace(loss, args, kwargs).program
     check_concrete("fun", _programs.opened(program)[1])

@@ -23,6 +23,7 @@ from clipgrad._compare import (
     THE_LOSS,
     TORCH,
     Edge,
+    Numbers,
     Record,
     Row,
     check_path,
@@ -296,9 +297,11 @@ def _tensors_of(tree: Any) -> Iterator[torch.Tensor]:
 def _tensor_row(kind: str, name: str, x: torch.Tensor, **more: Any) -> Row:
     """The row of a tensor, with a sketch for each order of its axes."""
     fields: dict[str, Any] = {"turned": "all"} | more
-    if "sketch" not in fields:
-        fields["sketch"] = turned_sketches(_numpy_of(x), fields["turned"])
-    return Row(kind, name, tuple(x.shape), _dtype(x), **fields)
+    sketch = fields.pop("sketch", None)
+    if sketch is None:
+        sketch = turned_sketches(_numpy_of(x), fields["turned"])
+    numbers = Numbers(sketch=sketch)
+    return Row(kind, name, tuple(x.shape), _dtype(x), numbers=numbers, **fields)
 
 
 def _numpy_of(x: torch.Tensor) -> Any:

@@ -1,16 +1,14 @@
-"""Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
+"""Strict numerics for every test, eight CPU devices, compiled programs that are kept, and a key."""
 
 import collections
 import contextlib
-import ctypes
 import gc
 import importlib.metadata
-import itertools
 import os
 import pathlib
 
 # Most of the time goes into compiling, so the compiler may do little. What depends on what it
-# does for a user is compiled with `helpers.RELEASED`.
+# does for a user is compiled with `helpers.RELEASED`; XLA_FLAGS of one's own come last and win.
 _FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -25,89 +23,53 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import costs, kinds  # noqa: E402
+from tests import costs, helpers  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
 # A tenth of the time goes into the stacks of calls that a compiled program keeps for profilers.
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
-
 # Many tests compile the same program: what one has compiled, the others and the next run load.
 _CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "d" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-hypothesis.settings.register_profile(
-    "clipgrad",
-    deadline=None,
-    derandomize=True,
-    max_examples=25,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("clipgrad")
+# The same examples in each run, but with HYPOTHESIS_PROFILE=new, which one job of CI sets.
+_ALL = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("same", derandomize=True, max_examples=25, **_ALL)
+hypothesis.settings.register_profile("new", max_examples=100, print_blob=True, **_ALL)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--costs", action="store_true", help="CPU seconds of each file of tests")
+    parser.addoption("--costs", action="store_true", help="CPU seconds of each file and dear row")
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(kinds)
     if config.option.costs:
         config.pluginmanager.register(costs.Costs())
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """What runs first."""
-    # test_one_device.py empties JAX's caches: the less is in them, the less is made again.
-    items.sort(key=lambda item: "test_one_device" not in item.nodeid)
+def pytest_report_header():
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "same")
+    return f"CLIPGRAD_SEED={helpers.SEED} HYPOTHESIS_PROFILE={profile}"
 
 
 def pytest_collection_finish():
-    """The garbage collector need not look again and again at what stays.
-
-    That is what was imported and, in the caches of JAX, most of what the tests make.
-    """
+    """The garbage collector need not look again and again at what stays, as what was imported."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
 
 
-# The bytes of a process beyond which the caches of JAX are emptied, and what it may add until then:
-# the 3,400 tests that README's command leaves out would take 11 GB in each of two processes.
-_MOST, _MORE = 6 * 2**30, 2 * 2**30
-_limits = [_MOST]
-# The areas of memory beyond which they are emptied. A compiled program has three, Linux gives a
-# process 65,530, and XLA crashes without one. They are counted after each tenth test.
-_AREAS = 30_000
-_ended = itertools.count(1)
-
-
-def _resident():
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Linux gives a process 65,530 areas of memory, and a compiled program takes three of them."""
+    yield
     with contextlib.suppress(OSError):  # Linux has it
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _has_many_areas():
-    if next(_ended) % 10:
-        return False
-    with contextlib.suppress(OSError):
-        return pathlib.Path("/proc/self/maps").read_bytes().count(b"\n") > _AREAS
-    return False
-
-
-def pytest_runtest_teardown(nextitem):
-    """Programs of tests that are over need no memory."""
-    if nextitem is not None and (_has_many_areas() or _resident() > _limits[-1]):
-        jax.clear_caches()
-        gc.collect()
-        with contextlib.suppress(Exception):  # glibc alone has it
-            ctypes.CDLL(None).malloc_trim(0)
-        _limits.append(max(_MOST, _resident() + _MORE))
+        if pathlib.Path("/proc/self/maps").read_bytes().count(b"\n") > 20_000:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture

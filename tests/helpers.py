@@ -33,6 +33,10 @@ if jax.__version_info__ < (0, 11):
     RELEASED["xla_cpu_use_fusion_emitters"] = True
 
 
+# Which of the rows that take turns run, and what Hypothesis looks at: each week another number.
+SEED = int(os.environ.get("CLIPGRAD_SEED", "0"))
+
+
 def environment_of_users() -> dict[str, str]:
     """That of a process without what the tests tell the compiler."""
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -1,14 +1,14 @@
 """Arrays in pytrees: which leaves there are, and how large they are.
 
-Each leaf has a path, such as ``layers/0/kernel``. A leaf is clipped if it is floating or complex;
-all others pass through. One function selects leaves: by a tree of booleans, a function, or patterns
-of paths, whose language is in ``patterns.py``. Calls such as ``check_grads(fun, args)`` are read
-here, too, and the keywords of other libraries are answered with those of this one.
-
-Sums and norms neither overflow nor underflow, on any device and sharding. A norm is a root divided
-by a power of two. In the ordinary range the power is 1, and the root is that of a plain sum of
-squares, as in optax. Out of that range the elements are scaled before they are squared. Squares
-are summed in float32, in float64 if a leaf is float64.
+1. `trees` lists the leaves, each with a path, such as ``layers/0/kernel``. A leaf is clipped if it
+   is floating or complex; all others pass through.
+2. `selectors` selects leaves: by a tree of booleans, a function, or path patterns (`patterns`).
+3. `norms` and `sums` add up groups of leaves, without overflow or underflow, on any device and
+   sharding. A norm is a root divided by a power of two. In the ordinary range the power is 1, and
+   the root is that of a plain sum of squares, as in optax; out of that range elements are scaled
+   before they are squared (`ranges`). Squares are summed in float32, in float64 if a leaf is.
+4. `calls` and `user_functions` check what users pass to public functions, and answer the keywords
+   of other libraries with those of this one.
 """
 
 from clipgrad._arrays.by_leaf import for_each as for_each

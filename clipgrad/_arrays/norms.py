@@ -117,7 +117,7 @@ class _Kind(NamedTuple):
 
 @explain_call()
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
-    r"""The norm of all arrays of a tree together, which neither overflows nor underflows.
+    r"""Computes the norm of a whole tree, without overflow or underflow.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -130,14 +130,14 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       tree: a pytree of gradients.
       ord: the order $p$, a number in (0, inf].
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
-        names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
-        varies (its default), a leaf that is the same on all devices is counted once, if JAX knows
-        it (a result of `jax.lax.all_gather` counts as one that varies); elsewhere
-        (``check_vma=False``, `jax.pmap`, `jax.vmap`) every leaf counts as spread, a leaf that is
-        the same once for each device, with a warning; ``jax.P("x")`` instead of ``"x"`` says that
-        every leaf is spread. Without it, each device has the norm of its own part, with a warning
-        where `jax.shard_map` tracks that a leaf varies; ``()`` says that this is meant. Under
-        `jax.jit` it is not needed.
+        names of the mapped axes over which the tree is spread; under `jax.jit` you do not need
+        this. By default `jax.shard_map` tracks which leaves differ between devices, and a leaf that
+        is the same on all devices counts once (JAX does not know this about a `jax.lax.all_gather`
+        result). With ``check_vma=False``, `jax.pmap` and `jax.vmap`, every leaf counts as spread,
+        so a leaf that is the same counts once for each device, with a warning. ``jax.P("x")``
+        instead of ``"x"`` says that every leaf is spread. Without ``axis_name``, each device
+        computes the norm of its own part, with a warning if JAX knows that a leaf differs; ``()``
+        says that you want this.
 
     Returns:
       A scalar array, float32 or float64.
@@ -145,17 +145,17 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
     Raises:
       ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
 
-    It is the norm of one vector, $(\sum_i |g_i|^p)^{1/p}$.
+    All leaves together count as one vector $g$, whose norm is $(\sum_i |g_i|^p)^{1/p}$.
 
     Guarantees:
-      * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
-        dtype, and the result has that dtype.
-      * A finite tree whose squares over- or underflow still has the right norm. Only subnormal
-        elements (below 1.2e-38 in float32) may count as 0, as XLA takes them on most devices.
-      * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
-      * Its derivative is finite everywhere; at zero it is 0.
+      * Squares are summed in float32, or in float64 if a leaf is float64, and the result has that
+        dtype.
+      * The norm is right even if the squares overflow or underflow. Only subnormal elements (below
+        1.2e-38 in float32) may count as 0, as XLA does on most devices.
+      * On a float32 tree in the ordinary range the norm is bit-identical to ``optax.tree.norm``.
+      * The derivative is finite everywhere; at zero it is 0.
       * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
-        PRNG-key leaves are not counted; complex leaves count with their absolute values.
+        PRNG-key leaves do not count; complex elements count by absolute value.
       * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
     """
     warn_of_parts("global_norm", clippable_leaves(tree), axis_name)
@@ -228,9 +228,11 @@ def slice_norms(
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
-    ``mean=True`` divides the sum by the number of its terms first: the root mean square.
+    ``mean=True`` divides the sum of squares by their number first: the root mean square.
     ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``.
     """
+    if mean and ord != 2:
+        raise ValueError(f"mean: got True with ord={ord!r}, expected ord=2, the mean of squares")
     kind = _Kind(check_order("ord", ord), mean, as_optax)
     names = mapped_names(axis_name)
     return _group_norms(list(leaves), Groups.slices(axes, names), kind) if leaves else []

@@ -62,8 +62,8 @@ def leaves_selected(
 
     def flags_of(pattern: Pattern) -> list[bool]:
         check_pattern(pattern, name)
-        own = without_sign(pattern)
-        flags = [any(selects(own, path) for path in paths) for paths in leaves]
+        selector = without_sign(pattern)
+        flags = [any(selects(selector, path) for path in paths) for paths in leaves]
         if leaves and not any(flags):
             raise no_match(pattern, labels, name)
         return flags

@@ -1,9 +1,13 @@
 """Clips: rules, their thresholds, and what became of a gradient.
 
-A clip measures the norm of each group of elements, sets a limit for it, and scales the group down
-to the limit. Statistics, thresholds that adapt and each example's coefficient are functions of the
-list of norms and limits. A rule is a function of a tree of gradients and an optax transformation;
-`gradient_clip` adds a selection of leaves, a policy for NaN, and statistics.
+1. A rule (`rules`) measures the norm of each group of elements, sets a limit for each norm, and
+   scales the group down to the limit. The rule's threshold is a number, a schedule, or adapts to
+   past norms (`thresholds`). Both are folders with doors of their own.
+2. A clip in its stages (select, measure, adapt, scale, state) is ``update`` in `gradient_clip.py`,
+   which makes an optax transformation of a rule; `clipping.py` has the stages, with selected leaves
+   and a policy for NaN (`nonfinite`). Statistics (`stats`) are a function of the norms and limits.
+3. `clip_grads` clips a tree in one call; `transformations` has one function for each rule.
+4. `skip_spikes` skips a whole step instead, by the limit in `spike_limit`.
 """
 
 from clipgrad._clip.any_rule import apply_rule as apply_rule
@@ -17,7 +21,7 @@ from clipgrad._clip.composer import gradient_clipping as gradient_clipping
 from clipgrad._clip.gradient_clip import gradient_clip as gradient_clip
 from clipgrad._clip.known_rules import RULES as RULES
 from clipgrad._clip.known_rules import is_data as is_data
-from clipgrad._clip.known_rules import is_own as is_own
+from clipgrad._clip.known_rules import is_known as is_known
 from clipgrad._clip.nonfinite import NonFinite as NonFinite
 from clipgrad._clip.nonfinite import check_policy as check_policy
 from clipgrad._clip.nonfinite import nonfinite_counts as nonfinite_counts

@@ -19,7 +19,7 @@ from clipgrad._arrays import (
     partition,
     path_string,
 )
-from clipgrad._clip.known_rules import is_own
+from clipgrad._clip.known_rules import is_known
 from clipgrad._clip.rule_thresholds import require_numbers
 
 # What a number instead of a rule probably means, by what the rule would be applied to.
@@ -38,7 +38,8 @@ def as_rule(rule: Any, schedules: bool = False, of: str = "cotangent") -> Callab
 
     ``of`` is what it is applied to, the ``"cotangent"`` or the ``"gradients"``, for errors.
     """
-    if rule is None or (callable(rule) and not isinstance(rule, type)):
+    is_other = isinstance(rule, type | optax.GradientTransformation)
+    if rule is None or (callable(rule) and not is_other):
         if not schedules:
             require_numbers(rule)
         return rule
@@ -75,7 +76,7 @@ def asks(rule: Any) -> list[str]:
 
     They are keyword-only; one that `functools.partial` has set already is not asked for.
     """
-    if rule is None or is_own(rule):
+    if rule is None or is_known(rule):
         return []
     try:
         parameters = inspect.signature(rule).parameters.values()

@@ -20,7 +20,7 @@ def clip_grads(
     where: Where = None,
     nonfinite: NonFinite = "propagate",
 ) -> tuple[Any, ClipStats]:
-    """Clips a tree of gradients without an optimizer, and returns statistics of the clip.
+    """Clips a gradient tree without an optimizer, and returns statistics.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -37,37 +37,37 @@ def clip_grads(
       grads: a pytree of gradients.
       rule: a `ClipRule`, such as ``ClipByGlobalNorm(1.0)``; or a function from the tree to
         the clipped tree; ``None``: off.
-      params: the parameters, for rules that need them (`AdaptiveClip`).
-      where: which leaves are clipped: a tree of booleans that is a prefix of ``grads``, a function
-        from the tree to one, or patterns of paths; ``None``: all. ``"kernel"`` selects the leaves
-        at or below this segment, such as ``"layers/0/kernel"`` and not ``"layers/0/out_kernel"``;
-        ``"layers/*/kernel"`` one in each layer; ``"!head"`` all but the head. Of several,
-        ``("layers", "!bias")``, the last that matches decides. A `re.Pattern` is searched in the
-        paths.
-      nonfinite: what NaN and inf do: ``"propagate"``: the rule decides; ``"zero"``: become 0
-        before anything is clipped; ``"error"``: raise an error that names the leaves.
+      params: the parameters, if the rule needs them (`AdaptiveClip`).
+      where: the leaves to clip: path patterns, a tree of booleans that is a prefix of ``grads``, or
+        a function from the tree to such a tree; ``None``: all. ``"kernel"`` selects leaves at or
+        below this segment, such as ``"layers/0/kernel"`` but not ``"layers/0/out_kernel"``;
+        ``"layers/*/kernel"`` selects one in each layer; ``"!head"`` all but the head. If you write
+        several, ``("layers", "!bias")``, the last that matches decides. A `re.Pattern` is searched
+        in the paths.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: the rule decides. ``"zero"``: they
+        become 0 before the clip. ``"error"``: you get an error that names the leaves.
 
     Returns:
-      The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
+      The clipped gradients, and a `ClipStats` for the selected leaves.
 
     Raises:
       TypeError: if ``rule`` is not a rule, ``where`` has leaves other than booleans, or a leaf is
-        an object or of a dtype that JAX lacks (strings and functions are ignored); for a list of
-        pairs of arrays of one shape without ``params``, as of (parameter, gradient).
+        an object or has a dtype that JAX lacks (strings and functions are ignored); for a list of
+        array pairs, such as (parameter, gradient), without ``params``.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``,
         and each error of the rule.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit`, and so in
-        `train_step` and ``optax.MultiSteps``, the function must be transformed by
+        `train_step` and ``optax.MultiSteps``, you must transform the function by
         `jax.experimental.checkify.checkify` for this.
 
     Guarantees:
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
       * Leaves that ``where`` leaves out are neither measured nor scaled.
-      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats,
-        whose gradient is their next value) are neither measured nor scaled.
-      * The statistics of a global L2 norm need no second pass over the gradients; under
-        `jax.jit` statistics that are not used are not computed.
+      * Neither are leaves below flax's ``_overwrite_with_gradient`` (scales and histories for 8-bit
+        floats, whose gradient is their next value).
+      * With a global L2 norm, statistics need no second pass over the gradients; under `jax.jit`
+        statistics that you do not use are not computed.
     """
     check_policy(nonfinite)
     check_is_no_rule("grads", grads, rule, "the gradients", "clip_grads(grads, rule)")

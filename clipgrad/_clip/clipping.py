@@ -13,7 +13,7 @@ from clipgrad._arrays import (
     selected,
 )
 from clipgrad._clip.any_rule import apply_rule
-from clipgrad._clip.known_rules import is_norm_rule, is_own, scales_by_norms
+from clipgrad._clip.known_rules import is_known, is_norm_rule, scales_by_norms
 from clipgrad._clip.nonfinite import apply_policy
 from clipgrad._clip.rule_thresholds import adaptive_threshold
 from clipgrad._clip.stats import (
@@ -54,8 +54,8 @@ def scaled_tree(rule: Any, tree: Any, norms: list[Any], params: Any) -> Any:
     """The tree clipped by a rule that has measured these norms."""
     if rule is None:
         return tree
-    is_known = is_own(rule) or scales_by_norms(rule)
-    return rule.scale(tree, norms) if is_known else apply_rule(rule, tree, params)
+    takes_norms = is_known(rule) or scales_by_norms(rule)
+    return rule.scale(tree, norms) if takes_norms else apply_rule(rule, tree, params)
 
 
 class Clipped(NamedTuple):

@@ -63,13 +63,13 @@ def apply_gradient_clipping(
       params: the parameters, for ``"adaptive"``.
       clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
       clipping_threshold: the threshold, not negative.
-      axis: the axes that a unit spans, for ``"adaptive"``. ``None``: all but the last of
-        leaves of rank 2 and more, as JAX lays out weights; else an axis or several for all
-        leaves, or a function ``(path, leaf) -> axes``: those but the first for weights in
-        PyTorch's layout.
+      axis: the axes that a unit spans, for ``"adaptive"``. ``None``: all axes but the last if a
+        leaf has rank 2 or more, as JAX lays out weights. Or an axis or several for all leaves, or a
+        function ``(path, leaf) -> axes``: for weights in PyTorch's layout return all axes but the
+        first.
 
     Returns:
-      The clipped gradients: structure, shapes and dtypes of ``grads``.
+      The clipped gradients, with the structure, shapes and dtypes of ``grads``.
 
     Raises:
       ValueError: for an unknown ``clipping_type``, a threshold that is negative or NaN, ``axis``
@@ -85,11 +85,11 @@ def apply_gradient_clipping(
     ``"adaptive"``  $g \cdot \min(1, \mathrm{threshold} \cdot \|w\| / \|g\|)$ by unit
     ==============  ======================================================================
 
-    The formula of the adaptive rule is Composer's, not `AdaptiveClip`'s. It has no smallest
-    weight norm, so zero weights get zero gradients. A ratio that is NaN counts as 1, so a NaN in a
-    unit does not change the rest of the unit. The units are the units of `AdaptiveClip`, for
-    the layouts of JAX, where the outputs are the last axis. In the layout of PyTorch, which
-    Composer's weights have, they are the first: set ``axis`` there, as in the second example.
+    The adaptive formula is Composer's, not `AdaptiveClip`'s. There is no smallest weight norm, so
+    zero weights get zero gradients. A NaN ratio counts as 1, so one NaN does not change the other
+    elements of the unit. By default units are those of `AdaptiveClip`, for JAX layouts, in which
+    outputs are the last axis. In PyTorch's layout, which Composer's weights have, outputs are the
+    first axis: set ``axis`` then, as in the second example.
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
@@ -126,10 +126,10 @@ def gradient_clipping(
       clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``, whose ``update`` needs the
         parameters.
       clipping_threshold: the threshold, not negative.
-      axis: the axes that a unit spans, for ``"adaptive"``. ``None``: all but the last of
-        leaves of rank 2 and more, as JAX lays out weights; else an axis or several for all
-        leaves, or a function ``(path, leaf) -> axes``: those but the first for weights in
-        PyTorch's layout.
+      axis: the axes that a unit spans, for ``"adaptive"``. ``None``: all axes but the last if a
+        leaf has rank 2 or more, as JAX lays out weights. Or an axis or several for all leaves, or a
+        function ``(path, leaf) -> axes``: for weights in PyTorch's layout return all axes but the
+        first.
 
     Returns:
       A gradient transformation.
@@ -137,12 +137,12 @@ def gradient_clipping(
     Raises:
       TypeError, ValueError: as `apply_gradient_clipping`.
 
-    Each update is `apply_gradient_clipping`, by Composer's formulas. In Composer the algorithm is
-    given to the trainer, which clips before the optimizer's step; here it stands before the
-    optimizer in ``optax.chain``.
+    Each update is clipped by `apply_gradient_clipping`. In Composer you pass the algorithm to the
+    trainer, which clips before the optimizer step; here you put the clip before the optimizer in
+    ``optax.chain``.
 
     Guarantees:
-      * The state is `optax.EmptyState`, as of optax's clips.
+      * The state is `optax.EmptyState`, as for optax's clips.
       * Structure, shapes and dtypes of the updates are kept.
 
     References:

@@ -1,7 +1,7 @@
 """Gradient clip: clip rules as optax gradient transformations."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import optax
 
@@ -28,6 +28,14 @@ _COMPOSER = (
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clip without an optimizer, known by its type."""
 
+    def __call__(self, grads: Any, *more: Any) -> NoReturn:
+        """Says what to write: a transformation has ``update``, and a rule is called."""
+        raise TypeError(
+            "got a call of a clip's transformation, expected a place in optax.chain(clip, "
+            "optax.adam(1e-3)); to clip gradients once write "
+            "clip_grads(grads, ClipByNorm(max_norm)), or another rule"
+        )
+
 
 @explain_call(
     f"write the others by name, of where=, nonfinite=, stats=; {_COMPOSER}",
@@ -41,7 +49,7 @@ def gradient_clip(
     nonfinite: NonFinite = "propagate",
     stats: KeptStats = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optax transformation of any clip rule, to stand before the optimizer.
+    """Makes an optax transformation from any clip rule; put it before the optimizer.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -55,17 +63,17 @@ def gradient_clip(
       5.0 1.0
 
     Args:
-      rule: a `ClipRule`, such as ``ClipByNorm(1.0)``; or a function from a tree of gradients
-        to the clipped tree; ``None``: off. Thresholds of a rule may be schedules here, such
-        as ``optax.linear_schedule(...)``, and the main one (``max_norm``, ``max``,
-        ``threshold``, ``clipping``) an `AdaptiveThreshold`.
-      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
-        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
-        function from the tree to one. ``None``: all.
-      nonfinite: what NaN and inf do: ``"propagate"``: the rule decides; ``"zero"``: become 0
-        before anything is clipped; ``"error"``: raise an error that names the leaves.
-      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
-        ``"per_leaf"``: also a `ClipStats` of each leaf.
+      rule: a `ClipRule`, such as ``ClipByNorm(1.0)``; or a function from a gradient tree to the
+        clipped tree; ``None``: off. Here thresholds may be schedules, such as
+        ``optax.linear_schedule(...)``, and the main threshold (``max_norm``, ``max``,
+        ``threshold``, ``clipping``) may be an `AdaptiveThreshold`.
+      where: the leaves to clip: path patterns such as ``"kernel"``, ``"blocks/*/kernel"`` or
+        ``"!head"`` (all but the head), a tree of booleans, or a function from the tree to such a
+        tree; ``None``: all.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: the rule decides. ``"zero"``: they
+        become 0 before the clip. ``"error"``: you get an error that names the leaves.
+      stats: ``True``: the state has the last update's `ClipStats`, and counts steps.
+        ``"per_leaf"``: the state also has a `ClipStats` for each leaf.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -76,10 +84,10 @@ def gradient_clip(
         selects nothing.
 
     Guarantees:
-      * With thresholds that are numbers and ``stats=False`` the state is `optax.EmptyState`, as
-        in optax, so you can restore checkpoints of optax's clips.
+      * If thresholds are numbers and ``stats=False``, the state is `optax.EmptyState`, so you can
+        restore checkpoints that you made with optax's clips.
       * Otherwise it is a `GradientClipState`, whose structure never changes.
-      * A schedule is evaluated at the number of updates made so far: 0 at the first.
+      * A schedule gets the number of updates so far: 0 at the first.
       * An adaptive threshold sees the norm of each step once, before the clip.
       * ``update`` keeps the structure of the state.
     """

@@ -7,7 +7,7 @@ from typing import Any
 RULES: list[type] = globals().get("RULES", [])
 
 
-def is_own(rule: Any) -> bool:
+def is_known(rule: Any) -> bool:
     """Whether a rule is of this library: all that it computes with is in its fields.
 
     A subclass is not: it may keep anything else. See also `is_data`.
@@ -37,4 +37,4 @@ def is_data(rule: Any) -> bool:
 
     A function in a field, such as ``axis`` of `AdaptiveClip`, may depend on anything.
     """
-    return is_own(rule) and not any(map(callable, vars(rule).values()))
+    return is_known(rule) and not any(map(callable, vars(rule).values()))

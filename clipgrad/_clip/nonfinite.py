@@ -46,10 +46,10 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
             _check_functionally(path, count)
         return
     bad = {path: count for path, count in counts.items() if jnp.any(count)}
-    found = [_shown(path, count, (sizes or {}).get(path)) for path, count in bad.items()]
-    if found:
+    shown = [_shown(path, count, (sizes or {}).get(path)) for path, count in bad.items()]
+    if shown:
         raise FloatingPointError(
-            f"grads: got NaN or inf in {', '.join(found)}, expected finite numbers"
+            f"grads: got NaN or inf in {', '.join(shown)}, expected finite numbers"
         )
 
 

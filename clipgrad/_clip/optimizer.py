@@ -40,11 +40,11 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtra
             "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
             f"{_call_of(optimizer)}"
         )
-    own, taken = optimizer.update, _extra_parameters(optimizer)
+    taken = _extra_parameters(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         chosen = {k: v for k, v in extra.items() if taken is None or k in taken}
-        return own(updates, state, params, **chosen)
+        return optimizer.update(updates, state, params, **chosen)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 

@@ -66,7 +66,7 @@ SUGGESTED_THRESHOLDS: tuple[SuggestedThreshold, ...] = (
 
 @explain_call()
 def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
-    """A threshold for the global norm from the norms of a run without clipping.
+    """Suggests a threshold for the global norm, from the norms in a run without clipping.
 
     Example:
       >>> import clipgrad as cg
@@ -74,8 +74,8 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
       2.5
 
     Args:
-      norms: the raw gradient norms of past steps, of any shape; NaN and inf are left out.
-      percentile: a number in [0, 100]; 90 would have clipped one step in ten.
+      norms: raw gradient norms from past steps, of any shape; NaN and inf are left out.
+      percentile: a number in [0, 100]; with 90, one step in ten would have been clipped.
 
     Returns:
       The percentile of the finite norms.

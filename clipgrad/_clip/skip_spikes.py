@@ -35,26 +35,26 @@ class SkipSpikesState(NamedTuple):
     """The state of `skip_spikes`.
 
     Attributes:
-      inner_state: the state of the optimizer after the last step that was not skipped.
-      window: the norms (with ``judge="loss"`` the losses) of the last steps that were not skipped;
-        ``None`` with ``sigma=None``.
-      raw_norm: the norm of the last gradient, before any clip: NaN or inf where it is.
-      limit: the limit that the last step was judged by; the largest finite number if there was
-        none.
+      inner_state: the optimizer state after the last step that was not skipped.
+      window: the norms (with ``judge="loss"`` the losses) from the last steps that were not
+        skipped; ``None`` with ``sigma=None``.
+      raw_norm: the last gradient's norm, before any clip; may be NaN or inf.
+      limit: the last step's limit; the largest finite number if there was none.
       skipped: whether the last step was skipped.
-      skipped_count: the number of steps that were skipped.
-      spike_count: the number of those in which all was finite.
+      skipped_count: the number of skipped steps.
+      spike_count: the number of skipped steps in which all numbers were finite.
       skipped_consecutive: the number of skipped steps in a row, up to the last one, whatever the
         reason.
       nonfinite_consecutive: the number of steps in a row, up to the last one, whose gradient,
         update or loss (as far as it is judged) was not finite.
       judged: with ``judge="update"`` the norm of the last update, with ``"loss"`` the loss, which
         was compared with ``limit``; ``None`` with ``"gradient"``, where it is ``raw_norm``.
-      nonfinite_leaves: for each leaf by path whether the optimizer has made an update of the last
-        gradient that is not finite, though the gradient was; ``None`` without ``halt``.
+      nonfinite_leaves: for each leaf, by path, whether the optimizer turned the last, finite
+        gradient into an update that is not finite; ``None`` without ``halt``.
       halted: whether a step has halted the training; ``None`` without ``halt``.
-      halted_at: the step that halted it, 0 for the first, or -1; ``None`` without ``halt``.
-      count: the number of steps, those after the halt included; ``None`` without ``halt``.
+      halted_at: the step that halted the training, 0 for the first, or -1; ``None`` without
+        ``halt``.
+      count: the number of steps, steps after the halt included; ``None`` without ``halt``.
     """
 
     inner_state: Any
@@ -110,35 +110,34 @@ def skip_spikes(
       [0. 0.] True
 
     Args:
-      inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
-        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
-        the history is full:
+      inner: an optax gradient transformation, or ``optax.MultiSteps`` (never put
+        ``optax.MultiSteps`` outside: the averaged gradient would keep a NaN forever). Put a clip
+        inside, for the steps before the history is full:
         ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
-      max_norm: an absolute limit of what is judged; ``None``: no limit.
+      max_norm: an absolute limit for the judged norm or loss; ``None``: no limit.
       window: the number of norms in the history; by default 128.
-      sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
-        outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
+      sigma: how many deviations a norm may be above the mean. ``None``: no history and no outliers;
+        a step is skipped only if the norm is not finite or above ``max_norm``.
       min_history: the number of norms before a finite norm can be an outlier; by default half a
         window, and at least 2.
-      where: which leaves make up the norm: patterns of their paths, such as ``"kernel"`` or
-        ``"!head"``, a tree of booleans, or a function from the tree to one; ``None``: all.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the updates are
-        spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`.
-      halt: ``True``: a step whose gradient or update is not finite halts the training, before it
-        changes the parameters; ``"spike"``: each skipped step does. With `train_step` or
-        ``update(..., value=loss)`` a loss that is not finite halts it too, even if the gradient is
-        finite. `FlightRecorder` saves the bad step. The rest of the optimizer belongs inside: a
-        later transformation, such as weight decay, goes on after the halt.
-      judge: what ``max_norm`` and the history are of: the norm of the ``"gradient"``; the norm of
-        the ``"update"``, which may grow before the loss shows anything; or the ``"loss"``, which
-        `train_step` passes, or ``update(..., value=loss)``: a loss that is not finite is skipped
-        then without ``halt``, too.
+      where: the leaves to measure: path patterns such as ``"kernel"`` or ``"!head"``, a tree of
+        booleans, or a function from the tree to such a tree; ``None``: all.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        the updates are spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf
+        is spread, even if JAX does not know this. You do not need this under `jax.jit`.
+      halt: ``True``: if a gradient or update is not finite, the training halts before the
+        parameters change. ``"spike"``: the training halts at any skipped step. With `train_step` or
+        ``update(..., value=loss)`` a loss that is not finite halts the training, too, even if the
+        gradient is finite. `FlightRecorder` saves the bad step. Put the whole optimizer inside: a
+        transformation outside, such as weight decay, goes on after the halt.
+      judge: the number to compare with ``max_norm`` and the history: the norm of the
+        ``"gradient"``; the norm of the ``"update"``, which may grow before you see anything in the
+        loss; or the ``"loss"``, which `train_step` passes, or you by ``update(..., value=loss)``.
+        With ``"loss"`` a step whose loss is not finite is skipped even without ``halt``.
 
     Returns:
-      A gradient transformation with the state `SkipSpikesState`, which passes all extra arguments
-      of ``update`` on to ``inner``.
+      A gradient transformation with the state `SkipSpikesState`. Extra arguments of ``update`` are
+      passed on to ``inner``.
 
     Raises:
       ValueError: for a number out of range, and for ``window`` or ``min_history`` with
@@ -147,26 +146,26 @@ def skip_spikes(
       TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
-    or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
-    \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms, once there are
-    ``min_history`` of them. It is skipped, too, if ``inner`` makes an update that is not finite of
-    a gradient that is. Then the update is zero, and the state of ``inner`` does not change. With
-    ``judge="update"`` $n$ is the norm of the update that ``inner`` returns, and with
-    ``judge="loss"`` the loss.
+    or inf, if $n > \mathrm{max\_norm}$, or if $n$ is an outlier:
+    $n > \mu + \mathrm{sigma} \cdot \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the
+    last norms, once there are ``min_history`` norms. A step is skipped, too, if ``inner`` turns a
+    finite gradient into an update that is not finite. In a skipped step the update is zero, and the
+    state of ``inner`` does not change. With ``judge="update"`` $n$ is the norm of the update from
+    ``inner``, and with ``judge="loss"`` the loss.
 
     Guarantees:
-      * On a step that is not skipped, updates and state are the same as from ``inner``.
-      * On a skipped step the updates are exact zeros, and the state of ``inner`` is bit-identical:
-        it is selected, not multiplied, since 0 times NaN is NaN. ``inner`` sees zero gradients
-        if the gradient or the loss is the reason.
-      * Neither the norm of a skipped step nor a norm of 0 enters the history.
-      * The structure and the dtypes of the state never change; counters count the skipped steps.
-      * A sudden and permanent growth of the gradients, or gradients that stay NaN, stop the
-        training: ``skipped_consecutive`` and ``nonfinite_consecutive`` in the state show it.
-      * With ``halt`` the first bad step is the last one that changes anything: each later update
-        is zero too, and only ``count`` in the state changes, until `resume`. The compiled step
-        selects this without the host. So a loop that dispatches steps ahead, and donates
-        buffers, still has the parameters from before the bad step.
+      * In all other steps, updates and state are the same as from ``inner``.
+      * In a skipped step the updates are exact zeros, and the state of ``inner`` is bit-identical
+        (selected, not multiplied, since 0 times NaN is NaN). If the gradient or the loss is the
+        reason, ``inner`` sees zero gradients.
+      * Norms from skipped steps, and norms of 0, do not enter the history.
+      * Structure and dtypes of the state never change; counters count the skipped steps.
+      * If gradients grow suddenly and stay large, or stay NaN, every further step is skipped: you
+        see this in ``skipped_consecutive`` and ``nonfinite_consecutive`` in the state.
+      * With ``halt``, after the first bad step each update is zero and only ``count`` in the state
+        changes, until you call `resume`. The compiled step does this without the host. So even if
+        your loop dispatches steps ahead and donates buffers, you still have the parameters from
+        before the bad step.
 
     References:
       The OLMo Team, 2 OLMo 2 Furious, 2024, https://arxiv.org/abs/2501.00656: updates are
@@ -347,8 +346,8 @@ def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpike
 def resume(tree: Any) -> Any:
     """Lets a training continue after ``skip_spikes(halt=...)`` halted it.
 
-    Only the flag changes, neither the parameters, which are those from before the bad step, nor the
-    counters. It works under `jax.jit`, and on a state that is not halted.
+    Only the flag changes; the parameters stay as before the bad step, and so do the counters. You
+    can call `resume` under `jax.jit`, and on a state that is not halted.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -363,15 +362,15 @@ def resume(tree: Any) -> Any:
       [-3. -4.]
 
     Args:
-      tree: the state of the optimizer, or any tree with it, such as a ``TrainState``.
+      tree: the optimizer state, or any tree that contains it, such as a ``TrainState``.
 
     Returns:
-      The same tree, whose next step is an ordinary one.
+      The same tree; the next step is an ordinary one.
 
     Raises:
       ValueError: if there is no state of ``skip_spikes(halt=...)`` in ``tree``.
     """
-    found = []
+    halting = []
 
     def resumed(node: Any) -> Any:
         if not isinstance(node, SkipSpikesState):
@@ -379,7 +378,7 @@ def resume(tree: Any) -> Any:
         node = node._replace(inner_state=walk(node.inner_state))
         if node.halted is None:
             return node
-        found.append(node)
+        halting.append(node)
         off = jax.tree.map(jnp.zeros_like, node.halted)
         none = jax.tree.map(lambda count: jnp.full_like(count, -1), node.halted_at)
         return node._replace(halted=off, halted_at=none)
@@ -392,7 +391,7 @@ def resume(tree: Any) -> Any:
         return jax.tree.map(resumed, part, is_leaf=is_leaf)
 
     result = walk(tree)
-    if not found:
+    if not halting:
         raise ValueError(
             f"tree: got {type(tree).__name__} without a state of skip_spikes(halt=...), expected "
             "the state of clipgrad.skip_spikes(optimizer, halt=True)"

@@ -38,21 +38,21 @@ KeptStats = bool | Literal["per_leaf"]
 class GradientClipState(NamedTuple):
     """The state of a gradient clip with a schedule, an adaptive threshold or statistics.
 
-    The tree structure and the dtypes are the same at initialization and after every update, so
-    that it can be carried by `jax.lax.scan` and saved. ``optax.tree.get(state, "stats")`` finds
-    a field of it in the state of a whole optimizer.
+    Tree structure and dtypes are the same at initialization and after every update, so you can
+    carry the state through `jax.lax.scan`, and save it. ``optax.tree.get(state, "stats")`` finds an
+    attribute in the state of a whole optimizer.
 
     Attributes:
       count: the number of updates so far, at which schedules are evaluated.
-      stats: the `ClipStats` of the last update; ``None`` without ``stats=True``.
+      stats: the last update's `ClipStats`; ``None`` without ``stats=True``.
       clipped_count: the number of updates that were clipped; ``None`` without ``stats=True``.
       nonfinite_count: the number of updates with NaN or inf in the gradients; ``None`` without
         ``stats=True``.
-      threshold: the main threshold of the rule (``max_norm``, ``max``, ``threshold``, ``clipping``)
-        that the last update used; ``None`` for a function. An adaptive threshold of a rule that
-        acts on leaves is an array, in the order of ``jax.tree.leaves``.
+      threshold: the rule's main threshold (``max_norm``, ``max``, ``threshold``, ``clipping``) at
+        the last update; ``None`` for a function. If the threshold adapts for each leaf, an array in
+        the order of ``jax.tree.leaves``.
       history: the state of an adaptive threshold, or ``None``.
-      leaf_stats: the `ClipStats` of the last update for each leaf by path, such as
+      leaf_stats: the last update's `ClipStats` for each leaf, by path, such as
         ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.
     """
 

@@ -42,7 +42,7 @@ from clipgrad._sharding import broadcast_like, on_every_device
 @exportable
 @answers_lookups("stats")
 class ClipStats(NamedTuple):
-    r"""Statistics of a clip of a tree of gradients or cotangents.
+    r"""Statistics from one clip of a gradient or cotangent tree.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -53,18 +53,17 @@ class ClipStats(NamedTuple):
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
       after: sums of squares after the clip, shape ``(..., 3)``.
-      changed: the number of elements that the clip changed: for a rule by norms all elements of
-        the groups (the tree, leaves, slices, units) that it scaled; for a value rule and a function
-        the elements that differ. Counts are floating, exact up to 2 ** 24 in float32.
+      changed: the number of elements that the clip changed: for a norm rule all elements in groups
+        (the tree, leaves, slices, units) that the rule scaled; for a value rule or a function the
+        elements that differ. Counts are floating, exact up to 2 ** 24 in float32.
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
 
-    All fields are sums over elements, so that statistics of several places, scan steps, vmap
-    lanes or devices add up field by field; norms and scales are derived from the sums.
-    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
-    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
-    computed.
+    All attributes are sums over elements, so you can add statistics from several places, scan
+    steps, vmap lanes or devices; norms and scales are computed from the sums. Squares are summed
+    three times: of elements scaled down, as they are, and scaled up. The norm comes from the sum
+    that is in range, so it is right from 1.2e-38 to 3.4e38 (the third sum is 0 if the second is
+    large enough). Under `jax.jit` unused attributes are not computed.
     """
 
     before: jax.Array
@@ -115,7 +114,7 @@ class ClipStats(NamedTuple):
     def all_zero(self) -> jax.Array:
         """1 if all elements were exactly zero before the clip, as where a gradient is cut; else 0.
 
-        Of no elements it is 0.
+        0 if there are no elements.
         """
         is_zero = jnp.all(self.before == 0, axis=-1) & (self.nonfinite == 0) & (self.size > 0)
         return is_zero.astype(self.size.dtype)
@@ -125,7 +124,7 @@ class ClipStats(NamedTuple):
         """Statistics of an empty tree, the ``probe`` of `clip_cotangent`.
 
         Args:
-          shape: the leading axes, such as ``(steps,)`` for a probe that a scan runs over.
+          shape: the leading axes, such as ``(steps,)`` for a probe that you scan over.
           dtype: float32 or float64.
 
         Raises:

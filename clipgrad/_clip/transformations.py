@@ -30,7 +30,7 @@ def clip_by_value(
     nonfinite: NonFinite = "propagate",
     stats: KeptStats = False,
 ) -> Transformation:
-    """Limits each element of the gradient to [min, max]; ``optax.clip`` with a lower bound.
+    """Limits each gradient element to [min, max]; ``optax.clip`` with a lower bound.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -41,18 +41,18 @@ def clip_by_value(
     Args:
       max: the upper bound: a number, an array, a schedule (a function of the step, as in
         optax), or an adaptive threshold such as `PercentileThreshold`.
-      min: the lower bound, without adaptive thresholds; ``None``: ``-max``.
-      nan: the number that replaces NaN before the clip; ``None`` lets NaN through.
-      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
-        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
-        function from the tree to one. ``None``: all.
-      nonfinite: what NaN and inf do: ``"propagate"``: the rule decides; ``"zero"``: become 0
-        before anything is clipped; ``"error"``: raise an error that names the leaves.
-      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
-        ``"per_leaf"``: also a `ClipStats` of each leaf.
+      min: the lower bound, a number, an array or a schedule; ``None``: ``-max``.
+      nan: the number that replaces NaN before the clip; ``None``: NaN stays.
+      where: the leaves to clip: path patterns such as ``"kernel"``, ``"blocks/*/kernel"`` or
+        ``"!head"`` (all but the head), a tree of booleans, or a function from the tree to such a
+        tree; ``None``: all.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: the rule decides. ``"zero"``: they
+        become 0 before the clip. ``"error"``: you get an error that names the leaves.
+      stats: ``True``: the state has the last update's `ClipStats`, and counts steps.
+        ``"per_leaf"``: the state also has a `ClipStats` for each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByValue`.
+      A gradient transformation for ``optax.chain``: `gradient_clip` with `ClipByValue`.
 
     Raises:
       TypeError: for a bound that is not a number, an array, a schedule or, as ``max``, an adaptive
@@ -76,7 +76,7 @@ def clip_by_norm(
     nonfinite: NonFinite = "propagate",
     stats: KeptStats = False,
 ) -> Transformation:
-    """Scales each array of the gradient, or each slice of it, down to a maximal norm.
+    """Scales each array in the gradient, or each slice of an array, down to a maximal norm.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -90,24 +90,23 @@ def clip_by_norm(
       ord: the order of the norm, a number in (0, inf]; by default 2. With
         ``optax.inject_hyperparams``, which traces every other number, name it in
         ``static_args``.
-      axis: the axis or axes that a norm is over, such as ``-1`` for a norm of each row;
-        ``None``: one norm of the whole leaf.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that each leaf is
-        spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`. A slice is whole along the axes that you do not
-        name; ``()`` if it is whole on its device.
-      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
-        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
-        function from the tree to one. ``None``: all.
-      nonfinite: what NaN and inf do: ``"propagate"``: stay, and make their group NaN;
-        ``"zero"``: become 0 before anything is measured; ``"error"``: raise an error that
+      axis: the axis or axes to sum over, such as ``-1`` for one norm per row; ``None``: one norm
+        for the whole leaf.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        each leaf is spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`. Along axes
+        that you do not name, a slice is whole; ``()`` says that each slice is whole on one device.
+      where: the leaves to clip: path patterns such as ``"kernel"``, ``"blocks/*/kernel"`` or
+        ``"!head"`` (all but the head), a tree of booleans, or a function from the tree to such a
+        tree; ``None``: all.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: they stay, and make their group NaN.
+        ``"zero"``: they become 0 before anything is measured. ``"error"``: you get an error that
         names the leaves.
-      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
-        ``"per_leaf"``: also a `ClipStats` of each leaf.
+      stats: ``True``: the state has the last update's `ClipStats`, and counts steps.
+        ``"per_leaf"``: the state also has a `ClipStats` for each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByNorm`.
+      A gradient transformation for ``optax.chain``: `gradient_clip` with `ClipByNorm`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
@@ -144,21 +143,20 @@ def clip_by_global_norm(
       ord: the order of the norm, a number in (0, inf]; by default 2. With
         ``optax.inject_hyperparams``, which traces every other number, name it in
         ``static_args``.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the updates are
-        spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`.
-      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
-        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
-        function from the tree to one. ``None``: all.
-      nonfinite: what NaN and inf do: ``"propagate"``: stay, and make their group NaN;
-        ``"zero"``: become 0 before anything is measured; ``"error"``: raise an error that
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        the updates are spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf
+        is spread, even if JAX does not know this. You do not need this under `jax.jit`.
+      where: the leaves to clip: path patterns such as ``"kernel"``, ``"blocks/*/kernel"`` or
+        ``"!head"`` (all but the head), a tree of booleans, or a function from the tree to such a
+        tree; ``None``: all.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: they stay, and make their group NaN.
+        ``"zero"``: they become 0 before anything is measured. ``"error"``: you get an error that
         names the leaves.
-      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
-        ``"per_leaf"``: also a `ClipStats` of each leaf.
+      stats: ``True``: the state has the last update's `ClipStats`, and counts steps.
+        ``"per_leaf"``: the state also has a `ClipStats` for each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByGlobalNorm`.
+      A gradient transformation for ``optax.chain``: `gradient_clip` with `ClipByGlobalNorm`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
@@ -166,10 +164,10 @@ def clip_by_global_norm(
       ValueError: for a threshold that is negative or NaN, and for an unknown ``nonfinite`` or
         ``stats``; by ``init``, if ``where`` selects nothing.
 
-    A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
-    in the ordinary range the updates are bit-identical, eagerly and under `jax.jit`. So are whole
-    compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion; this is not promised with
-    adafactor if the clip acts. In half precision the results differ, because squares are summed in
+    A drop-in replacement for ``optax.clip_by_global_norm``, with the same state. On float32 trees
+    in the ordinary range the updates are bit-identical, eagerly and under `jax.jit`. So is your
+    whole compiled training with sgd, momentum, adam, adamw, rmsprop and lion, but not necessarily
+    with adafactor if the clip acts. In half precision results differ, because squares are summed in
     float32.
     """
     order = 2 if ord is None else ord
@@ -186,7 +184,7 @@ def clip_by_block_rms(
     nonfinite: NonFinite = "propagate",
     stats: KeptStats = False,
 ) -> Transformation:
-    """Scales each array of the gradient down to a maximal root mean square.
+    """Scales each array in the gradient down to a maximal root mean square.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -197,21 +195,20 @@ def clip_by_block_rms(
     Args:
       threshold: the maximal root mean square: a number, an array, a schedule (a function of
         the step, as in optax), or an adaptive threshold such as `PercentileThreshold`.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that each leaf is
-        spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`.
-      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
-        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
-        function from the tree to one. ``None``: all.
-      nonfinite: what NaN and inf do: ``"propagate"``: stay, and make their group NaN;
-        ``"zero"``: become 0 before anything is measured; ``"error"``: raise an error that
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        each leaf is spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`.
+      where: the leaves to clip: path patterns such as ``"kernel"``, ``"blocks/*/kernel"`` or
+        ``"!head"`` (all but the head), a tree of booleans, or a function from the tree to such a
+        tree; ``None``: all.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: they stay, and make their group NaN.
+        ``"zero"``: they become 0 before anything is measured. ``"error"``: you get an error that
         names the leaves.
-      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
-        ``"per_leaf"``: also a `ClipStats` of each leaf.
+      stats: ``True``: the state has the last update's `ClipStats`, and counts steps.
+        ``"per_leaf"``: the state also has a `ClipStats` for each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``, `gradient_clip` of `ClipByBlockRMS`.
+      A gradient transformation for ``optax.chain``: `gradient_clip` with `ClipByBlockRMS`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
@@ -234,7 +231,7 @@ def adaptive_grad_clip(
     nonfinite: NonFinite = "propagate",
     stats: KeptStats = False,
 ) -> Transformation:
-    """Scales the gradient of each unit down to a part of its weights' norm (AGC).
+    """Scales each unit's gradient down, relative to the unit's weight norm (AGC).
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -248,39 +245,37 @@ def adaptive_grad_clip(
       clipping: the maximal ratio of gradient norm to weight norm: a number, an array, a
         schedule (a function of the step, as in optax), or an adaptive threshold such as
         `PercentileThreshold`.
-      eps: the least weight norm that counts, so that weights of 0 can train.
-      axis: the axes that a unit spans. ``None``: all but the last of leaves of rank 2 and
-        more, the weights of one output; a whole vector. Else an axis or several for all
-        leaves, or a function ``(path, leaf) -> axes``: ``-1`` for an embedding, so that a
-        unit is the row of a token.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that units are spread
-        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
-        each leaf is, also one that JAX does not know to differ between devices; not needed
-        under `jax.jit`. A unit is whole along the axes that you do not name; ``()`` if it is
-        whole on its device.
-      where: which leaves are clipped: patterns of their paths, such as ``"kernel"``,
-        ``"blocks/*/kernel"`` or ``"!head"`` for all but the head; a tree of booleans; or a
-        function from the tree to one. ``None``: all. Brock et al. leave out the last layer.
-      nonfinite: what NaN and inf do: ``"propagate"``: stay, and make their group NaN;
-        ``"zero"``: become 0 before anything is measured; ``"error"``: raise an error that
+      eps: the smallest weight norm, so that zero weights can train.
+      axis: the axes that a unit spans. ``None``: all axes but the last if a leaf has rank 2 or more
+        (a unit is all weights of one output), otherwise the whole leaf. Or an axis or several for
+        all leaves, or a function ``(path, leaf) -> axes``: return ``-1`` for an embedding, so that
+        a unit is one token's row.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        units are spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`. Along axes
+        that you do not name, a unit is whole; ``()`` says that each unit is whole on one device.
+      where: the leaves to clip: path patterns such as ``"kernel"``, ``"blocks/*/kernel"`` or
+        ``"!head"`` (all but the head), a tree of booleans, or a function from the tree to such a
+        tree; ``None``: all. Brock et al. leave out the last layer.
+      nonfinite: the policy for NaN and inf. ``"propagate"``: they stay, and make their group NaN.
+        ``"zero"``: they become 0 before anything is measured. ``"error"``: you get an error that
         names the leaves.
-      stats: ``True``: the state keeps a `ClipStats` of the last update and counts of steps;
-        ``"per_leaf"``: also a `ClipStats` of each leaf.
+      stats: ``True``: the state has the last update's `ClipStats`, and counts steps.
+        ``"per_leaf"``: the state also has a `ClipStats` for each leaf.
 
     Returns:
-      A gradient transformation for ``optax.chain``, `gradient_clip` of `AdaptiveClip`.
+      A gradient transformation for ``optax.chain``: `gradient_clip` with `AdaptiveClip`.
 
     Raises:
       TypeError: for a threshold that is not a number, an array, a schedule or an adaptive
-        threshold, or another
-        ``axis``.
+        threshold, or for another ``axis``.
       ValueError: for a threshold that is negative or NaN, and for an unknown ``nonfinite`` or
         ``stats``; by ``init``, if ``where`` selects nothing; by ``update``,
         without parameters.
 
-    ``update`` needs the parameters. Unlike in ``optax.adaptive_grad_clip``, a unit is the weights
-    of one output also in leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis``
-    can set the unit of each leaf.
+    You must pass the parameters to ``update``. Unlike in ``optax.adaptive_grad_clip``, a unit is
+    all weights of one output even in leaves of rank 3 or above 5, or with axes of size 1, and you
+    can set the unit for each leaf by ``axis``.
     """
     rule = AdaptiveClip(clipping, eps, axis=axis, axis_name=axis_name)
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)

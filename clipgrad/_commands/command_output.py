@@ -19,10 +19,10 @@ def show_result(
     """Print a result, write it into the folder `--out` and the file `--json`; return the exit code.
 
     Args:
-      options: those of the command.
+      options: the command's options.
       name: the files without their suffixes.
-      find: makes the result from the options; it has ``ok`` and ``plot``.
-      fields: its fields that are written.
+      find: makes the result, which has ``ok`` and ``plot``, from the options.
+      fields: the fields of the result to write.
     """
     folder = mounted_folder("--out", options.out) if options.out else None
     require_folder(options.json)

@@ -20,9 +20,9 @@ _INSTEAD_OF_SHAPES = (
 
 
 class UsageError(Exception):
-    """The command line asks for something that is not there; its cause is a function that raises.
+    """The command line asks for something that does not exist, or a function raises (the cause).
 
-    One line says all there is to say, unless there is a cause.
+    Without a cause, one line says everything.
     """
 
 

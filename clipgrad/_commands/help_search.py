@@ -10,9 +10,11 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from clipgrad._errors import docs_found_by, docs_pages, docs_synonyms, docs_text
+
+K = TypeVar("K")
 
 _WIDTH = 96  # of the line that is shown of a section
 _HEADING = re.compile(r"#{1,4} (.+)")
@@ -22,19 +24,39 @@ STOP = frozenset(
     "have how i if in is it its me my no not of on one or should some that the their there this to "
     "use want was what when where which who why with without you your".split()
 )
+# Words that say little, since they fit any question.
+WEAK = frozenset(
+    "about again all also always another anything because been before being better big both "
+    "bring cause code could did during each else enough even every everything exact fine "
+    "first full get getting give good got happen hard having help here high huge instead into "
+    "just keep know large last let like little long look lot made make many may maybe mean "
+    "might more most much must need new now number off often old only other our out over own "
+    "part please possible problem put quite rather really right same say see seem set several "
+    "show simple since single small so something sometimes still such sudden sure take tell "
+    "than them then thing think though through time too try under until up using very way we "
+    "well were whether while whole will work would write wrong yet".split()
+)
 # How much a word counts in the heading of a section, in the title of its page, among the words that
 # the page is to be found by, and at most in the text; and a whole phrase that is one of these.
-_IN_HEADING, _IN_TITLE, _IN_WORDS, _IN_TEXT = 6.0, 5.0, 5.0, 2.2
-IS_FOUND_BY = 6.0
+_IN_HEADING, _IN_TITLE, _IN_WORDS, _IN_TEXT = 4.5, 5.0, 7.0, 2.2
+IS_FOUND_BY = 10.0
 # Where the text of a section holds a word often, and is long (Robertson and Zaragoza, The
 # Probabilistic Relevance Framework: BM25 and Beyond, 2009).
 _SATURATION, _LENGTH, _AVERAGE = 1.2, 0.7, 150
 LEAST = 5  # letters that words have in common, for one that is nowhere
 OF_PARTS = 0.05  # how much a part of a name counts where the whole name is found
 OF_SYNONYMS = 0.6  # and a word of the same meaning
+OF_PAGE = 0.5  # how much the page of a section counts
+OF_WEAK = 0.3  # and a word that says little
 OF_LACKING = 1.5  # the power of the share of the question that a section has
 # What is for the second reading.
-_PRIORS = {"notebooks": 0.8, "benchmarks": 0.7}
+_PRIORS = {
+    "notebooks": 0.8,
+    "benchmarks": 0.7,
+    "bibliography": 0.8,
+    "changelog": 0.7,
+    "security": 0.7,
+}
 
 
 class PageLine(NamedTuple):
@@ -80,7 +102,7 @@ class Index(NamedTuple):
 
     sections: Sequence[Section]
     places: Mapping[str, Mapping[int, float]]  # of each word the numbers of sections
-    phrases: Mapping[str, Sequence[int]]  # that pages are to be found by, as stems
+    phrases: Mapping[str, Sequence[str]]  # that pages are to be found by, as stems
     synonyms: Mapping[str, Sequence[str]]
 
     def rarity(self, word: str) -> float:
@@ -126,52 +148,80 @@ def _terms(words: str, index: Index) -> list[Term]:
         same = [form for form in index.synonyms.get(stem(word), ()) if form in index.places]
         if not forms and not same:
             forms = _alike(word, index)
+        most = OF_WEAK if word.lower() in WEAK or stem(word) in WEAK else 1.0
         whole = next((form for form in forms if form in _wholes(word)), None)
         terms.append(
             Term(
                 {
-                    form: (1.0 if whole in (None, form) else OF_PARTS) * index.rarity(form)
+                    form: most * (1.0 if whole in (None, form) else OF_PARTS) * index.rarity(form)
                     for form in forms
                 },
-                {form: OF_SYNONYMS * index.rarity(form) for form in same},
+                {form: most * OF_SYNONYMS * index.rarity(form) for form in same},
             )
         )
     return [term for term in terms if term.most()]
 
 
 def _asked(words: str) -> list[str]:
-    asked = re.findall(r"[^\s,;:?!()\[\]{}\"'`=]+", words)
+    asked = _split(words)
     return [word for word in asked if word.lower() not in STOP] or asked
 
 
+def _split(words: str) -> list[str]:
+    return re.findall(r"[^\s,;:?!()\[\]{}\"'`=]+", words)
+
+
 def _alike(word: str, index: Index) -> list[str]:
-    """The words that begin as this one does, but for its last letters."""
+    """The words that begin as this one, whatever their last letters are."""
     start = stem(word)[: -(len(word) // 3)]
     return [form for form in index.places if len(start) >= LEAST and form.startswith(start)]
 
 
 def _scores(words: str, terms: Sequence[Term], index: Index) -> dict[int, float]:
-    """Of each section that has a word: how well it fits, less if it lacks others."""
-    total: dict[int, float] = collections.defaultdict(float)
-    there: dict[int, float] = collections.defaultdict(float)
-    for term in terms:
-        for number, (score, weight) in _of_term(term, index).items():
-            total[number] += score
-            there[number] += weight
+    """For each section with a word: how well it fits with its page, less if words are missing.
+
+    A page counts what its sections have together, and the phrases that it is to be found by.
+    """
+    by_section = [_of_term(term, index) for term in terms]
+    by_page = [_best_of_pages(places, index) for places in by_section]
     rarest = max((term.most() for term in terms), default=0.0)
-    for number, share in _phrases(words, index).items():
-        total[number] += IS_FOUND_BY * rarest * share
+    phrases = {page: IS_FOUND_BY * rarest * share for page, share in _phrases(words, index).items()}
     most = sum(term.most() for term in terms)
+    pages = _fit(by_page, phrases, most)
     return {
-        number: total[number]
-        * (there[number] / most) ** OF_LACKING
+        number: (fit + OF_PAGE * pages[index.sections[number].page])
         * index.sections[number].prior()
-        for number in there
+        for number, fit in _fit(by_section, {}, most).items()
     }
 
 
+def _best_of_pages(
+    places: Mapping[int, tuple[float, float]], index: Index
+) -> dict[str, tuple[float, float]]:
+    """Of each page the best score and the most weight that its sections have."""
+    best: dict[str, tuple[float, float]] = {}
+    for number, (score, weight) in places.items():
+        page = index.sections[number].page
+        before = best.get(page, (0.0, 0.0))
+        best[page] = max(score, before[0]), max(weight, before[1])
+    return best
+
+
+def _fit(
+    places: Sequence[Mapping[K, tuple[float, float]]], more: Mapping[K, float], most: float
+) -> dict[K, float]:
+    """The sum of scores, and of `more`, less if a place has only a share of the weight."""
+    total: dict[K, float] = collections.defaultdict(float, more)
+    there: dict[K, float] = collections.defaultdict(float)
+    for each in places:
+        for place, (score, weight) in each.items():
+            total[place] += score
+            there[place] += weight
+    return {place: total[place] * (there[place] / most) ** OF_LACKING for place in there}
+
+
 def _of_term(term: Term, index: Index) -> dict[int, tuple[float, float]]:
-    """Of each section: the score of a word there, or of one of the same meaning, and its weight."""
+    """For each section: the score of a word, or of a synonym, and the weight of the word."""
     by_form: dict[int, float] = collections.defaultdict(float)
     weights: dict[int, float] = collections.defaultdict(float)
     for form, weight in term.forms.items():
@@ -185,19 +235,28 @@ def _of_term(term: Term, index: Index) -> dict[int, tuple[float, float]]:
     return {number: (by_form[number], weights[number]) for number in weights}
 
 
-def _phrases(words: str, index: Index) -> dict[int, float]:
-    """The sections that are to be found by a phrase of the question: what share of it that is."""
-    asked = [stem(word) for word in _asked(words)]
-    shares: dict[int, float] = collections.defaultdict(float)
-    for first in range(len(asked)):
-        for end in range(first + 1, len(asked) + 1):
-            for number in index.phrases.get(" ".join(asked[first:end]), ()):
-                shares[number] = max(shares[number], (end - first) / len(asked))
+def _phrases(words: str, index: Index) -> dict[str, float]:
+    """The pages to be found by a phrase whose words a question has: what share of it that is."""
+    asked = {
+        stem(word): {stem(word), *index.synonyms.get(stem(word), ())} for word in _split(words)
+    }
+    content = {stem(word) for word in _asked(words)}
+    shares: dict[str, float] = collections.defaultdict(float)
+    for phrase, pages in index.phrases.items():
+        parts = phrase.split()
+        matched = {
+            part: next((word for word, same in asked.items() if part in same), "") for part in parts
+        }
+        if all(matched.values()):
+            exact = sum(1.0 if part in asked else OF_SYNONYMS for part in parts)
+            share = exact / len(content.union(matched.values()))
+            for page in pages:
+                shares[page] = max(shares[page], share)
     return shares
 
 
 def _place(section: Section, wanted: dict[str, float]) -> PageLine:
-    """The section with the line that has most of what is wanted, or the first line below it."""
+    """The section, with the line that has most words of the question, or the first line."""
 
     def weight(line: str) -> float:
         there = set(_words(line))
@@ -223,12 +282,10 @@ def whole_index() -> Index:
     for number, section in enumerate(sections):
         for word, weight in section.weights().items():
             places[word][number] = round(weight, 2)
-    firsts = {section.page: i for i, section in reversed([*enumerate(sections)])}
-    phrases: dict[str, list[int]] = collections.defaultdict(list)
+    phrases: dict[str, list[str]] = collections.defaultdict(list)
     for page, each in found_by.items():
-        if page in firsts:
-            for phrase in each:
-                phrases[" ".join(map(stem, _asked(phrase)))].append(firsts[page])
+        for phrase in each:
+            phrases[" ".join(map(stem, _split(phrase)))].append(page)
     return Index(sections, places, phrases, _synonyms())
 
 
@@ -256,6 +313,9 @@ def as_json(index: Index, anchors: Mapping[tuple[str, str], str]) -> dict[str, A
         "phrases": index.phrases,
         "synonyms": index.synonyms,
         "stop": sorted(STOP),
+        "weak": sorted(WEAK),
+        "ofWeak": OF_WEAK,
+        "ofPage": OF_PAGE,
         "isFoundBy": IS_FOUND_BY,
         "ofParts": OF_PARTS,
         "ofSynonyms": OF_SYNONYMS,

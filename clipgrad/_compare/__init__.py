@@ -1,9 +1,11 @@
 """Two versions of one loss, or of one training step: where they first differ.
 
-Each version becomes a record: a table of the arrays that were seen, in the order of computation,
-with sketches of their numbers, and edges between them. A file is the table. To compare is to match
-the rows of two records, to judge each pair by what rounding does to it, and to tell the first that
-differs, with the module of the operations behind it.
+1. Record each version: a table of arrays in the order of computation (`Row`), with sketches of
+   their numbers (`Numbers`), and edges between them. A file is the table.
+2. Match the rows of two records, by names (lines too) or by numbers: a `Matching`.
+3. Judge the pairs, by what rounding does to them or by what a wider type makes of them: a `Verdict`
+   with the first that differs, and the module of the operations behind it.
+4. Give the result, in one place: findings, the table, notes.
 """
 
 from clipgrad._compare.compare import compare as compare
@@ -12,6 +14,7 @@ from clipgrad._compare.file import save_record as save_record
 from clipgrad._compare.record import THE_LOSS as THE_LOSS
 from clipgrad._compare.record import TORCH as TORCH
 from clipgrad._compare.record import Edge as Edge
+from clipgrad._compare.record import Numbers as Numbers
 from clipgrad._compare.record import Record as Record
 from clipgrad._compare.record import Row as Row
 from clipgrad._compare.result import GradientComparison as GradientComparison

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from clipgrad._compare.record import Edge, Record, Row
+from clipgrad._compare.record import Edge, Numbers, Record, Row
 from clipgrad._compare.sketches import LENGTH, orders_of
 
 RECORD_FORMAT = 4
@@ -76,6 +76,7 @@ def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     wide = any("64" in row.dtype or row.dtype == "complex128" for row in record.rows)
     for row in record.rows:
         plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+        plain |= plain.pop("numbers")._asdict()
         del plain["whole"]
         for kind in _NUMBERS_OF_ROWS:
             if (x := plain[kind]) is not None:
@@ -93,14 +94,15 @@ def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Recor
         known: dict[str, Any] = {
             k: tuple(x) if isinstance(x, list) else x for k, x in plain.items()
         }
+        seen = {kind: known.pop(kind) for kind in ("exact", *_NUMBERS_OF_ROWS)}
         row = Row(**known)
         orders = len(orders_of(row.shape, row.turned))
         for kind in _NUMBERS_OF_ROWS:
-            if name := plain[kind]:
-                x = arrays[name].astype(np.float64)
+            if seen[kind]:
+                seen[kind] = x = arrays[seen[kind]].astype(np.float64)
                 if x.shape != (*row.steps, orders, LENGTH):
                     raise ValueError(f"{kind} of shape {x.shape} for {orders} orders of axes")
-                setattr(row, kind, x)
+        row.numbers = Numbers(**seen)
         record.add(row, range(len(header["rows"]))[row.node])
     for edge in header["edges"]:
         parts: Any = (tuple(x) if isinstance(x, list) else x for x in edge)

@@ -1,112 +1,27 @@
 """The first place where two records differ, as findings."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
 from clipgrad._compare.judge import Judgment
-from clipgrad._compare.line_findings import LinesAlone, lines_alone, lines_of_ends
-from clipgrad._compare.match import Matching
+from clipgrad._compare.line_findings import LinesAlone, lines_of_ends
+from clipgrad._compare.matching import MOST_NAMES
 from clipgrad._compare.pairs import Pair
 from clipgrad._compare.ratios import factor_text, ratio
-from clipgrad._compare.record import ENTERS, TEXT, Graph, Instance, Record, Row
+from clipgrad._compare.record import ENTERS, TEXT, Row
 from clipgrad._compare.result import ComparisonFinding
+from clipgrad._compare.sides import Sides, Verdict
 from clipgrad._compare.sketches import NUMBERS, scalar_of
-from clipgrad._compare.slices import Slice, made_from, module_of, used_by
+from clipgrad._compare.slices import Slice, used_by
 from clipgrad._errors import first_few
-from clipgrad._names import Location
 
 TELLING = 0.01  # sizes that are nearer say nothing of how two versions differ
-MOST_NAMES = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Sides:
-    """Two records, and how they were matched."""
-
-    a: Record
-    b: Record
-    matching: Matching
-
-    def of(self, kind: str) -> list[Pair]:
-        return [p for p in self.matching.pairs if p.kind == kind]
-
-    def rows(self, pair: Pair) -> tuple[Row, Row]:
-        return self.a.rows[pair.own[0]], self.b.rows[pair.other[0]]
-
-    def graphs(self, pair: Pair) -> list[Graph]:
-        """The graphs that say what is behind a pair: if its names differ, that of the first."""
-        row, its = self.rows(pair)
-        return self.both if row.name == its.name else self.both[:1]
-
-    @functools.cached_property
-    def both(self) -> list[Graph]:
-        return [Graph(self.a), Graph(self.b)]
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether the values of lines are in both records."""
-        return self.a.has_lines and self.b.has_lines
-
-    @property
-    def agreeing(self) -> list[Pair]:
-        """The values that agree."""
-        return [p for p in self.of("value") if p.judgment.agrees]
-
-    def behind(self, pair: Pair) -> list[Slice]:
-        """The operations between a pair and the values that agree, in both records."""
-        return made_from(pair, self.agreeing, self.both)
-
-    def module_of(self, pair: Pair, slices: Sequence[Slice]) -> str | None:
-        """The common module of slices of both records; of the first if a pair has two names."""
-        return module_of(slices[: len(self.graphs(pair))])
-
-    def at_line(
-        self,
-        kind: str,
-        text: str,
-        module: str | None,
-        pair: Pair,
-        before: Sequence[Pair] = (),
-        told: Row | None = None,
-    ) -> ComparisonFinding:
-        """A finding with the lines of both versions of a pair, see `at_line`."""
-        row, its = self.rows(pair)
-        if self.a.framework == self.b.framework and its.line not in ("", row.line):
-            text += f"; in other at {_location(its)}"
-        return at_line(kind, text, row, module, pair, before, told)
-
-    @functools.cached_property
-    def paired(self) -> list[set[Instance]]:
-        """The values of each record that are in pairs, or have the numbers of an argument."""
-        copies = self.matching.copies
-        return [{*copies[side], *(p.at(side) for p in self.of("value"))} for side in range(2)]
-
-    @functools.cached_property
-    def shares_code(self) -> bool:
-        """Whether both versions run one statement."""
-        return not {row.statement for row in self.a.rows if row.is_line}.isdisjoint(
-            row.statement for row in self.b.rows if row.is_line
-        )
-
-    def lines_alone(self, slices: Sequence[Slice]) -> LinesAlone:
-        """The lines of one version alone in some slices of both."""
-        return lines_alone(slices, self.paired, self.shares_code)
-
-    def rules_in(self, slices: Sequence[Slice]) -> str:
-        """The text of the custom rules among some operations; "" if there are none."""
-        versions: dict[str, list[str]] = {}
-        for own in slices:
-            where = "fun" if own.graph.record is self.a else "other"
-            for rule in own.rules:
-                versions.setdefault(rule, []).append(where)
-        texts = [
-            f"{rule} in {'both' if set(where) == {'fun', 'other'} else where[0]}"
-            for rule, where in sorted(versions.items(), key=lambda item: len(item[1]))
-        ]
-        kind = "a custom rule" if len(texts) == 1 else "custom rules"
-        return f"; {kind} there: {first_few(texts, MOST_NAMES)}" if texts else ""
+def by_rounding(sides: Sides) -> Verdict:
+    """What differs beyond what rounding explains; see `first`."""
+    return Verdict(first(sides))
 
 
 def first(sides: Sides) -> list[ComparisonFinding]:
@@ -119,7 +34,7 @@ def first(sides: Sides) -> list[ComparisonFinding]:
     rest = sides.matching.alone
     if not bad["output"] and not bad["gradient"]:
         return rest or not_judged(sides)
-    found = argument_findings(sides, bad["argument"])
+    found = [*sides.matching.arguments, *argument_findings(sides, bad["argument"])]
     is_loss = sides.a.is_loss and sides.b.is_loss
     if bad["value"]:
         found.append(first_value(sides, bad["value"][0]))
@@ -155,7 +70,8 @@ def first_value(sides: Sides, pair: Pair) -> ComparisonFinding:
     text += f"; {alone.text}" if alone.text else called_text(row)
     text += sides.rules_in(slices)
     module = row.name if module is None else module
-    return sides.at_line("value", text, module, pair, before, alone.row)
+    finding = sides.at_line("value", text, module, pair, before, alone.row)
+    return dataclasses.replace(finding, message=finding.message + sides.place_in_other(pair))
 
 
 def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
@@ -209,9 +125,9 @@ def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, flo
         return f"{row.name} is {kinds[0]} in fun, {kinds[1]} in other", None
     if kinds[0] == TEXT:
         return f"{row.name}: its text differs", None
-    if row.exact and its.exact or row.sketch is None or its.sketch is None:
+    (exact, x, *_), (other, y, *_) = row.numbers, its.numbers
+    if exact and other or x is None or y is None:
         return f"{row.name}: its numbers differ, which are compared exactly", None
-    x, y = row.sketch, its.sketch
     judgment = pair.judgment._replace(sizes=()) if row.size == 1 else pair.judgment
     text = f"{row.name} {difference_text(judgment)}"
     if row.size == 1:
@@ -237,13 +153,13 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
         f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
     )
     text += f" {difference_text(pair.judgment)}; all values agree"
-    line = _line_of_user(sides, every)
+    line = line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     text += sides.rules_in(every)
     return dataclasses.replace(sides.at_line("vjp", text, module, pair, later, line.row), step=step)
 
 
-def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
+def line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
     """The line that uses a value: one that only one version has, or the first that both have."""
     if not sides.has_lines:
         return LinesAlone(None, None)
@@ -293,7 +209,7 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     every = used_by(pair, later, sides.both)
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
     text += f"; values and cotangents agree{sides.rules_in(every)}"
-    module, line = sides.module_of(pair, every) or "", _line_of_user(sides, every)
+    module, line = sides.module_of(pair, every) or "", line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     finding = sides.at_line("grads", text, module, pair, told=line.row)
     return dataclasses.replace(finding, path=row.name)
@@ -310,33 +226,6 @@ def difference_text(own: Judgment) -> str:
         if min(x, y) > 0 and abs(x - y) > TELLING * max(x, y)
     ]
     return f"{text} ({', '.join(told)})" if told else text
-
-
-def at_line(
-    kind: str,
-    text: str,
-    row: Row,
-    module: str | None,
-    pair: Pair,
-    before: Sequence[Pair] = (),
-    told: Row | None = None,
-) -> ComparisonFinding:
-    """A finding at the line of a row, or of the one that is told in its place.
-
-    With how much its difference is above those before.
-    """
-    where = _location(told or row)
-    text = f"{where}: {text}" if where.file else text
-    largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
-    growth = pair.judgment.difference / largest if largest else math.inf
-    known = growth if math.isfinite(growth) and math.isfinite(largest) else None
-    step = row.step(pair.own[1])
-    return ComparisonFinding(kind, text, module, step, where.file, where.line, known)
-
-
-def _location(row: Row) -> Location:
-    file, _, line = row.line.rpartition(":")
-    return Location(file, int(line), None) if line.isdigit() else Location(None, None, None)
 
 
 def not_judged(sides: Sides) -> list[ComparisonFinding]:

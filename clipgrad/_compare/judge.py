@@ -75,20 +75,21 @@ def judge_rows(
     The floor is the first row's or else the other's, so many times. A row that is an update has the
     sketch of what it started from.
     """
-    measured = own.moved if own.moved is not None else other.moved
-    if own.exact and other.exact:
-        is_same = own.exact == other.exact and own.shape == other.shape
+    ours, theirs = own.numbers, other.numbers
+    measured = ours.moved if ours.moved is not None else theirs.moved
+    if ours.exact and theirs.exact:
+        is_same = ours.exact == theirs.exact and own.shape == other.shape
         moves = rtol is None and measured is not None and bool(np.any(measured))
         return Judgment(float(not is_same), 0.0, is_same or not moves)
     if own.kind != "value" and own.kind != "cotangent" and own.shape != other.shape:
         return Judgment(math.inf, 0.0)
-    if own.sketch is None or other.sketch is None:
-        is_known = own.sketch is not None or other.sketch is not None or own.exact or other.exact
+    if ours.sketch is None or theirs.sketch is None:
+        is_known = any(x.sketch is not None or x.exact for x in (ours, theirs))
         return Judgment(1.0, 0.0) if is_known and own.kind == "output" else None
-    x, y = own.sketch[at], other.sketch[its]
+    x, y = ours.sketch[at], theirs.sketch[its]
     moved = np.zeros(x.shape)
     if rtol is None and measured is not None:
-        moved = floors * measured[at if own.moved is not None else its]
+        moved = floors * measured[at if ours.moved is not None else its]
     return judge_sketches(x, y, moved, max(own.eps, other.eps), rtol, start)
 
 
@@ -108,10 +109,10 @@ def judge_sketches(
     if not np.array_equal(own[..., LENGTH - 1], other[..., LENGTH - 1]):
         return Judgment(math.inf, 0.0, not np.any(moved[..., LENGTH - 1]), sizes)
     start = np.zeros(own.shape) if start is None else start
-    found = [
-        judge(*(part_of(x, at) for x in (own, other, moved)), eps, rtol, part_of(start, at))
-        for at in (0, NUMBERS)
-    ]
+    found = []
+    for at in (0, NUMBERS):
+        one, two, floor, before = (part_of(x, at) for x in (own, other, moved, start))
+        found.append(judge(one, two, floor, eps, rtol, before))
     worst = max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
     return worst._replace(sizes=sizes)
 

@@ -64,7 +64,8 @@ def _first_alone(shares_code: bool, own: Slice, pairs: set[Instance]) -> Row | N
 
 def _is_told(record: Record, at: Instance) -> bool:
     row = record.rows[at[0]]
-    is_zero = row.sketch is not None and not row.sketch[at[1]].any()
+    sketch = row.numbers.sketch
+    is_zero = sketch is not None and not sketch[at[1]].any()
     return row.is_line and row.view != CALL and not is_zero
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._arrays import nearest
-from clipgrad._compare.by_numbers import SAME_NORM, Numbers, numbers_at
+from clipgrad._compare.equal_rows import SAME_NORM, Moved, numbers_at
 from clipgrad._compare.judge import EQUAL_ROUNDINGS, Judgment, judge_rows
 from clipgrad._compare.pairs import Pair, cotangent_pairs, instances_of
 from clipgrad._compare.record import Instance, Record, Row
@@ -28,19 +28,20 @@ def named_lines(names: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def line_pairs(a: Record, b: Record, names: Mapping[str, str] | None) -> list[Pair]:
-    """The values of one statement in both records, run by run.
-
-    Raises:
-      ValueError: a line of ``names`` is of no value in its version.
-    """
+    """The values of one statement in both records, run by run."""
     chosen = named_lines(names)
-    _check_named(a, chosen, "fun")
-    _check_named(b, chosen.values(), "other")
     groups = _by_statement(a, chosen), _by_statement(b, {name: name for name in chosen.values()})
     pairs = []
     for key, ours in groups[0].items():
         pairs += _runs(a, b, ours, groups[1].get(key, []))
     return pairs
+
+
+def check_lines(a: Record, b: Record, names: Mapping[str, str]) -> None:
+    """Raise `ValueError` for a line of ``names`` that is of no value in its version."""
+    if chosen := named_lines(names):
+        _check_named(a, chosen, "fun")
+        _check_named(b, chosen.values(), "other")
 
 
 def _check_named(record: Record, names: Iterable[str], version: str) -> None:
@@ -141,7 +142,7 @@ class _Sizes(NamedTuple):
         return np.all(apart, axis=1)
 
 
-def _numbers(record: Record, at: Instance) -> Numbers:
+def _numbers(record: Record, at: Instance) -> Moved:
     """The sketch of a value, and how far rounding moves it; NaN where it is not known."""
     known = numbers_at(record.rows[at[0]], at[1])
     return (np.full(LENGTH, np.nan), np.zeros(LENGTH)) if known is None else known
@@ -171,7 +172,8 @@ def equal_lines(a: Record, b: Record, pairs: list[Pair], rtol: float | None) -> 
 def copied_lines(record: Record) -> list[Instance]:
     """The values of lines that have the numbers of an argument, in any layout."""
     lines = lines_of(record)
-    arguments = [(i, ()) for i in record.of("argument") if record.rows[i].sketch is not None]
+    sketches = {i: record.rows[i].numbers.sketch for i in record.of("argument")}
+    arguments = [(i, ()) for i, sketch in sketches.items() if sketch is not None]
     if not (lines and arguments):
         return []
     values, given = _Sizes.of(record, lines), _Sizes.of(record, arguments)

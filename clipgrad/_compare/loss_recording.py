@@ -19,6 +19,7 @@ from clipgrad._losses import TracedLoss, traced_loss
 from clipgrad._programs import holds_floats, opened
 
 ALL = "all"  # as ``argnums``
+OF_STEPS = "; for a whole step, whose outputs are all compared, write argnums=None"
 Argument = int | str  # by position, or a keyword argument by name
 
 
@@ -31,7 +32,7 @@ def recorded_loss(
     with_arguments: bool = True,
 ) -> Recording:
     """Trace a loss, and its gradient with sketches of values and cotangents."""
-    own = traced_loss(fun, args, kwargs, argnums, has_aux)
+    own = traced_loss(fun, args, kwargs, argnums, has_aux, otherwise=OF_STEPS)
     return _with_gradients(own, _paths_by_position(own, argnums, len(args)), with_arguments)
 
 
@@ -91,7 +92,7 @@ def _loss_by_all(
     def traced(keys: Sequence[Argument]) -> TracedLoss:
         positions = tuple(key for key in keys if isinstance(key, int))
         by_name = [key for key in keys if isinstance(key, str)]
-        return traced_loss(fun, args, kwargs, positions, has_aux, by_name)
+        return traced_loss(fun, args, kwargs, positions, has_aux, by_name, OF_STEPS)
 
     numbers = [
         key

@@ -19,9 +19,29 @@ JAX, TORCH = "jax", "torch"
 Instance = tuple[int, tuple[int, ...]]  # a row, at the steps of the scans around it
 
 
+class Numbers(NamedTuple):
+    """What was seen of an array.
+
+    Attributes:
+      exact: a hash of the values of integers, keys and text; "" for floating numbers.
+      sketch: shape (..., orders, 515), steps first. None for keys and text, and where no numbers
+        are known, as of what is not the same on each device.
+      moved: how far rounding moves the sketch; None where this was not measured.
+      whole: the array itself, for other orders of axes; not in a file.
+    """
+
+    exact: str = ""
+    sketch: np.ndarray | None = None
+    moved: np.ndarray | None = None
+    whole: Any = None
+
+
+NO_NUMBERS = Numbers()
+
+
 @dataclasses.dataclass
 class Row:
-    """An array that was seen; one inside of a scan is one row for all steps.
+    """What an array is that was seen; one inside of a scan is one row for all steps.
 
     Steps are in the order of time, also those of a scan in reverse.
 
@@ -47,11 +67,7 @@ class Row:
       owner: the class of torch's module.
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
         first axis.
-      exact: a hash of the values of integers, keys and text; "" for floating numbers.
-      sketch: shape (..., orders, 515), steps first. None for keys and text, and where no numbers
-        are known, as of what is not the same on each device.
-      moved: how far rounding moves the sketch; None where this was not measured.
-      whole: the numbers on the host, for other orders of axes; not in a file.
+      numbers: what was seen of it.
     """
 
     kind: str
@@ -69,11 +85,8 @@ class Row:
     is_copy: bool = False
     owner: str = ""
     turned: str = ""
-    exact: str = ""
-    sketch: np.ndarray | None = None
-    moved: np.ndarray | None = None
-    whole: np.ndarray | None = None
     leaf: tuple[str, str] = ("", "")
+    numbers: Numbers = NO_NUMBERS
 
     @property
     def steps(self) -> tuple[int, ...]:

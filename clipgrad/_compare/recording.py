@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from clipgrad._compare.edges import Walk
 from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.record import Record, Row
+from clipgrad._compare.record import NO_NUMBERS, Numbers, Record, Row
 from clipgrad._compare.row_numbers import (
     by_steps,
+    numbers_of,
     one_copy,
     plain_row,
-    with_numbers,
 )
 from clipgrad._compare.sketch_hook import Sketches, in_order, note_key, seen_values, values_of_lines
 from clipgrad._compare.sketches import LENGTH, host_sketches, sketch_dtype
@@ -90,10 +90,12 @@ class Recording:
         """Whether values of lines are recorded."""
         return self.record.has_lines
 
-    def with_lines(self) -> "Recording":
-        """The recording of the same program, with the values of its lines."""
+    def with_lines(
+        self, scopes: Collection[str] | None = None, with_gradients: bool = True
+    ) -> "Recording":
+        """The recording of the same program, with values of its lines, in some scopes or all."""
         assert self.remade is not None
-        more = self.remade(lines=True)
+        more = self.remade(lines=True, scopes=scopes, with_gradients=with_gradients)
         more.record.argnums, more.record.notes = self.record.argnums, self.record.notes
         return dataclasses.replace(more, given=self.given)
 
@@ -127,10 +129,11 @@ class Recording:
         run = lambda leaves, seed: rounded(program, leaves, seed)  # noqa: E731
         run = _arrays_of(run) if self._is_repetitive else jit_by_size(program)(run)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
-        chosen = [i for kind in kinds for i in record.of(kind) if rows[i].sketch is not None]
-        own = {i: rows[i].sketch for i in chosen}
-        for i, x in floor_of(own, ({i: own[i].sketch for i in chosen} for own in runs)).items():
-            rows[i].moved = x
+        sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
+        own = {i: x for i, x in sketches.items() if x is not None}
+        again = ({i: run[i].numbers.sketch for i in own} for run in runs)
+        for i, x in floor_of(own, again).items():
+            rows[i].numbers = rows[i].numbers._replace(moved=x)
 
     @functools.cached_property
     def _compiled(self) -> Callable[[list], list]:
@@ -156,9 +159,9 @@ class Recording:
         results, *notes = self.traced.result(outputs)
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in zip(self.returned, results, strict=True):
-            with_numbers(rows[i], x)
+            rows[i].numbers = numbers_of(x)
             if not self.record.is_loss:
-                rows[i].whole = None
+                rows[i].numbers = rows[i].numbers._replace(whole=None)
         for kind, own in zip(NOTED, on_host(notes), strict=True):
             chosen = self.record.of(kind)
             axes = {note_key(rows[i].position): len(rows[i].shape) for i in chosen}
@@ -166,9 +169,10 @@ class Recording:
                 own = {key: host_sketches(own[key], count) for key, count in axes.items()}
             for i in chosen:
                 x = own[note_key(rows[i].position)]
-                rows[i].sketch = by_steps(x, rows[i], self.devices.get(i, ()))
+                sketch = by_steps(x, rows[i], self.devices.get(i, ()))
+                rows[i].numbers = Numbers(sketch=sketch)
         for i in self.devices:
-            rows[i].sketch = one_copy(rows[i], is_checked)
+            rows[i].numbers = one_copy(rows[i].numbers, is_checked)
         return rows
 
 
@@ -185,6 +189,8 @@ def recording_of(
     with_arguments: bool,
     fixed: Sequence[Row] = (),
     lines: bool | None = None,
+    scopes: Collection[str] | None = None,
+    with_gradients: bool = True,
 ) -> Recording:
     """The recording of a program.
 
@@ -196,22 +202,23 @@ def recording_of(
       with_arguments: whether the numbers of the inputs are recorded.
       fixed: rows of what the program does not compute.
       lines: whether the values of lines are recorded; None: of a loss in which nothing has a name.
+      scopes: the modules whose lines these are, or None for all.
+      with_gradients: whether there are gradients and cotangents.
     """
     more = program, inputs, outputs, gradients, with_arguments, fixed
-    arrays = [x for *_, x in inputs]
+    gradients, arrays = gradients if with_gradients else {}, [x for *_, x in inputs]
     record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
     for name, leaf, x in inputs:
         row = plain_row("argument", name, x, leaf=leaf)
-        if with_arguments:
-            with_numbers(row, x)
-        row.whole = x
+        seen = numbers_of(x) if with_arguments else NO_NUMBERS
+        row.numbers = seen._replace(whole=x)
         record.add(row)
     active = active_variables(program, gradients) if gradients else frozenset()
     values = seen_values(program)
     named = [v for v in values if not _is_of_formula(v.name)]
     if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
         values = named
-    keys, of_lines = values_of_lines(program) if lines else ((), [])
+    keys, of_lines = values_of_lines(program, scopes) if lines else ((), [])
     places, devices = _add_values(record, values, of_lines, active)
     walk = Walk(program, range(len(inputs)), places, record.rows)
     copies = map(dataclasses.replace, outputs)

@@ -13,32 +13,36 @@ class Renamed:
     def __init__(self, names: dict[str, str]) -> None:
         self.rules = list(names.items())
         self.patterns: list[str] = []
-        self._found: dict[str, set[str]] = {}  # the names that each expression leads to
 
     def __call__(self, name: str) -> str:
+        return self._by_rule(name)[1]
+
+    def _by_rule(self, name: str) -> tuple[str | None, str]:
+        """The expression that renames a name, if one does, and the new name."""
         for pattern, wanted in self.rules:
-            if found := prefix_of(pattern, name):
-                texts = found.groups() if "*" in wanted else ()
+            if match := prefix_of(pattern, name):
+                texts = match.groups() if "*" in wanted else ()
                 for text in texts:
                     wanted = re.sub(r"\*+", lambda _, text=text: text, wanted, count=1)
-                renamed = wanted + name[found.end() :]
-                self._found.setdefault(pattern, set()).add(renamed)
-                return renamed
+                return pattern, wanted + name[match.end() :]
         for pattern in self.patterns:
-            if found := prefix_of(pattern, name):
-                return pattern + name[found.end() :]
-        return name
+            if match := prefix_of(pattern, name):
+                return None, pattern + name[match.end() :]
+        return None, name
 
     def check(self, here: Sequence[str], there: Sequence[str]) -> None:
         """Raise `ValueError` for an expression that fits no name, or leads to none."""
+        leads = collections.defaultdict(set)
+        for pattern, renamed in map(self._by_rule, here):
+            leads[pattern].add(renamed)
         for pattern, wanted in self.rules:
-            if pattern not in self._found:
+            if pattern not in leads:
                 check_pattern(pattern, "names")
                 raise ValueError(
                     f"names: got {pattern!r}, expected the path of a value in fun, or a "
                     f"pattern of it; {nearest(pattern, here)}"
                 )
-            if self._found[pattern].isdisjoint(there):
+            if leads[pattern].isdisjoint(there):
                 raise ValueError(
                     f"names: got {wanted!r} for {pattern!r}, expected the path of a value in "
                     f"other; {nearest(wanted, there)}"

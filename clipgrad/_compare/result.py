@@ -88,12 +88,12 @@ class GradientComparison:
     """The result of `compare`; ``print`` shows it as a report.
 
     Attributes:
-      ok: whether all outputs and gradients of both were compared, and agree; with a dtype's name,
-        whether no leaf of the gradient has lost its precision.
+      ok: whether all outputs and gradients were compared, and agree; for a dtype, whether no
+        gradient leaf has lost too much precision.
       findings: the places where the versions differ, in the order of computation.
-      rows: every place that both versions have, with the relative differences there.
-      unmatched: the places that only one of the versions has.
-      notes: what else there is to know, such as places where rounding decides.
+      rows: every place that both versions have, with relative differences.
+      unmatched: places that only one version has.
+      notes: further remarks, such as places that are mostly rounding error.
       dtype: the name of the wider dtype, or "" for two versions.
     """
 
@@ -128,10 +128,10 @@ class GradientComparison:
         return "\n".join(parts + [folded(f"note: {note}") for note in self.notes])
 
     def plot(self) -> Any:
-        """Draws the relative differences by depth, of values and of cotangents, with the findings.
+        """Draws relative differences by depth, for values and cotangents, with the findings.
 
         Returns:
-          A figure of matplotlib, which the extra ``demo`` installs.
+          A matplotlib figure; the extra ``demo`` installs matplotlib.
 
         Raises:
           ImportError: matplotlib is not installed.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._arrays import widened_leaf
-from clipgrad._compare.record import TEXT, Row
+from clipgrad._compare.record import TEXT, Numbers, Row
 from clipgrad._compare.sketches import LENGTH, host_sketch
 from clipgrad._programs import holds_floats, on_host
 
@@ -37,25 +37,23 @@ def plain_row(kind: str, name: str, x: Any, **more: Any) -> Row:
     return Row(kind, name, tuple(host.shape), str(host.dtype), **more)
 
 
-def with_numbers(row: Row, x: Any) -> Row:
-    """The row with an array and its sketch; of what is exact with a hash of its values.
+def numbers_of(x: Any) -> Numbers:
+    """An array and its sketch; of what is exact with a hash of its values.
 
     Integers and booleans of any width have the hash of the 64 bits that they stand for. Keys and
     what is no number have no sketch.
     """
-    row.whole = host = host_array(x)
+    host = host_array(x)
     if not isinstance(host, np.ndarray) or host.dtype.kind not in "biufcV":
-        row.exact = digest(repr(host).encode())
-    elif is_key(x):
-        row.exact = digest(np.ascontiguousarray(host).tobytes())
-    elif holds_floats(host):
-        row.sketch = host_sketch(widened_leaf(host))[None]
-    else:
-        is_large = host.dtype == np.uint64 and bool(np.any(host >> np.uint64(63)))
-        whole = np.ascontiguousarray(host.astype(np.uint64 if is_large else np.int64))
-        row.sketch = host_sketch(host)[None]
-        row.exact = digest(f"{is_large}".encode() + whole.tobytes())
-    return row
+        return Numbers(digest(repr(host).encode()), whole=host)
+    if is_key(x):
+        return Numbers(digest(np.ascontiguousarray(host).tobytes()), whole=host)
+    if holds_floats(host):
+        return Numbers("", host_sketch(widened_leaf(host))[None], whole=host)
+    is_large = host.dtype == np.uint64 and bool(np.any(host >> np.uint64(63)))
+    wide = np.ascontiguousarray(host.astype(np.uint64 if is_large else np.int64))
+    exact = digest(f"{is_large}".encode() + wide.tobytes())
+    return Numbers(exact, host_sketch(host)[None], whole=host)
 
 
 def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
@@ -69,14 +67,14 @@ def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
     return x.reshape(*x.shape[: len(lengths)], -1, LENGTH)
 
 
-def one_copy(row: Row, is_checked: bool = True) -> np.ndarray | None:
-    """The sketch on the first device that holds the row; None if that on another one differs.
+def one_copy(numbers: Numbers, is_checked: bool = True) -> Numbers:
+    """The sketch on the first device that holds the row; none if that on another one differs.
 
     Or else this is not checked.
     """
-    assert row.sketch is not None  # of a value
-    flat = row.sketch.reshape(-1, *row.sketch.shape[-2:])
+    assert numbers.sketch is not None  # of a value
+    flat = numbers.sketch.reshape(-1, *numbers.sketch.shape[-2:])
     used = np.any(flat, axis=(0, 2))
     first = int(np.argmax(used))
     is_same = not is_checked or np.all(flat[:, used] == flat[:, first : first + 1])
-    return row.sketch[..., first, None, :] if is_same else None
+    return numbers._replace(sketch=numbers.sketch[..., first, None, :] if is_same else None)

@@ -23,10 +23,9 @@ def save_run(
     has_aux: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Runs a loss and its gradient, or a training step, and writes what `compare` needs to a file.
+    """Runs a loss and its gradient, or a training step, and saves a file for `compare`.
 
-    The file stands for one of the two versions in `compare`: of another process, cluster, commit,
-    or version of JAX.
+    You can then compare with a version from another process, cluster, commit, or JAX version.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, os, tempfile
@@ -37,32 +36,32 @@ def save_run(
       True
 
     Args:
-      fun: a function that returns a floating scalar, or ``(scalar, aux)``. With ``argnums=None`` it
-        may return any tree.
-      args: the tuple of its arguments; for one argument ``(params,)``.
-      path: where to write the file, such as ``"before.npz"``; one that is there is replaced.
+      fun: a function that returns a floating scalar or ``(scalar, aux)``; with ``argnums=None``,
+        any tree.
+      args: the tuple of arguments; for one argument write ``(params,)``.
+      path: the file to write, such as ``"before.npz"``; an existing file is replaced.
       argnums: the positions of the arguments to differentiate; ``"all"``: every argument that holds
-        floats; ``None``: nothing is differentiated, for a whole training step.
-      has_aux: ``True`` if the function returns ``(scalar, aux)``; aux is not kept.
+        floats; ``None``: none, for a whole training step.
+      has_aux: ``True`` if ``fun`` returns ``(scalar, aux)``; aux is not saved.
       kwargs: keyword arguments.
 
     Returns:
       None: the run is in the file.
 
     Raises:
-      TypeError: an argument is not of the type above, or is traced.
-      ValueError: as of `compare`.
+      TypeError: an argument has another type than above, or is traced.
+      ValueError: as from `compare`.
       OSError: the file cannot be written.
 
     Guarantees:
-      * The file is a NumPy archive (``.npz``) with a header in JSON, and without pickled objects.
-      * Numbers of arrays are not in the file, but sketches of them: 515 numbers of each named value
-        and its cotangent at each step of a scan, of each gradient, output and argument, among them
-        the norm and the largest magnitude; and how far rounding moves them. Of integers and keys
-        there is a hash of their values.
-      * `compare` finds the kind, the module and the step that it finds between the functions.
-      * The file is whole or not there: it is written beside its place, and moved there.
-      * Of several processes, which all call this, the first writes the file.
+      * The file is a NumPy archive (``.npz``) with a JSON header, and without pickled objects.
+      * The file has no arrays, only sketches: 515 numbers, among them the norm and the largest
+        magnitude, for each named value and cotangent at each scan step, and for each gradient,
+        output and argument; and how far rounding moves these. For integers and keys the file has a
+        hash of the values.
+      * `compare` finds the same kind, module and step as between the two functions.
+      * You never get half a file: a temporary file is written first, and then renamed.
+      * With several processes, all call `save_run`, and the first writes the file.
     """
     first: Any = fun
     if isinstance(first, str | os.PathLike) and callable(args):
@@ -77,6 +76,15 @@ def save_run(
         save_record(recorded(fun, args, dict(kwargs or {}), argnums, has_aux).run(floor=True), path)
 
 
+def check_argnums(argnums: Any) -> None:
+    """Raise an error for text that is not ``"all"``, and for what is no position."""
+    if isinstance(argnums, str) and argnums != ALL:
+        raise ValueError(
+            f'argnums: got {argnums!r}, expected "all", positions of arguments, or None for '
+            "whole steps"
+        )
+
+
 def recorded(
     fun: Callable[..., Any],
     args: tuple,
@@ -87,12 +95,8 @@ def recorded(
     among: Collection[Argument] = (),
 ) -> Recording:
     """The recording of a loss, by all arguments or ``among`` these, or of a step."""
+    check_argnums(argnums)
     if isinstance(argnums, str):
-        if argnums != ALL:
-            raise ValueError(
-                f'argnums: got {argnums!r}, expected "all", positions of arguments, or None for '
-                "whole steps"
-            )
         return recorded_by_all(fun, args, kwargs, has_aux, among, with_arguments)
     if argnums is not None:
         return recorded_loss(fun, args, kwargs, argnums, has_aux, with_arguments)

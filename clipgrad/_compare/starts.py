@@ -29,15 +29,16 @@ class Starts:
 
     def of(self, output: Row) -> np.ndarray | None:
         """The sketch of the argument, of one shape and dtype, that is nearest to an output."""
-        if output.sketch is None:
+        if output.numbers.sketch is None:
             return None
-        kind, end = (output.shape, output.dtype), output.sketch[0]
+        kind, end = (output.shape, output.dtype), output.numbers.sketch[0]
         alike = [i for i, row in enumerate(self._rows) if (row.shape, row.dtype) == kind]
         starts = [x for i in alike if (x := self._sketch(i)) is not None]
         return min(starts, key=lambda x: float(np.linalg.norm(x - end)), default=None)
 
 
 def _sketch_of(argument: Row) -> np.ndarray | None:
-    if argument.sketch is not None:
-        return argument.sketch[0]
-    return None if argument.whole is None else host_sketch(widened_leaf(on_host(argument.whole)))
+    _, sketch, _, whole = argument.numbers
+    if sketch is not None:
+        return sketch[0]
+    return None if whole is None else host_sketch(widened_leaf(on_host(whole)))

@@ -10,7 +10,7 @@ from jax.tree_util import keystr
 
 from clipgrad._arrays import check_concrete, donated_leaf, is_array, leaves_with_keys, path_string
 from clipgrad._compare.recording import Recording, recording_of
-from clipgrad._compare.row_numbers import plain_row, with_numbers
+from clipgrad._compare.row_numbers import numbers_of, plain_row
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._programs import opened, trace
@@ -64,7 +64,7 @@ def _recording(
         numbers = np.ndarray, np.generic, int, float, complex
         fixed += [("argument", p, x) for p, x in given.items()
                   if isinstance(x, numbers) and not is_array(x)]  # fmt: skip
-    known = [with_numbers(plain_row(*own), own[2]) for own in fixed]
+    known = [plain_row(*own, numbers=numbers_of(own[2])) for own in fixed]
     return recording_of(traced.program, inputs, rows, {}, with_arguments, known)
 
 

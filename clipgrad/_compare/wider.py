@@ -16,14 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._arrays import widened_leaf
-from clipgrad._compare.compare_records import result
-from clipgrad._compare.findings import Sides
 from clipgrad._compare.judge import judge
-from clipgrad._compare.match import Matching, match
-from clipgrad._compare.pairs import Pair
-from clipgrad._compare.record import Row
+from clipgrad._compare.record import Record, Row
 from clipgrad._compare.recording import Recording
-from clipgrad._compare.result import ComparisonFinding, ComparisonRow, GradientComparison
+from clipgrad._compare.result import ComparisonFinding, GradientComparison
+from clipgrad._compare.sides import Sides, Verdict
 from clipgrad._compare.sketches import NORM_AT
 from clipgrad._programs import computed_types
 
@@ -36,51 +33,58 @@ LOSING = 2.0  # a value at which the error grows by less is not one that loses p
 NOTHING_LEFT = 1 / 16
 
 
-def compare_with_wider(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:
-    """Run a loss and its gradient as they are and in a wider type, and compare them.
+def is_narrower(recording: Recording, dtype: str) -> bool:
+    """Whether something in a program is narrower than a type; read from its trace."""
+    return _rounding_ratio(recording.traced.program, dtype) > 1
 
-    Nothing runs where nothing is narrower.
-    """
-    most_left = NOTHING_LEFT * _rounding_ratio(recording.traced.program, dtype)
-    if most_left == NOTHING_LEFT:
-        other = "" if dtype == "float64" else '; compare it with "float64"'
-        note = f"nothing in fun is narrower than {dtype}, so no precision is lost{other}"
-        return GradientComparison(True, (), (), (), (note,), dtype)
-    narrow = recording.run()
+
+def nothing_narrower(recording: Recording, dtype: str) -> GradientComparison:
+    """The result where nothing is narrower than a type: nothing has to run."""
+    other = "" if dtype == "float64" else '; compare it with "float64"'
+    note = f"nothing in fun is narrower than {dtype}, so no precision is lost{other}"
+    return GradientComparison(True, (), (), (), (*recording.record.notes, note), dtype)
+
+
+def run_in(recording: Recording, dtype: str) -> Record:
+    """The record of a run in a wider type."""
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        wide = recording.run(jnp.dtype(dtype))
-    pairs = match(narrow, wide, None, math.inf, False).pairs
-    gradients = [p for p in pairs if p.kind == "gradient"]
-    sides = Sides(narrow, wide, Matching([p for p in pairs if p.kind != "gradient"], [], []))
-    most = MOST_ROUNDING if rtol is None else rtol
-    measure = functools.partial(recording.measure, narrow, ("gradient",))
-    found = [lost_precision(*sides.rows(p), dtype, most, most_left, measure) for p in gradients]
-    lost = [own for own in found if isinstance(own, ComparisonFinding)]
-    notes = [own for own in found if isinstance(own, str)]
-    if len(notes) == len(gradients):
-        text = "no gradient is judged: each is zero but for rounding; diagnose(fun, args) says "
-        lost.append(ComparisonFinding("not judged", text + "which operation makes it so"))
-    notes += _notes_of_loss(sides, dtype)
-    growing = _growing(sides) if any(f.kind == "rounding" for f in lost) else []
-    rows = *result(sides, lost).rows, *_rows_of_loss(sides, gradients)
-    return GradientComparison(not lost, (*growing, *lost), rows, (), tuple(notes), dtype)
+        return recording.run(jnp.dtype(dtype))
 
 
-def _rows_of_loss(sides: Sides, gradients: list[Pair]) -> list[ComparisonRow]:
-    """The rows of the loss and of each leaf of the gradient."""
-    return [
-        ComparisonRow(
-            sides.rows(p)[0].label, None, p.judgment.difference, None, math.inf, kind=p.kind
-        )
-        for p in [*sides.of("output"), *gradients]
-    ]
+@dataclasses.dataclass(frozen=True)
+class ByPrecision:
+    """The judge of a loss and its gradient beside themselves in a wider type.
+
+    Attributes:
+      recording: the loss.
+      dtype: the wider type.
+      most: the share of a leaf's gradient that may be rounding.
+    """
+
+    recording: Recording
+    dtype: str
+    most: float = MOST_ROUNDING
+
+    def __call__(self, sides: Sides) -> Verdict:
+        gradients = sides.of("gradient")
+        most_left = NOTHING_LEFT * _rounding_ratio(self.recording.traced.program, self.dtype)
+        measure = functools.partial(self.recording.measure, sides.a, ("gradient",))
+        limits = self.dtype, self.most, most_left, measure
+        said = [lost_precision(*sides.rows(p), *limits) for p in gradients]
+        lost = [each for each in said if isinstance(each, ComparisonFinding)]
+        notes = [each for each in said if isinstance(each, str)]
+        if len(notes) == len(gradients):
+            text = "no gradient is judged: each is zero but for rounding; diagnose(fun, args) says "
+            lost.append(ComparisonFinding("not judged", text + "which operation makes it so"))
+        growing = _growing(sides) if any(f.kind == "rounding" for f in lost) else []
+        return Verdict([*growing, *lost], [*notes, *_notes_of_loss(sides, self.dtype)], self.dtype)
 
 
 def lost_precision(
     row: Row, its: Row, dtype: str, most: float, most_left: float, measure: Callable[[], None]
 ) -> ComparisonFinding | str | None:
     """The finding of a gradient of which more than a share is rounding; or a note; or None."""
-    own, wide = (np.ravel(widened_leaf(np.asarray(x.whole))) for x in (row, its))
+    own, wide = (np.ravel(widened_leaf(np.asarray(x.numbers.whole))) for x in (row, its))
     error = judge(own, wide, np.zeros(own.shape), row.eps, most).difference
     is_odd, name = [not np.all(np.isfinite(x)) for x in (own, wide)], row.label
     if all(is_odd):
@@ -104,17 +108,18 @@ def lost_precision(
 
 def _is_nothing(row: Row, its: Row, most_left: float, measure: Callable[[], None]) -> bool:
     """Whether a gradient is rounding in the wider type as well, by how far rounding moves it."""
-    if row.moved is None:
+    if row.numbers.moved is None:
         measure()
-    assert row.moved is not None and its.sketch is not None  # of a gradient
-    moved, size = np.ravel(row.moved)[:NORM_AT], float(np.ravel(its.sketch)[NORM_AT])
+    moved, sketch = row.numbers.moved, its.numbers.sketch
+    assert moved is not None and sketch is not None  # of a gradient
+    moved, size = np.ravel(moved)[:NORM_AT], float(np.ravel(sketch)[NORM_AT])
     floor = float(np.linalg.norm(np.where(np.isfinite(moved), moved, 0)))
     return size == 0 or floor / size >= most_left
 
 
 def _notes_of_loss(sides: Sides, dtype: str) -> list[str]:
     (pair,) = sides.of("output")
-    own, wide = (float(np.asarray(row.whole)) for row in sides.rows(pair))
+    own, wide = (float(np.asarray(row.numbers.whole)) for row in sides.rows(pair))
     if math.isfinite(wide) and not math.isfinite(own):
         return [f"the loss is {own}, and {wide:.3g} in {dtype}: it overflows"]
     return []

@@ -146,7 +146,7 @@ SUSPECTS = (
             instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
             fix="for the log of a softmax use jax.nn.log_softmax"),
     Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
-            "a row that is masked throughout", "inf", _is_in_softmax, MASKING, kind="value",
+            "a row whose elements are all masked", "inf", _is_in_softmax, MASKING, kind="value",
             instead="a finite mask by `jnp.where(mask, x, jnp.finfo(x.dtype).min)`, not by a sum",
             why="a row whose elements are all masked holds only -inf",
             fix="select a finite mask: jnp.where(mask, x, jnp.finfo(x.dtype).min); a mask that is "

@@ -10,7 +10,7 @@ import jax
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
-from clipgrad._clip import ClipStats, asks, is_own
+from clipgrad._clip import ClipStats, asks, is_known
 from clipgrad._error_clip.cotangent import clip_of_value
 from clipgrad._error_clip.named_rules import Rules, check_function, checked_rules
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
@@ -130,7 +130,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 )
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ByName(_names.NamedHook):
-    """Clips and watches variables with names; equations without them are left as they are."""
+    """Clips and watches named variables; all other equations stay as they are."""
 
     clips: dict[str, tuple[Any, ClipStats | None]]  # the rule and the probe of each name
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
@@ -159,7 +159,7 @@ class ByName(_names.NamedHook):
 
     @property
     def is_reusable(self) -> bool:
-        return all(is_own(rule) for rule, _ in self.clips.values())
+        return all(is_known(rule) for rule, _ in self.clips.values())
 
     @property
     def variables(self) -> frozenset[Any] | None:
@@ -167,7 +167,7 @@ class ByName(_names.NamedHook):
         return self.active if self.modules else frozenset()
 
     def wants(self, name: str, kind: str, used: bool) -> bool:
-        """Whether there is a rule or a probe for values of a name; of a module for what is used."""
+        """Whether a name has a rule or a probe; for a module, only used values count."""
         is_own = (kind == "module") == (name in self.modules) and (used or kind == "tag")
         return (
             is_own
@@ -226,7 +226,7 @@ def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
     sites = _names.sites_of(program, names)
     is_mapped = lambda name: any(s.mapped and not s.within for s in sites[name])  # noqa: E731
     rules = [(name, c.rule) for name, c in names.items() if is_mapped(name)]
-    norms = [(n, rule) for n, rule in rules if is_own(rule) and rule.acts_on != "element"]
+    norms = [(n, rule) for n, rule in rules if is_known(rule) and rule.acts_on != "element"]
     batches = [name for name, rule in norms if rule.axis is None]
     if batches:
         warn(

@@ -97,7 +97,7 @@ def clip_cotangent(
 
 
 def clip_argument(x: Any, rule: Any, probe: ClipStats | None = None) -> Any:
-    """`clip_cotangent` of anything that a function may get, also a function."""
+    """`clip_cotangent` for any argument that a function may get, even another function."""
     rules = RuleTree.of("rule", rule)
     if probe is not None:
         _check_probe(probe)
@@ -109,7 +109,7 @@ def clip_argument(x: Any, rule: Any, probe: ClipStats | None = None) -> Any:
 def clip_of_value(
     x: Any, rule: Any, name: str, operation: str, probe: ClipStats | None = None
 ) -> Any:
-    """`clip_cotangent` of a value inside of a function, whose name and operation are known."""
+    """`clip_cotangent` for a value inside of a function, with known name and operation."""
     return clip_cotangent(x, for_value(rule, name, operation), probe=probe)
 
 
@@ -134,12 +134,12 @@ def _clip_by_one(probe: ClipStats | None, x: Any, rule: CotangentRule | None) ->
 def _trace_backward(
     rule: Any, structure: Any, dtype: str | None, arrays: list[Any]
 ) -> tuple[Callable[..., Any], Any]:
-    """The backward pass, a function of what it saves and of the cotangents, and what it saves.
+    """The backward pass: a function of saved arrays and cotangents, and the arrays to save.
 
-    It saves the arrays that the rule has or closes over, since it may not close over tracers:
-    inside of `jax.lax.scan` they would be values of another trace by the time that it runs. A rule
-    of this library is traced once for all variables of a shape; any other may depend on state that
-    changes, and is traced anew.
+    The saved arrays are those in the rule and those that the rule closes over. The backward pass
+    may not close over tracers: inside of `jax.lax.scan` these would belong to another trace when
+    the pass runs. clipgrad's rules are traced once for all variables of one shape; any other rule
+    may depend on state that changes, and is traced anew.
     """
     leaves, fields = jax.tree.flatten(rule)
     arrays_of_rule, fixed = partition(leaves, is_array)

@@ -125,10 +125,11 @@ def _rules_by_parameter(
 
 
 def _has_receiver(bound: inspect.BoundArguments, wrapped: Any) -> bool:
-    """Whether the first argument of a call is what a method is called on, ``self`` or ``cls``.
+    """Whether the first argument of a call is the object of a method, ``self`` or ``cls``.
 
-    That is no question of its name. A function is a method of the objects whose class has it, or
-    has what another decorator has made of it, and of those in whose class it was written.
+    The name does not decide this. A function is a method of an object if the object's class has the
+    function, or has what another decorator made from it, or if the function was written in that
+    class.
     """
     first = next(iter(bound.arguments), None)
     if first is None or not bound.args:
@@ -152,9 +153,9 @@ def _unwrapped(value: Any, wrapped: Any) -> Any:
 def _clip_inputs(
     bound: inspect.BoundArguments, rules: dict[Any, RuleTree], has_receiver: bool
 ) -> None:
-    """Clips the arguments of a call that have rules, those in ``**kwargs`` by their own names.
+    """Clips the arguments that have rules; arguments in ``**kwargs`` have their own names.
 
-    The first argument is not clipped if it is what a method is called on.
+    ``self`` and ``cls`` are not clipped.
     """
     parameters, left = bound.signature.parameters, dict(rules)
     for name, value in bound.arguments.items():

@@ -12,7 +12,7 @@ from jax.extend.core import DropVar, Literal, Var
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
-from clipgrad._clip import asks, is_own
+from clipgrad._clip import asks, is_known
 from clipgrad._error_clip.cotangent import clip_of_value
 from clipgrad._error_clip.named_rules import check_function, rule_of_variable
 from clipgrad._error_clip.own_gradients import warn_of_own_gradients
@@ -95,7 +95,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 )
 @dataclasses.dataclass(frozen=True)
 class _Everywhere(_programs.Hook):
-    """Clips the results of operations, except the variables ``ends`` and what has no cotangent."""
+    """Clips the results of operations, except ``ends`` and values without cotangents."""
 
     rule: Callable[..., Any] | None
     ends: frozenset[Var]
@@ -104,7 +104,7 @@ class _Everywhere(_programs.Hook):
 
     @property
     def is_reusable(self) -> bool:
-        return is_own(self.rule)
+        return is_known(self.rule)
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped results of an operation; None for an equation with programs inside."""

@@ -113,7 +113,7 @@ def check_function(fun: Any) -> None:
 
 
 def check_call(fun: Any, args: Any, kwargs: Any) -> None:
-    """Raises `TypeError` for what is not a function, a tuple of arguments, a mapping of others."""
+    """Raises `TypeError` unless these are a function, a tuple of arguments, and a mapping."""
     if is_rule(fun):
         raise TypeError(f"fun: got the rule {described(fun)}, expected a function of arrays")
     _arrays.check_arguments(fun, args, kwargs)

@@ -10,11 +10,11 @@ from clipgrad._names import Resolved
 
 
 def warn_of_own_gradients(program: Any, names: Resolved | None, caller: str) -> None:
-    """Warns of clips in a program that differentiates what is clipped, as one of `jax.grad` does.
+    """Warns if the program itself differentiates the clipped values, as `jax.grad(loss)` does.
 
-    The gradient is then a value like any other, and no cotangent passes the clips. A loss with
-    gradients inside is left alone: it is differentiated once more. ``names`` are the tags, modules
-    and lines that are clipped; ``None``: everything.
+    Such a gradient is a value like any other, and no cotangent passes the clips. For a loss with
+    gradients inside there is no warning: the loss is differentiated once more. ``names`` are the
+    clipped tags, modules and lines; ``None``: everything is clipped.
     """
     if not _has_transposes(program) or _is_loss(program):
         return
@@ -54,7 +54,7 @@ def _is_loss(program: Any, result: int = 0) -> bool:
 
 
 def _inside_of_gradients(program: Any, names: Resolved) -> list[str]:
-    """The names of which each variable is differentiated in the program."""
+    """For each variable, the names by which the program differentiates it."""
     plain: set[str] = set()
     lines = dict(_names.line_keys(program, names))
     for place in _names.placed_equations(program, lambda e: _programs.entered_programs(e)[0]):

@@ -111,7 +111,7 @@ def with_stats(
 ) -> Callable[..., Any]:
     """`value_and_grad_with_stats` for a caller, with rules that are checked.
 
-    ``value_and_grad(args)`` is what is called instead of JAX's function.
+    ``value_and_grad(args)`` replaces JAX's function.
     """
     watched, chosen = checked_watch(watch), _checked_argnums(argnums)
 
@@ -222,9 +222,9 @@ def _check_is_floating(position: int, arg: Any) -> None:
 def _named(
     program: Any, rules: Rules, watch: dict[str, Any] | None, caller: str, arguments: Any
 ) -> tuple[Resolved, dict[str, ClipStats]]:
-    """The rules of what is clipped or watched, and statistics of nothing for each name.
+    """The rules for clipped and watched names, and empty statistics for each name.
 
-    These have an axis for each scan around all sites of the name.
+    The statistics have an axis for each scan around all sites of the name.
     """
     clipped = resolved(program, rules, caller, CLIPPED, arguments)
     names = watched_names(program, watch, caller, CLIPPED, clipped) | clipped

@@ -1,9 +1,10 @@
 """Models of flax and Equinox as trees of arrays.
 
-A model is taken apart into what is trained, the state that a call changes, and all else
-(`Parameters`, with a class for each kind of them). So a function of models becomes a function of
-arrays, which JAX can differentiate and compile. Afterwards the model gets its changed state back,
-as from the framework's own ``grad``. Submodules have names meanwhile, their attribute paths.
+1. `take_apart` makes `Parameters` from what a user trains: the arrays to differentiate, the state
+   that a call changes, and all else. There is a class for each kind: trees, Equinox, flax NNX.
+2. So a function of models becomes a function of arrays, which JAX can differentiate and compile.
+3. Afterwards the model gets its changed state back, as from the framework's own ``grad``.
+4. `attribute_names` gives submodules names meanwhile, their attribute paths.
 """
 
 from clipgrad._flax import is_diff_state as is_diff_state

@@ -37,10 +37,12 @@ _PATH = "_clipgrad_path"  # an attribute of these classes
 
 
 def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]) -> Any:
-    """``run(fun)``, with names for the submodules of the models that the function is called with.
+    """Calls ``run(fun)``, and the submodules of all models among the arguments have names
+    meanwhile.
 
-    A function that such models do not fit is run again without: one that joins a model with another
-    from outside, as by ``equinox.combine``. Any other error of the function is the user's.
+    If the function does not work with named models, it runs again without names. An example is a
+    function that joins a model with another one from outside, as by ``equinox.combine``. Every
+    other error is the user's.
     """
     failed: tuple[list[types.FrameType], Classes] | None = None
 
@@ -77,7 +79,7 @@ def with_names(run: Callable[[Callable[..., Any]], Any], fun: Callable[..., Any]
 def _frames_in_trees(error: ValueError) -> list[types.FrameType]:
     """The frames of JAX's functions of trees, if the innermost of these has raised an error.
 
-    Where JAX has taken its own frames off, the cause of the error has them.
+    If JAX has removed its frames from the error, the error's cause still has them.
     """
     names = jax.tree_util.tree_map.__globals__
     for raised in (error, error.__cause__):
@@ -107,7 +109,7 @@ def _are_alike(arguments: Mapping[str, Any], before: Classes) -> bool:
 
 
 def _with_names(argument: Any, before: Classes) -> Any:
-    """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
+    """The argument with named Equinox modules; ``before`` receives their classes before."""
 
     def class_of(module: Any, path: AttributePath) -> type:
         return _class_at(path, module, equinox_module_class(), before)
@@ -120,7 +122,7 @@ def _before(module: Any, before: Classes) -> type:
 
 
 def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributePath], type]) -> Any:
-    """A copy of a tree whose Equinox modules have other classes; the tree if it has none."""
+    """A copy of a tree with other classes for Equinox modules; without modules the tree itself."""
 
     def is_part(x: Any) -> bool:
         return x is not tree and is_equinox(x) or is_model(x)
@@ -156,9 +158,9 @@ def _set_class(module: Any, cls: type) -> None:
 
 
 def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> type:
-    """The class of a module at a path; its own if it has no name or no methods.
+    """The class of a module at a path: the present one if the module has no name or no methods.
 
-    A class that is told of its subclasses, by an ``__init_subclass__`` of the user's, has no name.
+    A class whose user wrote ``__init_subclass__`` gets no name, since that would be called.
     """
     cls = type(module)
     cls_without_names = cls.__bases__[0] if _PATH in vars(cls) else cls

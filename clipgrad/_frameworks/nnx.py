@@ -89,14 +89,14 @@ def objects_in(tree: Any) -> list[Any]:
 
 def paths_of_arrays(tree: Any) -> list[tuple[Any, Any]]:
     """The leaves of a tree with their paths; in a model taken apart they are attribute paths."""
-    found: list[tuple[Any, Any]] = []
+    entries: list[tuple[Any, Any]] = []
     for path, part in leaves_with_keys(tree, flax.is_apart):
         if flax.is_apart(part):
             inside = leaves_with_keys(part)
-            found += [((*path, *map(_as_attribute, keys[2:])), leaf) for keys, leaf in inside]
+            entries += [((*path, *map(_as_attribute, keys[2:])), leaf) for keys, leaf in inside]
         else:
-            found.append((path, part))
-    return found
+            entries.append((path, part))
+    return entries
 
 
 def _as_attribute(key: Any) -> Any:

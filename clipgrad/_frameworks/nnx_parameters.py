@@ -67,8 +67,8 @@ class NNXParameters(Parameters):
                 "such as wrt=nnx.LoRAParam"
             )
         structures = jax.tree.structure(trained), jax.tree.structure(state)
-        own = cls(None, jax.tree.leaves(state), graph, structures, leaves, structure, is_trained)
-        return dataclasses.replace(own, trained=own._tree_of(trained, pure=True))
+        empty = cls(None, jax.tree.leaves(state), graph, structures, leaves, structure, is_trained)
+        return dataclasses.replace(empty, trained=empty._tree_of(trained, pure=True))
 
     def whole(self, trained: Any, state: list[Any] | None = None) -> Any:
         """The tree with other arrays; its models are new objects."""
@@ -89,13 +89,13 @@ class NNXParameters(Parameters):
     def with_changes(self, changes: Changes | None) -> "NNXParameters":
         if changes is None:
             return self
-        own = dataclasses.replace(
+        after = dataclasses.replace(
             self, state=changes.state, graph=changes.graph, structures=changes.structures
         )
         if changes.trained is None:
-            return own
-        variables = own.structures[0].unflatten(changes.trained)
-        return dataclasses.replace(own, trained=own._tree_of(variables, pure=True))
+            return after
+        variables = after.structures[0].unflatten(changes.trained)
+        return dataclasses.replace(after, trained=after._tree_of(variables, pure=True))
 
     def with_state(self, state: Any) -> "NNXParameters":
         return dataclasses.replace(self, state=state)
@@ -127,14 +127,14 @@ class NNXParameters(Parameters):
         They are none if a function of one example draws no random numbers by the state of a model.
         It is a `ValueError` if the function changes something else there.
         """
-        found: list[str] = []
+        changed: list[str] = []
 
         def run(trained: Any, state: list[Any], example: Any) -> None:
             _, changes = self.call(fun, trained, state, example)
-            found.extend(self._changed(state, changes))
+            changed.extend(self._changed(state, changes))
 
         jax.eval_shape(run, self.trained, self.state, example)
-        others = [name for name in found if name != _RANDOM]
+        others = [name for name in changed if name != _RANDOM]
         if others:
             raise ValueError(
                 f"params: got an NNX model in which the loss of one example changes "
@@ -144,7 +144,7 @@ class NNXParameters(Parameters):
                 "  loss = lambda params, x: loss_fn(nnx.merge(graph, params, rest, copy=True), x)\n"
                 "and pass params"
             )
-        if not found:
+        if not changed:
             return {}
         models = models_in(self.whole(self.trained))
         flax.split_keys(models, count)

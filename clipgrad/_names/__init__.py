@@ -1,7 +1,7 @@
 """Names for values inside a program, which nobody has to edit for this.
 
-1. `attribute_names` lets the submodules of NNX and Equinox models enter named scopes, as modules of
-   flax Linen, Haiku and Keras do by themselves. `scopes` reads the scopes of an operation.
+1. `scopes` reads the named scopes around an operation. Modules of flax Linen, Haiku and Keras push
+   scopes by themselves; for NNX and Equinox models `_frameworks.attribute_names` does.
 2. `sites` lists the values with names: a value has a name if `checkpoint_name` tagged the value, if
    the value leaves a module (`modules`) or, on request, if it is the last that a line computes
    (`lines`).

@@ -49,9 +49,9 @@ def custom_rule(equation: JaxprEqn) -> str:
 
 
 def rule_source(equation: JaxprEqn) -> Source | None:
-    """Where the rule of an equation is written, or else its function.
+    """The place where an equation's rule is written, or else the function.
 
-    None of an equation without a rule, and of the rules of JAX and of this library.
+    None for an equation without a rule, and for rules that JAX or clipgrad wrote.
     """
     if not has_custom_rule(equation) or _rule_of(equation) is None:
         return None
@@ -62,16 +62,17 @@ def rule_source(equation: JaxprEqn) -> Source | None:
 def rule_key(equation: JaxprEqn) -> Hashable:
     """A key that all calls of one function with a rule have in common.
 
-    A backward function is itself; of the rule of a JVP, which is traced anew at each call, it is
-    the line.
+    For a backward function the key is the function; for a JVP rule, which JAX traces anew at each
+    call, the line.
     """
     return getattr(equation.params.get("bwd"), "f", None) or rule_source(equation)
 
 
 def rules_in(program: Any) -> list[JaxprEqn]:
-    """The equations with a rule in a program and in all programs inside it, but for JAX's own.
+    """The equations with a custom rule, in a program and in all programs inside; JAX's rules are
+    left out.
 
-    The user's own, or those of installed packages if there are none.
+    Rules in the user's files; if there are none, rules of installed packages.
     """
     sources = [(e, rule_source(e)) for e in ([] if program is None else equations(program))]
     rules = [(equation, source) for equation, source in sources if source is not None]

@@ -29,9 +29,10 @@ STOPPING = frozenset((stop_gradient_p, while_p))
 def dependence(
     program: Any, inputs: Iterable[int] | None = None
 ) -> dict[tuple[int, ...], list[Sources]]:
-    """Those of some inputs, or of all, that each operand depends on, by the key of its `Place`.
+    """The inputs on which each operand depends, by the key of the equation's `Place`.
 
-    Equations inside of others are among them, as far as operations are followed one by one there.
+    ``inputs`` limits the answer to some inputs. Equations inside of others have entries, too, if
+    their operations are followed one by one.
     """
     by_place: dict[tuple[int, ...], list[Sources]] = {}
 
@@ -44,7 +45,7 @@ def dependence(
 
 
 def sources_of_results(program: Any) -> list[Sources]:
-    """The inputs that each result of a program depends on, also by the choice of a branch."""
+    """The inputs on which each result of a program depends, by a chosen branch, too."""
 
     def step(chain: Chain, operands: list, inside: Callable[[], list]) -> list[Sources]:
         control = operands[:1] if is_cond(chain[0]) else operands if is_while(chain[0]) else []
@@ -54,10 +55,10 @@ def sources_of_results(program: Any) -> list[Sources]:
 
 
 def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
-    """Return the variables that depend on these inputs so that they can be differentiated by them.
+    """Return the variables that can be differentiated by these inputs.
 
-    Those of programs inside are among them. Only such a variable has a cotangent. One of a program
-    with several calls is among them if it depends on the inputs in one of the calls.
+    Only such variables have cotangents. Variables of programs inside are included; if a program is
+    called several times, one call decides.
     """
     known: dict[Var, Sources] = {}
     chosen = [i for i in inputs if holds_floats(opened(program)[0].invars[i])]
@@ -67,7 +68,7 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
 
 
 def active_results(equation: JaxprEqn, active: Sequence[bool]) -> list[bool]:
-    """For each result whether it can be differentiated by the operands that are active."""
+    """For each result, whether an active operand can differentiate it."""
     pairs = zip(equation.invars, active, strict=True)
     operands = [_ONE if on and holds_floats(v) else _NONE for v, on in pairs]
     results = flow_through(
@@ -77,7 +78,7 @@ def active_results(equation: JaxprEqn, active: Sequence[bool]) -> list[bool]:
 
 
 def data_results(equation: JaxprEqn, operand: int) -> list[bool]:
-    """For each result whether an operand is computed with, not used to choose it or to end it."""
+    """For each result, whether an operand is computed with, and does not only choose or end it."""
     operands = [_ONE if i == operand else _NONE for i in range(len(equation.invars))]
     by_data = lambda chain, operands, inside: inside()  # noqa: E731
     return list(map(bool, flow_through(equation, operands, by_data, _joined_sources)))
@@ -97,7 +98,7 @@ def _joined_sources(*sources: Sources) -> Sources:
 
 
 def _each(program: Any, chosen: Iterable[int] | None) -> list[Sources]:
-    """For each input of a program that it depends on itself, if it is chosen."""
+    """For each input of a program: the input itself if it is chosen, else nothing."""
     count = len(opened(program)[0].invars)
     some = set(range(count) if chosen is None else chosen)
     return [frozenset({i} & some) for i in range(count)]

@@ -56,7 +56,7 @@ class LineNames(NamedTuple):
         return tuple((self.lines[name].key, name) for name in names if name in self.lines)
 
     def meant(self, pattern: str, caller: str) -> dict[str, Sites]:
-        """The lines that a pattern means: of a star, those that compute a value themselves."""
+        """The lines that a pattern means; a star is for lines that compute a value themselves."""
         text = str(without_sign(pattern))
         keys = {line.key for line in lines_matched(text, list(self.lines.values()))}
         chosen = {
@@ -92,7 +92,7 @@ def keys_of_lines(program: Any) -> LineKeys:
 
 
 def asked_lines(program: Any, names: Mapping[Any, Any], others: Mapping[str, Any]) -> LineNames:
-    """The lines of a program if a pattern means lines, and is no other name; else none."""
+    """The lines of a program if a pattern means lines and is no other name; else none."""
     is_asked = any(is_line_pattern(name) and name not in others for name in names)
     return LineNames.of(program) if is_asked else NO_LINES
 

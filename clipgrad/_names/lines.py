@@ -82,7 +82,7 @@ class Line(NamedTuple):
 
 
 class LineValue(NamedTuple):
-    """The value of a run of a line.
+    """A value that one run of a line computes.
 
     Attributes:
       position: the key of its notes in a `ValueHook`.
@@ -136,7 +136,7 @@ def is_line_pattern(pattern: Any) -> TypeGuard[str]:
 
 
 def lines_matched(pattern: str, lines: Iterable[Line]) -> list[Line]:
-    """The lines that a pattern means: statements that begin there, or else those that go on there.
+    """The lines that a pattern means: statements that begin at the number, or else that include it.
 
     The file is the end of a path, in which ``*`` and ``**`` are as elsewhere.
     """
@@ -158,7 +158,7 @@ def lines_of_file(file: str, lines: Iterable[Line]) -> list[Line]:
 
 
 def nearest_lines(pattern: str, lines: Sequence[Line], most: int = 5) -> list[Line]:
-    """The lines of the file that are nearest to the number of a pattern; without any, of all."""
+    """The lines nearest to a pattern's number in the same file; if there are none, in all files."""
     match = _PATTERN.fullmatch(pattern)
     if match is None:
         return []
@@ -169,7 +169,7 @@ def nearest_lines(pattern: str, lines: Sequence[Line], most: int = 5) -> list[Li
 
 
 def names_of_lines(lines: Iterable[Line]) -> dict[str, str]:
-    """The name of each line by its key: as much of the path of its file as tells it from others."""
+    """The name of each line, by key: the shortest end of the file's path that is unique."""
     lines = list(lines)
     files = {line.file for line in lines}
     short = {file: _shortest(file, files) for file in files}
@@ -306,7 +306,7 @@ def _by_value(runs: Sequence[Run], last_uses: dict[Var, int]) -> dict[Var, list[
 
 
 def _last_uses(jaxpr: Any) -> dict[Var, int]:
-    """The number of the last equation that reads each variable; what is returned is read last."""
+    """For each variable the number of the last equation that reads it; returned ones are last."""
     uses = {a: i for i, e in enumerate(jaxpr.eqns) for a in e.invars if not isinstance(a, Literal)}
     return uses | {a: len(jaxpr.eqns) for a in jaxpr.outvars if not isinstance(a, Literal)}
 

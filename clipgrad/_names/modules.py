@@ -32,9 +32,9 @@ _LOOK, _ASIDE = "clipgrad: look", "clipgrad: aside"
 
 
 def look(x: Any) -> Any:
-    """A copy of a value to compute statistics of, which is no use of it, and has no derivative.
+    """A copy of a value for statistics: it does not count as a use, and has no derivative.
 
-    What is evaluated eagerly may be a number of JAX's own, which is no array.
+    In eager code a value may be one of JAX's own number types, which are no arrays.
     """
     x = x if isinstance(x, jax.Array) else jnp.asarray(x, x.dtype)
     return lax.stop_gradient(checkpoint_name(x, _LOOK))
@@ -62,10 +62,11 @@ def _is_look(equation: JaxprEqn) -> bool:
 
 @read_once
 def _asides(jaxpr: Any) -> frozenset[Var]:
-    """Return the variables that were added to a program, and leave it or equations in it.
+    """Return the variables that clipgrad added to a program and that leave it, or an equation in
+    it.
 
-    Where statistics leave the program inside of an equation, they are among its results, and seem
-    to leave the modules around it.
+    Statistics from a program inside of an equation are among the equation's results, so without
+    this they would seem to leave the modules around.
     """
     marks = [mark for mark in jaxpr.eqns if is_mark(mark)]
     atoms = [a for m in marks for a in (*m.outvars, *(() if _is_look(m) else m.invars))]
@@ -74,7 +75,7 @@ def _asides(jaxpr: Any) -> frozenset[Var]:
 
 @read_once
 def without_added(jaxpr: Any) -> frozenset[Var]:
-    """Return the results in a program that were not added to it, as statistics and their parts."""
+    """Return the results in a program without added ones: statistics, and what is made of these."""
     added, results = set(_asides(jaxpr)), []
     for equation in jaxpr.eqns:
         if added and any(not isinstance(a, Literal) and a in added for a in equation.invars):
@@ -117,9 +118,9 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
 
 @read_once
 def module_entries(jaxpr: Any) -> dict[Var, ScopePath]:
-    """Return the arrays of a program that enter a scope and leave none: the scope that they enter.
+    """Return, for each array that enters a scope and leaves none, the scope that it enters.
 
-    What is an input in another form, such as a cast or a slice of stacked weights, is left out.
+    Inputs in another form, such as a cast or a slice of stacked weights, are left out.
     """
     entering = {}
     moved = {*jaxpr.invars, *jaxpr.constvars}
@@ -146,7 +147,7 @@ def variables_of_modules(jaxpr: Any) -> frozenset[Var]:
 
 @read_once
 def uses(jaxpr: Any) -> dict[Var, frozenset[ScopePath]]:
-    """Return the scopes in which a program uses each of its variables; what it returns: none."""
+    """Return the scopes in which a program uses each variable; returning is a use in no scope."""
     scopes: dict[Var, set[ScopePath]] = {
         v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
     }
@@ -158,7 +159,7 @@ def uses(jaxpr: Any) -> dict[Var, frozenset[ScopePath]]:
 
 
 def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
-    """Return where an equation uses each input; one with programs inside: where these do."""
+    """Return the scopes in which an equation, or the programs inside of it, use each input."""
     around = path(equation)
     places = [frozenset({around})] * len(equation.invars)
     inner, _ = entered_programs(equation)
@@ -189,7 +190,7 @@ def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
 
 
 class _Views(NamedTuple):
-    """A value as it is inside of scopes, and as `leave` returned it outside of more and more."""
+    """A value inside of its scopes, and as `leave` returned it outside of each one."""
 
     path: ScopePath
     depths: tuple[int, ...]  # the depths of the scopes that were asked for, innermost first
@@ -201,11 +202,12 @@ class _Views(NamedTuple):
 
 
 class ModuleValues(ProgramValues):
-    """The values of a program, each with what it is outside of the scopes that it leaves.
+    """The values of a program, each with the replacements outside of the scopes that the value
+    leaves.
 
-    Uses inside of the scopes see the value itself, all others what the function that `leave`
-    returns made of it. Only ``variables`` are replaced; ``None``: all. With ``outside`` the
-    operations of the function are outside of these scopes, too.
+    Uses inside of the scopes see the value itself; all other uses see the replacement, which the
+    function from `leave` made. Only ``variables`` are replaced; ``None``: all. With ``outside`` the
+    operations of that function stand outside of the scopes, too.
     """
 
     def __init__(

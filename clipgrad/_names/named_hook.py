@@ -53,7 +53,8 @@ class Visit:
 
 @dataclasses.dataclass(eq=False)
 class NamedHook(Hook):
-    """Has `value` of each value with a name go on; what has no names inside stays as it is.
+    """Replaces each named value by the result of `value`; equations without names inside stay
+    whole.
 
     A subclass says which names it `wants`, and what happens to a value with such a name.
 
@@ -89,9 +90,9 @@ class NamedHook(Hook):
         return True
 
     def value(self, seen: Seen, x: Any) -> Any:
-        """What goes on instead of a value; a module's value is replaced where it is used outside.
+        """The replacement of a value; a module's value is replaced only where it is used outside.
 
-        What nothing uses is not replaced.
+        Unused values are not replaced.
         """
         raise NotImplementedError
 
@@ -177,7 +178,7 @@ class NamedValues(ModuleValues):
         return self._with_lines(equation, outputs) if self._runs else outputs
 
     def _with_lines(self, equation: JaxprEqn, outputs: list) -> list:
-        """The results of an equation, of those that are values of lines what goes on."""
+        """The results of an equation, with replacements for those that are values of lines."""
         for i, variable in enumerate(equation.outvars):
             seen = set()
             for depth, (run, kind) in enumerate(self._runs.get(variable, ())):
@@ -199,7 +200,7 @@ class NamedValues(ModuleValues):
         return functools.partial(self.see, name, "module", output, len(scopes))
 
     def see(self, name: str, kind: str, output: int, depth: int, x: Any, used: bool = True) -> Any:
-        """What goes on instead of a result of the present equation, if its name is wanted."""
+        """The replacement of a result of the present equation, if the name is wanted."""
         if not self.hook.wants(name, kind, used):
             return x
         variable = self.visit.equation.outvars[output]

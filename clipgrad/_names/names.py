@@ -27,15 +27,15 @@ class Name(NamedTuple):
     Attributes:
       name: the tag, the path of the module, or the file and the number of the line.
       kind: ``"tag"``, ``"module"`` or ``"line"``.
-      shape: the shape of the largest of its variables, as it is within one step of a scan.
-      dtype: its dtype.
-      scans: the lengths of the scans around all of its variables, outermost first: the leading
-        axes of its statistics.
-      sites: how many variables have the name; of a line, how often it runs.
-      cotangent: whether its cotangents can be clipped and watched. Then the other attributes are
-        about variables with cotangents. If not, `with_value_stats` can watch the values.
-      calls: of a line, the calls that lead there, such as ``"loss:16 > layer:8"``; of several the
-        end that they share; else "".
+      shape: the shape of the largest variable, within one scan step.
+      dtype: the dtype of the largest variable.
+      scans: the lengths of the scans around all variables, outermost first: the leading axes of the
+        statistics.
+      sites: how many variables have the name; for a line, how often it runs.
+      cotangent: whether cotangents can be clipped and watched. If so, all other attributes describe
+        variables with cotangents. If not, you can still watch the values by `with_value_stats`.
+      calls: for a line, the calls that lead there, such as ``"loss:16 > layer:8"``, or their common
+        end if there are several; else "".
       variable: what the line assigns, or "".
     """
 

@@ -146,7 +146,7 @@ def _check_after_a_pattern(pattern: Pattern, patterns: Sequence[Pattern], caller
     if pattern == patterns[0]:
         raise ValueError(
             f"{caller}: got {pattern!r} after names alone, expected it after a pattern, such as "
-            '"**", that it leaves out of, or first, where it is for all other names'
+            '"**", whose names it takes away, or first, where it means all other names'
         )
 
 

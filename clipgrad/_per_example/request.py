@@ -107,7 +107,7 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 
     It is not traced once more for that.
     """
-    if is_rule(loss_fn) or not callable(loss_fn):
+    if is_rule(loss_fn) or isinstance(loss_fn, tuple) or not callable(loss_fn):
         hint = "; write the loss before the rule" if is_rule(loss_fn) else ""
         raise TypeError(
             f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """The part of an equation that a hook goes into.
 
     Attributes:
-      program: which of the programs in it: of a cond the number of the branch, else 0.
+      program: the number of the program inside: the branch of a cond, else 0.
       slices: of `Hook.slices` those of this step or device; None elsewhere.
     """
 

@@ -19,7 +19,8 @@ from clipgrad._programs.primitives import PrimitiveTable, TracedOnce, on_a_mesh,
 
 
 class Feed(NamedTuple):
-    """The operands that go into a program inside of an equation, and what decides on it.
+    """The operands that enter a program inside of an equation, and those that decide whether it
+    runs.
 
     Attributes:
       operands: the operand that each input of the program is.
@@ -221,7 +222,7 @@ KINDS: PrimitiveTable[Kind] = PrimitiveTable(
 
 
 def kind_of(equation: JaxprEqn) -> Kind | None:
-    """The row of an equation that holds programs; None if it holds none, or has no row."""
+    """The row of an equation that holds programs; None for any other, or without a row."""
     if equation.primitive in public_primitives() or held_programs(equation):
         return KINDS.get(equation.primitive)
     return None
@@ -230,7 +231,7 @@ def kind_of(equation: JaxprEqn) -> Kind | None:
 def operation_name(equation: JaxprEqn) -> str:
     """The name that JAX gives an operation: to show it, and for the rules of a user's that ask.
 
-    Nothing is decided by it: what an operation is, its row says.
+    Never decide by this name: the row says what an operation is.
     """
     return equation.primitive.name
 

@@ -276,7 +276,7 @@ NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
 
 
 def numeric_of(equation: JaxprEqn) -> Numeric:
-    """The row of an equation; of a primitive without one, that of an operation that rounds."""
+    """The row of an equation; a primitive without a row counts as an operation that rounds."""
     return NUMERIC.get(equation.primitive, _UNKNOWN)
 
 
@@ -294,7 +294,7 @@ def is_print(equation: JaxprEqn) -> bool:
 
 
 def is_move(equation: JaxprEqn) -> bool:
-    """Whether an operand of an equation is still what it was, in another shape or type."""
+    """Whether an equation only moves its operand: the same numbers in another shape or type."""
     return numeric_of(equation).moves
 
 

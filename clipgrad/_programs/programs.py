@@ -36,7 +36,7 @@ _PLAIN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def opened(program: Any) -> tuple[Any, Sequence]:
     """Return the jaxpr and the constants of a program in any of JAX's containers.
 
-    Its equations are those that JAX writes without upgrade flags, see `hijax.py`.
+    Equations are as JAX writes them without upgrade flags, see `hijax.py`.
     """
     jaxpr = getattr(program, "jaxpr", program)
     if jaxpr not in _PLAIN:
@@ -50,7 +50,7 @@ def _plain_params(equation: JaxprEqn) -> dict[str, Any]:
 
 
 def read_once(function: Callable[[Any], Kept]) -> Callable[[Any], Kept]:
-    """A function of a jaxpr as one of programs: what is called from many places is read once."""
+    """Caches a function of a jaxpr, and lets it take programs in any container."""
     known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
@@ -91,8 +91,8 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
 def differentiated_programs(equation: JaxprEqn) -> list:
     """Return the programs inside an equation that JAX differentiates operation by operation.
 
-    Those of a custom rule, a kernel, a `while` and a linear solve are not: they have derivatives of
-    their own, or none.
+    The programs of a custom rule, a kernel, a `while` and a linear solve are not differentiated:
+    these have derivatives of their own, or none.
     """
     kind = kind_of(equation) or _NO_KIND
     return kind.through(equation) if kind.values(equation) else []
@@ -101,7 +101,7 @@ def differentiated_programs(equation: JaxprEqn) -> list:
 def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
     """Return the programs inside an equation: those that derivatives go through, and the others.
 
-    Of the others `evaluate` enters only `while`'s, and custom rules if its hook flattens.
+    Among the others, `evaluate` enters those of `while`, and of custom rules if the hook says so.
     """
     through = (kind_of(equation) or _NO_KIND).through(equation)
     others = [p for p in held_programs(equation) if all(p is not one for one in through)]

@@ -70,7 +70,7 @@ def cond_again(
 def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) -> Any:
     """The function of a `remat` equation with another body; recomputation has its barriers.
 
-    What a hook has instead of arrays may be trees of arrays.
+    A hook may have trees of arrays in place of arrays.
     """
     program, barriers = called_program(equation), equation.params["prevent_cse"]
     leaves, structure = jax.tree.flatten(list(inputs))
@@ -88,14 +88,14 @@ def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) 
 
 
 def types_of(variables: Sequence, values: Sequence) -> list:
-    """The types of values, for a program that has these inputs; weak types are the program's."""
+    """The types of values as inputs of a program; weak types are taken from the program."""
     kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))  # noqa: E731
     pairs = [(v.aval, jax.typeof(x)) for v, x in zip(variables, values, strict=True)]
     return [declared if kind(declared) == kind(passed) else passed for declared, passed in pairs]
 
 
 class Lifted:
-    """A function of arrays as a program, with what it closes over as its first inputs."""
+    """A function of arrays as a program; the values that it closes over are the first inputs."""
 
     def __init__(self, fun: Callable[..., Any], types: Sequence):
         self._traced, self.shapes = jax.make_jaxpr(fun, return_shape=True)(*types)
@@ -110,7 +110,7 @@ class Lifted:
     def like(self, program: Any, before: Sequence = (), behind: Sequence = ()) -> Any:
         """The program in the container of another one.
 
-        Inputs that it does not use may come ``before`` and ``behind`` what it closes over.
+        Unused inputs may come ``before`` and ``behind`` the values that the function closes over.
         """
         values = [*before, *self.closed, *behind]
         first, end = len(before), len(before) + len(self.closed)

@@ -51,7 +51,7 @@ PASSES = {
 
 
 def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
-    r"""Evaluate a program with all that it rounds moved by one rounding.
+    r"""Evaluate a program, with each rounded number moved by one rounding.
 
     Each floating result, each term of a sum and of a product's contraction, and each constant
     becomes a neighbor, :math:`x (1 \pm \epsilon)` with the :math:`\epsilon` of its own type, and
@@ -61,12 +61,12 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     the data, as in an arithmetic unit, and operations of one shape are one program. A sum of n
     terms moves by about :math:`\sqrt n` roundings.
 
-    What is exact moves nothing: copies, comparisons, small whole numbers, a product with a power of
-    two, a cast that changes no number, an integer, a constant of few binary digits. An argument is
-    what it is. Solvers, kernels and callbacks are seen from outside: their operands and results
+    Exact operations move nothing: copies, comparisons, small whole numbers, a product with a power
+    of two, a cast that changes no number, an integer, a constant with few binary digits. Arguments
+    do not move. Solvers, kernels and callbacks are seen from outside: their operands and results
     move. Inside of a `while` the sign is one of the operation instead of the number, so that a loop
-    that waits until nothing changes ends. What `measuring` decorates is left whole. Not modeled: a
-    reduction that a backend computes in another type than the program says.
+    that waits until nothing changes still ends. Functions that `measuring` decorates are left
+    whole. Not modeled: a reduction that a backend computes in another type than the program says.
 
     Custom rules are entered by what they compute. The seed is an array: one compiled program serves
     all of them.
@@ -91,11 +91,11 @@ class Parts(NamedTuple):
 def rounded_in_float64(
     program: Any, inputs: Sequence, seed: Any, parts: Parts, platform: str = "cpu"
 ) -> list:
-    """Evaluate a program in float64 with all that it rounds moved by such parts of a rounding.
+    """Evaluate a program in float64, with each rounded number moved by these parts of a rounding.
 
-    As `rounded`, but what is moved does not vanish in the next rounding: the results spread about
-    the exact ones, in proportion to the roundings. To be called where JAX has 64 bits. The program
-    itself runs on the ``platform``, which may be another than what this runs on.
+    As `rounded`, but a moved number does not vanish in the next rounding: results spread about the
+    exact ones, in proportion to the roundings. Call this where JAX has 64 bits. ``platform`` is
+    where the program itself runs; this evaluation may run elsewhere.
     """
     number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
     mixed_seed, wide = mixed(jnp.asarray(seed, jnp.uint32)), Widen(jnp.float64)
@@ -144,9 +144,10 @@ class _Rounding(Hook):
         return self._all(equation, outputs, jnp.maximum(reduced, least))
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """A number of many binary digits is the nearest of its type to what was meant.
+        """A constant of many binary digits was rounded to its type, so it moves.
 
-        Of arrays, this is so in float64 alone: formulas have tables, and losses hold data.
+        Array constants move in float64 alone: there they may be tables of a formula, but in other
+        types they are data of the loss.
         """
         wide = value if self.wide is None else self.wide.constant(value, aval)
         if not holds_floats(aval) or np.ndim(value) and self.wide is None:

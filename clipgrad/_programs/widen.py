@@ -34,11 +34,11 @@ def is_stopped(equation: JaxprEqn) -> bool:
 
 
 class Widen(Hook):
-    """Has every floating type that is narrower than ``dtype`` replaced by it.
+    """Replaces every floating type that is narrower than ``dtype`` by ``dtype``.
 
-    Custom rules are entered, so that its derivative is plain AD's; what the program of a rule
-    stops is nothing to JAX, and is not stopped. In float64 products have the precision of the type.
-    Foreign programs and what looks at bits stay in their own types; nothing is printed.
+    Custom rules are entered, so that the derivative is plain AD's; a `stop_gradient` inside of a
+    rule, which JAX ignores, is not applied. In float64 products have the precision of the type.
+    Foreign programs, and operations on bits, keep their types; nothing is printed.
 
     Args:
       dtype: float32 or float64; complex numbers become pairs of such numbers.
@@ -129,7 +129,7 @@ class Widen(Hook):
 
 
 class NoRules(Widen):
-    """Leaves every type as it is, and has custom rules replaced by what they compute."""
+    """Replaces custom rules by the functions that they are for; types stay."""
 
     def wide_dtype(self, dtype: Any) -> Any:
         return dtype

@@ -190,7 +190,7 @@ def _params_in(state: Any) -> Any:
 def _parts_like(
     entries: dict[Path, LeafEntry], like: Any
 ) -> tuple[dict[str, Any], dict[Path, Any]]:
-    """The parts of a capture that a tree is like, and its leaves by their paths in the capture."""
+    """The parts of a capture that fit a tree, and the tree's leaves by path in the capture."""
     ways: list[dict[str, Any]] = [{"state": like}, {"params": like}]
     if isinstance(like, tuple) and len(like) == 2:
         ways.append({"params": like[0], "batch": like[1]})

@@ -45,7 +45,7 @@ def orbax() -> Any:
 
 
 def is_writable(dtype: Any) -> bool:
-    """Whether orbax gives the bits of this type back: numbers, in this machine's order of bytes."""
+    """Whether orbax restores this type bit by bit: numbers, in this machine's byte order."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return True
     is_extended = dtype.kind == "V" and dtype.type.__module__ == "ml_dtypes"
@@ -56,10 +56,10 @@ def is_writable(dtype: Any) -> bool:
 def write(
     paths: Sequence[pathlib.Path], content: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes a capture, and returns its path, the first of some that is free.
+    """Writes a capture to the first of these paths that is free, and returns the path.
 
-    It has its name only once it is complete. Until then its folder has a name of its own, so that
-    the recorders of several runs may share a directory. All processes of a run take part.
+    A capture gets its name when it is complete. Until then the folder has a unique name, so that
+    several runs may share a directory. All processes of a run take part.
     """
     path, first, several = paths[0], jax.process_index() == 0, jax.process_count() > 1
     partial = path.with_name(f".{path.name}{'' if several else secrets.token_hex(4)}.partial")

@@ -19,7 +19,7 @@ _NAMED_LEAVES = 4
 class Flag(NamedTuple):
     """The halt and the counts that a state holds, and the loop's own flag.
 
-    A loop without a halting optimizer has its own flag alone: it counts what it records.
+    A loop without a halting optimizer has only its own flag, and the count of records.
     """
 
     halted: Any  # whether a step has halted the training, and with it state and parameters
@@ -37,7 +37,7 @@ class Flag(NamedTuple):
 
 
 class FlagLeaves(NamedTuple):
-    """The leaves of a state that say what a step did: their positions among all, or themselves."""
+    """The leaves of a state that say how a step went: their positions, or the leaves themselves."""
 
     # Without its window, the flags of leaves and the state inside; None: it has none.
     skips: SkipSpikesState | None
@@ -87,7 +87,7 @@ def _copied_numbers(
 
 
 def own_flags(bad: Any, steps: int | None) -> Any:
-    """The flags of a loop of one's own, one for each of the recorded steps, or None.
+    """The loop's own flags, one for each recorded step, or None.
 
     An array of one step, such as one entry for each device, is a single flag: whether any is set.
 
@@ -118,7 +118,7 @@ def own_flags(bad: Any, steps: int | None) -> Any:
 
 
 def find_flag(structure: Any, has_own: bool) -> FlagLeaves:
-    """The place of the one flag; ``has_own``: it may lack, since the loop has a flag of its own.
+    """The place of the one flag; ``has_own``: none is needed, since the loop has its own flag.
 
     Raises:
       ValueError: there is none, or there are several.
@@ -162,8 +162,8 @@ def made_by_the_optimizer(state: Any) -> str:
 def warning_of_zeros(state: Any, loss: Any) -> str | None:
     """A warning of leaves whose gradient was exactly zero in the first step; None: there are none.
 
-    Clips with ``stats="per_leaf"`` say it. Nothing is known if all leaves are zero, as at a loss of
-    0 or where gradients are still accumulated.
+    Clips with ``stats="per_leaf"`` measure this. If all leaves are zero, nothing is known: the loss
+    may be 0, or gradients may still be accumulated.
     """
     clips = found_in(without_variables(state)).clips.values()
     is_zero = {

@@ -24,8 +24,7 @@ _STORED = bool | int | float | complex | str | np.generic | jax.ShapeDtypeStruct
 def leaves_by_path(name: str, tree: Any) -> dict[Path, Any]:
     """The leaves of a tree; `None` and empty containers are leaves too.
 
-    What a box of flax holds, as ``nnx.Variable`` or ``flax.linen.Partitioned``, stands instead of
-    the box.
+    A flax box, such as ``nnx.Variable`` or ``flax.linen.Partitioned``, is replaced by its content.
     """
     check_tree(name, tree)
     leaves: dict[Path, Any] = {}

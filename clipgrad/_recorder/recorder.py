@@ -1,4 +1,4 @@
-"""The flight recorder: it keeps what a step was given until the step is known to be good."""
+"""The flight recorder: it keeps the inputs of a step until the step is known to be good."""
 
 import collections
 import glob
@@ -245,7 +245,7 @@ class FlightRecorder:
                 error.add_note(str(other))
 
     def _look(self, waiting: int, peek: bool = False) -> None:
-        """Looks at flags in their order: waits for the first ones, others must have arrived."""
+        """Reads flags in order: waits for so many, with ``peek`` also those that have arrived."""
         for i, record in enumerate(list(self._records)):
             if not record.is_done and not (i < waiting or peek and record.is_ready):
                 break
@@ -254,7 +254,7 @@ class FlightRecorder:
             self._records.popleft()
 
     def _look_at(self, record: StepRecord) -> None:
-        """Does what a flag asks for; an interruption, as by Ctrl-C, leaves it to be done."""
+        """Acts on a flag; after an interruption, as by Ctrl-C, the flag is still to be acted on."""
         if record.is_done:
             return
         flag = record.flag

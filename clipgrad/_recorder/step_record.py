@@ -41,12 +41,12 @@ class StepRecord:
 
     @property
     def bad_step(self) -> int | None:
-        """The number of the bad step that the flag tells of, recorded or not; 0 for the first."""
+        """The number of the flag's bad step, recorded or not; 0 for the first."""
         return self.flag.bad_step(self.numbers.count)
 
     @property
     def place(self) -> int | None:
-        """The place of the bad step among the recorded ones; None: it is none of them."""
+        """The place of the bad step among the recorded ones; None if it is not recorded."""
         flag, count, bad = self.flag, self.numbers.count, self.bad_step
         taken = flag.count if self._taken is None else self._taken
         if bad is None or flag.microbatch or taken < count or bad < flag.count - count:
@@ -61,7 +61,7 @@ class StepRecord:
 
     @property
     def may_be_stacked(self) -> bool:
-        """Whether the batch may be one batch, or one for each of several steps: nothing says."""
+        """Whether it is unknown if the batch is one batch, or one for each of several steps."""
         taken = self._taken or 1
         is_one = self.numbers.is_stacked or taken == 1
         return not is_one and _has_leading_axis(self.inputs["batch"], taken)
@@ -74,7 +74,7 @@ class StepNumbers:
     Attributes:
       numbers: a number or text, or a number for each of several steps; ``None``: none was given.
       count: the number of steps.
-      is_stacked: whether the batch has an entry for each of them.
+      is_stacked: whether the batch has an entry for each step.
     """
 
     numbers: Any
@@ -185,7 +185,7 @@ def not_donated(tree: Any) -> Any:
 
 
 def held_weakly(leaves: list[Any], structure: Any) -> Callable[[], Any]:
-    """A function that returns a tree, or None if an array of it is gone or was donated."""
+    """A function that returns a tree, or None if one of its arrays is gone or was donated."""
     references = [_reference(leaf) for leaf in leaves]
 
     def alive() -> Any:

@@ -1,9 +1,11 @@
 """A training step with clips, and its metrics.
 
-`train_step` makes one compiled function of a loss and an optimizer, from a state and a batch to the
-next state and metrics. The metrics are what the clips, the watched values and `skip_spikes` found.
-`watch_updates` measures what an optimizer does to each module, in any loop.
-`scalars` makes one flat dictionary of them, which loggers take.
+1. `train_step` makes one compiled function of a loss and an optimizer, from a state and a batch to
+   the next state and metrics; `accumulate` adds up gradients over microbatches.
+2. `optimizer_states` finds the states of clips, `skip_spikes` and `watch_updates` in the state of
+   an optimizer, and `metrics` makes the metrics from these.
+3. `watch_updates` measures gradient, parameters and update of each module, in any loop.
+4. `scalars` makes one flat dictionary of all this, for loggers.
 """
 
 from clipgrad._training.accumulate import microbatches as microbatches

@@ -95,10 +95,10 @@ def found_in(opt_state: Any) -> OptimizerStates:
     The clips with statistics are called ``clip``, or ``clip_0``, ``clip_1``, ... if there are
     several. Those without go on with the numbers.
     """
-    found = list(_states_in(opt_state, None))
+    states = list(_states_in(opt_state, None))
 
     def of(kind: Any) -> list[Any]:
-        return [state for state, _ in found if isinstance(state, kind)]
+        return [state for state, _ in states if isinstance(state, kind)]
 
     clips = of(GradientClipState)
     with_stats = [state for state in clips if state.stats is not None]
@@ -106,7 +106,7 @@ def found_in(opt_state: Any) -> OptimizerStates:
     names = numbered("clip", len(with_stats or others))
     names += [f"clip_{i}" for i in range(len(names), len(clips))]
     updates = [state.norms for state in of(WatchUpdatesState)]
-    skips = [pair for pair in found if isinstance(pair[0], SkipSpikesState)]
+    skips = [pair for pair in states if isinstance(pair[0], SkipSpikesState)]
     by_name = dict(zip(numbered("skip_spikes", len(skips)), skips, strict=True))
     return OptimizerStates(
         dict(zip(names, with_stats + others, strict=True)),

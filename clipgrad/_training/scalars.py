@@ -29,7 +29,7 @@ _RECORDS = tuple(_FIELDS)
     'write scalars({"first": ..., "second": ...})', prefix='write scalars({"train": tree})'
 )
 def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
-    """Statistics of clips as a flat dictionary of numbers, for a logger.
+    """Makes a flat dictionary of numbers from clip statistics, for your logger.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -43,11 +43,11 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
       8.0
 
     Args:
-      tree: the statistics of `value_and_grad_with_stats` or `with_value_stats`, the metrics or the
-        state of `train_step`, the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a
-        `ClipStats` or `ValueStats`, or a dictionary or tuple of such.
-      layers: ``True``: one number for each entry of an array, as ``updates/blocks/attn/ratio/0``,
-        for loggers that take no arrays.
+      tree: statistics from `value_and_grad_with_stats` or `with_value_stats`, metrics or state from
+        `train_step`, an optimizer state (also ``nnx.Optimizer(...).opt_state``), a `ClipStats` or
+        `ValueStats`, or a dictionary or tuple of these.
+      layers: ``True``: you get one number for each entry of an array, as
+        ``updates/blocks/attn/ratio/0``, if your logger takes no arrays.
 
     Returns:
       A dictionary from names, joined by ``/``, to arrays.
@@ -55,16 +55,16 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
     Raises:
       ValueError: if there is nothing to log in ``tree``, or two values have the same name.
 
-    Statistics of clips and of values give their fields below their name, such as ``attn/norm``. The
-    clips of ``train_step``'s metrics, and those in the state of an optimizer, are called ``clip``;
-    ``clip_0``, ``clip_1``, ... if there are several with statistics. Those of each leaf are below:
+    For named statistics, you find the numbers below the name, such as ``attn/norm``. A clip in
+    ``train_step``'s metrics or in an optimizer state is called ``clip``, or ``clip_0``, ``clip_1``,
+    ... if several clips have statistics. Statistics for each leaf are below:
     ``clip/leaves/layers/0/kernel/norm``. `skip_spikes` gives ``skip_spikes/raw_norm``,
-    ``skip_spikes/limit`` and its counters, and `watch_updates` ``updates/blocks/0/attn/ratio``.
+    ``skip_spikes/limit`` and counters, and `watch_updates` gives ``updates/blocks/0/attn/ratio``.
 
     Guarantees:
-      * The keys of a clip are the same from metrics and from a state.
-      * Works under `jax.jit`. Values have at most one axis: one entry for each layer, or each step
-        of a scan, or each inner step of nested scans, in their order.
+      * A clip has the same keys whether you pass metrics or a state.
+      * You can call `scalars` under `jax.jit`. Arrays have at most one axis: one entry for each
+        layer, or each scan step, or each inner step of nested scans, in order.
       * Booleans are 0 and 1. Other real arrays in metrics (``aux``) are kept if they have at most
         one axis; states and parameters of other libraries are left out.
     """
@@ -80,13 +80,21 @@ def scalars(tree: Any, *, layers: bool = False) -> dict[str, jax.Array]:
         numbers[name] = jnp.ravel(value) if jnp.ndim(value) > 1 else jnp.asarray(value)
         if jnp.issubdtype(numbers[name].dtype, jnp.bool_):
             numbers[name] = numbers[name].astype(jnp.float32)
-    if not numbers:
+    if not numbers or _are_parameters(tree, numbers):
         raise ValueError(
             f"tree: got {type(tree).__name__} without statistics or numbers, expected statistics, "
             "metrics, or the state of a clip with stats=True; of gradients write "
-            '{"grad_norm": clipgrad.global_norm(grads)}'
+            '{"grad_norm": clipgrad.global_norm(grads)}, and of parameters '
+            "watch_updates(optimizer), whose state has their norms"
         )
     return _entries_apart(numbers) if layers else numbers
+
+
+def _are_parameters(tree: Any, numbers: Mapping[str, jax.Array]) -> bool:
+    """Whether these are arrays of layers, of which only the vectors, such as biases, are left."""
+    is_whole = len(numbers) == len(jax.tree.leaves(tree))
+    has_number = any(value.ndim == 0 for value in numbers.values())
+    return not (is_whole or has_number or instances(tree, (*_RECORDS, *STATES, TrainState)))
 
 
 def _entries_apart(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -39,7 +39,7 @@ from clipgrad._frameworks import (
 from clipgrad._training.accumulate import Gradients, Weight, accumulated, weight_of
 from clipgrad._training.metrics import shown_metrics, step_metrics
 from clipgrad._training.optimizer_states import found_in
-from clipgrad._training.optimizers import checked_optimizer, checked_states
+from clipgrad._training.optimizers import check_states, checked_optimizer
 from clipgrad._training.train_state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
@@ -59,7 +59,7 @@ class TrainStep:
     Attributes:
       update: the compiled function of `jax.jit`, for example for ``update.lower(...)``.
       optimizer: the optimizer.
-      wrt: which variables of an NNX model are trained.
+      wrt: the variables to train in an NNX model.
     """
 
     update: Any
@@ -68,7 +68,7 @@ class TrainStep:
 
     @explain_call("write step.init(params)", "step.init")
     def init(self, params: Any) -> TrainState:
-        """The first state; it has copies, because a step may overwrite the buffers of its state."""
+        """The first state, with copies of the parameters: a step may overwrite the buffers."""
         check_tree("params", params)
         check_is_tree("params", params, "step.init(params)")
         if not has_modules(params):  # leaves of a module that are not floating arrays stay
@@ -77,7 +77,7 @@ class TrainStep:
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
-        checked_states(opt_state)
+        check_states(found_in(opt_state))
         return TrainState(params, opt_state)
 
     @explain_call("write step(state, (x, y))", "step")
@@ -119,52 +119,53 @@ def train_step(
       [-0.6 -0.8] 5.0 1.0
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
-        whole Equinox model, of which the floating arrays are trained, or a tree with models of flax
-        NNX.
+      loss_fn: ``loss_fn(params, batch)``, which returns a scalar or ``(scalar, aux)``. The
+        parameters may be a whole Equinox model, whose floating arrays are trained, or a tree with
+        flax NNX models.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
-        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
+        ``optax.MultiSteps``. The optimizer gets the extra arguments ``value``, ``grad`` and
+        ``value_fn``.
       error_clip: a rule for each name or pattern of values inside ``loss_fn``, as
-        ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only.
-        With ``accumulate=k`` it sees the cotangents of one microbatch: if the loss is a mean
-        over the batch, make a limit by value k times as large.
+        ``{"encoder/*": ErrorClipByValue(max=5.0)}``; ``None`` instead of a rule: watch only. With
+        ``accumulate=k`` a rule sees the cotangents of one microbatch: if your loss is a mean over
+        the batch, make a value limit k times as large.
       watch_values: names and patterns of values inside ``loss_fn`` to measure, such as
-        ``["**/attn"]``, or a dictionary from them to an axis that is kept, such as ``{"attn": -1}``
-        for statistics of each feature.
-      accumulate: the number of microbatches that the leading axis of the batch is split into. Keys
-        of random numbers in the batch need that axis, too: ``jax.random.split(key, examples)``.
-      weight: a function of a microbatch that returns its weight, such as the number of its tokens,
-        ``lambda batch: jnp.sum(batch["mask"])``: loss, gradients, and the cotangents in the
-        statistics of ``error_clip`` count by their share of the weights. What has a weight of 0
-        does not count, even if it is NaN; if all weights are 0, all count alike. ``None``: all
+        ``["**/attn"]``, or a dictionary from names to an axis to keep, such as ``{"attn": -1}`` for
+        statistics of each feature.
+      accumulate: the number of microbatches into which the leading axis of the batch is split. PRNG
+        keys in the batch need that axis, too: ``jax.random.split(key, examples)``.
+      weight: a function of a microbatch that returns the weight, such as the number of tokens,
+        ``lambda batch: jnp.sum(batch["mask"])``. Loss, gradients, and the cotangents in
+        ``error_clip`` statistics are weighted by this. A microbatch with weight 0 does not count,
+        even if its numbers are NaN; if all weights are 0, all count alike. ``None``: all
         microbatches count alike.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-      donate: whether a step may write the new state into the buffers of the old one, which you
-        can't use after that.
-      wrt: which variables of a model of flax NNX are trained, a filter such as ``nnx.LoRAParam``;
-        ``None``: its ``nnx.Param``.
+      donate: whether a step may write the new state into the old state's buffers; you can't use the
+        old state afterwards.
+      wrt: the variables to train in a flax NNX model, a filter such as ``nnx.LoRAParam``; ``None``:
+        every ``nnx.Param``.
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
-      The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
-      clip) and ``nonfinite`` (the number of gradient elements that are NaN or inf), and
+      ``metrics`` is a dictionary with ``loss``, ``grad_norm`` (the norm of all gradients, before
+      any clip) and ``nonfinite`` (the number of gradient elements that are NaN or inf), and
 
       * with ``stats=True`` on a clip, in any wrapper: ``clips`` (the `ClipStats` of each such clip,
-        in the order of the optimizer's state), and of the last one ``measured_norm`` (the L2 norm
-        that the clip measured, which is not ``grad_norm`` with ``where=``, a mask or an earlier
-        transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale`` (their
-        ratio); with ``stats="per_leaf"`` ``leaves`` (statistics of each leaf by path: ``all_zero``
-        is 1 where the gradient is exactly zero); ``clip``, or ``clip_0``, ``clip_1``, ...: what
-        else the state of a clip has, its threshold and its counts, and its own ``leaves``;
-      * with `skip_spikes`: ``skipped``, ``skipped_consecutive`` and ``nonfinite_consecutive``, of
-        several together; and ``skip_spikes`` with all numbers of one, such as the ``limit`` that
-        the step was judged by;
+        in the order of the optimizer state), and for the last clip ``measured_norm`` (the L2 norm
+        that the clip measured, which differs from ``grad_norm`` with ``where=``, a mask or an
+        earlier transformation), ``clipped_norm`` (the norm after the clip) and ``clip_scale``
+        (their ratio); with ``stats="per_leaf"`` ``leaves`` (statistics for each leaf by path:
+        ``all_zero`` is 1 where the gradient is exactly zero); ``clip``, or ``clip_0``, ``clip_1``,
+        ...: threshold, counts and ``leaves`` of each clip;
+      * with `skip_spikes`: ``skipped``, ``skipped_consecutive`` and ``nonfinite_consecutive``,
+        joined if there are several; and ``skip_spikes`` with all numbers of one, such as the
+        ``limit`` for this step;
       * with `watch_updates`: ``updates``, the `UpdateNorms` of each group of leaves;
-      * with ``error_clip``: a dictionary ``error_clip`` of the `ClipStats` of each name (added up
+      * with ``error_clip``: a dictionary ``error_clip`` with `ClipStats` for each name (added up
         over microbatches);
-      * with ``watch_values``: a dictionary ``values`` of the `ValueStats` of each name (joined over
-        microbatches), of the parameters before the step;
+      * with ``watch_values``: a dictionary ``values`` with `ValueStats` for each name (joined over
+        microbatches), computed with the parameters before the step;
       * with ``has_aux``: ``aux`` (stacked over microbatches).
 
     Raises:
@@ -177,37 +178,37 @@ def train_step(
         step has overwritten the state, or the optimizer's state has places for integer parameters.
 
     Guarantees:
-      * It is traced once for all batches of one shape, also with schedules.
-      * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
-        and then clipped once. A microbatch has every k-th example, so the devices that share the
-        batch share each microbatch. With ``weight`` gradient and loss are those of the whole batch,
-        if the loss of a batch is a mean over what the weight counts.
-      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
-        in a skipped step, shows the statistics of the step in which it last did.
-      * A model of flax NNX is trained as by ``nnx.grad`` and ``nnx.Optimizer``, and its other
-        state, such as statistics of batches, is in the next state as ``loss_fn`` has left it. The
-        model that you pass to ``step.init`` does not change. A step that `skip_spikes` or
-        ``optax.apply_if_finite`` skips leaves both.
+      * A step is traced once for all batches of one shape, also with schedules.
+      * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider, and
+        then clipped once. A microbatch has every k-th example, so devices that share the batch
+        share each microbatch. With ``weight`` you get gradient and loss for the whole batch, if the
+        loss is a mean over the items that the weight counts.
+      * If a clip does not run in a step, as in ``optax.MultiSteps`` before the last microbatch or
+        in a skipped step, you see the statistics from the last step in which the clip ran.
+      * A flax NNX model is trained as by ``nnx.grad`` and ``nnx.Optimizer``. The next state also
+        has the model's other state, such as batch statistics, as ``loss_fn`` left it. The model
+        that you pass to ``step.init`` does not change. If `skip_spikes` or
+        ``optax.apply_if_finite`` skips a step, parameters and other state stay as they were.
       * The loss descends in complex parameters, too: the optimizer gets the conjugate of what
         `jax.grad` returns.
-      * Integers and booleans among the parameters stay as they are. Leaves below flax's
-        ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are overwritten by their
-        gradient, as in ``flax.training.TrainState``, and not by the optimizer; with ``accumulate``
-        by the largest value of the microbatches.
+      * Integer and boolean parameters stay as they are. Leaves below flax's
+        ``_overwrite_with_gradient`` (scales and histories for 8-bit floats) are overwritten by
+        their gradient, as in ``flax.training.TrainState``, and not by the optimizer; with
+        ``accumulate`` by the largest gradient among the microbatches.
     """
     _check_arguments(loss_fn, accumulate, weight)
     rules = None if error_clip is None else checked_rules(error_clip, argument="error_clip")
     optimizer = checked_optimizer(optimizer)
-    watches, seen_loss = watch_values is not None, loss_fn
-    if watches:
-        seen_loss = with_value_stats(loss_fn, watch=watch_values, has_aux=has_aux)
-    gradients = _gradients(seen_loss, has_aux or watches, rules)
+    watches = watch_values is not None
+    watched = functools.partial(with_value_stats, watch=watch_values, has_aux=has_aux)
+    gradients = _gradients(watched(loss_fn) if watches else loss_fn, has_aux or watches, rules)
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate, weight)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         state = from_static(state)
-        before = checked_states(state.opt_state)
+        before = found_in(state.opt_state)
+        check_states(before)
         if weight is not None and accumulate == 1:  # else it is asked for each microbatch
             jax.eval_shape(functools.partial(weight_of, weight), batch)
         parameters = take_apart(state.params, wrt)
@@ -227,8 +228,8 @@ def train_step(
         states = found_in(opt_state)
         metrics = step_metrics(loss, grads, states)
         skipped = states.have_skipped(before, updates)
-        following = after.with_state_of(parameters, where=skipped)
-        params = following.whole(overwrite(params, overwriting, keep=skipped))
+        params = overwrite(params, overwriting, keep=skipped)
+        params = after.with_state_of(parameters, where=skipped).whole(params)
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
         return as_static(TrainState(params, opt_state)), metrics

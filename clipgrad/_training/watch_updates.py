@@ -23,7 +23,7 @@ from clipgrad._training.leaf_groups import By, LeafGroups, check_by
 @exportable
 @answers_lookups("norms")
 class UpdateNorms(NamedTuple):
-    """The norms of a group of leaves in one step, of shape ``()`` or ``(layers,)``.
+    """The norms for a group of leaves in one step, of shape ``()`` or ``(layers,)``.
 
     Example:
       >>> import clipgrad as cg
@@ -31,9 +31,9 @@ class UpdateNorms(NamedTuple):
       0.0625
 
     Attributes:
-      grad: of the gradient that arrives, before any clip inside.
-      param: of the parameters before the step.
-      update: of what the optimizer adds to the parameters.
+      grad: the norm of the gradient that arrives, before any clip inside.
+      param: the norm of the parameters before the step.
+      update: the norm of the update that the optimizer returns.
     """
 
     grad: jax.Array
@@ -42,7 +42,7 @@ class UpdateNorms(NamedTuple):
 
     @property
     def ratio(self) -> jax.Array:
-        """The norm of the update by that of the parameters; 0 where there are none but zeros."""
+        """The update norm divided by the parameter norm; 0 if all parameters are 0."""
         param = jnp.asarray(self.param)
         return jnp.where(param == 0, 0, self.update / jnp.where(param == 0, 1, param))
 
@@ -53,8 +53,8 @@ class WatchUpdatesState(NamedTuple):
     """The state of `watch_updates`.
 
     Attributes:
-      inner_state: the state of the optimizer.
-      norms: the `UpdateNorms` of the last step for each group; zeros before the first.
+      inner_state: the optimizer state.
+      norms: the last step's `UpdateNorms` for each group; zeros before the first step.
     """
 
     inner_state: Any
@@ -69,10 +69,11 @@ def watch_updates(
     stacked: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Wraps an optimizer, and measures gradient, parameters and update of each module.
+    r"""Wraps an optimizer, and measures each module's gradient, parameters and update.
 
-    The ratio of update to parameters shows which layer learns, stands still or explodes; a healthy
-    one is about 1e-3. It doubles before the loss shows anything.
+    The ratio of update to parameters shows you which layer learns, stands still or explodes. A
+    healthy ratio is about 1e-3. In an unstable run the ratio doubles before you see anything in the
+    loss.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -84,38 +85,36 @@ def watch_updates(
       1.0 0.5 0.1
 
     Args:
-      optimizer: an optax gradient transformation, or ``optax.MultiSteps``. What is to count as
-        the optimizer belongs inside: a clip, weight decay, a schedule, `skip_spikes`.
-      by: what a group is: ``"module"``, the path of a leaf without its last segment;
-        ``"leaf"``; a number of segments from the first on; or a function of the path. Paths
-        are such as ``"blocks/0/attn/kernel"``, without the ``params/`` that
-        is around all leaves of flax Linen.
-      stacked: which leaves have a first axis of layers, as those of ``flax.linen.scan``, of
-        NNX blocks made under ``nnx.vmap``, or of a scan of one's own: patterns of their
-        paths, such as ``"blocks"``, a tree of booleans, or a function from the tree to one.
-        Their groups have one norm for each layer.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the leaves are
-        spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`.
+      optimizer: an optax gradient transformation, or ``optax.MultiSteps``. Put everything inside
+        that changes the update: a clip, weight decay, a schedule, `skip_spikes`.
+      by: how to group leaves: ``"module"``, by the path without the last segment; ``"leaf"``; a
+        number of segments, from the first on; or a function of the path. A path looks like
+        ``"blocks/0/attn/kernel"``, without the ``params/`` that flax Linen puts around all leaves.
+      stacked: leaves whose first axis is layers, as from ``flax.linen.scan``, from NNX blocks made
+        under ``nnx.vmap``, or from your own scan: path patterns such as ``"blocks"``, a tree of
+        booleans, or a function from the tree to such a tree. You then get one norm for each layer.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        the leaves are spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf
+        is spread, even if JAX does not know this. You do not need this under `jax.jit`.
 
     Returns:
-      A gradient transformation with the state `WatchUpdatesState`, which passes all extra arguments
-      of ``update`` on to the optimizer. `train_step` shows the norms in ``metrics["updates"]``, and
-      `scalars` as ``updates/blocks/0/attn/ratio``.
+      A gradient transformation with the state `WatchUpdatesState`. Extra arguments of ``update``
+      are passed on to the optimizer. With `train_step` you find the norms in
+      ``metrics["updates"]``, and with `scalars` as ``updates/blocks/0/attn/ratio``.
 
     Raises:
-      TypeError: if ``optimizer`` is not a gradient transformation, or ``by`` is a function that
-        returns something else than text.
-      ValueError: if ``by`` is something else; by ``init``, if ``stacked`` selects nothing, or a
-        group has leaves with other layers than the rest; by ``update``, without parameters.
+      TypeError: if ``optimizer`` is not a gradient transformation, or the function ``by`` does not
+        return text.
+      ValueError: for any other ``by``; by ``init``, if ``stacked`` selects nothing, or leaves in
+        one group have different numbers of layers; by ``update``, without parameters.
 
     Guarantees:
-      * Updates and the inner state are those of the optimizer.
-      * NaN and inf are not hidden. A norm neither overflows nor underflows; it is float32, float64
-        if a leaf is. The ratio of parameters that are all 0 is 0.
-      * The structure, the shapes and the dtypes of the state never change, and a scan can carry it.
-      * Integers, ``None`` and what gradients overwrite (scales of 8-bit floats) are in no group.
+      * Updates and inner state are the optimizer's.
+      * NaN and inf are not hidden. Norms neither overflow nor underflow; they are float32, or
+        float64 if a leaf is. If all parameters are 0, the ratio is 0.
+      * Structure, shapes and dtypes of the state never change, so a scan can carry the state.
+      * Integers, ``None`` and leaves that gradients overwrite (scales for 8-bit floats) are in no
+        group.
     """
     inner = as_optimizer("optimizer", optimizer)
     check_by(by)

@@ -20,7 +20,7 @@ KeyedNotes = dict[Key, Any]
 
 @dataclasses.dataclass(eq=False)
 class ValueHook(_names.NamedHook, _programs.NotingHook):
-    """Shows each floating value with a name to `note_of`, and lets `replaced` of it go on.
+    """Passes each named floating value to `note_of`, and continues with the result of `replaced`.
 
     Every tag has a name, and every value that leaves a module, or that nothing uses. Notes leave
     the programs inside of equations as further results: with a leading axis for the steps of a scan
@@ -66,7 +66,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         return second
 
     def over_devices(self, equation: Any, key: Key, note: Any) -> Any:
-        """The note kept outside of a `shard_map`, of a note whose leading axis is over devices."""
+        """The note to keep outside of a `shard_map`, from a note with a leading axis of devices."""
         del equation, key
         return note
 
@@ -85,7 +85,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
         return self.replaced(seen, x, self.taps.get(key))
 
     def slices(self, equation: Any) -> KeyedNotes:
-        """The taps inside of an equation, by their keys there but for the number of the program."""
+        """The taps inside of an equation, by their keys there without the program's number."""
         inside = {key: tap for key, tap in self.taps.items() if len(key) > 3}
         return {key[1:]: tap for key, tap in inside.items() if key[0] == self.visit.number}
 
@@ -137,7 +137,7 @@ class ValueHook(_names.NamedHook, _programs.NotingHook):
 
 
 class NotedValues(_names.NamedValues):
-    """The values of a program while a `ValueHook` notes them, also what nothing uses."""
+    """The values of a program while a `ValueHook` notes them, unused values included."""
 
     def replaced(self, equation: Any, outputs: list) -> list:
         outputs = super().replaced(equation, outputs)
@@ -149,9 +149,9 @@ class NotedValues(_names.NamedValues):
 
 @dataclass_transform(eq_default=False)
 def value_hook(*, data: Sequence[str] = (), choices: Sequence[str] = ()) -> Callable[[type], type]:
-    """Decorates a `ValueHook` with more fields: ``data`` are arrays, ``choices`` can be hashed.
+    """Decorates a `ValueHook` class that adds fields: ``data`` are arrays, ``choices`` hashable.
 
-    Data reach the programs inside of equations as further inputs, if they are `jit` or `shard_map`.
+    If an equation is a `jit` or `shard_map`, data enter its program as further inputs.
     """
 
     def register(cls: type) -> type:

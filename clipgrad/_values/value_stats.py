@@ -120,10 +120,11 @@ class ValueStats(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _measured_value(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
-    """All sums in one reduction, which reads the value once, where it is on one device.
+    """All sums in one reduction, which reads a value on one device once.
 
-    Sums side by side are one read on a TPU, but one for each sum on a CPU and a GPU. Of a value on
-    several devices XLA would gather the whole for one reduction, and columns it would store.
+    Without this, a CPU or GPU reads the value once for each sum, a TPU once in all. A value on
+    several devices is not reduced in this way, since XLA would gather the whole value, or store
+    columns.
     """
     terms = [*three_squares(x), *flags_of_bits(x)]
     if fit_one_reduction([x], [over]) and x.dtype == jnp.float32:

@@ -147,7 +147,7 @@ def _checked_axes(watch: Any) -> dict[str, int | None] | None:
 
 @value_hook(choices=["watched"])
 class _Measure(ValueHook):
-    """Measures values by name; all that share a name and the scans around are joined at once.
+    """Measures values by name; values with the same name and scans are joined at once.
 
     The key of a note is the name, and the lengths of the scans between its program and the value.
     """
@@ -205,7 +205,7 @@ def _check_whole(name: str, axis: int, meshes: frozenset[str]) -> None:
 
 
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
-    """The hook that measures these names, and the number of scans that the values of each share."""
+    """The hook that measures these names, and for each name the number of shared scans."""
     chosen = watched_names(program, axes, _OF_VALUES, VALUES)
     seen_sites = {n: list(VALUES.counted(sites)) for n, sites in sites_of(program, chosen).items()}
     watched = []

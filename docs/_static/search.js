@@ -21,8 +21,10 @@ function formsOf(name) {
   return [...new Set([...wholes(name), ...parts.map(stem)])];
 }
 
+const split = (words) => words.match(/[^\s,;:?!()[\]{}"'`=]+/g) || [];
+
 function asked(words, index) {
-  const all = words.match(/[^\s,;:?!()[\]{}"'`=]+/g) || [];
+  const all = split(words);
   const some = all.filter((word) => !index.stop.includes(word.toLowerCase()));
   return some.length ? some : all;
 }
@@ -39,16 +41,19 @@ function termOf(word, index) {
       (form) => [...start].length >= index.least && form.startsWith(start));
   }
   const whole = forms.find((form) => wholes(word).includes(form));
-  const share = (form) => (whole === undefined || whole === form ? 1 : index.ofParts);
+  const isWeak = index.weak.includes(word.toLowerCase()) || index.weak.includes(stem(word));
+  const most = isWeak ? index.ofWeak : 1;
+  const share = (form) => most * (whole === undefined || whole === form ? 1 : index.ofParts);
   return {
     forms: forms.map((form) => [form, share(form) * rarity(form)]),
-    synonyms: same.map((form) => [form, index.ofSynonyms * rarity(form)]),
+    synonyms: same.map((form) => [form, most * index.ofSynonyms * rarity(form)]),
   };
 }
 
 const mostOf = (term) => Math.max(0, ...[...term.forms, ...term.synonyms].map(([, weight]) => weight));
 
-function addTerm(term, index, total, there) {
+// Of each section: the score of a word there, or of one of the same meaning, and its weight.
+function placesOf(term, index) {
   const score = new Map(), weights = new Map();
   const see = (number, weight) => weights.set(number, Math.max(weights.get(number) || 0, weight));
   for (const [form, weight] of term.forms) {
@@ -63,20 +68,44 @@ function addTerm(term, index, total, there) {
       see(number, weight);
     }
   }
-  for (const [number, weight] of weights) {
-    total.set(number, (total.get(number) || 0) + score.get(number));
-    there.set(number, (there.get(number) || 0) + weight);
+  return new Map([...weights].map(([number, weight]) => [number, [score.get(number), weight]]));
+}
+
+// Of each page the best score and the most weight that its sections have.
+function bestOfPages(places, index) {
+  const best = new Map();
+  for (const [number, [score, weight]] of places) {
+    const page = index.sections[number][0];
+    const [most, heaviest] = best.get(page) || [0, 0];
+    best.set(page, [Math.max(score, most), Math.max(weight, heaviest)]);
   }
+  return best;
+}
+
+function fitOf(places, more, most, index) {
+  const total = new Map(more), there = new Map();
+  for (const each of places) {
+    for (const [place, [score, weight]] of each) {
+      total.set(place, (total.get(place) || 0) + score);
+      there.set(place, (there.get(place) || 0) + weight);
+    }
+  }
+  return new Map([...there].map(([place, weight]) =>
+    [place, total.get(place) * (weight / most) ** index.ofLacking]));
 }
 
 function phraseShares(words, index) {
-  const stems = asked(words, index).map(stem), shares = new Map();
-  for (let first = 0; first < stems.length; first++) {
-    for (let end = first + 1; end <= stems.length; end++) {
-      const phrase = stems.slice(first, end).join(" ");
-      for (const number of Object.hasOwn(index.phrases, phrase) ? index.phrases[phrase] : []) {
-        shares.set(number, Math.max(shares.get(number) || 0, (end - first) / stems.length));
-      }
+  const sameAs = (word) => (Object.hasOwn(index.synonyms, word) ? index.synonyms[word] : []);
+  const stems = [...new Set(split(words).map(stem))], shares = new Map();
+  const content = asked(words, index).map(stem);
+  for (const [phrase, pages] of Object.entries(index.phrases)) {
+    const parts = phrase.split(" ");
+    const matched = parts.map((part) => stems.find((word) => word === part || sameAs(word).includes(part)));
+    if (matched.includes(undefined)) continue;
+    const exact = parts.reduce((sum, part) => sum + (stems.includes(part) ? 1 : index.ofSynonyms), 0);
+    const share = exact / new Set([...content, ...matched]).size;
+    for (const page of pages) {
+      shares.set(page, Math.max(shares.get(page) || 0, share));
     }
   }
   return shares;
@@ -85,17 +114,18 @@ function phraseShares(words, index) {
 // The sections for a question, the best first, at most two of a page: page, heading, anchor.
 function searchSections(words, index) {
   const terms = asked(words, index).map((word) => termOf(word, index)).filter(mostOf);
-  const total = new Map(), there = new Map(), pages = new Map();
-  terms.forEach((term) => addTerm(term, index, total, there));
+  const bySection = terms.map((term) => placesOf(term, index));
+  const byPage = bySection.map((places) => bestOfPages(places, index));
   const rarest = Math.max(0, ...terms.map(mostOf));
   const most = terms.reduce((sum, term) => sum + mostOf(term), 0);
-  for (const [number, share] of phraseShares(words, index)) {
-    total.set(number, (total.get(number) || 0) + index.isFoundBy * rarest * share);
-  }
-  const fit = new Map();
-  for (const [number, weight] of there) {
-    fit.set(number, total.get(number) * (weight / most) ** index.ofLacking * index.sections[number][3]);
-  }
+  const phrases = [...phraseShares(words, index)].map(
+    ([page, share]) => [page, index.isFoundBy * rarest * share]);
+  const pageFit = fitOf(byPage, phrases, most, index);
+  const fit = new Map([...fitOf(bySection, [], most, index)].map(([number, ofSection]) => {
+    const [page, , , prior] = index.sections[number];
+    return [number, (ofSection + index.ofPage * pageFit.get(page)) * prior];
+  }));
+  const pages = new Map();
   return [...fit.keys()]
     .sort((a, b) => fit.get(b) - fit.get(a) || a - b)
     .map((number) => index.sections[number])

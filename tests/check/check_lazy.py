@@ -34,8 +34,8 @@ def called_back(function):
 
     def call(*xs):
         out = jax.eval_shape(function, *xs)
-        own = lambda *xs: np.asarray(function(*xs), out.dtype)
-        return jax.pure_callback(own, out, *xs, vmap_method="sequential")
+        on_host = lambda *xs: np.asarray(function(*xs), out.dtype)
+        return jax.pure_callback(on_host, out, *xs, vmap_method="sequential")
 
     return call
 

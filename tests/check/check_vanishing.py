@@ -74,17 +74,17 @@ VANISHING["causal attention"] = attention(True, 6, 4)
 VANISHING["attention"] = attention(False, 16, 8)
 
 
-def part_of_attention(given: int) -> Row:
+def part_of_attention(count: int) -> Row:
     """Attention of the first arguments; the others are ones, so that the gradient is zero."""
     whole = attention(True, 6, 4)
-    rest = lambda x: [jnp.ones_like(x)] * (3 - given)
+    rest = lambda x: [jnp.ones_like(x)] * (3 - count)
 
     def rule(has, r, g):
         has = dict.fromkeys(whole.bugs, False) | has
-        return whole.rule(has, (*r, *rest(g)), g)[:given]
+        return whole.rule(has, (*r, *rest(g)), g)[:count]
 
     primal = lambda *xs: whole.primal(*xs, *rest(xs[0]))
-    return Row(primal, rule, ("no mean",), whole.shapes[:given])
+    return Row(primal, rule, ("no mean",), whole.shapes[:count])
 
 
 VANISHING["attention of queries alone"] = part_of_attention(1)

@@ -57,8 +57,8 @@ def pulled(primal, rule):
     """A function of which `rule(g, *args)` gives the cotangent, of several arguments a tuple."""
 
     def backward(r, g):
-        found = rule(g, *r)
-        return found if isinstance(found, tuple) else (found,)
+        cotangents = rule(g, *r)
+        return cotangents if isinstance(cotangents, tuple) else (cotangents,)
 
     return custom(lambda *xs: primal(*xs), backward)
 

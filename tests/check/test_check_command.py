@@ -82,7 +82,7 @@ def test_a_wrong_one_exits_with_one_and_the_report(folder, capsys):
     assert "analytic/numeric is 0.5 throughout" in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_all_options_reach_the_check(folder, capsys):
     options = "--wrt 0/w --no-grad 1 --output y --mode full --points 1 --seed 3"
     rest = "--max-relative-error 0.01 --order 1 --device cpu --skip vmap --x64"
@@ -200,7 +200,7 @@ def test_shapes_give_random_arguments_of_these_dtypes_and_a_seed_fixes_them():
     assert (arguments[0] == random_arguments("f32[2,3]", 0)[0]).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeypatch):
     chosen = [next(cases())]
     monkeypatch.setattr("clipgrad._commands.selftest.cases", lambda: chosen)

@@ -21,19 +21,19 @@ from clipgrad._check.tolerances import LONG
 X = jnp.asarray([0.5, 1.5])
 
 
-def exhaustive(case):
-    return pytest.param(case, marks=pytest.mark.exhaustive)
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
 
 
 def test_the_default_device_comes_first_and_the_cpu_always():
-    found = devices.find_devices(None)
-    assert list(found.there)[0] == jax.default_backend() and "cpu" in found.there
-    assert found.absent == []
+    kinds = devices.find_devices(None)
+    assert list(kinds.there)[0] == jax.default_backend() and "cpu" in kinds.there
+    assert kinds.absent == []
 
 
 def test_kinds_that_are_not_there_are_told_from_those_that_are():
-    found = devices.find_devices(("tpu", "cpu"))
-    assert list(found.there) == ["cpu"] and found.absent == ["tpu"]
+    kinds = devices.find_devices(("tpu", "cpu"))
+    assert list(kinds.there) == ["cpu"] and kinds.absent == ["tpu"]
     assert devices.find_devices("cpu") == devices.find_devices(["cpu"])
 
 
@@ -52,12 +52,12 @@ def test_arrays_move_and_what_is_no_array_or_there_already_stays():
     assert devices.moved(other, cpu) is other
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     first, second = jax.devices("cpu")[:2]
-    found = devices.Devices({"gpu": first, "cpu": second}, [])
+    two_devices = devices.Devices({"gpu": first, "cpu": second}, [])
     module = sys.modules["clipgrad._check.check_grads"]
-    monkeypatch.setattr(module, "find_devices", lambda kinds: found)
+    monkeypatch.setattr(module, "find_devices", lambda kinds: two_devices)
     sine = jax.custom_vjp(jnp.sin)
 
     def backward(x, cotangent):
@@ -112,8 +112,8 @@ def two_kinds(monkeypatch):
         return jax.tree.map(put, tree)
 
     module = sys.modules["clipgrad._check.check_grads"]
-    found = devices.Devices({kind: group[0] for kind, group in groups.items()}, [])
-    monkeypatch.setattr(module, "find_devices", lambda kinds: found)
+    pair = devices.Devices({kind: group[0] for kind, group in groups.items()}, [])
+    monkeypatch.setattr(module, "find_devices", lambda kinds: pair)
     monkeypatch.setattr(module, "moved", moved)
     return groups
 
@@ -133,20 +133,24 @@ BOUND = {
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-@pytest.mark.parametrize("name", ["shard_map", "array", *map(exhaustive, ["constraint", "put"])])
+@pytest.mark.parametrize("name", ["array", *map(slow, ["shard_map", "constraint", "put"])])
 def test_a_function_bound_to_devices_is_checked_on_these_and_the_report_says_so(
     two_kinds, name, kind
 ):
     mesh = Mesh(np.asarray(two_kinds[kind][:2]), ("i",))
     x = jax.device_put(X, NamedSharding(mesh, P("i")))
-    found = cg.check_grads(BOUND[name](mesh), (x,))
+    checked = cg.check_grads(BOUND[name](mesh), (x,))
     (other,) = GROUPS.keys() - {kind}
-    assert found.ok and found.verified == 2
+    assert checked.ok and checked.verified == 2
     if name == "put":  # it goes where it is bound to
-        assert found.devices == ("gpu", "cpu") and not any("device" in key for key in found.not_run)
+        assert checked.devices == ("gpu", "cpu") and not any(
+            "device" in key for key in checked.not_run
+        )
         return
-    assert found.devices == (kind,)
-    assert found.not_run[f"device {other}"].endswith("that the function holds is on other devices")
+    assert checked.devices == (kind,)
+    assert checked.not_run[f"device {other}"].endswith(
+        "that the function holds is on other devices"
+    )
 
 
 def test_a_function_that_fails_on_every_device_raises_its_own_error(two_kinds):
@@ -230,7 +234,7 @@ def test_reasons_that_are_the_same_are_told_once():
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_checks_of_rules_are_not_run_where_there_is_no_rule():
     report = cg.check_grads(jnp.sin, (X,))
     assert set(report.not_run) == {"vmap", "outputs"}

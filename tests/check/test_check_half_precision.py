@@ -54,7 +54,7 @@ KERNELS = {
 FACTORS = [0.0, -1.0, 0.5, 2.0, 3.0, 5.0]
 CORE = {("sine", "bfloat16", 2.0), ("sine", "bfloat16", 0.5)}  # and the right one, below
 ROWS = [
-    pytest.param(*row, marks=() if row in CORE else pytest.mark.exhaustive)
+    pytest.param(*row, marks=() if row in CORE else pytest.mark.slow)
     for name in KERNELS
     for dtype in ("bfloat16", "float16")
     for factor in (1.0, *FACTORS)
@@ -78,14 +78,14 @@ def test_a_kernel_in_half_precision_passes_with_the_right_gradient_alone(name, d
         assert report.verified == report.elements and 0 < report.judged_to <= 0.25
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", FACTORS)
 def test_the_second_operand_of_a_kernel_is_judged_too(factor):
     report = checked("product", "bfloat16", factor, which=1)
     assert {failure.where.partition("]")[0] for failure in report.failures} == {"args[1"}
 
 
-@pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=pytest.mark.slow)])
 def test_a_report_in_half_precision_says_first_to_what_share_it_judged(factor):
     report = checked("sine", "bfloat16", factor)
     share = f"{100 * report.judged_to:.0f}%"
@@ -93,7 +93,7 @@ def test_a_report_in_half_precision_says_first_to_what_share_it_judged(factor):
     assert any(f"bfloat16 alone judge a gradient to {share}" in note for note in report.notes)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_wrong_element_of_a_small_kernel_is_found():
     def backward(saved, g):
         return ((g * jnp.cos(saved[0])).at[2, 1].multiply(0.0),)
@@ -119,7 +119,7 @@ PLACES = {
 @pytest.mark.parametrize(
     ("place", "dtype"),
     [
-        pytest.param(p, d, marks=() if (p, d) == ("output", FLOAT8[0]) else pytest.mark.exhaustive)
+        pytest.param(p, d, marks=() if (p, d) == ("output", FLOAT8[0]) else pytest.mark.slow)
         for p in PLACES
         for d in FEW_BITS
     ],
@@ -138,7 +138,7 @@ def test_a_function_with_numbers_of_few_bits_is_judged_in_float64(place, dtype, 
     assert not report.failures or report.failures[0].check == "value"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_slopes_of_a_kernel_with_numbers_of_eight_bits_verify_nothing_and_say_so(dtype):
     kernel = scaled_kernel(jnp.sin, jnp.dtype(dtype), 1.0)
@@ -154,7 +154,7 @@ HALVES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 @pytest.mark.parametrize(
     ("dtype", "a", "b"),
     [
-        pytest.param(dtype, *row, marks=() if k == 0 else pytest.mark.exhaustive)
+        pytest.param(dtype, *row, marks=() if k == 0 else pytest.mark.slow)
         for k, (dtype, row) in enumerate(
             (dtype, row) for dtype in HALVES for row in [(0.1, 6.0), (0.3, 7.0), (0.7, 3.0)]
         )
@@ -178,7 +178,7 @@ def test_a_rule_in_half_precision_that_is_off_by_some_roundings_names_the_tolera
     assert cg.check_grads(off, (x,), points=1, tolerance=0.06).ok
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_sum_that_bfloat16_loses_fails_with_its_numbers():
     """A sum in bfloat16, term by term, does not grow beyond 256."""
     total = lambda g: jax.lax.scan(lambda c, y: (c + y, None), jnp.zeros_like(g[0]), g)[0]  # noqa: E731

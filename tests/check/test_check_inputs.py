@@ -208,7 +208,7 @@ def test_a_stationary_point_is_not_called_independent(function, rule):
     assert "depend" not in str(report)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_integers_keys_none_and_strings_are_passed_over():
     def function(x, index, key, none, word):
         assert none is None and word == "normal"
@@ -222,8 +222,8 @@ def test_integers_keys_none_and_strings_are_passed_over():
     "other", [np.array(["a", "b"]), np.array([None]), object()], ids=["text", "None", "object"]
 )
 def test_what_holds_no_number_reaches_the_function_as_it_is(other):
-    def function(x, given):
-        assert given is other
+    def function(x, thing):
+        assert thing is other
         return jnp.sin(x)
 
     assert cg.check_grads(function, (X, other)).ok

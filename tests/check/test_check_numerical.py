@@ -28,9 +28,9 @@ def test_it_is_the_central_difference_with_paddles_step():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_it_is_precise_whatever_the_dtype(dtype):
     x = X.astype(dtype)
-    found = cg.numerical_grad(lambda x: jnp.sin(x), (x,), wrt="x")
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, np.cos(np.asarray(x, np.float64)), rtol=1e-8)
+    numeric = cg.numerical_grad(lambda x: jnp.sin(x), (x,), wrt="x")
+    assert numeric.dtype == np.float64
+    np.testing.assert_allclose(numeric, np.cos(np.asarray(x, np.float64)), rtol=1e-8)
 
 
 def test_beside_a_kink_the_slope_is_that_of_its_own_side():
@@ -64,18 +64,18 @@ def test_several_give_a_tuple_and_outputs_are_chosen():
 
 def test_a_cotangent_weighs_the_outputs():
     weights = jnp.asarray([1.0, 10.0, 100.0])
-    found = cg.numerical_grad(lambda x: x * x, (X,), wrt=0, cotangent=weights)
-    np.testing.assert_allclose(found, 2 * X * weights, rtol=1e-6)
+    numeric = cg.numerical_grad(lambda x: x * x, (X,), wrt=0, cotangent=weights)
+    np.testing.assert_allclose(numeric, 2 * X * weights, rtol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_complex_gradients_follow_jax():
     z = jnp.asarray([1 + 2j, 3 - 1j])
     weights = jnp.asarray([1j, 2 + 0j])
     square = lambda z: z * z * (1 + 1j)  # noqa: E731
     expected = jax.vjp(square, z)[1](weights)[0]
-    found = cg.numerical_grad(square, (z,), wrt=0, cotangent=weights)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    numeric = cg.numerical_grad(square, (z,), wrt=0, cotangent=weights)
+    np.testing.assert_allclose(numeric, expected, rtol=1e-5)
     real = cg.numerical_grad(lambda z: jnp.abs(z) ** 2, (z,), wrt=0)
     np.testing.assert_allclose(real, jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z), rtol=1e-5)
 
@@ -114,6 +114,7 @@ def test_a_donated_argument_is_an_error_that_says_what_to_pass():
         cg.check_grads(square, (jnp.ones(2), jnp.ones(2)))
 
 
+@pytest.mark.slow
 def test_what_is_left_out_of_the_numerical_gradient_is_none():
     args = ({"w": np.float32([1.0, 2.0]), "b": np.float32([3.0])}, np.float32(2.0))
     fun = lambda p, x: x * jnp.sum(p["w"] ** 2) + jnp.sum(p["b"])  # noqa: E731

@@ -37,9 +37,9 @@ def test_a_cotangent_of_few_outputs_is_not_the_same_for_all(size, seed):
     [([0.0, 0.0], [1, 1]), ([8.0, 0.1], [8, 8]), ([1e-30, 1e-30], [2.0**-100] * 2)],
 )
 def test_scales_are_powers_of_two_of_the_size_of_the_element_or_its_leaf(leaf, expected):
-    found = scale_of(jnp.asarray(leaf))
-    assert (np.log2(found) % 1 == 0).all()
-    np.testing.assert_allclose(found, expected, rtol=0.5)
+    scale = scale_of(jnp.asarray(leaf))
+    assert (np.log2(scale) % 1 == 0).all()
+    np.testing.assert_allclose(scale, expected, rtol=0.5)
 
 
 def test_the_garbage_of_a_padding_does_not_set_the_scale_of_its_leaf():
@@ -48,23 +48,23 @@ def test_the_garbage_of_a_padding_does_not_set_the_scale_of_its_leaf():
 
 @given(NUMBERS, SEEDS)
 def test_a_generic_point_has_no_equal_and_no_zero_elements_and_keeps_signs(values, seed):
-    (found,) = further(subject(jnp.asarray(values)), seed, keeps=False)
-    found = np.asarray(found)
-    assert len(set(found)) == found.size and (found != 0).all()
-    assert (np.sign(found) == np.sign(values))[values != 0].all()
-    assert (np.abs(found - values) <= 0.09 * np.maximum(np.abs(values), 3)).all()
+    (point,) = further(subject(jnp.asarray(values)), seed, keeps=False)
+    point = np.asarray(point)
+    assert len(set(point)) == point.size and (point != 0).all()
+    assert (np.sign(point) == np.sign(values))[values != 0].all()
+    assert (np.abs(point - values) <= 0.09 * np.maximum(np.abs(values), 3)).all()
 
 
 @given(NUMBERS, SEEDS)
 def test_a_point_that_keeps_what_is_equal_keeps_zeros_and_the_order(values, seed):
     if (values == values[0]).all():
         return
-    (found,) = further(subject(jnp.asarray(values)), seed, keeps=True)
-    found = np.asarray(found)
+    (point,) = further(subject(jnp.asarray(values)), seed, keeps=True)
+    point = np.asarray(point)
     np.testing.assert_array_equal(
-        np.argsort(found, kind="stable"), np.argsort(values, kind="stable")
+        np.argsort(point, kind="stable"), np.argsort(values, kind="stable")
     )
-    assert len(set(found)) == len(set(values)) and ((found == 0) == (values == 0)).all()
+    assert len(set(point)) == len(set(values)) and ((point == 0) == (values == 0)).all()
 
 
 def test_a_generic_point_is_not_symmetric_and_not_real_and_a_kept_one_is():
@@ -76,5 +76,5 @@ def test_a_generic_point_is_not_symmetric_and_not_real_and_a_kept_one_is():
 
 
 def test_a_complex_gradient_is_the_conjugate_of_what_jax_hands_back():
-    (found,) = jax.vjp(lambda z: jnp.real(z * (1 + 2j)).sum(), Z)[1](jnp.float32(1.0))
-    np.testing.assert_allclose(vectors.gradient_vector([found]), [1, -2, 1, -2])
+    (gradient,) = jax.vjp(lambda z: jnp.real(z * (1 + 2j)).sum(), Z)[1](jnp.float32(1.0))
+    np.testing.assert_allclose(vectors.gradient_vector([gradient]), [1, -2, 1, -2])

@@ -72,6 +72,7 @@ def test_what_is_left_when_the_time_is_spent_is_not_verified():
     assert cg.check_grads(square, (jnp.ones(3),), time_budget=1e6).verified == 3
 
 
+@pytest.mark.slow
 def test_a_tolerance_of_ones_own_is_that_of_the_backward():
     off = custom(lambda x: jnp.sin(x), lambda r, g: (1.004 * jnp.cos(r[0]) * g,))
     assert not cg.check_grads(off, (jnp.ones(3),), raise_on_failure=False).ok
@@ -100,13 +101,13 @@ def test_the_header_tells_evaluations_seconds_precision_and_devices():
     assert head == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_parts_of_a_complex_number_are_named():
     where = wrong("complex_conjugate_of_the_other_convention").failures[0].where
     assert where.endswith((".real", ".imag"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_transposed_gradient_is_called_that():
     assert "analytic is the transpose of numeric" in str(wrong("transposed_weight_gradient"))
 
@@ -188,7 +189,7 @@ def test_the_first_line_of_an_error_is_shortened_at_a_word(error, line):
     assert first_line(error) == line
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_pytest_shows_the_report_and_not_the_source_of_the_library(tmp_path):
     (tmp_path / "test_half.py").write_text(
         "import clipgrad as cg, jax, jax.numpy as jnp\n\n"
@@ -248,6 +249,7 @@ def test_the_message_is_the_first_failure_or_what_is_right():
     assert report.message == str(report.failures[0])
 
 
+@pytest.mark.slow
 def test_a_cotangent_of_the_user_is_the_one_of_the_check():
     x = jnp.asarray([0.5, 1.5])
     size = custom(lambda x: x * x, lambda r, g: (2 * r[0] * jnp.asarray([1.0, 3.0]) * g,))
@@ -289,6 +291,7 @@ def test_a_number_of_another_type_is_refused_by_name(option, value):
         cg.check_grads(jnp.tanh, (jnp.ones(3),), **{option: value})
 
 
+@pytest.mark.slow
 def test_nothing_of_a_check_stays_alive():
     import gc
     import weakref

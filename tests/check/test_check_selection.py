@@ -12,7 +12,7 @@ import clipgrad as cg
 from clipgrad._arrays import leaf_names, leaf_paths, parameter_names
 from clipgrad._check.selection import select
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 PATHS = ["params|0/w", "params/w|0/w", "params/b|0/b", "x|1", "10"]
 NAMED = ["params/layer1/w|0/layer1/w", "params/layer10/w|0/layer10/w", "x|1"]
@@ -99,7 +99,6 @@ def test_parameters_have_names_as_far_as_they_are_positional():
     assert parameter_names(3, 1) == []
 
 
-@pytest.mark.kinds("ok", "output")
 @pytest.mark.parametrize(
     ("output", "ok"),
     [

@@ -42,7 +42,7 @@ CORE = {("smooth", False), ("smooth", True), ("kink", False), ("jump", False)}
 @pytest.mark.parametrize(
     ("name", "is_ruled"),
     [
-        pytest.param(*row, marks=() if row in CORE else pytest.mark.exhaustive)
+        pytest.param(*row, marks=() if row in CORE else pytest.mark.slow)
         for name in AT_ZERO
         for row in [(name, False), (name, True)]
     ],
@@ -91,7 +91,7 @@ HISTORICAL = {
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == "i0" else pytest.param(n, marks=pytest.mark.exhaustive) for n in HISTORICAL],
+    [n if n == "i0" else pytest.param(n, marks=pytest.mark.slow) for n in HISTORICAL],
 )
 def test_a_historical_derivative_that_is_no_slope_fails_without_a_rule(name):
     function, args = HISTORICAL[name]
@@ -100,7 +100,7 @@ def test_a_historical_derivative_that_is_no_slope_fails_without_a_rule(name):
     assert "is wrong there, the function is smooth" in str(report)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_disputed_element_is_never_verified_whatever_rounding_does():
     q, w = jnp.linalg.qr(normal(0, 5, 5, dtype=jnp.float32))[0], normal(1, 5, 5, dtype=jnp.float32)
     read = lambda a: jnp.sum(lax.linalg.cholesky(a, symmetrize_input=False) * w)  # noqa: E731

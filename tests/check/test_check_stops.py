@@ -60,13 +60,14 @@ USES = {
 }
 CORE = {("kernel", "straight through"), ("callback", "scale")}
 ROWS = [
-    pytest.param(*row, marks=() if row in CORE else pytest.mark.exhaustive)
+    pytest.param(*row, marks=() if row in CORE else pytest.mark.slow)
     for kind in KINDS
     for use in USES
     for row in [(kind, use)]
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "use"), ROWS)
 def test_stopped_values_are_held_in_each_kind_of_evaluation(kind, use):
     report = cg.check_grads(USES[use](KINDS[kind]), (X,), points=1, raise_on_failure=False)
@@ -74,7 +75,7 @@ def test_stopped_values_are_held_in_each_kind_of_evaluation(kind, use):
     assert report.precision == ("float64" if kind == "jnp" else "float32")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_gradient_beside_a_stopped_value_fails(kind):
     double = custom(lambda x: jnp.tanh(x), lambda r, g: (2 * g * (1 - jnp.tanh(r[0]) ** 2),))
@@ -82,6 +83,7 @@ def test_a_wrong_gradient_beside_a_stopped_value_fails(kind):
     assert not cg.check_grads(wrong, (X,), points=1, raise_on_failure=False).ok
 
 
+@pytest.mark.slow
 def test_numerical_grad_holds_stopped_values_in_each_evaluation():
     for quantize in (KINDS["jnp"], mantissa):
         (gradient,) = cg.numerical_grad(lambda x, q=quantize: x * stop(q(x)), (X,))
@@ -92,6 +94,7 @@ def notes_of(function, *args, **options):
     return [*cg.check_grads(function, args, points=1, **options).notes]
 
 
+@pytest.mark.slow
 def test_stopped_values_of_the_user_are_noted_with_their_lines():
     (note,) = notes_of(lambda x: stop(x) * x, X)
     assert note.startswith("1 value under stop_gradient was held fixed, at ")
@@ -116,7 +119,7 @@ def sine(k):
 
 def some_of(table, core):
     """The names of a table; one of them runs by default."""
-    return [n if n == core else pytest.param(n, marks=pytest.mark.exhaustive) for n in table]
+    return [n if n == core else pytest.param(n, marks=pytest.mark.slow) for n in table]
 
 
 UNTESTED = {
@@ -137,6 +140,7 @@ TESTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(UNTESTED, "in a branch that is not taken"))
 def test_a_rule_that_no_point_ran_is_noted_with_its_line(name):
     (note,) = notes_of(UNTESTED[name](sine(2.0)), X)
@@ -148,11 +152,12 @@ def test_a_rule_that_ran_is_not_noted(name):
     assert not any("not tested" in note for note in notes_of(TESTED[name](sine(1.0)), X))
 
 
-def exhaustive(*cases):
-    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+def slow(*cases):
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("around", [jax.jit, *exhaustive(jax.checkpoint, lambda f: f)])
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [jax.jit, *slow(jax.checkpoint, lambda f: f)])
 def test_the_line_of_the_wrong_rule_among_several_is_named(around):
     def halved(saved, g):
         return (g * saved[0],)
@@ -164,7 +169,7 @@ def test_the_line_of_the_wrong_rule_among_several_is_named(around):
     assert "backward" not in failure.detail
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_line_of_a_wrong_jvp_is_that_of_its_rule_or_function():
     cube = jax.custom_jvp(lambda x: x**3)
 

@@ -9,18 +9,19 @@ import pytest
 from clipgrad._check import check_grads
 from tests.check import check_cases
 from tests.check.check_tables import LIMITS, LIMITS_OF_TYPES, RIGHT, WRONG, Row
+from tests.helpers import SEED
+from tests.rows import some_of
 
-CORE = ("wrong_deep_inside_a_scan", "causal attention ones right")
+CORE = ["wrong_deep_inside_a_scan"]
 
 
 def rows(kind, table):
-    """Each row in each of its types; few of them run by default."""
-    found = [(name, d) for name, row in table.items() for d in row.dtypes]
-    found = [row for row in found if (kind, row[0]) not in LIMITS]
-    found = [row for row in found if kind == "wrong" or row not in LIMITS_OF_TYPES]
-    core = [row for row in found if row[0] in CORE]
-    rare = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in found if row not in core]
-    return [*core, *rare]
+    """Each row in one of its types, in turn: another one with another seed (`helpers.SEED`)."""
+    turn = enumerate(table.items(), SEED)
+    chosen = [(name, row.dtypes[i % len(row.dtypes)]) for i, (name, row) in turn]
+    chosen = [row for row in chosen if (kind, row[0]) not in LIMITS]
+    chosen = [row for row in chosen if kind == "wrong" or row not in LIMITS_OF_TYPES]
+    return some_of(chosen, [row for row in chosen if row[0] in CORE])
 
 
 def run(row, dtype):
@@ -40,23 +41,21 @@ def programs_of_this_file():
     jax.clear_caches()
 
 
-@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize(("name", "dtype"), rows("wrong", WRONG))
 def test_a_wrong_gradient_fails_the_check_that_it_violates(name, dtype):
     report = run(WRONG[name], dtype)
-    found = {failure.check for failure in report.failures}
-    assert found and WRONG[name].check in {None, *found}, str(report)
+    failed = {failure.check for failure in report.failures}
+    assert failed and WRONG[name].check in {None, *failed}, str(report)
     assert "nothing was verified" not in str(report)
 
 
-@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize(("name", "dtype"), rows("right", RIGHT))
 def test_a_right_gradient_passes(name, dtype):
     report = run(RIGHT[name], dtype)
     assert report.ok, str(report)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), LIMITS)
 def test_a_known_limit_is_what_it_is_said_to_be(kind, name):
     """In one type at least a wrong one passes, or nothing of it was verified; a right one fails."""
@@ -65,7 +64,7 @@ def test_a_known_limit_is_what_it_is_said_to_be(kind, name):
     assert any(r.ok == (kind == "wrong") or "nothing was verified" in str(r) for r in reports)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), LIMITS_OF_TYPES)
 def test_what_half_precision_cannot_tell_is_not_called_wrong(name, dtype):
     report = run(RIGHT[name], dtype)
@@ -73,7 +72,7 @@ def test_what_half_precision_cannot_tell_is_not_called_wrong(name, dtype):
     assert "verified" in report.failures[0].detail and "float32" in str(report)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", check_cases.UNKNOWN)
 def test_what_cannot_be_known_is_not_called_wrong(name):
     report = run(Row(check_cases.UNKNOWN[name]), "float32")
@@ -83,7 +82,7 @@ def test_what_cannot_be_known_is_not_called_wrong(name):
 SMOOTH = ("tanh", "power", "softmax", "logsumexp", "attention", "var", "solve", "scan", "huber")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_right_function_passes_in_second_order(name):
     function, make = RIGHT[f"function {name}"].make.__defaults__  # pyright: ignore

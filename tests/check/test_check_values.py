@@ -131,6 +131,7 @@ def test_an_output_of_another_type_or_shape_is_named():
     assert failure.detail == "shape (3,) when called, (1, 3) when compiled"
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_as_wrong_as_plain_ad_is_disputed_and_said_so():
     """A derivative of JAX's own that is wrong at a point, used by a rule of the user's."""
     from jax.scipy.special import digamma

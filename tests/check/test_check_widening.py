@@ -37,9 +37,9 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_computes_in_float64_inside_every_program(name):
-    found = wide(PROGRAMS[name])
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, np.sin(np.asarray(X, np.float64)), rtol=1e-14)
+    value = wide(PROGRAMS[name])
+    assert value.dtype == np.float64
+    np.testing.assert_allclose(value, np.sin(np.asarray(X, np.float64)), rtol=1e-14)
 
 
 def test_products_are_taken_in_float64_whatever_their_precision():
@@ -64,16 +64,16 @@ def test_stopped_values_are_held_at_the_first_row(is_wide):
     assert hook is not None and held(jax.make_jaxpr(jnp.sin)(X), is_wide) is None
     rows = jnp.stack([X, 2 * X])
     run = lambda xs: _programs.evaluate(program, xs, hook)  # noqa: E731
-    found = jax.vmap(run, axis_name=AXIS)([rows])[0]
-    np.testing.assert_allclose(found[1], 2 * X * X, rtol=1e-6)
+    values = jax.vmap(run, axis_name=AXIS)([rows])[0]
+    np.testing.assert_allclose(values[1], 2 * X * X, rtol=1e-6)
 
 
 def test_a_stripped_program_rounds_as_the_function_does():
     function = lambda x: lax.reduce_precision(PROGRAMS["custom_vjp"](x), 5, 2)  # noqa: E731
     program = jax.make_jaxpr(lambda xs: [function(xs[0])])([X])
     stripped = lambda xs: _programs.evaluate(program, xs, _programs.NoRules(jnp.float64))  # noqa: E731
-    (found,), pull = jax.vjp(stripped, [X])
-    np.testing.assert_array_equal(found, function(X))
+    (value,), pull = jax.vjp(stripped, [X])
+    np.testing.assert_array_equal(value, function(X))
     np.testing.assert_allclose(pull([jnp.ones(3)])[0][0], np.cos(X), rtol=1e-6)
 
 

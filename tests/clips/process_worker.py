@@ -111,12 +111,12 @@ def compare(mesh, folder):
     plain = jax.jit(functools.partial(step, lambda g: g))
     against = functools.partial(cg.compare, plain, args=alone, other_args=spread, argnums=None)
     for right in plain, mapped(lambda g: jax.lax.pmean(g, "x")):
-        found = against(right)
-        assert found.ok and len(found.rows) == 3, found
-    found = against(mapped(lambda g: jax.lax.psum(g, "x")))
-    ratios = {finding.path: finding.ratio for finding in found.findings}
-    assert set(ratios) == {"0/w", "1/grad_norm"}, found
-    assert abs(ratios["1/grad_norm"] * jax.device_count() - 1) < 1e-4, found
+        comparison = against(right)
+        assert comparison.ok and len(comparison.rows) == 3, comparison
+    comparison = against(mapped(lambda g: jax.lax.psum(g, "x")))
+    ratios = {finding.path: finding.ratio for finding in comparison.findings}
+    assert set(ratios) == {"0/w", "1/grad_norm"}, comparison
+    assert abs(ratios["1/grad_norm"] * jax.device_count() - 1) < 1e-4, comparison
     cg.save_run(loss, spread, f"{folder}/run")  # all processes together
     assert cg.compare(f"{folder}/run", loss, alone).ok
 
@@ -159,11 +159,11 @@ def diagnosed(mesh, capture):
         specs = P(), BATCH
         return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(params["w"], batch)
 
-    found = cg.diagnose(roots, capture.args, examples="batch")
-    assert [f.kind for f in found.findings] == ["value"], found
-    assert [example.index for example in found.examples] == [15], found
-    device = found.findings[0].device
-    assert device == found.examples[0].device, found
+    diagnosis = cg.diagnose(roots, capture.args, examples="batch")
+    assert [f.kind for f in diagnosis.findings] == ["value"], diagnosis
+    assert [example.index for example in diagnosis.examples] == [15], diagnosis
+    device = diagnosis.findings[0].device
+    assert device == diagnosis.examples[0].device, diagnosis
     return device
 
 

@@ -5,6 +5,7 @@ Nothing runs here. Each program is compiled for an H200, for eight of them and f
 
 import functools
 import importlib.util
+import itertools
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from benchmarks.compiled import host_transfers
 from tests.helpers import CASES, PLACES
+from tests.rows import in_turn
 
 _COMPILERS = ("libtpu", "jax_cuda12_plugin")
 _MISSING = [name for name in _COMPILERS if importlib.util.find_spec(name) is None]
@@ -126,9 +128,13 @@ def facts_of_update(tx: Any, kind: str, dtype: Any = jnp.float32) -> Facts:
 # Rules
 
 
-@pytest.mark.kinds("case place", "kind")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("place", PLACES)
+# No row is slow: they run where the compilers are, with the newest JAX alone.
+@in_turn
+@pytest.mark.parametrize(
+    ("case", "place"),
+    itertools.product(CASES, PLACES),
+    ids=lambda value: getattr(value, "name", value),
+)
 @every_kind
 def test_every_rule_compiles_in_both_places_with_one_collective_at_most(kind, place, case):
     """Two for norms of other orders, whose elements are divided by their maximum first."""
@@ -220,7 +226,6 @@ def test_an_error_clip_by_name_compiles_in_scan_and_remat_at_no_cost(kind):
 # Training
 
 
-@pytest.mark.kinds("kind", "axis_type")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @every_kind
 def test_a_training_step_compiles_with_sharded_parameters(kind, axis_type):

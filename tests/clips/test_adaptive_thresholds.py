@@ -11,6 +11,7 @@ import pytest
 
 import clipgrad as cg
 from tests.helpers import assert_close, assert_same, reductions, tree_of
+from tests.rows import each_value, first_row
 
 MOST = float(np.finfo(np.float32).max)
 
@@ -201,7 +202,7 @@ def eventful(**kwargs):
     return norms
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_option
 def test_it_is_the_published_formula_but_for_what_says_nothing_and_what_is_far(kind, options):
     steps = 1200 if kind is cg.PercentileThreshold and not options else 600
@@ -227,8 +228,8 @@ EVENTS = [np.nan, np.inf, 0.0, 1e6, 1e30, MOST]
 TIMES = [0, 1, 10, 24, 99, 200, 290]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @every_kind
 def test_one_event_disables_nothing(kind):
     norms = ordinary(300, 1)
@@ -244,7 +245,7 @@ def test_one_event_disables_nothing(kind):
     assert (thresholds[300:] < 10).all(), "a spike soon after would pass"
 
 
-@pytest.mark.kinds("bad", "kind")
+@each_value
 @every_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0], ids=str)
 def test_without_a_single_norm_nothing_is_clipped(kind, bad):
@@ -307,7 +308,7 @@ def scan(tx, grads, params):
     return compiled_scan(tx)(grads, params)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_clip
 def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
@@ -341,7 +342,7 @@ PAIRS = [
 FLAGGED = [(*pair, compile) for pair in PAIRS for compile in (False, True)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name, compile", FLAGGED, ids=lambda x: getattr(x, "__name__", x))
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, compile):
     tx = CLIPS[name](made(kind, **{"warmup" if kind in WARM else "window": 20}), stats=True)
@@ -361,7 +362,7 @@ def inputs(key):
     return grads, {k: jnp.ones(s) for k, s in shapes.items()}
 
 
-@pytest.mark.kinds("kind", "name")
+@each_value
 @every_clip
 @every_kind
 def test_the_state_has_one_structure(name, kind, key):
@@ -369,8 +370,8 @@ def test_the_state_has_one_structure(name, kind, key):
     jax.eval_shape(functools.partial(scan, tx), *inputs(key))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @every_clip
 def test_following_sums_nothing_twice(name):
     threshold = cg.HistoryThreshold(window=4)
@@ -450,7 +451,7 @@ def test_a_state_without_history_is_refused(state, name, threshold):
         tx.update(jnp.ones(2), state)
 
 
-@pytest.mark.kinds("dtype", "number")
+@each_value
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__
 )

@@ -11,6 +11,7 @@ import pytest
 
 import clipgrad as cg
 from tests.helpers import RELEASED, assert_close, assert_same
+from tests.rows import first_row
 
 pytestmark = [pytest.mark.usefixtures("users_promotion")]
 
@@ -115,8 +116,8 @@ def assert_ends_like(ours, theirs, run=train):
     assert_same(state, their_state)
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("clip which", "optimizer which")
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("clip, optimizer, which", ROWS, ids=ROW_IDS)
 def test_a_training_ends_with_the_bits_of_optax(clip, optimizer, which):
     theirs, ours = (
@@ -125,7 +126,7 @@ def test_a_training_ends_with_the_bits_of_optax(clip, optimizer, which):
     assert_ends_like(ours, theirs)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS)
 def test_the_thresholds_act_at_every_step_at_some_and_at_none(clip):
     def steps(threshold):
@@ -136,7 +137,7 @@ def test_the_thresholds_act_at_every_step_at_some_and_at_none(clip):
     assert always == STEPS and 5 <= sometimes <= STEPS - 5 and never == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_training_inside_of_scan_ends_with_the_bits_of_optax(clip):
     theirs, ours = (
@@ -145,7 +146,7 @@ def test_a_training_inside_of_scan_ends_with_the_bits_of_optax(clip):
     assert_ends_like(ours, theirs, train_by_scan)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("clip, field", [("value", "max_delta"), ("global norm", "max_norm")])
 def test_injected_thresholds_give_the_bits_of_optax(clip, field):
     threshold = optax.linear_schedule(THRESHOLDS[clip][0], THRESHOLDS[clip][1], STEPS)
@@ -165,8 +166,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.kinds("clip")
-@pytest.mark.ci("clip", "shapes")
+@first_row
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("clip", CLIPS | NEAR)
 def test_updates_are_those_of_optax(clip, shapes):
@@ -184,7 +184,7 @@ def test_updates_are_those_of_optax(clip, shapes):
         (assert_same if clip in CLIPS else assert_close)(ours, theirs)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_in_half_precision_the_norm_is_nearer_than_that_of_optax_to_float64(dtype):
     errors = []

@@ -21,13 +21,13 @@ PARAMS = jax.tree.map(np.ones_like, GRADS)
 def subclasses(cls):
     """A class, one that adds nothing, and one whose clip is its own."""
 
-    def own(self, grads, params=None):
+    def by_hand(self, grads, params=None):
         return cls.__call__(self, grads, params)
 
     return {
         "": cls,
         "plain": type("Plain", (cls,), {}),
-        "own": type("Own", (cls,), {"__call__": own}),
+        "own": type("Own", (cls,), {"__call__": by_hand}),
     }
 
 
@@ -73,7 +73,7 @@ def in_each_place(rule):
 
 CORE = {"tree, 1", "tree, 2", "tree within, 2", "row, 1", "unit", "value", "function"}
 SPELLINGS = [
-    pytest.param(name, spelling, marks=() if name in CORE else pytest.mark.exhaustive)
+    pytest.param(name, spelling, marks=() if name in CORE else pytest.mark.slow)
     for name, (spellings, _) in RULES.items()
     for spelling in spellings
 ]
@@ -89,7 +89,7 @@ def test_one_number_of_changed_elements(name, spelling):
 
 
 SPREAD = [
-    pytest.param(name, *more, marks=() if more == ("", "zero") else pytest.mark.exhaustive)
+    pytest.param(name, *more, marks=() if more == ("", "zero") else pytest.mark.slow)
     for name in ("tree, 2", "tree, 3", "row, 2", "row, 1", "leaf, 2", "rms", "unit", "value")
     for more in itertools.product(("", "own"), ("propagate", "zero"))
 ]
@@ -114,13 +114,15 @@ def test_statistics_of_a_spread_tree_are_those_of_the_whole(name, spelling, nonf
         ]
 
     def summed(grads):
-        found = stats(grads)
-        return found if name.startswith("tree") else jax.lax.psum(found, "x")
+        stats_here = stats(grads)
+        return stats_here if name.startswith("tree") else jax.lax.psum(stats_here, "x")
 
     mapped = jax.shard_map(summed, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P())
     right = jax.jit(lambda g: stats(g, rule))(whole)
-    for field, found, expected in zip(right._fields, jax.jit(mapped)(whole), right, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=field)
+    for field, stats_here, expected in zip(
+        right._fields, jax.jit(mapped)(whole), right, strict=True
+    ):
+        np.testing.assert_allclose(stats_here, expected, rtol=1e-6, err_msg=field)
 
 
 OF_DEVICES = {

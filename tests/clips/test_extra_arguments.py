@@ -7,7 +7,7 @@ import pytest
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
 
 def seeing():

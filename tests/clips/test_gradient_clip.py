@@ -10,6 +10,7 @@ from jax.experimental import checkify
 
 import clipgrad as cg
 from tests.helpers import CASES, RELEASED, assert_close, assert_same, tree_of
+from tests.rows import each_value, first_row
 
 CLIPS = {
     "clip_by_value": (cg.clip_by_value, optax.clip),
@@ -32,8 +33,8 @@ def update(tx, grads, params=None, state=None, **extra):
     return tx.update(grads, tx.init(params) if state is None else state, params, **extra)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.ci("name shapes", "threshold")
+@pytest.mark.slow
+@each_value
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.5])
@@ -65,8 +66,8 @@ def test_the_state_is_that_of_the_optax_function(name):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds("stats", "threshold")
+@pytest.mark.slow
+@each_value
 @every_clip
 @pytest.mark.parametrize(
     "threshold", [0.5, optax.linear_schedule(1.0, 0.0, 4)], ids=["number", "schedule"]
@@ -111,7 +112,7 @@ def test_a_schedule_is_evaluated_at_the_number_of_updates():
         assert state.threshold == schedule(step) and state.count == step + 1
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("rule", [
     lambda t: cg.ClipByValue(t), lambda t: cg.ClipByValue(1.0, min=lambda s: -t(s)),
     lambda t: cg.ClipByNorm(t), lambda t: cg.ClipByBlockRMS(t), lambda t: cg.AdaptiveClip(t),
@@ -166,7 +167,7 @@ def test_a_clip_of_units_leaves_out_what_where_leaves_out():
 BAD = {"a": jnp.array([jnp.nan, 3.0]), "b": jnp.array([-jnp.inf, 4.0]), "c": jnp.array([0.0])}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_zero_replaces_what_is_not_finite_before_the_norm():
     clipped, stats = cg.clip_grads(BAD, cg.ClipByGlobalNorm(1.0), nonfinite="zero")
     np.testing.assert_allclose(clipped["a"], [0, 0.6], rtol=1e-6)
@@ -341,20 +342,20 @@ AROUND = {
 }
 
 
-@pytest.mark.kinds("rule", "around")
+@each_value
 @pytest.mark.parametrize("rule", TRANSFORMING.values(), ids=TRANSFORMING)
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_a_rule_is_the_transformation_that_gradient_clip_makes_of_it(rule, around, key):
     grads, params = tree_of(key, scale=5.0), tree_of(jax.random.fold_in(key, 1))
     del grads["empty"], params["empty"]
     with jax.numpy_dtype_promotion("standard"):
-        found = []
+        results = []
         for tx in (around(rule), around(cg.gradient_clip(rule))):
             state = tx.init(params)
             for _ in range(2):
                 updates, state = tx.update(grads, state, params)
-            found.append((updates, state))
-    assert_same(*found)
+            results.append((updates, state))
+    assert_same(*results)
 
 
 def test_a_rule_that_does_nothing_says_what_it_lacks():

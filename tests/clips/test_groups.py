@@ -33,7 +33,7 @@ def test_a_history_follows_what_is_measured():
 # Statistics by leaf
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_leaf_has_the_statistics_of_its_own_clip(case, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
@@ -81,7 +81,7 @@ def test_the_leaf_that_is_not_finite_is_named(nonfinite):
     assert state.nonfinite_count == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_statistics_of_a_global_norm_take_no_second_reduction():
     """They follow from the norm; NaN and inf are counted in a branch, if there are any."""
     params = {f"w{i}": jnp.ones((4, 4 + i)) for i in range(2)}

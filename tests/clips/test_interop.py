@@ -10,7 +10,7 @@ import pytest
 import clipgrad as cg
 from tests.helpers import assert_close
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 RATE, LIMIT = 0.1, 0.05
 CLIPS = [cg.clip_by_value, cg.clip_by_global_norm, cg.adaptive_grad_clip]

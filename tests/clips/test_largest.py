@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _arrays
+from tests.rows import each_value
 
 SHAPE = (16, 24)
 LAYOUTS = {"rows": P("d"), "columns": P(None, "d")}
@@ -66,7 +67,7 @@ def expected(x, axis):
     return {"max": np.abs(x).max(over)}
 
 
-@pytest.mark.kinds("dtype", "layout")
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_on_any_device_is_in_every_largest_number(layout, dtype):
@@ -79,14 +80,14 @@ def test_nan_on_any_device_is_in_every_largest_number(layout, dtype):
         x = np.array(values, dtype)
         for index in places:
             x[index] = np.nan
-        given, x = jax.device_put(x, place), np.array(x, np.float32)
-        for axis, every in run(given).items():
+        placed, x = jax.device_put(x, place), np.array(x, np.float32)
+        for axis, every in run(placed).items():
             wanted = expected(x, axis)
-            for i, found in enumerate(every):
-                for name, value in found.items():
+            for i, numbers in enumerate(every):
+                for name, value in numbers.items():
                     value = np.float32(value)
                     np.testing.assert_array_equal(value, wanted[name], f"{name} {axis} {i}")
-        metrics = step(step.init(jnp.ones((), dtype)), given)[1]
+        metrics = step(step.init(jnp.ones((), dtype)), placed)[1]
         for name, value in of_stats(metrics["values"]["h"]).items():
             np.testing.assert_array_equal(np.float32(value), expected(x, "all")[name], name)
 
@@ -130,9 +131,12 @@ def extremes_of(path):
     def visit(node, function):
         name = node.name if isinstance(node, ast.FunctionDef) else function
         called = node.func if isinstance(node, ast.Call) else None
-        for own, bases in ((node, ("jnp", "lax", "jax.lax")), (called, None)):
-            if isinstance(own, ast.Attribute) and own.attr in EXTREMES:
-                of, is_method = ast.unparse(own.value), not {path.parent.name, path.stem} & HOST
+        for attribute, bases in ((node, ("jnp", "lax", "jax.lax")), (called, None)):
+            if isinstance(attribute, ast.Attribute) and attribute.attr in EXTREMES:
+                of, is_method = (
+                    ast.unparse(attribute.value),
+                    not {path.parent.name, path.stem} & HOST,
+                )
                 if of in bases if bases else is_method and of != "np":
                     yield name
         for child in ast.iter_child_nodes(node):
@@ -141,11 +145,12 @@ def extremes_of(path):
     yield from visit(tree, None)
 
 
+@pytest.mark.slow
 def test_there_is_one_maximum_over_elements():
     root = pathlib.Path(cg.__file__).parent
-    found = {
+    extremes = {
         (str(path.relative_to(root)), function)
         for path in root.rglob("*.py")
         for function in extremes_of(path)
     }
-    assert found == HARMLESS.keys(), "write _arrays.largest, or say here why NaN is not lost"
+    assert extremes == HARMLESS.keys(), "write _arrays.largest, or say here why NaN is not lost"

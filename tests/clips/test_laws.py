@@ -23,6 +23,7 @@ from tests.helpers import (
     float64,
     tree_of,
 )
+from tests.rows import each_value, first_row
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_limit = pytest.mark.parametrize("case", LIMITING, ids=lambda case: case.name)
@@ -50,8 +51,7 @@ def params_like(tree, seed=1):
     return {k: jnp.asarray(rng.normal(size=x.shape), x.dtype) for k, x in tree.items()}
 
 
-@pytest.mark.kinds("case apply", "scale")
-@pytest.mark.ci("apply scale", "case apply")
+@each_value
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
@@ -65,7 +65,8 @@ def test_the_result_is_that_of_the_reference_in_float64(case, apply, scale, key)
 SHAPES = [(1,), (7,), (0,), (3, 4), (1, 5), (2, 3, 4), (2, 1, 3, 2)]
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @every_case
 @hypothesis.given(
     seed=st.integers(0, 2**16),
@@ -82,7 +83,7 @@ def test_a_tree_of_any_scales_equals_the_reference(case, seed, exponents, limit)
     assert_close(clipped, expected, rtol=3e-6, atol=1e-30 * limit)
 
 
-@pytest.mark.kinds("case", "apply dtype", "threshold")
+@each_value
 @everywhere
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -96,7 +97,7 @@ def test_structure_shapes_and_dtypes_are_kept(case, apply, dtype, threshold, key
     assert_close(clipped, expected, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.kinds("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_float64_is_clipped_in_float64(case, apply):
@@ -110,7 +111,7 @@ def test_float64_is_clipped_in_float64(case, apply):
         assert_close(clipped, expected, rtol=1e-13)
 
 
-@pytest.mark.kinds("case", "apply")
+@each_value
 @everywhere
 @every_limit
 def test_what_is_within_the_limits_or_at_them_is_unchanged_bit_for_bit(case, apply, key):
@@ -124,7 +125,7 @@ def test_what_is_within_the_limits_or_at_them_is_unchanged_bit_for_bit(case, app
     assert_same(clip(case, apply, grads, params, float(np.max(ratios))), grads)
 
 
-@pytest.mark.kinds("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_the_result_is_within_the_limits(case, apply, key):
@@ -146,7 +147,7 @@ def test_directions_are_kept(case, seed):
     np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=3e-7)
 
 
-@pytest.mark.kinds("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_a_threshold_of_zero_or_a_traced_negative_one_gives_exact_zeros(case, apply, key):
@@ -161,8 +162,7 @@ def subnormal_like(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1e-39, np.float32)), tree)
 
 
-@pytest.mark.kinds("apply")
-@pytest.mark.ci("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
@@ -232,8 +232,7 @@ NARROW = [
 ]  # fmt: skip
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("case", "dtype")
+@first_row
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
@@ -259,8 +258,7 @@ def derivatives_through(make, apply):
     return jax.jit(jax.grad(total, argnums=(0, 1)))
 
 
-@pytest.mark.kinds("apply", "scale", case=rule_of)
-@pytest.mark.ci("case apply", "apply scale")
+@each_value
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
@@ -269,7 +267,7 @@ def test_derivatives_through_a_clip_are_finite(case, apply, scale, key):
     chex.assert_tree_all_finite(derivatives_through(case.make, apply)(grads, LIMIT, params))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_case
 def test_a_hessian_at_zero_is_that_of_the_identity(case):
     factor = 1.0 if case.limits else float(case.make(LIMIT)(1e-6)) / 1e-6
@@ -281,7 +279,7 @@ def test_a_hessian_at_zero_is_that_of_the_identity(case):
     np.testing.assert_allclose(hessian, factor**2 * np.eye(4), rtol=1e-4)
 
 
-@pytest.mark.kinds("case", "apply", "bad")
+@each_value
 @everywhere
 @every_scaling
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -321,7 +319,6 @@ def mixed_tree():
     }
 
 
-@pytest.mark.kinds(case=rule_of)
 @every_case
 def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     tree = mixed_tree()
@@ -332,7 +329,7 @@ def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     assert stats.norm == 50 and stats.size == 2
 
 
-@pytest.mark.kinds("case", "apply", "empty")
+@each_value
 @everywhere
 @every_case
 @pytest.mark.parametrize("empty", [{}, [], {"a": None}, {"a": jnp.zeros((0, 2))}], ids=str)
@@ -341,7 +338,7 @@ def test_empty_trees_are_kept(case, apply, empty):
     assert jax.tree.structure(clipped) == jax.tree.structure(empty)
 
 
-@pytest.mark.kinds("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, key):
@@ -366,8 +363,7 @@ def test_clipping_twice_is_clipping_once(case, key):
     assert_close(twice, once, rtol=1e-6)
 
 
-@pytest.mark.kinds("apply")
-@pytest.mark.ci("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
@@ -387,7 +383,7 @@ def test_a_rule_is_a_pytree_of_its_thresholds(case):
     assert jax.tree.leaves(negative)[0] == -LIMIT
 
 
-@pytest.mark.kinds("case", "apply")
+@each_value
 @everywhere
 @every_case
 def test_new_thresholds_retrace_nothing(case, apply, key):
@@ -418,8 +414,7 @@ def test_squares_out_of_range_raise_nothing_under_debug_infs(case):
         assert np.isfinite(clipped["w"]).all() and np.isfinite(stats.scale)
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("case", "apply scale")
+@first_row
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e-30, 1e30])

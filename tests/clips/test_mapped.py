@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import all_reduces, assert_close
+from tests.rows import first_row
 
 SHAPES = {"bias": (5,), "conv": (3, 2, 4), "dense": (8, 6), "rows": (4, 3), "stack": (4, 8, 2)}
 every_order = pytest.mark.parametrize("ord", [1, 2, jnp.inf])
@@ -32,8 +33,8 @@ def mapped(f, mesh, in_specs, out_specs, **options):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @every_order
 def test_replicated_leaves_are_counted_once(ord):
     grads = {"replicated": jnp.array([3.0, -4.0]), "sharded": GRADS["dense"]}
@@ -56,7 +57,7 @@ def test_leaves_over_the_same_axis_take_one_all_reduce_and_no_gather():
     assert all_reduces(compiled) == 1 and "all-gather" not in compiled.as_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis, spec",
     [(None, P("x")), (None, P(None, "x")), (-1, P(None, "x"))],

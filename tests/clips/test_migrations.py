@@ -21,7 +21,7 @@ ROWS = [
 ]
 
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
 
 def line_of(code, today=""):

@@ -11,6 +11,7 @@ import pytest
 
 import clipgrad as cg
 from tests.helpers import RELEASED
+from tests.rows import first_row
 
 SHAPE = (128, 128)
 BAD = jnp.nan
@@ -28,7 +29,7 @@ def with_bad(value, at=(0, 0), dtype=jnp.float32):
     return jnp.full(SHAPE, 0.5, dtype).at[at].set(value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
 def test_a_norm_is_nan_and_not_inf_if_an_element_is(dtype):
     def norms(trees):
@@ -39,7 +40,7 @@ def test_a_norm_is_nan_and_not_inf_if_an_element_is(dtype):
         np.testing.assert_array_equal(by_order, [np.nan, np.nan, np.inf])
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("axis", [0, 1])
 def test_only_the_slice_that_holds_it_is_nan(axis):
     for ord in (2, jnp.inf):
@@ -53,12 +54,12 @@ ONE_GROUP = [cg.ClipByGlobalNorm(1.0), cg.ClipByGlobalNorm(1.0, ord=jnp.inf)]
 BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRMS(0.1)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
 def test_a_bad_element_makes_its_whole_group_nan(rule):
     each = [{"a": with_bad(bad), "b": jnp.ones(3)} for bad in (jnp.nan, jnp.inf, -jnp.inf)]
-    found = released(lambda each: [cg.clip_grads(grads, rule) for grads in each], each)
-    for (clipped, stats), norm in zip(found, (np.nan, np.inf, np.inf), strict=True):
+    results = released(lambda each: [cg.clip_grads(grads, rule) for grads in each], each)
+    for (clipped, stats), norm in zip(results, (np.nan, np.inf, np.inf), strict=True):
         assert jnp.isnan(clipped["a"]).all()
         assert jnp.isnan(clipped["b"]).all() == (rule in ONE_GROUP)
         assert stats.nonfinite == 1 and jnp.isnan(stats.clipped_norm)
@@ -74,7 +75,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_norm_clip_behind_a_value_clip_makes_the_group_nan(name):
     def clip(grads, one):

@@ -19,6 +19,7 @@ from clipgrad._arrays.ranges import three_squares
 from clipgrad._arrays.sums import Groups
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.registry.strategies import trees
+from tests.rows import each_value, first_row
 
 ORDERS = [0.5, 1, 2, 3, 7.5, jnp.inf]
 every_order = pytest.mark.parametrize("ord", ORDERS)
@@ -31,7 +32,7 @@ def reference(tree, ord=2):
     return top if ord == np.inf or top == 0 else top * np.sum((x / top) ** ord) ** (1 / ord)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_order
 @hypothesis.given(tree=trees())
 def test_any_tree_has_the_norm_of_the_reference(ord, tree):
@@ -63,9 +64,8 @@ def test_known_norms(tree, expected):
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds()
-@pytest.mark.ci("ord", "dtype")
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
@@ -81,7 +81,7 @@ def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_float64_leaf_makes_the_norm_float64():
     with jax.enable_x64(True):
         tree = [jnp.array([3e200]), jnp.array([4.0], jnp.float32)]
@@ -90,7 +90,7 @@ def test_a_float64_leaf_makes_the_norm_float64():
         assert cg.global_norm(jnp.array([3e200 + 4e200j])) == pytest.approx(5e200, rel=1e-15)
 
 
-@pytest.mark.kinds("ord", "empty")
+@each_value
 @every_order
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": None}, jnp.zeros((0, 3))], ids=str)
 def test_an_empty_tree_has_norm_zero(ord, empty):
@@ -115,8 +115,8 @@ def test_nan_gives_nan_and_otherwise_inf_gives_inf(ord):
     assert cg.global_norm(jnp.array([-jnp.inf, 1.0]), ord) == jnp.inf
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("ord", "scale")
+@pytest.mark.slow
+@first_row
 @every_order
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e19, 1e30])
 def test_the_derivative_is_that_of_the_formula(ord, scale):
@@ -131,7 +131,7 @@ def test_the_derivative_is_that_of_the_formula(ord, scale):
     np.testing.assert_allclose(tangent, expected.sum(), rtol=2e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_order
 def test_the_derivative_at_zero_is_zero(ord):
     def norm(tree):
@@ -185,7 +185,7 @@ def test_an_axis_name_outside_of_a_mapped_context_is_refused():
         cg.global_norm(jnp.ones(2), axis_name="batch")
 
 
-@pytest.mark.kinds()
+@first_row
 @every_order
 def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
     x = jax.random.normal(key, (8, 3))
@@ -233,7 +233,7 @@ def units_of_every_size(dtype):
     return [np.asarray(x, jnp.dtype(dtype)) for x in leaves]
 
 
-@pytest.mark.kinds("dtype", "by", "form")
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("by", ["leaf", "column", "row"])
 @pytest.mark.parametrize("form", FORMS)
@@ -287,7 +287,7 @@ def test_what_is_done_for_each_leaf_is_traced_once_for_a_shape():
     assert text.count("call @") == 10 and text.count("stablehlo.multiply") == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_gradient_of_a_complex_norm_follows_jax():
     z = jnp.array([3 + 4j, 1 - 2j])
     plain = jax.grad(lambda z: jnp.sqrt(jnp.sum(jnp.abs(z) ** 2)))(z)
@@ -307,7 +307,7 @@ def test_the_docstring_says_what_becomes_of_subnormal_elements():
     assert cg.global_norm(tiny) in (0, np.float32(1e-35)) and "subnormal" in cg.global_norm.__doc__
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every_row():
     rows = jax.random.uniform(jax.random.key(0), (64, 4), minval=1.0, maxval=4.0)
     rows = rows / jnp.asarray([[1.0, 1.5, 2.0, 2.5]])

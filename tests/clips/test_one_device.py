@@ -24,7 +24,7 @@ from tests.values.test_value_stats import (  # noqa: F401
     test_the_statistics_of_an_array_are_those_of_numpy,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True, scope="module")

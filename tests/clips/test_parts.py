@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import first_row
 
 GRADS = jnp.array([3.0, 4.0, 12.0, 0.0])
 LEAF = "got leaves that vary over 'd', a mapped axis that axis_name does not name.*axis_name='d'.*"
@@ -65,7 +66,7 @@ def test_a_clip_of_a_part_of_the_gradient_warns_once(clip):
     assert re.search(WARNING, str(caught[0].message))
 
 
-@pytest.mark.kinds()
+@first_row
 @every_clip
 def test_what_is_meant_is_written_in_one_of_two_ways(clip):
     whole, each = (jax.jit(on_devices(clip(name)))(GRADS) for name in ("d", ()))
@@ -104,7 +105,7 @@ SLICES = {
 }
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("clip", SLICES.values(), ids=SLICES)
 def test_slices_warn_until_somebody_says_what_cuts_them(clip):
     mesh, x = make_mesh(d=2, m=2), jax.random.normal(jax.random.key(3), (8, 4))
@@ -135,8 +136,8 @@ def of_example(params, x):
 
 
 def of_example_on_devices(params, x):
-    own = jnp.sum(jnp.tanh(x @ params["cut"]) ** 2)
-    return jax.lax.psum(own, "m") + jnp.sum(params["same"] * x**2)
+    cut_part = jnp.sum(jnp.tanh(x @ params["cut"]) ** 2)
+    return jax.lax.psum(cut_part, "m") + jnp.sum(params["same"] * x**2)
 
 
 # Of what clips or measures each example: from an axis_name to a function of a loss.
@@ -155,7 +156,8 @@ OF_EXAMPLES["norms by leaf"] = lambda name: (
 )
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("kind", [*OF_EXAMPLES][::-1])
 def test_an_example_over_parts_of_the_parameters_is_whole_or_warns(kind):
     of = OF_EXAMPLES[kind]
@@ -190,7 +192,7 @@ def test_an_example_over_parts_of_the_parameters_is_whole_or_warns(kind):
         jax.jit(each("d"))(PARAMS, EXAMPLES)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_followed_gradients_are_as_direct_whatever_axes_the_loss_varies_over():
     """The loss of one example varies over more mapped axes than it, as many, or fewer."""
     losses = (

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.rows import first_row
 
 
 def pytorch(path, w):
@@ -36,7 +37,7 @@ G3 = np.array([[[1.0, 1], [3, 5]], [[1, 1], [1, 1]]])
 C3 = np.array([[[0.5, 0.5], [1.5, 2.5]], [[1, 1], [1, 1]]])
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     "weights, grads, threshold, expected",
     [
@@ -146,11 +147,13 @@ UNITS = {None: 0, -1: 1, pytorch: 1}  # the axis of a matrix that a unit spans
 @pytest.mark.parametrize("axis", UNITS)
 @pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
 def test_the_transformation_is_the_function_of_one_call(kind, axis):
-    given = axis if kind == "adaptive" else None
-    tx = optax.chain(cg.published.gradient_clipping(kind, 0.1, axis=given), optax.scale(-1.0))
+    axis_of_kind = axis if kind == "adaptive" else None
+    tx = optax.chain(
+        cg.published.gradient_clipping(kind, 0.1, axis=axis_of_kind), optax.scale(-1.0)
+    )
     state = tx.init(WEIGHTS)
     updates, after = jax.jit(tx.update)(TREE, state, WEIGHTS)
-    expected = jax.jit(lambda g: clip(g, WEIGHTS, kind, 0.1, given))(TREE)
+    expected = jax.jit(lambda g: clip(g, WEIGHTS, kind, 0.1, axis_of_kind))(TREE)
     assert after == state and jax.tree.leaves(state) == []
     for name in ("a", "b"):
         np.testing.assert_array_equal(updates[name], -expected[name])

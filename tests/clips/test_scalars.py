@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from tests.rows import first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 FIELDS = {"norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite", "all_zero"}
@@ -20,19 +21,19 @@ def loss(params, batch):
     return jnp.sum(h**2) + params["b"].sum()
 
 
-def names_below(found, path):
-    return {name.removeprefix(path + "/") for name in found if name.startswith(path + "/")}
+def names_below(numbers, path):
+    return {name.removeprefix(path + "/") for name in numbers if name.startswith(path + "/")}
 
 
 def test_statistics_are_below_their_names():
     _, _, stats = cg.value_and_grad_with_stats(loss)(PARAMS, jnp.ones(2))
-    found = cg.scalars(stats)
-    assert set(found) == {f"layer/{field}" for field in FIELDS}
-    assert float(found["layer/norm"]) == 10.0
-    assert cg.scalars(stats["layer"])["norm"] == found["layer/norm"]
+    numbers = cg.scalars(stats)
+    assert set(numbers) == {f"layer/{field}" for field in FIELDS}
+    assert float(numbers["layer/norm"]) == 10.0
+    assert cg.scalars(stats["layer"])["norm"] == numbers["layer/norm"]
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("lengths", [(), (3,), (2, 3)], ids=str)
 def test_values_have_at_most_one_axis(lengths):
     def scanned(x, lengths):
@@ -42,9 +43,9 @@ def test_values_have_at_most_one_axis(lengths):
         return lax.scan(lambda h, _: (scanned(h, lengths[1:]), None), x, None, lengths[0])[0]
 
     _, _, stats = cg.value_and_grad_with_stats(lambda x: scanned(x, lengths))(1.0)
-    found = cg.scalars(stats)["cell/norm"]
-    assert found.shape == (() if not lengths else (np.prod(lengths),))
-    np.testing.assert_array_equal(found, stats["cell"].norm.ravel())
+    norm = cg.scalars(stats)["cell/norm"]
+    assert norm.shape == (() if not lengths else (np.prod(lengths),))
+    np.testing.assert_array_equal(norm, stats["cell"].norm.ravel())
 
 
 @pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -57,35 +58,38 @@ def test_metrics_of_a_training_step(compile):
         has_aux=True,
     )
     _, metrics = step(step.init(PARAMS), jnp.ones(2))
-    found = compile(cg.scalars)(metrics)
-    assert names_below(found, "error_clip/layer") == FIELDS
-    assert names_below(found, "clip") == FIELDS | {"count", "clipped_count", "nonfinite_count"} | {
-        "threshold"
-    }
-    rest = {name for name in found if name.count("/") == 0}
+    numbers = compile(cg.scalars)(metrics)
+    assert names_below(numbers, "error_clip/layer") == FIELDS
+    assert names_below(numbers, "clip") == FIELDS | {
+        "count",
+        "clipped_count",
+        "nonfinite_count",
+    } | {"threshold"}
+    rest = {name for name in numbers if name.count("/") == 0}
     norms = {"grad_norm", "measured_norm", "clipped_norm"}
     assert rest == {"loss", "nonfinite", "clip_scale"} | norms
-    assert names_below(found, "aux") == {"accuracy"}
-    assert found["clip/norm"] == metrics["grad_norm"]
-    assert found["error_clip/layer/clipped"] == 1.0
+    assert names_below(numbers, "aux") == {"accuracy"}
+    assert numbers["clip/norm"] == metrics["grad_norm"]
+    assert numbers["error_clip/layer/clipped"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_state_of_an_optimizer_gives_its_clips_and_nothing_else():
     clip = cg.clip_by_global_norm(optax.constant_schedule(1.0), stats=True)
     optimizer = cg.skip_spikes(optax.chain(clip, optax.adam(1e-3)))
     state = optimizer.init(PARAMS)
     _, state = optimizer.update(PARAMS, state, PARAMS)
-    found = cg.scalars(state)
-    assert names_below(found, "clip") == FIELDS | {
+    numbers = cg.scalars(state)
+    assert names_below(numbers, "clip") == FIELDS | {
         "count",
         "clipped_count",
         "nonfinite_count",
         "threshold",
     }
-    assert "skip_spikes/skipped_count" in found
-    assert all(name.startswith(("clip/", "skip_spikes/")) for name in found)
-    assert float(found["clip/norm"]) == 5.0
-    assert set(cg.scalars(cg.types.TrainState(PARAMS, state))) == set(found)
+    assert "skip_spikes/skipped_count" in numbers
+    assert all(name.startswith(("clip/", "skip_spikes/")) for name in numbers)
+    assert float(numbers["clip/norm"]) == 5.0
+    assert set(cg.scalars(cg.types.TrainState(PARAMS, state))) == set(numbers)
 
 
 def test_statistics_of_each_leaf_are_below_the_clip():
@@ -116,10 +120,10 @@ def test_clips_are_numbered_below_each_name_by_itself():
         ),
     )
     metrics = step(step.init(PARAMS), jnp.ones(2))[1]
-    found = cg.scalars({"generator": metrics, "discriminator": metrics})
+    numbers = cg.scalars({"generator": metrics, "discriminator": metrics})
     for name in ("generator", "discriminator"):
-        assert {f"{name}/clip_0/norm", f"{name}/clip_1/norm"} <= set(found)
-    assert not [name for name in found if "clip_2" in name]
+        assert {f"{name}/clip_0/norm", f"{name}/clip_1/norm"} <= set(numbers)
+    assert not [name for name in numbers if "clip_2" in name]
 
 
 @pytest.mark.parametrize(
@@ -134,18 +138,18 @@ def test_one_array_alone_is_named_as_the_clip():
     clip = cg.clip_by_norm(1.0, stats="per_leaf")
     x = jnp.array([3.0, 4.0])
     _, state = clip.update(x, clip.init(x))
-    found = cg.scalars(state)
-    assert float(found["clip/norm"]) == 5.0
-    assert not any("//" in name for name in found)
+    numbers = cg.scalars(state)
+    assert float(numbers["clip/norm"]) == 5.0
+    assert not any("//" in name for name in numbers)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_state_of_an_nnx_optimizer_is_that_of_its_arrays():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.adam(0.1)))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, jax.tree.map(lambda w: 3 * jnp.ones_like(w), nnx.state(model)))
-    found = cg.scalars({"loss": 2.0, "state": optimizer.opt_state})
-    assert found["loss"] == 2 and jnp.isclose(found["state/clip/norm"], 27**0.5)
-    assert found["state/skip_spikes/skipped"] == 0 and found["state/clip/clipped_count"] == 1
+    numbers = cg.scalars({"loss": 2.0, "state": optimizer.opt_state})
+    assert numbers["loss"] == 2 and jnp.isclose(numbers["state/clip/norm"], 27**0.5)
+    assert numbers["state/skip_spikes/skipped"] == 0 and numbers["state/clip/clipped_count"] == 1

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import CASES, all_reduces, assert_close
+from tests.rows import first_row
 
 SHAPES = {
     "bias": (8,),
@@ -91,7 +92,7 @@ def on_one_device():
     return jax.jit(functools.partial(by_rules, RULES))(GRADS, PARAMS)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, kind, names",
     [
@@ -112,15 +113,15 @@ def test_every_rule_gives_the_result_of_one_device(layout, kind, names, on_one_d
         assert_close(clipped[name], on_one_device[name], rtol=1e-5)
 
 
-@pytest.mark.kinds()
+@first_row
 @every_layout
 def test_every_rule_keeps_explicit_shardings(layout):
     mesh = mesh_of(AxisType.Explicit)
 
     def clip(grads, params):
         for name, clipped in by_rules(RULES, grads, params).items():
-            for actual, given in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
-                assert jax.typeof(actual).sharding == jax.typeof(given).sharding, name
+            for actual, grad in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
+                assert jax.typeof(actual).sharding == jax.typeof(grad).sharding, name
 
     with jax.set_mesh(mesh):
         jax.eval_shape(clip, placed(GRADS, mesh, layout), placed(PARAMS, mesh, layout))
@@ -130,7 +131,7 @@ def compiled_update(tx, grads):
     return jax.jit(lambda g: tx.update(g, tx.init(g))[0]).lower(grads).compile()
 
 
-@pytest.mark.kinds()
+@first_row
 @every_kind
 @every_layout
 def test_a_global_norm_is_one_all_reduce_and_no_gather(layout, kind):
@@ -181,7 +182,7 @@ def after_one_step(name):
     return step(step.init(params), batch)[0].params
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate, place", [(1, "sharded"), *((4, place) for place in PLACES)])
 def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name):

@@ -11,6 +11,7 @@ import pytest
 
 import clipgrad as cg
 from tests.helpers import RELEASED, assert_same
+from tests.rows import first_row
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ SMALL = {"window": 16, "min_history": 8}
 PLAIN, ADAM = cg.skip_spikes(optax.sgd(1.0), **SMALL), cg.skip_spikes(optax.adam(0.1), **SMALL)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
 def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
     tx, params = cg.skip_spikes(inner), jnp.zeros(2)
@@ -72,7 +73,7 @@ def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
     assert not states.skipped.any()
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e6, 3e38], ids=str)
 def test_a_skipped_step_changes_nothing_but_the_counters(bad):
     norms = noise(30)
@@ -99,7 +100,7 @@ def test_the_optimizer_is_shown_zeros_in_place_of_a_bad_gradient():
     assert (shown[0] == 0).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_limit_is_mean_and_deviations_of_the_last_norms():
     norms = noise(40)
     limit = np.mean(norms[-16:]) + 6 * np.std(norms[-16:])
@@ -108,7 +109,7 @@ def test_the_limit_is_mean_and_deviations_of_the_last_norms():
         assert states.skipped[-1] == skipped and not states.skipped[:-1].any()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_before_there_is_a_history_only_the_absolute_limit_holds():
     norms = [1.0] * 7 + [1e3, 1e6]
     # Norms of 0 are taken and forgotten; and a detector that saw the clipped norm sees no spike.
@@ -121,7 +122,7 @@ def test_before_there_is_a_history_only_the_absolute_limit_holds():
     assert states.skipped[-1] and not states.skipped[:-1].any(), "half a window by default"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_equal_norms_make_no_outlier_of_a_slightly_larger_one():
     for norm, skipped in ((1.05, False), (1.07, True)):
         _, states = scan(PLAIN, [1.0] * 20 + [norm])
@@ -165,7 +166,7 @@ def test_states_with_keys_integers_and_nothing_are_kept():
     assert state.inner_state["key"] != key and state.inner_state["count"] == 1
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("wrap", [
     lambda tx: optax.chain(cg.clip_by_value(1e9), tx, optax.identity()),
     lambda tx: optax.masked(tx, {"w": True, "v": False}),
@@ -182,7 +183,7 @@ def test_it_composes(wrap):
         assert (updates["w"] == expected).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_microbatch_may_be_skipped_in_an_accumulation():
     updates, states = scan(cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), 3)), [1.0, np.nan] * 3)
     assert states.skipped_count[-1] == 3
@@ -193,7 +194,7 @@ def test_a_microbatch_may_be_skipped_in_an_accumulation():
 # Without the rule of outliers.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped():
     norms = np.concatenate([noise(200), 99 * noise(2), [np.nan, 1e3, 1e30, -np.inf], noise(9)])
     every = [cg.skip_spikes(optax.sgd(1.0), sigma=None, max_norm=m) for m in (None, 500.0)]
@@ -205,11 +206,11 @@ def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped(
     assert (states.skipped_count[-1], states.spike_count[-1]) == (4, 2)
 
 
-@pytest.mark.parametrize("given", [{"window": 64}, {"window": 128}, {"min_history": 8}])
-def test_a_number_for_a_history_that_is_not_kept_is_refused(given):
-    ((name, value),) = given.items()
+@pytest.mark.parametrize("option", [{"window": 64}, {"window": 128}, {"min_history": 8}])
+def test_a_number_for_a_history_that_is_not_kept_is_refused(option):
+    ((name, value),) = option.items()
     with pytest.raises(ValueError, match=f"{name}: got {value} with sigma=None.* leave {name} out"):
-        cg.skip_spikes(optax.sgd(1.0), sigma=None, **given)
+        cg.skip_spikes(optax.sgd(1.0), sigma=None, **option)
 
 
 def test_a_state_without_a_history_where_one_is_needed_is_refused():
@@ -248,7 +249,7 @@ def test_a_threshold_where_a_number_belongs_is_refused(name):
 # A training that halts.
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("halt, row, at", [
     (True, [1.0, 50.0, np.nan], 2),
     ("spike", [1.0, 50.0, np.nan], 1),
@@ -302,7 +303,7 @@ def test_states_with_a_flag_and_without_are_not_mixed_up():
             cg.skip_spikes(optax.sgd(1.0), halt=wrong)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_training_step_says_what_was_skipped():
     tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.adam(0.1)), max_norm=1e3)
     traces = []
@@ -319,25 +320,6 @@ def test_the_training_step_says_what_was_skipped():
         assert metrics["skipped"] == skipped == (state.params == before).all()
         assert metrics["nonfinite_consecutive"] == np.isnan(value)
     assert state.opt_state.skipped_count == 2 and len(traces) == 1
-
-
-def test_skip_spikes_judges_the_norm_over_the_axes_of_axis_name():
-    """Two lanes of the norms 3 and 4 have 5 together, which is too much, and which neither has."""
-
-    def skipped(**axis_name):
-        tx = cg.skip_spikes(optax.sgd(1.0), max_norm=4.5, sigma=None, **axis_name)
-        update = lambda grads: tx.update(grads, tx.init(grads))[1].skipped  # noqa: E731
-        return jax.jit(jax.vmap(update, axis_name="x"))(jnp.array([[3.0], [4.0]]))
-
-    assert skipped(axis_name=jax.P("x")).all() and not skipped().any()
-
-
-def test_train_step_says_skipped_if_one_of_two_skip_spikes_did():
-    never, always = (cg.skip_spikes(optax.identity(), max_norm=x, sigma=None) for x in (9.0, 0.0))
-    for pair in ((never, always), (always, never)):
-        step = cg.train_step(lambda w, x: jnp.sum(w * x), optax.chain(*pair, optax.sgd(1.0)))
-        _, metrics = step(step.init(jnp.ones(2)), jnp.ones(2))
-        assert metrics["skipped"] and metrics["skipped_consecutive"] == 1
 
 
 def test_where_says_what_is_judged():
@@ -397,7 +379,6 @@ def test_the_jump_of_what_is_judged_is_skipped_and_no_other(judge):
 LOSSES = {
     "positive": lambda noise: 2 + noise,
     "negative": lambda noise: -50 + noise,
-    "negative and wide": lambda noise: -1000 + 100 * noise,
     "around zero": lambda noise: noise - 0.5,
     "constant": lambda noise: 3 + 0 * noise,
     "large": lambda noise: 1e30 * (2 + noise),
@@ -445,6 +426,7 @@ def test_an_update_that_is_not_finite_is_skipped_before_it_spoils_anything(halt,
         assert np.isnan(metrics["skip_spikes"]["judged"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judge", JUDGED)
 def test_multi_steps_and_lbfgs_may_be_inside_whatever_is_judged(judge):
     multi = cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), 2), judge=judge)

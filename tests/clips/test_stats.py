@@ -16,6 +16,7 @@ from clipgrad._arrays import sums as forms
 from clipgrad._clip import stats as clip_stats
 from tests.helpers import SCALING, assert_same, tree_of
 from tests.registry.strategies import trees
+from tests.rows import first_row
 
 
 def norm(tree):
@@ -23,7 +24,7 @@ def norm(tree):
     return np.linalg.norm(np.concatenate([*parts, np.zeros(1)]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @hypothesis.given(tree=trees())
 def test_norms_are_those_before_and_after(tree):
     clipped = cg.ClipByValue(0.5)(tree)
@@ -47,12 +48,12 @@ def test_a_norm_is_right_in_the_whole_range_of_float32():
 
     for exponent in range(-37, 39, 5):
         x = np.float32([3.0, 4.0]) * np.float32(10.0 ** (exponent - 1))
-        for stats, found in both(x):
-            np.testing.assert_allclose(found, norm(x), rtol=1e-6)
+        for stats, computed in both(x):
+            np.testing.assert_allclose(computed, norm(x), rtol=1e-6)
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(tree=trees(), other=trees())
 def test_statistics_add_up(tree, other):
@@ -80,20 +81,20 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype):
     @jax.jit
     def measured(x):
         leaves = [x, 2 * x]
-        found = [
+        measured_sums = [
             clip_stats._by_branch((), leaves),
             forms._together(terms, (), leaves, groups, finish, ()),
             forms.added_up_apart(terms, (), leaves, groups, finish),
         ]
-        return [(root_of_sums(sums), nonfinite) for [(sums, nonfinite)] in found]
+        return [(root_of_sums(sums), nonfinite) for [(sums, nonfinite)] in measured_sums]
 
     rtol = 1e-6 if dtype == "float32" else 1e-14
     with jax.enable_x64(dtype == "float64"):
         for size, bad in itertools.product(SIZES, [None, np.nan, np.inf, -np.inf]):
             x = np.full((4, 5), size, dtype)
             x[1, 2] = size if bad is None else bad
-            (expected, _), *_ = found = measured(x)
-            for root, nonfinite in found:
+            (expected, _), *_ = measured_sums = measured(x)
+            for root, nonfinite in measured_sums:
                 np.testing.assert_allclose(root, expected, rtol=rtol)
                 assert nonfinite == (0 if bad is None else 2)
 
@@ -122,7 +123,7 @@ def assert_equal_statistics(closed, measured):
         np.testing.assert_allclose(getattr(closed, name), getattr(measured, name), rtol=2e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_l2_rule
 def test_the_closed_form_equals_the_sums(case, key):
     joint = case.make(1.0).acts_on == "tree"  # these scale zeros too, and count them
@@ -143,7 +144,7 @@ def test_the_closed_form_equals_the_sums(case, key):
             assert_equal_statistics(of_leaf, each[path])
 
 
-@pytest.mark.kinds()
+@first_row
 @every_l2_rule
 def test_the_closed_form_counts_what_is_not_finite(case):
     grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf]), "c": jnp.ones(3)}
@@ -156,7 +157,7 @@ def test_the_closed_form_counts_what_is_not_finite(case):
     assert state.leaf_stats["c"].clipped == is_joint
 
 
-@pytest.mark.kinds()
+@first_row
 @every_l2_rule
 def test_statistics_of_a_norm_rule_sum_nothing_over_the_elements(case, key):
     grads = tree_of(key)
@@ -212,7 +213,7 @@ def test_what_is_not_asked_for_is_not_computed(key):
     assert counted.as_text().count(" reduce(") == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_norms_can_be_differentiated(scale):
     x = jnp.array([3.0, 4.0]) * scale

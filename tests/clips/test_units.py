@@ -9,7 +9,7 @@ import pytest
 import clipgrad as cg
 from tests.helpers import stable_id
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 # Path, shape, and the axes that one unit spans.
 LAYOUTS = {

@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipgrad._compare.comparison_result import result
 from clipgrad._compare.file import load_record
+from clipgrad._compare.findings import by_rounding
 from clipgrad._compare.loss_recording import recorded_loss
-from clipgrad._compare.ports import compare_by_numbers
-from clipgrad._compare.record import TORCH, Record, Row
+from clipgrad._compare.match_by_number import match_by_number
+from clipgrad._compare.record import TORCH, Numbers, Record, Row
+from clipgrad._compare.sides import Sides
 from clipgrad._compare.sketches import turned_sketches
 
 FOLDER = pathlib.Path(__file__).parent / "torch_runs"
@@ -338,7 +341,7 @@ def tagger_run():
     def add(kind, name, x, node=None, **more):
         node = len(rows) if node is None else node
         more |= {"node": node, "position": (len(rows), 0, 0), "turned": "all"}
-        more["sketch"] = turned_sketches(np.asarray(x), "all")
+        more["numbers"] = Numbers(sketch=turned_sketches(np.asarray(x), "all"))
         rows.append(Row(kind, name, np.shape(x), "float32", **more))
         return node
 
@@ -403,5 +406,6 @@ def compared(run, loss, args, bugs):
         recording.leaves[names.index(f"args[{len(args)}]")] = jnp.int32(number)
         found = recording.run()
         for row, measured in zip(found.rows, right.rows, strict=True):
-            row.moved = measured.moved
-        yield compare_by_numbers(found, port, None)
+            row.numbers = row.numbers._replace(moved=measured.numbers.moved)
+        sides = Sides(found, port, match_by_number(found, port))
+        yield result(sides, by_rounding(sides))

@@ -20,13 +20,14 @@ from tests.compare.compare_models import (
     make_args,
     model,
 )
+from tests.rows import first_row, in_turn
 
 LAST = LAYERS - 1
 
 
 def rows(names):
     """Each name in float32 with scanned layers: none of them in the core."""
-    return [pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def expected(module, step, scan):
@@ -50,31 +51,30 @@ def check(found, kind, module, step, scan):
 
 
 OTHERS = [
-    pytest.param(True, "float64", marks=pytest.mark.exhaustive),
-    pytest.param(False, "float32", marks=pytest.mark.exhaustive),
+    pytest.param(True, "float64", marks=pytest.mark.slow),
+    pytest.param(False, "float32", marks=pytest.mark.slow),
 ]
 KINDS = pytest.mark.parametrize("scan, dtype", [(True, "float32"), *OTHERS])
-IN_CI = pytest.mark.ci("name", "scan dtype")
 
 
+@in_turn
 @KINDS
-@IN_CI
 @pytest.mark.parametrize("name", rows(VALUE_FAULTS))
 def test_a_value_that_differs_is_found_in_its_module(name, scan, dtype):
     parts, module = VALUE_FAULTS[name]
     check(compared(parts, scan, dtype), "value", module, 0, scan)
 
 
+@in_turn
 @KINDS
-@IN_CI
 @pytest.mark.parametrize("name", rows(VJP_FAULTS))
 def test_a_wrong_backward_pass_is_found_in_its_module(name, scan, dtype):
     parts, module = VJP_FAULTS[name]
     check(compared(parts, scan, dtype), "vjp", module, LAST, scan)
 
 
+@in_turn
 @KINDS
-@IN_CI
 @pytest.mark.parametrize("name", rows(GRADS_FAULTS))
 def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
     parts, path = GRADS_FAULTS[name]
@@ -83,16 +83,16 @@ def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
     assert [f.path for f in found.findings] == [path]
 
 
+@in_turn
 @KINDS
-@IN_CI
 @pytest.mark.parametrize("name", rows(STEP_FAULTS))
 def test_the_step_is_that_of_the_fault(name, scan, dtype):
     parts, kind, step = STEP_FAULTS[name]
     check(compared(parts, scan, dtype), kind, "layers", step, scan)
 
 
+@in_turn
 @KINDS
-@IN_CI
 @pytest.mark.parametrize("name", rows(VERSIONS))
 def test_equal_versions_have_no_findings(name, scan, dtype):
     found = compared(VERSIONS[name], scan, dtype)
@@ -100,6 +100,7 @@ def test_equal_versions_have_no_findings(name, scan, dtype):
     assert len(found.rows) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped, reverse", [(False, True), (True, False)])
 def test_a_carry_that_has_a_name_is_not_listed_again(swapped, reverse):
     """Calls are matched with the steps of a scan in the order of time."""
@@ -182,6 +183,7 @@ NEEDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_module_is_that_of_the_operations_between(name):
     own, other, options, expected = NEEDS[name]
@@ -216,6 +218,7 @@ def test_the_loss_is_the_last_place():
     assert finding.file == __file__ and finding.line
 
 
+@pytest.mark.slow
 def test_names_that_differ_are_matched_by_names():
     found = cg.compare(small(), small(name="other"), ARGS)
     assert found.ok and len(found.unmatched) == 2 and not found.rows
@@ -239,6 +242,7 @@ def test_names_are_patterns_whose_stars_stand_for_the_same_text():
     )
 
 
+@pytest.mark.slow
 def test_a_value_without_a_match_has_its_own_name():
     two = lambda name: lambda w, x: small(name=name)(w, x) + small(name="same")(w, x)  # noqa: E731
     deep = lambda w, x: small(name="b")(w, x[:2]) + small(name="b")(w, x)  # noqa: E731
@@ -267,6 +271,7 @@ def test_what_differs_inside_of_equal_outputs_is_a_note():
     assert found.notes[1].endswith("the cotangents of inside differ")
 
 
+@pytest.mark.slow
 def test_other_args_may_have_another_dtype_and_other_leaves():
     wide = tuple(x.astype(jnp.bfloat16) for x in ARGS)
 
@@ -285,6 +290,7 @@ def test_other_args_may_have_another_dtype_and_other_leaves():
     assert [(f.kind, f.path) for f in found.findings] == [("grads", "more")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnums, paths", [(0, [""]), ((0, 1), ["0", "1"]), ((1, 0), ["1", "0"])])
 def test_paths_are_those_of_the_gradient(argnums, paths):
     def wrong(w, x):
@@ -300,6 +306,7 @@ def test_paths_are_those_of_the_gradient(argnums, paths):
     assert {f.kind for f in found.findings} == {"grads"}
 
 
+@pytest.mark.slow
 def test_a_place_that_rounding_decides_is_not_judged():
     def loss(w, x, shift):
         h = jnp.sum(x * w)
@@ -329,6 +336,7 @@ def test_values_in_while_loops_have_no_cotangent():
     assert found.rows[0].cotangent is None
 
 
+@pytest.mark.slow
 def test_branches_that_are_not_taken_are_equal():
     def loss(w, x, by):
         def first(h):
@@ -371,6 +379,7 @@ def test_leaves_are_the_same_by_their_whole_path(own, other, pairs):
     assert same_leaves(other, own) == {j: i for i, j in pairs.items()}
 
 
+@pytest.mark.slow
 def test_a_leaf_of_one_version_is_a_finding():
     def loss(params, x):
         return small(scale=params["z"]["scale"])(params["w"], x)
@@ -399,7 +408,8 @@ def doubled(h):
     return passed(h)
 
 
-@pytest.mark.parametrize("faulty", ["first", "second", "third"])
+@first_row
+@pytest.mark.parametrize("faulty", ["second", "first", "third"])
 def test_the_message_of_a_vjp_names_the_module_that_is_wrong(faulty):
     def loss(w, x, wrong):
         for name in ("first", "second", "third"):

@@ -136,6 +136,7 @@ def test_differences_of_the_largest_numbers_are_judged(scale):
     assert not judge(a, a * (1 - EPS), 0 * a, EPS, None).differs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_versions_at_the_largest_number_are_judged_without_a_warning():
     def loss(by):

@@ -59,14 +59,14 @@ def test_values_that_leave_a_program_have_the_sketches_that_it_makes_of_larger_o
     (first, whole), (second, inside) = (remade(fun, monkeypatch, n) for n in (2**25, 0))
     assert (first.sketched, second.sketched) == (False, True)
     for own, other in zip(whole, inside, strict=True):
-        assert (own.moved is None) == (other.moved is None)
-        if other.sketch is None:  # not the same on each device
-            assert own.sketch is None
+        assert (own.numbers.moved is None) == (other.numbers.moved is None)
+        if other.numbers.sketch is None:  # not the same on each device
+            assert own.numbers.sketch is None
             continue
-        assert own.sketch is not None
-        scale = np.max(np.abs(other.sketch), initial=1e-6)
-        np.testing.assert_allclose(own.sketch, other.sketch, atol=1e-5 * scale)
-    assert any(np.any(row.moved) for row in whole if row.moved is not None)
+        assert own.numbers.sketch is not None
+        scale = np.max(np.abs(other.numbers.sketch), initial=1e-6)
+        np.testing.assert_allclose(own.numbers.sketch, other.numbers.sketch, atol=1e-5 * scale)
+    assert any(np.any(row.numbers.moved) for row in whole if row.numbers.moved is not None)
 
 
 def test_nothing_is_rounded_where_two_versions_agree(monkeypatch):

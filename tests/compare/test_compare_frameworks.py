@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("users_promotion")]
 
 ADAM = optax.adam(1e-2)
 BATCHES = [np.random.default_rng(i).normal(size=(8, 4)).astype("float32") for i in range(5)]

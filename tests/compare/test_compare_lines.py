@@ -91,12 +91,12 @@ def buggy(loss, scanned=False):
 
 
 def slow(cases):
-    marks = lambda name: [pytest.mark.exhaustive] * (name not in DEFAULT)  # noqa: E731
+    marks = lambda name: [pytest.mark.slow] * (name not in DEFAULT)  # noqa: E731
     return [pytest.param(name, marks=marks(name)) for name in cases]
 
 
 @pytest.mark.parametrize("change", slow(CHANGES))
-@pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_line_of_shared_code_that_differs_is_told(change, scanned, tmp_path):
     loss, lines = loss_of(SHARED.format(**PARTS | CHANGES[change]), "model", tmp_path)
     comparison = cg.compare(
@@ -112,6 +112,7 @@ def test_the_line_of_shared_code_that_differs_is_told(change, scanned, tmp_path)
         assert re.search(r"model.py:\d+, h in layer.*, only in other", finding.message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", slow(REWRITES))
 def test_a_rewrite_is_the_same_up_to_a_line(change, tmp_path):
     parts, text = REWRITES[change]
@@ -131,7 +132,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("change", [pytest.param(c, marks=pytest.mark.exhaustive) for c in EQUAL])
+@pytest.mark.parametrize("change", [pytest.param(c, marks=pytest.mark.slow) for c in EQUAL])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_equal_versions_have_no_finding(change, dtype, tmp_path):
     loss, _ = loss_of(SHARED.format(**PARTS | EQUAL[change]), "model", tmp_path)
@@ -140,6 +141,7 @@ def test_equal_versions_have_no_finding(change, dtype, tmp_path):
     assert comparison.ok and not comparison.findings
 
 
+@pytest.mark.slow
 def test_what_a_scan_carries_has_a_line_or_none(tmp_path):
     source = (
         HEAD
@@ -158,7 +160,7 @@ def loss(w, xs, rule=lambda c: c):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_equal_rewrites_have_no_finding(tmp_path):
     loss, _ = loss_of(SHARED.format(**PARTS), "model", tmp_path)
     parts = {"add": "x + lax.tanh(pre)", "count": "x.size"}
@@ -166,6 +168,7 @@ def test_equal_rewrites_have_no_finding(tmp_path):
     assert cg.compare(loss, other, arguments()).ok
 
 
+@pytest.mark.slow
 def test_names_may_be_lines(tmp_path):
     loss, _ = loss_of(SHARED.format(**PARTS), "model", tmp_path)
     number = lambda text, file: next(  # noqa: E731
@@ -177,7 +180,7 @@ def test_names_may_be_lines(tmp_path):
         cg.compare(loss, other, arguments(), names=missing)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_file_knows_a_statement_whose_line_has_moved(tmp_path):
     before, _ = loss_of(SHARED.format(**PARTS), "before", tmp_path)
     cg.save_run(before, arguments(), tmp_path / "before.npz")

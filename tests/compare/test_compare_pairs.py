@@ -12,13 +12,13 @@ pytestmark = pytest.mark.usefixtures("users_promotion")
 
 CORE = ("advantage not stopped", "rows over devices", "masks")
 DTYPES = pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("float64", marks=pytest.mark.exhaustive)]
+    "dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)]
 )
 
 
 def rows(table):
     """Each name; those of the core without a mark."""
-    return [n if n in CORE else pytest.param(n, marks=pytest.mark.exhaustive) for n in table]
+    return [n if n in CORE else pytest.param(n, marks=pytest.mark.slow) for n in table]
 
 
 def compared(pair, dtype):
@@ -26,6 +26,7 @@ def compared(pair, dtype):
         return cg.compare(pair.fun, pair.other, pair.args(Draw(dtype)))
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("name", rows(PLANTED))
 def test_a_planted_difference_is_named(name, dtype):
@@ -35,6 +36,7 @@ def test_a_planted_difference_is_named(name, dtype):
     assert (finding.kind, finding.module, finding.step) == PLANTED[name].found, str(found)
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("name", rows(EQUAL))
 def test_equal_pairs_have_no_findings(name, dtype):

@@ -13,7 +13,7 @@ import clipgrad as cg
 from tests.compare import port_models as models
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-DEAR = pytest.mark.exhaustive
+DEAR = pytest.mark.slow
 STACKED = functools.partial(models.decoder_args, stacked=True)
 NARROW = functools.partial(models.decoder_args, dtype="bfloat16")
 SCANNED = functools.partial(models.decoder, scanned=True)
@@ -40,6 +40,7 @@ KNOWN = {
 UNDECIDED = {"decoder bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gru", *(pytest.param(n, marks=DEAR) for n in [*TABLE][1:])])
 def test_a_right_port_is_silent_and_each_bug_is_named_at_its_module(name):
     run, loss, make = TABLE[name]
@@ -61,6 +62,7 @@ def test_a_right_port_is_silent_and_each_bug_is_named_at_its_module(name):
     assert missed <= KNOWN.get(name, set()), missed
 
 
+@pytest.mark.slow
 def test_the_first_value_that_differs_is_named_also_where_it_enters_a_module():
     """A scope that only JAX has, calls in a loop beside a scan, and what is flattened."""
     bugs = models.BUGS["tagger"]

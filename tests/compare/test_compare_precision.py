@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._compare.row_numbers import plain_row, with_numbers
+from clipgrad._compare.row_numbers import numbers_of, plain_row
 from clipgrad._compare.wider import NOTHING_LEFT, lost_precision
 from tests.compare.compare_models import with_vjp
+from tests.rows import first_row
 
 
 def numbers(*shape, seed, dtype="float32"):
@@ -62,7 +63,8 @@ def errors(fun, args):
         }
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("other", ["float64", "float32"])
 def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
     args = arguments(30.0)
@@ -77,7 +79,7 @@ def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
     np.testing.assert_allclose(lost["scale"], exact["scale"], rtol=0.35)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_careful_twin_and_small_values_lose_nothing():
     assert cg.compare(cancelling, "float64", arguments(0.0)).ok
     assert cg.compare(careful, "float64", arguments(0.0)).ok
@@ -85,6 +87,7 @@ def test_the_careful_twin_and_small_values_lose_nothing():
     assert found.ok, str(found)
 
 
+@pytest.mark.slow
 def test_rtol_is_the_share_of_a_gradient_that_may_be_rounding():
     assert cg.compare(cancelling, "float32", arguments(30.0), rtol=1e9).ok
     found = cg.compare(cancelling, "float32", arguments(0.0), rtol=1e-5)
@@ -135,10 +138,10 @@ def coarser(narrow, dtype):
 def verdict(own, wide, *, most=0.05, types=("bfloat16", "float32"), moved=0.0):
     """What is said of a gradient: a finding, a note, or None."""
     rows = [
-        with_numbers(plain_row("gradient", "w", x, whole=x), x)
+        plain_row("gradient", "w", x, numbers=numbers_of(x))
         for x in (np.asarray(own), np.asarray(wide))
     ]
-    rows[0].moved = np.full((1, 515), moved)
+    rows[0].numbers = rows[0].numbers._replace(moved=np.full((1, 515), moved))
     most_left = NOTHING_LEFT * coarser(*types)
     return lost_precision(*rows, types[1], most, most_left, lambda: None)
 
@@ -176,6 +179,7 @@ def test_an_overflow_is_a_finding_and_is_no_share(odd):
         assert found.kind == "not judged" and "NaN or inf in both types" in found.message
 
 
+@pytest.mark.slow
 def test_a_leaf_that_is_mostly_rounding_is_found_beside_an_infinite_one():
     def loss(params, x):
         return cancelling(params, x) + jnp.sum(jnp.sqrt(params["z"]))
@@ -201,9 +205,9 @@ def with_zeros(params, x):
         ("bfloat16", None, "float32"),
         ("float16", None, "float32"),
         ("float32", "bfloat16", "float32"),
-        pytest.param("float32", None, "float64", marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", None, "float64", marks=pytest.mark.exhaustive),
-        pytest.param("float32", "bfloat16", "float64", marks=pytest.mark.exhaustive),
+        pytest.param("float32", None, "float64", marks=pytest.mark.slow),
+        pytest.param("bfloat16", None, "float64", marks=pytest.mark.slow),
+        pytest.param("float32", "bfloat16", "float64", marks=pytest.mark.slow),
     ],
 )
 def test_a_gradient_that_is_zero_is_a_note_in_every_pair_of_types(dtype, cast, other):
@@ -273,6 +277,7 @@ def decided(w, scale):
     return jnp.sum(jnp.tanh(w)) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_gradient_that_is_judged_is_not_ok(dtype):
     w = (0.2 if dtype == "float16" else 1) * jnp.abs(numbers(7, seed=3, dtype=dtype))
@@ -296,6 +301,7 @@ def test_a_leaf_that_is_not_judged_is_never_ok():
     assert "w: rounding decides here, so its gradient is not judged" in found.notes
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference():
     """The bias of keys: a softmax ignores it, in each version."""
 
@@ -310,6 +316,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference():
     assert found.ok and "keys: zero but for rounding" in found.notes, str(found)
 
 
+@pytest.mark.slow
 def test_trees_without_a_path_in_common_are_compared_by_their_numbers():
     w = numbers(3, seed=1)
     pair = lambda by: (lambda p: decided(p["a"], 1.0), lambda p: decided(p["b"], by))  # noqa: E731

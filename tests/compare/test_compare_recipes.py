@@ -139,6 +139,7 @@ def alone(loss):
     return mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_loss_that_depends_on_neighbors_is_not_the_mean_of_its_examples(axis):
     def normalized(params, batch):

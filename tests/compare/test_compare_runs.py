@@ -17,11 +17,11 @@ from tests.compare.compare_models import with_vjp
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
 from tests.compare.test_compare_versions import ARGS as MLP_ARGS
 from tests.compare.test_compare_versions import LAYOUTS, mlp
+from tests.helpers import SEED
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
 CORE = ("advantage not stopped", "masks")
-OTHERS = pytest.mark.exhaustive
 halved = with_vjp(jnp.tanh, lambda grads: tuple(g / 2 for g in grads))
 
 
@@ -51,23 +51,26 @@ WHERE = {"value": ("value", "read", None), "vjp": ("vjp", "layers/mlp", 2)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Files of a loss and of each wrong one."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, fun in {"right": loss, **FAULTS}.items():
-        cg.save_run(fun, ARGS, folder / f"{name}.npz")
-    return folder
+def right(tmp_path_factory):
+    """The file of a loss."""
+    path = tmp_path_factory.mktemp("runs") / "right.npz"
+    cg.save_run(loss, ARGS, path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def right(folder):
-    return folder / "right.npz"
+def folder(right):
+    """Files of a loss and of each wrong one."""
+    for name, fun in FAULTS.items():
+        cg.save_run(fun, ARGS, right.with_stem(name))
+    return right.parent
 
 
 def named(found):
     return [(f.kind, f.module, f.step, f.path, f.line) for f in found.findings]
 
 
+@pytest.mark.slow
 def test_a_function_agrees_with_its_own_file(right):
     found = cg.compare(right, loss, ARGS)
     assert found.ok and not found.findings and not found.unmatched and not found.notes, str(found)
@@ -75,6 +78,7 @@ def test_a_function_agrees_with_its_own_file(right):
     assert cg.compare(right, right).rows == cg.compare(str(right), str(right)).rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_file_says_what_its_function_would(fault, folder, right):
     between = cg.compare(loss, FAULTS[fault], ARGS)
@@ -95,14 +99,12 @@ def test_a_file_says_what_its_function_would(fault, folder, right):
 
 
 def rows(table):
-    """Each name; the core without a mark, CI takes every eighth of the others: they are dear."""
-    for i, name in enumerate(n for n in table if n not in CORE):
-        marks = (OTHERS,) if i % 8 == 0 else (OTHERS, pytest.mark.product)
-        yield pytest.param(name, marks=marks)
-    yield from CORE
+    """An eighth of the pairs, in turn (`helpers.SEED`): all are compared without files."""
+    return [name for i, name in enumerate(table, SEED) if i % 8 == 0 or name in CORE]
 
 
-@pytest.mark.parametrize("name", list(rows([*PLANTED, *EQUAL])))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rows([*PLANTED, *EQUAL]))
 def test_pairs_of_losses_are_told_apart_by_their_files(name, tmp_path):
     pair = PLANTED.get(name) or EQUAL[name]
     args = pair.args(Draw("float32"))
@@ -115,6 +117,7 @@ def test_pairs_of_losses_are_told_apart_by_their_files(name, tmp_path):
         assert found.ok is (pair.found is None) and (found.rows or found.unmatched)
 
 
+@pytest.mark.slow
 def test_other_arguments_are_named_first(right):
     params = {**ARGS[0], "out": ARGS[0]["out"].at[1, 2].add(0.5)}
     found = cg.compare(right, loss, (params, ARGS[1]))
@@ -129,13 +132,18 @@ def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
     assert {"clipgrad", "jax", "device", "platform", "processes"} == {*own.circumstances}
     rows = {(row.kind, row.name): row for row in own.rows}
     first = rows["value", "layers/mlp"]
-    assert first.steps == (3,) and first.shape == (5, 4) and first.sketch.shape == (3, 1, 515)
+    assert (
+        first.steps == (3,) and first.shape == (5, 4) and first.numbers.sketch.shape == (3, 1, 515)
+    )
     path, _, line = first.line.rpartition(":")
     assert pathlib.Path(path).samefile(__file__) and int(line) > 0
     out, numbers = rows["argument", "out"], np.asarray(ARGS[0]["out"], np.float64)
-    sizes = out.sketch[0, [NORM_AT, LARGEST_AT]]
+    sizes = out.numbers.sketch[0, [NORM_AT, LARGEST_AT]]
     np.testing.assert_allclose(sizes, [np.linalg.norm(numbers), abs(numbers).max()])
-    assert rows["gradient", "out"].node == out.node and rows["cotangent", "read"].moved is not None
+    assert (
+        rows["gradient", "out"].node == out.node
+        and rows["cotangent", "read"].numbers.moved is not None
+    )
     assert right.stat().st_size < 90_000
 
 
@@ -145,12 +153,14 @@ def test_a_record_is_read_as_it_was_written(right, tmp_path):
     again = file.load_record(tmp_path / "again")
     assert own.edges == again.edges != [] and own.scopes == again.scopes
     for row, its in zip(own.rows, again.rows, strict=True):
-        known = [f for f in vars(row) if f not in ("sketch", "moved", "whole")]
+        known = [f for f in vars(row) if f != "numbers"]
         assert [getattr(row, f) for f in known] == [getattr(its, f) for f in known]
-        for x, y in ((row.sketch, its.sketch), (row.moved, its.moved)):
+        assert row.numbers.exact == its.numbers.exact
+        for x, y in zip(row.numbers[1:3], its.numbers[1:3], strict=True):
             assert (x is None) == (y is None) and (x is None or np.array_equal(x, y))
 
 
+@pytest.mark.slow
 def test_a_finding_shows_sizes_that_are_apart(folder, right):
     message = cg.compare(folder / "value.npz", right).findings[0].message
     sizes = re.search(r" \(norm (\S+) beside (\S+), largest (\S+) beside (\S+)\)", message)
@@ -167,6 +177,7 @@ def step(params, x, key, count, rate=0.1, ahead=1):
     return new, {"loss": value, "key": jax.random.split(key)[0], "count": count + ahead, "at": "a"}
 
 
+@pytest.mark.slow
 def test_whole_steps_are_compared_by_their_files(tmp_path):
     path = tmp_path / "step"
     cg.save_run(step, STEP_ARGS, path, argnums=None)
@@ -188,9 +199,8 @@ def test_whole_steps_are_compared_by_their_files(tmp_path):
         cg.compare(path, loss, ARGS)
 
 
-@pytest.mark.parametrize(
-    "name", ["data parallel", *(pytest.param(n, marks=OTHERS) for n in LAYOUTS if "data" not in n)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_arrays_are_in_the_file_as_a_whole(name, tmp_path):
     cg.save_run(mlp, LAYOUTS[name](), tmp_path / "run")
     found = cg.compare(tmp_path / "run", mlp, MLP_ARGS)
@@ -337,6 +347,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_command_compares_with_files(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "runmodels.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

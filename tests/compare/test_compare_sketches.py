@@ -21,6 +21,7 @@ from clipgrad._compare.sketches import (
 )
 from clipgrad._programs import rounded, trace
 from tests.helpers import RELEASED
+from tests.rows import first_row
 
 EPS = float(jnp.finfo("float32").eps)
 
@@ -128,7 +129,8 @@ def test_rounding_moves_a_value_and_leaves_its_sketch_whole(by, moves):
     assert bool(jnp.any(found != jax.jit(sketch)(x * by if moves else x))) is moves
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body])
 def test_a_comparison_takes_the_memory_of_a_gradient(wrap):
     """Of a scan of 32 steps: what the backward pass needs, and no value for its sketch."""

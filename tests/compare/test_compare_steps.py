@@ -21,13 +21,7 @@ from tests.compare.compare_trainers import (
     sharded_step,
 )
 
-CORE_FAULTS = [
-    "the gradient is a sum",
-    "norms of parts added",
-    "the mean of variances",
-    "the key is used again",
-]
-CORE_STEPS = ["shard_map with pmean, bfloat16", "FSDP, float32"]
+CORE_FAULTS = ["the key is used again"]
 RIGHT = {f"{name}, {dtype}": functools.partial(make, dtype) for name, make in STEPS.items()
          for dtype in ("float32", "bfloat16")} | OF_FLOAT32  # fmt: skip
 
@@ -37,7 +31,7 @@ UNDECIDED = {"NNX, float32", "NNX, bfloat16"}
 
 
 def in_core(names, core):
-    return [n if n in core else pytest.param(n, marks=pytest.mark.exhaustive) for n in names]
+    return [n if n in core else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 @pytest.mark.parametrize("name", in_core(FAULTS, CORE_FAULTS))
@@ -54,7 +48,8 @@ def test_a_fault_of_a_trainer_is_found_where_it_is(name):
     assert len(found.findings) < len(found.rows)
 
 
-@pytest.mark.parametrize("name", in_core(RIGHT, CORE_STEPS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_has_no_findings(name, users_promotion):
     step = RIGHT[name]()
     found = cg.compare(step.fun, step.other, step.args, other_args=step.other_args, argnums=None)
@@ -195,6 +190,7 @@ def block(x, by=1.0, back=1.0):
         return act(x) * by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"by": 1.1}, {"back": 1.1}])
 def test_a_step_that_names_its_values_has_its_fault_at_their_module(how):
     def step(w, **how):
@@ -222,6 +218,7 @@ def test_an_output_that_is_not_judged_is_never_ok():
     assert "noise: rounding decides here, so it is not judged" in found.notes
 
 
+@pytest.mark.slow
 def test_the_eight_runs_are_one_compiled_program(monkeypatch):
     """Their program is traced once; beside a wider type only if a leaf is off by more than 5 %."""
     traces = []
@@ -298,7 +295,7 @@ def attention_arguments():
     return {n: {"w": weights[n], "b": biases[n]} for n in weights}, numbers(6, 4, seed=40)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_key_bias_that_rounding_decides_is_a_note_and_hides_no_other_leaf():
     args = attention_arguments()
     other = adam_of_attention(written="by hand")

@@ -11,7 +11,7 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._programs import Widen, evaluate
 
-OTHERS = pytest.mark.exhaustive
+OTHERS = pytest.mark.slow
 X = jnp.linspace(0.1, 1.0, 12).reshape(4, 3)
 PARAMS = {"l0": jnp.linspace(-1, 1, 9).reshape(3, 3), "l1": jnp.linspace(-0.5, 1, 9).reshape(3, 3)}
 
@@ -70,6 +70,7 @@ def test_nothing_runs_where_nothing_is_narrower():
 # ---- one and many ----
 
 
+@pytest.mark.slow
 def test_the_message_is_that_of_the_first_finding_or_says_that_there_is_none():
     same = cg.compare(layers, layers, (PARAMS, X), rtol=1e-3)
     assert same.message == "no difference beyond rounding, at 2 places" == str(same)

@@ -61,8 +61,8 @@ def arguments():
     ("name", "rate"),
     [
         ("sign", 1e-2),
-        pytest.param("all", 1e-2, marks=pytest.mark.exhaustive),
-        pytest.param("all", 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("all", 1e-2, marks=pytest.mark.slow),
+        pytest.param("all", 1e-4, marks=pytest.mark.slow),
     ],
 )
 def test_parameters_that_rounding_decides_are_notes_and_hide_no_fault(name, rate):
@@ -79,7 +79,7 @@ def test_parameters_that_rounding_decides_are_notes_and_hide_no_fault(name, rate
     assert {f.path for f in wrong.findings} == {f"{n}/q/b" for n in updates}, str(wrong)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_wrong_update_of_what_rounding_decides_is_found(name):
     one, args = functools.partial(step, {name: UPDATES[name]}, 1e-2), arguments()

@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["data parallel", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in
+    "name", ["data parallel", *(pytest.param(n, marks=pytest.mark.slow) for n in
                                 ("tensor parallel", "FSDP"))]
 )  # fmt: skip
 def test_sharded_arrays_are_compared_with_those_of_one_device(name):
@@ -52,6 +52,7 @@ def test_sharded_arrays_are_compared_with_those_of_one_device(name):
     assert found.findings[0].module == "second"
 
 
+@pytest.mark.slow
 def test_what_is_of_one_device_alone_is_not_matched():
     def loss(params, batch, axis=None):
         with jax.named_scope("part"):
@@ -83,7 +84,7 @@ def backward(rule):
     return jax.shard_map(loss, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [lambda g: lax.psum(g, AXIS), lambda g: g / 8])
 def test_a_psum_that_is_missing_or_doubled_in_the_backward_pass(rule):
     found = cg.compare(backward(lambda g: g), backward(rule), ARGS)
@@ -91,6 +92,7 @@ def test_a_psum_that_is_missing_or_doubled_in_the_backward_pass(rule):
     assert {f.path for f in found.findings} == {"w", "v"}
 
 
+@pytest.mark.slow
 def test_vmap_is_compared_with_a_batch():
     def one(params, x, y):
         return mlp(params, (x, y))

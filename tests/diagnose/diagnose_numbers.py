@@ -71,9 +71,9 @@ def second_use_of_a_function_of_a_library(x):
 
 @sick("vjp", "sqrt", jnp.array([1.0, 0.0, 0.0, 1.0]))
 def beside_a_nan_that_is_masked(x):
-    found = jnp.linalg.norm(x[:2] * x[2:])  # here
+    norm = jnp.linalg.norm(x[:2] * x[2:])  # here
     root = jnp.sqrt(jnp.where(x > 0, x, 0.0))
-    return found + jnp.sum(jnp.where(x > 0, root, 0.0))
+    return norm + jnp.sum(jnp.where(x > 0, root, 0.0))
 
 
 @sick("vjp", "sqrt", jnp.zeros((3, 4)), says="sqrt at 0", never="batching")
@@ -467,13 +467,13 @@ raises(module="fit", name="solver_in_a_jit")(jax.jit(solver))
 
 @raises(step=1)
 def solver_in_a_scan(a):
-    return jax.lax.scan(lambda total, own: (total + solve(own), own), 0.0, a)[0]
+    return jax.lax.scan(lambda total, row: (total + solve(row), row), 0.0, a)[0]
 
 
 @raises(step=1)  # the first that raises comes before another one
 def solver_in_a_reversed_scan(a):
     a = jnp.concatenate([a[1:2], a[1:]])
-    return jax.lax.scan(lambda total, own: (total + solve(own), None), 0.0, a, reverse=True)[0]
+    return jax.lax.scan(lambda total, row: (total + solve(row), None), 0.0, a, reverse=True)[0]
 
 
 @raises()
@@ -510,15 +510,15 @@ def raised_in_the_matrix_of_a_linear_solve(a):
         return jax.pure_callback(refused, jax.ShapeDtypeStruct(v.shape, v.dtype), v)
 
     fixed = jax.lax.stop_gradient(a[0, 0])
-    found = jax.lax.custom_linear_solve(matvec, fixed, lambda f, b: f(b))  # here
-    return found.sum() + a.sum()
+    solution = jax.lax.custom_linear_solve(matvec, fixed, lambda f, b: f(b))  # here
+    return solution.sum() + a.sum()
 
 
 @sick("raises", None, FINE, says="its operands are finite")
 def raised_by_jax_of_another_shape(a):
     x = a[0, 0, 0]
-    found = jax.pure_callback(lambda x: np.ones(3), jax.ShapeDtypeStruct((), a.dtype), x)  # here
-    return jax.lax.stop_gradient(found) + a.sum()
+    called = jax.pure_callback(lambda x: np.ones(3), jax.ShapeDtypeStruct((), a.dtype), x)  # here
+    return jax.lax.stop_gradient(called) + a.sum()
 
 
 @sick("raises", None, FINE, says="its operands are finite")

@@ -43,11 +43,13 @@ class Sick:
 
     def check(self) -> None:
         """Diagnoses the program."""
-        found = cg.diagnose(self.loss, self.args)
-        assert found.findings, str(found)
-        first, *behind = found.findings
-        assert {name: getattr(first, name) for name in self.expected} == self.expected, str(found)
-        assert self.others in (None, tuple(finding.kind for finding in behind)), str(found)
+        diagnosis = cg.diagnose(self.loss, self.args)
+        assert diagnosis.findings, str(diagnosis)
+        first, *behind = diagnosis.findings
+        assert {name: getattr(first, name) for name in self.expected} == self.expected, str(
+            diagnosis
+        )
+        assert self.others in (None, tuple(finding.kind for finding in behind)), str(diagnosis)
         assert all(text in first.message for text in self.says), first.message
         assert not any(text in first.message for text in self.never), first.message
         assert self.good is None or cg.diagnose(self.loss, self.good).ok
@@ -67,10 +69,12 @@ def sick(
     """Puts a program into the table; its line may be in ``at``, which it calls."""
 
     def register(loss):
-        told = {"kind": kind, "operation": operation, "line": line_of(at or loss, "# here")}
-        own = {name: value for name, value in told.items() if value is not None} | expected
+        keywords = {"kind": kind, "operation": operation, "line": line_of(at or loss, "# here")}
+        expected_finding = {
+            name: value for name, value in keywords.items() if value is not None
+        } | expected
         SICK[name or loss.__name__] = Sick(
-            loss, args, own, texts_of(says), texts_of(never), others, good
+            loss, args, expected_finding, texts_of(says), texts_of(never), others, good
         )
         return loss
 

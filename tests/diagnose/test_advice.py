@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import clipgrad as cg
+from tests.rows import each_value, first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -58,17 +59,17 @@ def loss_of(program, function):
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
-@pytest.mark.kinds("name")
-@pytest.mark.ci("name", "dtype")
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_finding_has_the_fix(name, dtype):
     program, function, at, fix = PROGRAMS[name]
-    found = cg.diagnose(loss_of(program, function), (jnp.array(at, dtype),))
-    assert fix in found.findings[0].message
+    diagnosis = cg.diagnose(loss_of(program, function), (jnp.array(at, dtype),))
+    assert fix in diagnosis.findings[0].message
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 def test_the_fix_of_a_finding_cures_the_program(dtype):
     losses = {n: loss_of(cured(of, fix), fun) for n, (of, fun, _, fix) in PROGRAMS.items()}

@@ -20,8 +20,8 @@ from tests.package.test_docs import DOCS, PROGRAM, rows
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
 
-def kinds(found):
-    return [finding.kind for finding in found.findings]
+def kinds(diagnosis):
+    return [finding.kind for finding in diagnosis.findings]
 
 
 # Of each row of the table of docs/nan.md the finding, and a part of its advice.
@@ -92,7 +92,7 @@ def in_a_module(fun):
 PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, place", [(code, PLACES[i % len(PLACES)]) for i, code in enumerate(PAGE)]
 )
@@ -103,15 +103,15 @@ def test_each_suspect_of_the_page_is_found_at_its_line_and_what_to_write_instead
     at, _, instead = PAGE[code]
     good = jnp.full(STEPS, 1.5 if "arccosh" in code else 0.5)
     bad = good.at[SICK].set(float(at))
-    found = cg.diagnose(place(of_the_page(code)), (bad,))
-    (finding,) = found.findings
+    diagnosis = cg.diagnose(place(of_the_page(code)), (bad,))
+    (finding,) = diagnosis.findings
     assert (finding.kind, finding.operation) == (kind, operation)
     assert (finding.file, finding.line) == ("page.py", LINE)
     assert finding.step == (SICK if place in (scanned, rematerialized) else None)
     assert finding.module == ("Model/sick" if place is in_a_module else "")
     assert advice in finding.message
     assert "clipgrad help" not in finding.message or "clipgrad help nan)" in finding.message
-    assert all(len(line) <= 100 for line in str(found).splitlines())
+    assert all(len(line) <= 100 for line in str(diagnosis).splitlines())
     well = (instead, bad) if instead.startswith(("j", "x.")) else (code, good)
     assert not {"value", "vjp"} & {*kinds(cg.diagnose(place(of_the_page(well[0])), well[1:]))}
 
@@ -129,11 +129,11 @@ def test_the_loss_is_traced_once_and_its_arguments_stay():
     assert (x == 0).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_float64_is_diagnosed_too():
     with jax.enable_x64(True):
-        found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.zeros(3),))
-        assert kinds(found) == ["vjp"] and found.rows[0].dtype == "float64"
+        diagnosis = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.zeros(3),))
+        assert kinds(diagnosis) == ["vjp"] and diagnosis.rows[0].dtype == "float64"
 
 
 def test_rows_have_the_cotangents_by_step():
@@ -160,12 +160,12 @@ def test_rows_have_the_zeros_of_small_and_of_large_cotangents(count):
 
 def test_huge_and_tiny_cotangents_have_a_norm():
     for factor in (1e30, 1e-30):
-        found = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (jnp.zeros(4),))
-        sine = next(row for row in found.rows if row.operation == "sin")
+        diagnosis = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (jnp.zeros(4),))
+        sine = next(row for row in diagnosis.rows if row.operation == "sin")
         np.testing.assert_allclose(sine.norm, 2 * factor, rtol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_growth_of_the_character_rnn_is_found():
     task = TASKS["char-rnn"]
     data = task.load()
@@ -175,8 +175,8 @@ def test_the_growth_of_the_character_rnn_is_found():
     for number in range(20):  # of the first twenty steps without clipping
         batch = task.sample(data, jax.random.key(number))
         if number >= 4:  # the first do not grow yet
-            found = cg.diagnose(task.loss, (params, batch)).findings
-            seen += [f for f in found if f.kind == "grows"]
+            findings = cg.diagnose(task.loss, (params, batch)).findings
+            seen += [f for f in findings if f.kind == "grows"]
         if seen:
             break
         params = jax.tree.map(lambda w, g: w - g, params, step(params, batch))
@@ -228,7 +228,7 @@ def test_prints_are_left_out(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_complex_parameters_aux_keywords_and_several_arguments_work():
     def loss(z, x, *, scale):
         return scale * jnp.sum(jnp.abs(z) + jnp.sqrt(x)), {"z": z}
@@ -240,7 +240,7 @@ def test_complex_parameters_aux_keywords_and_several_arguments_work():
     assert kinds(cg.diagnose(loss, args, argnums=-1, **options)) == ["vjp"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_nnx_model_is_diagnosed_and_not_changed():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -254,15 +254,15 @@ def test_an_nnx_model_is_diagnosed_and_not_changed():
             return jnp.linalg.norm(self.w[...] * x)
 
     model = Model()
-    found = cg.diagnose(lambda model, x: model(x), (model, jnp.ones(3)))
-    assert kinds(found) == ["vjp"] and found.findings[0].operation == "sqrt"
+    diagnosis = cg.diagnose(lambda model, x: model(x), (model, jnp.ones(3)))
+    assert kinds(diagnosis) == ["vjp"] and diagnosis.findings[0].operation == "sqrt"
     assert model.calls[...] == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_picture_marks_the_finding(tmp_path):
-    found = cg.diagnose(scanned(jnp.sqrt), (jnp.ones(STEPS).at[SICK].set(0.0),))
-    chart = found.plot()
+    diagnosis = cg.diagnose(scanned(jnp.sqrt), (jnp.ones(STEPS).at[SICK].set(0.0),))
+    chart = diagnosis.plot()
     assert len(chart.axes) == 2
     texts = [[text.get_text() for text in axes.texts] for axes in chart.axes]
     assert texts[1] == ["vjp: sqrt"]
@@ -270,13 +270,13 @@ def test_the_picture_marks_the_finding(tmp_path):
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
-    found = cg.diagnose(jnp.sum, (jnp.ones(3),))
+    diagnosis = cg.diagnose(jnp.sum, (jnp.ones(3),))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):
-        found.plot()
+        diagnosis.plot()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_page_begins_with_a_diagnosis_and_prints_what_it_says():
     page = (DOCS / "nan.md").read_text()
     program = "\n".join(PROGRAM.findall(page)[:3])
@@ -297,20 +297,20 @@ W = np.ones(4, np.float32)
 
 
 def test_what_a_loss_closes_over_is_read_anew():
-    own = {"array": W, "function": jnp.sin}
+    closed_over = {"array": W, "function": jnp.sin}
 
     def loss(w):
-        return jnp.sum(own["function"](w * own["array"]) ** 2)
+        return jnp.sum(closed_over["function"](w * closed_over["array"]) ** 2)
 
-    found = []
+    operations = []
     for change in (
         {},
         {"array": np.float32([1, np.inf, 1, 1])},
         {"array": W - 1, "function": jnp.sqrt},
     ):
-        own |= change
-        found.append([finding.operation for finding in cg.diagnose(loss, (W,)).findings])
-    assert found == [[], ["sin"], ["sqrt"]]
+        closed_over |= change
+        operations.append([finding.operation for finding in cg.diagnose(loss, (W,)).findings])
+    assert operations == [[], ["sin"], ["sqrt"]]
 
 
 class Held:
@@ -322,8 +322,8 @@ def test_nothing_of_a_users_is_kept_alive():
     references = weakref.ref(held), weakref.ref(array)
 
     def loss(w, held=held, array=array):
-        told = jax.pure_callback(lambda x: (held, x)[1], jax.typeof(w), jax.lax.stop_gradient(w))
-        return jnp.sum(w * told) + jnp.sum(w[0] * array)
+        called = jax.pure_callback(lambda x: (held, x)[1], jax.typeof(w), jax.lax.stop_gradient(w))
+        return jnp.sum(w * called) + jnp.sum(w[0] * array)
 
     assert cg.diagnose(loss, (W,)).ok
     del loss, held, array

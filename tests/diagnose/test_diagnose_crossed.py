@@ -22,28 +22,30 @@ def rows(functions):
         for j, surrounding in enumerate(SURROUNDINGS)
         if (function, surrounding) not in OTHERWISE
     ]
-    marks = {True: (), False: pytest.mark.exhaustive}
+    marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*pair, marks=marks[is_default]) for *pair, is_default in pairs]
 
 
-def said(found):
-    return " ".join([*(finding.message for finding in found.findings), *found.notes])
+def said(diagnosis):
+    return " ".join([*(finding.message for finding in diagnosis.findings), *diagnosis.notes])
 
 
 @pytest.mark.parametrize("name, surrounding", rows(crossed.SICK))
 def test_a_fault_is_found_at_its_line_wherever_it_is(name, surrounding):
     fault = crossed.SICK[name]
     loss, args, leaf = crossed.subject(surrounding, fault.function, fault.w)
-    found = cg.diagnose(loss, args)
-    assert "clipgrad/_" not in said(found) and "states[" not in said(found)
+    diagnosis = cg.diagnose(loss, args)
+    assert "clipgrad/_" not in said(diagnosis) and "states[" not in said(diagnosis)
     if fault.what == "stop_gradient":
-        assert found.ok and f"gradient of {leaf} is 0: stop_gradient detaches it" in said(found)
-        assert found.message == "nothing is wrong with the gradient"
+        assert diagnosis.ok and f"gradient of {leaf} is 0: stop_gradient detaches it" in said(
+            diagnosis
+        )
+        assert diagnosis.message == "nothing is wrong with the gradient"
         return
-    (finding,) = found.findings
-    assert finding.message == found.message
+    (finding,) = diagnosis.findings
+    assert finding.message == diagnosis.message
     what = finding.cause if fault.kind == "zero" else finding.operation
-    assert (finding.kind, what, finding.line) == (fault.kind, fault.what, fault.line), found
+    assert (finding.kind, what, finding.line) == (fault.kind, fault.what, fault.line), diagnosis
     if fault.kind == "zero":
         assert finding.leaf == leaf and not re.search(r"at step \d", finding.message)
 
@@ -51,6 +53,6 @@ def test_a_fault_is_found_at_its_line_wherever_it_is(name, surrounding):
 @pytest.mark.parametrize("name, surrounding", rows(crossed.HEALTHY))
 def test_nothing_is_said_of_a_healthy_function_wherever_it_is(name, surrounding):
     loss, args, _ = crossed.subject(surrounding, crossed.HEALTHY[name], crossed.W)
-    found = cg.diagnose(loss, args)
-    assert found.ok and found.message == "nothing is wrong with the gradient", found
-    assert not any("gradient of" in note for note in found.notes), found
+    diagnosis = cg.diagnose(loss, args)
+    assert diagnosis.ok and diagnosis.message == "nothing is wrong with the gradient", diagnosis
+    assert not any("gradient of" in note for note in diagnosis.notes), diagnosis

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from tests.rows import first_row
 
 W = {"w": jnp.array([1.0, 2.0])}
 
@@ -27,32 +28,33 @@ def batch(size=8, **changes):
 
 
 def test_the_bad_examples_are_named_and_no_others():
-    given = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
+    bad_batch = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
     for which in ("batch", 1, -1):
-        found = cg.diagnose(roots, (W, given), examples=which)
-        assert [example.index for example in found.examples] == [2, 5, 7]
-    vanishing, negative, far = found.examples
+        diagnosis = cg.diagnose(roots, (W, bad_batch), examples=which)
+        assert [example.index for example in diagnosis.examples] == [2, 5, 7]
+    vanishing, negative, far = diagnosis.examples
     assert vanishing.loss == 0 and not np.isfinite(vanishing.norm)
     assert np.isnan(negative.loss) and negative.device == ""
-    own = jax.grad(roots)(W, jax.tree.map(lambda x: x[7:], given))["w"]
-    np.testing.assert_allclose(far.norm, np.linalg.norm(own), rtol=1e-5)
-    assert "example 7: its loss is 1.73e+03, the norm of its gradient" in str(found)
+    gradient_alone = jax.grad(roots)(W, jax.tree.map(lambda x: x[7:], bad_batch))["w"]
+    np.testing.assert_allclose(far.norm, np.linalg.norm(gradient_alone), rtol=1e-5)
+    assert "example 7: its loss is 1.73e+03, the norm of its gradient" in str(diagnosis)
     assert cg.diagnose(roots, (W, batch()), examples="batch").examples == ()
-    named = cg.diagnose(roots, (W,), {"batch": given}, examples="batch")
+    named = cg.diagnose(roots, (W,), {"batch": bad_batch}, examples="batch")
     assert [example.index for example in named.examples] == [2, 5, 7]
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_the_device_of_an_example_is_named(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    given = jax.device_put(batch(x={5: -1}), NamedSharding(mesh, P("data")))
+    bad_batch = jax.device_put(batch(x={5: -1}), NamedSharding(mesh, P("data")))
     params = jax.device_put(W, NamedSharding(mesh, P()))
-    (bad,) = cg.diagnose(roots, (params, given), examples="batch").examples
+    (bad,) = cg.diagnose(roots, (params, bad_batch), examples="batch").examples
     assert bad.index == 5 and bad.device == "data=2"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 
@@ -61,8 +63,8 @@ def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
 
     mapped = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
     x = batch(x={3: 0})["x"]
-    found = cg.diagnose(lambda w, x: mapped(w, x), (W["w"], x), examples="x")
-    (bad,) = found.examples
+    diagnosis = cg.diagnose(lambda w, x: mapped(w, x), (W["w"], x), examples="x")
+    (bad,) = diagnosis.examples
     assert bad.index == 3 and np.isneginf(bad.loss)
 
 
@@ -103,8 +105,8 @@ def test_labels_beside_the_batch_are_cut_with_it(size, dtype):
     loss = jax.jit(squares) if size == 5 else squares
     for bad in ({"label": size - 1}, {"wrong": size - 1}) if size > 2 else ({"label": 1},):
         x, y = inputs(size, dtype, **bad)
-        found = cg.diagnose(loss, (params, x, y), examples=[1, "y"])
-        assert [example.index for example in found.examples] == [size - 1], bad
+        diagnosis = cg.diagnose(loss, (params, x, y), examples=[1, "y"])
+        assert [example.index for example in diagnosis.examples] == [size - 1], bad
 
 
 def test_labels_by_keyword_and_keys_are_cut_with_the_batch():
@@ -114,16 +116,16 @@ def test_labels_by_keyword_and_keys_are_cut_with_the_batch():
 
     x, y = inputs(8, label=3)
     named = {"y": y, "keys": jax.random.split(jax.random.key(0), 8)}
-    found = cg.diagnose(noisy, (W, x), named, examples=("x", "y", "keys"))
-    assert [example.index for example in found.examples] == [3]
+    diagnosis = cg.diagnose(noisy, (W, x), named, examples=("x", "y", "keys"))
+    assert [example.index for example in diagnosis.examples] == [3]
 
 
 def test_an_argument_with_as_many_rows_that_is_not_named_stays_whole():
     x, y = inputs(4, label=2)
-    given = {"x": x, "ids": np.array([0, 3, 1, 2])}
-    args = (W, given, y, np.ones(4, np.float32))
-    found = cg.diagnose(weighted, args, examples=("batch", "y"))
-    assert [example.index for example in found.examples] == [2]
+    inputs_with_ids = {"x": x, "ids": np.array([0, 3, 1, 2])}
+    args = (W, inputs_with_ids, y, np.ones(4, np.float32))
+    diagnosis = cg.diagnose(weighted, args, examples=("batch", "y"))
+    assert [example.index for example in diagnosis.examples] == [2]
 
 
 def test_it_is_said_that_all_arguments_of_an_example_are_to_be_named():
@@ -142,8 +144,8 @@ def test_examples_without_a_gradient_are_no_measure_of_the_others(far):
     x = -np.ones((8, 2), np.float32)
     x[3:6] = 1e-6
     x[5] = 1.0 if far else 1e-6
-    found = cg.diagnose(hinge, (jnp.ones(2), x), examples="x")
-    assert [example.index for example in found.examples] == [5] * far
+    diagnosis = cg.diagnose(hinge, (jnp.ones(2), x), examples="x")
+    assert [example.index for example in diagnosis.examples] == [5] * far
 
 
 def test_examples_that_are_bad_alike_are_one_line():
@@ -182,11 +184,12 @@ def test_wrong_examples_are_told_before_the_loss_is_called(examples, error, word
     assert not calls
 
 
+@pytest.mark.slow
 def test_examples_of_an_accumulated_step_are_those_of_the_batch(tmp_path):
     step = cg.train_step(roots, cg.skip_spikes(optax.sgd(0.1), halt=True), accumulate=4)
-    given = batch(x={5: -1})
-    state, _ = step(step.init(W), given)
+    bad_batch = batch(x={5: -1})
+    state, _ = step(step.init(W), bad_batch)
     with cg.FlightRecorder(tmp_path, raise_on_halt=False) as recorder:
-        recorder.record(state, given)
-    found = cg.diagnose(roots, cg.load_capture(recorder.captures[0]).args, examples="batch")
-    assert [example.index for example in found.examples] == [5]
+        recorder.record(state, bad_batch)
+    diagnosis = cg.diagnose(roots, cg.load_capture(recorder.captures[0]).args, examples="batch")
+    assert [example.index for example in diagnosis.examples] == [5]

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import clipgrad as cg
 from tests.diagnose.test_diagnose import kinds
 from tests.helpers import line_of
+from tests.rows import each_value, first_row, some_of
 
 # Each program differs in kind, so that each runs by default.
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -54,7 +55,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 @pytest.mark.parametrize("name", SPREAD)
 def test_it_is_found_on_one_of_several_devices(name, bad, kind):
@@ -66,6 +67,7 @@ def test_it_is_found_on_one_of_several_devices(name, bad, kind):
     assert (finding.file or "").endswith("test_diagnose_programs.py")
 
 
+@pytest.mark.slow
 def test_devices_that_read_nothing_and_a_scan_without_steps_are_followed():
     of_index = mapped(
         lambda: jnp.log(jax.lax.axis_index("d") - 2.0)[None], in_specs=(), out_specs=D
@@ -90,9 +92,9 @@ def cells(x, y):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_of_faults_on_several_devices_the_first_is_named():
-    def found(x=(), y=()):
+    def places_of_faults(x=(), y=()):
         xs, ys = jnp.ones(4), jnp.ones(8)
         for i, value in x:
             xs = xs.at[i].set(value)
@@ -102,14 +104,14 @@ def test_of_faults_on_several_devices_the_first_is_named():
         return [(f.kind, f.operation, f.device) for f in findings]
 
     everywhere = [(i, -0.5) for i in range(8)]
-    assert found(y=everywhere) == [("value", "sqrt", None)]
-    assert found(y=[(5, -0.5), (6, -0.5)]) == [("value", "sqrt", "data=2, model=1")]
+    assert places_of_faults(y=everywhere) == [("value", "sqrt", None)]
+    assert places_of_faults(y=[(5, -0.5), (6, -0.5)]) == [("value", "sqrt", "data=2, model=1")]
     # The first operation is on the last device, and is the same along the other axis.
-    assert found(x=[(3, 0.0)], y=[(0, -0.5)])[0] == ("value", "div", "data=3")
-    assert found(x=[(1, 3.0)], y=[(6, -0.5)])[0] == ("value", "sqrt", "data=3, model=0")
+    assert places_of_faults(x=[(3, 0.0)], y=[(0, -0.5)])[0] == ("value", "div", "data=3")
+    assert places_of_faults(x=[(1, 3.0)], y=[(6, -0.5)])[0] == ("value", "sqrt", "data=3, model=0")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_growth_on_devices_has_the_factor_of_the_program_on_one():
     def loss(w, x):
         def step(h, x):
@@ -141,11 +143,11 @@ def first_layers(ws, x, some=8):
 ], ids=["cond", "switch", "checkpoint"])  # fmt: skip
 def test_layers_in_a_branch_are_a_depth(deep):
     args = [40.0 * jnp.eye(4)] * 8, jnp.full((3, 4), 1e-3)
-    found = cg.diagnose(lambda ws, x: jnp.sum(deep(ws, x)), args)
-    assert kinds(found) == ["grows"] and "each of the 8 modules" in found.message
+    diagnosis = cg.diagnose(lambda ws, x: jnp.sum(deep(ws, x)), args)
+    assert kinds(diagnosis) == ["grows"] and "each of the 8 modules" in diagnosis.message
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 def test_arrays_with_explicit_axes_are_diagnosed(bad, kind):
     x = jnp.ones((8, 4)).at[3, 1].set(bad)
@@ -160,7 +162,7 @@ def mapped_loop(x):
     return jnp.sum(x * jax.vmap(loop)(stop))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_mapped_loop_is_diagnosed():
     assert cg.diagnose(mapped_loop, (jnp.array([0.0, 1.0]),)).ok
     finding, *_ = cg.diagnose(mapped_loop, (jnp.array([0.0, -3.0]),)).findings
@@ -201,8 +203,8 @@ def test_settings_of_jax_are_off_inside_and_come_back(sick):
 
 @pytest.mark.parametrize("argnums", [np.int64(1), (np.int32(0), np.int64(1)), np.array([-1])])
 def test_numpy_integers_choose_arguments(argnums):
-    found = cg.diagnose(lambda x, y: x * jnp.sqrt(y), (1.0, 0.0), argnums=argnums)
-    assert kinds(found) == ["vjp"]
+    diagnosis = cg.diagnose(lambda x, y: x * jnp.sqrt(y), (1.0, 0.0), argnums=argnums)
+    assert kinds(diagnosis) == ["vjp"]
     with pytest.raises(ValueError, match="^argnums: got 1.0 for 2 arguments"):
         cg.diagnose(lambda x, y: x * y, (1.0, 0.0), argnums=1.0)
 
@@ -229,21 +231,21 @@ def pixels_on_devices(w, x):
     return mapped(lambda w, x: jax.lax.psum(finite_part(x @ w), "d"), **specs)(w, x)
 
 
-@pytest.mark.kinds("loss")
+@each_value
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):
     x = jnp.ones((8, 4)).at[3, 1].set(bad)
-    found = cg.diagnose(loss, (jnp.ones((4, 3)), x))
+    diagnosis = cg.diagnose(loss, (jnp.ones((4, 3)), x))
     if bad == -1 and loss is not logs_of_pixels:
-        assert found.ok
+        assert diagnosis.ok
         return
-    (finding,) = found.findings
+    (finding,) = diagnosis.findings
     is_log = loss is logs_of_pixels and bad == -1
     assert (finding.kind, finding.operation) == ("value", "log" if is_log else "argument")
     assert finding.line == line_of(loss, "jnp.log" if is_log else "def")
-    told = "it is computed from args[1]" if is_log else "1 of 32 elements of args[1]"
-    assert told in finding.message and "the VJP of dot_general (" in finding.message
+    phrase = "it is computed from args[1]" if is_log else "1 of 32 elements of args[1]"
+    assert phrase in finding.message and "the VJP of dot_general (" in finding.message
 
 
 def kernel_root(interpret):
@@ -294,26 +296,28 @@ def written_and_read(x):
     return jnp.sum(jax.freeze(ref))
 
 
-@pytest.mark.parametrize("loss", [
-    with_a_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read
-])  # fmt: skip
+@pytest.mark.parametrize("loss", some_of(
+    [with_a_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read],
+    [with_a_kernel, written_and_read],
+))  # fmt: skip
 def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
-    def found(bad):
+    def findings_with(bad):
         findings = cg.diagnose(loss, (jnp.array([1.0, bad, 2.0]),)).findings
         return [(f.kind, f.operation, f.step) for f in findings]
 
     step = 1 if loss in (with_a_reference, with_a_tpu_kernel_in_loops) else None
     names = ("root", "pallas_call") if "kernel" in loss.__name__ else ("sqrt", "sqrt")
-    assert found(3.0) == []
-    assert found(0.0) == [("vjp", names[0], step)]
-    assert found(-1.0)[0] == ("value", names[1], step)
+    assert findings_with(3.0) == []
+    assert findings_with(0.0) == [("vjp", names[0], step)]
+    assert findings_with(-1.0)[0] == ("value", names[1], step)
 
 
+@pytest.mark.slow
 def test_versions_with_kernels_for_tpus_are_compared():
     args = (jnp.array([1.0, 3.0, 2.0]),)
     assert cg.compare(with_a_kernel, with_a_tpu_kernel_in_loops, args).ok
-    found = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_kernel(x, "TPU"), args)
-    assert [finding.kind for finding in found.findings] == ["value"]
+    comparison = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_kernel(x, "TPU"), args)
+    assert [finding.kind for finding in comparison.findings] == ["value"]
 
 
 def called_in_a_kernel(x):

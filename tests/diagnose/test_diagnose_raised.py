@@ -23,10 +23,10 @@ def test_where_what_is_not_finite_is_from_comes_before_the_check_that_raises(bad
 
 
 def test_examples_that_raise_are_the_bad_ones():
-    found = cg.diagnose(lambda scale, a: jax.vmap(solve)(scale * a).mean(), (1.0, SINGULAR),
+    diagnosis = cg.diagnose(lambda scale, a: jax.vmap(solve)(scale * a).mean(), (1.0, SINGULAR),
                         examples="a")  # fmt: skip
-    assert [(e.index, np.isnan(e.loss)) for e in found.examples] == [(1, True)]
-    assert found.findings[0].kind == "raises"
+    assert [(e.index, np.isnan(e.loss)) for e in diagnosis.examples] == [(1, True)]
+    assert diagnosis.findings[0].kind == "raises"
 
 
 def test_other_errors_are_not_taken_for_those_of_callbacks():
@@ -37,7 +37,7 @@ def test_other_errors_are_not_taken_for_those_of_callbacks():
         cg.diagnose(loss, (1.0,))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_check_of_equinox_leads_to_what_it_checks():
     eqx = pytest.importorskip("equinox")
 
@@ -56,6 +56,7 @@ def test_a_check_of_equinox_leads_to_what_it_checks():
     assert finding.kind == "raises" and "EquinoxRuntimeError: negative" in finding.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [jax.jit(solver), "float64"], ids=["jit", "float64"])
 def test_a_comparison_names_the_operation_that_raises(other):
     with pytest.raises(ValueError, match=r"diagnose_numbers.py:\d+: pure_callback raises Solv"):

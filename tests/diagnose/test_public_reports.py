@@ -126,7 +126,7 @@ def lines_of(loss):
 
 @pytest.mark.parametrize(
     "issue",
-    [pytest.param(i, marks=() if i[-3:] == "347" else pytest.mark.exhaustive) for i in REPORTS],
+    [pytest.param(i, marks=() if i[-3:] == "347" else pytest.mark.slow) for i in REPORTS],
 )
 def test_the_first_finding_of_a_public_report_is_at_the_line_that_makes_it(issue):
     loss, args = REPORTS[issue]
@@ -156,7 +156,7 @@ def test_the_readme_counts_these_reports():
     assert COUNTED and COUNTED[1] == COUNTED[2] == str(len(REPORTS))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_readme_says_in_how_many_of_these_the_trace_of_jax_has_the_line():
     named = [is_named_by_jax(loss, args) for loss, args in REPORTS.values()]
     assert [named.count(True), len(named) - named.count(None)] == [int(COUNTED[3]), int(COUNTED[4])]

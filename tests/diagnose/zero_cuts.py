@@ -57,8 +57,8 @@ def cut(cause, params=None, leaf="['w']", table=CUTS, at=None):
     """Puts a program into the table; the mark may be in what it calls."""
 
     def register(function):
-        own = {"w": W} if params is None else params
-        table.append(Cut(function, own, cause, leaf, line_of(at or function, "# cut")))
+        parameters = {"w": W} if params is None else params
+        table.append(Cut(function, parameters, cause, leaf, line_of(at or function, "# cut")))
         return function
 
     return register
@@ -92,8 +92,12 @@ def params_of(of, params=None):
 def cuts(**rows):
     """Puts functions into the table by their names: each its cause, itself, and parameters."""
     for name, (cause, of, *params) in rows.items():
-        own = params_of(of, *params)
-        CUTS.append(Cut(summed(name, of, own), own, cause, "['w']", of.__code__.co_firstlineno))
+        parameters = params_of(of, *params)
+        CUTS.append(
+            Cut(
+                summed(name, of, parameters), parameters, cause, "['w']", of.__code__.co_firstlineno
+            )
+        )
 
 
 @jax.custom_vjp
@@ -322,8 +326,8 @@ def right(table, **rows):
     """Puts functions without a fault into the table, some with parameters of their own."""
     for name, row in rows.items():
         of, *params = row if isinstance(row, tuple) else (row,)
-        own = params_of(of, *params)
-        table.append((summed(name, of, own), own))
+        parameters = params_of(of, *params)
+        table.append((summed(name, of, parameters), parameters))
 
 
 right(
@@ -354,7 +358,7 @@ def bias_before_a_norm(p, x):
 def merged(table):
     """One loss of all programs of a table, and its parameters."""
     functions = {function.__name__: function for function, _ in table}
-    params = {function.__name__: own for function, own in table}
+    params = {function.__name__: parameters for function, parameters in table}
 
     def loss(params, x):
         return sum(function(params[name], x) for name, function in functions.items())
@@ -377,12 +381,12 @@ def stacked(cause, which, start=lambda x: x, result=jnp.sum, params=None, table=
 
     def register(layer):
         def program(p, x):
-            own = p["w"], jnp.arange(4), jnp.asarray(KEPT)
-            step = lambda h, own: (layer(h, *own, x), None)  # noqa: E731
-            return result(lax.scan(step, start(x), own, **options)[0])
+            of_layer = p["w"], jnp.arange(4), jnp.asarray(KEPT)
+            step = lambda h, of_layer: (layer(h, *of_layer, x), None)  # noqa: E731
+            return result(lax.scan(step, start(x), of_layer, **options)[0])
 
-        program.__name__, own = layer.__name__, {"w": STACK} if params is None else params
-        table.append(Cut(program, own, cause, which, line_of(layer, "# cut")))
+        program.__name__, of_layer = layer.__name__, {"w": STACK} if params is None else params
+        table.append(Cut(program, of_layer, cause, which, line_of(layer, "# cut")))
 
     return register
 
@@ -420,8 +424,8 @@ def chosen_for_the_carry(h, w, t, keep, x):
 
 @cut("zero factor", {"w": np.stack([STACK[0, :, :3]] * 4, -1)}, "2", LAYERS)
 def layers_along_the_last_of_two_axes_of_one_length(p, x):
-    def layer(h, own):
-        w, keep = own
+    def layer(h, of_layer):
+        w, keep = of_layer
         return h + keep * jnp.tanh(w @ h[:3]), None  # cut
 
     return jnp.sum(lax.scan(layer, x, (jnp.moveaxis(p["w"], 2, 0), jnp.asarray(KEPT)))[0])
@@ -468,12 +472,12 @@ def a_part_of_a_fused_kernel(p, x):
 
 
 def an_inner_layer_of_nested_scans(p, x):
-    def layer(h, own):
-        w, j = own
+    def layer(h, of_layer):
+        w, j = of_layer
         return h + jnp.where(j == 1, jnp.round(w @ h), jnp.tanh(w @ h)), None
 
-    def stage(h, own):
-        return lax.scan(layer, h, (own, jnp.arange(2)))[0], None
+    def stage(h, of_layer):
+        return lax.scan(layer, h, (of_layer, jnp.arange(2)))[0], None
 
     return jnp.sum(lax.scan(stage, x, p["w"])[0])
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._arrays import matches
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 RULE = cg.ErrorClipByValue(max=1e-3)
 
 
@@ -206,12 +206,12 @@ def test_names_change_neither_value_nor_gradient_nor_state(case):
     one, other = case(), case()
     classes = state_and_classes(one)[1]
     watched = cg.value_and_grad_with_stats(one.loss, has_aux=one.has_aux, watch=["**"])
-    found = compiled(lambda *args: watched(*args)[:2], one)(*one.args)
+    named = compiled(lambda *args: watched(*args)[:2], one)(*one.args)
     expected = compiled(value_and_grad(other), other)(*other.args)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.structure(named) == jax.tree.structure(expected)
     assert state_and_classes(one)[1] == classes
     states = [state_and_classes(each)[0] for each in (one, other)]
-    for ours, theirs in ((found, expected), states):
+    for ours, theirs in ((named, expected), states):
         jax.tree.map(np.testing.assert_array_equal, numbers(ours), numbers(theirs))
 
 
@@ -230,9 +230,11 @@ def test_a_pattern_clips_and_watches_what_tags_by_hand_do(case):
     grads, stats = clipped(there.args[0], [there.pattern])
     expected, at_tags = clipped(there.tagged, there.clipped)
     assert set(stats) == set(at_tags) == there.clipped
-    for name, found in stats.items():
-        assert found.clipped.all()
-        assert found.norm.shape == listed[name].scans
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, at_tags[name])
+    for name, by_pattern in stats.items():
+        assert by_pattern.clipped.all()
+        assert by_pattern.norm.shape == listed[name].scans
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), by_pattern, at_tags[name]
+        )
     for ours, theirs in zip(numbers(grads), numbers(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)

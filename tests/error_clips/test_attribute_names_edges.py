@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 X = jnp.linspace(-1.0, 1.0, 6)
 KEY = jax.random.key(0)
 
@@ -234,7 +234,7 @@ def test_methods_have_names_once_and_a_part_that_is_called_from_outside_its_whol
     assert set(names(reached, model, X)) == {"codec", "codec/up"}
     value, grads, stats = cg.value_and_grad_with_stats(loss)(model, X)
     assert eqx.tree_equal((value, grads), eqx.filter_value_and_grad(loss)(model, X))
-    assert all(float(found.norm) > 0 for found in stats.values())
+    assert all(float(names_there.norm) > 0 for names_there in stats.values())
 
 
 # ---- transformations of NNX ---------------------------------------------------------------------
@@ -337,20 +337,20 @@ def test_threads_have_the_same_classes_and_the_same_names():
     class Fresh(Holder):
         """A class that nobody has seen."""
 
-    model, found, seen = Holder(Fresh(linear())), [], set()
+    model, classes, seen = Holder(Fresh(linear())), [], set()
     start = threading.Barrier(4)
 
     def run():
         start.wait()
         note = lambda model, x: (seen.add(type(model.child)), loss(model, x))[1]  # noqa: E731
-        found.append(names(note, model, X))
+        classes.append(names(note, model, X))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [["child/child", "child"]] * 4
+    assert classes == [["child/child", "child"]] * 4
     assert len(seen) == 1
 
 

@@ -14,12 +14,13 @@ import clipgrad as cg
 from clipgrad import _programs
 from tests.error_clips.tagged import MODELS, X, by_hand, loss_of, scanned, step
 from tests.helpers import assert_close, assert_same
+from tests.rows import each_value, first_row
 
 VALUE = cg.ErrorClipByValue(0.3)
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
-@pytest.mark.kinds()
+@first_row
 @every_model
 def test_the_gradient_is_that_of_clips_written_by_hand(model):
     rules = {"h": VALUE}
@@ -35,7 +36,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(model):
     assert not np.allclose(clipped, plain)
 
 
-@pytest.mark.kinds()
+@first_row
 @every_model
 def test_the_value_is_unchanged_bit_by_bit(model):
     clipped = cg.error_clip_by_name(functools.partial(model, tag=checkpoint_name), {"h": VALUE})
@@ -50,7 +51,7 @@ def instructions(compiled):
     return re.sub(r"%[\w.-]+", lambda name: numbers[name[0]], text).splitlines()
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", ["plain", "scan", "scan of scan", "remat, dots", "jit of jit"])
 def test_the_compiled_forward_pass_is_the_same_program(name):
     model = functools.partial(MODELS[name], tag=checkpoint_name)
@@ -60,7 +61,7 @@ def test_the_compiled_forward_pass_is_the_same_program(name):
     assert instructions(clipped) == instructions(plain)
 
 
-@pytest.mark.kinds("model", "rules")
+@each_value
 @every_model
 @pytest.mark.parametrize("rules", [{}, {"h": None}], ids=str)
 def test_without_a_rule_it_is_the_identity(model, rules):
@@ -91,7 +92,7 @@ MAPS = {
 }
 
 
-@pytest.mark.kinds("mapped", "of_stats")
+@each_value
 @pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("of_stats", [False, True], ids=["by name", "with stats"])
 def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped, of_stats):
@@ -108,7 +109,7 @@ def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped
     assert len(record) == 1
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(("size", "batches"), [(None, 4), (2, 2), (4, 1)], ids=str)
 def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, batches):
     def gradient(tag, clip=lambda f: f):
@@ -127,7 +128,7 @@ def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, b
         np.testing.assert_allclose(clipped, by_hand_of_each / np.sqrt(4 / batches), rtol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_norm_by_name_inside_of_vmap_without_a_warning():
     def model(x):
         return jnp.sum(jax.vmap(row_by_row)(x))

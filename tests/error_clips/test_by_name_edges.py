@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import first_row
 
 X = jnp.array([0.5, 1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.1)
@@ -60,7 +61,7 @@ def beside_a_root(a, tag):
 PROGRAMS = [callback, reference, complex_numbers, beside_a_root]
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_the_gradient_is_that_of_clips_written_by_hand(program):
     gradient = jax.grad(clipped(lambda x: program(x, tag)))(X)
@@ -68,7 +69,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(program):
     assert not np.allclose(gradient, jax.grad(lambda x: program(x, tag))(X))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_gradient_that_the_function_takes_itself_is_part_of_its_value():
     plain = lambda x: gradient_penalty(x, tag)  # noqa: E731
     np.testing.assert_array_equal(clipped(plain)(X), plain(X))

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import each_value
 
 X = jnp.arange(1.0, 7.0).reshape(2, 3)
 
@@ -110,8 +111,7 @@ every_rule = pytest.mark.parametrize("make", [OfARule, Equal, closure], ids=lamb
 every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
-@pytest.mark.kinds("place")
-@pytest.mark.ci("make place", "inside place")
+@each_value
 @every_rule
 @every_place
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
@@ -123,7 +123,7 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place, insi
         np.testing.assert_array_equal(gradient(X), np.full(X.shape, 3 * c))
 
 
-@pytest.mark.kinds("place")
+@each_value
 @every_rule
 @every_place
 def test_every_kind_of_rule_may_hold_what_is_traced(make, place):

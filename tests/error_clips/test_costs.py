@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import RELEASED
+from tests.rows import first_row
 
 W = jnp.full((64, 64), 0.1)
 X = jnp.full((32, 64), 0.1)
@@ -31,7 +32,7 @@ def compiled(model, clip):
     return jax.jit(jax.grad(lambda w: model(w, X, clip))).lower(W).compile(RELEASED)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [mlp, rnn])
 @pytest.mark.parametrize(
     "rule", [cg.ErrorClipByValue(0.5), cg.ErrorClipByValue(0.5, -0.1, nan=0.0)], ids=str
@@ -98,7 +99,7 @@ def compiled_watch(model, use):
 WATCHED = {"mlp": LARGE.size, "rnn": X.size}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("model", WATCHED)
 def test_statistics_that_are_not_used_cost_nothing(model):
     plain, unused = compiled_watch(model, None), compiled_watch(model, lambda stats: ())
@@ -107,7 +108,7 @@ def test_statistics_that_are_not_used_cost_nothing(model):
     assert unused.as_text().count(" fusion(") == plain.as_text().count(" fusion(")
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("model", WATCHED)
 @pytest.mark.parametrize("use", ["before", None], ids=["norms", "all"])
 def test_watching_costs_a_read_of_the_cotangents_and_one_buffer_at_most(model, use):

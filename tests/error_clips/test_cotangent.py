@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import CASES, assert_same, tree_of
+from tests.rows import each_value
 
 
-@pytest.mark.kinds("case", "dtype")
-@pytest.mark.ci("case", "dtype")
+@each_value
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_value_is_unchanged_bit_by_bit(case, dtype):
@@ -37,7 +37,7 @@ def test_the_sum_over_all_uses_is_clipped_once():
     assert jax.grad(loss)(1.0) == 12
 
 
-@pytest.mark.kinds("case", "threshold")
+@each_value
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("threshold", [0.1, "array"])
 def test_only_array_thresholds_and_needed_values_are_saved(case, threshold, key):
@@ -132,7 +132,7 @@ def rnn(h, xs, probes, rule):
     return jnp.sum(jax.lax.scan(step, h, (xs, probes))[0] ** 2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
 def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
     xs = jax.random.normal(key, (6, 3))
@@ -157,7 +157,7 @@ def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
     assert (stats.clipped_norm <= 0.05 * (1 + 4e-7)).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
     x = jax.random.normal(key, (8, 3))
     rule = cg.ClipByNorm(0.1)
@@ -234,9 +234,9 @@ IN_PLACES = ("clip_cotangent", "inputs", "outputs", "args", "kwargs")
 @pytest.mark.parametrize("place", IN_PLACES)
 @pytest.mark.parametrize("rules", OF_TREES)
 def test_each_part_of_a_tree_has_its_rule(rules, place):
-    given, expected = OF_TREES[rules]
-    found = cotangents_of(place, TREE, given)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    cotangents, expected = OF_TREES[rules]
+    clipped = cotangents_of(place, TREE, cotangents)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected)
 
 
 @pytest.mark.parametrize("place", IN_PLACES)

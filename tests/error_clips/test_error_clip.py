@@ -269,7 +269,7 @@ def test_what_is_no_function_is_refused(bad):
         cg.error_clip(multiply)(1.0)  # without the parentheses: caught at the call
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_each_input_is_a_variable_of_its_own():
     @cg.error_clip(cg.ClipByGlobalNorm(1.0))
     def f(a, b):

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.error_clips.tagged import MODELS, X
 from tests.helpers import assert_same
+from tests.rows import first_row
 
 RULE = cg.ErrorClipByValue(0.3)
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -35,7 +36,7 @@ def test_each_operation_sees_a_clipped_cotangent(wrap):
         np.testing.assert_allclose(jax.grad(everywhere)(x), expected, rtol=1e-6)
 
 
-@pytest.mark.kinds()
+@first_row
 @every_model
 def test_the_value_is_unchanged_bit_by_bit(model):
     plain = functools.partial(model, tag=checkpoint_name)

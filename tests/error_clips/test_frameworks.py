@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,9 @@ import pytest
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+hk = pytest.importorskip("haiku")
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 X = jax.random.normal(jax.random.key(1), (2, 5, 8))
 
 

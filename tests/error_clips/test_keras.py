@@ -29,7 +29,7 @@ assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), (value, grads), ex
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_recipe_trains_a_keras_model_and_names_its_layers():
     """In a process of its own, since Keras takes its backend from the environment."""
     *_, recipe = re.findall(r"```py\n(.*?)```", (ROOT / "docs/names.md").read_text(), re.DOTALL)

@@ -282,8 +282,8 @@ IN_THE_SECOND_LINE = {
     a_loop_of_one_operation: ("x", 3, "tanh"),
     a_loop_of_several_operations: ("x", 3, "sub"),
 }
-ROWS = [(f, 1, *own) for f, own in VALUES.items()]
-ROWS += [(f, 2, *own) for f, own in IN_THE_SECOND_LINE.items()]
+ROWS = [(f, 1, *value) for f, value in VALUES.items()]
+ROWS += [(f, 2, *value) for f, value in IN_THE_SECOND_LINE.items()]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].__name__)
@@ -584,7 +584,7 @@ def test_a_function_without_names_hears_of_lines():
         cg.list_names(loss_of_calls, (XS,), lines=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 def test_the_page_shows_what_its_program_prints(tmp_path, capsys):
     text = DOCS.read_text().partition("## Lines are names")[2]

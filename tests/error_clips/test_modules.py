@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import clipgrad as cg
 from tests.error_clips.tagged import W, X
+from tests.rows import first_row
 
 RULE = cg.ErrorClipByValue(max=0.05)
 scope = jax.named_scope
@@ -132,7 +133,7 @@ def by_hand(program):
     return gradient(()), {chosen: gradient(chosen) for chosen in [*zip(every), every]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @programs
 def test_the_gradient_is_that_of_clips_written_by_hand(program):
     plain, expected = by_hand(program)
@@ -142,7 +143,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(program):
         assert not np.allclose(gradient, plain, rtol=1e-3)
 
 
-@pytest.mark.kinds()
+@first_row
 @programs
 def test_a_name_without_a_rule_changes_nothing(program):
     """Nor does one with a rule change the value."""
@@ -154,7 +155,7 @@ def test_a_name_without_a_rule_changes_nothing(program):
     assert "custom_vjp_call" not in str(jax.make_jaxpr(off)(X)) or program is beside_custom_rules
 
 
-@pytest.mark.kinds()
+@first_row
 @programs
 def test_statistics_are_those_of_a_probe_written_by_hand(program):
     loss = loss_of(program)
@@ -173,9 +174,9 @@ def test_statistics_are_those_of_a_probe_written_by_hand(program):
         return loss_of(program, leave)(X)
 
     seen = with_dummies({name: cg.types.ClipStats.zero() for name in stats})
-    for name, found in stats.items():
+    for name, watched in stats.items():
         dummy = seen[name]
-        total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), found, dummy)
+        total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), watched, dummy)
         np.testing.assert_allclose(total.norm, dummy.norm, rtol=1e-6)
         assert float(total.size) == float(dummy.size)
 
@@ -255,8 +256,11 @@ def tagged_like_a_module(x):
 def test_a_tag_wins_over_a_module_of_its_name():
     stats = cg.value_and_grad_with_stats(tagged_like_a_module, watch=["net"])(1.0)[2]
     assert stats["net"].norm == 30.0
-    found = cg.list_names(tagged_like_a_module, (jnp.ones(2),))
-    assert [(n.name, n.kind, n.sites) for n in found] == [("net", "tag", 1), ("other", "tag", 1)]
+    names_there = cg.list_names(tagged_like_a_module, (jnp.ones(2),))
+    assert [(n.name, n.kind, n.sites) for n in names_there] == [
+        ("net", "tag", 1),
+        ("other", "tag", 1),
+    ]
 
 
 def test_without_a_choice_tags_are_watched_and_modules_only_where_there_are_none():
@@ -345,7 +349,8 @@ def on_a_stopped_gradient(x, data):
     return out.sum()
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize(
     ("loss", "data"),
     [(on_data_in_a_scan, jnp.ones((3, 2))), (on_a_stopped_gradient, jnp.ones(2))],

@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close, assert_same
+from tests.rows import each_value, in_turn
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 RULES = {"h": cg.ErrorClipByValue(1e9)}
@@ -113,7 +114,7 @@ def tree_mode(wrap):
     return model.mean[...], model.var[...]
 
 
-@pytest.mark.ci("program", "transformed")
+@in_turn
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @every_transformed
 def test_a_model_is_changed_as_by_the_plain_function(program, transformed):
@@ -143,7 +144,7 @@ GRADIENTS = {name: lambda m, x, t=t: nnx.grad(t(loss))(m, x) for name, t in TRAN
 GRADIENTS["with stats"] = lambda m, x: cg.value_and_grad_with_stats(loss, error_clip=RULES)(m, x)[1]
 
 
-@pytest.mark.ci("compile", "gradient")
+@in_turn
 @pytest.mark.parametrize("compile", [nnx.jit, lambda f: f], ids=["nnx.jit", "eager"])
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 def test_a_training_ends_with_the_bits_of_the_plain_one(gradient, compile):
@@ -221,7 +222,7 @@ WATCHED = {
 }
 
 
-@pytest.mark.ci("fun transformed", "place transformed")
+@each_value
 @pytest.mark.parametrize("fun", REFERENCES.values(), ids=REFERENCES)
 @pytest.mark.parametrize("place", [as_argument, closed_over])
 @pytest.mark.parametrize("transformed", WATCHED.values(), ids=WATCHED)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import each_value
 
 X = jnp.array([0.5, 1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.01)
@@ -118,8 +119,7 @@ def some(programs):
     return pytest.mark.parametrize("program", programs, ids=lambda f: f.__name__)
 
 
-@pytest.mark.ci("program caller", "kind caller")
-@pytest.mark.kinds("program", "caller", "kind")
+@each_value
 @some(NEVER)
 @each_caller
 @kinds
@@ -135,8 +135,7 @@ def test_a_name_that_is_only_in_while_loops_is_an_error_but_where_nothing_is_dif
                 CALLERS[caller](loss, name)
 
 
-@pytest.mark.ci("program caller", "kind caller")
-@pytest.mark.kinds("program", "caller", "kind")
+@each_value
 @some(SOMEWHERE)
 @each_caller
 @kinds
@@ -152,8 +151,7 @@ def test_a_name_that_is_elsewhere_too_is_clipped_and_watched_there(program, call
         assert np.any(np.abs(grads - jax.grad(lambda x: jnp.sum(program(x, lambda x: x)))(X)) > 1)
 
 
-@pytest.mark.ci("program", "kind")
-@pytest.mark.kinds("kind")
+@each_value
 @some([*NEVER, *SOMEWHERE])
 @kinds
 def test_without_a_choice_names_with_cotangents_are_watched(program, kind):

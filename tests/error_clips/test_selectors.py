@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._arrays.patterns import decided, matches
 from clipgrad._arrays.selectors import leaves_selected, nearest, unboxed
+from tests.rows import each_value
 
 PATHS = [
     "params/Dense_0/kernel",
@@ -192,7 +193,7 @@ def update(tx, tree):
 ALL_BUT_THE_HEAD = "!head", ("**", "!head"), re.compile("^(?!.*head(/|$))")
 
 
-@pytest.mark.kinds("framework", "call")
+@each_value
 @pytest.mark.parametrize(
     "where", ["!head", ("**", "!head"), re.compile("^(?!.*head(/|$))")], ids=str
 )
@@ -315,8 +316,8 @@ WATCHED = {
 @pytest.mark.parametrize("watch", WATCHED, ids=str)
 def test_names_are_left_out_likewise(watch):
     tree = {k: jnp.ones(2) for k in ("a", "b", "head")}
-    found = cg.value_and_grad_with_stats(three_names, watch=watch)(tree)[2]
-    assert set(found) == WATCHED[watch]
+    clipped_names = cg.value_and_grad_with_stats(three_names, watch=watch)(tree)[2]
+    assert set(clipped_names) == WATCHED[watch]
     assert set(cg.with_value_stats(three_names, watch=watch)(tree)[1]) == WATCHED[watch]
 
 

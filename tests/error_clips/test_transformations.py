@@ -15,6 +15,7 @@ import pytest
 
 import clipgrad as cg
 from tests.helpers import CASES, assert_close, assert_same
+from tests.rows import first_row
 
 LIMIT = 0.3
 RULES = {case.name: case.make(LIMIT) for case in CASES}
@@ -74,8 +75,8 @@ def unrolled(h, xs, clip):
     return total
 
 
-@pytest.mark.kinds("wrap")
-@pytest.mark.ci("rule", "wrap")
+@pytest.mark.slow
+@first_row
 @every_rule
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of remat"])
 def test_every_step_of_a_scan_is_clipped(rule, wrap):
@@ -101,8 +102,7 @@ def test_a_threshold_that_changes_inside_a_scan():
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), limits), 3 * 0.25 * np.ones(2))
 
 
-@pytest.mark.kinds("taken")
-@pytest.mark.ci("rule", "taken")
+@first_row
 @every_rule
 @pytest.mark.parametrize("taken", [0, 1])
 def test_cond_and_switch_clip_in_the_branch_that_is_taken(rule, taken):
@@ -118,8 +118,8 @@ def test_cond_and_switch_clip_in_the_branch_that_is_taken(rule, taken):
         switch = jax.grad(lambda x: jax.lax.switch(i, [branch, plain], x))(x)
         return cond, switch, expected_gradient(x, rule) if taken == 0 else jax.grad(plain)(x)
 
-    *found, expected = gradients(X, taken)
-    assert_close(found, [expected] * 2, rtol=1e-5, atol=1e-7)
+    *clipped_gradients, expected = gradients(X, taken)
+    assert_close(clipped_gradients, [expected] * 2, rtol=1e-5, atol=1e-7)
 
 
 POLICIES = {
@@ -134,8 +134,7 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("rule", "policy")
+@first_row
 @every_kind
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_the_clip_survives_rematerialization(rule, policy):
@@ -147,8 +146,7 @@ def test_the_clip_survives_rematerialization(rule, policy):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci()
+@first_row
 @every_rule
 def test_inside_and_outside_of_a_custom_vjp(rule):
     @jax.custom_vjp
@@ -170,7 +168,7 @@ def test_inside_and_outside_of_a_custom_vjp(rule):
     assert_close(jax.grad(squared)(X), expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.kinds()
+@first_row
 @every_rule
 def test_derivatives_of_the_gradient(rule):
     """Gradient, jacobian and hessian of the clipped gradient, against those of its composition."""
@@ -197,8 +195,7 @@ def test_forward_mode_is_refused_by_jax_and_works_without_a_rule():
     jax.jvp(lambda x: clipped_loss(x, None), (X,), (X,))
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci()
+@first_row
 @every_rule
 def test_an_exported_program_clips(rule):
     gradient = jax.jit(jax.grad(functools.partial(clipped_loss, rule=rule)))
@@ -207,7 +204,7 @@ def test_an_exported_program_clips(rule):
     assert_close(loaded.call(X), expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.kinds()
+@first_row
 @every_rule
 def test_the_forward_pass_is_the_same_program(rule):
     def program(rule):

@@ -35,6 +35,7 @@ def test_it_is_short_and_each_row_is_a_call_with_its_limits():
     assert all(len(row) == 4 and "cg." in row[1] and row[3].startswith("that ") for row in rows())
 
 
+@pytest.mark.slow
 def test_its_names_are_public_and_its_fields_exist():
     assert set(re.findall(r"cg\.(\w+)", TEXT)) <= set(cg.__all__)
     healthy = lambda w: (w**2).sum()  # noqa: E731
@@ -52,6 +53,7 @@ def test_its_names_are_public_and_its_fields_exist():
                     assert hasattr(result, field) or hasattr(finding, field), field
 
 
+@pytest.mark.slow
 def test_its_commands_run_and_write_json(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.py").write_text(MODELS)

@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from tests import kinds
-
 PACKAGE = pathlib.Path(__file__).parents[2] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
@@ -45,9 +43,9 @@ def nodes(path):
 
 @functools.cache
 def imports(path):
-    found = [n.module for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module]
+    modules = [n.module for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module]
     plain = [n for n in nodes(path) if isinstance(n, ast.Import)]
-    return found + [alias.name for node in plain for alias in node.names]
+    return modules + [alias.name for node in plain for alias in node.names]
 
 
 def test_each_room_has_its_place():
@@ -72,8 +70,8 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
 
 
 def test_the_checker_knows_no_clip_whose_mistake_it_could_share():
-    own = {module for path in (PACKAGE / "_check").glob("*.py") for module in imports(path)}
-    rooms = {module.split(".")[1] for module in own if module.startswith("clipgrad.")}
+    imported = {module for path in (PACKAGE / "_check").glob("*.py") for module in imports(path)}
+    rooms = {module.split(".")[1] for module in imported if module.startswith("clipgrad.")}
     assert {name for name in rooms if ROOMS.index(name) > ROOMS.index("_names")} == {"_check"}
 
 
@@ -91,7 +89,11 @@ def test_the_files_that_contributors_are_told_of_exist():
     named = set(re.findall(r"(?<![\w/.])(?:\w+/)*\w+\.py\b", text))
     there = [
         f"/{p.relative_to(PACKAGE.parent)}"
-        for p in [*FILES, *(PACKAGE.parent / "tests").rglob("*")]
+        for p in [
+            *FILES,
+            *(PACKAGE.parent / "tests").rglob("*"),
+            *PACKAGE.parent.glob("benchmarks/*.py"),
+        ]
     ]
     there += ["/notebooks/execute.py"]
     assert len(named) > 10
@@ -169,21 +171,3 @@ def test_the_tests_that_comments_name_as_reasons_exist():
     for path in FILES:
         comments = [line.partition("#")[2] for line in path.read_text().splitlines()]
         assert set(re.findall(r"(?<![.\w])test_\w+", " ".join(comments))) <= defined, path
-
-
-def names_of_the_core(path):
-    """The tests of a file that run whole without a selection."""
-    source = path.read_text()
-    if not kinds.only_in_ci(source):
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and not re.search(
-                r"pytest\.mark\.(exhaustive|kinds)", " ".join(map(ast.unparse, node.decorator_list))
-            ):
-                yield node.name
-
-
-def test_the_core_runs_the_examples_of_every_public_name():
-    core = {name for path in TESTS for name in names_of_the_core(path)}
-    assert "test_the_examples_in_docstrings_run" in core
-    name = "test_what_is_public_is_documented_functions_with_arguments_results_and_an_example"
-    assert name in core

@@ -102,7 +102,7 @@ def without(name, argument):
 
 def marked(name, argument, change):
     is_slow = name in COSTLY and argument != FIRST[name]
-    return pytest.param(name, argument, change, marks=[pytest.mark.exhaustive] * is_slow)
+    return pytest.param(name, argument, change, marks=[pytest.mark.slow] * is_slow)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from benchmarks import report, rows
 from benchmarks.rows import OURS, PEER, DifferentNumbersError, Row, Scale
 from benchmarks.subjects import SUBJECTS, per_example
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TINY = Scale(1 / 500)
 
 

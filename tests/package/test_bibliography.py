@@ -3,12 +3,13 @@
 import pathlib
 import re
 
-import nbformat
 import pytest
 
 from tests.helpers import NAMES, public
 
-pytestmark = pytest.mark.exhaustive
+nbformat = pytest.importorskip("nbformat")
+
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "bibliography.md").read_text()

@@ -43,7 +43,7 @@ def test_an_unknown_page_is_refused_with_the_pages_there_are(capsys):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_command_in_silence():
     command = [sys.executable, "-m", "clipgrad", "help", "my_run_blew_up"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -65,7 +65,7 @@ def test_a_number_that_is_none_is_refused(option, number, capsys):
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "modules, packages",
     [
@@ -82,7 +82,7 @@ def test_missing_extras_are_one_clear_line(modules, packages, monkeypatch, capsy
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_refused_before_training(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert cli.main([*DEMO, "--out", str(tmp_path / "file")]) == 2
@@ -101,7 +101,7 @@ def test_an_interrupted_command_has_the_exit_code_of_the_shell(monkeypatch):
     assert cli.main(["wait"]) == 130
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_module_runs_and_does_not_load_what_only_the_demo_needs():
     script = (
         "import sys, runpy; sys.argv = ['clipgrad', '--help']\n"

@@ -46,7 +46,7 @@ def assert_pages_program_prints(page):
     assert not printed.getvalue()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_page
 def test_the_programs_run_and_print_what_the_page_shows(page):
     assert_pages_program_prints(page)
@@ -72,9 +72,9 @@ def rows(name, heading):
 
 
 LINES = [
-    pytest.param(name, *row, id=f"{name}: {row[0]}")
+    pytest.param(name, *row, id=f"{name}: {row[0]}", marks=[pytest.mark.slow] * (i > 0))
     for name in [*sorted(path.stem for path in (DOCS / "coming_from").glob("*.md")), "../privacy"]
-    for row in rows(name, "you write | here")
+    for i, row in enumerate(rows(name, "you write | here"))
 ]
 
 
@@ -95,7 +95,6 @@ def run(line):
     return names
 
 
-@pytest.mark.kinds("name")
 @pytest.mark.parametrize("name, theirs, ours", LINES)
 def test_each_line_of_a_table_runs(name, theirs, ours):
     names = run(ours)
@@ -127,7 +126,7 @@ def assert_as_printed(result, printed):
 OPTAX = rows("optax", "gradients | clip | optax 0.2.8 | here")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OPTAX, ids=lambda row: f"{row[0]} {row[1]}")
 def test_the_differences_from_optax_are_as_printed(row):
     grads = eval(row[0], {"jnp": jnp})
@@ -142,7 +141,7 @@ def test_the_differences_from_optax_are_as_printed(row):
 CHECKERS = {"check_grads", "assert_numerical_grads", "gradcheck"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows("../check", "from | you wrote | here"), ids=lambda row: row[1])
 def test_a_call_of_another_checker_says_what_to_write_and_that_runs(row):
     _, before, after = row

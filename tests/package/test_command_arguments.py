@@ -14,7 +14,7 @@ ROWS = [
     pytest.param(
         command,
         option,
-        marks=[pytest.mark.exhaustive] * (command == "compare" or option in ("--out", "--capture")),
+        marks=[pytest.mark.slow] * (command == "compare" or option in ("--out", "--capture")),
     )
     for command, rows in commands.COMMANDS.items()
     for option in rows

@@ -14,7 +14,7 @@ from clipgrad import _demo
 from clipgrad._commands import cli
 from clipgrad._demo import TASKS, Arm, Run, demo_figure, head, row, span
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 NAN = math.nan
 

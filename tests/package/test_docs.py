@@ -15,9 +15,9 @@ import pytest
 import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._errors import docs_page, docs_title
-from tests import kinds
 from tests.helpers import NAMES
 from tests.package.test_guides import GUIDES
+from tests.rows import first_row
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -39,7 +39,7 @@ def rows(page, heading):
     return [[cell.strip().strip("`") for cell in row] for row in cells]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda page: page.stem)
 def test_the_programs_of_a_page_run_in_one_go(page):
     exec("\n".join(PROGRAM.findall(page.read_text())), {})
@@ -79,11 +79,13 @@ def test_every_guarantee_names_tests_that_there_are():
 @pytest.fixture
 def default_rows(request):
     """The tests of which README's command runs a row, as pytest collects them."""
-    if request.config.stash[kinds.core]:
-        ids = [item.nodeid for item in request.session.items]
-    else:  # this file was asked for by name
+    items = request.session.items
+    rooms = {item.path.parent.name for item in items}
+    if rooms >= {promise.partition("/")[0] for promise in " ".join(PROMISES).split()}:
+        ids = [item.nodeid for item in items if not item.get_closest_marker("slow")]
+    else:  # a part of the tests was asked for
         files = {f"tests/{proof.split('::')[0]}" for proof in " ".join(PROMISES).split()}
-        words = ["-m", "pytest", "--collect-only", "-q", "-m", "not exhaustive", *sorted(files)]
+        words = ["-m", "pytest", "--collect-only", "-q", *sorted(files)]
         shown = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
         ids = [line for line in shown.stdout.splitlines() if "::" in line]
     return {item.partition("[")[0].removeprefix("tests/") for item in ids}
@@ -190,7 +192,7 @@ def test_each_choice_of_a_clip_is_code_that_runs(code):
     exec(code.lstrip("@"), names)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("row", rows("nan.md", "operation"), ids=lambda row: row[0])
 def test_each_suspect_has_no_finite_derivative_and_its_cure_has(row):
     suspect, point, _, cure = row

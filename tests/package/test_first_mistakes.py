@@ -20,6 +20,7 @@ from clipgrad._arrays.calls import ELSEWHERE as WORDS
 from clipgrad._arrays.lookups import FIELDS_ELSEWHERE
 from clipgrad._lazily import INSTEAD
 from tests.helpers import NAMES
+from tests.rows import first_row
 
 W, X = jnp.ones(3), jnp.arange(3.0)
 
@@ -112,19 +113,19 @@ def test_the_rule_of_paddle_prints_as_the_class_that_it_is():
 # ---- percentiles --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "meant"), [(0.9, "90"), (0.25, "25"), (0.995, "99.5")])
-def test_a_percentile_that_looks_like_a_share_is_asked_about(given, meant):
-    with pytest.warns(UserWarning, match=rf"got {given}, which is the .*; .* write {meant}$"):
-        cg.PercentileThreshold(given)
+@pytest.mark.parametrize(("percentile", "meant"), [(0.9, "90"), (0.25, "25"), (0.995, "99.5")])
+def test_a_percentile_that_looks_like_a_share_is_asked_about(percentile, meant):
+    with pytest.warns(UserWarning, match=rf"got {percentile}, which is the .*; .* write {meant}$"):
+        cg.PercentileThreshold(percentile)
     with pytest.warns(UserWarning, match=rf"for this share write {meant}$"):
-        cg.published.suggest_threshold([1.0, 2.0], given)
+        cg.published.suggest_threshold([1.0, 2.0], percentile)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("given", [0, 1, 1.0, 1.5, 10, 90.0, 99.5, 100])
-def test_other_percentiles_are_taken_as_they_are(given):
-    cg.published.suggest_threshold([1.0, 2.0], given)
-    assert cg.PercentileThreshold(given).percentile == given
+@pytest.mark.parametrize("percentile", [0, 1, 1.0, 1.5, 10, 90.0, 99.5, 100])
+def test_other_percentiles_are_taken_as_they_are(percentile):
+    cg.published.suggest_threshold([1.0, 2.0], percentile)
+    assert cg.PercentileThreshold(percentile).percentile == percentile
 
 
 # ---- gradients where a loss is meant ------------------------------------------------------------
@@ -677,9 +678,9 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("name", CALLERS)
-@pytest.mark.parametrize("given", MISFITS)
-def test_arguments_that_do_not_fit_the_function_are_said(name, given, tmp_path):
-    args, match = MISFITS[given]
+@pytest.mark.parametrize("arguments", MISFITS)
+def test_arguments_that_do_not_fit_the_function_are_said(name, arguments, tmp_path):
+    args, match = MISFITS[arguments]
     more = (tmp_path / "run.npz",) if name == "save_run" else ()
     with pytest.raises(TypeError, match=match):
         CALLERS[name](loss, args, *more)
@@ -746,9 +747,9 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("given", ARGUMENTS)
-def test_arguments_that_are_no_tuple_are_answered_by_the_tuple(reader, given):
-    args, match = ARGUMENTS[given]
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_arguments_that_are_no_tuple_are_answered_by_the_tuple(reader, arguments):
+    args, match = ARGUMENTS[arguments]
     with pytest.raises(TypeError, match=match):
         READERS[reader](loss, *args)
 
@@ -784,11 +785,11 @@ def test_no_message_prints_arrays(name):
 # ---- states, arguments and losses ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [2, True, np.arange(3), jnp.arange(3)], ids=str)
-def test_an_integer_to_differentiate_by_is_refused_with_what_to_write(given):
+@pytest.mark.parametrize("arguments", [2, True, np.arange(3), jnp.arange(3)], ids=str)
+def test_an_integer_to_differentiate_by_is_refused_with_what_to_write(arguments):
     run = cg.value_and_grad_with_stats(loss)
     with pytest.raises(TypeError, match=r"^args: got \w+.* at position 0, .*; write 1.0 for 1"):
-        run(given, 2.0)
+        run(arguments, 2.0)
 
 
 THRESHOLDS = [jnp.array(1.0), jnp.ones(2), np.ones(2)]
@@ -802,8 +803,8 @@ def test_a_rule_with_an_array_is_compiled_as_an_argument(threshold):
         with pytest.raises(TypeError, match=r"^\w+: got an array .*; or write jax.jit\(lambda rul"):
             jax.jit(rule)({"a": jnp.ones((3, 2))})
     rule = cg.ClipByNorm(jnp.array(1.0))
-    found = jax.jit(lambda rule, grads: rule(grads))(rule, {"a": jnp.array([3.0, 4.0])})
-    np.testing.assert_allclose(found["a"], [0.6, 0.8], rtol=1e-6)
+    clipped = jax.jit(lambda rule, grads: rule(grads))(rule, {"a": jnp.array([3.0, 4.0])})
+    np.testing.assert_allclose(clipped["a"], [0.6, 0.8], rtol=1e-6)
 
 
 def step_of(loss_fn, **options):
@@ -857,7 +858,7 @@ def test_a_loss_of_several_numbers_in_a_training_step_says_what_is_expected(loss
         step(step.init(W), X)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", BATCH_LOSSES)
 def test_a_loss_of_a_batch_says_how_to_write_that_of_one_example(name):
     w, batch = jnp.ones((3, 1)), (jnp.ones((4, 3)), jnp.ones(4))
@@ -881,3 +882,33 @@ def test_a_loss_that_fails_for_another_reason_raises_its_own_error():
 
     with pytest.raises(ValueError, match="^mine"):
         cg.clip_per_example(broken, cg.ClipByGlobalNorm(1.0))(W, jnp.ones((4, 3)))
+
+
+# ---- what is called, watched or logged that has nothing to say ----------------------------------
+
+CLIPS = {
+    "clip_by_norm": lambda: cg.clip_by_norm(1.0),
+    "clip_by_global_norm": lambda: cg.clip_by_global_norm(1.0),
+    "clip_by_value": lambda: cg.clip_by_value(1.0),
+    "clip_by_block_rms": lambda: cg.clip_by_block_rms(1.0),
+    "adaptive_grad_clip": lambda: cg.adaptive_grad_clip(0.1),
+    "gradient_clip": lambda: cg.gradient_clip(cg.ClipByNorm(1.0)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_transformation_that_is_called_says_what_clips_gradients_once(clip):
+    for more in ((), (W,)):
+        with pytest.raises(TypeError, match=r"got a call .* write clip_grads\(grads, ClipByNorm"):
+            CLIPS[clip]()({"w": W}, *more)
+    with pytest.raises(TypeError, match=r"rule: got an optax.GradientTransformation"):
+        cg.clip_cotangent(X, CLIPS[clip]())
+
+
+@pytest.mark.parametrize("names", ["w", "w b", "dense/w dense/b", "0 1"])
+def test_scalars_of_parameters_or_gradients_says_what_to_write(names):
+    arrays = {name: W if name.endswith(("b", "1")) else jnp.ones((3, 2)) for name in names.split()}
+    for layers in (False, True):
+        with pytest.raises(ValueError, match=r"global_norm\(grads\).*watch_updates\(optimizer\)"):
+            cg.scalars(arrays, layers=layers)
+    assert "loss" in cg.scalars({"loss": 1.0, **arrays})

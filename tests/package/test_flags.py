@@ -10,7 +10,7 @@ import pytest
 
 import clipgrad as cg
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager

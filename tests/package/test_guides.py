@@ -38,14 +38,14 @@ def text_of(page):
     return (DOCS / f"{page}.md").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_guide
 def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert_pages_program_prints(DOCS / f"{page}.md")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_guide
 def test_the_programs_run_as_they_are_copied_on_one_device(page, tmp_path):
     program = "".join(re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL))
@@ -74,7 +74,7 @@ def test_an_answer_is_a_short_program(page, question, most):
     assert sum(bool(line.strip()) for line in program.splitlines()) <= most
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
 def test_the_step_in_keras_trains():
     """In a process of its own, since Keras takes its backend from the environment."""
@@ -104,34 +104,34 @@ def loggers():
     """The functions of the page that log, without its training."""
     tree = ast.parse("\n".join(re.findall(r"```python\n(.*?)```", text_of("logging"), re.DOTALL)))
     wanted = {"numbers", "arrays", "log_to_wandb", "log_to_tensorboard", "log_to_clu"}
-    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
-    assert {node.name for node in found} == wanted
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    assert {node.name for node in functions} == wanted
     names = {"np": np}
-    exec(compile(ast.Module(found, []), "logging.md", "exec"), names)
+    exec(compile(ast.Module(functions, []), "logging.md", "exec"), names)
     return names
 
 
 def test_each_logger_gets_numbers_as_numbers_and_arrays_as_histograms(monkeypatch):
     fake = types.SimpleNamespace(Histogram=lambda value: ("histogram", value.tolist()))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    found = {"loss": np.float32(2), "h/norm": np.array([1, np.nan, 3], np.float32)}
+    numbers = {"loss": np.float32(2), "h/norm": np.array([1, np.nan, 3], np.float32)}
     names, run, board, clu = loggers(), Sink(), Sink(), Sink()
-    names["log_to_wandb"](run, found, 7)
+    names["log_to_wandb"](run, numbers, 7)
     assert run.seen == [("log", {"loss": 2.0, "h/norm": ("histogram", [1.0, 3.0])}, 7)]
-    names["log_to_tensorboard"](board, found, 7)
+    names["log_to_tensorboard"](board, numbers, 7)
     (scalar, histogram) = board.seen
     assert scalar == ("add_scalar", "loss", 2.0, 7)
     assert histogram[:2] == ("add_histogram", "h/norm") and histogram[2].tolist() == [1, 3]
-    names["log_to_clu"](clu, found, 7)
+    names["log_to_clu"](clu, numbers, 7)
     assert [call[:2] for call in clu.seen] == [("write_scalars", 7), ("write_histograms", 7)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_tensorboard_writer_takes_what_the_page_gives_it(tmp_path):
     tensorboard = pytest.importorskip("tensorboardX")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
-        found = {"loss": jnp.float32(2), "h/norm": np.array([1, np.nan])}
-        loggers()["log_to_tensorboard"](writer, found, 7)
+        numbers = {"loss": jnp.float32(2), "h/norm": np.array([1, np.nan])}
+        loggers()["log_to_tensorboard"](writer, numbers, 7)
     assert list(tmp_path.iterdir())
 
 
@@ -173,7 +173,7 @@ def test_every_setting_of_a_language_model_has_a_source_and_a_value():
 def found_by():
     """Of each page the words that its author wants it found by."""
     table = json.loads((DOCS / "keywords.json").read_text())
-    return {page: found["words"] for page, found in table.items()}
+    return {page: entry["words"] for page, entry in table.items()}
 
 
 def test_the_words_of_the_index_lead_to_one_page_each():

@@ -123,6 +123,89 @@ QUESTIONS = {
     "is it slower than optax": "costs",
     "lightning gradient_clip_val": "coming_from/trainers coming_from/pytorch",
     "deepseek": "published_clips",
+    # Forty more, written the same way: 28 of 40, before words and ranking were mended.
+    "my loss suddenly became NaN after 3000 steps": "my_run_blew_up nan",
+    "gradient is nan but the loss is fine": "nan",
+    "sqrt of zero gives nan grad": "nan",
+    "why do my weights not change": "zero which_layer",
+    "one layer gets no gradient at all": "zero",
+    "which sample in the batch causes the huge gradient": "per_example my_run_blew_up "
+    "notebooks/7_per_example",
+    "loss curve has spikes": "my_run_blew_up",
+    "skip bad batches automatically": "my_run_blew_up api/gradient_clip api/recorder",
+    "training crashed and I have no checkpoint of it": "my_run_blew_up",
+    "loss is different after loading a checkpoint": "two_versions",
+    "my flash attention kernel gives slightly different results": "two_versions check",
+    "verify the backward pass of my pallas kernel": "check",
+    "finite difference test of custom_vjp fails": "check notebooks/4_checking_gradients",
+    "does one example leak into another in the batch": "two_versions",
+    "put clipping before or after adam": "which_clip coming_from/optax",
+    "what max norm should I use": "which_clip published_clips api/thresholds",
+    "clip only the embedding layer": "rules",
+    "do not clip the biases": "rules",
+    "clip each layer separately": "rules api/rules notebooks/3_gradient_clipping",
+    "write my own clipping function": "rules",
+    "gradient clipping like in llama": "published_clips",
+    "which settings did deepseek train with": "published_clips",
+    "orthogonalized momentum newton schulz": "published_clips",
+    "fine tuning with low rank adapters": "recipes",
+    "freeze the backbone": "recipes",
+    "batch does not fit in memory accumulate gradients": "recipes",
+    "loss weighted by number of tokens": "recipes api/training",
+    "attention scores get huge": "recipes published_clips",
+    "hyperparameter transfer across width": "recipes",
+    "rnn gradients explode over time": "exploding",
+    "why do deep networks have vanishing gradients": "exploding notebooks/6_seeing_inside",
+    "translate clip_grad_norm_ from torch": "coming_from/pytorch coming_from",
+    "register_hook equivalent": "coming_from/pytorch",
+    "moved a model from pytorch and the losses do not match": "port",
+    "memory of per sample gradients": "per_example costs",
+    "get the names of all layers in my model": "names api/by_name",
+    "look at activations without changing the code": "names api/by_name notebooks/6_seeing_inside",
+    "what does cotangent mean": "glossary",
+    "complex valued parameters": "corner_cases",
+    # And forty: 28 of 40 with the new ranking, before words were added for the others.
+    "train on 8 gpus is the norm over all of them": "guarantees layout notebooks/5_many_devices",
+    "sharded parameters fsdp": "layout guarantees notebooks/5_many_devices",
+    "loss differs between one gpu and eight": "layout two_versions notebooks/5_many_devices",
+    "tensor parallel step gives wrong numbers": "layout notebooks/5_many_devices",
+    "forgot the psum under shard_map": "layout notebooks/5_many_devices",
+    "multi host several processes": "notebooks/5_many_devices guarantees layout my_run_blew_up",
+    "differentially private training": "privacy",
+    "how much noise for epsilon 8": "privacy",
+    "privacy accountant": "privacy",
+    "switch from opacus": "privacy",
+    "poisson sampling of batches": "privacy",
+    "flax nnx example": "frameworks",
+    "use with equinox filter_jit": "frameworks",
+    "haiku transform": "frameworks",
+    "keras model.fit": "frameworks coming_from/keras",
+    "batch statistics and dropout keys": "frameworks",
+    "does it work with maxtext": "coming_from/trainers coming_from",
+    "mosaic composer algorithm": "coming_from/composer",
+    "send gradient norms to weights and biases": "logging",
+    "tensorboard histogram of gradients": "logging",
+    "how often should I log without slowing down training": "logging",
+    "norm of each layer in the dashboard": "logging which_layer",
+    "logging inside lax.scan": "logging",
+    "run it from the terminal": "api/command_line",
+    "exit code for ci": "api/command_line agents",
+    "write the result as json": "api/command_line agents",
+    "does my gpu work with this library": "api/command_line",
+    "use with claude code or codex": "agents",
+    "threshold that adapts to the run": "api/thresholds rules notebooks/3_gradient_clipping",
+    "clip at a percentile of recent norms": "api/thresholds rules which_clip",
+    "increase the clip value during warmup": "rules coming_from/optax api/thresholds "
+    "published_clips",
+    "agc of nfnets": "coming_from/composer which_clip rules api/rules",
+    "fp16 overflow loss scale": "recipes",
+    "does bf16 hurt my training": "bfloat16",
+    "keep master weights in float32": "recipes",
+    "fp8 training": "coming_from/trainers",
+    "tutorial for beginners": "notebooks notebooks/1_autograd",
+    "how does backpropagation work": "notebooks/1_autograd notebooks",
+    "jupyter notebook download": "notebooks",
+    "clip inside the backward pass step by step": "notebooks/2_error_clip notebooks",
 }
 # The words of the systems that this library grew from, by the page that has a row for them.
 PADDLE = """error_clip_callback append_clip_op BaseErrorClipAttr grad_to_var set_error_clip
@@ -156,12 +239,14 @@ def test_words_and_phrases_lead_to_the_page_that_answers_them_first(words, capsy
     assert capsys.readouterr().out.split()[0] in SOUGHT[words].split()
 
 
-def test_of_eighty_questions_in_users_words_nearly_all_lead_to_the_page_first():
+@pytest.mark.slow
+def test_of_the_questions_in_users_words_nearly_all_lead_to_the_page_first():
     firsts = {words: [place.page for place in search(words)[:1]] for words in QUESTIONS}
     missed = [words for words in QUESTIONS if firsts[words][0] not in QUESTIONS[words].split()]
-    assert len(QUESTIONS) == 80 and len(missed) <= 5, missed
+    assert len(QUESTIONS) == 159 and len(missed) <= 9, missed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_the_site_finds_what_the_command_finds():
     questions = [*QUESTIONS, *SOUGHT, *WORDS]
@@ -196,8 +281,8 @@ def line_of(place):
 
 def test_each_word_of_the_index_finds_its_page_among_the_first():
     missed = {}
-    for page, found in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():
-        for word in found["words"]:
+    for page, entry in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():
+        for word in entry["words"]:
             if page not in [place.page for place in search(word)[:12]]:
                 missed[word] = page
     assert not missed

@@ -16,6 +16,7 @@ from jax.experimental import sparse
 
 import clipgrad as cg
 from tests.helpers import PLACES, assert_close, assert_same
+from tests.rows import first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -100,7 +101,7 @@ EVERY = GRADIENTS | MEASURES | PARAMETERS | ANYTHING | OTHERS
 # What is no tree
 
 
-def own() -> Any:
+def own_list() -> Any:
     tree = [jnp.ones(2)]
     tree.append(tree)
     return tree
@@ -116,7 +117,7 @@ def levels(number: int, leaf: Any) -> Any:
     return functools.reduce(lambda tree, _: [tree], range(number), leaf)
 
 
-ENDLESS = {"a list": own, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
+ENDLESS = {"a list": own_list, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
 
 
 def room(depth=0):
@@ -209,7 +210,7 @@ def sparse_loss(w: sparse.BCOO, x: Any) -> Any:
     return jnp.sum((w @ x) ** 2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_gradient_of_a_sparse_matrix_is_clipped_as_a_dense_one():
     w, x = sparse.BCOO.fromdense(jnp.diag(jnp.array([3.0, 4.0]))), jnp.array([1.0, 2.0])
     grads = sparse.grad(sparse_loss)(w, x)
@@ -267,7 +268,7 @@ WITH_OPTIONS: dict[str, Callable[[Any], Any]] = {
 NO_TREES = {"diagnose", "list_names", "the batch of clip_per_example"}
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", [name for name in EVERY | WITH_OPTIONS if name not in NO_TREES])
 def test_nothing_warns_of_numpy_numbers(name):
     for leaf in jax.tree.leaves(jax.eval_shape(lambda: (EVERY | WITH_OPTIONS)[name](NUMPY))):
@@ -327,9 +328,9 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_frozen_scale_of_such_a_dtype_passes(name):
-    found = FROZEN[name]({"w": jnp.ones(3), "scale": SCALES})
-    np.testing.assert_array_less(found["w"], 4)
-    scale = found.get("scale")
+    clipped = FROZEN[name]({"w": jnp.ones(3), "scale": SCALES})
+    np.testing.assert_array_less(clipped["w"], 4)
+    scale = clipped.get("scale")
     assert scale is None or scale.dtype == SCALES.dtype and np.all(scale == SCALES)
 
 
@@ -448,7 +449,7 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", OWN)
 def test_arrays_of_numpy_count_by_their_numbers(rule):
     x = jnp.asarray(arrays()["by columns"])
@@ -481,7 +482,7 @@ def test_a_state_that_was_made_eagerly_can_be_donated():
     assert step(tx.init(params), params).count == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_masks_of_trees_with_none():
     grads = {"a": None, "b": jnp.full((2, 2), 9.0), "c": jnp.full(2, 9.0)}
     where = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731

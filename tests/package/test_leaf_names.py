@@ -10,6 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays import leaf_names, leaf_paths
+from tests.rows import each_value
 
 UP = np.array([0.5, 2.0, 3.0], np.float32)
 X = jnp.arange(1.0, 4.0)
@@ -86,15 +87,15 @@ twice.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))
 
 
 def of_diagnosis(params, read):
-    found = cg.diagnose(lambda p, x: jnp.sum(jax.lax.floor(read(p)) * x), (params, X))
-    assert found.findings[0].leaf in found.message
-    return {found.findings[0].leaf}
+    diagnosis = cg.diagnose(lambda p, x: jnp.sum(jax.lax.floor(read(p)) * x), (params, X))
+    assert diagnosis.findings[0].leaf in diagnosis.message
+    return {diagnosis.findings[0].leaf}
 
 
 def of_bad_argument(params, read):
     bad = jax.tree.map(lambda x: x * jnp.nan if jnp.all(x == UP) else x, params)
-    found = cg.diagnose(lambda p, x: jnp.sum(read(p) * x), (bad, X))
-    return set(re.findall(r"elements of (\S+) are not finite", found.message))
+    diagnosis = cg.diagnose(lambda p, x: jnp.sum(read(p) * x), (bad, X))
+    return set(re.findall(r"elements of (\S+) are not finite", diagnosis.message))
 
 
 def of_check(params, read):
@@ -107,9 +108,9 @@ def of_comparison(params, read):
     def loss(double):
         return lambda p, x: jnp.sum(double(read(p)) * x)
 
-    found = cg.compare(loss(lambda x: 2 * x), loss(twice), (params, X)).findings[0]
-    assert f"the gradient of {found.path} differs" in found.message
-    return {found.path}
+    finding = cg.compare(loss(lambda x: 2 * x), loss(twice), (params, X)).findings[0]
+    assert f"the gradient of {finding.path} differs" in finding.message
+    return {finding.path}
 
 
 def of_plan(params, read):
@@ -149,8 +150,7 @@ WITH_PATHS = {
 }  # fmt: skip
 
 
-@pytest.mark.kinds("holder", "speaker")
-@pytest.mark.ci("holder", "speaker")
+@each_value
 @pytest.mark.parametrize("speaker", [*NAMED, *WITH_PATHS])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_leaf_has_one_name_and_one_path(holder, speaker, request):

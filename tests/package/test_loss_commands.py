@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written_does_not_hide_a_finding(
     assert shown.out.startswith("vjp: " if code == 1 else "nothing is wrong")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "name", "kind", "line"),
     [

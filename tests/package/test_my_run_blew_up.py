@@ -20,7 +20,7 @@ import clipgrad as cg
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "my_run_blew_up.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
 
 def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monkeypatch, capsys):
@@ -202,5 +202,7 @@ def test_a_run_that_died_is_replayed_from_a_checkpoint(page, tmp_path):
         page["replay"](tmp_path, params, state, 50)
     capture = cg.load_capture(error.value.path)
     assert capture.step == 57 and all(np.isfinite(x).all() for x in jax.tree.leaves(capture.params))
-    found = cg.diagnose(page["loss"], capture.args, examples="batch")
-    assert found.findings[0].operation == "div" and [e.index for e in found.examples] == [21]
+    diagnosis = cg.diagnose(page["loss"], capture.args, examples="batch")
+    assert diagnosis.findings[0].operation == "div" and [e.index for e in diagnosis.examples] == [
+        21
+    ]

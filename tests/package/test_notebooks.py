@@ -6,13 +6,14 @@ import re
 import runpy
 
 import jax
-import nbformat
 import pytest
 
 from tests.helpers import environment_of_users
 from tests.package.test_coming_from import assert_printed
 
-pytestmark = pytest.mark.exhaustive
+nbformat = pytest.importorskip("nbformat")
+
+pytestmark = pytest.mark.slow
 
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))

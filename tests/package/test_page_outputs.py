@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("page", ["check", "names", "per_example"])
 def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
@@ -31,13 +31,13 @@ STORED = {
 
 def stored(subject, work, *theirs):
     """The ratios of a row to other programs, as the page writes them."""
-    found = {
+    outputs = {
         each["theirs"]: each["ratio"]
         for each in report.comparisons({subject: STORED[subject]})
         if f"{each['work']},".startswith(f"{work},")
         and each["ours"] in ("clipgrad", "clipped", "recorded")
     }
-    return [found[name] for name in theirs]
+    return [outputs[name] for name in theirs]
 
 
 COSTS = {

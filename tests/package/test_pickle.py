@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 
-import cloudpickle
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -18,7 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_same
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+cloudpickle = pytest.importorskip("cloudpickle")
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
 PARAMS = {"b": jnp.array([0.5]), "w": jnp.array([[3.0, 4.0]])}
 SCALES = (1.0, 2.0, 90.0, 3.0)

@@ -49,7 +49,7 @@ def test_guides_have_pictures():
     assert guides <= {PAGES.get(name, name) for name in NAMES}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_text_of_a_picture_can_be_read_on_a_phone(name, pictures):
     with pictures.theme("_dark"):
@@ -63,7 +63,7 @@ def test_each_text_of_a_picture_can_be_read_on_a_phone(name, pictures):
     assert -0.03 < box.x0 and box.x1 < width + 0.03 and -0.03 < box.y0 and box.y1 < height + 0.03
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_picture_of_readme_shows_what_its_description_says(pictures):
     text = (ROOT / "README.md").read_text()
     (panel,) = pictures.where_it_breaks().axes
@@ -78,7 +78,7 @@ def test_the_picture_of_readme_shows_what_its_description_says(pictures):
     assert "VJP of sqrt" in panel.texts[-1].get_text() and "operation there: sqrt" in text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_pictures_of_a_cut_three_witnesses_and_two_versions_show_these(pictures):
     (panel,) = pictures.zero().axes
     assert [t.get_text() for t in panel.texts if re.fullmatch(r"[\d.]+", t.get_text())] == [

@@ -154,7 +154,7 @@ def test_there_are_six_cards_with_a_link_each():
     assert line.strip("`") in CLIP and ROWS[-1][2].strip("`") == OUTPUTS[2].strip()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
 def test_a_card_prints_what_it_shows(name, capsys, monkeypatch, tmp_path):
     if name == "load_capture":

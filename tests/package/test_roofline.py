@@ -94,6 +94,6 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_program_takes_the_time_that_is_known(name):
     text, seconds = KNOWN[name]
-    found = Estimate(text)
-    assert found.seconds == pytest.approx(seconds, rel=1e-4)
-    assert sum(found.kernels.values()) == pytest.approx(found.seconds)
+    estimate = Estimate(text)
+    assert estimate.seconds == pytest.approx(seconds, rel=1e-4)
+    assert sum(estimate.kernels.values()) == pytest.approx(estimate.seconds)

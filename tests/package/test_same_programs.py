@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 
 # What each process does; before it, an odd one takes memory, so that addresses are in other order.

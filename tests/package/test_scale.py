@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import clipgrad as cg
+from tests.rows import each_value
 
 
 def leaf(*shape, dtype=jnp.bfloat16):
@@ -74,8 +75,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.kinds("tree")
-@pytest.mark.ci("function", "tree")
+@each_value
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_it_traces_on_trees_of_any_size(function, tree, users_promotion):
@@ -85,7 +85,7 @@ def test_it_traces_on_trees_of_any_size(function, tree, users_promotion):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_count_of_nan_and_inf_does_not_wrap_at_32_bits():
     def run(tree):
         return cg.clip_grads(tree, cg.ClipByGlobalNorm(1.0), nonfinite="error")[0]

@@ -1,6 +1,6 @@
 """The site in a browser: nothing is cut, no link is broken, the search answers.
 
-``CLIPGRAD_SITE=build/site pytest -m exhaustive tests/package/test_site.py``, after Sphinx has built
+``CLIPGRAD_SITE=build/site pytest -m slow tests/package/test_site.py``, after Sphinx has built
 the site there; Chromium is that of the machine, or of ``playwright install chromium``.
 """
 
@@ -13,7 +13,7 @@ import urllib.parse
 
 import pytest
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 SITE = pathlib.Path(os.environ.get("CLIPGRAD_SITE", "build/site")).resolve()
 PAGES = ["index", "nan", "my_run_blew_up", "api/diagnose", "notebooks/2_error_clip"]
 WIDTHS = [1400, 400]

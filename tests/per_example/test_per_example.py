@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import CASES, RELEASED, assert_close, assert_same, float64, stable_id
+from tests.rows import each_value, first_row
 
 NORM = cg.ClipByGlobalNorm(1.0)
 
@@ -60,7 +61,7 @@ def by_every_rule():
     return params, each_gradient(params, batch), run(params, batch)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_rule_clips_the_gradient_of_each_example(case, by_every_rule):
     params, each, results = float64(by_every_rule[0]), float64(by_every_rule[1]), by_every_rule[2]
@@ -75,7 +76,7 @@ def test_every_rule_clips_the_gradient_of_each_example(case, by_every_rule):
     assert (stats.clipped == (np.array(above) > 1 if case.limits else True)).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_it_equals_the_function_of_optax_on_float32(key):
     params, batch = data(key)
     each = each_gradient(params, batch)
@@ -94,7 +95,7 @@ def test_it_equals_the_function_of_optax_on_float32(key):
         assert stats.clipped.sum() == number
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
     params, batch = data(key)
@@ -110,7 +111,7 @@ def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
     np.testing.assert_allclose(value, 16 * expected[0], rtol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch", [1, 6])
 def test_statistics_and_aux_come_in_the_order_of_the_batch(microbatch):
     sizes = jnp.arange(1.0, 13.0)
@@ -186,7 +187,7 @@ def half_a_unit(x):
     return 0.5 * 2.0 ** (np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(x.dtype).nmant)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_half
 @every_reduction
 @pytest.mark.parametrize("path", PATHS)
@@ -199,7 +200,7 @@ def test_the_sum_is_rounded_once_by_half_a_unit_in_the_last_place(path, reduce, 
     assert result.dtype == dtype and (off <= 1.01 * half_a_unit(result)).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_half
 @every_reduction
 @pytest.mark.parametrize("microbatch", [None, 100])
@@ -221,7 +222,7 @@ def test_parameters_of_float32_keep_the_bound_in_the_result(microbatch, reduce, 
     assert moved["narrow"] > 1.05 * limit, "the docstring warns of it"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         batch = [jnp.array([1.0, 1e-12], jnp.float64)]
@@ -231,7 +232,7 @@ def test_float64_is_summed_in_float64():
         assert grad.dtype == stats.norm.dtype == jnp.float64 and grad == 1 + 1e-12
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @given(st.integers(0, 2**16), st.sampled_from([-20, -6, 0, 6, 18]), st.sampled_from([1e-3, 1, 50]))
 def test_no_example_moves_the_sum_by_more_than_the_threshold(seed, exponent, limit):
     rng = np.random.default_rng(seed)
@@ -260,7 +261,7 @@ def temporary(size, microbatch, method="direct"):
     return per_example.lower(params, batch).compile(RELEASED).memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_microbatch():
     gradient = 4 * (64 * 64 + 64 * 2)
     few = temporary(64, 4)
@@ -284,8 +285,8 @@ def test_every_method_traces_the_loss_once(method, microbatch, key):
         return factor * loss(params, example)
 
     def sums(factor, params, batch):
-        own = lambda params, example: counted(factor, params, example)  # noqa: E731
-        per_example = cg.clip_per_example(own, NORM, microbatch=microbatch, method=method)
+        counted_loss = lambda params, example: counted(factor, params, example)  # noqa: E731
+        per_example = cg.clip_per_example(counted_loss, NORM, microbatch=microbatch, method=method)
         return per_example(params, batch)
 
     jax.eval_shape(sums, 2.0, params, batch)  # as under jax.jit, with a loss that has a tracer
@@ -295,7 +296,7 @@ def test_every_method_traces_the_loss_once(method, microbatch, key):
 # devices
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_microbatches_over_eight_devices_give_the_result_of_one(key):
     params, batch = data(key, 32)
     per_example = clipped(loss, NORM, microbatch=16)
@@ -308,8 +309,8 @@ def test_microbatches_over_eight_devices_give_the_result_of_one(key):
     assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.kinds("check_vma", "microbatch")
+@pytest.mark.slow
+@each_value
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_vma, key):
@@ -331,7 +332,7 @@ def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_v
 # what a user does with it
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_keys_in_the_batch_and_none_in_the_parameters(key):
     params, (x, _) = {"w": jnp.ones(6), "frozen": None}, data(key, 8)[1]
 
@@ -346,7 +347,7 @@ def test_keys_in_the_batch_and_none_in_the_parameters(key):
     assert_close(grads[0]["w"], jnp.mean(jax.vmap(NORM)(x + noise), 0), 1e-5, 1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_where_leaves_out_is_summed_as_it_is(key):
     params, batch = data(key)
     plain = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
@@ -355,7 +356,7 @@ def test_what_where_leaves_out_is_summed_as_it_is(key):
     assert not grads["v"].any() and (stats.size == 16).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_an_example_that_is_nan(nonfinite):
     batch = [jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [0.3, 0.4]])]
@@ -379,7 +380,7 @@ NAMED = (lambda p, x: jnp.sum(p["{w}"] * x) + p["b"], {"{w}": jnp.ones(2), "b": 
 LEAVES = {"a single array": BARE, "a tree": (*NAMED, "'{w}'", " '{w}' ")}
 
 
-@pytest.mark.kinds("leaves", "microbatch", "method")
+@each_value
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("method", ["auto", "direct"])
 @pytest.mark.parametrize("leaves", LEAVES)
@@ -404,7 +405,7 @@ def test_a_leaf_that_is_not_clipped_raises_no_error():
     assert jnp.isnan(grads["{w}"]).any() and grads["b"] == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_gradients_have_the_structure_and_dtypes_of_the_parameters():
     params = [jnp.ones(2, d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64)]
 
@@ -458,7 +459,8 @@ def test_a_wrong_batch_is_refused(batch, match):
         cg.clip_per_example(lambda w, x: w, NORM, microbatch=3)(jnp.float32(1), batch)
 
 
-@pytest.mark.parametrize("leaf", [1, jnp.zeros(3, bool), jax.random.key(0)], ids=stable_id)
+@first_row
+@pytest.mark.parametrize("leaf", [jax.random.key(0), 1, jnp.zeros(3, bool)], ids=stable_id)
 def test_parameters_that_have_no_gradient_are_passed_over(leaf, key):
     params, batch = data(key)
     more = {**params, "step": leaf}

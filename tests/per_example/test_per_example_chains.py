@@ -109,13 +109,13 @@ def check(chain):
         np.testing.assert_allclose(by_leaf[path], norm, rtol=1e-9, atol=1e-30, err_msg=path)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_chain_is_clipped_and_measured_as_one_example_after_the_other(place):
     check([(operation, place) for operation in OPERATIONS])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(max_examples=5, phases=[Phase.generate], deadline=None)
 @given(st.lists(links, min_size=3, max_size=5))
 def test_any_chain_is_clipped_and_measured_as_one_example_after_the_other(chain):

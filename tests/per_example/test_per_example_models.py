@@ -8,7 +8,6 @@ import re
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,11 @@ import pytest
 from flax import nnx
 
 import clipgrad as cg
+from tests.rows import first_row
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+hk = pytest.importorskip("haiku")
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 EXAMPLES, WORDS, LENGTH, WIDTH = 3, 19, 6, 16
 MODELS = {}
 
@@ -42,8 +44,8 @@ def numbers(*shape, seed=0):
 
 def words(length=LENGTH, seed=0):
     """Sentences of which the last ones are padded with 0."""
-    found = jax.random.randint(jax.random.key(seed), (EXAMPLES, length), 1, WORDS)
-    return found.at[1, -2:].set(0)
+    tokens = jax.random.randint(jax.random.key(seed), (EXAMPLES, length), 1, WORDS)
+    return tokens.at[1, -2:].set(0)
 
 
 def started(module, *args, **kwargs):
@@ -252,21 +254,21 @@ def arrays(tree):
 def each_by_grad(loss, params, batch):
     """The gradients of the examples by the functions of the framework."""
     if isinstance(params, nnx.Module):
-        graph, own, rest = nnx.split(params, nnx.Param, ...)
+        graph, trained, rest = nnx.split(params, nnx.Param, ...)
         of_one = lambda p, x: loss(nnx.merge(graph, p, rest, copy=True), x)  # noqa: E731
-        return jax.jit(jax.vmap(jax.grad(of_one), (None, 0)))(own, batch)
-    own, rest = eqx.partition(params, eqx.is_inexact_array)
+        return jax.jit(jax.vmap(jax.grad(of_one), (None, 0)))(trained, batch)
+    trained, rest = eqx.partition(params, eqx.is_inexact_array)
     of_one = lambda p, x: loss(eqx.combine(p, rest), x)  # noqa: E731
-    return jax.jit(jax.vmap(jax.grad(of_one), (None, 0)))(own, batch)
+    return jax.jit(jax.vmap(jax.grad(of_one), (None, 0)))(trained, batch)
 
 
 def assert_plan(plan, direct):
     """What is direct has a reason that is no failure, and is what the table says."""
-    found = {leaf.path for leaf in plan.leaves if leaf.norm == "direct"}
-    assert all(leaf.reason for leaf in plan.leaves if leaf.path in found)
+    direct_leaves = {leaf.path for leaf in plan.leaves if leaf.norm == "direct"}
+    assert all(leaf.reason for leaf in plan.leaves if leaf.path in direct_leaves)
     assert not [leaf for leaf in plan.leaves if "failed" in leaf.reason]
     expected = {leaf.path for leaf in plan.leaves if re.fullmatch(direct, leaf.path)}
-    assert found == expected, "\n".join(map(str, plan.leaves))
+    assert direct_leaves == expected, "\n".join(map(str, plan.leaves))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -292,10 +294,10 @@ def test_a_public_model_is_clipped_by_every_method_as_by_vmap_of_grad(name):
         compiled = clip if isinstance(params, nnx.Module) else eqx.filter_jit(clip)
         _, grads, stats = compiled(params, batch)
         np.testing.assert_allclose(stats.norm, norms, rtol=1e-5)
-        for found, total, factor in zip(arrays(grads), expected, factors, strict=True):
+        for grad, total, factor in zip(arrays(grads), expected, factors, strict=True):
             # A part of a leaf, and the rounding of a gradient of the size of the whole one.
             atol = 2e-5 * np.abs(total).max() + 1e-7 * np.max(factor * norms)
-            np.testing.assert_allclose(found, total, rtol=0, atol=atol)
+            np.testing.assert_allclose(grad, total, rtol=0, atol=atol)
 
 
 def computing_in(loss, dtype):
@@ -315,8 +317,7 @@ def computing_in(loss, dtype):
     return lambda params, x: loss(cast(params), narrow(x)).astype(jnp.float32)
 
 
-@pytest.mark.kinds()
-@pytest.mark.ci("name", "dtype")
+@first_row
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["scanned layers", "resnet", "equinox recurrent"])
 def test_norms_of_a_public_model_in_half_precision_are_as_near_as_those_of_vmap_of_grad(
@@ -338,5 +339,5 @@ def test_norms_of_a_public_model_in_half_precision_are_as_near_as_those_of_vmap_
     bound = 2 * np.abs(near - wide).max() + 4 * float(jnp.finfo(dtype).eps) * wide
     norms = cg.per_example_norms(half)
     compiled = norms if isinstance(params, nnx.Module) else eqx.filter_jit(norms)
-    found = np.asarray(compiled(params, batch), np.float64)
-    assert (np.abs(found - wide) <= bound).all(), (found, near, wide)
+    norms_here = np.asarray(compiled(params, batch), np.float64)
+    assert (np.abs(norms_here - wide) <= bound).all(), (norms_here, near, wide)

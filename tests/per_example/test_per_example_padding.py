@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from tests.rows import each_value
 
 PARAMS = {"w": np.float32([[1, 2], [3, 4]]), "b": np.float32([1, 1])}
 BATCH = np.float32([[1, 2], [3, 1], [0, 2], [2, 2]])
@@ -59,7 +60,7 @@ EDGES = {
 }
 
 
-@pytest.mark.kinds("name method", "positions", "reduce")
+@each_value
 @pytest.mark.parametrize("positions", [1, 3])
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("method", ["auto", "direct"])

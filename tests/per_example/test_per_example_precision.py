@@ -12,6 +12,7 @@ import clipgrad as cg
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
 from clipgrad._programs import Hook, bind, equations, evaluate, held_programs, opened
+from tests.rows import first_row
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
 GPU, TPU = 10, 7  # TF32, and one pass of bfloat16
@@ -65,8 +66,8 @@ def on_backend(fun, bits, *args):
     """The results of a function on a backend whose products have so many bits."""
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     run = lambda *leaves: evaluate(program, leaves, DefaultPrecision(bits))  # noqa: E731
-    found = jax.jit(run)(*jax.tree.leaves(args))
-    return jax.tree.structure(shapes).unflatten(found)
+    results = jax.jit(run)(*jax.tree.leaves(args))
+    return jax.tree.structure(shapes).unflatten(results)
 
 
 def model(dtype, remat, params, x):
@@ -104,7 +105,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"
 every_method = pytest.mark.parametrize("method", ["auto", "direct"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @every_dtype
 @every_method
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
@@ -128,7 +129,7 @@ def test_the_share_of_one_example_is_at_most_the_limit(key, remat, method, dtype
             assert LIMIT * (1 - 1e-5) < share <= LIMIT * (1 + 4e-7)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [("float32", GPU), ("float32", TPU), ("bfloat16", TPU), ("float16", TPU)],
@@ -140,9 +141,9 @@ def test_no_example_adds_more_than_the_limit_whatever_a_backend_rounds(key, bits
     params, batch = arguments(key, 2)
     loss = functools.partial(model, dtype, False)
     clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(LIMIT), reduce="sum", method=method)
-    found = on_backend(jax.vmap(lambda x: clip(params, x[None])[1]), bits, batch)
+    clipped = on_backend(jax.vmap(lambda x: clip(params, x[None])[1]), bits, batch)
     for i in range(2):
-        size = norm(jax.tree.map(lambda x, i=i: x[i], found))
+        size = norm(jax.tree.map(lambda x, i=i: x[i], clipped))
         assert LIMIT * (1 - 1e-3) < size <= LIMIT * (1 + 4e-7)
 
 
@@ -176,7 +177,7 @@ def test_a_coefficient_meets_products_and_no_cotangent(dtype):
         one = jax.tree.map(lambda x: x[:, None], batch)
         return {way: jax.vmap(run, (None, 0))(w, one) for way, run in ways.items()}
 
-    sizes = {way: np.array([norm(g) for g in found]) for way, found in alone(w, batch).items()}
+    sizes = {way: np.array([norm(g) for g in grads]) for way, grads in alone(w, batch).items()}
     for method in ("auto", "direct"):
         assert np.all(sizes[method] <= 1e-6 * (1 + 4e-7))
         assert np.all(sizes[method] >= 1e-6 * (1 - 2e-6))
@@ -225,8 +226,8 @@ def test_no_product_that_the_bound_rests_on_has_the_default_precision():
         params, jnp.ones((4, 6, 24))
     )
     asked = [e.params["precision"] for e in equations(program) if e.primitive.name == "dot_general"]
-    own = [p for p in asked if p != (jax.lax.Precision.HIGH,) * 2]
-    assert own and set(own) <= {SIX, (jax.lax.Precision.HIGHEST,) * 2}
+    precisions = [p for p in asked if p != (jax.lax.Precision.HIGH,) * 2]
+    assert precisions and set(precisions) <= {SIX, (jax.lax.Precision.HIGHEST,) * 2}
 
 
 def operations(program, seen):
@@ -265,7 +266,7 @@ def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits)
     keys = iter(jax.random.split(key, 24))
 
     def arrays(labels, dtypes):
-        made = [jax.random.normal(next(keys), [sizes[k] for k in own]) for own in labels]
+        made = [jax.random.normal(next(keys), [sizes[k] for k in axes]) for axes in labels]
         made[0] = made[0] * jnp.float32(scale)
         return [x.astype(d) for x, d in zip(made, dtypes, strict=True)]
 
@@ -274,22 +275,22 @@ def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits)
     def run(values):
         return [product(x, labels, out) for x, (labels, out, _) in zip(values, cases, strict=True)]
 
-    for found, (labels, out, values) in zip(
+    for total, (labels, out, values) in zip(
         on_backend(run, bits, [values for *_, values in cases]), cases, strict=True
     ):
         wide = [np.asarray(x, np.float64) for x in values]
         exact = np.einsum(wide[0], labels[0], wide[1], labels[1], out)
         size = np.einsum(np.abs(wide[0]), labels[0], np.abs(wide[1]), labels[1], out)
-        assert found.dtype == jnp.float32
-        assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= 1e-6 * size)
+        assert total.dtype == jnp.float32
+        assert np.all(np.abs(np.asarray(total, np.float64) - exact) <= 1e-6 * size)
 
 
 def test_what_is_not_finite_stays_as_it_is_in_products_with_narrow_factors():
     wide = jnp.array([[1.0, jnp.inf], [2.0, -jnp.inf], [jnp.nan, 1.0]])
-    found = jax.jit(lambda x, y: product([x, y], [(0, 1), (1,)], (0,)))(
+    multiplied = jax.jit(lambda x, y: product([x, y], [(0, 1), (1,)], (0,)))(
         wide, jnp.ones(2, jnp.bfloat16)
     )
-    np.testing.assert_array_equal(found, [np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(multiplied, [np.inf, -np.inf, np.nan])
 
 
 @pytest.mark.parametrize(("capability", "algorithm"), [(None, True), ("9.0", True), ("7.5", False)])

@@ -59,21 +59,21 @@ W = np.zeros((IN, OUT), np.float32)
 def test_norms_of_any_size_are_right(form):
     sides = (np.repeat(np.float32(s)[:, None], ROWS, 1) for s in (OF_INPUT, OF_COTANGENT))
     batch, exact = sized(*sides)
-    found, finite = alone(W, batch), np.isfinite(exact) & (exact < 1e38)
-    np.testing.assert_allclose(found[finite], exact[finite], rtol=1e-5)
-    assert (found[finite] >= exact[finite] * (1 - 4e-7)).all()
-    assert not np.isfinite(found[~np.isfinite(exact)]).any()
+    norms, finite = alone(W, batch), np.isfinite(exact) & (exact < 1e38)
+    np.testing.assert_allclose(norms[finite], exact[finite], rtol=1e-5)
+    assert (norms[finite] >= exact[finite] * (1 - 4e-7)).all()
+    assert not np.isfinite(norms[~np.isfinite(exact)]).any()
 
 
-@pytest.mark.parametrize("spread", [6, pytest.param(9, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("spread", [6, pytest.param(9, marks=pytest.mark.slow)])
 def test_rows_of_different_sizes_add_up(form, spread):
     """Of both sides, so that what is lost on one may be large on the other."""
     rng = np.random.default_rng(spread)
     of_x, of_y = (10.0 ** rng.uniform(-spread, spread, (EXAMPLES, ROWS)) for _ in range(2))
     batch, exact = sized(of_x, of_y)
-    found = alone(W, batch)
-    np.testing.assert_allclose(found, exact, rtol=1e-5)
-    assert (found >= exact * (1 - 4e-7)).all()
+    norms = alone(W, batch)
+    np.testing.assert_allclose(norms, exact, rtol=1e-5)
+    assert (norms >= exact * (1 - 4e-7)).all()
 
 
 # Sizes of x and y, and whether the Gram matrices of rows as they are are right.
@@ -95,8 +95,8 @@ def test_rows_are_scaled_only_where_they_leave_the_range(form, name, monkeypatch
     batch, exact = sized(*(np.full((2, ROWS), size) for size in sizes))
     spoiled = lambda parts: jnp.full(2, 7.0)  # noqa: E731  instead of what scaled rows give
     monkeypatch.setattr(norms_of_rows, "_of_one_key", spoiled)
-    found = jax.jit(cg.per_example_norms(loss))(W, batch)
-    np.testing.assert_allclose(found, exact if is_right else [7.0, 7.0], rtol=1e-5)
+    norms = jax.jit(cg.per_example_norms(loss))(W, batch)
+    np.testing.assert_allclose(norms, exact if is_right else [7.0, 7.0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["accelerator"], indirect=True)
@@ -114,7 +114,7 @@ KINDS = ["embedding tied to the head", "lstm", "kernels in several places", "sca
 
 @pytest.mark.parametrize(
     "name",
-    [KINDS[0], *(pytest.param(k, marks=pytest.mark.exhaustive) for k in KINDS[1:])],
+    [KINDS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])],
 )
 @pytest.mark.parametrize("form", ["accelerator"], indirect=True)
 def test_uses_of_every_kind_are_measured_as_they_are(form, name, monkeypatch):
@@ -125,11 +125,12 @@ def test_uses_of_every_kind_are_measured_as_they_are(form, name, monkeypatch):
         np.testing.assert_allclose(norms[path], norm, rtol=2e-5, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["accelerator"], indirect=True)
 def test_norms_by_rows_as_they_are_have_derivatives(form):
     batch, _ = sized(np.ones((2, ROWS)), np.ones((2, ROWS)))
     total = lambda batch: jnp.sum(cg.per_example_norms(loss)(W, batch))  # noqa: E731
     direct = lambda batch: jnp.sum(cg.per_example_norms(loss, method="direct")(W, batch))  # noqa: E731
     pairs = zip(jax.jit(jax.grad(total))(batch), jax.jit(jax.grad(direct))(batch), strict=True)
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for derivative, expected in pairs:
+        np.testing.assert_allclose(derivative, expected, rtol=1e-4, atol=1e-5)

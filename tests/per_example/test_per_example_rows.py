@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from tests.helpers import RELEASED
 from tests.per_example.per_example_programs import PROGRAMS, arguments
+from tests.rows import first_row
 
 METHODS = ("auto", "direct")
 
@@ -63,20 +64,16 @@ def assert_clipped(result, each, limit, rtol=2e-5):
         )
 
 
-# One program for each kind of use, and one in a scan.
+# Of a promise, so that they run by default although each costs half a second.
 CORE = {
-    "experts as a batch dimension", "embedding tied to the head", "lstm",
-    "convolution with stride and dilation", "kernels in several places",
-    "error clip inside of scanned layers with remat",
+    "experts as a batch dimension", "embedding tied to the head",
+    "convolution with stride and dilation",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in CORE else (pytest.mark.exhaustive, pytest.mark.row))
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in PROGRAMS],
 )
 def test_a_program_is_clipped_as_one_example_after_the_other(name):
     loss = PROGRAMS[name].loss
@@ -100,7 +97,7 @@ def test_a_program_is_clipped_as_one_example_after_the_other(name):
 HALF = [n for n in PROGRAMS if not n.startswith(("custom", "weight in"))]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", HALF)
@@ -116,11 +113,11 @@ def test_a_program_in_half_precision_is_as_near_as_vmap_of_grad(name, dtype):
     exact = norms_of(one_by_one(PROGRAMS[name].loss, params, batch))
     near = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
     near = norms_of(wide(near))
-    found = jax.jit(cg.per_example_norms(loss, per_leaf=True))(params, batch)
+    norms_by_leaf = jax.jit(cg.per_example_norms(loss, per_leaf=True))(params, batch)
     unit = float(jnp.finfo(dtype).eps)
     for path, norm in exact.items():
         bound = 2 * np.abs(near[path] - norm).max() + 8 * unit * norm.max()
-        assert (np.abs(np.float64(found[path]) - norm) <= bound).all(), path
+        assert (np.abs(np.float64(norms_by_leaf[path]) - norm) <= bound).all(), path
 
 
 # rules and options
@@ -128,7 +125,7 @@ def test_a_program_in_half_precision_is_as_near_as_vmap_of_grad(name, dtype):
 MIXED = "scanned layers"  # with a stack of kernels, and biases that are direct
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [cg.ClipByNorm, lambda c: cg.ClipByBlockRMS(c / 10), cg.AutoNorm, lambda c: None],
@@ -227,6 +224,7 @@ def test_auto_takes_as_many_examples_as_fit(
     assert all(leaf.bytes <= 2**32 for leaf in plan.leaves)
 
 
+@pytest.mark.slow
 def test_parts_of_the_examples_give_the_sum_of_all(monkeypatch):
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w))
@@ -238,8 +236,8 @@ def test_parts_of_the_examples_give_the_sum_of_all(monkeypatch):
     monkeypatch.setattr("clipgrad._per_example.gradients._ROOM", 2**10)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert clip.plan(*args).microbatch == norms.plan(*args).microbatch == 2
-    found = jax.jit(lambda *args: (clip(*args), norms(*args)))(*args)
-    for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+    by_parts = jax.jit(lambda *args: (clip(*args), norms(*args)))(*args)
+    for a, b in zip(*map(jax.tree.leaves, (expected, by_parts)), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
 
 
@@ -257,6 +255,7 @@ def cancelling_norms(params, batch):
     return cg.per_example_norms(cancelling)(params, batch)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**16), st.integers(-9, 0))
 def test_a_norm_is_not_too_small_where_products_cancel(seed, exponent):
     rng = np.random.default_rng(seed)
@@ -265,11 +264,11 @@ def test_a_norm_is_not_too_small_where_products_cancel(seed, exponent):
     y = x + 10.0**exponent * rng.normal(size=x.shape)
     batch = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
     exact = norms_of(one_by_one(cancelling, params, batch))["w"]
-    found = np.float64(cancelling_norms(params, batch))
+    norms = np.float64(cancelling_norms(params, batch))
     # What the cosines are rounded by is a part of 1e-7 of each product, which is in no norm.
     whole = np.sqrt(8 * 24 * 40)
-    assert (found >= exact * (1 - 1e-6) - 3e-7 * whole).all()
-    assert (found <= exact * (1 + 2e-5) + 3e-3 * whole).all()
+    assert (norms >= exact * (1 - 1e-6) - 3e-7 * whole).all()
+    assert (norms <= exact * (1 + 2e-5) + 3e-3 * whole).all()
 
 
 def squared(params, example):
@@ -278,7 +277,7 @@ def squared(params, example):
     return scale * jnp.sum(jnp.sin(x @ params["w"]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_extreme_gradients_neither_overflow_nor_underflow():
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(12, 40)), jnp.float32)}
@@ -315,16 +314,16 @@ def test_a_product_is_as_large_as_its_factors_together(positions):
     whole = np.hypot(*norms.values())
     ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(1.0), params, (x, y))
     for path, norm in norms.items():
-        found, finite = by_leaf[path], np.isfinite(norm)
-        np.testing.assert_allclose(found[finite], norm[finite], rtol=1e-5)
-        assert not np.isfinite(found[~finite]).any()
+        of_leaf, finite = by_leaf[path], np.isfinite(norm)
+        np.testing.assert_allclose(of_leaf[finite], norm[finite], rtol=1e-5)
+        assert not np.isfinite(of_leaf[~finite]).any()
     finite, (_, _, stats) = np.isfinite(whole), ways["auto"]
     np.testing.assert_allclose(stats.norm[finite], whole[finite], rtol=1e-5)
     np.testing.assert_array_equal(stats.nonfinite > 0, ~finite)
     assert (stats.norm[finite] >= whole[finite] * (1 - 4e-7)).all()
 
 
-@pytest.mark.parametrize("size", [pytest.param(1e20, marks=pytest.mark.exhaustive), 1e30])
+@pytest.mark.parametrize("size", [pytest.param(1e20, marks=pytest.mark.slow), 1e30])
 def test_a_coefficient_is_not_multiplied_with_the_constants_of_a_loss(size):
     """Compiled, the coefficient 1e-20 times 1 / 1e20 was 0, and the gradient of the kernel too."""
 
@@ -346,6 +345,7 @@ def test_a_coefficient_is_not_multiplied_with_the_constants_of_a_loss(size):
     np.testing.assert_allclose(grads["b"] * size, expected["b"] * size, rtol=1e-3, atol=1e-3)
 
 
+@first_row
 @pytest.mark.parametrize("name", [MIXED, "dense layers", "embedding tied to the head", "lstm"])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_example_that_is_nan_is_left_out_and_harms_no_other(method, name):
@@ -372,13 +372,13 @@ def test_an_example_that_is_nan_is_left_out_and_harms_no_other(method, name):
         numbers = jnp.array([1.0, jnp.nan, 1.0])
         return {name: clip(params, (batch, numbers)) for name, clip in clips.items()}
 
-    found = run(params, batch)
-    _, grads, stats = found["zero"]
+    by_policy = run(params, batch)
+    _, grads, stats = by_policy["zero"]
     for path, g in each.items():
         expected = np.tensordot(factor, g, 1)
         np.testing.assert_allclose(grads[path], expected, atol=2e-5 * np.abs(expected).max())
     assert (np.asarray(stats.nonfinite) > 0).tolist() == [False, True, False]
-    assert all(np.isnan(g).any() for g in jax.tree.leaves(found["propagate"][1]))
+    assert all(np.isnan(g).any() for g in jax.tree.leaves(by_policy["propagate"][1]))
 
 
 # costs
@@ -389,6 +389,7 @@ def arrays_in(text):
     return {tuple(map(int, shape.split(","))) for shape in shapes}
 
 
+@pytest.mark.slow
 def test_no_gradient_of_each_example_is_made():
     """Of no leaf that has rows: neither in the program nor in its memory."""
 
@@ -426,7 +427,7 @@ def test_uses_of_one_value_keep_it_once():
 # devices
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embedding tied to the head", MIXED])
 def test_a_sharded_batch_needs_one_all_reduce(name):
     params, batch = arguments(name)

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from tests.rows import each_value
 
 SIDE, SIZE, STEPS, ROWS, EXAMPLES = 12, 144, 2, 2, 3
 
@@ -155,15 +156,12 @@ def right_gradients(loss, params, batch):
         return {k: np.asarray(g).reshape(EXAMPLES, -1) for k, g in each.items()}
 
 
-@pytest.mark.kinds("shape", "place", "is_tied", "dtype")
-@pytest.mark.ci("pairs shape place", "is_tied dtype")
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["plain", "tied"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "pairs", [across, pytest.param(every_pair, marks=(pytest.mark.exhaustive, pytest.mark.row))]
-)
+@pytest.mark.parametrize("pairs", [across, pytest.param(every_pair, marks=pytest.mark.slow)])
 def test_a_weight_that_is_spelled_twice_adds_what_one_example_may(
     pairs, shape, place, is_tied, dtype
 ):
@@ -230,7 +228,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.kinds("way", "around", "options")
+@each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", UNPACKED)
@@ -301,7 +299,7 @@ CALLS = {
 }
 
 
-@pytest.mark.kinds("saying", "call")
+@each_value
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_an_operation_without_results_changes_nothing(saying, call, capfd):
@@ -312,14 +310,15 @@ def test_an_operation_without_results_changes_nothing(saying, call, capfd):
     rng = np.random.default_rng(2)
     w, x = jnp.float32(rng.normal(size=(12, 12))) / 4, jnp.float32(rng.normal(size=(3, 2, 12)))
     each = jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), (None, 0))(w, x)
-    found = CALLS[call](loss)(w, x)
+    norms = CALLS[call](loss)(w, x)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("says") >= 1
-    np.testing.assert_allclose(found, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)
+    np.testing.assert_allclose(norms, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)
     plan = cg.per_example_norms(loss).plan(w, x)
     assert plan.leaves[0].norm == "Gram", plan
 
 
+@pytest.mark.slow
 def test_a_gradient_that_leaves_by_a_reference_is_not_lost():
     """A scan that adds to a reference has no result either."""
 
@@ -337,5 +336,5 @@ def test_a_gradient_that_leaves_by_a_reference_is_not_lost():
     rng = np.random.default_rng(3)
     w, x = jnp.float32(rng.normal(size=(12, 12))) / 4, jnp.float32(rng.normal(size=(3, 2, 12)))
     each = jax.vmap(jax.grad(loss), (None, 0))(w, x)
-    found = cg.per_example_norms(loss)(w, x)
-    np.testing.assert_allclose(found, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)
+    norms = cg.per_example_norms(loss)(w, x)
+    np.testing.assert_allclose(norms, jnp.linalg.norm(each.reshape(3, -1), axis=1), rtol=1e-5)

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 import clipgrad._programs as _programs
+from tests.rows import first_row
 
 W, DATA = jnp.array([0.3, 0.7]), jnp.array([2.0, 3.0])
 WIDE = cg.ErrorClipByValue(1e9)
@@ -78,17 +79,17 @@ def loss_of(nest, **how):
     return loss
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: nest.__name__)
 def test_values_and_gradients_have_the_bits_of_jax(nest):
     """Where JAX refuses the closure, they are those with the value as an argument."""
     loss = loss_of(nest)
     expected = loss_of(nest, argument=nest not in ALLOWED_BY_JAX)
     value, grad = jax.value_and_grad(expected)(W, DATA)
-    found = cg.value_and_grad_with_stats(loss, error_clip={"z": WIDE}, watch=["layer"])(W, DATA)
-    assert found[0] == value
-    np.testing.assert_array_equal(found[1], grad)
-    np.testing.assert_allclose(2 * found[2]["z"].norm, jnp.linalg.norm(grad), rtol=1e-6)
+    watched = cg.value_and_grad_with_stats(loss, error_clip={"z": WIDE}, watch=["layer"])(W, DATA)
+    assert watched[0] == value
+    np.testing.assert_array_equal(watched[1], grad)
+    np.testing.assert_allclose(2 * watched[2]["z"].norm, jnp.linalg.norm(grad), rtol=1e-6)
     again = cg.error_clip_everywhere(cg.error_clip_by_name(loss, {"z": WIDE}), WIDE)
     np.testing.assert_array_equal(jax.grad(again)(W, DATA), grad)
 

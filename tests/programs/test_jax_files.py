@@ -45,9 +45,9 @@ def test_the_wrappers_of_jax_that_are_no_functions_of_its_own_exist():
 
 def test_tracers_have_the_two_attributes_that_closures_read():
     """The one use of attributes that JAX does not document, see `_programs/closures.py`."""
-    found = []
-    program = jax.make_jaxpr(lambda x: found.append(y := jnp.sin(x)) or y)(1.0)
-    (tracer,) = found
+    seen = []
+    program = jax.make_jaxpr(lambda x: seen.append(y := jnp.sin(x)) or y)(1.0)
+    (tracer,) = seen
     assert tracer.val is program.jaxpr.outvars[0]
     assert tracer.parent.outvars[0] is tracer.val
     assert tracer.parent.params is program.jaxpr.eqns[0].params

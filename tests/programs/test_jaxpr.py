@@ -12,6 +12,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
 from clipgrad import _programs
+from tests.rows import each_value
 
 X = jnp.linspace(0.1, 1.0, 4)
 
@@ -78,7 +79,7 @@ def again(function, hook, x=X):
     return _programs.evaluate(jax.make_jaxpr(function)(x), [x], hook)[0]
 
 
-@pytest.mark.kinds("flatten", "name")
+@each_value
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("name", NESTED | CUSTOM)
 def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatten):
@@ -86,8 +87,8 @@ def test_a_hook_that_does_nothing_changes_no_value_and_no_derivative(name, flatt
     evaluated = lambda x: again(function, _keep(flatten), x)  # noqa: E731
     np.testing.assert_allclose(evaluated(X), function(X), rtol=1e-6)
     if name != "while" and name in NESTED:
-        ours, own = (jax.grad(lambda x, f=f: f(x).sum())(X) for f in (evaluated, function))
-        np.testing.assert_allclose(ours, own, rtol=1e-5)
+        ours, plain = (jax.grad(lambda x, f=f: f(x).sum())(X) for f in (evaluated, function))
+        np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
 def _keep(flatten):
@@ -139,8 +140,8 @@ def test_remat_stays_remat_with_its_policy():
     policy = jax.checkpoint_policies.everything_saveable
     function = functools.partial(jax.checkpoint, policy=policy)(jnp.sin)
     program = jax.make_jaxpr(lambda x: again(function, _programs.Hook(), x))(X)
-    found = [e for e in _programs.equations(program) if _programs.kind_of(e) is _programs.REMAT]
-    assert found[0].params["policy"] is policy
+    remats = [e for e in _programs.equations(program) if _programs.kind_of(e) is _programs.REMAT]
+    assert remats[0].params["policy"] is policy
 
 
 def solved(x):

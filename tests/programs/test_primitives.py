@@ -26,6 +26,7 @@ from clipgrad import _programs
 from clipgrad._programs import KINDS, NUMERIC, Does, flow, kind_of, numeric_of
 from clipgrad._programs.primitives import PrimitiveTable, TracedOnce
 from tests.helpers import assert_same
+from tests.rows import first_row
 
 X = jnp.linspace(0.1, 1.0, 4)
 TABLES = {"KINDS": KINDS, "NUMERIC": NUMERIC}
@@ -42,19 +43,22 @@ def test_every_primitive_that_jax_names_has_a_row():
 ROOT = pathlib.Path(cg.__file__ or "").parent
 
 
+@pytest.mark.slow
 def test_the_name_of_a_primitive_is_read_in_the_table_alone():
     """Elsewhere it is asked what an equation is, or what to call it in a message."""
     reading = []
     for path in ROOT.rglob("*.py"):
-        found = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute))
-        owners = {ast.unparse(n.value).rpartition(".")[2] for n in found if n.attr == "name"}
+        attributes = (
+            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
+        )
+        owners = {ast.unparse(n.value).rpartition(".")[2] for n in attributes if n.attr == "name"}
         reading += [path.relative_to(ROOT).as_posix()] * ("primitive" in owners)
     assert reading == ["_programs/kinds.py"]
 
 
 def traced_once():
-    rows = [own for table in TABLES.values() for own in table._rows.values()]
-    return [p for own in rows for p in own if isinstance(p, TracedOnce)]
+    rows = [entries for table in TABLES.values() for entries in table._rows.values()]
+    return [p for entries in rows for p in entries if isinstance(p, TracedOnce)]
 
 
 @pytest.mark.parametrize("probe", traced_once(), ids=lambda probe: probe.name)
@@ -63,9 +67,9 @@ def test_each_program_that_is_traced_once_has_a_primitive(probe):
     if probe.module not in sys.modules:
         pytest.importorskip(probe.module)
     program = jax.make_jaxpr(probe.run)(jax.ShapeDtypeStruct(probe.shape, "float32"))
-    found = {e.primitive for e in _programs.equations(program)}
-    assert found
-    assert all(p in KINDS or p in NUMERIC for p in found)
+    primitives = {e.primitive for e in _programs.equations(program)}
+    assert primitives
+    assert all(p in KINDS or p in NUMERIC for p in primitives)
 
 
 def kernel(x):
@@ -89,7 +93,7 @@ def written(x):
 def partitioned(x):
     module = pytest.importorskip("jax.experimental.custom_partitioning")
     sine = module.custom_partitioning(jnp.sin)
-    sine.def_partition(lambda *own: own, sharding_rule="i -> i")
+    sine.def_partition(lambda *shardings: shardings, sharding_rule="i -> i")
     return sine(x)
 
 
@@ -133,17 +137,17 @@ HOLDING = {
 }
 PROGRAMS = [
     pytest.param(noun, f, id=f"{noun} {i}")
-    for noun, own in HOLDING.items()
-    for i, f in enumerate(own if isinstance(own, tuple) else (own,))
+    for noun, functions in HOLDING.items()
+    for i, f in enumerate(functions if isinstance(functions, tuple) else (functions,))
 ]
 
 
 @pytest.mark.parametrize(("noun", "function"), PROGRAMS)
 def test_an_equation_that_holds_programs_is_of_a_kind(noun, function):
-    found = list(_programs.equations(jax.make_jaxpr(function)(X)))
-    holding = [e for e in found if _programs.held_programs(e)]
+    equations = list(_programs.equations(jax.make_jaxpr(function)(X)))
+    holding = [e for e in equations if _programs.held_programs(e)]
     assert [e.primitive.name for e in holding if kind_of(e) is None] == []
-    assert noun in {kind.noun for e in found if (kind := kind_of(e))}
+    assert noun in {kind.noun for e in equations if (kind := kind_of(e))}
 
 
 # Primitives of a part of JAX's public functions, which nobody asks the tables for: of random keys,
@@ -159,13 +163,13 @@ MODULES = "jax.lax jax.numpy jax.numpy.linalg jax.numpy.fft jax.nn jax.scipy.spe
 def public_functions():
     for name in MODULES.split():
         module = importlib.import_module(name)
-        for own in sorted(vars(module)):
-            if callable(f := getattr(module, own)) and not own.startswith("_"):
+        for attribute in sorted(vars(module)):
+            if callable(f := getattr(module, attribute)) and not attribute.startswith("_"):
                 if not inspect.isclass(f):
                     yield f
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_public_functions_of_jax_have_no_primitive_without_a_row():
     """Those that take one, two or three matrices, most of 500."""
@@ -208,7 +212,7 @@ def answers():
 RENAMED = "scan_p while_p cond_p jit_p remat_p name_p stop_gradient_p closed_call_p tanh_p"
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", RENAMED.split())
 def test_a_primitive_that_jax_renames_is_known_by_its_object(monkeypatch, name):
     before = answers()
@@ -271,12 +275,14 @@ def renamed(monkeypatch, forgotten):
 @pytest.mark.usefixtures("users_promotion", "renamed")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in SLOW)) for n in EXPLAINED],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXPLAINED],
 )
 def test_diagnose_knows_what_it_explains_by_the_object_of_a_primitive(name):
     function, says = EXPLAINED[name]
-    found = cg.diagnose(lambda x: jnp.sum(function(x)), (jnp.array([0.5, -0.25, 2.0]),))
-    assert says in "\n".join([found.message, *(f.message for f in found.findings), *found.notes])
+    diagnosis = cg.diagnose(lambda x: jnp.sum(function(x)), (jnp.array([0.5, -0.25, 2.0]),))
+    assert says in "\n".join(
+        [diagnosis.message, *(f.message for f in diagnosis.findings), *diagnosis.notes]
+    )
 
 
 # Files that show the name of a primitive to people, or hand it to their rules.
@@ -317,7 +323,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_primitive_of_a_new_jax_that_no_row_has_is_told_where_a_name_in_it_is_wanted(
     monkeypatch, name
@@ -333,18 +339,18 @@ def test_a_primitive_of_a_new_jax_that_no_row_has_is_told_where_a_name_in_it_is_
     holding = [e for e in program.eqns if _programs.held_programs(e) and kind_of(e) is None]
     assert "made_up" in {_programs.noun_of(e) for e in holding}
     assert_same(_programs.evaluate(program, [X], _programs.Hook()), [model(X)])
-    told = "got 'h', which tags a variable inside of made_up, expected one whose"
-    with pytest.raises(ValueError, match=f"error_clip_by_name: {told} cotangents"):
+    message = "got 'h', which tags a variable inside of made_up, expected one whose"
+    with pytest.raises(ValueError, match=f"error_clip_by_name: {message} cotangents"):
         cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)})(X)
-    with pytest.raises(ValueError, match=f"with_value_stats: {told} values"):
+    with pytest.raises(ValueError, match=f"with_value_stats: {message} values"):
         cg.with_value_stats(model, watch=["h"])(X)
 
 
 def test_what_an_operation_does_to_numbers_is_read_from_its_row():
     program = jax.make_jaxpr(lambda x: (jnp.stack([x, x]), jnp.tile(x, 2), jnp.unstack(x)))(X)
-    found = {e: numeric_of(e).does for e in _programs.equations(program) if e.outvars}
-    found = {e: own for e, own in found.items() if kind_of(e) is None}
-    assert set(found.values()) <= {Does.COPIES}
+    does = {e: numeric_of(e).does for e in _programs.equations(program) if e.outvars}
+    does = {e: effect for e, effect in does.items() if kind_of(e) is None}
+    assert set(does.values()) <= {Does.COPIES}
     logs = jax.make_jaxpr(lambda x: (jnp.log(x), jnp.log1p(x)))(X)
     assert all(map(_programs.is_bad_at("log of zero"), _programs.equations(logs)))
     assert "log of zero" in {row.bad_at for row in NUMERIC.values()}
@@ -395,8 +401,8 @@ def test_other_facts_may_go_into_a_program_and_on_to_the_next_step():
 
     either = lambda *facts: frozenset().union(*facts)  # noqa: E731
     program = jax.make_jaxpr(counted)(1.0)
-    found = flow(program, [frozenset({"x"})], through, either, carry=carry)
-    assert found == [frozenset({"x", "entered", "carried"})] * 2
+    facts_of_results = flow(program, [frozenset({"x"})], through, either, carry=carry)
+    assert facts_of_results == [frozenset({"x", "entered", "carried"})] * 2
     chains = {*positions}
     conditional = next(i for i, e in enumerate(program.eqns) if _programs.is_cond(e))
     assert {(conditional, 0, 0), (conditional, 1, 0), (conditional,)} <= chains
@@ -418,7 +424,7 @@ def upgraded_calls(flag):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(
     not all(hasattr(jax.config, name) for name in UPGRADES),
     reason=f"JAX {jax.__version__} has no flags JAX_CUSTOM_VJP3, JAX_CUSTOM_JVP3 and JAX_REMAT3",

@@ -27,10 +27,10 @@ def runs(fun, *args):
     def run(args, seeds):
         return lax.map(lambda seed: rounded(program, jax.tree.leaves(args), seed), seeds)
 
-    own = jax.tree.leaves(jax.jit(fun)(*args))
-    found = run(args, jnp.arange(1, RUNS + 1, dtype=jnp.uint32))
+    exact = jax.tree.leaves(jax.jit(fun)(*args))
+    moved_runs = run(args, jnp.arange(1, RUNS + 1, dtype=jnp.uint32))
     wide = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
-    return [(wide(x), wide(several)) for x, several in zip(own, found, strict=True)]
+    return [(wide(x), wide(several)) for x, several in zip(exact, moved_runs, strict=True)]
 
 
 def moved(x, seed):
@@ -40,8 +40,8 @@ def moved(x, seed):
 
 def movements(fun, *args):
     """Of each result, the root mean square of its movements, relative to it."""
-    found = runs(fun, *args)
-    return [np.sqrt(np.mean((y - x) ** 2)) / np.sqrt(np.mean(x**2)) for x, y in found]
+    moved_runs = runs(fun, *args)
+    return [np.sqrt(np.mean((y - x) ** 2)) / np.sqrt(np.mean(x**2)) for x, y in moved_runs]
 
 
 def eps(dtype):
@@ -52,6 +52,7 @@ X, W = numbers(24, 16, seed=1), numbers(16, 8, seed=2)
 COUNTS = jnp.round(4 * X)
 
 
+@pytest.mark.slow
 def test_a_program_of_exact_operations_does_not_move():
     def exact(x, counts):
         half = x.astype(jnp.bfloat16)
@@ -78,9 +79,9 @@ def test_each_number_moves_by_one_rounding_of_its_own_type(dtype):
     with jax.enable_x64(dtype == "float64"):
         x = numbers(400, seed=3, dtype=jnp.float32).astype(dtype)
         wide = np.complex128 if dtype == "complex64" else np.float64
-        own, *found = (np.asarray(y).astype(wide) for y in (x, moved(x, 1), moved(x, 2)))
-    kept = np.abs(own) > 20 * float(jnp.finfo(dtype).tiny)  # subnormal numbers move by more
-    steps = [((y - own)[kept] / own[kept]).real for y in found]
+        exact, *neighbors = (np.asarray(y).astype(wide) for y in (x, moved(x, 1), moved(x, 2)))
+    kept = np.abs(exact) > 20 * float(jnp.finfo(dtype).tiny)  # subnormal numbers move by more
+    steps = [((y - exact)[kept] / exact[kept]).real for y in neighbors]
     for step in steps:
         assert np.mean(step == 0) < (0.5 if "float8" in dtype else 0.05)  # small whole numbers
         assert np.max(np.abs(step)) < 2.01 * eps(dtype)
@@ -107,6 +108,7 @@ def block(w, x, dtype=jnp.float32):
     return jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.slow
 def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_theirs():
     def results(w, x, *half):
         return (
@@ -127,6 +129,7 @@ def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_their
     assert 0.5 * eps("bfloat16") < cast < 1.5 * eps("bfloat16")
 
 
+@pytest.mark.slow
 def test_every_kind_of_program_is_entered():
     @jax.custom_vjp
     def ruled(x):
@@ -156,23 +159,23 @@ def test_every_kind_of_program_is_entered():
         }
 
     program = lambda x: [leaf for k, v in results(x).items() for leaf in jax.tree.leaves(v)[-1:]]  # noqa: E731
-    for name, found in zip(jax.eval_shape(results, X), movements(program, X), strict=True):
-        assert 0.2 * eps("float32") < found < 40 * eps("float32"), (name, found)
+    for name, movement in zip(jax.eval_shape(results, X), movements(program, X), strict=True):
+        assert 0.2 * eps("float32") < movement < 40 * eps("float32"), (name, movement)
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_devices_of_a_shard_map_round_equal_numbers_alike_and_others_apart(check):
-    def own(x):
+    def on_each(x):
         apart = jnp.sin(x + lax.axis_index(AXIS).astype(x.dtype) // 4)  # equal on four devices
         total = lax.psum(apart, AXIS)
         return apart[None], jnp.sin(total)[None]
 
     spread = jax.shard_map(
-        own, mesh=mesh(), in_specs=P(), out_specs=(P(AXIS), P(AXIS)), check_vma=check
+        on_each, mesh=mesh(), in_specs=P(), out_specs=(P(AXIS), P(AXIS)), check_vma=check
     )
     if check:
         spread = jax.shard_map(
-            lambda x: (own(x)[0], jnp.broadcast_to(own(x)[1], (1, *x.shape))),
+            lambda x: (on_each(x)[0], jnp.broadcast_to(on_each(x)[1], (1, *x.shape))),
             mesh=mesh(), in_specs=P(), out_specs=(P(AXIS), P()),
         )  # fmt: skip
     apart, same = runs(spread, numbers(300, seed=6))
@@ -202,8 +205,8 @@ def test_rounding_is_a_function_of_the_number_its_position_and_the_seed(dtype):
 def test_a_product_in_float32_moves_by_the_passes_of_its_backend(monkeypatch, platform, bits):
     """The platform is known when XLA compiles; here it is given."""
     index = {"cuda": 1, "tpu": 2}[platform]
-    own = sys.modules["clipgrad._programs.rounded"]  # the function has its name
-    monkeypatch.setattr(own, "_platform", lambda: jnp.int32(index))
+    module = sys.modules["clipgrad._programs.rounded"]  # the function has its name
+    monkeypatch.setattr(module, "_platform", lambda: jnp.int32(index))
 
     def results(w, x):
         return x @ w, jnp.dot(x, w, precision="highest"), jnp.tanh(x)

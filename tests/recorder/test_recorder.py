@@ -45,18 +45,18 @@ def batches(count, *bad):
     return [(BAD if i in bad else GOOD) * np.float32(i + 1) for i in range(count)]
 
 
-def run(recorder, given, step=STEP, state=None, **more):
+def run(recorder, batches_of_run, step=STEP, state=None, **more):
     state = step.init(PARAMS) if state is None else state
-    for i, batch in enumerate(given):
+    for i, batch in enumerate(batches_of_run):
         state, metrics = step(state, batch)
         recorder.record(state, batch, step=i, loss=metrics["loss"], **more)
     recorder.close()
     return state
 
 
-def captured(recorder, given, **options):
+def captured(recorder, batches_of_run, **options):
     with pytest.raises(cg.HaltedError) as error:
-        run(recorder, given, **options)
+        run(recorder, batches_of_run, **options)
     return cg.load_capture(error.value.path)
 
 
@@ -91,7 +91,7 @@ def test_a_capture_has_the_parameters_before_the_bad_step_and_its_batch(capture)
     assert capture.meta["versions"]["jax"] == jax.__version__
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loss_that_needs_a_model_says_what_to_do_with_a_capture(capture):
     with pytest.raises(TypeError, match="'dict' object is not callable") as error:
         cg.diagnose(lambda model, batch: model(batch).sum(), capture.args)
@@ -116,7 +116,7 @@ def wrong(capture):
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_command_line_takes_a_capture(capture, tmp_path, monkeypatch, capsys):
     (tmp_path / "models_of_captures.py").write_text(COMMAND)
     monkeypatch.chdir(tmp_path)
@@ -133,25 +133,34 @@ def test_the_command_line_takes_a_capture(capture, tmp_path, monkeypatch, capsys
     assert "expected a capture" in shown[1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_healthy_replay_is_said_to_be_not_reproduced(capture):
-    found = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x), capture.args)
-    assert found.ok and "not reproduced: step 7 was not finite on 8 devices (cpu, jax" in str(found)
+    diagnosis = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x), capture.args)
+    assert diagnosis.ok and "not reproduced: step 7 was not finite on 8 devices (cpu, jax" in str(
+        diagnosis
+    )
     assert "not reproduced" not in str(cg.diagnose(lambda w: w**2, (1.0,)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["state", "params", "batch"])
 def test_a_capture_whose_arrays_a_step_has_donated_says_so(tmp_path, through):
-    found = captured(cg.FlightRecorder(tmp_path), [jnp.asarray(x) for x in batches(3, 1)])
-    args = found.args
+    capture_of_batch = captured(
+        cg.FlightRecorder(tmp_path), [jnp.asarray(x) for x in batches(3, 1)]
+    )
+    args = capture_of_batch.args
     if through == "state":  # a second training step from the capture
-        STEP(found.restore(STEP.init(PARAMS), "state"), GOOD)
+        STEP(capture_of_batch.restore(STEP.init(PARAMS), "state"), GOOD)
     else:
-        jax.jit(lambda x: jax.tree.map(jnp.negative, x), donate_argnums=0)(getattr(found, through))
+        jax.jit(lambda x: jax.tree.map(jnp.negative, x), donate_argnums=0)(
+            getattr(capture_of_batch, through)
+        )
     name = "batch" if through == "batch" else "params"
     again = f"{name}: got an array.* that a step has overwritten.*load_capture"
-    for read in (lambda: found.args, lambda: found.restore(getattr(found, name), name)):
+    for read in (
+        lambda: capture_of_batch.args,
+        lambda: capture_of_batch.restore(getattr(capture_of_batch, name), name),
+    ):
         with pytest.raises(ValueError, match=again):
             read()
     for run in (cg.diagnose, lambda loss, args: cg.compare(loss, loss, args)):
@@ -159,10 +168,10 @@ def test_a_capture_whose_arrays_a_step_has_donated_says_so(tmp_path, through):
         with pytest.raises(ValueError, match="^args: got an array .* overwritten, at ") as caught:
             run(loss, args)
         assert f"at {where}, expected" in str(caught.value)
-    assert cg.diagnose(loss, cg.load_capture(found.path).args).findings
+    assert cg.diagnose(loss, cg.load_capture(capture_of_batch.path).args).findings
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_statistics_of_the_steps_before_are_kept(capture):
     statistics = capture.meta["statistics"]
     assert statistics["step"] == list(range(8))
@@ -171,7 +180,7 @@ def test_the_statistics_of_the_steps_before_are_kept(capture):
     assert np.isneginf(statistics["loss"][7]) and np.isfinite(statistics["loss"][:7]).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 5])
 def test_the_step_is_that_of_the_optimizer_where_none_is_given(first, tmp_path):
     with cg.FlightRecorder(tmp_path, raise_on_halt=False) as recorder:
@@ -202,21 +211,21 @@ class Late:
         return np.asarray(self.array)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loop_that_is_far_ahead_still_captures_the_batch_of_the_bad_step(recorder, monkeypatch):
     """With ``keep=4`` and a halt that is seen 30 steps later."""
     of_state = recorder_module.copied_flag
     late = lambda *args: (Late(of_state(*args)[0]), {})  # noqa: E731
     monkeypatch.setattr(recorder_module, "copied_flag", late)
-    found = captured(recorder, batches(40, 9))
-    assert found.step == 9 and (found.batch == batches(40, 9)[9]).all()
+    bad_step = captured(recorder, batches(40, 9))
+    assert bad_step.step == 9 and (bad_step.batch == batches(40, 9)[9]).all()
     state = STEP.init(PARAMS)
     for batch in batches(9):
         state, _ = STEP(state, batch)
-    assert_same(found.params, state.params)
+    assert_same(bad_step.params, state.params)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_no_more_batches_are_kept_than_said(recorder):
     state = STEP.init(PARAMS)
     for batch in batches(20):
@@ -228,7 +237,7 @@ def test_no_more_batches_are_kept_than_said(recorder):
     assert len(recorder._records) <= recorder.keep
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_it_keeps_nothing_of_the_size_of_the_parameters(tmp_path):
     step = cg.train_step(lambda w, x: jnp.sum(w * x), optimizer(optax.sgd(1.0)), donate=False)
     state, recorder = step.init(jnp.ones(1000)), cg.FlightRecorder(tmp_path)
@@ -245,7 +254,7 @@ def count_large():
     return sum(x.shape == (1000,) for x in jax.live_arrays())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
     buffer, state = np.empty(2, np.float32), STEP.init(PARAMS)
     with pytest.raises(cg.HaltedError) as error:
@@ -258,7 +267,7 @@ def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
     assert_same(cg.load_capture(error.value.path).batch["x"], batches(6, 2)[2])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
     state, batch = STEP.init(PARAMS), jnp.ones(2)
     batch.delete()
@@ -272,7 +281,7 @@ def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
         recorder.record(state, jnp.ones(2))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(tmp_path):
     recorder, state = cg.FlightRecorder(tmp_path, raise_on_halt=False), STEP.init(PARAMS)
     for i, batch in enumerate(batches(12, 5)):
@@ -280,13 +289,13 @@ def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(
         if i % 3 == 0:
             recorder.record(state, batch, step=i)
     recorder.close()
-    found = cg.load_capture(*recorder.captures)
-    assert found.step == 5 and np.isfinite(found.params["w"]).all()
+    without_batch = cg.load_capture(*recorder.captures)
+    assert without_batch.step == 5 and np.isfinite(without_batch.params["w"]).all()
     with pytest.raises(ValueError, match="batch: got none: the first record after step 5 .* 6"):
-        found.args  # noqa: B018
+        without_batch.args  # noqa: B018
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda tx: tx, cg.skip_spikes], ids=["alone", "inside"])
 def test_a_capture_says_that_the_optimizer_made_it_and_replays_it(around, tmp_path):
     """Adam of a zero gradient in float16 is 0 / 0."""
@@ -304,11 +313,11 @@ def test_a_capture_says_that_the_optimizer_made_it_and_replays_it(around, tmp_pa
             state, _ = step(state, batch := jnp.array(x, jnp.float16))
             recorder.record(state, batch)
         recorder.close()
-    found = cg.load_capture(raised.value.path)
-    assert "an update of 'w'" in found.meta["optimizer"] and found.step == 0
-    diagnosed = cg.diagnose(linear, found.args)
+    loaded = cg.load_capture(raised.value.path)
+    assert "an update of 'w'" in loaded.meta["optimizer"] and loaded.step == 0
+    diagnosed = cg.diagnose(linear, loaded.args)
     assert diagnosed.ok and "the optimizer made an update of 'w'" in str(diagnosed)
-    again, metrics = step(cg.resume(found.restore(state, "state")), found.batch)
+    again, metrics = step(cg.resume(loaded.restore(state, "state")), loaded.batch)
     halting = again.opt_state if around is not cg.skip_spikes else again.opt_state.inner_state
     assert metrics["skipped"] and halting.nonfinite_leaves["w"]
 
@@ -332,32 +341,32 @@ class OwnStep:
         return self.update(state, batch)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 def test_an_accumulation_gives_its_microbatch_or_the_last_of_them(outside, tmp_path):
     inside = optimizer(optax.MultiSteps(optax.adam(0.1), 3))
     around = optax.MultiSteps(optimizer(), 3)
     step = OwnStep(around) if outside else cg.train_step(loss, inside)
-    given = batches(9, 4)
-    found = captured(cg.FlightRecorder(tmp_path), given, step=step)
-    assert found.step == (5 if outside else 4)
-    np.testing.assert_array_equal(found.batch, given[found.step])
-    assert ("optax.MultiSteps" in found.meta.get("microbatch", "")) == outside
+    microbatches = batches(9, 4)
+    bad_step = captured(cg.FlightRecorder(tmp_path), microbatches, step=step)
+    assert bad_step.step == (5 if outside else 4)
+    np.testing.assert_array_equal(bad_step.batch, microbatches[bad_step.step])
+    assert ("optax.MultiSteps" in bad_step.meta.get("microbatch", "")) == outside
     if outside:  # whose bad microbatch is another one
-        shown = " ".join(str(cg.diagnose(loss, found.args)).split())
+        shown = " ".join(str(cg.diagnose(loss, bad_step.args)).split())
         assert "not reproduced" in shown and "the last of those that optax.MultiSteps" in shown
 
 
 # A training that goes on; several captures.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False, max_captures=2)
     state = STEP.init(PARAMS)
-    given = batches(9, 2, 4, 7)
+    batches_of_run = batches(9, 2, 4, 7)
     with pytest.warns(RuntimeWarning, match="step 7; .* max_captures: got 2, but there are"):
-        for batch in given:
+        for batch in batches_of_run:
             state, _ = STEP(state, batch)
             jax.block_until_ready(state)
             recorder.record(state, batch)
@@ -367,22 +376,22 @@ def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
     assert [cg.load_capture(p).batch[1] for p in recorder.captures] == [0, 0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_capture_is_never_overwritten(tmp_path):
     for name in ("step_1", "step_1_1"):
         assert captured(cg.FlightRecorder(tmp_path), batches(3, 1)).path == tmp_path / name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_state_that_has_halted_before_says_so(tmp_path, capture):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
     state = cg.load_capture(capture.path).restore(STEP.init(PARAMS), "state")
     run(recorder, batches(2), state=state)
-    (found,) = map(cg.load_capture, recorder.captures)
-    assert found.step == 7 and "clipgrad.resume" in found.meta["no_batch"]
+    (loaded,) = map(cg.load_capture, recorder.captures)
+    assert loaded.step == 7 and "clipgrad.resume" in loaded.meta["no_batch"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_leaving_the_loop_by_another_error_writes_the_capture_and_says_so(tmp_path):
     state = STEP.init(PARAMS)
     with pytest.raises(KeyError) as error, cg.FlightRecorder(tmp_path) as recorder:
@@ -399,7 +408,7 @@ def record_unseen(recorder, *args, **extra):
     del recorder._look
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_close_without_the_state_says_what_is_missing(tmp_path):
     recorder = cg.FlightRecorder(tmp_path)
     state, _ = STEP(STEP.init(PARAMS), BAD)
@@ -408,16 +417,16 @@ def test_close_without_the_state_says_what_is_missing(tmp_path):
     gc.collect()
     with pytest.raises(cg.HaltedError) as error:
         recorder.close()
-    found = cg.load_capture(error.value.path)
-    assert (found.batch == BAD).all()
+    loaded = cg.load_capture(error.value.path)
+    assert (loaded.batch == BAD).all()
     with pytest.raises(ValueError, match="params: got none, expected a state with params, or rec"):
-        found.params  # noqa: B018
+        loaded.params  # noqa: B018
 
 
 # Which states.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_state_without_the_flag_or_with_two_is_refused(recorder):
     params = {"w": jnp.ones(2)}
     plain, halting = cg.skip_spikes(optax.sgd(1.0)), optimizer()
@@ -433,7 +442,7 @@ def test_a_state_without_the_flag_or_with_two_is_refused(recorder):
     recorder.record(optax.chain(optax.identity(), twice).init(params), 1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_of_several_lanes_the_largest_norm_is_kept(tmp_path):
     tx = optimizer(cg.clip_by_global_norm(1.0, stats=True))
     state, recorder = jax.vmap(tx.init)(jnp.ones((2, 1))), cg.FlightRecorder(tmp_path)
@@ -459,7 +468,7 @@ ZEROS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ZEROS)
 def test_the_first_record_warns_of_leaves_without_a_gradient(case, tmp_path):
     loss, batch, stats, more, match = ZEROS[case]
@@ -475,7 +484,7 @@ def test_the_first_record_warns_of_leaves_without_a_gradient(case, tmp_path):
 # What the halt costs.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_compiled_step_has_no_transfer_and_no_memory_of_the_size_of_the_parameters():
     def compiled(halt):
         step = cg.train_step(lambda w, x: jnp.sum(jnp.tanh(x @ w)), optimizer(halt=halt))
@@ -490,7 +499,7 @@ def test_the_compiled_step_has_no_transfer_and_no_memory_of_the_size_of_the_para
     assert b.output_size_in_bytes - a.output_size_in_bytes < 128
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_only_the_flag_is_sent_to_the_host(recorder):
     state, batch = STEP.init(PARAMS), jnp.ones(2)
     recorder.record(state, batch)
@@ -504,7 +513,7 @@ def test_only_the_flag_is_sent_to_the_host(recorder):
 # The disk, and other machines.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
@@ -533,21 +542,21 @@ class FakePath:
         return self.address
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_address_is_refused_at_once_and_a_colon_in_a_name_is_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for address, match in ADDRESSES.items():
-        for given in (address, pathlib.Path(address), FakePath(address)):
+        for path in (address, pathlib.Path(address), FakePath(address)):
             for name, call in (("directory", cg.FlightRecorder), ("path", cg.load_capture)):
                 with pytest.raises(ValueError, match=f"^{name}: got .*{match}"):
-                    call(given)
+                    call(path)
     assert not list(tmp_path.iterdir())
     for name in ("gs", "a:b", "run:1/x", "gs:", "./gs:/x", "c:/x", "x/gs://y"):
-        for given in (name, str(tmp_path / name)):
-            assert cg.FlightRecorder(given).directory == pathlib.Path(given).absolute()
+        for path in (name, str(tmp_path / name)):
+            assert cg.FlightRecorder(path).directory == pathlib.Path(path).absolute()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r'need orbax.*pip install "clipgrad\[recorder\]"'):
@@ -603,17 +612,17 @@ cg.FlightRecorder(sys.argv[1]).record(state, 1)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_a_process_leaves_that_is_killed_while_it_writes_is_never_loaded(tmp_path):
     killed(tmp_path)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".")
     with pytest.raises(FileNotFoundError, match="expected a capture"):
         cg.load_capture(left)
-    found = captured(cg.FlightRecorder(tmp_path), batches(1, 0))
+    bad_step = captured(cg.FlightRecorder(tmp_path), batches(1, 0))
     with pytest.raises(FileNotFoundError, match="expected a capture; there is .*step_0"):
         cg.load_capture(tmp_path)
-    assert found.path.name == "step_0"
+    assert bad_step.path.name == "step_0"
 
 
 def killed(folder):
@@ -632,7 +641,7 @@ def with_manifest(capture, folder, edit):
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [2, 4])
 def test_a_capture_of_another_version_is_refused(version, capture, tmp_path):
     other = with_manifest(capture, tmp_path, lambda manifest: manifest.update(format=version))
@@ -642,25 +651,25 @@ def test_a_capture_of_another_version_is_refused(version, capture, tmp_path):
         cg.load_capture(other)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_class_that_a_capture_names_is_neither_imported_nor_called(capture, tmp_path):
     def edit(manifest):
         manifest["leaves"].append({"path": ["extra", "os"], "left_out": "os.system"})
         manifest["leaves"].append({"path": ["extra", "command"], "value": "touch here"})
 
-    found = cg.load_capture(with_manifest(capture, tmp_path, edit))
-    assert found.extra["command"] == "touch here" and found.extra["os"] is None
+    loaded = cg.load_capture(with_manifest(capture, tmp_path, edit))
+    assert loaded.extra["command"] == "touch here" and loaded.extra["os"] is None
     text = "".join(p.read_text() for p in pathlib.Path(files.__file__).parent.glob("*.py"))
     assert "pickle" not in text and "import_module" not in text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_float64_is_not_made_narrower_without_a_word(tmp_path):
     with jax.enable_x64(True):
-        found = captured(cg.FlightRecorder(tmp_path), [np.array([1.0, 0.0]) * jnp.ones(())])
-        assert found.batch.dtype == np.float64
+        bad_step = captured(cg.FlightRecorder(tmp_path), [np.array([1.0, 0.0]) * jnp.ones(())])
+        assert bad_step.batch.dtype == np.float64
     with pytest.raises(ValueError, match=r'dtype .*64, which .*"jax_enable_x64", True\)'):
-        cg.load_capture(found.path)
+        cg.load_capture(bad_step.path)
 
 
 def sharded_like(shape=(4, 2)):
@@ -687,13 +696,13 @@ def sharded(tmp_path_factory):
     state, batch = sharded_like()
     with cg.FlightRecorder(tmp_path_factory.mktemp("sharded"), raise_on_halt=False) as recorder:
         for i in range(3):
-            given = batch.at[5].set(0 if i == 1 else 1)
-            state = step(state, given)
-            recorder.record(state, given)
+            batch_of_step = batch.at[5].set(0 if i == 1 else 1)
+            state = step(state, batch_of_step)
+            recorder.record(state, batch_of_step)
     return recorder.captures[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 2), (2, 1)])
 def test_a_sharded_capture_has_the_shardings_of_a_tree_that_is_like_it(sharded, shape):
     here, (state, batch) = cg.load_capture(sharded), sharded_like(shape)
@@ -702,18 +711,18 @@ def test_a_sharded_capture_has_the_shardings_of_a_tree_that_is_like_it(sharded, 
     of_params = cg.load_capture(sharded, (state["params"], batch))
     of_state = cg.load_capture(sharded, like=jax.eval_shape(lambda: state))
     assert of_params.batch.sharding == batch.sharding
-    for found in (of_params, of_state, cg.load_capture(sharded, state)):
-        assert_same(jax.device_get(found.args), jax.device_get(here.args))
-        if found is not of_state:
-            assert found.params["w"].sharding == state["params"]["w"].sharding
-        if found is not of_params:
-            assert isinstance(found.state["opt"], cg.types.SkipSpikesState)
-            assert not cg.resume(found.state)["opt"].halted
+    for loaded in (of_params, of_state, cg.load_capture(sharded, state)):
+        assert_same(jax.device_get(loaded.args), jax.device_get(here.args))
+        if loaded is not of_state:
+            assert loaded.params["w"].sharding == state["params"]["w"].sharding
+        if loaded is not of_params:
+            assert isinstance(loaded.state["opt"], cg.types.SkipSpikesState)
+            assert not cg.resume(loaded.state)["opt"].halted
     assert_same(jax.device_get(here.restore(state, "state")), jax.device_get(of_state.state))
     assert here.restore(state["params"])["w"].sharding == state["params"]["w"].sharding
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_tree_that_is_not_like_the_capture_is_refused(sharded):
     state, batch = sharded_like()
     for like, match in (

@@ -24,7 +24,7 @@ from clipgrad._recorder import files
 from clipgrad._recorder.files import MANIFEST
 from tests.helpers import assert_same
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TX = cg.skip_spikes(optax.sgd(0.1), sigma=None, halt=True)
 
 
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
 def leaves():
     """Every kind of leaf."""
-    found = {
+    trees = {
         f"jax {dtype}": jnp.array([0, 1], dtype)
         for dtype in (
             "bool int2 int4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 float32 "
@@ -43,15 +43,15 @@ def leaves():
             "float8_e5m2fnuz complex64"
         ).split()
     }
-    found |= {f"numpy {dtype}": np.ones((2, 2), dtype) for dtype in "?bBhHiIlLqQefdFD"}
-    found |= {"0-d": np.ones((), "f4"), "empty": np.zeros((0, 3), "f8"), "none": jnp.zeros((0, 3))}
-    found["nan"] = np.uint32([0x7FC12345, 0xFF800000, 0x80000000]).view(np.float32)
-    found["fortran"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    found |= {f"{d} of numpy": np.ones(3, jnp.dtype(d)) for d in ("bfloat16", "float8_e5m2")}
+    trees |= {f"numpy {dtype}": np.ones((2, 2), dtype) for dtype in "?bBhHiIlLqQefdFD"}
+    trees |= {"0-d": np.ones((), "f4"), "empty": np.zeros((0, 3), "f8"), "none": jnp.zeros((0, 3))}
+    trees["nan"] = np.uint32([0x7FC12345, 0xFF800000, 0x80000000]).view(np.float32)
+    trees["fortran"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    trees |= {f"{d} of numpy": np.ones(3, jnp.dtype(d)) for d in ("bfloat16", "float8_e5m2")}
     for impl in ("threefry2x32", "rbg"):
-        found[impl] = jax.random.split(jax.random.key(3, impl=impl), 2)
+        trees[impl] = jax.random.split(jax.random.key(3, impl=impl), 2)
     plain = [True, 0, -(2**80), 0.1, -0.0, float("inf"), "a\ud800b", ""]
-    return found | {f"python {i}": x for i, x in enumerate(plain)}
+    return trees | {f"python {i}": x for i, x in enumerate(plain)}
 
 
 def everything():
@@ -118,17 +118,17 @@ def nested(levels):
 
 
 def test_sequences_are_lists_and_objects_dictionaries(tmp_path):
-    given = {
+    batch = {
         "pair": Pair(jnp.ones(2), jnp.zeros(1)),
         "tuple": (1, (2.5,)),
         "numbered": {0: "a", 1: "b"},
         "complex": 1 - 2j,
         "optax": optax.EmptyState(),
     }
-    found = cg.load_capture(captured(tmp_path, given)).batch
-    assert_same(found.pop("pair"), {"up": jnp.ones(2), "down": jnp.zeros(1)})
-    assert found.pop("complex") == np.complex128(1 - 2j)
-    assert found == {"tuple": [1, [2.5]], "numbered": ["a", "b"], "optax": {}}
+    loaded = cg.load_capture(captured(tmp_path, batch)).batch
+    assert_same(loaded.pop("pair"), {"up": jnp.ones(2), "down": jnp.zeros(1)})
+    assert loaded.pop("complex") == np.complex128(1 - 2j)
+    assert loaded == {"tuple": [1, [2.5]], "numbered": ["a", "b"], "optax": {}}
     bare = cg.load_capture(captured(tmp_path / "bare", jnp.arange(3)))
     assert_same(bare.batch, jnp.arange(3))
     like = cg.load_capture(bare.path, ({"w": jnp.ones(2)}, np.zeros(3, np.int32)))
@@ -188,8 +188,8 @@ def test_what_cannot_be_written_is_refused_by_the_first_record(tree, error, matc
 
 def test_a_step_is_a_number_or_text(tmp_path):
     for i, step in enumerate(["a", 3, np.int8(3), jnp.int32(3), jnp.bfloat16(3), 2.5]):
-        found = cg.load_capture(captured(tmp_path / str(i), 1, step=step))
-        assert found.step == step
+        capture = cg.load_capture(captured(tmp_path / str(i), 1, step=step))
+        assert capture.step == step
     with pytest.raises(TypeError, match="step: got b'3' of type bytes, expected a number or text"):
         captured(tmp_path / "bytes", 1, step=b"3")
 
@@ -251,12 +251,12 @@ def test_every_model_comes_back_in_its_own_class_by_path(name, tmp_path):
     path = captured(tmp_path, 1, halted({"w": jnp.ones(2)}), params=model)
     kind = {"nnx": Tied, "nnx list": Listed}.get(name)
     like = kind(nnx.Rngs(5)) if kind else changed(models()[name])
-    found = cg.load_capture(path).restore(like)
-    assert jax.tree.structure(found) == jax.tree.structure(model)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+    capture = cg.load_capture(path).restore(like)
+    assert jax.tree.structure(capture) == jax.tree.structure(model)
+    for ours, theirs in zip(jax.tree.leaves(capture), jax.tree.leaves(model), strict=True):
         assert described(ours) == described(theirs) or ours is theirs
-    assert kind is not Tied or found.again is found.up
-    assert kind is not Listed or found.again is found.layers[0].kernel
+    assert kind is not Tied or capture.again is capture.up
+    assert kind is not Listed or capture.again is capture.layers[0].kernel
 
 
 def test_a_training_that_goes_on_keeps_the_model_and_its_shared_variables():
@@ -268,8 +268,8 @@ def test_a_training_that_goes_on_keeps_the_model_and_its_shared_variables():
 
 
 def test_another_path_shape_or_dtype_is_refused(tmp_path):
-    given = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    found = cg.load_capture(captured(tmp_path, 1, halted({"w": jnp.ones(2)}), params=given))
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    capture = cg.load_capture(captured(tmp_path, 1, halted({"w": jnp.ones(2)}), params=params))
     for like, match in (
         (
             {"a": jnp.ones(2)},
@@ -283,9 +283,9 @@ def test_another_path_shape_or_dtype_is_refused(tmp_path):
         ({"a": jnp.ones(2, int), "b": jnp.ones(3)}, r"int32\[2\] at 'a', expected float32\[2\]"),
     ):
         with pytest.raises(ValueError, match=match):
-            found.restore(like)
+            capture.restore(like)
     with pytest.raises(ValueError, match="name: got 'model', expected 'params', 'state', 'batch'"):
-        found.restore(given, name="model")
+        capture.restore(params, name="model")
     with pytest.raises(TypeError, match="path: got None, expected the folder of a capture"):
         cg.load_capture(None)
 
@@ -388,13 +388,13 @@ def test_the_batch_of_a_dispatch_of_several_steps_is_captured(tmp_path):
 
     state = step.init({"w": jnp.float32([1.0, 2.0])})
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
-    given = np.ones((3, 4, 2), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None, None]
-    given[1, 2, 0] = 0
-    for i, batches in enumerate(given):
+    batch = np.ones((3, 4, 2), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None, None]
+    batch[1, 2, 0] = 0
+    for i, batches in enumerate(batch):
         state = several(state, batches)
         recorder.record(state, batches, key=jax.random.key(0), step=range(4 * i, 4 * i + 4))
     recorder.close()
-    found = cg.load_capture(*recorder.captures)
-    assert found.step == 6 and found.meta["steps"] == 4 and found.meta["step_in_batch"] == 2
-    np.testing.assert_array_equal(found.batch, given[1])
-    assert found.key is not None
+    capture = cg.load_capture(*recorder.captures)
+    assert capture.step == 6 and capture.meta["steps"] == 4 and capture.meta["step_in_batch"] == 2
+    np.testing.assert_array_equal(capture.batch, batch[1])
+    assert capture.key is not None

@@ -14,7 +14,7 @@ import pytest
 
 import clipgrad as cg
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TX = cg.skip_spikes(optax.sgd(1e-6), sigma=None, halt=True)
 
 
@@ -50,29 +50,29 @@ def steps_of(tx, every, size, bad_step, **named):
 @pytest.mark.parametrize("bad_step", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("size", [3, 2, 1])
 def test_every_third_step_is_never_taken_for_another(size, bad_step, first, numbers):
-    found = steps_of(TX, 3, size, bad_step, first=first, numbers=numbers)
-    if found is None:  # it was refused before the bad step was recorded
+    captured_steps = steps_of(TX, 3, size, bad_step, first=first, numbers=numbers)
+    if captured_steps is None:  # it was refused before the bad step was recorded
         assert size == 3 and bad_step > first
     else:
-        assert "step_in_batch" not in found.meta and found.step == bad_step
-        if bad_step % 3 == first or "no_batch" not in found.meta:
-            np.testing.assert_array_equal(found.batch, np.zeros(size))
+        assert "step_in_batch" not in captured_steps.meta and captured_steps.step == bad_step
+        if bad_step % 3 == first or "no_batch" not in captured_steps.meta:
+            np.testing.assert_array_equal(captured_steps.batch, np.zeros(size))
 
 
 def several_steps(tx, count, bad_step, record, size=4):
     """What is captured of steps that one compiled function takes, so many at a time."""
     step = cg.train_step(lambda p, x: jnp.sum(jnp.log(p * x)), tx)
     run = jax.jit(lambda state, batches: jax.lax.scan(step.update, state, batches)[0])
-    given = np.arange(1.0, 1 + 3 * count, dtype=np.float32).reshape(3, count, 1)
-    given = np.repeat(given, size, axis=2)
-    given[divmod(bad_step, count)] = 0
+    all_batches = np.arange(1.0, 1 + 3 * count, dtype=np.float32).reshape(3, count, 1)
+    all_batches = np.repeat(all_batches, size, axis=2)
+    all_batches[divmod(bad_step, count)] = 0
     with tempfile.TemporaryDirectory() as folder:
         state, recorder = step.init(jnp.ones(())), cg.FlightRecorder(folder, raise_on_halt=False)
-        for i, batches in enumerate(given):
+        for i, batches in enumerate(all_batches):
             state = run(state, batches)
             record(recorder, state, batches, i * count)
         recorder.close()
-        return cg.load_capture(*recorder.captures), given
+        return cg.load_capture(*recorder.captures), all_batches
 
 
 NUMBERS = {
@@ -91,10 +91,10 @@ def test_numbers_of_the_steps_say_that_a_batch_has_one_for_each(numbers, count):
         recorder.record(state, batches, step=NUMBERS[numbers](i, count))
 
     bad = count + count // 2
-    found, given = several_steps(TX, count, bad, record)
-    assert found.step == bad + 100 * (numbers == "from 100")
-    assert (found.meta["steps"], found.meta["step_in_batch"]) == (count, count // 2)
-    np.testing.assert_array_equal(found.batch, given[1])
+    loaded, all_batches = several_steps(TX, count, bad, record)
+    assert loaded.step == bad + 100 * (numbers == "from 100")
+    assert (loaded.meta["steps"], loaded.meta["step_in_batch"]) == (count, count // 2)
+    np.testing.assert_array_equal(loaded.batch, all_batches[1])
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -119,8 +119,8 @@ def test_a_training_that_begins_anew_is_captured_too(tmp_path):
             state, _ = step(state, batch)
             recorder.record(state, batch)
     recorder.close()
-    found = cg.load_capture(*recorder.captures)
-    assert found.step == 0 and not found.batch.any()
+    capture = cg.load_capture(*recorder.captures)
+    assert capture.step == 0 and not capture.batch.any()
 
 
 # A flag of the loop's own.
@@ -160,13 +160,15 @@ FLAGS = {
 def test_a_flag_of_the_loops_own_captures_the_step_and_its_state(flag, old, tmp_path):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
     seen = own_loop(recorder, FLAGS[flag], old=old)
-    found = cg.load_capture(*recorder.captures)  # of bad steps in a row the first
-    assert found.step == 105 and found.path.name == "step_105" and found.meta["halted_at"] == 5
-    np.testing.assert_array_equal(found.batch, np.zeros(3))
-    np.testing.assert_array_equal(found.params, seen[5][0 if old else 1])
-    np.testing.assert_array_equal(found.state["params"], seen[5][1])
-    assert found.meta["statistics"]["step"][-1] == 105 and found.meta["nonfinite"] is None
-    shown = str(cg.diagnose(lambda p, x: jnp.sum(jnp.log(p * x)), found.args))
+    capture = cg.load_capture(*recorder.captures)  # of bad steps in a row the first
+    assert (
+        capture.step == 105 and capture.path.name == "step_105" and capture.meta["halted_at"] == 5
+    )
+    np.testing.assert_array_equal(capture.batch, np.zeros(3))
+    np.testing.assert_array_equal(capture.params, seen[5][0 if old else 1])
+    np.testing.assert_array_equal(capture.state["params"], seen[5][1])
+    assert capture.meta["statistics"]["step"][-1] == 105 and capture.meta["nonfinite"] is None
+    shown = str(cg.diagnose(lambda p, x: jnp.sum(jnp.log(p * x)), capture.args))
     assert ("log" in shown if old else "args[0]" in shown) and "not reproduced" not in shown
 
 
@@ -185,9 +187,9 @@ def test_a_flag_that_has_not_arrived_is_not_waited_for(tmp_path, monkeypatch):
     assert not recorder.captures
     monkeypatch.undo()
     recorder.close()
-    found = cg.load_capture(*recorder.captures)
-    np.testing.assert_array_equal(found.params, seen[5][1])
-    np.testing.assert_array_equal(found.batch, np.zeros(3))
+    capture = cg.load_capture(*recorder.captures)
+    np.testing.assert_array_equal(capture.params, seen[5][1])
+    np.testing.assert_array_equal(capture.batch, np.zeros(3))
 
 
 def test_a_state_that_a_later_step_overwrites_is_said_to_be_gone(tmp_path, monkeypatch):
@@ -195,10 +197,10 @@ def test_a_state_that_a_later_step_overwrites_is_said_to_be_gone(tmp_path, monke
     with monkeypatch.context() as late:
         late.setattr("clipgrad._recorder.step_record.StepRecord.is_ready", False)
         own_loop(recorder, FLAGS["array"], donate=True)
-    found = cg.load_capture(*recorder.captures)
-    np.testing.assert_array_equal(found.batch, np.zeros(3))
+    capture = cg.load_capture(*recorder.captures)
+    np.testing.assert_array_equal(capture.batch, np.zeros(3))
     with pytest.raises(ValueError, match="params: got none, .* no later step has overwritten"):
-        found.params  # noqa: B018
+        capture.params  # noqa: B018
     recorder = cg.FlightRecorder(tmp_path / "early", raise_on_halt=False)
     own_loop(recorder, bool, donate=True)
     assert not np.isfinite(cg.load_capture(*recorder.captures).params)
@@ -219,8 +221,8 @@ def test_a_loops_own_flags_of_several_steps_say_which_is_bad(tmp_path):
         flags = jnp.arange(i, i + 4) >= 6
         recorder.record({"params": 1.0}, np.ones((4, 2)), step=range(i, i + 4), bad=flags)
     recorder.close()
-    found = cg.load_capture(*recorder.captures)
-    assert (found.step, found.meta["step_in_batch"], found.meta["steps"]) == (6, 2, 4)
+    capture = cg.load_capture(*recorder.captures)
+    assert (capture.step, capture.meta["step_in_batch"], capture.meta["steps"]) == (6, 2, 4)
     with pytest.raises(ValueError, match=r"bad: got the shape \(\), expected \(4,\), a flag for"):
         recorder.record(1.0, np.ones((4, 2)), step=range(4), bad=True)
 
@@ -234,9 +236,9 @@ def test_a_flag_beside_a_halting_optimizer_counts_as_well(tmp_path):
         recorder.record(state, np.full(2, i), bad=metrics["loss"] > 2)
     recorder.close()
     assert [cg.load_capture(path).step for path in recorder.captures][0] == 2
-    found = cg.load_capture(recorder.captures[-1])
-    assert found.step == 4 and np.isfinite(found.params) and found.meta["nonfinite"]
-    assert [*found.batch] == [4, 4]
+    capture = cg.load_capture(recorder.captures[-1])
+    assert capture.step == 4 and np.isfinite(capture.params) and capture.meta["nonfinite"]
+    assert [*capture.batch] == [4, 4]
 
 
 @pytest.mark.parametrize("bad", [1.0, "yes", jnp.float32(0), {"a": True, "b": False}, None])
@@ -267,12 +269,12 @@ def test_keys_with_slashes_come_back_by_their_paths(name, tmp_path):
     tree = jax.tree.map(jnp.float32, COLLIDING[name])
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
     recorder.record({"params": tree}, tree, bad=True)
-    found = cg.load_capture(recorder.captures[0])
+    capture = cg.load_capture(recorder.captures[0])
     for restored in (
-        found.restore(tree),
-        found.restore(tree, "batch"),
-        cg.load_capture(found.path, tree).params,
-        cg.load_capture(found.path, (tree, tree)).batch,
+        capture.restore(tree),
+        capture.restore(tree, "batch"),
+        cg.load_capture(capture.path, tree).params,
+        cg.load_capture(capture.path, (tree, tree)).batch,
     ):
         assert jax.tree.map(float, restored) == COLLIDING[name]
 

@@ -93,14 +93,14 @@ def of_batch(w, batch):
     return jnp.mean(jnp.sqrt(batch @ w))
 
 
-def told(diagnosis):
+def contents_of(diagnosis):
     rows = [(row.module, row.line, row.norm) for row in diagnosis.rows]
     examples = [example.index for example in diagnosis.examples]
     return diagnosis.ok, diagnosis.message, list(diagnosis.notes), rows, examples
 
 
 def diagnosed(make, fun=root, args=(NO_SQRT,), **arguments):
-    return told(make(fun, args, **arguments))
+    return contents_of(make(fun, args, **arguments))
 
 
 def named(x, y=Y, *, shift=1.0):

@@ -131,7 +131,7 @@ def after(batches, factor=1.0):
     return state
 
 
-def told(capture):
+def leaves_of_capture(capture):
     names = "state", "batch", "key", "step", "extra"
     return {name: jax.tree.leaves(getattr(capture, name)) for name in names}
 
@@ -161,7 +161,7 @@ def recording(make, state=None, batch=NAN, **more):
             make(recorder, state, batch, **more)
             recorder.close()
         except cg.HaltedError as error:
-            return told(cg.load_capture(error.path))
+            return leaves_of_capture(cg.load_capture(error.path))
     return "no capture"
 
 

@@ -1,5 +1,8 @@
 """What of a model is trained, and what is state: one answer at every entry point."""
 
+import dataclasses
+import sys
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -12,9 +15,10 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._frameworks import Parameters
 from tests.helpers import assert_close
 
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3) ** 2
 
 
@@ -124,15 +128,15 @@ def trained_by_nnx(kind, steps=2):
 @every_kind
 def test_a_step_trains_a_model_as_nnx_does_and_returns_its_state(kind, options):
     expected, seen = trained_by_nnx(kind)
-    given = kind(nnx.Rngs(0))
-    before = state_of(given)
+    model_of_user = kind(nnx.Rngs(0))
+    before = state_of(model_of_user)
     step = cg.train_step(loss, optax.adam(0.1), wrt=FILTERS.get(kind.__name__), **options)
-    state = step.init(given)
+    state = step.init(model_of_user)
     for value, norm in seen:
         state, metrics = step(state, X)
         assert_close((metrics["loss"], metrics["grad_norm"]), (value, norm), rtol=1e-5)
     assert_close(state_of(state.params), state_of(expected), rtol=1e-5, atol=1e-6)
-    assert_close(state_of(given), before, rtol=0)
+    assert_close(state_of(model_of_user), before, rtol=0)
     assert isinstance(state.params, kind) and step.update._cache_size() == 1
     assert options == {} or metrics["error_clip"]["h"].norm > 0
 
@@ -142,11 +146,11 @@ def test_statistics_come_with_the_gradient_of_nnx(kind):
     argnums = nnx.DiffState(0, wrt_of(kind))
     expected, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
     value, grads = gradient(kind, expected, X)
-    found = cg.value_and_grad_with_stats(loss, argnums, watch=["h", "**"])(model, X)
-    assert_close((found[0], numbers(found[1])), (value, numbers(grads)), rtol=1e-5, atol=1e-6)
-    assert jax.tree.structure(found[1]) == jax.tree.structure(grads)
+    watched = cg.value_and_grad_with_stats(loss, argnums, watch=["h", "**"])(model, X)
+    assert_close((watched[0], numbers(watched[1])), (value, numbers(grads)), rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(watched[1]) == jax.tree.structure(grads)
     assert_close(state_of(model), state_of(expected), rtol=1e-5)
-    assert found[2]["h"].norm > 0 and "first" in found[2]
+    assert watched[2]["h"].norm > 0 and "first" in watched[2]
 
 
 def each_by_nnx(kind, model):
@@ -236,10 +240,10 @@ def test_a_filter_or_a_model_without_anything_to_train_is_refused():
 
 
 def test_a_state_of_equinox_among_the_parameters_is_refused_with_the_line_to_write():
-    given = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode="batch")
+    model_and_state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode="batch")
     step = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"equinox.nn.State .*expected the model alone; write"):
-        step.init(given)
+        step.init(model_and_state)
 
 
 LINEN = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True), nn.Dense(1)])
@@ -274,10 +278,10 @@ def test_a_collection_of_linen_beside_the_parameters_is_refused_with_the_line_to
 
 
 def test_a_state_in_place_of_the_parameters_is_refused():
-    given = {"w": jnp.ones(3)}
-    state = TrainState.create(apply_fn=None, params=given, tx=optax.sgd(0.1))
-    ours = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1)).init(given)
-    for each in (state, ours, {"params": given, "opt_state": state.opt_state}):
+    params = {"w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    ours = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1)).init(params)
+    for each in (state, ours, {"params": params, "opt_state": state.opt_state}):
         for run in ENTRIES.values():
             with pytest.raises(ValueError, match="with params and opt_state, .* state.params"):
                 run(lambda p, x: jnp.sum(p.params["w"] * x), each)
@@ -319,8 +323,8 @@ def test_an_equinox_model_with_all_kinds_of_leaves_is_trained_as_filter_grad_doe
         expected = eqx.apply_updates(expected, updates)
     assert jax.tree.structure(state.params) == jax.tree.structure(expected)
     assert state.params.act is expected.act and step.update._cache_size() == 1
-    found, wanted = (eqx.filter(x, eqx.is_array) for x in (state.params, expected))
-    assert_close(numbers(found), numbers(wanted), rtol=1e-5, atol=1e-6)
+    trained, wanted = (eqx.filter(x, eqx.is_array) for x in (state.params, expected))
+    assert_close(numbers(trained), numbers(wanted), rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_that_makes_variables_is_refused_with_microbatches():
@@ -340,3 +344,85 @@ def test_a_position_of_variables_without_an_argument_is_an_error():
     grads = cg.value_and_grad_with_stats(lambda x: x, argnums=nnx.DiffState(3, nnx.Param))
     with pytest.raises(TypeError, match="argnums: got 3, expected the position of one of the 1"):
         grads(1.0)
+
+
+# A further framework is one class: a box has an array that is trained, and counts what it saw.
+
+
+class Box:
+    def __init__(self, weights, total):
+        self.weights, self.total = weights, total
+
+
+jax.tree_util.register_pytree_node(
+    Box, lambda box: ((box.weights, box.total), None), lambda _, parts: Box(*parts)
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoxParameters(Parameters):
+    trained: jax.Array
+    state: jax.Array
+
+    @classmethod
+    def fits(cls, params, wrt):
+        return isinstance(params, Box)
+
+    @classmethod
+    def of(cls, params, wrt):
+        return cls(params.weights, params.total)
+
+    def whole(self, trained):
+        return Box(trained, self.state)
+
+    def call(self, fun, trained, state, *args):
+        box = Box(trained, state)
+        return fun(box, *args), box.total
+
+    def with_changes(self, changes):
+        return self.with_state(changes)
+
+    def with_state(self, state):
+        return dataclasses.replace(self, state=state)
+
+    def with_state_of(self, other, where):
+        return self.with_state(jnp.where(where, other.state, self.state))
+
+    def has_form_of(self, other):
+        return True
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    room = sys.modules["clipgrad._frameworks.take_apart"]
+    monkeypatch.setattr(room, "KINDS", (BoxParameters, *room.KINDS))
+
+
+def counting(box, x):
+    box.total = box.total + jnp.sum(x)
+    return jnp.mean(x @ box.weights)
+
+
+@pytest.mark.usefixtures("boxes")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_further_kind_of_parameters_is_trained_with_its_state(accumulate):
+    step = cg.train_step(
+        counting, cg.skip_spikes(optax.sgd(1.0)), accumulate=accumulate, donate=False
+    )
+    state, _ = step(step.init(Box(jnp.ones(3), jnp.zeros(()))), X)
+    assert_close(state.params.weights, 1 - X.mean(0), rtol=1e-6)
+    assert_close(state.params.total, X.sum(), rtol=1e-6)
+    skipped, metrics = step(state, jnp.nan * X)
+    assert metrics["skipped"] and skipped.params.total == state.params.total
+    np.testing.assert_array_equal(skipped.params.weights, state.params.weights)
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_further_kind_of_parameters_is_clipped_by_example():
+    box = Box(jnp.ones(3), jnp.zeros(()))
+    rule = cg.ClipByGlobalNorm(0.1)
+    _, grads, stats = cg.clip_per_example(lambda box, x: x @ box.weights, rule)(box, X)
+    norms = jnp.linalg.norm(X, axis=1)
+    expected = jnp.mean(X * jnp.minimum(1, 0.1 / norms)[:, None], axis=0)
+    assert_close(grads, expected, rtol=1e-5)
+    assert_close(stats.norm, norms, rtol=1e-5)

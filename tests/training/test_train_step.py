@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import first_row
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def data(key, n=8):
     return params, (jax.random.normal(k[2], (n, 3)), 50 * jax.random.normal(k[3], (n,)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
     params, _ = data(key)
     traces = []
@@ -53,6 +54,7 @@ def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_counted(key):
     params, (x, y) = data(key)
     step = cg.train_step(loss_fn, optax.sgd(0.1))
@@ -94,7 +96,7 @@ def test_metrics_are_those_of_the_last_clip_with_statistics(first, last, key):
     assert ("leaves" in metrics) == (last == "per_leaf")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_norm_that_the_clip_measured_has_a_name_of_its_own(key):
     """Where some parameters have no clip, it is not the norm of all gradients."""
     params, batch = data(key)
@@ -109,7 +111,7 @@ def test_the_norm_that_the_clip_measured_has_a_name_of_its_own(key):
     assert logged["measured_norm"] == logged["clip/norm"] == metrics["measured_norm"]
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_accumulated_gradients_are_clipped_once_after_averaging(parts, key):
     params, batch = data(key)
@@ -191,7 +193,8 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_every_wrapper_reports_all_clips_inside_and_outside_and_keeps_its_state(wrap, key):
     """With bits and a state of the optimizer alone, and nothing is traced twice."""
@@ -219,17 +222,17 @@ def plain_step(tx, params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_clip_that_does_not_act_in_a_step_shows_the_last_in_which_it_did(key):
     params, batch = data(key)
     tx = optax.MultiSteps(optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.sgd(0.1)), 2)
     step = cg.train_step(loss_fn, tx)
-    state, found = step.init(params), []
+    state, shown = step.init(params), []
     for _ in range(3):
         state, metrics = step(state, batch)
-        found.append(metrics)
-    assert [float(m["clips"][0].size) for m in found] == [0, 20, 20]
-    assert found[0]["clip_scale"] == 1 > found[1]["clip_scale"] == found[2]["clip_scale"]
+        shown.append(metrics)
+    assert [float(m["clips"][0].size) for m in shown] == [0, 20, 20]
+    assert shown[0]["clip_scale"] == 1 > shown[1]["clip_scale"] == shown[2]["clip_scale"]
     assert optax.tree.get(state.opt_state, "clipped_count") == 1
 
 
@@ -241,17 +244,17 @@ def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
 
 
 @pytest.mark.parametrize(
-    "given, match",
+    "wrong_state, match",
     [
         (lambda state, x: (x, state), r"state: got .*Array.*; the state comes first: write step\("),
         (lambda state, x: ({"x": x}, state), "state: got dict, expected the state of a train"),
         (lambda state, x: (state.params, x), r"got dict, .*; it is step.init\(params\): write ste"),
     ],
 )
-def test_anything_in_place_of_the_state_is_refused(given, match):
+def test_anything_in_place_of_the_state_is_refused(wrong_state, match):
     step = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optax.sgd(0.1))
     with pytest.raises(TypeError, match=match):
-        step(*given(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
+        step(*wrong_state(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
 
 
 def test_what_is_no_optimizer_is_refused():
@@ -287,7 +290,7 @@ def tagged_step(rule, **options):
     return step(step.init(params), batch), params, batch
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_statistics_are_added_up_over_microbatches():
     (_, whole), _, _ = tagged_step(None)
     (_, parts), _, _ = tagged_step(None, accumulate=2)
@@ -298,7 +301,7 @@ def test_statistics_are_added_up_over_microbatches():
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_limit_by_value_grows_with_the_number_of_microbatches():
     (whole, metrics), _, _ = tagged_step(cg.ErrorClipByValue(0.25))
     (parts, _), _, _ = tagged_step(cg.ErrorClipByValue(0.5), accumulate=2)
@@ -314,7 +317,7 @@ def test_wrong_error_clips_are_refused():
         step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_integers_and_booleans_among_the_parameters_stay_as_they_are(key):
     """Buffers of a model, such as indices and counters."""
     params, batch = data(key)
@@ -344,7 +347,7 @@ def test_keys_of_random_numbers_among_the_parameters_are_refused(key):
         step.init({"rng": key})
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_a_gradient_overwrites_is_handled_as_by_flax(key):
     """Scales and histories of 8-bit floats: neither clipped, measured, trained nor averaged."""
     linen = pytest.importorskip("flax.linen")

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
+from tests.rows import each_value
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 PARAMS = {"w": jnp.array([3.0, 4.0]), "v": jnp.array([1.0, 2.0])}
@@ -62,14 +62,17 @@ def test_one_clip_has_the_same_keys_from_metrics_and_from_the_state(wrap, kept):
     with_stats = [stats for stats in kept if stats]
     names = ["clip"] if len(with_stats) == 1 else [f"clip_{i}" for i in range(len(with_stats))]
     for name, stats in zip(names, with_stats, strict=True):
-        own = [{key for key in keys if key.startswith(f"{name}/")} for keys in (logged, of_state)]
-        assert own[0] == own[1] > {f"{name}/norm", f"{name}/threshold"}
-        assert (f"{name}/leaves/w/norm" in own[0]) == (stats == "per_leaf")
+        keys_of_clip = [
+            {key for key in keys if key.startswith(f"{name}/")} for keys in (logged, of_state)
+        ]
+        assert keys_of_clip[0] == keys_of_clip[1] > {f"{name}/norm", f"{name}/threshold"}
+        assert (f"{name}/leaves/w/norm" in keys_of_clip[0]) == (stats == "per_leaf")
     skips = [{key for key in keys if key.startswith("skip_spikes")} for keys in (logged, of_state)]
     assert skips[0] == skips[1] and bool(skips[0]) == ("skip_spikes" in wrap)
     assert len(metrics["clips"]) == len(with_stats)
 
 
+@pytest.mark.slow
 def test_leaves_of_several_clips_are_in_the_metrics_and_apart_for_a_logger():
     each = [cg.clip_by_norm(m, where=n, stats="per_leaf") for n, m in (("w", 1.0), ("v", 2.0))]
     step = cg.train_step(linear, optax.chain(*each, cg.clip_by_norm(0.5, stats="per_leaf")))
@@ -152,7 +155,7 @@ SKIPPERS = {
 }
 
 
-@pytest.mark.kinds("framework", "name")
+@each_value
 @pytest.mark.parametrize("name", SKIPPERS)
 @pytest.mark.parametrize("framework", MODELS)
 def test_a_skipped_step_leaves_the_state_of_a_model_and_what_gradients_overwrite(framework, name):
@@ -202,13 +205,13 @@ def test_skipped_steps_in_a_row_are_counted_whatever_the_reason(name):
     state, counts = step.init(PARAMS), []
     for value in (1.0, 1.0, bad, bad, bad, 1.0, bad):
         state, metrics = step(state, jnp.array([value, 0.0]))
-        own = state.opt_state
+        opt_state = state.opt_state
         for field in ("skipped", "skipped_consecutive", "nonfinite_consecutive"):
-            assert metrics[field] == getattr(own, field) == metrics["skip_spikes"][field]
-        counts.append((int(own.skipped_consecutive), int(own.nonfinite_consecutive)))
+            assert metrics[field] == getattr(opt_state, field) == metrics["skip_spikes"][field]
+        counts.append((int(opt_state.skipped_consecutive), int(opt_state.nonfinite_consecutive)))
     expected = [0, 0, 1, 2, 3, 0, 1]
     assert counts == [(n, n * (not finite)) for n in expected]
-    assert (own.skipped_count, own.spike_count) == (4, 4 * finite)
+    assert (opt_state.skipped_count, opt_state.spike_count) == (4, 4 * finite)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30], ids=str)
@@ -278,7 +281,8 @@ LENGTHS = {
 }
 
 
-@pytest.mark.kinds("lengths", "parts", "dtype")
+@pytest.mark.slow
+@each_value
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -292,31 +296,19 @@ def test_weighted_microbatches_have_the_mean_of_the_whole_batch(dtype, parts, le
         for more in ({}, {"accumulate": parts, "weight": weight})
     )
     params = {"w": jnp.ones(3, dtype)}
-    (expected, metrics), (state, found) = (s(s.init(params), batch) for s in (whole, split))
+    (expected, metrics), (state, metrics_of_parts) = (
+        s(s.init(params), batch) for s in (whole, split)
+    )
     rtol = 1e-5 if dtype == jnp.float32 else 0.03
     assert_close(state.params, expected.params, rtol=rtol, atol=rtol)
-    assert found["loss"].dtype == metrics["loss"].dtype == dtype
+    assert metrics_of_parts["loss"].dtype == metrics["loss"].dtype == dtype
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(*(np.float32(m[name]) for m in (found, metrics)), rtol=rtol)
-    stats = [m["error_clip"]["error"] for m in (found, metrics)]
+        np.testing.assert_allclose(
+            *(np.float32(m[name]) for m in (metrics_of_parts, metrics)), rtol=rtol
+        )
+    stats = [m["error_clip"]["error"] for m in (metrics_of_parts, metrics)]
     np.testing.assert_allclose(*(s.norm for s in stats), rtol=rtol)
-    assert found["nonfinite"] == stats[0].nonfinite == 0
-
-
-def test_train_step_counts_the_statistics_of_a_microbatch_by_its_weight():
-    """Cotangents of 3 are clipped to 1; the weights 1 and 3 are shares of 1/4 and 3/4."""
-    loss = lambda p, batch: 3 * jnp.sum(checkpoint_name(p * batch, "h"))  # noqa: E731
-    step = cg.train_step(
-        loss,
-        optax.sgd(0.1),
-        error_clip={"h": cg.ErrorClipByValue(max=1.0)},
-        accumulate=2,
-        weight=jnp.sum,
-    )
-    _, metrics = step(step.init(jnp.ones(1)), jnp.array([[1.0], [3.0]]))
-    shares = np.linalg.norm([0.25, 0.75])
-    stats = metrics["error_clip"]["h"]
-    np.testing.assert_allclose([stats.norm, stats.clipped_norm], [3 * shares, shares], rtol=1e-6)
+    assert metrics_of_parts["nonfinite"] == stats[0].nonfinite == 0
 
 
 @pytest.mark.parametrize("guard", [0.0, 1.0])
@@ -363,8 +355,8 @@ def test_a_key_in_a_batch_of_microbatches_says_how_keys_are_given(make):
     with pytest.raises(ValueError, match=match):
         split(split.init(params), {"x": x, "rng": make(0)})
     batch = {"x": x, "rng": jax.random.split(make(0), 8)}
-    found = [step(step.init(params), batch)[0].params for step in (whole, split)]
-    assert_close(*found, rtol=1e-5)
+    trained_params = [step(step.init(params), batch)[0].params for step in (whole, split)]
+    assert_close(*trained_params, rtol=1e-5)
 
 
 # ---- complex parameters descend
@@ -394,7 +386,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.kinds("framework", "optimizer", "parts")
+@each_value
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -14,6 +14,7 @@ from flax.training import train_state
 
 import clipgrad as cg
 from tests.helpers import all_reduces, assert_close, assert_same
+from tests.rows import first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -48,9 +49,9 @@ def expected_norms(grads, params, updates, by, stacked=""):
     return rows
 
 
-def assert_norms(found, expected, rtol=1e-6):
-    assert set(found) == set(expected)
-    for group, norms in found.items():
+def assert_norms(measured, expected, rtol=1e-6):
+    assert set(measured) == set(expected)
+    for group, norms in measured.items():
         for actual, right in zip(norms, expected[group], strict=True):
             assert actual.shape == np.shape(right)
             np.testing.assert_allclose(actual, right, rtol=rtol)
@@ -124,16 +125,16 @@ def test_updates_are_those_of_the_optimizer_and_are_measured_in_any_wrapper(name
             assert_same(updates, expected)
         assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
         state = new
-    found = cg.scalars([state])
-    assert {key.split("/")[0] for key in found} >= {"updates"}
-    norm = np.linalg.norm([float(x) for k, x in found.items() if k.endswith("attn/grad")])
+    numbers = cg.scalars([state])
+    assert {key.split("/")[0] for key in numbers} >= {"updates"}
+    norm = np.linalg.norm([float(x) for k, x in numbers.items() if k.endswith("attn/grad")])
     assert norm == pytest.approx(float(cg.global_norm(GRADS["blocks"]["attn"])), rel=1e-6)
     if name in ("chain", "named_chain", "MultiSteps inside", "skip_spikes outside", "sam"):
-        ratio = found["updates/emb/update"] / found["updates/emb/param"]
-        assert found["updates/emb/update"] == pytest.approx(
+        ratio = numbers["updates/emb/update"] / numbers["updates/emb/param"]
+        assert numbers["updates/emb/update"] == pytest.approx(
             float(cg.global_norm(updates["emb"])), rel=1e-6
         )
-        np.testing.assert_allclose(found["updates/emb/ratio"], ratio, rtol=1e-6)
+        np.testing.assert_allclose(numbers["updates/emb/ratio"], ratio, rtol=1e-6)
 
 
 # ---- in every framework's loop
@@ -232,12 +233,12 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
 def test_groups_of_each_framework_are_its_modules(loop):
     state, groups = loop(cg.watch_updates(optax.adam(1e-3)))
-    found = cg.scalars(state)
+    numbers = cg.scalars(state)
     fields = ("grad", "param", "update", "ratio")
     expected = {f"updates/{group}/{field}" for group in groups for field in fields}
-    assert {key for key in found if key.startswith("updates/")} == expected
+    assert {key for key in numbers if key.startswith("updates/")} == expected
     last = max(groups)
-    assert float(found[f"updates/{last}/param"]) > 0
+    assert float(numbers[f"updates/{last}/param"]) > 0
 
 
 def test_metrics_have_the_gradient_before_the_clip_and_join_the_keys_of_other_statistics():
@@ -374,10 +375,10 @@ def test_under_shardings_there_is_one_all_reduce(axes, stacked):
             for name, x in SHARDED.items()
         }
         compiled = jax.jit(tx.update).lower(tree, tx.init(tree), tree).compile()
-        found, state = compiled(tree, tx.init(tree), tree)
+        measured_updates, state = compiled(tree, tx.init(tree), tree)
     assert_norms(state.norms, {k: list(v) for k, v in expected.norms.items()})
     assert all_reduces(compiled) == 1
-    np.testing.assert_allclose(found["w"], updates["w"], rtol=1e-6)
+    np.testing.assert_allclose(measured_updates["w"], updates["w"], rtol=1e-6)
 
 
 def test_inside_shard_map_the_named_axes_are_added_up():
@@ -422,6 +423,7 @@ def test_a_scan_over_steps_and_a_map_over_seeds():
                 np.testing.assert_allclose(a, b[i], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_restores_the_state(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     tx = cg.watch_updates(optax.adam(0.1), stacked="blocks")
@@ -480,7 +482,8 @@ def diverging(sick, steps=180):
     return jax.jit(lambda params: jax.lax.scan(one, step.init(params), batches)[1])(params)
 
 
-@pytest.mark.kinds()
+@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("sick", [3, 1])
 def test_the_ratio_names_the_layer_that_diverges_twenty_steps_before_the_loss_doubles(sick):
     losses, ratios = jax.device_get(diverging(sick))

@@ -15,7 +15,7 @@ from tests.error_clips.test_frameworks import X as inputs
 from tests.helpers import assert_close
 from tests.values.test_value_stats import assert_stats
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("users_promotion")]
 
 
 def test_linen_modules_have_the_values_that_flax_captures():
@@ -46,14 +46,14 @@ def test_the_logits_of_unedited_attention_have_an_entry_for_each_head():
     model = Attention()
     params = model.init(jax.random.key(1), x)
     stats = cg.with_value_stats(model.apply, watch={"**/*->...hqk": -3})(params, x)[1]
-    ((name, found),) = stats.items()
+    ((name, stats_of_heads),) = stats.items()
     p = params["params"]["attn"]
     q, k = (
         np.einsum("btd,dhf->bthf", x, np.asarray(p[n]["kernel"], np.float64))
         for n in ("query", "key")
     )
     logits = np.einsum("bqhf,bkhf->bhqk", q, k) / 2
-    assert_stats(found, [logits], 1, rtol=1e-5)
+    assert_stats(stats_of_heads, [logits], 1, rtol=1e-5)
 
 
 class Normalized(nnx.Module):

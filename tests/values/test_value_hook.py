@@ -15,6 +15,7 @@ import clipgrad._programs as _programs
 from clipgrad._values import ValueHook, named_values, value_hook
 from tests.error_clips.tagged import MODELS, X, step
 from tests.helpers import assert_close, assert_same
+from tests.rows import first_row
 
 
 @value_hook()
@@ -90,7 +91,7 @@ def traced(model, tag=tagged):
     return _programs.trace(lambda x: model(x, tag), (X,), {})
 
 
-@pytest.mark.kinds()
+@first_row
 @every_program
 def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
     program = traced(model)
@@ -108,7 +109,7 @@ def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
     assert len(notes) == len(values)
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "while"])
 def test_taps_bring_the_cotangents_out_and_what_is_replaced_goes_on(name):
     model = PROGRAMS[name]

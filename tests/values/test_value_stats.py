@@ -15,6 +15,7 @@ from clipgrad._values import value_stats
 from tests.error_clips.tagged import X, loss_of, scanned
 from tests.helpers import assert_close, assert_same
 from tests.per_example.test_per_example_precision import operations
+from tests.rows import each_value, first_row
 from tests.values.test_value_hook import COUNTED, PROGRAMS, in_a_while
 
 PROPERTIES = ("norm", "rms", "max", "nonfinite", "zero_fraction", "size")
@@ -68,7 +69,7 @@ ARRAYS = {
 every_array = pytest.mark.parametrize("name", ARRAYS)
 
 
-@pytest.mark.kinds("name", "axis")
+@each_value
 @every_array
 @pytest.mark.parametrize("axis", [None, 0, -1])
 def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
@@ -133,7 +134,7 @@ def together(stats):
     return stats
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", COUNTED)
 def test_tags_are_measured_in_any_program(name):
     seen = recorded(PROGRAMS[name])
@@ -200,9 +201,9 @@ def test_devices_count_together_and_what_they_share_once_where_jax_knows(check):
                 h = row * y
             return total + h.sum(), None
 
-        own = checkpoint_name(x * 2, "own")
+        tagged = checkpoint_name(x * 2, "own")
         shared = checkpoint_name(y * 3, "shared")
-        half = lax.psum(own, "d")
+        half = lax.psum(tagged, "d")
         half = checkpoint_name(half, "summed")
         start = lax.pcast(jnp.zeros(()), ("d",), to="varying") if check else jnp.zeros(())
         return lax.scan(step, start, x)[0][None] + shared.sum() + half.sum()
@@ -243,12 +244,12 @@ def test_an_axis_that_is_kept_has_an_entry_for_each_index_behind_those_of_scans(
     assert whole.max.shape == (2,)
 
 
-@pytest.mark.kinds("check")
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_an_axis_that_a_mesh_may_cut_is_not_kept(check):
     mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
 
-    def own(x):
+    def summed(x):
         return lax.psum(checkpoint_name(x * 2, "h").sum(), "m")
 
     def same(x):
@@ -260,10 +261,10 @@ def test_an_axis_that_a_mesh_may_cut_is_not_kept(check):
         return cg.with_value_stats(fun, watch={"h": axis})(X)[1]["h"]
 
     match = r"the axis 1 for 'h', whose values may differ between the devices along 'm', expected"
-    for model in (own, same)[: 1 if check else 2]:
+    for model in (summed, same)[: 1 if check else 2]:
         with pytest.raises(ValueError, match=match):
             measured(model, 1)
-    assert_stats(measured(own, None), [2 * np.asarray(X, np.float64)])
+    assert_stats(measured(summed, None), [2 * np.asarray(X, np.float64)])
     if check:
         x = np.asarray(X, np.float64)
         assert_stats(measured(same, 1), [x[:2] + x[2:]], 1)
@@ -272,7 +273,7 @@ def test_an_axis_that_a_mesh_may_cut_is_not_kept(check):
 # ---- unchanged value and derivatives, and composition -------------------------------------------
 
 
-@pytest.mark.kinds()
+@first_row
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in ("while", "linear solve")])
 def test_value_and_gradient_are_those_of_the_function(name):
     loss = loss_of(PROGRAMS[name])
@@ -341,12 +342,12 @@ rule_with_a_tag.defjvp(lambda x, t: (rule_with_a_tag(x[0]), t[0]))
 
 
 def test_values_without_cotangents_are_listed_and_say_so_where_cotangents_are_asked():
-    found = {name.name: name for name in cg.list_names(odd, (X,))}
-    assert {n: r.cotangent for n, r in found.items()} == {
+    by_name = {name.name: name for name in cg.list_names(odd, (X,))}
+    assert {n: r.cotangent for n, r in by_name.items()} == {
         "idle": False, "net": True, "two": True, "tag": True, "loop/h": False, "loop": False,
     }  # fmt: skip
     stats = cg.with_value_stats(odd, watch=["**"])(X)[1]
-    assert set(stats) == set(found)
+    assert set(stats) == set(by_name)
     assert_stats(stats["idle"], [np.cos(np.asarray(X, np.float64))])
     loss = lambda x: odd(lax.stop_gradient(x))  # noqa: E731
     watched = lambda name: cg.value_and_grad_with_stats(loss, watch=[name])(X)  # noqa: E731
@@ -411,15 +412,15 @@ def test_a_training_step_measures_the_values_before_it(accumulate, has_aux):
     state, metrics = step(step.init(params), X)
     other, without = plain(plain.init(params), X)
     assert_close(state, other, rtol=1e-5)
-    values, found = metrics["values"], cg.scalars(metrics)
+    values, numbers = metrics["values"], cg.scalars(metrics)
     assert jax.tree.structure(metrics | {"values": 0}) == jax.tree.structure(
         without | {"values": 0}
     )
     logits = np.asarray(X, np.float64) @ np.linspace(-1.0, 2.0, 9).reshape(3, 3)
     assert_stats(values["attn"], [logits], rtol=2e-6)
     assert_stats(values["logits"], [logits], -1, rtol=2e-6)
-    assert {"values/attn/rms", "values/attn/max", "values/logits/max", "loss"} <= set(found)
-    assert found["values/logits/max"].shape == (3,) and found["values/attn/rms"].shape == ()
+    assert {"values/attn/rms", "values/attn/max", "values/logits/max", "loss"} <= set(numbers)
+    assert numbers["values/logits/max"].shape == (3,) and numbers["values/attn/rms"].shape == ()
     assert set(cg.scalars({"attn": values["attn"]})) == {
         "attn/norm", "attn/rms", "attn/max", "attn/zero_fraction", "attn/nonfinite"
     }  # fmt: skip
@@ -443,7 +444,7 @@ def test_one_more_value_of_a_shape_adds_few_operations():
     assert count(7) - count(4) <= 3 * 12
 
 
-@pytest.mark.kinds("bad")
+@each_value
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
 def test_one_reduction_gives_what_sums_give_side_by_side(scale, bad, monkeypatch):
@@ -451,12 +452,14 @@ def test_one_reduction_gives_what_sums_give_side_by_side(scale, bad, monkeypatch
     x[1, 2], x[3, 3] = 0, x[3, 3] if bad is None else bad
     x = jnp.asarray(x, jnp.float32)
     for axis in (None, 0, 1):
-        found = []
+        both_ways = []
         for fits in (True, False):
-            monkeypatch.setattr(value_stats, "fit_one_reduction", lambda *_, own=fits: own)
+            monkeypatch.setattr(
+                value_stats, "fit_one_reduction", lambda *_, fits_one=fits: fits_one
+            )
             jax.clear_caches()
-            found.append(jax.jit(lambda x, axis=axis: cg.types.ValueStats.of(x, axis))(x))
-        together, apart = found
+            both_ways.append(jax.jit(lambda x, axis=axis: cg.types.ValueStats.of(x, axis))(x))
+        together, apart = both_ways
         np.testing.assert_allclose(together.norm, apart.norm, rtol=1e-6)
         for name in ("max", "nonfinite", "zero_count", "size"):
             np.testing.assert_array_equal(getattr(together, name), getattr(apart, name))

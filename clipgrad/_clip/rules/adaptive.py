@@ -28,9 +28,10 @@ from clipgrad._clip.thresholds import Number, Threshold
 
 @pytree_rule
 class AdaptiveClip(MeasuringRule):
-    r"""Adaptive gradient clipping (AGC): limits the gradient of each unit by its weights' norm.
+    r"""Limits each unit's gradient norm relative to the unit's weight norm (adaptive clipping,
+    AGC).
 
-    A unit is, by default, the weights of one output.
+    By default, a unit is all weights of one output.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -51,29 +52,28 @@ class AdaptiveClip(MeasuringRule):
     Args:
       clipping: the maximal ratio of gradient norm to weight norm.
       eps: the smallest weight norm, so that zero weights can train.
-      axis: the axes that a unit spans. ``None``: all but the last of leaves of rank 2 and
-        more, a whole vector. Else an int or a tuple for all leaves, or a function ``(path,
-        leaf) -> axes``. For weights that are stacked over layers or experts leave the axes of
-        these out. The table of an embedding is (tokens, features): write ``-1`` for its path,
-        so that a unit is the row of a token, and not one feature of all tokens.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that units are spread
-        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
-        each leaf is, also one that JAX does not know to differ between devices; not needed
-        under `jax.jit`. A unit is whole along the axes that you do not name; ``()`` if it is
-        whole on its device.
+      axis: the axes that a unit spans. ``None``: all axes but the last if a leaf has rank 2 or
+        more, otherwise the whole leaf. Or an int or a tuple for all leaves, or a function
+        ``(path, leaf) -> axes``. If weights are stacked over layers or experts, leave out the
+        stacking axis. An embedding table has the shape (tokens, features): return ``-1`` for that
+        path, so that a unit is one token's row, and not one feature over all tokens.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        units are spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`. Along axes
+        that you do not name, a unit is whole; ``()`` says that each unit is whole on one device.
 
     Raises:
-      ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
-        parameters of another structure or shape, for a leaf that lacks an axis.
+      ValueError: for thresholds that are negative or NaN; when called, if ``params`` is missing or
+        has another structure or shape, or if a leaf lacks an axis.
       TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
 
     $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
 
-    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
-    one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
-    kernels (dense, convolution of any rank, attention output); a whole vector or scalar. So of an
-    embedding, of shape (tokens, features), a unit is a feature's column over all tokens; for a
-    token's row, as the rows of PyTorch are, set ``axis`` by the path, as in the second example.
+    where $w$ is the weights of one unit and $g$ their gradient. By default a unit is all weights of
+    one output, for kernels as JAX libraries lay them out (dense, convolution of any rank, attention
+    output): all axes but the last. Vectors and scalars are one unit. For an embedding the default
+    unit is one feature over all tokens; to get one token's row, as in PyTorch, set ``axis`` by the
+    path, as in the second example.
 
     ============================  ======================================================
     unit or threshold             result
@@ -88,9 +88,9 @@ class AdaptiveClip(MeasuringRule):
 
     Guarantees:
       * A unit whose gradient norm is within its limit comes back bit-identical.
-      * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
-        is kept.
-      * Where the units are the same, the result is that of ``optax.adaptive_grad_clip`` up to a
+      * Otherwise the norm becomes the limit, up to a relative 4e-7 in float32, and the direction is
+        kept.
+      * If the units are the same, you get the result of ``optax.adaptive_grad_clip`` up to a
         relative 1e-6.
       * The gradient keeps its dtype, for every dtype of the parameters.
 
@@ -107,6 +107,7 @@ class AdaptiveClip(MeasuringRule):
     axis: UnitAxis = dataclasses.field(default=None, metadata=static(check_unit_axis))
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     needs_params: ClassVar[bool] = True
+    ord = 2
 
     def measure(self, grads: Any, params: Any = None) -> list["UnitNorms"]:
         """The norms of the units of each leaf, and the limit of each at ``clipping`` 1."""

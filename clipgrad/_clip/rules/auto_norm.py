@@ -35,21 +35,20 @@ class AutoNorm(MeasuringRule):
     Args:
       max_norm: the norm that results are below, a number.
       gamma: the norm whose result is ``max_norm / 2``, a number.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the tree is spread
-        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
-        each leaf is, also one that JAX does not know to differ between devices; not needed
-        under `jax.jit`.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        the tree is spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`.
 
     Raises:
       ValueError: for a number that is negative or NaN, or an infinite ``max_norm``; when called,
         for an ``axis_name`` that is not a mapped axis.
-      TypeError: for what is not a number, array or schedule.
+      TypeError: for anything but a number, array or schedule.
 
-    Each leaf becomes $g \cdot \mathrm{max\_norm} / (n + \mathrm{gamma})$ with the `global_norm` $n$
-    of all leaves. A gradient far above ``gamma`` gets the norm ``max_norm``, whether it
-    was larger or smaller; far below it the factor is ``max_norm / gamma``. So ``max_norm`` only
-    multiplies the learning rate. With `clip_per_example` this is the automatic clipping (AUTO-S)
-    of differentially private training.
+    Each leaf becomes $g \cdot \mathrm{max\_norm} / (n + \mathrm{gamma})$, where $n$ is the
+    `global_norm` of the tree. If $n$ is far above ``gamma``, the result has about the norm
+    ``max_norm``; if $n$ is far below, the factor is ``max_norm / gamma``. So ``max_norm`` only
+    multiplies the learning rate. With `clip_per_example` you get the automatic clipping (AUTO-S) of
+    differentially private training.
 
     ============================  ======================================================
     norm or threshold             result
@@ -76,6 +75,7 @@ class AutoNorm(MeasuringRule):
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
     acts_on = "tree"
     limits: ClassVar[bool] = False
+    ord = 2
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""

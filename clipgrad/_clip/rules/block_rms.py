@@ -36,10 +36,9 @@ class ClipByBlockRMS(MeasuringRule):
     Args:
       threshold: the maximal root mean square: a number; before the optimizer also a schedule
         or an adaptive threshold.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that each leaf is
-        spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        each leaf is spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`.
 
     Raises:
       ValueError: for a threshold that is negative or NaN.
@@ -58,11 +57,11 @@ class ClipByBlockRMS(MeasuringRule):
 
     Guarantees:
       * A leaf whose root mean square is at most ``threshold`` comes back bit-identical.
-      * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
-        direction is kept.
-      * On float32 leaves the result is that of ``optax.clip_by_block_rms`` up to a relative 1e-6.
-        In half precision it differs: optax rounds squares and their mean to it, and this rule
-        keeps them in float32.
+      * Otherwise the root mean square becomes ``threshold``, up to a relative 4e-7 in float32, and
+        the direction is kept.
+      * On float32 leaves you get the result of ``optax.clip_by_block_rms`` up to a relative 1e-6.
+        In half precision results differ: optax rounds the squares and the mean to half precision,
+        and this rule keeps both in float32.
 
     References:
       Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
@@ -72,6 +71,7 @@ class ClipByBlockRMS(MeasuringRule):
     threshold: Threshold = dataclasses.field(metadata=threshold(main=True, adaptive=True))
     _: dataclasses.KW_ONLY
     axis_name: AxisName = dataclasses.field(default=None, metadata=static())
+    ord = 2  # of the mean, see `l2_limits`
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The root mean square of each leaf."""

@@ -41,7 +41,7 @@ else:
 
 
 class ClipRule(_Transformation):
-    """A clip rule: a function from a tree of gradients to a clipped tree like it.
+    """A clip rule: a function from a gradient tree to a clipped tree of the same structure.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp, optax
@@ -53,16 +53,17 @@ class ClipRule(_Transformation):
       Array(1., dtype=float32)
 
     Attributes:
-      needs_params: whether the rule wants the second argument: the parameters for a gradient
-        clip, the value itself for an error clip (which is then saved for the backward pass).
+      needs_params: whether the rule needs a second argument: the parameters in a gradient clip, the
+        value itself in an error clip (which saves the value for the backward pass).
 
-    The rules of this library are frozen dataclasses and pytrees whose leaves are their
-    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
-    not retrace. A custom rule is a plain function of the tree, or a subclass with ``__call__``. It
-    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
-    attributes that the rule has at that time.
+    clipgrad's rules are frozen dataclasses, and pytrees with the thresholds as leaves. So a
+    threshold may be a number, an array or a tracer, and a new threshold does not retrace. To write
+    your own rule, write a function of the tree, or a subclass with ``__call__``. Your rule must
+    keep structure and shapes; clipgrad restores the dtypes. Each call reads the attributes that the
+    rule has at that time.
 
-    A rule is an optax transformation, too: `gradient_clip` of it, with the same state.
+    You can also use a rule as an optax transformation: it acts as ``gradient_clip(rule)``, with the
+    same state.
     """
 
     needs_params: ClassVar[bool] = False
@@ -77,14 +78,14 @@ class ClipRule(_Transformation):
     @_of_instances
     @explain_call()
     def init(self, params: Any) -> Any:
-        """The state before the first update, as of `gradient_clip`."""
+        """The state before the first update, as from `gradient_clip`."""
         return gradient_clip(self).init(params)
 
     @_of_instances
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        """The clipped updates and the next state, as of `gradient_clip`."""
+        """The clipped updates and the next state, as from `gradient_clip`."""
         return gradient_clip(self).update(updates, state, params, **extra_args)
 
 

@@ -22,7 +22,7 @@ from clipgrad._clip.thresholds import Threshold
 class ClipByGlobalNorm(MeasuringRule):
     r"""Scales a whole gradient down to a maximal norm.
 
-    The norm is `global_norm`, the norm of all leaves as one vector.
+    The norm is `global_norm`, in which all leaves count as one vector.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -33,17 +33,16 @@ class ClipByGlobalNorm(MeasuringRule):
       max_norm: the maximal norm: a number; before the optimizer also a schedule or an
         adaptive threshold.
       ord: the order $p$ of the norm, a number in (0, inf]; by default 2, the Euclidean norm.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that the tree is spread
-        over, a name or several, so that norms are of all devices together; ``jax.P("x")``:
-        each leaf is, also one that JAX does not know to differ between devices; not needed
-        under `jax.jit`.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        the tree is spread, so that norms cover all devices. ``jax.P("x")`` says that every leaf is
+        spread, even if JAX does not know this. You do not need this under `jax.jit`.
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
         called, for an ``axis_name`` that is not a mapped axis.
       TypeError: for a threshold that is not a number, array or schedule.
 
-    Each leaf becomes $g \cdot \min(1, \mathrm{max\_norm} / n)$ with the norm $n$ of all leaves.
+    Each leaf becomes $g \cdot \min(1, \mathrm{max\_norm} / n)$, where $n$ is the norm of the tree.
 
     ==========================  ==========================================================
     norm or threshold           result
@@ -56,13 +55,14 @@ class ClipByGlobalNorm(MeasuringRule):
 
     Guarantees:
       * A tree whose norm is at most ``max_norm`` comes back bit-identical.
-      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
-        direction is kept.
+      * Otherwise the norm becomes ``max_norm``, up to a relative 4e-7 in float32, and the direction
+        is kept.
       * On float32 trees in the ordinary range the result is bit-identical to
-        ``optax.clip_by_global_norm``, eagerly and under `jax.jit`. In half precision it differs:
-        optax rounds squares and their sums to it, and this rule keeps them in float32.
-      * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
-        where leaves are spread over different axes of the mesh.
+        ``optax.clip_by_global_norm``, eagerly and under `jax.jit`. In half precision results
+        differ: optax rounds squares and sums to half precision, and this rule keeps both in
+        float32.
+      * Under `jax.jit` with sharded leaves the compiled program has one all-reduce; more only if
+        leaves are spread over different mesh axes.
 
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,

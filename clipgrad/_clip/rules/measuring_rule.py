@@ -50,15 +50,16 @@ class MeasuringRule(ClipRule):
     and is replaced by what it returns before 2; statistics follow from the pairs of 2.
 
     A rule is a dataclass of `pytree_rule` whose thresholds are fields, one of them with
-    ``metadata=threshold(main=True)``. It has `measure` and `norms_and_limits`; all else has a
-    default. What ``measure`` returns for a group needs ``value``, the least threshold that changes
-    nothing.
+    ``metadata=threshold(main=True)``. It has `measure` and `norms_and_limits`, and if it measures
+    L2 norms ``ord = 2``: statistics follow from these. All else has a default. What ``measure``
+    returns for a group needs ``value``, the least threshold that changes nothing.
 
     Attributes:
       acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
         whole ``"tree"``, which has one norm.
       limits: whether the threshold is a limit: what is within it stays as it is.
-      ord: the order of the norm.
+      ord: the order of the norm; ``None``: it is another measure, and statistics need another read
+        of the elements.
       axis: the axes of a leaf that a group spans, as the rule takes them.
       axis_name: the mapped axes that a group is spread over.
     """
@@ -66,7 +67,7 @@ class MeasuringRule(ClipRule):
     acts_on: ClassVar[Literal["element", "leaf", "tree"]] = "leaf"
     limits: ClassVar[bool] = True
     # A rule that lets its user choose has a field of this name.
-    ord: Any = 2
+    ord: Any = None
     axis: Any = None
     axis_name: Any = None
 

@@ -23,10 +23,10 @@ from clipgrad._clip.thresholds import Threshold
 
 @pytree_rule
 class ClipByNorm(MeasuringRule):
-    r"""Scales each array of a gradient, or each slice of it, down to a maximal norm.
+    r"""Scales each array in a gradient, or each slice of an array, down to a maximal norm.
 
-    With ``axis`` each slice of a leaf has its own norm: one for each index of the axes that are not
-    named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
+    With ``axis`` each slice has its own norm: one for each index along the axes that you do not
+    name. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example in a batch of images.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -37,16 +37,16 @@ class ClipByNorm(MeasuringRule):
              [0.3, 0.4]], dtype=float32)
 
     Args:
-      max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
-        norms of the slices, which keep the reduced axes with size 1.
+      max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the slice
+        norms, which keep the reduced axes with size 1.
       ord: the order $p$ of the norm, a number in (0, inf]; by default 2, the Euclidean norm.
-      axis: the axis or axes that a norm is over, such as ``-1`` for a norm of each row;
-        ``None``: one norm of the whole leaf.
-      axis_name: the axes of `jax.shard_map`, `jax.pmap` or `jax.vmap` that each leaf, or
-        slice, is spread over, a name or several, so that norms are of all devices together;
-        ``jax.P("x")``: each leaf is, also one that JAX does not know to differ between
-        devices; not needed under `jax.jit`. A slice is whole along the axes that you do not
-        name; ``()`` if it is whole on its device.
+      axis: the axis or axes to sum over, such as ``-1`` for one norm per row; ``None``: one norm
+        for the whole leaf.
+      axis_name: the name or names of the `jax.shard_map`, `jax.pmap` or `jax.vmap` axes over which
+        each leaf, or slice, is spread, so that norms cover all devices. ``jax.P("x")`` says that
+        every leaf is spread, even if JAX does not know this. You do not need this under `jax.jit`.
+        Along axes that you do not name, a slice is whole; ``()`` says that each slice is whole on
+        one device.
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
@@ -66,8 +66,8 @@ class ClipByNorm(MeasuringRule):
 
     Guarantees:
       * A leaf (slice) whose norm is at most ``max_norm`` comes back bit-identical.
-      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
-        direction is kept.
+      * Otherwise the norm becomes ``max_norm``, up to a relative 4e-7 in float32, and the direction
+        is kept.
       * Norms are computed in float32 or wider, without over- or underflow.
 
     References:

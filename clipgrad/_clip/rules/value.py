@@ -58,7 +58,7 @@ def _written_min(rule: Any) -> Any:
 
 @pytree_rule
 class ClipByValue(MeasuringRule):
-    r"""Limits each element of a gradient to an interval.
+    r"""Limits each gradient element to an interval.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -69,10 +69,10 @@ class ClipByValue(MeasuringRule):
 
     Args:
       max: the upper bound: a number, or an array that broadcasts into each leaf.
-      min: the lower bound, of the same kinds; ``None`` means ``-max``, and the attribute ``min``
-        says so: ``ErrorClipByValue(5.0).min`` is -5.0. It stays ``None`` with a schedule or an
-        adaptive threshold.
-      nan: the number that replaces NaN before the clip; ``None`` lets NaN through.
+      min: the lower bound, a number or an array; ``None`` means ``-max``, and the attribute ``min``
+        then is ``-max``: ``ErrorClipByValue(5.0).min == -5.0``. With a schedule or an adaptive
+        threshold the attribute stays ``None``.
+      nan: the number that replaces NaN before the clip; ``None``: NaN stays.
 
     Raises:
       ValueError: for a bound that is NaN, for ``min`` above ``max``, for a negative ``max``
@@ -82,8 +82,8 @@ class ClipByValue(MeasuringRule):
 
     An element becomes $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
-    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
-    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
+    `ErrorClipByValue` is the same class under PaddlePaddle's name, and prints as ``ClipByValue``. A
+    complex element keeps the phase: the absolute value is clipped to ``max``.
 
     ==========================  ==========================================================
     element or bound            result
@@ -96,9 +96,9 @@ class ClipByValue(MeasuringRule):
     ==========================  ==========================================================
 
     Guarantees:
-      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
-        the leaf; elements inside this interval do not change. The absolute value of a complex
-        element is at most ``max`` up to a relative 4e-7 in complex64; one at ``max`` stays.
+      * Every element that is not NaN ends up in [min, max], with bounds rounded to the leaf's
+        dtype; elements inside this interval do not change. The absolute value of a complex element
+        is at most ``max``, up to a relative 4e-7 in complex64; elements at ``max`` stay.
       * Structure, shapes and dtypes are kept, for every dtype of the bounds.
       * Leaves that are not floating or complex are unchanged.
 

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 @runtime_checkable
 class AdaptiveThreshold(Protocol):
-    """A threshold computed from the norms of past gradients, instead of a number.
+    """A threshold that is computed from past gradient norms, instead of a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -26,20 +26,21 @@ class AdaptiveThreshold(Protocol):
       Array([3., 4.], dtype=float32)
 
     Attributes:
-      init: takes zeros in the shape of the norms, and returns the state before the first update.
-      update: takes a state and the norms of this step, and returns the thresholds of this step, in
-        the shape of the norms, and the next state.
+      init: takes zeros in the shape of the norms; returns the state before the first update.
+      update: takes a state and this step's norms; returns this step's thresholds, in the shape of
+        the norms, and the next state.
 
-    A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
-    wherever they accept a schedule. A custom threshold is a class with these two methods, without
-    side effects. The state is a pytree of arrays whose structure, shapes and dtypes never change.
+    You can pass such an object to `clip_by_global_norm` and all other gradient clips wherever you
+    can pass a schedule; the clip keeps the state. To write your own threshold, write a class with
+    these two methods, without side effects. The state is a pytree of arrays; structure, shapes and
+    dtypes never change.
 
     The norms of a step are the smallest thresholds at which the rule would change nothing. For
-    `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
-    entry for each leaf, which has its own history and threshold: the largest norm of its
-    slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
-    `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
-    or 0. The threshold is a constant to differentiation.
+    `clip_by_global_norm` that is one number, the norm. For all other rules you get an array with
+    one entry for each leaf, so each leaf has its own history and threshold: the largest slice norm
+    for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for `clip_by_value`,
+    the largest unit ratio for `adaptive_grad_clip`. Norms may be NaN, inf or 0. No derivative goes
+    through a threshold.
     """
 
     def init(self, norms: jax.Array) -> Any: ...  # noqa: D102

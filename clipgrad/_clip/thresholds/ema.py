@@ -28,7 +28,7 @@ class EMAState(NamedTuple):
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class EMAThreshold:
-    r"""A threshold that adapts (AdaGC): a multiple of the average of each leaf's clipped norms.
+    r"""An adaptive threshold (AdaGC): a multiple of each leaf's average clipped norm.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -42,9 +42,9 @@ class EMAThreshold:
     Args:
       decay: $\beta$, in [0, 1].
       relative: $\lambda_\mathrm{rel}$, the largest ratio of a norm to the average, at least 1.
-      absolute: $\lambda_\mathrm{abs}$, the limit of the global norm in the warm-up.
-      warmup: the number of norms that the average starts from.
-      feed: the norm that enters the average: ``"clipped"``, as in the paper, or ``"raw"``.
+      absolute: $\lambda_\mathrm{abs}$, the limit for the global norm in the warm-up.
+      warmup: the number of norms from which the average starts.
+      feed: which norm enters the average: ``"clipped"``, as in the paper, or ``"raw"``.
 
     Raises:
       ValueError: for a number out of range, or an unknown ``feed``.
@@ -53,11 +53,11 @@ class EMAThreshold:
     $$c_{t,i} = \lambda_\mathrm{rel} \gamma_i, \quad \gamma_i \leftarrow \beta \gamma_i +
     (1 - \beta) \min(n_{t,i}, c_{t,i})$$
 
-    In the warm-up all leaves are scaled by one factor to the global norm $\lambda_\mathrm{abs}$,
-    $c_{t,i} = n_{t,i} \min(1, \lambda_\mathrm{abs} / \|n_t\|)$, and $\gamma_i$ becomes the least of
-    these. Those further than a factor of ten from their median are left out, because a spike in
-    one leaf makes that factor tiny. Meant for `clip_by_norm`, which gives each leaf its own
-    average; `clip_by_global_norm` has one average.
+    In the warm-up one factor scales all leaves to the global norm $\lambda_\mathrm{abs}$,
+    $c_{t,i} = n_{t,i} \min(1, \lambda_\mathrm{abs} / \|n_t\|)$, and $\gamma_i$ becomes the smallest
+    of these norms. Norms further than a factor of ten from their median are left out, because a
+    spike in one leaf makes the common factor tiny. Use this threshold with `clip_by_norm`, which
+    gives each leaf its own average; `clip_by_global_norm` has one average.
 
     ============================  ========================================================
     norm                          threshold
@@ -69,7 +69,7 @@ class EMAThreshold:
     Guarantees:
       * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
         not count in the warm-up: an unused leaf has its warm-up later.
-      * If the norms of the warm-up stay within ten times their median, it is the formula above.
+      * If all warm-up norms are within ten times their median, the formula above holds exactly.
 
     References:
       Wang, Li, Chen, Zeng, Yang, Yu, Ma and Shen, AdaGC: Improving Training Stability for Large

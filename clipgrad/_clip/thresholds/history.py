@@ -13,7 +13,7 @@ from clipgrad._clip.thresholds.window import Feed, Window, entering, unlimited
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class HistoryThreshold:
-    r"""A threshold that adapts: mean plus some deviations of the last norms, before this step.
+    r"""An adaptive threshold: mean plus some deviations of the norms before this step.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -25,11 +25,11 @@ class HistoryThreshold:
       [5.]
 
     Args:
-      window: $w$, the number of norms that are kept.
-      sigma: the most deviations that a norm may be above the mean.
+      window: $w$, the number of norms to keep.
+      sigma: how many deviations a norm may be above the mean.
       min_history: the number of norms before the first clip; by default half a window, and at
         least 2.
-      feed: the norms that enter the history: ``"raw"``, or ``"clipped"``, with which the threshold
+      feed: which norms enter the history: ``"raw"``, or ``"clipped"``, with which the threshold
         tends to fall.
 
     Raises:
@@ -38,7 +38,7 @@ class HistoryThreshold:
 
     $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
 
-    Norms above ten times the median of the window are left out of mean and deviation, so a spike
+    Norms above ten times the window's median are left out of mean and deviation, so that a spike
     does not make the limit useless.
 
     ============================  ========================================================
@@ -50,7 +50,8 @@ class HistoryThreshold:
 
     Guarantees:
       * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
-      * If the norms of the window stay within ten times their median, it is the formula above.
+      * If all norms in the window are within ten times their median, the formula above holds
+        exactly.
       * If the norms grow tenfold for good, so does the threshold, within half a window.
 
     References:

@@ -13,7 +13,7 @@ from clipgrad._clip.thresholds.window import Feed, Window, entering, unlimited
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class PercentileThreshold:
-    r"""A threshold that adapts (AutoClip): a percentile of the last norms and this one.
+    r"""An adaptive threshold (AutoClip): a percentile of the last norms, this step's norm included.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -25,12 +25,12 @@ class PercentileThreshold:
       [2.] 2.0
 
     Args:
-      percentile: $p$, in [0, 100], so that 90 is the 90th percentile; a warning asks whether 0.9
-        was meant, which is the 0.9th. The paper's 10 clips nine of ten steps, and acts like a
-        normalization of the gradients.
-      window: $w$, the number of norms that are kept; the paper keeps all.
-      feed: the norms that enter the history: ``"raw"``, as in the paper, or ``"clipped"``, with
-        which the threshold tends to fall.
+      percentile: $p$, in [0, 100]: write 90 for the 90th percentile; a warning asks whether you
+        meant 0.9, which is the 0.9th. The paper's 10 clips nine of ten steps, and acts like
+        gradient normalization.
+      window: $w$, the number of norms to keep; the paper keeps all.
+      feed: which norms enter the history: ``"raw"``, as in the paper, or ``"clipped"``, with which
+        the threshold tends to fall.
 
     Raises:
       ValueError: for a percentile out of range, a window below 1, an unknown ``feed``.
@@ -50,7 +50,7 @@ class PercentileThreshold:
 
     Guarantees:
       * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
-      * One norm, of any size, moves the threshold by one place in the order of the norms.
+      * One norm, however large, moves the threshold by one place in the sorted norms.
 
     References:
       Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive Gradient Clipping for Source

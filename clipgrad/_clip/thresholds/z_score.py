@@ -30,7 +30,7 @@ class ZScoreState(NamedTuple):
 @explain_call()
 @dataclasses.dataclass(frozen=True)
 class ZScoreThreshold:
-    r"""A threshold that adapts (ZClip): it limits norms that stand out from their moving average.
+    r"""An adaptive threshold (ZClip): limits norms that stand out from their moving average.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -42,14 +42,14 @@ class ZScoreThreshold:
       [3.]
 
     Args:
-      z: the most deviations that a norm may be above the mean.
+      z: how many deviations a norm may be above the mean.
       decay: $\alpha$, in [0, 1].
-      warmup: the number of norms that the averages start from.
-      eps: a number added to the deviation in $z_t$.
-      max_norm: a limit at every step, in the warm-up too, which does not affect the averages;
-        ``None``: no limit. The code of the authors has 1.0.
-      feed: the norm that enters the averages: the ``"clipped"`` one $n^*_t$, as in the paper, or
-        the ``"raw"`` one. If the norms jump far up and stay, only averages of raw norms follow.
+      warmup: the number of norms from which the averages start.
+      eps: a number that is added to the deviation in $z_t$.
+      max_norm: a fixed limit for every step, the warm-up included, which does not affect the
+        averages; ``None``: no limit. The authors' code has 1.0.
+      feed: which norm enters the averages: ``"clipped"``, $n^*_t$, as in the paper, or ``"raw"``.
+        If the norms jump far up and stay there, only raw averages follow.
 
     Raises:
       ValueError: for a number out of range, an unknown ``feed``.
@@ -58,12 +58,12 @@ class ZScoreThreshold:
     $$z_t = \frac{n_t - \mu}{s + \mathrm{eps}}, \quad
     c_t = \mu + \frac{z^2 s}{z_t} \text{ where } z_t > z, \text{ else } \mu + z (s + \mathrm{eps})$$
 
-    so the further out a norm is, the closer to the mean $\mu$ it is clipped. Then, with
+    so the further out a norm is, the closer to the mean $\mu$ the limit is. Then, with
     $n^*_t = \min(n_t, c_t)$ and the decay $\alpha$,
     $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
-    $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
-    the norms of the warm-up, in which nothing is clipped. Norms above ten times the median of the
-    warm-up are left out, so that a spike does not make the limit useless.
+    $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. Both start as mean and deviation of
+    the warm-up norms; in the warm-up nothing is clipped. Norms above ten times the warm-up median
+    are left out, so that a spike does not make the limit useless.
 
     ==========================  ==========================================================
     history                     threshold
@@ -75,7 +75,7 @@ class ZScoreThreshold:
     Guarantees:
       * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
         not count in the warm-up.
-      * If the norms of the warm-up stay within ten times their median, it is the formula above.
+      * If all warm-up norms are within ten times their median, the formula above holds exactly.
 
     References:
       Kumar, Owen, Chowdhury and Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,

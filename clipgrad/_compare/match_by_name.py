@@ -2,57 +2,64 @@
 
 import collections
 import functools
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from clipgrad._compare.judge import judge_rows
-from clipgrad._compare.line_pairs import copied_lines, equal_lines, line_pairs, named_lines
+from clipgrad._compare.line_pairs import (
+    check_lines,
+    copied_lines,
+    equal_lines,
+    line_pairs,
+    named_lines,
+)
+from clipgrad._compare.matching import MOST_NAMES, Matching, alone
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
 from clipgrad._compare.record import Instance, Record
 from clipgrad._compare.renamed import Renamed, same_leaves
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.starts import Starts
 
+_RESULTS = "output", "gradient"
 Group = tuple[str, str, tuple[int, ...]]
 
 
-class Matching(NamedTuple):
-    """How the rows of two records were matched.
+def check_names(a: Record, b: Record, names: Mapping[str, str] | None) -> None:
+    """Raise `ValueError` for a name that fits no value of ``a``, or leads to none of ``b``.
 
-    Attributes:
-      pairs: the pairs, judged.
-      alone: findings of what was not compared.
-      unmatched: texts of other rows left alone.
-      copies: the values of lines in each record that have the numbers of an argument.
+    The records may be without numbers.
     """
-
-    pairs: list[Pair]
-    alone: list[ComparisonFinding]
-    unmatched: list[str]
-    copies: tuple[Collection[Instance], Collection[Instance]] = ((), ())
-
-
-def alone(kind: str, path: str, text: str) -> ComparisonFinding:
-    """The finding of an output or a gradient that was not compared."""
-    return ComparisonFinding("grads" if kind == "gradient" else kind, text, path=path)
+    if names:
+        ours, theirs = _renamed(names)
+        there = [theirs(name) for name in _value_names(b)]
+        ours.check(_value_names(a), there)
+        check_lines(a, b, names)
 
 
-def match(
+def check_common(a: Record, b: Record) -> None:
+    """Raise `ValueError` if two records have no output and no gradient in common."""
+    if not any(same_rows(a, b, kind) for kind in _RESULTS):
+        ours, theirs = (
+            [r.rows[i].name for kind in _RESULTS for i in r.of(kind)][:MOST_NAMES] for r in (a, b)
+        )
+        raise ValueError(
+            f"other: got outputs {theirs}, expected the outputs of fun, {ours}; return trees with "
+            "the same paths, and write argnums=None for both or for none"
+        )
+
+
+def match_by_name(
     a: Record,
     b: Record,
-    names: Mapping[str, str] | None,
-    rtol: float | None,
-    with_arguments: bool,
+    names: Mapping[str, str] | None = None,
+    rtol: float | None = None,
+    with_arguments: bool = False,
 ) -> Matching:
     """Match and judge the rows of two records; arguments if they should be equal.
 
     As many values of the second record as of the first are matched one by one, in the order of
-    time: n calls of a module with n steps of a scan.
-
-    Raises:
-      ValueError: an expression of ``names`` fits no value of the first record, or leads to none of
-        the second.
-    """  # fmt: skip
+    time: n calls of a module with n steps of a scan. Lines are matched by their statements, and
+    those left by their numbers.
+    """
     values, unmatched = _named_values(a, b, names)
     have_lines = a.has_lines and b.has_lines
     values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
@@ -129,15 +136,7 @@ def _judged(
 def _named_values(
     a: Record, b: Record, names: Mapping[str, str] | None
 ) -> tuple[list[Pair], list[str]]:
-    of_lines = named_lines(names)
-    named = {own: other for own, other in (names or {}).items() if own not in of_lines}
-    ours, theirs = Renamed(named), Renamed({})
-    theirs.patterns = [y for x, y in ours.rules if "*" in y and "*" not in x]
-    groups = _groups(a, ours), _groups(b, theirs)
-    ours.check(
-        [a.rows[i].name for i in a.of("value") if not a.rows[i].is_line],
-        [name for name, *_ in groups[1]],
-    )
+    groups = [_groups(r, renamed) for r, renamed in zip((a, b), _renamed(names), strict=True)]
     pairs, unmatched = [], []
     for group, found in groups[0].items():
         same = groups[1].get(group, [])
@@ -150,6 +149,20 @@ def _named_values(
         if group not in groups[0] and group[0]:
             unmatched.append(_unmatched(b, group, found, [], "other", "fun"))
     return pairs, unmatched
+
+
+def _renamed(names: Mapping[str, str] | None) -> tuple[Renamed, Renamed]:
+    """The names under which the values of each version are matched."""
+    of_lines = named_lines(names)
+    ours = Renamed({own: other for own, other in (names or {}).items() if own not in of_lines})
+    theirs = Renamed({})
+    theirs.patterns = [y for x, y in ours.rules if "*" in y and "*" not in x]
+    return ours, theirs
+
+
+def _value_names(record: Record) -> list[str]:
+    rows = (record.rows[i] for i in record.of("value"))
+    return list(dict.fromkeys(row.name for row in rows if not row.is_line))
 
 
 def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:

@@ -1,25 +1,21 @@
-"""The first place where a record differs from one of another framework, or of other trees."""
+"""Rows of equal numbers, in a record of another framework or of other trees."""
 
-import dataclasses
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from clipgrad._compare.by_numbers import (
+from clipgrad._compare.equal_rows import (
     FLOORS,
     EqualRows,
     judged,
     numbers_at,
     sketches_in_orders,
 )
-from clipgrad._compare.compare_records import result
-from clipgrad._compare.findings import MOST_NAMES, Sides, first
 from clipgrad._compare.judge import judge, judge_rows
-from clipgrad._compare.match import Matching, alone
-from clipgrad._compare.pairs import Pair, cotangent_pairs
+from clipgrad._compare.matching import MOST_NAMES, Matching, alone
+from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time
 from clipgrad._compare.record import ENTERS, TORCH, Graph, Record
-from clipgrad._compare.result import ComparisonFinding, GradientComparison
+from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NORM_AT
 from clipgrad._compare.slices import descends, made_from
 from clipgrad._errors import first_few
@@ -27,8 +23,11 @@ from clipgrad._errors import first_few
 MOST_SHOWN = 12
 
 
-def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComparison:
-    """Compare a loss in JAX with one whose rows have other names."""
+def match_by_number(a: Record, b: Record, rtol: float | None = None) -> Matching:
+    """Match and judge the rows of a loss in JAX and of one whose rows have other names.
+
+    The first value without an equal is beside the value of the other that stands in its place.
+    """
     leaves, values = _Arguments(a, b), EqualRows(a, b, "value", rtol)
     (loss,), (its,) = a.of("output"), b.of("output")
     judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=FLOORS)
@@ -36,17 +35,13 @@ def compare_by_numbers(a: Record, b: Record, rtol: float | None) -> GradientComp
     output = Pair("output", (loss, ()), (its, ()), judgment)
     matched, gradients = _equal_pairs(values), leaves.gradients(rtol)
     differs = judgment.differs or any(p.judgment.differs for p in gradients)
-    found = _first_unequal(values, matched) if differs else None
-    bad = [found] if found else []
-    pairs = sorted([*matched, *bad], key=lambda p: a.rows[p.own[0]].time(p.own[1]))
+    unequal = _first_unequal(values, matched) if differs else None
+    pairs = in_time(a, [*matched, *([unequal] if unequal else [])])
     pairs += [output, *_equal_cotangents(values, matched), *gradients]
-    sides = Sides(a, b, Matching(pairs, leaves.alone(gradients), _texts_alone(values, leaves)))
-    findings = first(sides)
-    if found:
-        findings = _with_other(findings, found, values)
-    if found or judgment.differs:
-        findings = [*_other_arguments(found or output, matched, leaves), *findings]
-    return result(sides, findings)
+    explained = unequal or (output if judgment.differs else None)
+    arguments = _other_arguments(explained, matched, leaves) if explained else []
+    texts = _texts_alone(values, leaves)
+    return Matching(pairs, leaves.alone(gradients), texts, arguments=tuple(arguments))
 
 
 class _Arguments(EqualRows):
@@ -182,24 +177,6 @@ def _first_unequal(values: EqualRows, matched: Sequence[Pair]) -> Pair | None:
             if near.judgment.differs:
                 return Pair("value", own, values.others[near.at], near.judgment, near.order)
     return None
-
-
-def _with_other(
-    findings: list[ComparisonFinding], pair: Pair, values: EqualRows
-) -> list[ComparisonFinding]:
-    """The findings, of which the value has its place in the other record."""
-    row, its = values.a.rows[pair.own[0]], values.b.rows[pair.other[0]]
-    text = ""
-    if values.b.framework == TORCH:
-        verb = "enters" if its.view == ENTERS else "leaves"
-        text += f"; in torch it {verb} {its.name or 'the model'} ({its.owner}"
-        text += f", {os.path.basename(its.line)})" if its.line else ")"
-    if row.shape != its.shape:
-        text += f", of shape {list(its.shape)} beside {list(row.shape)}"
-    return [
-        dataclasses.replace(f, message=f.message + text) if f.kind == "value" else f
-        for f in findings
-    ]
 
 
 def _other_arguments(

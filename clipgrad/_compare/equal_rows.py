@@ -27,7 +27,7 @@ NEAR = 0.3  # a relative distance of sketches above which two arrays are not com
 SAME_NORM = 1e-5  # of two norms of the same numbers
 FLOORS = 2  # the rounding of the other framework is as large as that of the program, and is added
 
-Numbers = tuple[np.ndarray, np.ndarray]  # a sketch, shape (515,), and how far rounding moves it
+Moved = tuple[np.ndarray, np.ndarray]  # a sketch, shape (515,), and how far rounding moves it
 
 
 class Equal(NamedTuple):
@@ -117,7 +117,7 @@ class EqualRows:
         return Equal(j, order, judged(self.row(i), known, self.other(j), sketch, self.rtol))
 
 
-def judged(row: Row, known: Numbers, its: Row, sketch: np.ndarray, rtol: float | None) -> Judgment:
+def judged(row: Row, known: Moved, its: Row, sketch: np.ndarray, rtol: float | None) -> Judgment:
     """The judgment of a row beside one of another framework, in an order of axes."""
     own, moved = known
     return judge_sketches(own, sketch, FLOORS * moved, max(row.eps, its.eps), rtol)
@@ -134,16 +134,17 @@ def _sketch_distances(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     return found
 
 
-def numbers_at(row: Row, steps: tuple[int, ...] = ()) -> Numbers | None:
+def numbers_at(row: Row, steps: tuple[int, ...] = ()) -> Moved | None:
     """The numbers of a row at some steps; None if they are not known as one array."""
-    if row.sketch is None or row.turned:
+    _, sketch, moved, _ = row.numbers
+    if sketch is None or row.turned:
         return None
-    own = row.sketch[steps][0]
-    return own, np.zeros(LENGTH) if row.moved is None else row.moved[steps][0]
+    return sketch[steps][0], np.zeros(LENGTH) if moved is None else moved[steps][0]
 
 
 def sketches_in_orders(row: Row, steps: tuple[int, ...] = ()) -> np.ndarray:
     """The sketches of a row in the orders of axes that are known, shape (orders, 515)."""
-    if row.whole is not None and row.size and not row.turned:
-        return turned_sketches(widened_leaf(np.asarray(row.whole)), "all")
-    return np.zeros((0, LENGTH)) if row.sketch is None else row.sketch[steps]
+    _, sketch, _, whole = row.numbers
+    if sketch is not None and whole is not None and row.size and not row.turned:
+        return turned_sketches(widened_leaf(np.asarray(whole)), "all")
+    return np.zeros((0, LENGTH)) if sketch is None else sketch[steps]

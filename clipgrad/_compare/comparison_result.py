@@ -1,57 +1,38 @@
-"""From two records to the result: match, judge, first."""
+"""The one result of a comparison, of what any judge says: findings, rows and notes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
-from clipgrad._compare.findings import MOST_NAMES, Sides, first, is_nothing
-from clipgrad._compare.match import match
+from clipgrad._compare.findings import is_nothing
+from clipgrad._compare.matching import MOST_NAMES
 from clipgrad._compare.pairs import Pair
 from clipgrad._compare.record import Record
 from clipgrad._compare.result import ComparisonRow, GradientComparison
+from clipgrad._compare.sides import Sides, Verdict
 from clipgrad._errors import first_few
 from clipgrad._names import CALL
 
 
-def compare_records(
-    a: Record,
-    b: Record,
-    names: Mapping[str, str] | None,
-    rtol: float | None,
-    with_arguments: bool,
-) -> GradientComparison:
-    """Compare two records of any kind; arguments that differ are told where they may.
-
-    Raises:
-      ValueError: no output and no gradient is in both; or as of `match`.
-    """
-    sides = Sides(a, b, match(a, b, names, rtol, with_arguments))
-    if not any(sides.of(kind) for kind in ("output", "gradient")):
-        theirs = [b.rows[i].name for i in (*b.of("output"), *b.of("gradient"))][:MOST_NAMES]
-        ours = [a.rows[i].name for i in (*a.of("output"), *a.of("gradient"))][:MOST_NAMES]
-        raise ValueError(
-            f"other: got outputs {theirs}, expected the outputs of fun, {ours}; return trees with "
-            "the same paths, and write argnums=None for both or for none"
-        )
-    return result(sides, first(sides))
+def result(sides: Sides, verdict: Verdict) -> GradientComparison:
+    """The result of what a judge says, with the rows of the table and all notes."""
+    alone = [finding.message for finding in sides.matching.alone]
+    return GradientComparison(
+        not verdict.findings,
+        tuple(verdict.findings),
+        tuple(_rows(sides, bool(verdict.dtype))),
+        (*sides.matching.unmatched, *alone),
+        tuple(dict.fromkeys(_notes(sides, verdict))),
+        verdict.dtype,
+    )
 
 
-def result(sides: Sides, findings: list) -> GradientComparison:
-    """The result of findings, with the rows of the table and notes."""
-    notes = [*sides.a.notes, *sides.b.notes, *undecided(sides)]
-    if sides.a.is_loss and sides.b.is_loss and not sides.of("value"):
+def _notes(sides: Sides, verdict: Verdict) -> list[str]:
+    notes = [*sides.a.notes, *sides.b.notes, *verdict.notes, *undecided(sides)]
+    are_losses = sides.a.is_loss and sides.b.is_loss
+    if are_losses and not verdict.dtype and not sides.of("value"):
         notes.append("no named value was matched; name values by names=, or tag them")
     if not any(p.judgment.differs for kind in ("output", "gradient") for p in sides.of(kind)):
         notes += _inner_differences(sides)
-    notes += _other_types(sides) + _other_circumstances(sides.a, sides.b)
-    unmatched = [*sides.matching.unmatched, *(own.message for own in sides.matching.alone)]
-    parts = tuple(findings), _rows_of_both(sides), tuple(unmatched), tuple(dict.fromkeys(notes))
-    return GradientComparison(not findings, *parts)
-
-
-def is_same(found: GradientComparison) -> bool:
-    """Whether nothing that was compared differs by more than its tolerance."""
-    rows = [(row.value, row.value_tolerance) for row in found.rows]
-    rows += [(r.cotangent, r.cotangent_tolerance) for r in found.rows if r.cotangent is not None]
-    return found.ok and all(difference <= most for difference, most in rows)
+    return notes + _other_types(sides) + _other_circumstances(sides.a, sides.b)
 
 
 def undecided(sides: Sides) -> list[str]:
@@ -107,19 +88,18 @@ def _other_circumstances(a: Record, b: Record) -> list[str]:
     return ["; ".join(found)] if found else []
 
 
-def _rows_of_both(sides: Sides) -> tuple[ComparisonRow, ...]:
-    """The values, with their cotangents, and the outputs of steps."""
+def _rows(sides: Sides, with_gradients: bool) -> Iterator[ComparisonRow]:
+    """The values, with their cotangents; outputs of steps; beside a wider type, gradients, too."""
     nodes = sides.a.rows
     back: dict[tuple, Pair] = {(nodes[p.own[0]].node, p.own[1]): p for p in sides.of("cotangent")}
-    is_loss = sides.a.is_loss
-    found = []
-    for p in [*sides.of("value"), *([] if is_loss else sides.of("output"))]:
+    kinds = ["output"] if with_gradients or not sides.a.is_loss else []
+    kinds += ["gradient"] if with_gradients else []
+    for p in [*sides.of("value"), *(p for kind in kinds for p in sides.of(kind))]:
         row, cotangent = sides.rows(p)[0], back.get(p.own)
         if row.view == CALL:  # its numbers are those of a line that it called
             continue
         own, its = p.judgment, cotangent and cotangent.judgment
         numbers = own.difference, its and its.difference, own.tolerance, its and its.tolerance
-        kind = row.view if p.kind == "value" else "output"
-        steps = row.indices(p.own[1])
-        found.append(ComparisonRow(row.name, row.step(p.own[1]), *numbers, steps, kind))
-    return tuple(found)
+        is_value, steps = p.kind == "value", row.indices(p.own[1])
+        name, kind = (row.name, row.view) if is_value else (row.label, p.kind)
+        yield ComparisonRow(name, row.step(p.own[1]), *numbers, steps, kind)
