@@ -1,6 +1,7 @@
 """Which tests notice that the library is broken: breaks of each room, one at a time.
 
     python -m benchmarks.mutants --only clip       # one room; --tests: other files than those named
+    python -m benchmarks.mutants --planted         # the faults of planted.py instead of these
     python -m benchmarks.mutants --results before  # under this name in mutants.json
     python -m benchmarks.mutants --results after --since before  # where what caught it is gone
 
@@ -22,6 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from benchmarks.planted import PLANTED
+
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
 _COPIED = ("clipgrad", "tests", "benchmarks", "docs", "pyproject.toml", "README.md")
@@ -30,7 +33,10 @@ _NOTHING_SELECTED = 5
 
 
 class Mutant(NamedTuple):
-    """A break of the library, and the tests that should notice it, without ``test_``."""
+    """A break of the library, and the tests that should notice it: ``nan`` for ``test_nan.py``.
+
+    ``clips/`` is for all of a folder.
+    """
 
     room: str
     file: str
@@ -207,6 +213,11 @@ MUTANTS = [
     ),
 ]
 # fmt: on
+FAULTS = [
+    Mutant(folders, *fault, tuple(f"{name}/" for name in folders.split()))
+    for folders, faults in PLANTED.items()
+    for fault in faults
+]
 
 
 def mutated(mutant: Mutant, folder: pathlib.Path) -> str:
@@ -261,8 +272,9 @@ def run(mutants: Sequence[Mutant], tests: Sequence[str] = ()) -> list[dict]:
 
 
 def files_of(mutant: Mutant) -> list[pathlib.Path]:
-    """The files of tests that should notice it; one for each name, in any folder."""
-    return [path for name in mutant.tests for path in ROOT.glob(f"tests/*/test_{name}.py")]
+    """The files of tests that should notice it, or the folders; a file is in any folder."""
+    patterns = (n if n.endswith("/") else f"*/test_{n}.py" for n in mutant.tests)
+    return [path for pattern in patterns for path in (ROOT / "tests").glob(pattern)]
 
 
 def _files(mutant: Mutant) -> list[str]:
@@ -290,21 +302,24 @@ def main() -> None:
     """Runs the mutants of the rooms, and writes what caught them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=None, metavar="ROOM")
+    parser.add_argument("--planted", action="store_true")
     parser.add_argument("--tests", nargs="*", default=(), metavar="FILE")
-    parser.add_argument("--results", default="now", metavar="NAME")
+    parser.add_argument("--results", default=None, metavar="NAME")
     parser.add_argument("--since", default=None, metavar="NAME")
     given = parser.parse_args()
-    chosen = [m for m in MUTANTS if given.only is None or m.room in given.only]
+    name = given.results or ("planted" if given.planted else "now")
+    known = FAULTS if given.planted else MUTANTS
+    chosen = [m for m in known if given.only is None or m.room in given.only]
     stored = _stored()
-    before = stored.get(given.results, [])
+    before = stored.get(name, [])
     if given.since:
         kept = [row for row in stored[given.since] if row["caught"] and _is_there(row["caught"])]
         before = kept + before
-        known = {(row["file"], row["text"]) for row in kept}
-        chosen = [m for m in chosen if (m.file, m.text) not in known]
+        caught = {(row["file"], row["text"]) for row in kept}
+        chosen = [m for m in chosen if (m.file, m.text) not in caught]
     rows = run(chosen, given.tests)
     found = {(row["file"], row["text"]): row for row in before + rows}
-    stored[given.results] = list(found.values())
+    stored[name] = list(found.values())
     _store(stored)
     caught = sum(row["caught"] is not None for row in found.values())
     print(f"{caught} of {len(found)} mutants caught: {RESULTS}")

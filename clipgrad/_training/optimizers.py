@@ -19,12 +19,13 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         )
     average = getattr(getattr(optimizer, "init", None), "__self__", optimizer)
     if isinstance(average, optax.MultiSteps):
-        check_states(found_in(_state_of_one_number(average)))
+        checked_states(_state_of_one_number(average))
     return as_optimizer("optimizer", optimizer)
 
 
-def check_states(states: OptimizerStates) -> None:
-    """Raises `ValueError` for those of `optax.MultiSteps` around `skip_spikes`."""
+def checked_states(opt_state: Any) -> OptimizerStates:
+    """The states in an optimizer's; `ValueError` for `optax.MultiSteps` around `skip_spikes`."""
+    states = found_in(opt_state)
     if states.averages_skipped_steps:
         raise ValueError(
             "optimizer: got optax.MultiSteps around clipgrad.skip_spikes, expected skip_spikes "
@@ -32,6 +33,7 @@ def check_states(states: OptimizerStates) -> None:
             "clipgrad.skip_spikes(optax.MultiSteps(optimizer, k)), or "
             "train_step(loss_fn, clipgrad.skip_spikes(optimizer), accumulate=k)"
         )
+    return states
 
 
 def _state_of_one_number(average: optax.MultiSteps) -> Any:

@@ -39,7 +39,7 @@ from clipgrad._frameworks import (
 from clipgrad._training.accumulate import Gradients, Weight, accumulated, weight_of
 from clipgrad._training.metrics import shown_metrics, step_metrics
 from clipgrad._training.optimizer_states import found_in
-from clipgrad._training.optimizers import check_states, checked_optimizer
+from clipgrad._training.optimizers import checked_optimizer, checked_states
 from clipgrad._training.train_state import TrainState
 from clipgrad._values import ValueStats, Watch, with_value_stats
 
@@ -77,7 +77,7 @@ class TrainStep:
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
-        check_states(found_in(opt_state))
+        checked_states(opt_state)
         return TrainState(params, opt_state)
 
     @explain_call("write step(state, (x, y))", "step")
@@ -207,8 +207,7 @@ def train_step(
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         state = from_static(state)
-        before = found_in(state.opt_state)
-        check_states(before)
+        before = checked_states(state.opt_state)
         if weight is not None and accumulate == 1:  # else it is asked for each microbatch
             jax.eval_shape(functools.partial(weight_of, weight), batch)
         parameters = take_apart(state.params, wrt)
@@ -228,8 +227,8 @@ def train_step(
         states = found_in(opt_state)
         metrics = step_metrics(loss, grads, states)
         skipped = states.have_skipped(before, updates)
-        params = overwrite(params, overwriting, keep=skipped)
-        params = after.with_state_of(parameters, where=skipped).whole(params)
+        following = after.with_state_of(parameters, where=skipped)
+        params = following.whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= ({"values": values} if watches else {}) | ({"aux": aux} if has_aux else {})
         return as_static(TrainState(params, opt_state)), metrics

@@ -322,6 +322,25 @@ def test_the_training_step_says_what_was_skipped():
     assert state.opt_state.skipped_count == 2 and len(traces) == 1
 
 
+def test_skip_spikes_judges_the_norm_over_the_axes_of_axis_name():
+    """Two lanes of the norms 3 and 4 have 5 together, which is too much, and which neither has."""
+
+    def skipped(**axis_name):
+        tx = cg.skip_spikes(optax.sgd(1.0), max_norm=4.5, sigma=None, **axis_name)
+        update = lambda grads: tx.update(grads, tx.init(grads))[1].skipped  # noqa: E731
+        return jax.jit(jax.vmap(update, axis_name="x"))(jnp.array([[3.0], [4.0]]))
+
+    assert skipped(axis_name=jax.P("x")).all() and not skipped().any()
+
+
+def test_train_step_says_skipped_if_one_of_two_skip_spikes_did():
+    never, always = (cg.skip_spikes(optax.identity(), max_norm=x, sigma=None) for x in (9.0, 0.0))
+    for pair in ((never, always), (always, never)):
+        step = cg.train_step(lambda w, x: jnp.sum(w * x), optax.chain(*pair, optax.sgd(1.0)))
+        _, metrics = step(step.init(jnp.ones(2)), jnp.ones(2))
+        assert metrics["skipped"] and metrics["skipped_consecutive"] == 1
+
+
 def test_where_says_what_is_judged():
     tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, where="!meta")
     grads = {"meta": jnp.array([99.0]), "w": jnp.array([3.0])}
@@ -379,6 +398,7 @@ def test_the_jump_of_what_is_judged_is_skipped_and_no_other(judge):
 LOSSES = {
     "positive": lambda noise: 2 + noise,
     "negative": lambda noise: -50 + noise,
+    "negative and wide": lambda noise: -1000 + 100 * noise,
     "around zero": lambda noise: noise - 0.5,
     "constant": lambda noise: 3 + 0 * noise,
     "large": lambda noise: 1e30 * (2 + noise),

@@ -169,6 +169,22 @@ def test_directly_a_rule_gets_the_path_and_no_operation(place):
     assert sorted(facts.seen) == sorted((name, "") for name in names)
 
 
+def test_error_clip_tells_a_rule_the_place_among_args_also_behind_self():
+    places = []
+
+    def rule(grads, *, name):
+        places.append(name)
+        return grads
+
+    class Model:
+        @cg.error_clip(rule)
+        def product(*args):
+            return args[1] * args[2]
+
+    jax.grad(lambda x: Model().product(x, 2 * x))(1.0)
+    assert {*places} == {"args/1", "args/2"}
+
+
 def test_a_rule_may_ask_for_one_fact_or_set_it_itself():
     facts = Facts()
     for rule in (facts.names, facts.operations, functools.partial(facts.both, name="mine")):

@@ -66,6 +66,15 @@ def test_all_names_are_watched_unless_some_are_chosen():
     assert cg.value_and_grad_with_stats(loss, watch=[])(X)[2] == {}
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_value_and_grad_with_stats_measures_64_bits_in_float64(dtype):
+    with jax.enable_x64(True):
+        loss = lambda x: jnp.sum(jnp.abs(checkpoint_name(2 * x, "h")) ** 2)  # noqa: E731
+        stats = jax.jit(cg.value_and_grad_with_stats(loss))(jnp.full(2, 1 + 1e-12, dtype))[2]
+        np.testing.assert_allclose(stats["h"].norm, 2**1.5 * 2 * (1 + 1e-12), rtol=1e-15)
+        assert stats["h"].norm.dtype == jnp.float64
+
+
 def test_the_positions_of_jax_are_taken():
     def loss(a, b, *, scale=1.0):
         return jnp.sum(checkpoint_name(a["x"] * b, "h")) * scale

@@ -5,7 +5,7 @@ import collections
 
 import pytest
 
-from benchmarks.mutants import MUTANTS, ROOT, files_of, mutated
+from benchmarks.mutants import FAULTS, MUTANTS, ROOT, files_of, mutated
 
 
 def test_each_room_has_some():
@@ -14,7 +14,14 @@ def test_each_room_has_some():
     assert len(rooms) == 8 and min(rooms.values()) >= 4
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}: {m.text[:30]}")
+def test_at_least_forty_faults_are_planted_in_all_rooms():
+    assert len(FAULTS) == len({fault[1:4] for fault in FAULTS}) >= 40
+    rooms = {name.rstrip("/") for fault in FAULTS for name in fault.tests}
+    folders = {path.parent.name for path in ROOT.glob("tests/*/test_*.py")}
+    assert rooms == folders - {"programs"}  # the other rooms are made of it
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *FAULTS], ids=lambda m: f"{m.file}: {m.text[:30]}")
 def test_a_mutant_is_one_text_of_its_file_and_has_tests(mutant):
     assert ast.dump(ast.parse(mutated(mutant, ROOT))) != ast.dump(
         ast.parse((ROOT / "clipgrad" / mutant.file).read_text())

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
@@ -309,6 +310,22 @@ def test_weighted_microbatches_have_the_mean_of_the_whole_batch(dtype, parts, le
     stats = [m["error_clip"]["error"] for m in (metrics_of_parts, metrics)]
     np.testing.assert_allclose(*(s.norm for s in stats), rtol=rtol)
     assert metrics_of_parts["nonfinite"] == stats[0].nonfinite == 0
+
+
+def test_train_step_counts_the_statistics_of_a_microbatch_by_its_weight():
+    """Cotangents of 3 are clipped to 1; the weights 1 and 3 are shares of 1/4 and 3/4."""
+    loss = lambda p, batch: 3 * jnp.sum(checkpoint_name(p * batch, "h"))  # noqa: E731
+    step = cg.train_step(
+        loss,
+        optax.sgd(0.1),
+        error_clip={"h": cg.ErrorClipByValue(max=1.0)},
+        accumulate=2,
+        weight=jnp.sum,
+    )
+    _, metrics = step(step.init(jnp.ones(1)), jnp.array([[1.0], [3.0]]))
+    shares = np.linalg.norm([0.25, 0.75])
+    stats = metrics["error_clip"]["h"]
+    np.testing.assert_allclose([stats.norm, stats.clipped_norm], [3 * shares, shares], rtol=1e-6)
 
 
 @pytest.mark.parametrize("guard", [0.0, 1.0])
