@@ -11,7 +11,7 @@ import clipgrad._arrays as _arrays
 from clipgrad._check import vectors
 from clipgrad._check.selection import Selector, select
 from clipgrad._check.user_code import UserError, call_user
-from clipgrad._programs import holds_floats
+from clipgrad._programs import held_programs, holds_floats, is_jit, is_shard_map, opened
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
@@ -95,16 +95,31 @@ def checked_function(
     def chosen_fun(xs):
         return pick(call(chosen, xs))
 
+    program, whole = traced(chosen_fun, inputs), lambda xs: pick(call(arrays, xs))
+    compiled = _in_new_jit if program and _has_bare_shard_map(program) else lambda fun: fun
     return CheckedFunction(
-        fun=chosen_fun,
-        program=traced(chosen_fun, inputs),
+        fun=compiled(chosen_fun),
+        program=program,
         inputs=inputs,
         names=[names[k] for k in chosen],
         outputs=outputs,
         output_names=output_names,
-        whole=lambda xs: pick(call(arrays, xs)),
+        whole=compiled(whole),
         arrays=[leaves[k] for k in arrays],
     )
+
+
+def _has_bare_shard_map(program: Any) -> bool:
+    """Whether a `shard_map` is in no `jit`, so that JAX compiles its operations at each call."""
+    return any(
+        is_shard_map(e) or not is_jit(e) and any(map(_has_bare_shard_map, held_programs(e)))
+        for e in opened(program)[0].eqns
+    )
+
+
+def _in_new_jit(fun: Callable) -> Callable:
+    """The function inside of a `jax.jit` of each call, so that its Python runs each time."""
+    return lambda xs: jax.jit(lambda xs: fun(xs))(xs)
 
 
 DONATED = "{} is donated: the first call used it up; pass the function without donate_argnums"

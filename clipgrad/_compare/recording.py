@@ -23,7 +23,7 @@ from clipgrad._compare.row_numbers import (
     plain_row,
 )
 from clipgrad._compare.sketch_hook import Sketches, in_order, note_key, seen_values, values_of_lines
-from clipgrad._compare.sketches import LENGTH, sketch_dtype
+from clipgrad._compare.sketches import LENGTH, host_sketches, sketch_dtype
 from clipgrad._diagnose import (
     error_text,
     is_of_callback,
@@ -36,11 +36,13 @@ from clipgrad._programs import (
     SHARD_MAPS,
     Does,
     Hook,
+    Inlined,
     Traced,
     Widen,
     does,
     equations,
     evaluate,
+    is_repetitive,
     is_reversed,
     jit_by_size,
     on_host,
@@ -51,7 +53,11 @@ from clipgrad._programs import (
 )
 from clipgrad._values import NamedValue
 
+NOTED = "value", "cotangent"  # the kinds of rows that the hook notes
 MEASURED = "value", "cotangent", "output", "gradient"  # the kinds of rows that rounding moves
+# The bytes of values and cotangents that leave a program as they are. A sketch in the program takes
+# longer to compile than the operation that it follows; of more, sketches alone leave it.
+MOST_WHOLE = 2**25
 
 
 @dataclasses.dataclass
@@ -60,8 +66,9 @@ class Recording:
 
     Attributes:
       record: its record, without numbers.
-      traced: returns the arrays of some rows, and the sketches of values and cotangents by their
-        positions.
+      traced: returns the arrays of some rows, and by their positions the sketches of values and
+        cotangents.
+      sketched: whether it does; or else it returns values and cotangents themselves.
       leaves: the inputs of the traced program.
       returned: the rows of the arrays that it returns.
       devices: the axes of a sketch that are over devices, by the row of the value.
@@ -74,6 +81,7 @@ class Recording:
     leaves: list[Any]
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
+    sketched: bool
     given: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
 
@@ -99,8 +107,6 @@ class Recording:
         record = dataclasses.replace(self.record, rows=self._rows(self._called(run)))
         if floor:
             self.measure(record)
-        for i in self.devices:
-            record.rows[i].numbers = one_copy(record.rows[i].numbers)
         return record
 
     def _called(self, run: Callable[[list], list]) -> list:
@@ -118,8 +124,9 @@ class Recording:
     def measure(self, record: Record, kinds: Sequence[str] = MEASURED) -> None:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
-        run = jit_by_size(program)(lambda leaves, seed: rounded(program, leaves, seed))
-        runs = (self._rows(run(self.leaves, jnp.uint32(i))) for i in range(1, 1 + RUNS))
+        run = lambda leaves, seed: rounded(program, leaves, seed)  # noqa: E731
+        run = _arrays_of(run) if self._is_repetitive else jit_by_size(program)(run)
+        runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         own = {i: x for i, x in sketches.items() if x is not None}
         again = ({i: run[i].numbers.sketch for i in own} for run in runs)
@@ -128,7 +135,13 @@ class Recording:
 
     @functools.cached_property
     def _compiled(self) -> Callable[[list], list]:
+        if self._is_repetitive:
+            return _arrays_of(lambda leaves: evaluate(self.traced.program, leaves, Inlined()))
         return self._jitted(Hook())
+
+    @functools.cached_property
+    def _is_repetitive(self) -> bool:
+        return is_repetitive(self.traced.program)
 
     def _jitted(self, hook: Hook) -> Callable[[list], list]:
         program = self.traced.program
@@ -136,20 +149,34 @@ class Recording:
             lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
         )
 
-    def _rows(self, outputs: Sequence) -> list[Row]:
-        """The rows with the numbers of a run; of a loss with the arrays themselves, too."""
+    def _rows(self, outputs: Sequence, is_checked: bool = True) -> list[Row]:
+        """The rows with the numbers of a run; of a loss with the arrays themselves, too.
+
+        Of several devices the numbers on one, which are or were checked to be the same on each.
+        """
         results, *notes = self.traced.result(outputs)
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in zip(self.returned, results, strict=True):
             rows[i].numbers = numbers_of(x)
             if not self.record.is_loss:
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
-        for kind, own in zip(("value", "cotangent"), on_host(notes), strict=True):
-            for i in self.record.of(kind):
+        for kind, own in zip(NOTED, on_host(notes), strict=True):
+            chosen = self.record.of(kind)
+            axes = {note_key(rows[i].position): len(rows[i].shape) for i in chosen}
+            if not self.sketched:
+                own = {key: host_sketches(own[key], count) for key, count in axes.items()}
+            for i in chosen:
                 x = own[note_key(rows[i].position)]
                 sketch = by_steps(x, rows[i], self.devices.get(i, ()))
                 rows[i].numbers = Numbers(sketch=sketch)
+        for i in self.devices:
+            rows[i].numbers = one_copy(rows[i].numbers, is_checked)
         return rows
+
+
+def _arrays_of(run: Callable[..., list]) -> Callable[..., list]:
+    """The run without `jax.jit`, some of whose results may be literals of its program."""
+    return lambda *inputs: list(map(jnp.asarray, run(*inputs)))
 
 
 def recording_of(
@@ -194,15 +221,29 @@ def recording_of(
         row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
-    cotangents = (record.rows[i] for i in record.of("cotangent"))
-    types = {note_key(r.position): (r.steps, sketch_dtype(r.dtype)) for r in cotangents}
-    taps = {key: jnp.zeros((*steps, LENGTH), dtype) for key, (steps, dtype) in types.items()}
+    sketched = _size_of_notes(record) > MOST_WHOLE
+    taps = {note_key(record.rows[i].position): _tap(record.rows[i], sketched)
+            for i in record.of("cotangent")}  # fmt: skip
     for row in fixed:
         record.add(row)
-    evaluated = functools.partial(_evaluated, program, [*gradients], keys)
+    evaluated = functools.partial(_evaluated, program, [*gradients], keys, sketched)
     traced = trace(evaluated, (arrays, taps), {})
     leaves, remade = jax.tree.leaves((arrays, taps)), functools.partial(recording_of, *more)
-    return Recording(record, traced, leaves, returned, devices, remade=remade)
+    return Recording(record, traced, leaves, returned, devices, sketched, remade=remade)
+
+
+def _size_of_notes(record: Record) -> int:
+    """The bytes of all values and cotangents at all steps."""
+    rows = {(row.kind, note_key(row.position)): row for row in record.rows}
+    chosen = (row for (kind, _), row in rows.items() if kind in NOTED)
+    return sum(math.prod(row.steps) * row.size * jnp.dtype(row.dtype).itemsize for row in chosen)
+
+
+def _tap(row: Row, sketched: bool) -> jax.Array:
+    """The tap of a value, whose cotangent is the sketch of the value's, or that itself."""
+    if not sketched:
+        return jnp.zeros((*row.steps, *row.shape), row.dtype)
+    return jnp.zeros((*row.steps, LENGTH), sketch_dtype(row.dtype))
 
 
 def _add_values(
@@ -225,12 +266,12 @@ def _add_values(
 
 
 def _evaluated(
-    program: Any, moving: Sequence[int], lines: LineKeys, inputs: list, taps: dict
+    program: Any, moving: Sequence[int], lines: LineKeys, sketched: bool, inputs: list, taps: dict
 ) -> tuple:
-    """The outputs, the gradients of the first one, and the sketches of values and cotangents."""
+    """The outputs, the gradients of the first one, and the notes of values and cotangents."""
 
     def outputs(moved: dict, taps: dict) -> tuple:
-        hook = Sketches(taps=taps, lines=lines)
+        hook = Sketches(taps=taps, lines=lines, sketched=sketched)
         found = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
         return found, hook.noted()
 

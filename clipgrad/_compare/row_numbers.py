@@ -67,12 +67,14 @@ def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
     return x.reshape(*x.shape[: len(lengths)], -1, LENGTH)
 
 
-def one_copy(numbers: Numbers) -> Numbers:
-    """One copy of what is the same on every device that holds it, and of other values none."""
+def one_copy(numbers: Numbers, is_checked: bool = True) -> Numbers:
+    """The sketch on the first device that holds the row; none if that on another one differs.
+
+    Or else this is not checked.
+    """
     assert numbers.sketch is not None  # of a value
     flat = numbers.sketch.reshape(-1, *numbers.sketch.shape[-2:])
     used = np.any(flat, axis=(0, 2))
     first = int(np.argmax(used))
-    is_same = np.all(flat[:, used] == flat[:, first : first + 1])
-    one = lambda x: x[..., first, None, :] if is_same and x is not None else None  # noqa: E731
-    return numbers._replace(sketch=one(numbers.sketch), moved=one(numbers.moved))
+    is_same = not is_checked or np.all(flat[:, used] == flat[:, first : first + 1])
+    return numbers._replace(sketch=numbers.sketch[..., first, None, :] if is_same else None)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from clipgrad._compare.record import ENTERS
-from clipgrad._compare.sketches import sketch, tapped
+from clipgrad._compare.sketches import sketch, tapped, tapped_whole
 from clipgrad._names import (
     DEPTH,
     LineKeys,
@@ -36,7 +36,7 @@ from clipgrad._programs import (
 from clipgrad._values import NamedValue, NotedValues, ValueHook, named_values, value_hook
 
 
-@value_hook(data=(), choices=("carried",))
+@value_hook(data=(), choices=("carried", "sketched"))
 class Sketches(ValueHook):
     """Notes the sketch of each value, and of its cotangent where it has a tap.
 
@@ -44,23 +44,28 @@ class Sketches(ValueHook):
 
     Attributes:
       carried: how many results of the program a scan carries.
+      sketched: whether sketches are noted; or else the values and cotangents themselves.
     """
 
     carried: int = 0
+    sketched: bool = True
 
     def value(self, seen: Seen, x: Any) -> Any:
         """What goes on; the lines that called the line of a value have its numbers."""
         return x if seen.position[-1] < DEPTH else super().value(seen, x)
 
     def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
-        """The sketch."""
+        """The sketch, or the value."""
         del seen
-        return sketch(lax.stop_gradient(x))
+        x = lax.stop_gradient(x)
+        return sketch(x) if self.sketched else x
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
         """The value, with its tap."""
         del seen
-        return x if tap is None else tapped(x, tap)
+        if tap is None:
+            return x
+        return tapped(x, tap) if self.sketched else tapped_whole(x, tap)
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of the program; a scan's are replaced when its step is over, too."""

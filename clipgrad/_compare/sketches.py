@@ -1,6 +1,7 @@
 """Sketches: a few numbers of each value and cotangent, whose differences are as large as theirs."""
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a s
 SIZES = slice(NORM_AT, LARGEST_AT + 1)
 LENGTH = 2 * NUMBERS + 3
 MOST_AXES = 4  # 24 orders
+AT_ONCE = 2**18  # the elements that are sketched at once on the host
 
 
 def sketch_dtype(dtype: Any) -> Any:
@@ -44,39 +46,55 @@ def sketch(x: jax.Array) -> jax.Array:
 
 def host_sketch(x: np.ndarray) -> np.ndarray:
     """The `sketch` of an array in NumPy, in float64."""
+    return host_sketches(x, x.ndim)
+
+
+def host_sketches(x: np.ndarray, axes: int) -> np.ndarray:
+    """The sketches in NumPy of each array of the last ``axes`` axes, shape (..., 515)."""
+    lead, size = x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :])
     if np.iscomplexobj(x):
-        x = np.stack([np.real(x), np.imag(x)], axis=-1)
-    return _sketch_sums(np.ravel(x).astype(np.float64), np)
+        x, size = np.stack([np.real(x), np.imag(x)], axis=-1), 2 * size
+    flat = x.reshape(math.prod(lead), size)
+    at_once = max(1, AT_ONCE // max(1, size))
+    parts = [flat[i : i + at_once] for i in range(0, len(flat), at_once)]
+    found = [_sketch_sums(part.astype(np.float64), np) for part in parts]
+    return np.concatenate([np.zeros((0, LENGTH)), *found]).reshape(*lead, LENGTH)
 
 
 def _sketch_sums(flat: Any, xp: Any) -> Any:
-    """The numbers of a sketch, in NumPy or in JAX.
+    """The numbers of the sketches of arrays, shape (..., size), in NumPy or in JAX.
 
     Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a
     column of a matrix come into one bucket.
     """
-    hashes = hashes_of(xp.arange(flat.size, dtype=np.uint32))
+    lead, size = flat.shape[:-1], flat.shape[-1]
+    hashes = hashes_of(xp.arange(size, dtype=np.uint32))
     finite, large = xp.isfinite(flat), xp.abs(flat) >= MASKED
     signed = flat * (1 - 2 * (hashes >> np.uint32(13) & np.uint32(1)).astype(flat.dtype))
     parts = [xp.where(finite & ~large, signed, 0), xp.where(finite & large, signed * SCALE, 0)]
-    count = -(-flat.size // NUMBERS)
-    padded = xp.pad(xp.stack(parts), ((0, 0), (0, count * NUMBERS - flat.size)))
+    count = -(-size // NUMBERS)
+    room = [(0, 0)] * (len(lead) + 1)
+    padded = xp.pad(xp.stack(parts, axis=-2), [*room, (0, count * NUMBERS - size)])
     shifts = hashes_of(xp.arange(count, dtype=np.uint32), SHIFTS)[:, None]
     columns = xp.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
-    rows = padded.reshape(2, count, NUMBERS)
-    turned = xp.take_along_axis(rows, columns.astype(np.int32)[None], axis=2)
+    rows = padded.reshape(*lead, 2, count, NUMBERS)
+    columns = columns.astype(np.int32).reshape(*[1 for _ in lead], 1, count, NUMBERS)
+    turned = xp.take_along_axis(rows, columns, axis=-1)
     kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
     odd = hashes | np.uint32(1)  # of the first position it is 0, and would hide what is there
-    code = xp.sum(kinds.astype(np.uint32) * odd, dtype=np.uint32) & np.uint32(0xFFFFFF)
+    sums = xp.sum(kinds.astype(np.uint32) * odd, axis=-1, keepdims=True, dtype=np.uint32)
+    code = (sums & np.uint32(0xFFFFFF)).astype(flat.dtype)
     sizes = _sizes(xp.where(finite, flat, 0), xp)
-    return xp.concatenate([xp.sum(turned, axis=1).ravel(), *sizes, code.astype(flat.dtype)[None]])
+    buckets = xp.sum(turned, axis=-2).reshape(*lead, 2 * NUMBERS)
+    return xp.concatenate([buckets, *sizes, code], axis=-1)
 
 
 def _sizes(x: Any, xp: Any) -> tuple[Any, Any]:
-    """The norm and the largest magnitude, each of shape (1,); squares do not overflow."""
-    largest = xp.max(xp.abs(x), initial=0, keepdims=True)
+    """The norms and the largest magnitudes, each of shape (..., 1); squares do not overflow."""
+    largest = xp.max(xp.abs(x), axis=-1, initial=0, keepdims=True)
     scale = xp.where(largest > 0, largest, 1)
-    return largest * xp.sqrt(xp.sum(xp.square(x / scale), keepdims=True)), largest
+    squares = xp.sum(xp.square(x / scale), axis=-1, keepdims=True)
+    return largest * xp.sqrt(squares), largest
 
 
 def hashes_of(positions: Any, first: int = 0) -> Any:
@@ -124,8 +142,16 @@ def tapped(x: jax.Array, tap: jax.Array) -> jax.Array:
     return x
 
 
-def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple:
-    return cotangent, to_varying(sketch(cotangent).astype(tap.dtype), varying_axes(tap))
+@jax.custom_vjp
+def tapped_whole(x: jax.Array, tap: jax.Array) -> jax.Array:
+    """A value; its cotangent becomes that of the tap, too."""
+    del tap
+    return x
 
 
-tapped.defvjp(lambda x, tap: (x, tap), _tapped_backward)
+def _to_tap(note: jax.Array, tap: jax.Array) -> jax.Array:
+    return to_varying(note.astype(tap.dtype), varying_axes(tap))
+
+
+tapped.defvjp(lambda x, tap: (x, tap), lambda tap, back: (back, _to_tap(sketch(back), tap)))
+tapped_whole.defvjp(lambda x, tap: (x, tap), lambda tap, back: (back, _to_tap(back, tap)))

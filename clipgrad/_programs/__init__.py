@@ -14,6 +14,8 @@ from clipgrad._programs import entrances as entrances  # registers how programs 
 from clipgrad._programs.closures import closing_functions as closing_functions
 from clipgrad._programs.closures import watched as watched
 from clipgrad._programs.closures import with_explicit_closures as with_explicit_closures
+from clipgrad._programs.compiled import Inlined as Inlined
+from clipgrad._programs.compiled import is_repetitive as is_repetitive
 from clipgrad._programs.compiled import jit_by_size as jit_by_size
 from clipgrad._programs.compiled import low_jit as low_jit
 from clipgrad._programs.compiled import settings_of_runs as settings_of_runs

@@ -4,6 +4,7 @@ A hook sees every equation first. If it returns None, an equation with a program
 and any other is bound as it is.
 """
 
+import collections
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -150,6 +151,29 @@ class ProgramValues:
 
     def outputs(self, jaxpr: Any) -> list:
         return [self.read(atom) for atom in jaxpr.outvars]
+
+
+class FreedValues(ProgramValues):
+    """Values that are kept until the last operation that reads them: they may be arrays."""
+
+    def __init__(self, hook: Hook, jaxpr: Any) -> None:
+        super().__init__(hook)
+        read = [atom for equation in jaxpr.eqns for atom in equation.invars]
+        self._uses = collections.Counter(
+            v for v in (*read, *jaxpr.outvars) if not isinstance(v, Literal)
+        )
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        used = [(v, x) for v, x in zip(variables, values, strict=True) if self._uses[v]]
+        super().write([v for v, _ in used], [x for _, x in used])
+
+    def read(self, atom: Any) -> Any:
+        value = super().read(atom)
+        if not isinstance(atom, Literal):
+            self._uses[atom] -= 1
+            if not self._uses[atom]:
+                del self._values[atom]
+        return value
 
 
 def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:

@@ -5,6 +5,7 @@ The one answer to the question whether a difference could be rounding.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -17,18 +18,22 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
-from clipgrad._compat import varying_axes
 from clipgrad._programs.elements import dtype_of, holds_floats
-from clipgrad._programs.evaluate import Hook, Part, bind, evaluate, is_entered
+from clipgrad._programs.evaluate import (
+    FreedValues,
+    Hook,
+    Part,
+    ProgramValues,
+    bind,
+    evaluate,
+    is_entered,
+)
 from clipgrad._programs.kinds import (
     held_programs,
-    is_scan,
-    is_shard_map,
-    scan_length,
-    tracks_devices,
+    is_while,
 )
 from clipgrad._programs.numeric import Does, does, numeric_of
-from clipgrad._programs.programs import is_foreign, manual_axes
+from clipgrad._programs.programs import is_foreign
 from clipgrad._programs.widen import Widen
 
 NEIGHBOR = 0.51  # x + x * (0.51 eps) rounds to a neighbor of x, whatever its leading digits
@@ -52,20 +57,21 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     becomes a neighbor, :math:`x (1 \pm \epsilon)` with the :math:`\epsilon` of its own type, and
     for the operands of products in float32 that of the passes in which the backend computes them
     (TF32 on CUDA, one pass in bfloat16 on a TPU, unless a precision is stated). The sign is a hash
-    of the index of the element, the operation, the step of the scan, the device of the `shard_map`
-    where values vary, and the seed. So a sum of n terms moves by about :math:`\sqrt n` roundings.
+    of the bits of the number, of its index in the array and of the seed: rounding is a function of
+    the data, as in an arithmetic unit, and operations of one shape are one program. A sum of n
+    terms moves by about :math:`\sqrt n` roundings.
 
     Exact operations move nothing: copies, comparisons, small whole numbers, a product with a power
     of two, a cast that changes no number, an integer, a constant with few binary digits. Arguments
     do not move. Solvers, kernels and callbacks are seen from outside: their operands and results
-    move. Each iteration of a `while` moves alike, so that a loop that waits until nothing changes
-    still ends. Functions that `measuring` decorates are left whole. Not modeled: a reduction that a
-    backend computes in another type than the program says.
+    move. Inside of a `while` the sign is one of the operation instead of the number, so that a loop
+    that waits until nothing changes still ends. Functions that `measuring` decorates are left
+    whole. Not modeled: a reduction that a backend computes in another type than the program says.
 
     Custom rules are entered by what they compute. The seed is an array: one compiled program serves
     all of them.
     """
-    hook = _Rounding(jnp.asarray(seed, jnp.uint32), _platform(), itertools.count(1))
+    hook = _Rounding(mixed(jnp.asarray(seed, jnp.uint32)), _platform(), itertools.count(1))
     with one_promotion():
         return evaluate(program, inputs, hook)
 
@@ -92,8 +98,8 @@ def rounded_in_float64(
     where the program itself runs; this evaluation may run elsewhere.
     """
     number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
-    salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
-    hook = _Rounding(salt, number, itertools.count(1), parts, wide=wide)
+    mixed_seed, wide = mixed(jnp.asarray(seed, jnp.uint32)), Widen(jnp.float64)
+    hook = _Rounding(mixed_seed, number, itertools.count(1), parts, wide=wide)
     with one_promotion():
         return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
 
@@ -101,13 +107,13 @@ def rounded_in_float64(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Rounding(Hook):
-    """Moves results and terms; `numbers` counts the operations, `axes` vary without a record."""
+    """Moves results and terms; `numbers` counts the operations inside of a `while`."""
 
-    salt: Any
+    seed: Any
     platform: Any
     numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
     parts: Parts = Parts()
-    axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    in_while: bool = dataclasses.field(default=False, metadata={"static": True})
     wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
 
     in_place = Widen.in_place
@@ -118,7 +124,7 @@ class _Rounding(Hook):
         rounding = does(equation)
         if rounding is Does.PRINTS:
             return []
-        if equation.params.get("name") == MEASURE:
+        if is_measure(equation):
             return bind(equation, inputs)
         if is_entered(equation, self):
             return None
@@ -155,17 +161,13 @@ class _Rounding(Hook):
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
         return value if is_short and self.wide is None else wide if is_short else moved
 
-    def slices(self, equation: JaxprEqn) -> Any:
-        length = scan_length(equation)
-        return () if length is None else lax.iota(jnp.uint32, length)
+    def values(self, jaxpr: Any) -> ProgramValues:
+        return FreedValues(self, jaxpr)
 
     def inside(self, equation: JaxprEqn, part: Part) -> Self:
-        """The hook with other signs at each step, and on each device if it knows them apart."""
-        if is_scan(equation):
-            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + part.slices))
-        if is_shard_map(equation) and not tracks_devices(equation):
-            return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
-        return self
+        """The hook; inside of a `while` its signs do not depend on numbers."""
+        del part
+        return dataclasses.replace(self, in_while=self.in_while or is_while(equation))
 
     def _bound(self, equation: JaxprEqn, inputs: list, **changed: Any) -> list:
         if self.wide is not None:
@@ -176,16 +178,15 @@ class _Rounding(Hook):
         """A number of type `dtype`, narrower than `x` or not, moved by one rounding of `dtype`."""
         if not holds_floats(x) or not x.size:
             return x
-        salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
-        for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
-            device = lax.axis_index(axis).astype(jnp.uint32)
-            salt = mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
         limits = jnp.finfo(dtype)
         eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
         if self.wide is not None:
             part = self.parts.results if part is None else part
             eps, least = eps * part + float(jnp.finfo(x.dtype).eps), least * part
-        return _to_neighbors(x, salt, eps, NEIGHBOR * least)
+        if not self.in_while:
+            return _to_neighbors(x, self.seed, eps, NEIGHBOR * least, by_bits=True)
+        seed = mixed(self.seed + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32))
+        return _to_neighbors(x, seed, eps, NEIGHBOR * least, by_bits=False)
 
     def _all(self, equation: JaxprEqn, values: Sequence, eps: Any = None) -> list:
         return [
@@ -209,11 +210,11 @@ class _Rounding(Hook):
         factors = [x for x in inputs if not jnp.iscomplexobj(x)]
         factors = factors[-1:] if equation.primitive is jax_primitives.div_p else factors
         if any(
-            not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
+            not isinstance(x, jax.Array) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
         (moved,) = self._all(equation, [y])
-        for x in (x for x in factors if isinstance(x, Tracer)):
+        for x in (x for x in factors if isinstance(x, jax.Array)):
             moved = jnp.where(_has_digits(x, 0), y, moved)
         return [moved]
 
@@ -275,12 +276,13 @@ def _has_digits(x: Any, count: int) -> Any:
     return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, count) == x
 
 
-@jax.jit  # traced once for each type
-def _to_neighbors(x: Any, salt: Any, eps: Any, least: Any) -> Any:
+@functools.partial(jax.jit, static_argnames="by_bits")  # traced once for each type
+def _to_neighbors(x: Any, seed: Any, eps: Any, least: Any, by_bits: bool) -> Any:
     """Each number but small whole ones, moved by ``eps`` of itself or `least`, up or down."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     real = jnp.finfo(wide.dtype).dtype
-    up = _hashes(x.shape, salt) >> jnp.uint32(31) == 1
+    bits = _folded_bits(wide) if by_bits else jnp.zeros(x.shape, jnp.uint32)
+    up = mixed(bits + _flat_positions(x.shape) ^ seed) >> jnp.uint32(31) == 1
     sign = jnp.where(up, jnp.ones((), real), -jnp.ones((), real))
     step = NEIGHBOR * jnp.asarray(eps, real)
     if jnp.iscomplexobj(x):
@@ -293,14 +295,24 @@ def _to_neighbors(x: Any, salt: Any, eps: Any, least: Any) -> Any:
     return jnp.where(is_count | ~jnp.isfinite(y), x, y)
 
 
-def _hashes(shape: tuple[int, ...], salt: Any) -> Any:
-    """A number for each index, by its position in the flat array."""
-    position, stride = jnp.zeros(shape, jnp.uint32), 1
+def _flat_positions(shape: tuple[int, ...]) -> Any:
+    """A number of 32 bits for each index, by its position in the flat array."""
+    found, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
         along = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        position = position + along * jnp.uint32(stride % 2**32)
+        found = found + along * jnp.uint32(stride * 2654435761 % 2**32)
         stride *= shape[axis]
-    return mixed(mixed(salt) ^ (position * jnp.uint32(2654435761)))
+    return found
+
+
+def _folded_bits(x: Any) -> Any:
+    """The bits of each number of 32 bits or more, folded to 32."""
+    if jnp.iscomplexobj(x):
+        return _folded_bits(jnp.real(x)) + jnp.uint32(0x85EBCA6B) * _folded_bits(jnp.imag(x))
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    if jnp.finfo(x.dtype).bits == 32:
+        return bits
+    return bits[..., 0] ^ bits[..., 1] * jnp.uint32(0x85EBCA6B)
 
 
 def mixed(bits: Any) -> Any:
@@ -314,6 +326,11 @@ def measuring(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Decorates what measures values, and is no part of a program: `rounded` leaves it whole."""
     function.__name__ = MEASURE
     return jax.jit(function)
+
+
+def is_measure(equation: JaxprEqn) -> bool:
+    """Whether it measures values, see `measuring`."""
+    return equation.params.get("name") == MEASURE
 
 
 @contextlib.contextmanager
