@@ -106,8 +106,10 @@ def test_lines_are_names_beside_modules():
     named = lambda w, x: jnp.mean(jax.named_call(jnp.tanh, name="h")(x @ w) ** 2)  # noqa: E731
     line = named.__code__.co_firstlineno
     names = {f"test_compare_checks.py:{line}": f"test_compare_checks.py:{line}"}
-    found = cg.compare(named, named, ARGS, names=names, rtol=1e-3)
-    assert found.ok and {row.module for row in found.rows} >= {"h", *names}, str(found.rows)
+    comparison = cg.compare(named, named, ARGS, names=names, rtol=1e-3)
+    assert comparison.ok and {row.module for row in comparison.rows} >= {"h", *names}, str(
+        comparison.rows
+    )
 
 
 @pytest.mark.parametrize("names", NAMES, ids=str)

@@ -44,9 +44,9 @@ def step(updates, rate, p, x, is_rewritten=False, fault=None):
         name: jax.tree.map(lambda w, g, update=update: w - f32(rate) * update(g), p, gradient)
         for name, update in updates.items()
     }
-    for found in after.values() if fault else ():
+    for stepped in after.values() if fault else ():
         (one, leaf), change = fault
-        found[one][leaf] = change(found[one][leaf], p[one][leaf])
+        stepped[one][leaf] = change(stepped[one][leaf], p[one][leaf])
     return after
 
 
