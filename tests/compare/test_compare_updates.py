@@ -60,7 +60,7 @@ def arguments():
 @pytest.mark.parametrize(
     ("name", "rate"),
     [
-        ("sign", 1e-2),
+        pytest.param("sign", 1e-2, marks=pytest.mark.slow),
         pytest.param("all", 1e-2, marks=pytest.mark.slow),
         pytest.param("all", 1e-4, marks=pytest.mark.slow),
     ],
