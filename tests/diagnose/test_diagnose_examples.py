@@ -29,8 +29,9 @@ def batch(size=8, **changes):
 
 def test_the_bad_examples_are_named_and_no_others():
     bad_batch = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
-    for which in ("batch", 1, -1):
-        diagnosis = cg.diagnose(roots, (W, bad_batch), examples=which)
+    for which in ("batch", 1, -2):
+        times = lambda params, batch, factor: factor * roots(params, batch)  # noqa: E731
+        diagnosis = cg.diagnose(times, (W, bad_batch, 1.0), examples=which)
         assert [example.index for example in diagnosis.examples] == [2, 5, 7]
     vanishing, negative, far = diagnosis.examples
     assert vanishing.loss == 0 and not np.isfinite(vanishing.norm)
