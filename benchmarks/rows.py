@@ -100,15 +100,20 @@ def _copy(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy(), tree)
 
 
-def traced(name: str, kind: str, fun: Callable, *args: Any) -> Side:
-    """Tracing and compiling a function, as often as it is sampled."""
+def traced(
+    name: str, kind: str, fun: Callable, *args: Any, compared: Callable[[Any], Any] = lambda x: x
+) -> Side:
+    """Tracing and compiling a function, as often as it is sampled.
+
+    ``compared`` is what of its results the other side has, too.
+    """
     program, seconds = timing.compiled(fun, args)
     known = [seconds]
 
     def sample() -> dict[str, float]:
         return known.pop() if known else timing.compiled(fun, args)[1]
 
-    return Side(name, kind, sample, lambda: program(*args), {})
+    return Side(name, kind, sample, lambda: compared(program(*args)), {})
 
 
 def optional(name: str, module: str, make: Callable[[Any], Side | Absent]) -> Side | Absent:

@@ -29,17 +29,17 @@ def running(call: Callable[[], Any]) -> Sample:
 
 
 def compiled(fun: Callable, args: tuple, donated: tuple[int, ...] = ()) -> tuple[Any, dict]:
-    """The compiled function, and the seconds to trace and to compile it.
+    """The compiled function, and the CPU seconds to trace and to compile it.
 
     The caches of JAX are empty, as a user's first call finds them.
     """
     jax.clear_caches()
-    start = time.perf_counter()
+    start = time.process_time()
     # A function of its own, since JAX keeps what it traced by function.
     traced = jax.jit(lambda *args: fun(*args), donate_argnums=donated).lower(*args)
-    between = time.perf_counter()
+    between = time.process_time()
     program = traced.compile()
-    return program, {"trace": between - start, "compile": time.perf_counter() - between}
+    return program, {"trace": between - start, "compile": time.process_time() - between}
 
 
 def take_turns(samples: Mapping[str, Sample], budget: float) -> dict[str, Times]:

@@ -19,7 +19,8 @@ def _nnx() -> Any:
 
 def _is_of(x: Any, *names: str) -> bool:
     """Whether this is an object of one of some classes of `flax.nnx`."""
-    return isinstance(x, tuple(getattr(_nnx(), name, ()) for name in names))
+    nnx = _nnx()
+    return nnx is not None and isinstance(x, tuple(getattr(nnx, name, ()) for name in names))
 
 
 def has_nnx() -> bool:
@@ -79,7 +80,7 @@ def module_class() -> type:
 
 def is_foreign_trace(error: BaseException) -> bool:
     """Whether NNX has raised an error for a model that another trace has made."""
-    return type(error).__name__ == "TraceContextError"
+    return isinstance(error, getattr(sys.modules.get("flax.errors"), "TraceContextError", ()))
 
 
 def one_update() -> Any:

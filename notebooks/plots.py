@@ -107,6 +107,36 @@ def vectors(ax: Axes, before: Any, after: Any, *, color: str = "#0072B2") -> Non
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
 
 
+def cut(
+    ax: Axes,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    *,
+    limit: float,
+    color: str,
+) -> None:
+    """Draws norms as bars on a log scale: gray before a clip, in color what is left."""
+    for row, name in enumerate(before):
+        ax.barh(row, before[name], height=0.6, color="#DDDDDD")
+        ax.barh(row, after[name], height=0.6, color=color)
+        ax.text(after[name], row, f" {after[name]:.3g}", va="center")
+    ax.axvline(limit, color="#000000", linestyle=":", linewidth=1.2)
+    ax.set(xscale="log", xlim=(0.01, 40), xlabel="norm (gray: before)")
+    ax.set(
+        yticks=range(len(before)), yticklabels=list(before), ylim=(len(before) - 0.5, -0.5)
+    )
+
+
+def stacked(ax: Axes, columns: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """Draws a bar for each column, of parts with names."""
+    below = np.zeros(len(columns))
+    for color, (name, heights) in zip(_OTHERS, parts.items(), strict=False):
+        ax.bar(columns, heights, bottom=below, label=name, color=color)
+        below += np.asarray(heights)
+    ax.legend(ncols=len(parts), loc="upper left", fontsize=9)
+    ax.set_ylim(0, 1.3 * below.max())
+
+
 def layout(ax: Axes, array: Any) -> None:
     """Draws which devices hold which block of a vector or a matrix, by their numbers."""
     blocks = {}

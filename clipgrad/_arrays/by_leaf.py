@@ -6,10 +6,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from clipgrad._compat import varying_axes
+from clipgrad._devices import by_platform
 from clipgrad._sharding import explicit_sharding, is_local
 
 
@@ -31,6 +33,38 @@ def for_each(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _called(function: Callable[..., Any], static: tuple[Any, ...], *row: Any) -> Any:
     return function(*static, *row)
+
+
+def in_one_kernel(function: Callable[..., Any], *numbers: jax.Array) -> Any:
+    """The function of a few numbers, for which a CPU's program has one kernel.
+
+    XLA compiles a kernel for each of many results, but one for a small loop. The function, which
+    must be the same object each time, is run as the body of a loop that ends after it.
+    """
+    if not any(isinstance(x, Tracer) for x in numbers) or any(map(varying_axes, numbers)):
+        return function(*numbers)
+    traced_once = jax.jit(function)
+    cpu = functools.partial(looped, traced_once)
+    return by_platform(*numbers, cpu=cpu, gpu=traced_once, default=traced_once)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def looped(function: Callable[..., Any], *numbers: jax.Array) -> Any:
+    """The function of a few numbers, the first of them not negative, as the body of a loop."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *numbers))
+    # Whether the loop is at its end is no constant, or XLA would take it apart.
+    ended = jnp.any(numbers[0] < 0)
+
+    def turn(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        del carry
+        return jnp.array(True), function(*numbers)
+
+    return jax.lax.while_loop(lambda carry: ~carry[0], turn, (ended, zeros))[1]
+
+
+@looped.defjvp
+def looped_jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    return jax.jvp(function, primals, tangents)
 
 
 class Joined(NamedTuple):

@@ -3,6 +3,14 @@ r"""Norms that neither overflow, nor underflow, nor lose low precision.
 A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
 ``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves its range, the squares of elements
 times a power of two are summed (``ranges.py``), as each device does it best (``sums.py``).
+
+From a clip to the sum of squares, top down:
+
+* ``clip_by_global_norm(1.0).update`` (``_clip/gradient_clip.py``) selects leaves, measures, scales;
+* ``measured_norms`` (``_clip/clipping.py``) asks the rule;
+* ``ClipByGlobalNorm.measure`` (``_clip/rules/global_norm.py``) asks for one norm of all leaves;
+* here: ``tree_norm`` names one group of all leaves, ``_norms_of_squares`` takes the plain sums
+  (``_plain_sums``, the sum of squares) and ``_in_range`` what stands in for those out of range.
 """
 
 import contextlib
@@ -17,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from clipgrad._arrays.by_leaf import for_each
+from clipgrad._arrays.by_leaf import for_each, looped
 from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
     if_else,
@@ -33,6 +41,7 @@ from clipgrad._arrays.numbers import (
 )
 from clipgrad._arrays.ranges import (
     in_range,
+    is_root_in_range,
     narrow_root,
     root_in_range,
     scale_of_largest,
@@ -47,6 +56,7 @@ from clipgrad._arrays.sums import (
     Groups,
     added_up,
     added_up_apart,
+    branch,
     finished_in_few,
     joined_leaves,
     unless_out_of_range,
@@ -427,14 +437,29 @@ def _by_branch(
 ) -> list[Norm]:
     """The plain sums, and only if one of them is out of range another pass over the leaves."""
     each = [(n,) for n in counts]
-    again = functools.partial(_scaled_sums, groups, plain, leaves)
     if groups.joint:  # one norm, whose scalars each leaf would compute again
-        return unless_out_of_range(
-            plain,
-            lambda: for_each(_of_sum_in_range, each, plain),
-            lambda: for_each(_of_scaled, each, plain, again()),
-        )
+        return _one_by_branch(groups, plain[0], leaves)
+    again = functools.partial(_scaled_sums, groups, plain, leaves)
     return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
+
+
+def _one_by_branch(groups: Groups, plain: jax.Array, leaves: Arrays) -> list[Norm]:
+    """The root of one plain sum; out of range that of another sum, of float32 in float64.
+
+    Its squares need no scale then, of which XLA would store one in the shape of each leaf.
+    """
+    root = jnp.sqrt(plain)  # before the branch: one kernel adds up the leaves' sums and takes it
+
+    def again() -> list[Norm]:
+        joined = joined_leaves(leaves)
+        whole = Groups.one(len(joined), groups.names)
+        if plain.dtype == jnp.float32:
+            with jax.enable_x64(True):
+                return [looped(_of_one_wide_sum, whole.wide_sums(joined)[0])]
+        return [_of_scaled(1.0, plain, _scaled_sums(whole, [plain], joined)[0])]
+
+    ordinary = Norm(root, jnp.ones_like(root), root)
+    return branch([is_root_in_range(root)], lambda: [ordinary], again)
 
 
 def _of_columns_on_gpu(
@@ -453,9 +478,6 @@ def _of_columns_on_gpu(
 
 def _scaled_sums(groups: Groups, plain: Arrays, leaves: Arrays) -> list[jax.Array]:
     """The sums of squares of elements times a scale that suits the plain sum."""
-    if groups.joint:
-        leaves = joined_leaves(leaves)
-        groups = Groups.one(len(leaves), groups.names)
     return groups.totals(groups.sums_of(_scaled_sum, leaves, groups.per_leaf(plain)), leaves)
 
 
@@ -467,9 +489,9 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
     return _rooted(count, plain, jnp.ones_like(plain))
 
 
-def _of_sum_in_range(count: float, plain: jax.Array) -> Norm:
-    root = jnp.sqrt(_mean(count, plain))
-    return Norm(root, jnp.ones_like(root), root)
+@jax.jit
+def _of_one_wide_sum(total: jax.Array) -> Norm:
+    return _of_wide_sum(1.0, total)
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:

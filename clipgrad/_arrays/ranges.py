@@ -92,6 +92,12 @@ def is_in_range(plain: jax.Array) -> jax.Array:
     return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
 
 
+def is_root_in_range(root: jax.Array) -> jax.Array:
+    """Whether the plain sum of this root can be read; not if it is NaN."""
+    rule = _RANGES[root.dtype.name]
+    return (root >= 2.0**rule.low) & (root <= 2.0**rule.high)
+
+
 @_traced_once
 def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
     """All three sums of squares, from a plain one that is in range."""

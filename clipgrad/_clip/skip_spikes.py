@@ -26,7 +26,7 @@ from clipgrad._clip.spike_limit import Judged, SpikeLimit
 from clipgrad._clip.stats import stats_dtype
 from clipgrad._clip.thresholds import Window, unlimited
 from clipgrad._compat import exportable
-from clipgrad._frameworks import is_model
+from clipgrad._flax import is_model
 
 
 @exportable

@@ -1,7 +1,7 @@
 """The effect of a clip, as sums that add up over steps, uses and devices."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from clipgrad._arrays import (
     clippable_paths,
     flags_of_bits,
     from_plain,
+    in_one_kernel,
     is_clippable,
     joined_leaves,
     real_or_absolute,
@@ -270,16 +271,30 @@ def stats_of_limits(rule: Any, tree: Any, limits: Sequence[tuple[Norm, jax.Array
     else:
         pairs = zip(leaves, limits, strict=True)
         sizes = [np.full(n.root.shape, x.size / max(n.root.size, 1)) for x, (n, _) in pairs]
-    norm, limit, size = _groups_in_one(limits, sizes, widest(leaves))
-    finite = jnp.isfinite(norm.root)
-    bad = _count_unless(jnp.all(finite), leaves, axis_name)
-    return scaled_stats(norm.value, limit, rule.changes(norm, limit), finite, bad, size)
+    groups = _groups_in_one(limits, sizes, widest(leaves))
+    bad = _count_unless(jnp.all(jnp.isfinite(groups[0])), leaves, axis_name)
+    numbers = functools.partial(_stats_of_norms, rule.changes)
+    stats = in_one_kernel(numbers, *groups) if groups[0].size == 1 else numbers(*groups)
+    return stats._replace(nonfinite=bad)
+
+
+def _stats_of_norms(
+    changes: Callable[[Norm, jax.Array], jax.Array],
+    root: jax.Array,
+    scale: jax.Array,
+    limit: jax.Array,
+    size: jax.Array,
+) -> ClipStats:
+    """The statistics of groups whose norms and limits are known, but for NaN and inf."""
+    norm, finite = Norm.of(root, scale), jnp.isfinite(root)
+    none = jnp.zeros((), root.dtype)
+    return scaled_stats(norm.value, limit, changes(norm, limit), finite, none, size)
 
 
 def _groups_in_one(
     limits: Sequence[tuple[Norm, jax.Array]], sizes: Sequence[Any], dtype: str
-) -> tuple[Norm, jax.Array, jax.Array]:
-    """Norms, limits and sizes of all groups, an array each.
+) -> tuple[jax.Array, ...]:
+    """Roots, scales, limits and sizes of all groups, an array each.
 
     XLA compiles a formula of a thousand norms slowly, and would have it in a thousand kernels.
     """
@@ -292,7 +307,7 @@ def _groups_in_one(
     root, scale, limit = map(row, zip(*columns, strict=True)) if columns else [row([])] * 3
     size = row([jnp.asarray(size, dtype) for size in sizes])
     root, scale, limit = jax.lax.optimization_barrier((root, scale, limit))
-    return Norm.of(root, scale), limit, size
+    return root, scale, limit, size
 
 
 @functools.partial(jax.jit, inline=True)

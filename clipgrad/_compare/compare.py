@@ -21,7 +21,6 @@ from clipgrad._compare.compare_checks import (
 from clipgrad._compare.comparison_result import result
 from clipgrad._compare.file import load_record
 from clipgrad._compare.findings import by_rounding
-from clipgrad._compare.inner_lines import with_inner_line
 from clipgrad._compare.line_pairs import named_lines
 from clipgrad._compare.loss_recording import ALL
 from clipgrad._compare.match_by_name import (
@@ -32,7 +31,7 @@ from clipgrad._compare.match_by_name import (
 )
 from clipgrad._compare.match_by_number import match_by_number
 from clipgrad._compare.matching import Matching
-from clipgrad._compare.record import TORCH, Record
+from clipgrad._compare.record import JAX, Record
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import GradientComparison
 from clipgrad._compare.save_run import recorded
@@ -174,7 +173,7 @@ def compare(
         sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
         if rtol is None and not _is_same(sides) and _measure(ready, (a, b)):
             sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
-        return result(sides, with_inner_line(by_rounding(sides), sides, ready, names))
+        return result(sides, by_rounding(sides))
 
 
 def _beside_itself(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:
@@ -199,14 +198,14 @@ def _with_lines_alike(
 def _checked(
     versions: list[Record | Recording], names: Mapping[str, str] | None
 ) -> list[Record | Recording]:
-    """The versions, the one of torch last; `ValueError` if they can't be matched."""
+    """The versions, one of JAX first; `ValueError` if they can't be matched."""
     a, b = (x if isinstance(x, Record) else x.record for x in versions)
     if not _is_by_number(a, b):
         check_names(a, b, names)
         check_common(a, b)
     else:
         check_nothing_named(names)
-    return versions[::-1] if a.framework == TORCH != b.framework else versions
+    return versions[::-1] if a.framework != JAX == b.framework else versions
 
 
 def _is_same(sides: Sides) -> bool:

@@ -14,7 +14,7 @@ from clipgrad._arrays import (
     parameter_names,
     shown,
 )
-from clipgrad._compare.record import TORCH, Record
+from clipgrad._compare.record import JAX, Record
 from clipgrad._compare.save_run import check_argnums
 from clipgrad._compare.wider import WIDER_DTYPES
 from clipgrad._error_clip import check_call
@@ -83,14 +83,15 @@ def arguments_of(versions: tuple, args: Any, other_args: Any) -> list[Any]:
 
 
 def check_files(records: Collection[Record], argnums: Any, names: Any) -> None:
-    """Raise `ValueError` for a run of torch beside what it can't be compared with."""
-    if not any(record.framework == TORCH for record in records):
+    """Raise `ValueError` for a run of another framework beside what it can't be compared with."""
+    others = [record.framework for record in records if record.framework != JAX]
+    if not others:
         return
     is_alone = len(records) == 1
     if (is_alone and argnums is None) or not all(record.is_loss for record in records):
         raise ValueError(
-            "run: got a run of torch and a whole step, expected a loss in JAX, or a file that "
-            "clipgrad.save_run wrote of one"
+            f"run: got a run of {others[0]} and a whole step, expected a loss in JAX, or a file "
+            "that clipgrad.save_run wrote of one"
         )
     if is_alone or len({record.framework for record in records}) > 1:
         check_nothing_named(names)

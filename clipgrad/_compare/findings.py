@@ -153,13 +153,13 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
         f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
     )
     text += f" {difference_text(pair.judgment)}; all values agree"
-    line = line_of_user(sides, every)
+    line = _line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     text += sides.rules_in(every)
     return dataclasses.replace(sides.at_line("vjp", text, module, pair, later, line.row), step=step)
 
 
-def line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
+def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
     """The line that uses a value: one that only one version has, or the first that both have."""
     if not sides.has_lines:
         return LinesAlone(None, None)
@@ -209,7 +209,7 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     every = used_by(pair, later, sides.both)
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
     text += f"; values and cotangents agree{sides.rules_in(every)}"
-    module, line = sides.module_of(pair, every) or "", line_of_user(sides, every)
+    module, line = sides.module_of(pair, every) or "", _line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     finding = sides.at_line("grads", text, module, pair, told=line.row)
     return dataclasses.replace(finding, path=row.name)

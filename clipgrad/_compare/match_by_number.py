@@ -14,7 +14,7 @@ from clipgrad._compare.equal_rows import (
 from clipgrad._compare.judge import judge, judge_rows
 from clipgrad._compare.matching import MOST_NAMES, Matching, alone
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time
-from clipgrad._compare.record import ENTERS, TORCH, Graph, Record
+from clipgrad._compare.record import ENTERS, JAX, Graph, Record
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NORM_AT
 from clipgrad._compare.slices import descends, made_from
@@ -54,7 +54,7 @@ class _Arguments(EqualRows):
 
     def __init__(self, a: Record, b: Record) -> None:
         super().__init__(a, b, "argument", None)
-        self.where = "torch" if b.framework == TORCH else "other"
+        self.where = "other" if b.framework == JAX else b.framework
         self._permuted = [self.permuted(i) for i in range(len(self.own))]
         self.numbers = {row: i for i, (row, _) in enumerate(self.own)}
         found = {self.others[j][0] for j in (*self.covered, *sum(self._permuted, []))}

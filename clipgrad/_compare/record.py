@@ -14,6 +14,8 @@ from clipgrad._names import OF_LINES
 ENTERS = "enters"  # the view of a value that enters a module
 THE_LOSS = "the loss"
 TEXT = "text"  # the dtype of what is no array
+# A framework writes a `Record` with its name and with sketches of all orders of axes, see
+# `clipgrad/torch.py`. Beside JAX it is matched by numbers; nothing else knows it.
 JAX, TORCH = "jax", "torch"
 
 Instance = tuple[int, tuple[int, ...]]  # a row, at the steps of the scans around it

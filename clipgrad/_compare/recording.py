@@ -90,12 +90,10 @@ class Recording:
         """Whether values of lines are recorded."""
         return self.record.has_lines
 
-    def with_lines(
-        self, scopes: Collection[str] | None = None, with_gradients: bool = True
-    ) -> "Recording":
-        """The recording of the same program, with values of its lines, in some scopes or all."""
+    def with_lines(self) -> "Recording":
+        """The recording of the same program, with the values of its lines."""
         assert self.remade is not None
-        more = self.remade(lines=True, scopes=scopes, with_gradients=with_gradients)
+        more = self.remade(lines=True)
         more.record.argnums, more.record.notes = self.record.argnums, self.record.notes
         return dataclasses.replace(more, given=self.given)
 
@@ -189,8 +187,6 @@ def recording_of(
     with_arguments: bool,
     fixed: Sequence[Row] = (),
     lines: bool | None = None,
-    scopes: Collection[str] | None = None,
-    with_gradients: bool = True,
 ) -> Recording:
     """The recording of a program.
 
@@ -202,11 +198,9 @@ def recording_of(
       with_arguments: whether the numbers of the inputs are recorded.
       fixed: rows of what the program does not compute.
       lines: whether the values of lines are recorded; None: of a loss in which nothing has a name.
-      scopes: the modules whose lines these are, or None for all.
-      with_gradients: whether there are gradients and cotangents.
     """
     more = program, inputs, outputs, gradients, with_arguments, fixed
-    gradients, arrays = gradients if with_gradients else {}, [x for *_, x in inputs]
+    arrays = [x for *_, x in inputs]
     record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
     for name, leaf, x in inputs:
         row = plain_row("argument", name, x, leaf=leaf)
@@ -218,7 +212,7 @@ def recording_of(
     named = [v for v in values if not _is_of_formula(v.name)]
     if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
         values = named
-    keys, of_lines = values_of_lines(program, scopes) if lines else ((), [])
+    keys, of_lines = values_of_lines(program) if lines else ((), [])
     places, devices = _add_values(record, values, of_lines, active)
     walk = Walk(program, range(len(inputs)), places, record.rows)
     copies = map(dataclasses.replace, outputs)

@@ -14,6 +14,8 @@ _MOST_ROWS = 20
 _NAME_WIDTH = 56
 _MOST_LABELS = 24  # more names than this can't be read
 _CURVE_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}
+# The kinds of findings. A further one needs a head here, its name in `ComparisonFinding.kind` and
+# in the page on two versions, and a place in the order of `findings.first`, or in another judge.
 _COMPARISON_HEADS = {
     "value": "the values differ from here on",
     "vjp": "the values agree, and the cotangents differ from here on",

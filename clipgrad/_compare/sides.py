@@ -10,7 +10,7 @@ from typing import NamedTuple
 from clipgrad._compare.line_findings import LinesAlone, lines_alone
 from clipgrad._compare.matching import MOST_NAMES, Matching
 from clipgrad._compare.pairs import Pair
-from clipgrad._compare.record import ENTERS, TORCH, Graph, Instance, Record, Row
+from clipgrad._compare.record import ENTERS, Graph, Instance, Record, Row
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.slices import Slice, made_from, module_of
 from clipgrad._errors import first_few
@@ -88,11 +88,11 @@ class Sides:
         return at_line(kind, text, row, module, pair, before, told)
 
     def place_in_other(self, pair: Pair) -> str:
-        """Where a value is in torch, and which other shape it has in the other record."""
+        """Where a value is in another framework, and which other shape it has there."""
         (row, its), text = self.rows(pair), ""
-        if self.b.framework == TORCH:
+        if self.a.framework != self.b.framework:
             verb = "enters" if its.view == ENTERS else "leaves"
-            text += f"; in torch it {verb} {its.name or 'the model'} ({its.owner}"
+            text += f"; in {self.b.framework} it {verb} {its.name or 'the model'} ({its.owner}"
             text += f", {os.path.basename(its.line)})" if its.line else ")"
         if row.shape != its.shape:
             text += f", of shape {list(its.shape)} beside {list(row.shape)}"

@@ -154,9 +154,16 @@ def _few(values: Sequence[int]) -> str:
     return ", ".join(map(str, values[:SHOWN_NAMES])) + ", ..." * (len(values) > SHOWN_NAMES)
 
 
+def _detaches_there(explained: ExplainedCut, first: Cut) -> bool:
+    """Whether this is a `stop_gradient` in the line of the first cut, as in a softmax."""
+    cut, cause = explained
+    return cause.rank == DETACHED and cut.entry.place.location == first.entry.place.location
+
+
 def _finding(subject: str, leaves: Sequence[str], best: Sequence[ExplainedCut]) -> GradientFinding:
     cut, cause = best[0]
-    also = list(dict.fromkeys(map(_line_and_cause, best)))[1 : 1 + SHOWN_NAMES]
+    others = [pair for pair in best if not _detaches_there(pair, cut)]
+    also = list(dict.fromkeys(map(_line_and_cause, [best[0], *others])))[1 : 1 + SHOWN_NAMES]
     advice = f"; also cut at {', '.join(also)}" if also else ""
     advice += f"; {cause.step}" if cause.step else ""
     finding = operation_finding("zero", cut, f"{subject} is 0: {cause.text}", advice)

@@ -297,12 +297,12 @@ def _to_neighbors(x: Any, seed: Any, eps: Any, least: Any, by_bits: bool) -> Any
 
 def _flat_positions(shape: tuple[int, ...]) -> Any:
     """A number of 32 bits for each index, by its position in the flat array."""
-    found, stride = jnp.zeros(shape, jnp.uint32), 1
+    positions, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
         along = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        found = found + along * jnp.uint32(stride * 2654435761 % 2**32)
+        positions = positions + along * jnp.uint32(stride * 2654435761 % 2**32)
         stride *= shape[axis]
-    return found
+    return positions
 
 
 def _folded_bits(x: Any) -> Any:

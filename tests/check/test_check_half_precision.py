@@ -151,6 +151,7 @@ def test_slopes_of_a_kernel_with_numbers_of_eight_bits_verify_nothing_and_say_so
 HALVES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "a", "b"),
     [

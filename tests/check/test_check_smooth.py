@@ -89,6 +89,7 @@ HISTORICAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "i0" else pytest.param(n, marks=pytest.mark.slow) for n in HISTORICAL],

@@ -145,6 +145,17 @@ def test_every_rule_compiles_in_both_places_with_one_collective_at_most(kind, pl
     assert facts.collectives <= (0 if kind == "H200" else most)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_rule_has_a_branch_at_which_a_gpu_waits_for_the_host(case):
+    """XLA decides a `conditional` on the host, which waits for the flag."""
+    tree = abstract(SHAPES, mesh_of("H200"))
+    text = (
+        jax.jit(update_of(cg.gradient_clip(case.make(0.3)))).lower(tree, tree).compile().as_text()
+    )
+    assert " fusion(" in text
+    assert not re.findall(r"%\S+ = .* conditional\(", text)
+
+
 @pytest.mark.parametrize("make", [cg.clip_by_global_norm, cg.clip_by_block_rms])
 @every_kind
 def test_a_clip_of_whole_leaves_has_the_collectives_and_about_the_temporaries_of_optax(kind, make):

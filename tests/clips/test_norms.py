@@ -161,7 +161,7 @@ def test_each_slice_has_its_own_range():
     np.testing.assert_allclose(norm.value[:, 0], [1.4142136e-30, 5, 5e30, 0], rtol=1e-6)
 
 
-def test_a_norm_is_three_sums_per_leaf_without_loop_or_branch(key):
+def test_on_several_devices_a_norm_is_three_sums_per_leaf_without_loop_or_branch(key):
     tree = tree_of(key)
     del tree["empty"]
     compiled = jax.jit(cg.global_norm).lower(tree).compile()

@@ -104,8 +104,8 @@ def assert_captured(number, folder):
 def assert_saved(number, path):
     """One process can compare with the file that all wrote together."""
     args = {"w": jnp.asarray(numbers((4, 3), 9) / 30)}, jnp.asarray(numbers((16, 4), 10) / 30)
-    found = cg.compare(path, loss, args)
-    assert found.ok and not found.findings, str(found)
-    assert any(f"processes {number} in fun, 1 in other" in note for note in found.notes)
-    found = cg.compare(path, lambda *args: 1.1 * loss(*args), args)
-    assert [f.kind for f in found.findings] == ["value"]
+    comparison = cg.compare(path, loss, args)
+    assert comparison.ok and not comparison.findings, str(comparison)
+    assert any(f"processes {number} in fun, 1 in other" in note for note in comparison.notes)
+    comparison = cg.compare(path, lambda *args: 1.1 * loss(*args), args)
+    assert [f.kind for f in comparison.findings] == ["value"]

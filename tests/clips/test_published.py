@@ -198,6 +198,7 @@ def test_a_call_of_another_library_says_what_to_write(name):
         call()
 
 
+@pytest.mark.slow
 def test_a_tree_of_pairs_that_are_all_gradients_is_clipped():
     rule = cg.ClipByNorm(1.0)
     for grads in ([(W, W[0])], {"a": PAIRS[0]}, [list(PAIRS[0])], [PAIRS[0], W]):

@@ -69,10 +69,10 @@ def attention(x, layer, part):
         split = (x @ part["weight"](layer["qkv"])).reshape(BATCH, TOKENS, 3, HEADS, -1)
         q, k, v = (split[:, :, i] for i in range(3))
     with jax.named_scope("logits"):
-        found = jnp.einsum("bqhd,bkhd->bhqk", q, k) * number((WIDTH // HEADS) ** -0.5, q)
-        found = checkpoint_name(found, "logits")
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * number((WIDTH // HEADS) ** -0.5, q)
+        logits = checkpoint_name(logits, "logits")
     with jax.named_scope("mix"):
-        mixed = part["mix"](masked(wide(found), part), v, part)
+        mixed = part["mix"](masked(wide(logits), part), v, part)
     with jax.named_scope("out"):
         return mixed.reshape(x.shape) @ layer["out"]
 
@@ -85,16 +85,16 @@ def mix_in_blocks(x, v, part):
     """The same with a running maximum and sum over blocks of keys, as in flash attention."""
     del part
     largest = jnp.full((*x.shape[:3], 1), -jnp.inf, jnp.float32)
-    total, found = jnp.zeros_like(largest), jnp.zeros((*x.shape[:3], v.shape[-1]), jnp.float32)
+    total, mixed = jnp.zeros_like(largest), jnp.zeros((*x.shape[:3], v.shape[-1]), jnp.float32)
     for i in range(0, TOKENS, 2):
-        scores, own = x[..., i : i + 2], v[:, i : i + 2]
+        scores, values = x[..., i : i + 2], v[:, i : i + 2]
         new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         weights, old = jnp.exp(scores - new), jnp.exp(largest - new)
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        found = found * old + product("bhqk,bkhd->bhqd", weights.astype(v.dtype), own)
+        mixed = mixed * old + product("bhqk,bkhd->bhqd", weights.astype(v.dtype), values)
         total = total * old + jnp.sum(weights, axis=-1, keepdims=True)
         largest = new
-    return (found / total).astype(v.dtype).transpose(0, 2, 1, 3)
+    return (mixed / total).astype(v.dtype).transpose(0, 2, 1, 3)
 
 
 def mlp(x, layer, part, key):
@@ -190,9 +190,9 @@ def model(**replaced):
                 with jax.named_scope(f"layers_{i}"):
                     x = chosen(x, *jax.tree.map(lambda w, i=i: w[i], layers))
         with jax.named_scope("head"):
-            found = x @ part["tied"](params["words"]).T + row(params["bias"], x)
-            found = part["head"](wide(found))
-        return part["loss"](found, targets)
+            logits = x @ part["tied"](params["words"]).T + row(params["bias"], x)
+            logits = part["head"](wide(logits))
+        return part["loss"](logits, targets)
 
     return loss
 
@@ -215,9 +215,9 @@ def scaled(by):
 
 def tanh_with(share):
     """Hyperbolic tangent with a rule in forward mode."""
-    found = jax.custom_jvp(jnp.tanh)
-    found.defjvp(lambda x, t: (jnp.tanh(x[0]), t[0] * (1 - share * jnp.tanh(x[0]) ** 2)))
-    return found
+    function = jax.custom_jvp(jnp.tanh)
+    function.defjvp(lambda x, t: (jnp.tanh(x[0]), t[0] * (1 - share * jnp.tanh(x[0]) ** 2)))
+    return function
 
 
 def at(axis, index, by):

@@ -30,7 +30,7 @@ class LossPair(NamedTuple):
     fun: Callable
     other: Callable
     args: Callable[[Draw], tuple]
-    found: tuple | None = None  # kind, module, step
+    finding: tuple | None = None  # kind, module, step
 
 
 # ---- recurrent networks ----
@@ -52,9 +52,11 @@ def lstm(layer=None, time=None, reverse=False):
 
     def layer_of(xs, weights):
         start = (jnp.zeros(xs.shape[1:], xs.dtype),) * 2
-        own = lambda carry, x: cell(carry, x, *weights)  # noqa: E731
+        step_of_cell = lambda carry, x: cell(carry, x, *weights)  # noqa: E731
         with scope("time"):
-            return lax.scan(own, start, (xs, jnp.arange(len(xs))), reverse=reverse)[1], None
+            return lax.scan(step_of_cell, start, (xs, jnp.arange(len(xs))), reverse=reverse)[
+                1
+            ], None
 
     def loss(params, xs):
         with scope("layers"):
@@ -84,8 +86,8 @@ def policy(stopped=True):
             gain = returns - (lax.stop_gradient(value) if stopped else value)
         with scope("surrogate"):
             change = jnp.exp(new - old)
-            found = jnp.minimum(change * gain, jnp.clip(change, 0.8, 1.2) * gain)
-        return -jnp.mean(found) + 0.5 * jnp.mean((value - returns) ** 2)
+            objective = jnp.minimum(change * gain, jnp.clip(change, 0.8, 1.2) * gain)
+        return -jnp.mean(objective) + 0.5 * jnp.mean((value - returns) ** 2)
 
     return loss
 
@@ -105,9 +107,9 @@ def lengths(safe=True):
         with scope("norm"):
             size = jnp.sum(y * y, -1)
             root = jnp.sqrt(jnp.where(size > 0, size, 1) if safe else size)
-            found = jnp.where(size > 0, root, 0)
+            norms = jnp.where(size > 0, root, 0)
         with scope("out"):
-            return jnp.mean(found)
+            return jnp.mean(norms)
 
     return loss
 
@@ -129,8 +131,8 @@ def centered(averaged=True, axis=None):
             mean = h.mean(0, keepdims=True)
             mean = lax.pmean(mean, axis) if axis and averaged else mean
         with scope("decoder"):
-            found = jnp.mean(((h - mean) @ params["b"] - batch[1]) ** 2)
-        return lax.pmean(found, axis) if axis else found
+            mean_loss = jnp.mean(((h - mean) @ params["b"] - batch[1]) ** 2)
+        return lax.pmean(mean_loss, axis) if axis else mean_loss
 
     return loss
 
@@ -170,9 +172,9 @@ def masked(fill):
     def loss(params, x):
         with scope("softmax"):
             mask = jnp.arange(9)[None] < 6
-            found = jax.nn.softmax(jnp.where(mask, x @ params["w"], fill))
+            weights = jax.nn.softmax(jnp.where(mask, x @ params["w"], fill))
         with scope("out"):
-            return jnp.mean((found @ params["v"]) ** 2)
+            return jnp.mean((weights @ params["v"]) ** 2)
 
     return loss
 
@@ -181,9 +183,9 @@ def masked_args(draw):
     return {"w": draw(6, 9), "v": draw(9, 4)}, draw(10, 6)
 
 
-def planted(fun: Callable, args: Callable, found: tuple, *wrong: Any, **parts: Any) -> LossPair:
+def planted(fun: Callable, args: Callable, finding: tuple, *wrong: Any, **parts: Any) -> LossPair:
     """A loss, and the same made with a fault."""
-    return LossPair(fun(), fun(*wrong, **parts), args, found)
+    return LossPair(fun(), fun(*wrong, **parts), args, finding)
 
 
 PLANTED = {

@@ -41,8 +41,8 @@ def loss(params, batch, dtype):
     return squares(hidden @ params["out"], y)
 
 
-def squares(found, y):
-    return jnp.mean(jnp.square(found.astype(jnp.float32) - y.astype(jnp.float32)))
+def squares(predicted, y):
+    return jnp.mean(jnp.square(predicted.astype(jnp.float32) - y.astype(jnp.float32)))
 
 
 def both(dtype):
@@ -86,9 +86,9 @@ def with_pmean(dtype):
 def by_the_compiler(dtype, **specs):
     """GSPMD: the same program, with other layouts of parameters and batch."""
     specs = {name: specs.get(name, ()) for name in params()}
-    own = {name: placed(p, *specs[name]) for name, p in params().items()}
-    moments = jax.tree.map(jnp.asarray, OPTIMIZER.init(own))
-    return beside(dtype, both(dtype), (own, moments, placed(batch(), AXIS)))
+    placed_params = {name: placed(p, *specs[name]) for name, p in params().items()}
+    moments = jax.tree.map(jnp.asarray, OPTIMIZER.init(placed_params))
+    return beside(dtype, both(dtype), (placed_params, moments, placed(batch(), AXIS)))
 
 
 def accumulated(dtype):
@@ -102,9 +102,9 @@ def accumulated(dtype):
 
 def of_this_library(dtype):
     optimizer = optax.chain(cg.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    own = functools.partial(loss, dtype=dtype)
-    one = cg.train_step(own, optimizer)
-    four = cg.train_step(own, optimizer, accumulate=4)
+    loss_of_dtype = functools.partial(loss, dtype=dtype)
+    one = cg.train_step(loss_of_dtype, optimizer)
+    four = cg.train_step(loss_of_dtype, optimizer, accumulate=4)
     args = (one.init(params()), batch())
     return RightStep(one, four, args, (placed(args[0]), placed(args[1], AXIS)))
 

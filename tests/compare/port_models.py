@@ -47,13 +47,13 @@ BUGS = {
 
 def numbers(name):
     """The parameters and arguments of a run, by their names in torch."""
-    with np.load(FOLDER / f"{name}_numbers.npz") as found:
-        return {key: found[key] for key in found.files}
+    with np.load(FOLDER / f"{name}_numbers.npz") as stored:
+        return {key: stored[key] for key in stored.files}
 
 
-def kernel(found, name):
+def kernel(stored, name):
     """A linear layer's kernel, (in, out)."""
-    return jnp.asarray(found[f"{name}.weight"].T)
+    return jnp.asarray(stored[f"{name}.weight"].T)
 
 
 def picker(model, which):
@@ -69,28 +69,30 @@ def dense(p, x):
 # ---- a GRU ----
 
 
-def gru_args(found):
+def gru_args(stored):
     gates = ("r", "z", "n")
-    parts = [np.split(found[f"gru.{kind}_l0"], 3) for kind in ("weight_ih", "weight_hh", "bias_ih")]
+    parts = [
+        np.split(stored[f"gru.{kind}_l0"], 3) for kind in ("weight_ih", "weight_hh", "bias_ih")
+    ]
     params = {"cell": {
         f"{kind}{gate}": part.T
-        for kind, own in zip(("i", "h", "b"), parts, strict=True)
-        for gate, part in zip(gates, own, strict=True)
+        for kind, parts_of_kind in zip(("i", "h", "b"), parts, strict=True)
+        for gate, part in zip(gates, parts_of_kind, strict=True)
     }}  # fmt: skip
     params["cell"]["hn"] = dict(
         zip(
             ("w", "b"),
-            (params["cell"].pop("hn"), np.split(found["gru.bias_hh_l0"], 3)[2]),
+            (params["cell"].pop("hn"), np.split(stored["gru.bias_hh_l0"], 3)[2]),
             strict=True,
         )
     )
-    br, bz, _ = np.split(found["gru.bias_hh_l0"], 3)
+    br, bz, _ = np.split(stored["gru.bias_hh_l0"], 3)
     params["cell"]["br"], params["cell"]["bz"] = (
         params["cell"]["br"] + br,
         params["cell"]["bz"] + bz,
     )
-    params["head"] = {"kernel": found["head.weight"].T, "bias": found["head.bias"]}
-    return jax.tree.map(jnp.asarray, params), found["args.0"], found["args.1"]
+    params["head"] = {"kernel": stored["head.weight"].T, "bias": stored["head.bias"]}
+    return jax.tree.map(jnp.asarray, params), stored["args.0"], stored["args.1"]
 
 
 def gru(params, x, y, which):
@@ -125,25 +127,29 @@ LINEAR = {
 NORMS = {"norm_1": "attention_norm", "norm_2": "ffn_norm"}
 
 
-def decoder_args(found, stacked=False, dtype="float32"):
+def decoder_args(stored, stacked=False, dtype="float32"):
     layers = []
     for i in range(2):
         at = f"layers.{i}."
         layer = {
-            m: {n: {"kernel": kernel(found, at + own)} for n, own in names.items()}
+            m: {n: {"kernel": kernel(stored, at + module_name)} for n, module_name in names.items()}
             for m, names in LINEAR.items()
         }
         layers.append(
-            layer | {n: {"scale": found[f"{at}{own}.weight"]} for n, own in NORMS.items()}
+            layer
+            | {
+                n: {"scale": stored[f"{at}{module_name}.weight"]}
+                for n, module_name in NORMS.items()
+            }
         )
     params = {
-        "embed": found["tok_embeddings.weight"],
-        "norm": {"scale": found["norm.weight"]},
-        "output": {"kernel": kernel(found, "output")},
+        "embed": stored["tok_embeddings.weight"],
+        "norm": {"scale": stored["norm.weight"]},
+        "output": {"kernel": kernel(stored, "output")},
         "layers": jax.tree.map(lambda *x: jnp.stack(x), *layers) if stacked else layers,
     }
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-    return params, found["args.0"], found["args.1"]
+    return params, stored["args.0"], stored["args.1"]
 
 
 def rms(pick, p, x):
@@ -233,23 +239,23 @@ def decoder(params, tokens, targets, which, scanned=False):
 # ---- layers of Flax Linen under `nn.scan`, beside a list of modules ----
 
 
-def layers_args(found):
+def layers_args(stored):
     kernels = {
         "norm": {"scale": "norm.weight", "bias": "norm.bias"},
         "fc": {"kernel": "fc.weight", "bias": "fc.bias"},
     }
     stacked = {
         name: {
-            leaf: jnp.stack([found[f"layers.{i}.{other}"].T for i in range(3)])
+            leaf: jnp.stack([stored[f"layers.{i}.{other}"].T for i in range(3)])
             for leaf, other in leaves.items()
         }
         for name, leaves in kernels.items()
     }
     params = {
-        name: {"kernel": kernel(found, name), "bias": jnp.asarray(found[f"{name}.bias"])}
+        name: {"kernel": kernel(stored, name), "bias": jnp.asarray(stored[f"{name}.bias"])}
         for name in ("stem", "head")
     }
-    return params | {"layers": stacked}, found["args.0"], found["args.1"]
+    return params | {"layers": stacked}, stored["args.0"], stored["args.1"]
 
 
 def layers(params, x, y, which):
@@ -322,8 +328,8 @@ def other_tagger(p, names):
         states.append(state)
     h = call("drop", jnp.array, jnp.stack(states, 1))
     out = call("fc", lambda x: x @ p["fc.weight"].T, h.reshape(EXAMPLES, -1))
-    names.extend(own[:2] for own in seen)
-    return jnp.mean((out - p["args[1]"]) ** 2), [own[2] for own in seen]
+    names.extend(entry[:2] for entry in seen)
+    return jnp.mean((out - p["args[1]"]) ** 2), [entry[2] for entry in seen]
 
 
 def cell(w, u, x, s):
@@ -404,8 +410,8 @@ def compared(run, loss, args, bugs):
     right = recording.run(floor=True)
     for number in bugs:
         recording.leaves[names.index(f"args[{len(args)}]")] = jnp.int32(number)
-        found = recording.run()
-        for row, measured in zip(found.rows, right.rows, strict=True):
+        record = recording.run()
+        for row, measured in zip(record.rows, right.rows, strict=True):
             row.numbers = row.numbers._replace(moved=measured.numbers.moved)
-        sides = Sides(found, port, match_by_number(found, port))
+        sides = Sides(record, port, match_by_number(record, port))
         yield result(sides, by_rounding(sides))

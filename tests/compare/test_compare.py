@@ -43,11 +43,11 @@ def compared(parts, scan=True, dtype="float32"):
         return cg.compare(model(scan=scan), model(**parts, scan=scan), make_args(dtype))
 
 
-def check(found, kind, module, step, scan):
-    assert not found.ok and len(found.findings) == 1, str(found)
-    (finding,) = found.findings
+def check(comparison, kind, module, step, scan):
+    assert not comparison.ok and len(comparison.findings) == 1, str(comparison)
+    (finding,) = comparison.findings
     wanted = (kind, *expected(module, step, scan))
-    assert (finding.kind, finding.module, finding.step) == wanted, str(found)
+    assert (finding.kind, finding.module, finding.step) == wanted, str(comparison)
 
 
 OTHERS = [
@@ -78,9 +78,9 @@ def test_a_wrong_backward_pass_is_found_in_its_module(name, scan, dtype):
 @pytest.mark.parametrize("name", rows(GRADS_FAULTS))
 def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
     parts, path = GRADS_FAULTS[name]
-    found = compared(parts, scan, dtype)
-    assert {f.kind for f in found.findings} == {"grads"} and not found.ok, str(found)
-    assert [f.path for f in found.findings] == [path]
+    comparison = compared(parts, scan, dtype)
+    assert {f.kind for f in comparison.findings} == {"grads"} and not comparison.ok, str(comparison)
+    assert [f.path for f in comparison.findings] == [path]
 
 
 @in_turn
@@ -95,9 +95,9 @@ def test_the_step_is_that_of_the_fault(name, scan, dtype):
 @KINDS
 @pytest.mark.parametrize("name", rows(VERSIONS))
 def test_equal_versions_have_no_findings(name, scan, dtype):
-    found = compared(VERSIONS[name], scan, dtype)
-    assert found.ok and not found.findings, str(found)
-    assert len(found.rows) > 50
+    comparison = compared(VERSIONS[name], scan, dtype)
+    assert comparison.ok and not comparison.findings, str(comparison)
+    assert len(comparison.rows) > 50
 
 
 @pytest.mark.slow
@@ -122,9 +122,9 @@ def test_a_carry_that_has_a_name_is_not_listed_again(swapped, reverse):
     pair, names = (unrolled, scanned), {"layer_*": "layers"}
     if swapped:
         pair, names = pair[::-1], {"layers": "layer_*"}
-    found = cg.compare(*pair, args, names=names)
-    assert found.ok and len(found.rows) == 3 and not found.unmatched, str(found)
-    assert not found.notes  # each step agrees
+    comparison = cg.compare(*pair, args, names=names)
+    assert comparison.ok and len(comparison.rows) == 3 and not comparison.unmatched, str(comparison)
+    assert not comparison.notes  # each step agrees
 
 
 @jax.custom_vjp
@@ -186,12 +186,12 @@ NEEDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_module_is_that_of_the_operations_between(name):
-    own, other, options, expected = NEEDS[name]
+    parts_here, other, options, expected = NEEDS[name]
     weights = jnp.linspace(0.1, 0.6, 18).reshape(2, 3, 3), jnp.linspace(0.5, 1.2, 6).reshape(3, 2)
     args = weights, jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-    found = cg.compare(network(**own), network(**other), args, rtol=2e-3, **options)
-    (finding,) = found.findings
-    assert (finding.kind, finding.module, finding.step) == expected, str(found)
+    comparison = cg.compare(network(**parts_here), network(**other), args, rtol=2e-3, **options)
+    (finding,) = comparison.findings
+    assert (finding.kind, finding.module, finding.step) == expected, str(comparison)
 
 
 # ---- small functions ----
@@ -210,9 +210,10 @@ def small(scale=1.0, name="hidden", after=1.0, tag=None, aux=None):
     return loss
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_last_place():
-    found = cg.compare(small(), small(after=1.1), ARGS)
-    (finding,) = found.findings
+    comparison = cg.compare(small(), small(after=1.1), ARGS)
+    (finding,) = comparison.findings
     assert (finding.kind, finding.module, finding.step) == ("value", "", None)
     assert "the loss differs by 0.091" in finding.message
     assert finding.file == __file__ and finding.line
@@ -220,11 +221,13 @@ def test_the_loss_is_the_last_place():
 
 @pytest.mark.slow
 def test_names_that_differ_are_matched_by_names():
-    found = cg.compare(small(), small(name="other"), ARGS)
-    assert found.ok and len(found.unmatched) == 2 and not found.rows
-    assert found.notes == ("no named value was matched; name values by names=, or tag them",)
-    found = cg.compare(small(), small(name="other", scale=1.1), ARGS, names={"hidden": "other"})
-    assert not found.unmatched and found.findings[0].module == "hidden"
+    comparison = cg.compare(small(), small(name="other"), ARGS)
+    assert comparison.ok and len(comparison.unmatched) == 2 and not comparison.rows
+    assert comparison.notes == ("no named value was matched; name values by names=, or tag them",)
+    comparison = cg.compare(
+        small(), small(name="other", scale=1.1), ARGS, names={"hidden": "other"}
+    )
+    assert not comparison.unmatched and comparison.findings[0].module == "hidden"
     with pytest.raises(ValueError, match="names: got 'hiden', expected the path of a value in fun"):
         cg.compare(small(), small(name="other"), ARGS, names={"hiden": "other"})
     for names in ({"hidden": "othr"}, {"h*": "*r"}):
@@ -233,10 +236,11 @@ def test_names_that_differ_are_matched_by_names():
             cg.compare(small(), small(name="other"), ARGS, names=names)
 
 
+@pytest.mark.slow
 def test_names_are_patterns_whose_stars_stand_for_the_same_text():
     names = {"a_*/b": "x*/c"}
-    found = cg.compare(small(name="a_7/b"), small(name="x7/c"), ARGS, names=names)
-    assert len(found.rows) == 1 and found.unmatched == (
+    comparison = cg.compare(small(name="a_7/b"), small(name="x7/c"), ARGS, names=names)
+    assert len(comparison.rows) == 1 and comparison.unmatched == (
         "module a_7 [4, 2]: 1 in fun, 0 in other",
         "module x7 [4, 2]: 1 in other, 0 in fun",
     )
@@ -246,13 +250,13 @@ def test_names_are_patterns_whose_stars_stand_for_the_same_text():
 def test_a_value_without_a_match_has_its_own_name():
     two = lambda name: lambda w, x: small(name=name)(w, x) + small(name="same")(w, x)  # noqa: E731
     deep = lambda w, x: small(name="b")(w, x[:2]) + small(name="b")(w, x)  # noqa: E731
-    found = cg.compare(two("a"), deep, ARGS, names={"a": "b", "same": "b"})
-    assert "module a (as b) [4, 2]: 2 in fun, 1 in other" in str(found.unmatched)
+    comparison = cg.compare(two("a"), deep, ARGS, names={"a": "b", "same": "b"})
+    assert "module a (as b) [4, 2]: 2 in fun, 1 in other" in str(comparison.unmatched)
 
 
 def test_has_aux_leaves_aux_out():
-    found = cg.compare(small(aux=1), small(aux=2), ARGS, has_aux=True)
-    assert found.ok and len(found.rows) == 1
+    comparison = cg.compare(small(aux=1), small(aux=2), ARGS, has_aux=True)
+    assert comparison.ok and len(comparison.rows) == 1
     with pytest.raises(ValueError, match="expected a scalar; write has_aux=True"):
         cg.compare(small(aux=1), small(aux=2), ARGS)
 
@@ -265,10 +269,10 @@ def test_what_differs_inside_of_equal_outputs_is_a_note():
             h = h / by
         return jnp.mean(h**2)
 
-    found = cg.compare(functools.partial(loss, by=2.0), functools.partial(loss, by=4.0), ARGS)
-    assert found.ok and not found.findings
-    assert found.notes[0] == "outputs and gradients agree, but the values of inside differ"
-    assert found.notes[1].endswith("the cotangents of inside differ")
+    comparison = cg.compare(functools.partial(loss, by=2.0), functools.partial(loss, by=4.0), ARGS)
+    assert comparison.ok and not comparison.findings
+    assert comparison.notes[0] == "outputs and gradients agree, but the values of inside differ"
+    assert comparison.notes[1].endswith("the cotangents of inside differ")
 
 
 @pytest.mark.slow
@@ -278,16 +282,16 @@ def test_other_args_may_have_another_dtype_and_other_leaves():
     def loss(w, x):
         return small()(w.astype(jnp.float32), x.astype(jnp.float32))
 
-    found = cg.compare(loss, loss, ARGS, other_args=tuple(x.astype(jnp.float32) for x in wide))
-    assert not found.ok
+    comparison = cg.compare(loss, loss, ARGS, other_args=tuple(x.astype(jnp.float32) for x in wide))
+    assert not comparison.ok
     assert cg.compare(loss, loss, wide, other_args=tuple(x * 1 for x in wide)).ok
     tree = {"w": ARGS[0], "more": ARGS[0]}
-    found = cg.compare(
+    comparison = cg.compare(
         lambda p, x: loss(p["w"], x), lambda p, x: loss(p["w"], x) + 0 * p["more"].sum(),
         ({"w": ARGS[0]}, ARGS[1]), other_args=(tree, ARGS[1]),
     )  # fmt: skip
-    assert not found.ok and found.unmatched == ("gradient more, only in other",)
-    assert [(f.kind, f.path) for f in found.findings] == [("grads", "more")]
+    assert not comparison.ok and comparison.unmatched == ("gradient more, only in other",)
+    assert [(f.kind, f.path) for f in comparison.findings] == [("grads", "more")]
 
 
 @pytest.mark.slow
@@ -301,9 +305,9 @@ def test_paths_are_those_of_the_gradient(argnums, paths):
         passed.defvjp(lambda v: (v, None), lambda _, g: (2 * g,))
         return small()(passed(w), passed(x))
 
-    found = cg.compare(small(), wrong, ARGS, argnums=argnums)
-    assert [f.path for f in found.findings] == paths
-    assert {f.kind for f in found.findings} == {"grads"}
+    comparison = cg.compare(small(), wrong, ARGS, argnums=argnums)
+    assert [f.path for f in comparison.findings] == paths
+    assert {f.kind for f in comparison.findings} == {"grads"}
 
 
 @pytest.mark.slow
@@ -316,8 +320,8 @@ def test_a_place_that_rounding_decides_is_not_judged():
 
     plain = functools.partial(loss, shift=0.0)
     shifted = functools.partial(loss, shift=1e-6)
-    found = cg.compare(plain, shifted, (jnp.float32(0.3), jnp.linspace(0.1, 1.0, 7)))
-    assert "noise: rounding decides here, so its value is not judged" in found.notes
+    comparison = cg.compare(plain, shifted, (jnp.float32(0.3), jnp.linspace(0.1, 1.0, 7)))
+    assert "noise: rounding decides here, so its value is not judged" in comparison.notes
 
 
 def test_values_in_while_loops_have_no_cotangent():
@@ -331,9 +335,9 @@ def test_values_in_while_loops_have_no_cotangent():
         _, h = jax.lax.while_loop(lambda s: s[0] < 3, body, (0, jax.lax.stop_gradient(x @ w)))
         return jnp.mean(h) + jnp.mean(w)
 
-    found = cg.compare(functools.partial(loss, by=1.0), functools.partial(loss, by=1.1), ARGS)
-    assert found.findings[0].module == "cell"
-    assert found.rows[0].cotangent is None
+    comparison = cg.compare(functools.partial(loss, by=1.0), functools.partial(loss, by=1.1), ARGS)
+    assert comparison.findings[0].module == "cell"
+    assert comparison.rows[0].cotangent is None
 
 
 @pytest.mark.slow
@@ -352,12 +356,12 @@ def test_branches_that_are_not_taken_are_equal():
     plain = functools.partial(loss, by=1.0)
     changed = functools.partial(loss, by=1.1)
     assert cg.compare(plain, changed, ARGS).ok
-    found = cg.compare(plain, changed, (ARGS[0], ARGS[1] + 2))
-    assert found.findings[0].module == "second"
+    comparison = cg.compare(plain, changed, (ARGS[0], ARGS[1] + 2))
+    assert comparison.findings[0].module == "second"
 
 
 @pytest.mark.parametrize(
-    "own, other, pairs",
+    "paths, other, pairs",
     [
         (["scale", "z/scale"], ["z/scale"], {1: 0}),  # an end of a path is not the path
         (["z/scale"], ["scale", "z/scale"], {0: 1}),
@@ -373,10 +377,10 @@ def test_branches_that_are_not_taken_are_equal():
         (["a"], ["b"], {}),
     ],
 )
-def test_leaves_are_the_same_by_their_whole_path(own, other, pairs):
+def test_leaves_are_the_same_by_their_whole_path(paths, other, pairs):
     """But for a prefix, which is that of the whole tree; in both orders."""
-    assert same_leaves(own, other) == pairs
-    assert same_leaves(other, own) == {j: i for i, j in pairs.items()}
+    assert same_leaves(paths, other) == pairs
+    assert same_leaves(other, paths) == {j: i for i, j in pairs.items()}
 
 
 @pytest.mark.slow
@@ -387,14 +391,16 @@ def test_a_leaf_of_one_version_is_a_finding():
     params = {"w": ARGS[0], "z": {"scale": jnp.ones((1, 2))}}
     scaled = lambda p, x: loss(p, x) * p["scale"][0]  # noqa: E731
     more = params | {"scale": jnp.ones(2)}
-    found = cg.compare(scaled, loss, (more, ARGS[1]), other_args=(params, ARGS[1]))
-    assert found.unmatched == ("gradient scale, only in fun",), str(found)
-    assert not found.ok and [(f.kind, f.path) for f in found.findings] == [("grads", "scale")]
+    comparison = cg.compare(scaled, loss, (more, ARGS[1]), other_args=(params, ARGS[1]))
+    assert comparison.unmatched == ("gradient scale, only in fun",), str(comparison)
+    assert not comparison.ok and [(f.kind, f.path) for f in comparison.findings] == [
+        ("grads", "scale")
+    ]
     other = {"w": ARGS[0].T, "z": {"scale": jnp.ones((1, 2))}}
     turned = lambda p, x: loss(p | {"w": p["w"].T}, x)  # noqa: E731
-    found = cg.compare(loss, turned, (params, ARGS[1]), other_args=(other, ARGS[1]))
-    assert found.unmatched == ("gradient w, of another shape: [3, 2] in fun, [2, 3] in other",)
-    assert not found.ok and [f.path for f in found.findings] == ["w"]
+    comparison = cg.compare(loss, turned, (params, ARGS[1]), other_args=(other, ARGS[1]))
+    assert comparison.unmatched == ("gradient w, of another shape: [3, 2] in fun, [2, 3] in other",)
+    assert not comparison.ok and [f.path for f in comparison.findings] == ["w"]
 
 
 def doubled(h):
@@ -435,8 +441,8 @@ def test_a_call_inside_of_a_transformation_is_told(transform, options):
         return jnp.mean(w**2)
 
     def inside(args, w, fun=mean):
-        found = cg.compare(fun, **({"other": fun} | options), args=args(w))
-        return w if found.ok else -w
+        comparison = cg.compare(fun, **({"other": fun} | options), args=args(w))
+        return w if comparison.ok else -w
 
     calls = {"args": lambda w: inside(lambda w: (w,), w)}
     calls["args|fun"] = lambda w: inside(lambda w: (jnp.ones(3),), w, lambda v: mean(v * w))

@@ -61,17 +61,21 @@ TABLE = [
 @pytest.mark.parametrize("place, fault, scanned", TABLE)
 def test_a_wrong_gradient_is_found_at_every_argument(place, fault, scanned):
     wrong = loss_of(place, FAULTS[fault], scanned)
-    found = cg.compare(loss_of(scanned=scanned), wrong, GIVEN, K, rtol=RTOL)
-    assert not found.ok and [f.path for f in found.findings] == [
+    comparison = cg.compare(loss_of(scanned=scanned), wrong, GIVEN, K, rtol=RTOL)
+    assert not comparison.ok and [f.path for f in comparison.findings] == [
         "w" if place == "args[0]" else place
-    ], str(found)
-    assert "custom rule" in found.message and "test_compare_arguments.py:" in found.message
+    ], str(comparison)
+    assert (
+        "custom rule" in comparison.message and "test_compare_arguments.py:" in comparison.message
+    )
 
 
 @pytest.mark.slow
 def test_right_gradients_of_every_argument_agree_and_integers_have_none():
-    found = cg.compare(loss_of(), loss_of(scanned=True), GIVEN, K)
-    assert found.ok and found.message.startswith("no difference beyond rounding"), str(found)
+    comparison = cg.compare(loss_of(), loss_of(scanned=True), GIVEN, K)
+    assert comparison.ok and comparison.message.startswith("no difference beyond rounding"), str(
+        comparison
+    )
 
 
 @pytest.mark.slow
@@ -79,10 +83,12 @@ def test_right_gradients_of_every_argument_agree_and_integers_have_none():
 @pytest.mark.parametrize("place", ["args[0]", "args[1]", "kwargs['k']"])
 def test_beside_a_file_the_gradients_are_those_that_it_has(saved, place, tmp_path):
     cg.save_run(loss_of(), GIVEN, tmp_path / "run", argnums=saved, kwargs=K)
-    found = cg.compare(tmp_path / "run", loss_of(place, FAULTS["too large"]), GIVEN, K, rtol=RTOL)
+    comparison = cg.compare(
+        tmp_path / "run", loss_of(place, FAULTS["too large"]), GIVEN, K, rtol=RTOL
+    )
     has = saved == "all" or place in {f"args[{i}]" for i in np.ravel(saved)}
-    assert found.ok is not has, str(found)
-    left = [note for note in found.notes if "was not compared: the file has none" in note]
+    assert comparison.ok is not has, str(comparison)
+    left = [note for note in comparison.notes if "was not compared: the file has none" in note]
     assert len(left) == (saved != "all")
     assert all(place in note for note in left) is (saved == "all" or not has)
 
@@ -97,10 +103,14 @@ def numbers_loss(x, scale, flag=2.0):
 def test_numbers_of_python_are_arguments_unless_the_function_needs_them_as_they_are():
     x = jnp.linspace(0.1, 1.0, 3)
     wrong = lambda x, s: numbers_loss(x, with_rule(FAULTS["too large"])(jnp.asarray(s)))  # noqa: E731
-    found = cg.compare(numbers_loss, wrong, (x, 0.5), rtol=RTOL)
-    assert [f.path for f in found.findings] == ["args[1]"], str(found)
-    found = cg.compare(numbers_loss, numbers_loss, (x, 0.5, 3.0), rtol=RTOL)
-    assert found.ok and "args[2]" in found.notes[0] and "was not compared" in found.notes[0]
+    comparison = cg.compare(numbers_loss, wrong, (x, 0.5), rtol=RTOL)
+    assert [f.path for f in comparison.findings] == ["args[1]"], str(comparison)
+    comparison = cg.compare(numbers_loss, numbers_loss, (x, 0.5, 3.0), rtol=RTOL)
+    assert (
+        comparison.ok
+        and "args[2]" in comparison.notes[0]
+        and "was not compared" in comparison.notes[0]
+    )
     assert cg.compare(numbers_loss, numbers_loss, (x, 0.5), {"flag": 3.0}, rtol=RTOL).ok
 
 
@@ -112,11 +122,13 @@ def looped(x):
 def test_an_argument_that_jax_cannot_differentiate_by_is_a_note_if_it_is_so_in_both():
     loss = lambda w, x, by=1.0: jnp.sum((looped(x) @ w * by) ** 2)  # noqa: E731
     args = jnp.ones((3, 2)), jnp.linspace(0.0, 1.0, 3).reshape(1, 3)
-    found = cg.compare(loss, loss, args, rtol=RTOL)
-    assert found.ok and found.notes[0].startswith("the gradient of args[1] was not compared: Val")
+    comparison = cg.compare(loss, loss, args, rtol=RTOL)
+    assert comparison.ok and comparison.notes[0].startswith(
+        "the gradient of args[1] was not compared: Val"
+    )
     plain = lambda w, x: jnp.sum((jnp.tanh(jnp.tanh(x)) @ w) ** 2)  # noqa: E731
-    found = cg.compare(plain, loss, args, rtol=RTOL)
-    assert not found.ok and "gradient args[1], only in fun" in str(found)
+    comparison = cg.compare(plain, loss, args, rtol=RTOL)
+    assert not comparison.ok and "gradient args[1], only in fun" in str(comparison)
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         cg.compare(lambda x, w: loss(w, x), plain, args[::-1], rtol=RTOL)
 
@@ -134,9 +146,9 @@ def test_trees_inside_of_others_are_matched_in_every_argument():
     args = (PARAMS, batch), ({"params": PARAMS}, {"batch": batch})
     assert cg.compare(loss, inner, args[0], other_args=args[1], rtol=RTOL).ok
     wrong = functools.partial(loss, {"w": 2 * PARAMS["w"]})
-    found = cg.compare(loss, lambda p, b: wrong(b["batch"]) + 0 * inner(p, b), args[0],
+    comparison = cg.compare(loss, lambda p, b: wrong(b["batch"]) + 0 * inner(p, b), args[0],
                        other_args=args[1], rtol=RTOL)  # fmt: skip
-    assert not found.ok
+    assert not comparison.ok
 
 
 # ---- what a scan carries ----
@@ -171,9 +183,9 @@ def carrying(depth, rule=lambda x: x, scanned=True):
 def test_the_module_behind_what_is_carried_over_several_steps(depth, scanned):
     args = jnp.full(3, 0.5), jnp.linspace(-1.0, 1.0, 27).reshape(9, 3)
     wrong = carrying(depth, with_rule(FAULTS["too large"]), scanned)
-    found = cg.compare(carrying(depth, scanned=scanned), wrong, args, rtol=RTOL)
-    (finding,) = found.findings
-    assert (finding.kind, finding.module) == ("vjp", "pre"), str(found)
+    comparison = cg.compare(carrying(depth, scanned=scanned), wrong, args, rtol=RTOL)
+    (finding,) = comparison.findings
+    assert (finding.kind, finding.module) == ("vjp", "pre"), str(comparison)
     # The loss reads what is computed in this step, and that reads the last cotangent that differs.
     assert finding.step == (9 - depth if scanned else None)
     assert "  " not in finding.message and "test_compare_arguments.py:" in finding.message
@@ -203,9 +215,11 @@ def test_inf_and_minus_inf_differ(dtype, how, tmp_path):
         cg.save_run(minus, (x,), tmp_path / "run", argnums=None)
         minus = tmp_path / "run"
     same = cg.compare(plus, plus, (x,), **options)
-    found = cg.compare(plus, minus, (x,), **options)
+    comparison = cg.compare(plus, minus, (x,), **options)
     assert same.ok, str(same)
     if how == "value":  # the loss masks it
-        assert found.ok and "values of inside differ" in str(found.notes), str(found)
+        assert comparison.ok and "values of inside differ" in str(comparison.notes), str(comparison)
     else:
-        assert not found.ok and "in one of the versions only" in found.message, str(found)
+        assert not comparison.ok and "in one of the versions only" in comparison.message, str(
+            comparison
+        )

@@ -94,7 +94,22 @@ def test_nothing_is_traced_before_paths_and_types_are_checked(name, tmp_path):
     assert not TRACES
 
 
+def test_the_other_version_may_take_other_arguments():
+    given = {"other_args": (*ARGS, jnp.zeros(())), "argnums": (0, 1), "rtol": 1e-3}
+    assert cg.compare(loss, of_three, ARGS, **given).ok
+
+
 NAMES = {"h": "missing"}, {"missing": "h"}, {"model.py:999": "model.py:1"}
+
+
+def test_lines_are_names_beside_modules():
+    named = lambda w, x: jnp.mean(jax.named_call(jnp.tanh, name="h")(x @ w) ** 2)  # noqa: E731
+    line = named.__code__.co_firstlineno
+    names = {f"test_compare_checks.py:{line}": f"test_compare_checks.py:{line}"}
+    comparison = cg.compare(named, named, ARGS, names=names, rtol=1e-3)
+    assert comparison.ok and {row.module for row in comparison.rows} >= {"h", *names}, str(
+        comparison.rows
+    )
 
 
 @pytest.mark.parametrize("names", NAMES, ids=str)

@@ -20,8 +20,8 @@ from clipgrad._compare.save_run import recorded
 EPS = float(np.finfo(np.float32).eps)
 
 
-def floor_of(own, runs):
-    return judging.floor_of({0: own}, [{0: run} for run in runs])[0]
+def floor_of(exact, runs):
+    return judging.floor_of({0: exact}, [{0: run} for run in runs])[0]
 
 
 def reference(a, b, moves):
@@ -79,20 +79,20 @@ def test_known_judgments(a, b, moves, differs):
 def test_what_rounding_moves_by_a_tenth_is_judged_by_clear_differences_alone():
     a = np.array([1.0, 1.0])
 
-    def found(b, moved):
+    def judgment_here(b, moved):
         judged = judge(a, np.array([b, 1.0]), floor_of(a, [np.array([moved, 1.0])]), EPS, None)
         return judged.is_judged, judged.differs
 
-    assert found(1.7, 1.2) == (False, False)  # less than 4 times 0.2
-    assert found(2.0, 1.2) == (True, True)
-    assert found(1.07, 1.05) == (True, True)  # rounding moves it by 3.5 %
-    assert found(1.0, 9.0) == (True, False)  # it agrees to the last bit
-    assert found(2.0, np.nan) == (False, False)
+    assert judgment_here(1.7, 1.2) == (False, False)  # less than 4 times 0.2
+    assert judgment_here(2.0, 1.2) == (True, True)
+    assert judgment_here(1.07, 1.05) == (True, True)  # rounding moves it by 3.5 %
+    assert judgment_here(1.0, 9.0) == (True, False)  # it agrees to the last bit
+    assert judgment_here(2.0, np.nan) == (False, False)
 
 
 def test_the_floor_is_the_root_mean_square_of_each_number():
-    found = floor_of(np.array([3.0, 4.0]), [np.array([3.0, 4.5]), np.array([4.0, 4.5])])
-    np.testing.assert_allclose(found, [math.sqrt(0.5), 0.5])
+    floor = floor_of(np.array([3.0, 4.0]), [np.array([3.0, 4.5]), np.array([4.0, 4.5])])
+    np.testing.assert_allclose(floor, [math.sqrt(0.5), 0.5])
     odd = np.array([np.nan, np.inf, 1.0, 1e300])
     np.testing.assert_array_equal(floor_of(odd, [odd]), np.zeros(4))
     moved = np.array([np.nan, 0.0, np.nan, -1e300])
@@ -131,8 +131,8 @@ def test_no_factor_explains_this(a, b):
 @pytest.mark.filterwarnings("error")
 def test_differences_of_the_largest_numbers_are_judged(scale):
     a, b = (np.array(x) * scale for x in ([1.0, -1.5], [1.0, 1.5]))
-    found = judge(a, b, 0 * a, EPS, None)
-    assert found.differs and math.isclose(found.difference, 2.0)
+    judged = judge(a, b, 0 * a, EPS, None)
+    assert judged.differs and math.isclose(judged.difference, 2.0)
     assert not judge(a, a * (1 - EPS), 0 * a, EPS, None).differs
 
 
@@ -163,5 +163,5 @@ def test_an_output_is_older_than_those_it_is_computed_from():
         return {"out": jax.checkpoint(jnp.exp)(c), "c": c, "b": b, "s": stacked, "a": a, "x": x}
 
     rows = recorded(step, (jnp.float32(1.0),), {}, None, False).record.rows
-    found = {row.name: row.position[0] for row in rows if row.kind == "output"}
-    assert found["x"] == 0 < found["a"] < found["b"] < found["c"] < found["out"]
+    positions = {row.name: row.position[0] for row in rows if row.kind == "output"}
+    assert positions["x"] == 0 < positions["a"] < positions["b"] < positions["c"] < positions["out"]

@@ -74,9 +74,13 @@ def test_a_port_from_linen_to_nnx():
     params = LinenNet().init(jax.random.key(0), x)["params"]
     names = {"LinenNet/up": "up", "LinenNet/out": "out"}
     against = functools.partial(cg.compare, of_linen, of_nnx, (params, x), names=names)
-    found = against(other_args=(ported(params), x))
-    assert found.ok and sum(row.kind == "module" for row in found.rows) == 2, str(found)
-    assert not [place for place in found.unmatched if place.startswith("gradient")]
+    comparison = against(other_args=(ported(params), x))
+    assert comparison.ok and sum(row.kind == "module" for row in comparison.rows) == 2, str(
+        comparison
+    )
+    assert not [place for place in comparison.unmatched if place.startswith("gradient")]
     changed = {**params, "out": {**params["out"], "kernel": params["out"]["kernel"] * 1.01}}
-    found = against(other_args=(ported(changed), x))
-    assert found.findings[0].kind == "value" and "LinenNet/out" in found.findings[0].message
+    comparison = against(other_args=(ported(changed), x))
+    assert (
+        comparison.findings[0].kind == "value" and "LinenNet/out" in comparison.findings[0].message
+    )

@@ -95,6 +95,7 @@ def slow(cases):
     return [pytest.param(name, marks=marks(name)) for name in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", slow(CHANGES))
 @pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_line_of_shared_code_that_differs_is_told(change, scanned, tmp_path):

@@ -30,18 +30,18 @@ def compared(pair, dtype):
 @DTYPES
 @pytest.mark.parametrize("name", rows(PLANTED))
 def test_a_planted_difference_is_named(name, dtype):
-    found = compared(PLANTED[name], dtype)
-    assert not found.ok and len(found.findings) == 1, str(found)
-    (finding,) = found.findings
-    assert (finding.kind, finding.module, finding.step) == PLANTED[name].found, str(found)
+    comparison = compared(PLANTED[name], dtype)
+    assert not comparison.ok and len(comparison.findings) == 1, str(comparison)
+    (finding,) = comparison.findings
+    assert (finding.kind, finding.module, finding.step) == PLANTED[name].finding, str(comparison)
 
 
 @pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("name", rows(EQUAL))
 def test_equal_pairs_have_no_findings(name, dtype):
-    found = compared(EQUAL[name], dtype)
-    assert found.ok and not found.findings, str(found)
+    comparison = compared(EQUAL[name], dtype)
+    assert comparison.ok and not comparison.findings, str(comparison)
 
 
 def compared_in_mixed_precision(parts, scan=True):
@@ -56,15 +56,15 @@ UNDECIDED = {"attention in blocks"}
 
 @pytest.mark.parametrize("name", rows(MIXED))
 def test_a_right_version_in_mixed_precision_has_no_findings(name):
-    found = compared_in_mixed_precision(MIXED[name])
-    assert {f.kind for f in found.findings} <= ({"not judged"} if name in UNDECIDED else set())
-    assert found.ok is not bool(found.findings), str(found)
-    assert len(found.rows) >= 9
+    comparison = compared_in_mixed_precision(MIXED[name])
+    assert {f.kind for f in comparison.findings} <= ({"not judged"} if name in UNDECIDED else set())
+    assert comparison.ok is not bool(comparison.findings), str(comparison)
+    assert len(comparison.rows) >= 9
 
 
 @pytest.mark.parametrize("name", rows(MIXED_FAULTS))
 def test_a_planted_fault_in_mixed_precision_is_named(name):
     parts, expected = MIXED_FAULTS[name]
-    found = compared_in_mixed_precision(parts, parts.get("scan", True))
-    assert not found.ok, str(found)
-    assert (found.findings[0].kind, found.findings[0].module) == expected, str(found)
+    comparison = compared_in_mixed_precision(parts, parts.get("scan", True))
+    assert not comparison.ok, str(comparison)
+    assert (comparison.findings[0].kind, comparison.findings[0].module) == expected, str(comparison)

@@ -3,6 +3,7 @@
 `torch_runs/make.py` wrote the files; `test_torch_runs.py` tests the writing itself.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -45,15 +46,15 @@ UNDECIDED = {"decoder bfloat16"}
 def test_a_right_port_is_silent_and_each_bug_is_named_at_its_module(name):
     run, loss, make = TABLE[name]
     bugs = models.BUGS[name.split()[0]]
-    found = models.compared(run, loss, make(models.numbers(run)), range(-1, len(bugs)))
-    right = next(found)
+    comparisons = models.compared(run, loss, make(models.numbers(run)), range(-1, len(bugs)))
+    right = next(comparisons)
     assert {f.kind for f in right.findings} <= ({"not judged"} if name in UNDECIDED else set())
     assert right.ok is not bool(right.findings), str(right)
     assert len(right.rows) > 5 and not any(
         x.startswith("values only in t") for x in right.unmatched
     )
     missed = set()
-    for (bug, module), wrong in zip(bugs.items(), found, strict=True):
+    for (bug, module), wrong in zip(bugs.items(), comparisons, strict=True):
         assert not wrong.ok, bug
         kind, place = next(((f.kind, f.module or "") for f in wrong.findings), ("", "-"))
         last = place.split("/")[-1]
@@ -67,13 +68,22 @@ def test_the_first_value_that_differs_is_named_also_where_it_enters_a_module():
     """A scope that only JAX has, calls in a loop beside a scan, and what is flattened."""
     bugs = models.BUGS["tagger"]
     args = models.tagger_args(models.tagger_numbers())
-    found = models.compared(models.tagger_run(), models.tagger, args, range(-1, len(bugs)))
-    right = next(found)
+    comparisons = models.compared(models.tagger_run(), models.tagger, args, range(-1, len(bugs)))
+    right = next(comparisons)
     assert right.ok, str(right)
-    for (bug, module), wrong in zip(bugs.items(), found, strict=True):
+    for (bug, module), wrong in zip(bugs.items(), comparisons, strict=True):
         kinds = ["argument", "value"] if module == "fc" else ["value"]
         assert [f.kind for f in wrong.findings] == kinds, (bug, str(wrong))
         assert (wrong.findings[-1].module or "").split("/")[-1] == module, (bug, str(wrong))
+
+
+@pytest.mark.slow
+def test_of_another_framework_the_name_alone_is_known():
+    run = dataclasses.replace(models.tagger_run(), framework="another framework")
+    number = [*models.BUGS["tagger"]].index("epsilon")
+    args = models.tagger_args(models.tagger_numbers())
+    right, wrong = models.compared(run, models.tagger, args, (-1, number))
+    assert right.ok and "in another framework it leaves" in wrong.message, str(wrong)
 
 
 def gru_pair():
@@ -86,9 +96,9 @@ def test_files_on_both_sides_and_in_both_orders(tmp_path):
     path, loss, args = gru_pair()
     cg.save_run(loss, args, tmp_path / "jax.npz")
     pairs = [(path, loss, args), (loss, path, args), (path, tmp_path / "jax.npz")]
-    found = [cg.compare(*pair) for pair in (*pairs, (tmp_path / "jax.npz", path))]
-    assert all(each.ok for each in found), str(found[0])
-    assert len({len(each.rows) for each in found}) == 1
+    comparisons = [cg.compare(*pair) for pair in (*pairs, (tmp_path / "jax.npz", path))]
+    assert all(each.ok for each in comparisons), str(comparisons[0])
+    assert len({len(each.rows) for each in comparisons}) == 1
     assert cg.compare(path, path).ok  # two runs of torch have the same names
     with pytest.raises(ValueError, match="values are matched by their numbers"):
         cg.compare(loss, path, args, names={"cell": "gru"})
@@ -106,11 +116,14 @@ def test_parameters_that_differ_are_named_first():
         "head/kernel": {"head": {**head, "kernel": head["kernel"] * 1.1}},
     }
     for name, change in changes.items():
-        found = cg.compare(path, loss, ({**params, **change}, x, y))
-        assert [f.kind for f in found.findings[:2]] == ["argument", "value"], str(found)
-        assert found.findings[0].path == name and f"{name} is not" in found.findings[0].message
-    found = cg.compare(path, loss, (params, 2 * x, y))
-    assert found.findings[0].path == "args[1]", str(found)
+        comparison = cg.compare(path, loss, ({**params, **change}, x, y))
+        assert [f.kind for f in comparison.findings[:2]] == ["argument", "value"], str(comparison)
+        assert (
+            comparison.findings[0].path == name
+            and f"{name} is not" in comparison.findings[0].message
+        )
+    comparison = cg.compare(path, loss, (params, 2 * x, y))
+    assert comparison.findings[0].path == "args[1]", str(comparison)
 
 
 @DEAR
@@ -119,11 +132,11 @@ def test_a_layer_that_is_copied_twice_is_told_by_the_stack_of_its_list():
     params, x, y = models.layers_args(models.numbers("layers"))
     layers = jax.tree.map(lambda w: w[:1].repeat(3, 0).at[2].set(w[2]), params["layers"])
     loss = lambda p, x, y: models.layers(p, x, y, -1)  # noqa: E731
-    given = params | {"layers": layers}, x, y
-    found = " ".join(str(cg.compare(models.FOLDER / "layers.npz", loss, given)).split())
+    arguments = params | {"layers": layers}, x, y
+    text = " ".join(str(cg.compare(models.FOLDER / "layers.npz", loss, arguments)).split())
     # Those arguments are told from which the first value that differs is made.
-    assert "layers/norm/scale is not layers.*.norm.weight" in found, found
-    assert "value: the values differ from here on: Net/layers" in found, found
+    assert "layers/norm/scale is not layers.*.norm.weight" in text, text
+    assert "value: the values differ from here on: Net/layers" in text, text
 
 
 # ---- a convolution net in Flax: NHWC beside NCHW ----
@@ -155,20 +168,20 @@ def convolutions(train, **changes):
 
 
 def convolution_args(run):
-    found = models.numbers(run)
+    stored = models.numbers(run)
     params = {
-        "conv1": {"kernel": found["conv1.weight"].transpose(2, 3, 1, 0)},
+        "conv1": {"kernel": stored["conv1.weight"].transpose(2, 3, 1, 0)},
         "conv2": {
-            "kernel": found["conv2.weight"].transpose(2, 3, 1, 0),
-            "bias": found["conv2.bias"],
+            "kernel": stored["conv2.weight"].transpose(2, 3, 1, 0),
+            "bias": stored["conv2.bias"],
         },
-        "fc": {"kernel": found["fc.weight"].T, "bias": found["fc.bias"]},
+        "fc": {"kernel": stored["fc.weight"].T, "bias": stored["fc.bias"]},
     }
     stats = {}
     for name in ("bn1", "bn2"):
-        params[name] = {"scale": found[f"{name}.weight"], "bias": found[f"{name}.bias"]}
-        stats[name] = {"mean": found[f"{name}.running_mean"], "var": found[f"{name}.running_var"]}
-    return params, stats, found["args.0"].transpose(0, 2, 3, 1), found["args.1"]
+        params[name] = {"scale": stored[f"{name}.weight"], "bias": stored[f"{name}.bias"]}
+        stats[name] = {"mean": stored[f"{name}.running_mean"], "var": stored[f"{name}.running_var"]}
+    return params, stats, stored["args.0"].transpose(0, 2, 3, 1), stored["args.1"]
 
 
 @DEAR
@@ -183,11 +196,17 @@ def convolution_args(run):
 )
 def test_nchw_beside_nhwc(run, changes, module):
     args = convolution_args(run)
-    found = cg.compare(models.FOLDER / f"{run}.npz", convolutions("train" in run, **changes), args)
+    comparison = cg.compare(
+        models.FOLDER / f"{run}.npz", convolutions("train" in run, **changes), args
+    )
     if module is None:
         # A bias before a normalization has no gradient but rounding.
-        own = [note for note in found.notes if not note.endswith("zero but for rounding")]
-        assert found.ok and not found.findings and not own, str(found)
-        assert not any("array" in text for text in found.unmatched), str(found)
+        other_notes = [
+            note for note in comparison.notes if not note.endswith("zero but for rounding")
+        ]
+        assert comparison.ok and not comparison.findings and not other_notes, str(comparison)
+        assert not any("array" in text for text in comparison.unmatched), str(comparison)
     else:
-        assert [(f.kind, f.module) for f in found.findings] == [("value", module)], str(found)
+        assert [(f.kind, f.module) for f in comparison.findings] == [("value", module)], str(
+            comparison
+        )

@@ -68,11 +68,11 @@ def errors(fun, args):
 @pytest.mark.parametrize("other", ["float64", "float32"])
 def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
     args = arguments(30.0)
-    found = cg.compare(cancelling, other, args)
-    assert not found.ok and {f.kind for f in found.findings} == {"rounding"}
-    assert found.findings[0].module == "variance" and found.findings[0].factor > 10
-    assert found.findings[0].file == __file__
-    lost = {f.path: f.ratio for f in found.findings if f.path}
+    comparison = cg.compare(cancelling, other, args)
+    assert not comparison.ok and {f.kind for f in comparison.findings} == {"rounding"}
+    assert comparison.findings[0].module == "variance" and comparison.findings[0].factor > 10
+    assert comparison.findings[0].file == __file__
+    lost = {f.path: f.ratio for f in comparison.findings if f.path}
     exact = errors(cancelling, args)
     assert set(lost) <= {name for name, error in exact.items() if error > 0.04}
     assert "scale" in lost
@@ -83,16 +83,16 @@ def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
 def test_the_careful_twin_and_small_values_lose_nothing():
     assert cg.compare(cancelling, "float64", arguments(0.0)).ok
     assert cg.compare(careful, "float64", arguments(0.0)).ok
-    found = cg.compare(cancelling, "float64", arguments(30.0, "float32"))
-    assert found.ok, str(found)
+    comparison = cg.compare(cancelling, "float64", arguments(30.0, "float32"))
+    assert comparison.ok, str(comparison)
 
 
 @pytest.mark.slow
 def test_rtol_is_the_share_of_a_gradient_that_may_be_rounding():
     assert cg.compare(cancelling, "float32", arguments(30.0), rtol=1e9).ok
-    found = cg.compare(cancelling, "float32", arguments(0.0), rtol=1e-5)
-    paths = {f.path for f in found.findings if f.path}
-    assert paths == {"w", "far", "scale", "args[1]"} and not found.ok
+    comparison = cg.compare(cancelling, "float32", arguments(0.0), rtol=1e-5)
+    paths = {f.path for f in comparison.findings if f.path}
+    assert paths == {"w", "far", "scale", "args[1]"} and not comparison.ok
 
 
 def test_custom_rules_stay():
@@ -135,11 +135,11 @@ def coarser(narrow, dtype):
     return float(jnp.finfo(narrow).eps / jnp.finfo(dtype).eps)
 
 
-def verdict(own, wide, *, most=0.05, types=("bfloat16", "float32"), moved=0.0):
+def verdict(narrow, wide, *, most=0.05, types=("bfloat16", "float32"), moved=0.0):
     """What is said of a gradient: a finding, a note, or None."""
     rows = [
         plain_row("gradient", "w", x, numbers=numbers_of(x))
-        for x in (np.asarray(own), np.asarray(wide))
+        for x in (np.asarray(narrow), np.asarray(wide))
     ]
     rows[0].numbers = rows[0].numbers._replace(moved=np.full((1, 515), moved))
     most_left = NOTHING_LEFT * coarser(*types)
@@ -150,8 +150,8 @@ def verdict(own, wide, *, most=0.05, types=("bfloat16", "float32"), moved=0.0):
 def test_a_leaf_is_judged_by_its_own_size(types):
     for size in (1e-30, 1.0, 1e30):
         for error in (0.06, 0.43, 1.0, 30.0, 300.0):
-            found = verdict(size * (UNIT + error * ERROR), size * UNIT, types=types)
-            assert np.isclose(found.ratio, error) and "is rounding" in found.message
+            leaf_verdict = verdict(size * (UNIT + error * ERROR), size * UNIT, types=types)
+            assert np.isclose(leaf_verdict.ratio, error) and "is rounding" in leaf_verdict.message
         for error in (0.0, 1e-3, 0.04):
             assert verdict(size * (UNIT + error * ERROR), size * UNIT, types=types) is None
 
@@ -173,10 +173,16 @@ def test_an_overflow_is_a_finding_and_is_no_share(odd):
     for count in (1, 7, 8):
         near = np.where(np.arange(8) < count, odd, exact)
         for pair, text in (((near, exact), "is finite in float32"), ((exact, near), "32 only")):
-            found = verdict(*pair)
-            assert text in found.message and found.kind == "rounding" and found.ratio == np.inf
-        found = verdict(near, near)
-        assert found.kind == "not judged" and "NaN or inf in both types" in found.message
+            leaf_verdict = verdict(*pair)
+            assert (
+                text in leaf_verdict.message
+                and leaf_verdict.kind == "rounding"
+                and leaf_verdict.ratio == np.inf
+            )
+        leaf_verdict = verdict(near, near)
+        assert (
+            leaf_verdict.kind == "not judged" and "NaN or inf in both types" in leaf_verdict.message
+        )
 
 
 @pytest.mark.slow
@@ -185,9 +191,9 @@ def test_a_leaf_that_is_mostly_rounding_is_found_beside_an_infinite_one():
         return cancelling(params, x) + jnp.sum(jnp.sqrt(params["z"]))
 
     params, x = arguments(100.0)
-    found = cg.compare(loss, "float32", (params | {"z": jnp.zeros(2, "bfloat16")}, x))
-    lost = {f.path: f.ratio for f in found.findings if f.path}
-    assert not found.ok and "scale" in lost and lost["scale"] > 0.4, str(found)
+    comparison = cg.compare(loss, "float32", (params | {"z": jnp.zeros(2, "bfloat16")}, x))
+    lost = {f.path: f.ratio for f in comparison.findings if f.path}
+    assert not comparison.ok and "scale" in lost and lost["scale"] > 0.4, str(comparison)
 
 
 def with_zeros(params, x):
@@ -199,6 +205,7 @@ def with_zeros(params, x):
     return jnp.mean(jax.nn.log_softmax(h @ params["w"] + params["logits"])[:, :2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, cast, other",
     [
@@ -218,9 +225,9 @@ def test_a_gradient_that_is_zero_is_a_note_in_every_pair_of_types(dtype, cast, o
     params = {"w": numbers(6, 6, seed=4, dtype=dtype) / 3}
     params |= {"keys": numbers(1, 6, seed=5, dtype=dtype)}
     params |= {"norm": numbers(1, 6, seed=7, dtype=dtype), "logits": jnp.ones((1, 1), dtype)}
-    found = cg.compare(loss, other, (params, numbers(12, 6, seed=6, dtype=dtype)))
+    comparison = cg.compare(loss, other, (params, numbers(12, 6, seed=6, dtype=dtype)))
     zeros = {f"{name}: zero but for rounding" for name in ("keys", "logits", "norm")}
-    assert found.ok and set(found.notes) == zeros, str(found)
+    assert comparison.ok and set(comparison.notes) == zeros, str(comparison)
 
 
 def test_a_backward_pass_that_is_narrower_than_the_loss_is_seen():
@@ -234,8 +241,10 @@ def test_a_backward_pass_that_is_narrower_than_the_loss_is_seen():
         )
 
     total.defvjp(lambda w: (jnp.sum(w), w), backward)
-    found = cg.compare(total, "float32", (jnp.abs(numbers(5, seed=1)) + 1,))
-    assert not found.ok and found.findings[0].ratio > 0.3 and not found.notes, str(found)
+    comparison = cg.compare(total, "float32", (jnp.abs(numbers(5, seed=1)) + 1,))
+    assert not comparison.ok and comparison.findings[0].ratio > 0.3 and not comparison.notes, str(
+        comparison
+    )
 
 
 def test_an_overflow_names_the_first_module_and_the_leaves():
@@ -247,17 +256,17 @@ def test_an_overflow_names_the_first_module_and_the_leaves():
         return jnp.mean(h)
 
     args = 30 * numbers(6, 3, seed=1, dtype="float16"), numbers(8, 6, seed=3, dtype="float16")
-    found = cg.compare(loss, "float32", args)
-    assert not found.ok and "nan%" not in str(found)
-    assert (found.findings[0].module, found.findings[0].kind) == ("powers", "rounding")
-    assert "it has NaN or inf, and is finite in float32" in found.findings[-1].message
-    assert any(note.startswith("the loss is inf") for note in found.notes)
+    comparison = cg.compare(loss, "float32", args)
+    assert not comparison.ok and "nan%" not in str(comparison)
+    assert (comparison.findings[0].module, comparison.findings[0].kind) == ("powers", "rounding")
+    assert "it has NaN or inf, and is finite in float32" in comparison.findings[-1].message
+    assert any(note.startswith("the loss is inf") for note in comparison.notes)
 
 
 def test_a_type_that_is_as_narrow_is_said():
     args = numbers(3, seed=1), numbers(3, seed=2)
-    found = cg.compare(lambda w, x: jnp.sum(w * x), "float32", args)
-    assert found.ok and "nothing in fun is narrower than float32" in found.notes[0]
+    comparison = cg.compare(lambda w, x: jnp.sum(w * x), "float32", args)
+    assert comparison.ok and "nothing in fun is narrower than float32" in comparison.notes[0]
     assert not cg.compare(lambda w, x: jnp.sum(w * x), "float64", args).notes
 
 
@@ -281,24 +290,29 @@ def decided(w, scale):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_gradient_that_is_judged_is_not_ok(dtype):
     w = (0.2 if dtype == "float16" else 1) * jnp.abs(numbers(7, seed=3, dtype=dtype))
-    found = cg.compare(undecided, undecided_too, (w,))
-    (finding,) = found.findings
-    assert not found.ok and finding.kind == "not judged", str(found)
+    comparison = cg.compare(undecided, undecided_too, (w,))
+    (finding,) = comparison.findings
+    assert not comparison.ok and finding.kind == "not judged", str(comparison)
     wider = "float64" if dtype == "float32" else "float32"
-    assert f'compare(fun, "{wider}", args)' in finding.message and "or give rtol=" in str(found)
-    assert str(found).startswith("not judged: neither agreement nor a difference was found\n")
+    assert f'compare(fun, "{wider}", args)' in finding.message and "or give rtol=" in str(
+        comparison
+    )
+    assert str(comparison).startswith("not judged: neither agreement nor a difference was found\n")
     assert cg.compare(undecided, undecided_too, (w,), rtol=1e9).ok
     assert cg.compare(undecided, undecided, (w,)).ok  # bit for bit the same
 
 
+@pytest.mark.slow
 def test_a_leaf_that_is_not_judged_is_never_ok():
     def loss(wave):
         return lambda p: 1e-3 * undecided(p["w"], wave) + decided(p["b"], 1.0)
 
     params = {"w": numbers(7, seed=3), "b": numbers(3, seed=4)}
-    found = cg.compare(loss(jnp.sin), loss(jnp.cos), (params,))
-    assert not found.ok and {f.kind for f in found.findings} <= {"not judged", "value"}, str(found)
-    assert "w: rounding decides here, so its gradient is not judged" in found.notes
+    comparison = cg.compare(loss(jnp.sin), loss(jnp.cos), (params,))
+    assert not comparison.ok and {f.kind for f in comparison.findings} <= {"not judged", "value"}, (
+        str(comparison)
+    )
+    assert "w: rounding decides here, so its gradient is not judged" in comparison.notes
 
 
 @pytest.mark.slow
@@ -312,25 +326,27 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference():
     params = {"w": numbers(6, 6, seed=4) / 3, "keys": numbers(1, 6, seed=5)}
     x = numbers(12, 6, seed=6)
     by_hand = lambda p, x: loss(p, x[::-1], 1.0)  # noqa: E731
-    found = cg.compare(lambda p, x: loss(p, x, 1.0), by_hand, (params, x))
-    assert found.ok and "keys: zero but for rounding" in found.notes, str(found)
+    comparison = cg.compare(lambda p, x: loss(p, x, 1.0), by_hand, (params, x))
+    assert comparison.ok and "keys: zero but for rounding" in comparison.notes, str(comparison)
 
 
 @pytest.mark.slow
 def test_trees_without_a_path_in_common_are_compared_by_their_numbers():
     w = numbers(3, seed=1)
     pair = lambda by: (lambda p: decided(p["a"], 1.0), lambda p: decided(p["b"], by))  # noqa: E731
-    found = cg.compare(*pair(1.0), ({"a": w},), other_args=({"b": w},))
-    assert found.ok and not found.unmatched, str(found)
-    found = cg.compare(*pair(1.1), ({"a": w},), other_args=({"b": w},))
-    assert not found.ok and found.findings[0].kind == "value"
-    found = cg.compare(*pair(1.0), ({"a": w},), other_args=({"b": w + 1},))
-    assert not found.ok and "gradient a, only in JAX" in found.unmatched
+    comparison = cg.compare(*pair(1.0), ({"a": w},), other_args=({"b": w},))
+    assert comparison.ok and not comparison.unmatched, str(comparison)
+    comparison = cg.compare(*pair(1.1), ({"a": w},), other_args=({"b": w},))
+    assert not comparison.ok and comparison.findings[0].kind == "value"
+    comparison = cg.compare(*pair(1.0), ({"a": w},), other_args=({"b": w + 1},))
+    assert not comparison.ok and "gradient a, only in JAX" in comparison.unmatched
 
 
 @pytest.mark.parametrize("outputs", [lambda x: {"y": x}, lambda x: {"y": x, "n": jnp.asarray(3)}])
 def test_a_step_of_which_no_floating_output_is_judged_is_not_ok(outputs):
     w = numbers(7, seed=3)
     pair = (lambda w: outputs(undecided(w)), lambda w: outputs(undecided_too(w)))
-    found = cg.compare(*pair, (w,), argnums=None)
-    assert not found.ok and [f.kind for f in found.findings] == ["not judged"], str(found)
+    comparison = cg.compare(*pair, (w,), argnums=None)
+    assert not comparison.ok and [f.kind for f in comparison.findings] == ["not judged"], str(
+        comparison
+    )

@@ -108,25 +108,27 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 def test_what_a_restart_loses_is_named_by_its_path(name, saved):
     restore, paths = LOST[name]
-    found = same(as_it_is, saved, restore(*saved))
-    assert not found.ok and {f.path for f in found.findings} == paths, str(found)
+    comparison = same(as_it_is, saved, restore(*saved))
+    assert not comparison.ok and {f.path for f in comparison.findings} == paths, str(comparison)
 
 
 def test_a_type_that_is_restored_otherwise_is_a_note(saved):
     state = saved[0] | {"step": saved[0]["step"].astype("float32")}
-    found = same(as_it_is, saved, (state, saved[1]))
-    assert found.ok and found.notes == ("0/step: int32 in fun, float32 in other",), str(found)
+    comparison = same(as_it_is, saved, (state, saved[1]))
+    assert comparison.ok and comparison.notes == ("0/step: int32 in fun, float32 in other",), str(
+        comparison
+    )
 
 
 def test_a_right_restart_is_silent(saved):
     through = jax.tree.map(np.asarray, saved[0] | {"key": jax.random.key_data(saved[0]["key"])})
     through["key"] = jax.random.wrap_key_data(through["key"])
     for state in (saved[0], copy.deepcopy(saved[0]), through):
-        found = same(as_it_is, saved, (state, saved[1]))
-        assert found.ok and not found.findings and not found.notes, str(found)
+        comparison = same(as_it_is, saved, (state, saved[1]))
+        assert comparison.ok and not comparison.findings and not comparison.notes, str(comparison)
     assert same(going_on, saved, (through, jax.tree.map(jnp.asarray, saved[1]))).ok
-    found = same(going_on, saved, LOST["one bit of a leaf"][0](*saved))
-    assert not found.ok and "losses/0/loss" in {f.path for f in found.findings}
+    comparison = same(going_on, saved, LOST["one bit of a leaf"][0](*saved))
+    assert not comparison.ok and "losses/0/loss" in {f.path for f in comparison.findings}
 
 
 def alone(loss):
@@ -148,5 +150,5 @@ def test_a_loss_that_depends_on_neighbors_is_not_the_mean_of_its_examples(axis):
         return jnp.mean((jnp.tanh(h) @ params["down"] - batch["y"]) ** 2)
 
     params = jax.tree.map(lambda x: jnp.asarray(x, "float32"), PARAMS)
-    found = cg.compare(normalized, alone(normalized), (params, BATCHES[0]))
-    assert found.ok is (axis == -1), str(found)
+    comparison = cg.compare(normalized, alone(normalized), (params, BATCHES[0]))
+    assert comparison.ok is (axis == -1), str(comparison)

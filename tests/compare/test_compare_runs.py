@@ -66,15 +66,20 @@ def folder(right):
     return right.parent
 
 
-def named(found):
-    return [(f.kind, f.module, f.step, f.path, f.line) for f in found.findings]
+def named(comparison):
+    return [(f.kind, f.module, f.step, f.path, f.line) for f in comparison.findings]
 
 
 @pytest.mark.slow
 def test_a_function_agrees_with_its_own_file(right):
-    found = cg.compare(right, loss, ARGS)
-    assert found.ok and not found.findings and not found.unmatched and not found.notes, str(found)
-    assert len(found.rows) == 7 and all(row.cotangent is not None for row in found.rows)
+    comparison = cg.compare(right, loss, ARGS)
+    assert (
+        comparison.ok
+        and not comparison.findings
+        and not comparison.unmatched
+        and not comparison.notes
+    ), str(comparison)
+    assert len(comparison.rows) == 7 and all(row.cotangent is not None for row in comparison.rows)
     assert cg.compare(right, right).rows == cg.compare(str(right), str(right)).rows
 
 
@@ -88,13 +93,13 @@ def test_a_file_says_what_its_function_would(fault, folder, right):
         (loss, folder / f"{fault}.npz", ARGS),
         (right, folder / f"{fault}.npz"),
     ):
-        found = cg.compare(*pair)
-        assert named(found) == named(between) and not found.ok, str(found)
-        assert not found.notes and not found.unmatched
-        for own, other in zip(found.rows, between.rows, strict=True):
-            assert (own.module, own.steps, own.kind) == (other.module, other.steps, other.kind)
-            np.testing.assert_allclose(own.value, other.value, rtol=1e-5)
-            tolerances = [(row.value_tolerance, row.cotangent_tolerance) for row in (own, other)]
+        comparison = cg.compare(*pair)
+        assert named(comparison) == named(between) and not comparison.ok, str(comparison)
+        assert not comparison.notes and not comparison.unmatched
+        for mine, other in zip(comparison.rows, between.rows, strict=True):
+            assert (mine.module, mine.steps, mine.kind) == (other.module, other.steps, other.kind)
+            np.testing.assert_allclose(mine.value, other.value, rtol=1e-5)
+            tolerances = [(row.value_tolerance, row.cotangent_tolerance) for row in (mine, other)]
             np.testing.assert_allclose(*tolerances, rtol=1e-4)
 
 
@@ -111,26 +116,30 @@ def test_pairs_of_losses_are_told_apart_by_their_files(name, tmp_path):
     paths = [tmp_path / "fun.npz", tmp_path / "other.npz"]
     for fun, path in zip((pair.fun, pair.other), paths, strict=True):
         cg.save_run(fun, args, path)
-    for found in (cg.compare(*paths), cg.compare(paths[0], pair.other, args)):
-        expected = [pair.found] if pair.found else []
-        assert [(f.kind, f.module, f.step) for f in found.findings] == expected, str(found)
-        assert found.ok is (pair.found is None) and (found.rows or found.unmatched)
+    for comparison in (cg.compare(*paths), cg.compare(paths[0], pair.other, args)):
+        expected = [pair.finding] if pair.finding else []
+        assert [(f.kind, f.module, f.step) for f in comparison.findings] == expected, str(
+            comparison
+        )
+        assert comparison.ok is (pair.finding is None) and (comparison.rows or comparison.unmatched)
 
 
 @pytest.mark.slow
 def test_other_arguments_are_named_first(right):
     params = {**ARGS[0], "out": ARGS[0]["out"].at[1, 2].add(0.5)}
-    found = cg.compare(right, loss, (params, ARGS[1]))
-    assert [(f.kind, f.path) for f in found.findings][0] == ("argument", "out"), str(found)
-    assert [f.kind for f in found.findings] == ["argument", "value"]
-    found = cg.compare(right, loss, (ARGS[0], ARGS[1] * 2))
-    assert found.findings[0].path == "args[1]" and "1 of 3" in found.findings[0].message
+    comparison = cg.compare(right, loss, (params, ARGS[1]))
+    assert [(f.kind, f.path) for f in comparison.findings][0] == ("argument", "out"), str(
+        comparison
+    )
+    assert [f.kind for f in comparison.findings] == ["argument", "value"]
+    comparison = cg.compare(right, loss, (ARGS[0], ARGS[1] * 2))
+    assert comparison.findings[0].path == "args[1]" and "1 of 3" in comparison.findings[0].message
 
 
 def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
-    own = file.load_record(right)
-    assert {"clipgrad", "jax", "device", "platform", "processes"} == {*own.circumstances}
-    rows = {(row.kind, row.name): row for row in own.rows}
+    record = file.load_record(right)
+    assert {"clipgrad", "jax", "device", "platform", "processes"} == {*record.circumstances}
+    rows = {(row.kind, row.name): row for row in record.rows}
     first = rows["value", "layers/mlp"]
     assert (
         first.steps == (3,) and first.shape == (5, 4) and first.numbers.sketch.shape == (3, 1, 515)
@@ -148,15 +157,15 @@ def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
 
 
 def test_a_record_is_read_as_it_was_written(right, tmp_path):
-    own = file.load_record(right)
-    file.save_record(own, tmp_path / "again")
+    record = file.load_record(right)
+    file.save_record(record, tmp_path / "again")
     again = file.load_record(tmp_path / "again")
-    assert own.edges == again.edges != [] and own.scopes == again.scopes
-    for row, its in zip(own.rows, again.rows, strict=True):
+    assert record.edges == again.edges != [] and record.scopes == again.scopes
+    for row, row_of_other in zip(record.rows, again.rows, strict=True):
         known = [f for f in vars(row) if f != "numbers"]
-        assert [getattr(row, f) for f in known] == [getattr(its, f) for f in known]
-        assert row.numbers.exact == its.numbers.exact
-        for x, y in zip(row.numbers[1:3], its.numbers[1:3], strict=True):
+        assert [getattr(row, f) for f in known] == [getattr(row_of_other, f) for f in known]
+        assert row.numbers.exact == row_of_other.numbers.exact
+        for x, y in zip(row.numbers[1:3], row_of_other.numbers[1:3], strict=True):
             assert (x is None) == (y is None) and (x is None or np.array_equal(x, y))
 
 
@@ -181,17 +190,19 @@ def step(params, x, key, count, rate=0.1, ahead=1):
 def test_whole_steps_are_compared_by_their_files(tmp_path):
     path = tmp_path / "step"
     cg.save_run(step, STEP_ARGS, path, argnums=None)
-    found = cg.compare(path, step, STEP_ARGS, argnums=None)
-    assert found.ok and len(found.rows) > 6 and not found.notes, str(found)
+    comparison = cg.compare(path, step, STEP_ARGS, argnums=None)
+    assert comparison.ok and len(comparison.rows) > 6 and not comparison.notes, str(comparison)
     wrong = lambda *args: step(*args, rate=0.2, ahead=2)  # noqa: E731
-    found, between = (cg.compare(f, wrong, STEP_ARGS, argnums=None) for f in (path, step))
-    assert named(found) == named(between) and {f.path for f in found.findings} == {
+    comparison, between = (cg.compare(f, wrong, STEP_ARGS, argnums=None) for f in (path, step))
+    assert named(comparison) == named(between) and {f.path for f in comparison.findings} == {
         "0/layers", "0/out", "1/count",
     }  # fmt: skip
-    ratios = [[f.ratio for f in x.findings if f.path != "1/count"] for x in (found, between)]
+    ratios = [[f.ratio for f in x.findings if f.path != "1/count"] for x in (comparison, between)]
     np.testing.assert_allclose(*np.asarray(ratios, float), rtol=1e-3)
-    found = cg.compare(path, step, (*STEP_ARGS[:2], jax.random.key(4), STEP_ARGS[3]), argnums=None)
-    assert [(f.kind, f.path) for f in found.findings] == [
+    comparison = cg.compare(
+        path, step, (*STEP_ARGS[:2], jax.random.key(4), STEP_ARGS[3]), argnums=None
+    )
+    assert [(f.kind, f.path) for f in comparison.findings] == [
         ("argument", "args/2"),
         ("output", "1/key"),
     ]
@@ -203,10 +214,15 @@ def test_whole_steps_are_compared_by_their_files(tmp_path):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_arrays_are_in_the_file_as_a_whole(name, tmp_path):
     cg.save_run(mlp, LAYOUTS[name](), tmp_path / "run")
-    found = cg.compare(tmp_path / "run", mlp, MLP_ARGS)
-    assert found.ok and len(found.rows) == 2 and not found.unmatched and not found.findings
-    found = cg.compare(tmp_path / "run", lambda *a: mlp(*a, by=1.01), MLP_ARGS)
-    assert [f.module for f in found.findings] == ["second"]
+    comparison = cg.compare(tmp_path / "run", mlp, MLP_ARGS)
+    assert (
+        comparison.ok
+        and len(comparison.rows) == 2
+        and not comparison.unmatched
+        and not comparison.findings
+    )
+    comparison = cg.compare(tmp_path / "run", lambda *a: mlp(*a, by=1.01), MLP_ARGS)
+    assert [f.module for f in comparison.findings] == ["second"]
 
 
 # ---- damaged, foreign, newer ----
@@ -264,19 +280,19 @@ def test_a_file_of_another_format_is_said_to_be_one(version, right, tmp_path):
 def test_no_changed_byte_is_read_as_other_numbers(right, tmp_path):
     """Of 60 bytes all over the file: an error, or the numbers that were written."""
     whole, path = bytearray(right.read_bytes()), tmp_path / "x.npz"
-    own, errors = file._packed(file.load_record(right)), 0
+    written, errors = file._packed(file.load_record(right)), 0
     for at in np.random.default_rng(0).integers(0, len(whole), 60):
         changed = whole.copy()
         changed[at] ^= 0x55
         path.write_bytes(changed)
         try:
-            found = file._packed(file.load_record(path))
+            read = file._packed(file.load_record(path))
         except ValueError as error:
             assert "expected a file that save_run wrote" in str(error)
             errors += 1
         else:
-            assert str(found[0]) == str(own[0])
-            assert all(np.array_equal(own[1][k], found[1][k]) for k in own[1])
+            assert str(read[0]) == str(written[0])
+            assert all(np.array_equal(written[1][k], read[1][k]) for k in written[1])
     assert errors > 30
 
 
@@ -299,13 +315,15 @@ def test_a_file_is_whole_or_as_before(right, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kinds", [("int32", "int8"), ("uint8", "int32"), ("bool", "int32")])
 def test_integers_of_another_width_are_the_same_by_their_values(kinds, tmp_path):
-    own, other = (np.array([0, 1, 1]).astype(kind) for kind in kinds)
-    for name, x in (("own", own), ("other", other)):
+    narrow, other = (np.array([0, 1, 1]).astype(kind) for kind in kinds)
+    for name, x in (("own", narrow), ("other", other)):
         cg.save_run(lambda n: {"n": n}, (x,), tmp_path / name, argnums=None)
-    found = cg.compare(tmp_path / "own", tmp_path / "other")
-    assert found.ok and found.notes == (f"n: {kinds[0]} in fun, {kinds[1]} in other",), str(found)
-    found = cg.compare(tmp_path / "own", lambda n: {"n": n[::-1]}, (other,), argnums=None)
-    assert [(f.kind, f.path) for f in found.findings] == [("output", "n")], str(found)
+    comparison = cg.compare(tmp_path / "own", tmp_path / "other")
+    assert comparison.ok and comparison.notes == (f"n: {kinds[0]} in fun, {kinds[1]} in other",), (
+        str(comparison)
+    )
+    comparison = cg.compare(tmp_path / "own", lambda n: {"n": n[::-1]}, (other,), argnums=None)
+    assert [(f.kind, f.path) for f in comparison.findings] == [("output", "n")], str(comparison)
 
 
 # ---- usage ----

@@ -50,8 +50,8 @@ def test_the_norm_of_a_difference_of_sketches_is_that_of_the_values(name):
     ratios = []
     for seed in range(6):
         d = DIFFERENCES[name](normal(40, 512, seed=1 + seed))
-        found = np.linalg.norm((sketched(x + d) - sketched(x))[:NORM_AT])
-        ratios.append(found / np.linalg.norm(d))
+        distance = np.linalg.norm((sketched(x + d) - sketched(x))[:NORM_AT])
+        ratios.append(distance / np.linalg.norm(d))
     if name in ("one row", "everywhere", "one block"):
         assert 0.05 > abs(np.mean(ratios) - 1), ratios
     assert max(abs(np.array(ratios) - 1)) < 0.35, ratios
@@ -60,10 +60,12 @@ def test_the_norm_of_a_difference_of_sketches_is_that_of_the_values(name):
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (256,), (257,), (3, 5)])
 def test_every_shape_has_a_sketch(shape):
     x = normal(*shape)
-    found = sketched(x)
-    assert found.shape == (LENGTH,)
+    sketch_of_x = sketched(x)
+    assert sketch_of_x.shape == (LENGTH,)
     if np.size(x) <= 256:  # nothing is added
-        np.testing.assert_allclose(np.linalg.norm(found[:NORM_AT]), np.linalg.norm(x), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.linalg.norm(sketch_of_x[:NORM_AT]), np.linalg.norm(x), rtol=1e-6
+        )
     for scale in (1, 1e30):  # whose square is no float32
         sizes = sketched(np.append(x * scale, np.nan))[[NORM_AT, LARGEST_AT]]
         expected = np.linalg.norm(x), np.max(np.abs(x), initial=0)
@@ -72,8 +74,8 @@ def test_every_shape_has_a_sketch(shape):
 
 def test_a_complex_value_is_two_real_ones():
     x = normal(5, 3) + 1j * normal(5, 3, seed=1)
-    found = np.linalg.norm(sketched(x, jnp.complex64)[:NORM_AT])
-    np.testing.assert_allclose(found, np.linalg.norm(x), rtol=1e-6)
+    norm = np.linalg.norm(sketched(x, jnp.complex64)[:NORM_AT])
+    np.testing.assert_allclose(norm, np.linalg.norm(x), rtol=1e-6)
 
 
 @pytest.mark.parametrize("mask", [-1e9, float(np.finfo(np.float32).min), -np.inf, np.nan])
@@ -83,8 +85,8 @@ def test_masks_hide_nothing(mask):
     pair = [sketched(np.where(where, mask, y)) for y in (x, x * 1.001)]
     moved = sketched(np.where(where, mask * (1 - EPS), x * (1 - EPS)))
     floor = floor_of({0: pair[0]}, [{0: moved}])[0]
-    found = judge_sketches(*pair, floor, EPS, None)
-    assert found.differs and 0.0005 < found.difference < 0.002
+    judged = judge_sketches(*pair, floor, EPS, None)
+    assert judged.differs and 0.0005 < judged.difference < 0.002
     assert not judge_sketches(pair[0], pair[0], floor, EPS, None).differs
 
 
@@ -115,9 +117,9 @@ def test_the_cotangent_of_a_tap_is_the_sketch_of_the_cotangent():
 def test_float64_has_a_sketch_in_float64():
     with jax.enable_x64(True):
         x = jnp.asarray(normal(40, 40))
-        found = np.asarray(sketch(x * (1 + 1e-12)) - sketch(x))[:NORM_AT]
-        assert found.dtype == np.float64
-    size = np.linalg.norm(found) / np.linalg.norm(x)
+        difference = np.asarray(sketch(x * (1 + 1e-12)) - sketch(x))[:NORM_AT]
+        assert difference.dtype == np.float64
+    size = np.linalg.norm(difference) / np.linalg.norm(x)
     assert 0.5e-12 < size < 2e-12
 
 
@@ -125,8 +127,8 @@ def test_float64_has_a_sketch_in_float64():
 def test_rounding_moves_a_value_and_leaves_its_sketch_whole(by, moves):
     x = jnp.asarray(normal(40, 20), jnp.float32)
     program = trace(lambda x: sketch(x * by if moves else x), (x,), {}).program
-    (found,) = jax.jit(lambda x: rounded(program, [x], jnp.uint32(1)))(x)
-    assert bool(jnp.any(found != jax.jit(sketch)(x * by if moves else x))) is moves
+    (moved,) = jax.jit(lambda x: rounded(program, [x], jnp.uint32(1)))(x)
+    assert bool(jnp.any(moved != jax.jit(sketch)(x * by if moves else x))) is moves
 
 
 @pytest.mark.slow
@@ -160,10 +162,10 @@ def test_the_sketch_of_one_number_has_the_number(number):
 @pytest.mark.parametrize("shape", [(), (1, 5), (4, 3), (2, 1, 3, 4), (2, 2, 3, 2, 2)])
 def test_every_order_of_axes_is_sketched(shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    found, orders = turned_sketches(x, "all"), orders_of(shape, "all")
-    assert len(found) == len(orders) <= 24
-    for order, own in zip(orders, found, strict=True):
+    in_orders, orders = turned_sketches(x, "all"), orders_of(shape, "all")
+    assert len(in_orders) == len(orders) <= 24
+    for order, sketch_of_order in zip(orders, in_orders, strict=True):
         turned = np.squeeze(x).transpose(np.argsort(np.argsort(order)).astype(int))
-        np.testing.assert_array_equal(own, host_sketch(turned))
+        np.testing.assert_array_equal(sketch_of_order, host_sketch(turned))
     if len(shape) == 4:
         assert (2, 3, 0) in orders  # OIHW with one input channel, as HWIO

@@ -38,32 +38,34 @@ def in_core(names, core):
 def test_a_fault_of_a_trainer_is_found_where_it_is(name):
     fault = FAULTS[name]
     args = (new_state(), new_batch())
-    found = cg.compare(plain_step, sharded_step(**fault.parts), args, argnums=None)
-    first = found.findings[0]
-    assert not found.ok and {f.kind for f in found.findings} == {"output"}
-    assert first.path in fault.first, str(found)
-    assert not fault.means or "8 is the number of devices" in first.message, str(found)
+    comparison = cg.compare(plain_step, sharded_step(**fault.parts), args, argnums=None)
+    first = comparison.findings[0]
+    assert not comparison.ok and {f.kind for f in comparison.findings} == {"output"}
+    assert first.path in fault.first, str(comparison)
+    assert not fault.means or "8 is the number of devices" in first.message, str(comparison)
     assert not fault.ratio or math.isclose(first.ratio, fault.ratio, rel_tol=1e-3)
     # What the fault does not reach is the same.
-    assert len(found.findings) < len(found.rows)
+    assert len(comparison.findings) < len(comparison.rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_has_no_findings(name, users_promotion):
     step = RIGHT[name]()
-    found = cg.compare(step.fun, step.other, step.args, other_args=step.other_args, argnums=None)
-    assert not found.unmatched and len(found.rows) >= 3, str(found)
-    assert {f.kind for f in found.findings} <= ({"not judged"} if name in UNDECIDED else set())
-    assert found.ok is not bool(found.findings), str(found)
+    comparison = cg.compare(
+        step.fun, step.other, step.args, other_args=step.other_args, argnums=None
+    )
+    assert not comparison.unmatched and len(comparison.rows) >= 3, str(comparison)
+    assert {f.kind for f in comparison.findings} <= ({"not judged"} if name in UNDECIDED else set())
+    assert comparison.ok is not bool(comparison.findings), str(comparison)
 
 
 @pytest.mark.parametrize("name", in_core(MIXED_FAULTS, ["a leaf's gradient, 10 %"]))
 def test_a_fault_of_a_step_in_bfloat16_is_found(name, users_promotion):
     make, path = MIXED_FAULTS[name]
     step = make(jnp.bfloat16)
-    found = cg.compare(step.fun, step.other, step.args, argnums=None)
-    assert not found.ok and path in {f.path for f in found.findings}, str(found)
+    comparison = cg.compare(step.fun, step.other, step.args, argnums=None)
+    assert not comparison.ok and path in {f.path for f in comparison.findings}, str(comparison)
 
 
 def outputs(*, change=1.0, shift=0.0):
@@ -85,8 +87,8 @@ def test_outputs_are_in_the_order_in_which_they_are_computed():
 
         return step
 
-    found = cg.compare(reversed_names(1.0), reversed_names(1.5), (x,), argnums=None)
-    assert [f.path for f in found.findings] == ["c", "b", "a"]
+    comparison = cg.compare(reversed_names(1.0), reversed_names(1.5), (x,), argnums=None)
+    assert [f.path for f in comparison.findings] == ["c", "b", "a"]
 
 
 def test_a_step_may_donate_its_arguments():
@@ -106,9 +108,9 @@ def test_integers_booleans_and_keys_are_compared_exactly():
 
     args = (jnp.asarray(1), jax.random.key(0))
     assert cg.compare(step(0), step(0), args, argnums=None).ok
-    found = cg.compare(step(0), step(1), args, argnums=None)
-    assert {f.path for f in found.findings} == {"n", "flag", "key"}
-    assert all("compared exactly" in f.message for f in found.findings)
+    comparison = cg.compare(step(0), step(1), args, argnums=None)
+    assert {f.path for f in comparison.findings} == {"n", "flag", "key"}
+    assert all("compared exactly" in f.message for f in comparison.findings)
 
 
 def test_an_integer_that_rounding_decides_is_not_judged():
@@ -116,48 +118,54 @@ def test_an_integer_that_rounding_decides_is_not_judged():
         return lambda x: x > jnp.float32(limit)
 
     x = jnp.full((8,), 0.1, jnp.float32)
-    found = cg.compare(step(x[0]), step(0.099), (x,), argnums=None)
-    assert "rounding decides here" in found.notes[0]
-    assert not found.ok and found.findings[0].kind == "not judged"
+    comparison = cg.compare(step(x[0]), step(0.099), (x,), argnums=None)
+    assert "rounding decides here" in comparison.notes[0]
+    assert not comparison.ok and comparison.findings[0].kind == "not judged"
 
 
 def test_outputs_of_one_version_are_findings_and_those_of_none_are_an_error():
     x = jnp.ones(3)
-    found = cg.compare(lambda x: {"a": x, "b": x}, lambda x: {"a": x, "c": x}, (x,), argnums=None)
-    assert found.unmatched == ("output b, only in fun", "output c, only in other")
-    assert not found.ok and [(f.kind, f.path) for f in found.findings] == [
+    comparison = cg.compare(
+        lambda x: {"a": x, "b": x}, lambda x: {"a": x, "c": x}, (x,), argnums=None
+    )
+    assert comparison.unmatched == ("output b, only in fun", "output c, only in other")
+    assert not comparison.ok and [(f.kind, f.path) for f in comparison.findings] == [
         ("output", "b"), ("output", "c"),
     ]  # fmt: skip
-    assert "not matched: output b, only in fun" in str(found)
+    assert "not matched: output b, only in fun" in str(comparison)
     with pytest.raises(ValueError, match="expected the outputs of fun"):
         cg.compare(lambda x: {"a": x}, lambda x: {"b": x}, (x,), argnums=None)
 
 
 def test_other_shapes_and_dtypes_are_told():
     x = numbers(4, seed=3)
-    found = cg.compare(lambda x: x, lambda x: x[:1], (x,), argnums=None)
-    assert "the shape is [4] in fun, [1] in other" in found.findings[0].message
-    found = cg.compare(lambda x: x, lambda x: x.astype(jnp.bfloat16), (x,), argnums=None)
-    assert found.ok and found.notes == ("the output: float32 in fun, bfloat16 in other",)
+    comparison = cg.compare(lambda x: x, lambda x: x[:1], (x,), argnums=None)
+    assert "the shape is [4] in fun, [1] in other" in comparison.findings[0].message
+    comparison = cg.compare(lambda x: x, lambda x: x.astype(jnp.bfloat16), (x,), argnums=None)
+    assert comparison.ok and comparison.notes == ("the output: float32 in fun, bfloat16 in other",)
 
 
 def test_a_step_of_python_that_reads_numbers_is_compared_too():
     def step(x):
         return {"b": x * float(x[0]), "a": x}
 
-    found = cg.compare(step, lambda x: {"b": x * 2.0, "a": x}, (numbers(3, seed=4),), argnums=None)
-    assert [f.path for f in found.findings] == ["b"]
-    assert "can't be traced as one program (ConcretizationTypeError" in found.notes[0]
+    comparison = cg.compare(
+        step, lambda x: {"b": x * 2.0, "a": x}, (numbers(3, seed=4),), argnums=None
+    )
+    assert [f.path for f in comparison.findings] == ["b"]
+    assert "can't be traced as one program (ConcretizationTypeError" in comparison.notes[0]
 
 
 def test_a_number_beside_what_is_none_is_a_finding_and_a_whole_number_is_its_float():
     """The types of an output may differ in kind, with more than one number."""
     x, whole = jnp.arange(3.0), lambda x: x.astype("int32")
-    found = cg.compare(whole, lambda x: x, (x,), argnums=None)
-    assert found.ok and found.notes == ("the output: int32 in fun, float32 in other",)
+    comparison = cg.compare(whole, lambda x: x, (x,), argnums=None)
+    assert comparison.ok and comparison.notes == ("the output: int32 in fun, float32 in other",)
     for other in (lambda x: x + 0.5, lambda x: jax.random.key(0), lambda x: "a"):
-        found = cg.compare(whole, other, (x,), argnums=None)
-        assert not found.ok and [f.path for f in found.findings] == ["the output"], str(found)
+        comparison = cg.compare(whole, other, (x,), argnums=None)
+        assert not comparison.ok and [f.path for f in comparison.findings] == ["the output"], str(
+            comparison
+        )
 
 
 def test_paths_that_look_alike_are_two_outputs():
@@ -165,19 +173,23 @@ def test_paths_that_look_alike_are_two_outputs():
         return {"a/b": x, "a": {"b": x * by}}
 
     x = numbers(3, seed=8)
-    found = cg.compare(step, lambda x: step(x, 2.0), (x,), argnums=None)
-    assert [f.path for f in found.findings] == ["['a']['b']"]
+    comparison = cg.compare(step, lambda x: step(x, 2.0), (x,), argnums=None)
+    assert [f.path for f in comparison.findings] == ["['a']['b']"]
     loss = lambda p: jnp.sum(p["a/b"] * p["a"]["b"])  # noqa: E731
     assert cg.compare(loss, loss, ({"a/b": x, "a": {"b": x}},)).ok
 
 
 def test_a_factor_that_is_nearly_one_is_not_told():
     x = numbers(6, seed=9)
-    found = cg.compare(lambda x: x, lambda x: x * jnp.float32(1.0004), (x,), argnums=None)
-    assert not found.ok and "times other" not in str(found) and "share" not in str(found)
+    comparison = cg.compare(lambda x: x, lambda x: x * jnp.float32(1.0004), (x,), argnums=None)
+    assert (
+        not comparison.ok
+        and "times other" not in str(comparison)
+        and "share" not in str(comparison)
+    )
     changed = lambda n: n.at[1].set(7)  # noqa: E731
-    found = cg.compare(lambda n: n, changed, (jnp.arange(4),), argnums=None)
-    assert "its numbers differ, which are compared exactly" in found.findings[0].message
+    comparison = cg.compare(lambda n: n, changed, (jnp.arange(4),), argnums=None)
+    assert "its numbers differ, which are compared exactly" in comparison.findings[0].message
 
 
 def block(x, by=1.0, back=1.0):
@@ -199,9 +211,9 @@ def test_a_step_that_names_its_values_has_its_fault_at_their_module(how):
 
     w = numbers(4, 3, seed=10)
     assert cg.compare(step, step, (w,), argnums=None).ok
-    found = cg.compare(step, lambda w: step(w, **how), (w,), argnums=None)
-    assert not found.ok and found.findings[0].module == "mlp", str(found)
-    assert found.findings[-1].kind == "output"
+    comparison = cg.compare(step, lambda w: step(w, **how), (w,), argnums=None)
+    assert not comparison.ok and comparison.findings[0].module == "mlp", str(comparison)
+    assert comparison.findings[-1].kind == "output"
 
 
 def test_an_output_that_is_not_judged_is_never_ok():
@@ -212,10 +224,12 @@ def test_an_output_that_is_not_judged_is_never_ok():
 
     x = numbers(7, seed=11)
     shifted = lambda x: step(x, 1e-6)  # noqa: E731
-    found = cg.compare(lambda x: step(x, 0.0), shifted, (x,), argnums=None)
-    assert not found.ok and [f.kind for f in found.findings] == ["not judged"], str(found)
-    assert "the output noise" in found.findings[0].message
-    assert "noise: rounding decides here, so it is not judged" in found.notes
+    comparison = cg.compare(lambda x: step(x, 0.0), shifted, (x,), argnums=None)
+    assert not comparison.ok and [f.kind for f in comparison.findings] == ["not judged"], str(
+        comparison
+    )
+    assert "the output noise" in comparison.findings[0].message
+    assert "noise: rounding decides here, so it is not judged" in comparison.notes
 
 
 @pytest.mark.slow
@@ -223,9 +237,9 @@ def test_the_eight_runs_are_one_compiled_program(monkeypatch):
     """Their program is traced once; beside a wider type only if a leaf is off by more than 5 %."""
     traces = []
 
-    def counted(*given):
+    def counted(*arguments):
         traces.append(1)
-        return rounded(*given)
+        return rounded(*arguments)
 
     monkeypatch.setattr(recording, "rounded", counted)
     loss, x = lambda x: jnp.mean(jnp.tanh(x) ** 2), numbers(5, seed=12)
@@ -246,24 +260,24 @@ def test_the_eight_runs_are_one_compiled_program(monkeypatch):
 
 @pytest.mark.parametrize("rtol, ok", [(0.2, True), (1e-3, False), (None, False)])
 def test_rtol_replaces_the_floor(rtol, ok):
-    found = cg.compare(
+    comparison = cg.compare(
         outputs(), outputs(change=1.1), (numbers(6, seed=7),), argnums=None, rtol=rtol
     )
-    assert found.ok is ok
+    assert comparison.ok is ok
 
 
 def test_the_report_of_a_step():
-    found = cg.compare(outputs(), outputs(change=2.0), (numbers(6, seed=7),), argnums=None)
-    assert str(found).startswith("output: an output differs: a/norm\n")
-    assert "fun is 0.5 times other" in " ".join(str(found).split())
-    assert np.isclose(found.findings[0].ratio, 0.5)
+    comparison = cg.compare(outputs(), outputs(change=2.0), (numbers(6, seed=7),), argnums=None)
+    assert str(comparison).startswith("output: an output differs: a/norm\n")
+    assert "fun is 0.5 times other" in " ".join(str(comparison).split())
+    assert np.isclose(comparison.findings[0].ratio, 0.5)
 
 
 def test_a_transposed_output_is_another_one_also_where_its_numbers_are_in_the_same_order():
     x = numbers(6, seed=13)
     pair = [lambda x, s=s: x.reshape(s) for s in ((2, 3), (3, 2))]
-    found = cg.compare(*pair, (x,), argnums=None)
-    assert not found.ok and "the shape is [2, 3] in fun, [3, 2] in other" in str(found)
+    comparison = cg.compare(*pair, (x,), argnums=None)
+    assert not comparison.ok and "the shape is [2, 3] in fun, [3, 2] in other" in str(comparison)
 
 
 def adam_of_attention(factor=1.0, written="one way"):
@@ -299,9 +313,11 @@ def attention_arguments():
 def test_a_key_bias_that_rounding_decides_is_a_note_and_hides_no_other_leaf():
     args = attention_arguments()
     other = adam_of_attention(written="by hand")
-    found = cg.compare(adam_of_attention(), other, args, argnums=None)
-    assert found.ok, str(found)
-    assert any(note.startswith("m/k/b: rounding decides here") for note in found.notes), str(found)
+    comparison = cg.compare(adam_of_attention(), other, args, argnums=None)
+    assert comparison.ok, str(comparison)
+    assert any(note.startswith("m/k/b: rounding decides here") for note in comparison.notes), str(
+        comparison
+    )
     other = adam_of_attention(factor=1.1, written="by hand")
-    found = cg.compare(adam_of_attention(), other, args, argnums=None)
-    assert not found.ok and found.findings[0].path == "m/q/b", str(found)
+    comparison = cg.compare(adam_of_attention(), other, args, argnums=None)
+    assert not comparison.ok and comparison.findings[0].path == "m/q/b", str(comparison)

@@ -36,20 +36,24 @@ def without_names(params, x):
 
 @pytest.mark.parametrize("loss", [in_bfloat16, pytest.param(without_names, marks=OTHERS)])
 def test_the_errors_of_low_precision_are_always_printed(loss):
-    found = cg.compare(loss, "float32", (PARAMS, X))
-    text = str(found)
-    assert found.ok and found.message in " ".join(text.split()) and "float32" in found.dtype
+    comparison = cg.compare(loss, "float32", (PARAMS, X))
+    text = str(comparison)
+    assert (
+        comparison.ok
+        and comparison.message in " ".join(text.split())
+        and "float32" in comparison.dtype
+    )
     first = text.split("relative error  ")[0]
     assert "the largest relative errors" in first and "of the gradient of" in first
     exact = jax.jit(jax.grad(layers))(PARAMS, X)
     near = jax.jit(jax.grad(loss))(PARAMS, X)
-    rows = {row.module: row.value for row in found.rows if row.kind == "gradient"}
+    rows = {row.module: row.value for row in comparison.rows if row.kind == "gradient"}
     assert {*rows} == {"l0", "l1", "args[1]"}
     for name in PARAMS:
         error = np.linalg.norm(near[name] - exact[name]) / np.linalg.norm(exact[name])
         np.testing.assert_allclose(rows[name], error, rtol=1e-3)
         assert f"gradient of {name}" in text and f"{rows[name]:.1e}" in text
-    named = [row for row in found.rows if row.kind == "module"]
+    named = [row for row in comparison.rows if row.kind == "module"]
     assert len(named) == (2 if loss is in_bfloat16 else 0)
     for row in named:
         assert re.search(rf"{row.module} +{row.value:.1e} +{row.cotangent:.1e}", text), text
@@ -62,9 +66,11 @@ def test_nothing_runs_where_nothing_is_narrower():
         jax.debug.callback(lambda: runs.append(1))
         return jnp.sum(jnp.tanh(x))
 
-    found = cg.compare(loss, "float32", (X,))
+    comparison = cg.compare(loss, "float32", (X,))
     jax.effects_barrier()
-    assert found.ok and not runs and "nothing in fun is narrower than float32" in str(found)
+    assert (
+        comparison.ok and not runs and "nothing in fun is narrower than float32" in str(comparison)
+    )
 
 
 # ---- one and many ----
@@ -114,9 +120,9 @@ def test_a_few_outputs_that_rounding_decides_are_notes(others, size, ok):
         return same | {"noise": size * undecided(x, wave)}
 
     pair = [lambda x, wave=wave: step(x, wave) for wave in (jnp.sin, jnp.cos)]
-    found = cg.compare(*pair, (jnp.abs(jnp.sin(jnp.arange(1.0, 8.0))),), argnums=None)
-    assert found.ok is ok, str(found)
-    assert "noise: rounding decides here, so it is not judged" in found.notes
+    comparison = cg.compare(*pair, (jnp.abs(jnp.sin(jnp.arange(1.0, 8.0))),), argnums=None)
+    assert comparison.ok is ok, str(comparison)
+    assert "noise: rounding decides here, so it is not judged" in comparison.notes
 
 
 # ---- the lines of both versions, and of rules ----
@@ -165,19 +171,24 @@ def scanned_reference(w, x):
     return jnp.mean(lax.scan(step, x, length=2)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [(reference, kernel), (scanned_reference, scanned)])
 def test_a_finding_has_the_line_of_the_rule_that_is_wrong(pair):
-    found = cg.compare(*pair, (PARAMS["l0"], X), rtol=1e-3)
-    assert not found.ok and re.search(rf"swish \(.*{RULE}\) in other", found.message), str(found)
+    comparison = cg.compare(*pair, (PARAMS["l0"], X), rtol=1e-3)
+    assert not comparison.ok and re.search(rf"swish \(.*{RULE}\) in other", comparison.message), (
+        str(comparison)
+    )
     back = cg.compare(*pair[::-1], (PARAMS["l0"], X), rtol=1e-3)
     assert re.search(rf"swish \(.*{RULE}\) in fun", back.message), str(back)
 
 
 def test_a_value_has_the_lines_of_both_versions():
-    found = cg.compare(reference, lambda w, x: kernel(w, x, 1.5), (PARAMS["l0"], X), rtol=1e-3)
+    comparison = cg.compare(reference, lambda w, x: kernel(w, x, 1.5), (PARAMS["l0"], X), rtol=1e-3)
     lines = [code.__code__.co_firstlineno for code in (reference, kernel)]
-    assert re.match(rf".*test_compare_told.py:{lines[0] + 3}: ", found.message), found.message
-    assert re.search(rf"in other at .*test_compare_told.py:{lines[1] + 2}", found.message)
+    assert re.match(rf".*test_compare_told.py:{lines[0] + 3}: ", comparison.message), (
+        comparison.message
+    )
+    assert re.search(rf"in other at .*test_compare_told.py:{lines[1] + 2}", comparison.message)
 
 
 # ---- what to write instead ----

@@ -40,16 +40,17 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["data parallel", *(pytest.param(n, marks=pytest.mark.slow) for n in
                                 ("tensor parallel", "FSDP"))]
 )  # fmt: skip
 def test_sharded_arrays_are_compared_with_those_of_one_device(name):
     layout = LAYOUTS[name]()
-    found = cg.compare(mlp, mlp, ARGS, other_args=layout)
-    assert found.ok and len(found.rows) == 2 and not found.unmatched, str(found)
-    found = cg.compare(mlp, functools.partial(mlp, by=1.01), ARGS, other_args=layout)
-    assert found.findings[0].module == "second"
+    comparison = cg.compare(mlp, mlp, ARGS, other_args=layout)
+    assert comparison.ok and len(comparison.rows) == 2 and not comparison.unmatched, str(comparison)
+    comparison = cg.compare(mlp, functools.partial(mlp, by=1.01), ARGS, other_args=layout)
+    assert comparison.findings[0].module == "second"
 
 
 @pytest.mark.slow
@@ -63,9 +64,9 @@ def test_what_is_of_one_device_alone_is_not_matched():
     mapped = jax.shard_map(
         functools.partial(loss, axis=AXIS), mesh=mesh(), in_specs=specs, out_specs=P()
     )
-    found = cg.compare(loss, mapped, ARGS)
-    assert found.ok
-    assert "module part: not the same on each device, in one version" in found.unmatched
+    comparison = cg.compare(loss, mapped, ARGS)
+    assert comparison.ok
+    assert "module part: not the same on each device, in one version" in comparison.unmatched
 
 
 def backward(rule):
@@ -87,9 +88,9 @@ def backward(rule):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [lambda g: lax.psum(g, AXIS), lambda g: g / 8])
 def test_a_psum_that_is_missing_or_doubled_in_the_backward_pass(rule):
-    found = cg.compare(backward(lambda g: g), backward(rule), ARGS)
-    assert {f.kind for f in found.findings} == {"grads"} and not found.ok
-    assert {f.path for f in found.findings} == {"w", "v"}
+    comparison = cg.compare(backward(lambda g: g), backward(rule), ARGS)
+    assert {f.kind for f in comparison.findings} == {"grads"} and not comparison.ok
+    assert {f.path for f in comparison.findings} == {"w", "v"}
 
 
 @pytest.mark.slow
@@ -102,5 +103,5 @@ def test_vmap_is_compared_with_a_batch():
 
     with jax.enable_x64(True):
         for args in ARGS, wide(ARGS):
-            found = cg.compare(mlp, mapped, args)
-            assert found.ok and len(found.rows) == 2 and not found.unmatched
+            comparison = cg.compare(mlp, mapped, args)
+            assert comparison.ok and len(comparison.rows) == 2 and not comparison.unmatched

@@ -33,15 +33,15 @@ def test_the_files_of_this_repository_are_what_torch_writes(name, table, tmp_pat
     clipgrad.torch.save_run(module, loss, args, tmp_path / "run.npz")
     assert all(torch.equal(x, before[key]) for key, x in module.state_dict().items())
     assert all(p.grad is None and not p._backward_hooks for p in module.parameters())
-    assert not any(own._forward_hooks or own._forward_pre_hooks for own in module.modules())
+    assert not any(mine._forward_hooks or mine._forward_pre_hooks for mine in module.modules())
     assert torch.equal(state, torch.random.get_rng_state())
-    own, other = load_record(tmp_path / "run.npz"), load_record(FOLDER / f"{name}.npz")
+    mine, other = load_record(tmp_path / "run.npz"), load_record(FOLDER / f"{name}.npz")
     known, there = (
         [(row.kind, row.name, row.view, row.owner, row.shape, row.node) for row in run.rows]
-        for run in (own, other)
+        for run in (mine, other)
     )
     assert known == there
-    for a, b in zip(own.rows, other.rows, strict=True):
+    for a, b in zip(mine.rows, other.rows, strict=True):
         np.testing.assert_allclose(a.numbers.sketch, b.numbers.sketch, rtol=1e-3, atol=1e-5)
     assert (tmp_path / "run.npz").stat().st_size < 200_000
 
@@ -58,17 +58,17 @@ def test_a_run_has_what_torch_computes(table, tmp_path):
         rest = torch.nn.functional.gelu(n)
         out = module.fc3(torch.tanh(rest + module.fc2(rest)))
         value = loss(lambda x: out, *args)
-    found = {(row.kind, row.name, row.view): row for row in run.rows}
+    by_name = {(row.kind, row.name, row.view): row for row in run.rows}
     for name, x in (("fc1", h), ("norm", n), ("fc3", out)):
         grad = torch.autograd.grad(value, x, retain_graph=True)[0]
         for kind, expected in (("value", x), ("cotangent", grad)):
             theirs = turned_sketches(expected.detach().numpy(), "all")
-            own = found[kind, name, "module"].numbers.sketch
-            np.testing.assert_allclose(own, theirs, rtol=1e-4, atol=1e-6)
+            sketch = by_name[kind, name, "module"].numbers.sketch
+            np.testing.assert_allclose(sketch, theirs, rtol=1e-4, atol=1e-6)
     (output,) = (row for row in run.rows if row.kind == "output")
     theirs = turned_sketches(value.detach().numpy(), "all")
     np.testing.assert_allclose(output.numbers.sketch, theirs, rtol=1e-6)
-    assert ".py:" in found["value", "fc2", "enters"].line
+    assert ".py:" in by_name["value", "fc2", "enters"].line
     assert run.circumstances["mode"] == "train" and not run.notes
 
 
@@ -91,9 +91,9 @@ def test_wrong_usage_is_said(change, error, message, table, tmp_path):
     import clipgrad.torch
 
     names = ("module", "loss_fn", "args", "path")
-    given = dict(zip(names, (*table["mlp"], tmp_path / "run.npz"), strict=True)) | change
+    arguments = dict(zip(names, (*table["mlp"], tmp_path / "run.npz"), strict=True)) | change
     with pytest.raises(error, match=message):
-        clipgrad.torch.save_run(**given)
+        clipgrad.torch.save_run(**arguments)
 
 
 def test_fused_weights_and_dropout_are_noted(tmp_path):
@@ -124,14 +124,16 @@ def test_each_direction_of_a_recurrent_module_is_a_value_with_its_steps(tmp_path
     clipgrad.torch.save_run(module, lambda m, x: m(x)[0].sum(), (x,), tmp_path / "run.npz")
     rows = [row for row in load_record(tmp_path / "run.npz").rows if row.kind == "value"]
     for way in ("[+]", "[-]"):
-        found = [(row.steps, row.shape) for row in rows if row.name == way]
-        assert found == [((), (4, 5, 2)), ((5,), (4, 2))]
+        shapes = [(row.steps, row.shape) for row in rows if row.name == way]
+        assert shapes == [((), (4, 5, 2)), ((5,), (4, 2))]
 
 
 def test_without_torch_the_import_says_what_to_install():
     program = "import sys; sys.modules['torch'] = None; import clipgrad.torch"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "clipgrad.torch needs PyTorch, which is not installed; write pip install" in found.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (
+        "clipgrad.torch needs PyTorch, which is not installed; write pip install" in process.stderr
+    )
 
 
 def test_the_page_on_ports_runs_and_finds_what_it_says(tmp_path, monkeypatch, capsys):

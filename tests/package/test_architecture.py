@@ -69,6 +69,13 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
         )
 
 
+def test_clips_know_no_names_and_no_frameworks():
+    used = {m for path in (PACKAGE / "_clip").rglob("*.py") for m in imports(path)}
+    assert {m.split(".")[1] for m in used if m.startswith("clipgrad.")} & {*FOLDERS} <= {
+        "_arrays", "_clip",
+    }  # fmt: skip
+
+
 def test_the_checker_knows_no_clip_whose_mistake_it_could_share():
     imported = {module for path in (PACKAGE / "_check").glob("*.py") for module in imports(path)}
     rooms = {module.split(".")[1] for module in imported if module.startswith("clipgrad.")}

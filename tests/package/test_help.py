@@ -279,6 +279,7 @@ def line_of(place):
     return docs_text(docs_pages()[place.page]).splitlines()[place.line - 1]
 
 
+@pytest.mark.slow
 def test_each_word_of_the_index_finds_its_page_among_the_first():
     missed = {}
     for page, entry in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():

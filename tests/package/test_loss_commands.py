@@ -138,6 +138,7 @@ def test_a_result_is_written_as_json_without_a_picture(name, models, tmp_path):
     assert {path.suffix for path in tmp_path.iterdir()} <= {".py", ".json", ""}
 
 
+@pytest.mark.slow
 def test_versions_that_differ_exit_with_1_and_name_the_module(models, capsys):
     assert compare(models, "loss", "changed") == 1
     shown = capsys.readouterr().out
@@ -146,6 +147,7 @@ def test_versions_that_differ_exit_with_1_and_name_the_module(models, capsys):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_versions_that_agree_exit_with_0(models, capsys):
     assert compare(models, "loss", "loss") == 0
     assert capsys.readouterr().out == "no difference beyond rounding, at 1 place\n"
@@ -153,6 +155,7 @@ def test_versions_that_agree_exit_with_0(models, capsys):
     assert "not matched" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_whole_steps_may_donate_their_arguments(models, capsys):
     assert compare(models, "step", "step", "--steps") == 0
     assert compare(models, "step", "wrong_step", "--steps") == 1
@@ -184,6 +187,7 @@ def test_a_capture_of_a_model_says_how_it_is_restored(models, tmp_path, capsys):
     assert "not callable" in shown and "--args module:restored, a function of the capture" in shown
 
 
+@pytest.mark.slow
 def test_nothing_judged_exits_with_1(models, capsys):
     assert compare(models, "undecided", "undecided_too") == 1
     assert capsys.readouterr().out.startswith("not judged: neither agreement nor a difference")

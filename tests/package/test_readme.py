@@ -49,6 +49,7 @@ def test_the_programs_are_short(program):
     assert sum(bool(line.strip()) for line in program.splitlines()) <= 20
 
 
+@pytest.mark.slow
 def test_jax_names_its_caller_and_the_diagnosis_the_line_that_divides(capsys):
     with pytest.raises(FloatingPointError) as raised:
         run(DIAGNOSE)
@@ -64,6 +65,7 @@ def test_jax_names_its_caller_and_the_diagnosis_the_line_that_divides(capsys):
     assert trace == f'File "model.py", line 13, in <module> {code} FloatingPointError: {error}'
 
 
+@pytest.mark.slow
 def test_both_clips_are_seen_to_act(capsys):
     run(CLIP)
     run(CLIP.replace("@cg.error_clip(cg.ErrorClipByValue(max=0.01))\n", ""))
@@ -168,6 +170,7 @@ def test_a_card_prints_what_it_shows(name, capsys, monkeypatch, tmp_path):
 # The other ways
 
 
+@pytest.mark.slow
 def test_a_large_gradient_in_float16_is_zeros_after_the_clip_of_optax():
     grads = jnp.full(4, 25_000.0, jnp.float16)  # of norm 50,000
     assert "A float16 gradient of norm 50,000 becomes zeros" in TEXT

@@ -218,6 +218,7 @@ def test_pytorch_and_jax_stand_side_by_side_from_the_first_cell_on():
         assert ast.parse(program) and max(map(len, program.splitlines())) <= 48
 
 
+@pytest.mark.slow
 def test_the_programs_in_the_column_of_jax_run():
     loss, leaves, _, rule = (programs[1] for programs in side_by_side())
     names = {"jax": jax, "jnp": jnp, "cg": cg}

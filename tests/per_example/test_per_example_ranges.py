@@ -112,6 +112,7 @@ def test_padding_leaves_the_rows_of_others_as_they_are(form, monkeypatch):
 KINDS = ["embedding tied to the head", "lstm", "kernels in several places", "scanned layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [KINDS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])],

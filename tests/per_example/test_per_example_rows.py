@@ -296,6 +296,7 @@ OF_INPUT = [1.0, 1e30, 1e-30, 1e30, 1e-30, 1e18, 3e38, 1e-37, 0.0, 1.0, np.inf, 
 OF_COTANGENT = [1.0, 1e-30, 1e30, 1e7, 1e-7, 1e18, 1e-3, 1e2, 1.0, 0.0, 1.0, np.inf, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [1, 3], ids=["one row", "Gram matrices"])
 def test_a_product_is_as_large_as_its_factors_together(positions):
     """Of any size, with a bias that is the cotangent: by leaf, together and clipped."""
@@ -323,6 +324,7 @@ def test_a_product_is_as_large_as_its_factors_together(positions):
     assert (stats.norm[finite] >= whole[finite] * (1 - 4e-7)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1e20, marks=pytest.mark.slow), 1e30])
 def test_a_coefficient_is_not_multiplied_with_the_constants_of_a_loss(size):
     """Compiled, the coefficient 1e-20 times 1 / 1e20 was 0, and the gradient of the kernel too."""

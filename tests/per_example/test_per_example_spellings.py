@@ -156,6 +156,7 @@ def right_gradients(loss, params, batch):
         return {k: np.asarray(g).reshape(EXAMPLES, -1) for k, g in each.items()}
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["plain", "tied"])

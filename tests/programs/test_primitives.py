@@ -295,6 +295,7 @@ def reads_a_name(node):
     return any(getattr(n.value, "attr", "") == "primitive" for n in names)
 
 
+@pytest.mark.slow
 def test_no_other_room_compares_the_name_of_a_primitive():
     root = pathlib.Path(cg.__file__).parent
     paths = [path for path in root.rglob("*.py") if path.parent.name != "_programs"]

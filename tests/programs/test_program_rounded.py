@@ -193,8 +193,8 @@ def test_rounding_is_a_function_of_the_number_its_position_and_the_seed(dtype):
         return jnp.tanh(x), *steps, jnp.tanh(x[::-1])[::-1], jnp.tanh(-x)
 
     with jax.enable_x64(dtype == "float64"):
-        found = runs(results, jnp.asarray(numbers(300, seed=8), dtype))
-    first, *steps, turned, other = (np.sign(moved[1:] - moved[:1]) for _, moved in found)
+        moved_results = runs(results, jnp.asarray(numbers(300, seed=8), dtype))
+    first, *steps, turned, other = (np.sign(moved[1:] - moved[:1]) for _, moved in moved_results)
     for step in steps:
         np.testing.assert_array_equal(first, step)
     assert max(abs(np.mean(first * turned)), abs(np.mean(first * other))) < 0.1

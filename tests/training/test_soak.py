@@ -200,13 +200,13 @@ def grown(training: Training, steps: int, after: int) -> tuple[int, int]:
     more = steps - after
     some = batches(after + 3 * more)
     state = training.run(training.step.init(training.params), some[:after])
-    found = [held()]
+    sizes = [held()]
     for start in range(after, len(some), more):
         for batch in some[start : start + more]:
             state = training.step(state, batch)[0]
         jax.block_until_ready(state)
-        found.append(held())
-    return tuple(int(least) for least in np.diff(found, axis=0).min(axis=0))
+        sizes.append(held())
+    return tuple(int(least) for least in np.diff(sizes, axis=0).min(axis=0))
 
 
 def test_the_memory_of_a_training_does_not_grow(shared, steps=450, after=150):

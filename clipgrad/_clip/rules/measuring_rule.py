@@ -133,7 +133,9 @@ def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     what optax computes, so that XLA makes the same program of it and the optimizer behind it.
     """
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
-    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
+    # Of many norms one quotient each: of each element it is what a CPU takes longest for.
+    parts = times(wide, 1 / norm.divisor) if norm.root.ndim else over(wide, norm.divisor)
+    shrunk = times(parts, limit).astype(leaf.dtype)
     within = norm.is_within(limit)
     return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)
 
