@@ -215,13 +215,13 @@ def _is_same(sides: Sides) -> bool:
 
 
 def _measure(versions: Sequence[Record | Recording], records: Sequence[Record]) -> bool:
-    """Add what rounding moves to the first record that is made now, unless a file says it."""
-    if any(row.numbers.moved is not None for record in records for row in record.rows):
-        return False
+    """Add what rounding moves to the first record made now, unless a file before says it."""
     for version, record in zip(versions, records, strict=True):
         if isinstance(version, Recording):
             version.measure(record)
             return True
+        if any(row.numbers.moved is not None for row in record.rows):
+            return False
     return False
 
 
