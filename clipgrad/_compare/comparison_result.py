@@ -50,8 +50,11 @@ def undecided(sides: Sides) -> list[str]:
             found.append(f"{name}: {what}")
             continue
         listed = f", steps {', '.join(map(str, sorted({*at})))}" if at else ""
-        it = "it" if what == "output" else f"its {what}"
-        found.append(f"{name}{listed}: rounding decides here, so {it} is not judged")
+        subject = "this" if what == "output" else f"the {what}"
+        found.append(
+            f"{name}{listed}: rounding decides here, so {subject} is called neither equal nor "
+            "different"
+        )
     return found
 
 
