@@ -116,12 +116,12 @@ def _has_entries(program: Any) -> bool:
 
 def entering_values(program: Any) -> Iterator[NamedValue]:
     """The floating values that enter modules, and leave none; they have the names of these."""
-    for own, place, jaxpr, scopes in placed_equations(program, value_programs):
+    for numbers, place, jaxpr, scopes in placed_equations(program, value_programs):
         for i, v in enumerate(place.equation.outvars):
             entered = module_entries(jaxpr).get(v)
             if entered and holds_floats(v):
                 name = "/".join((*scopes, *entered))
-                yield NamedValue((*own, i, -1), name, ENTERS, place, v)
+                yield NamedValue((*numbers, i, -1), name, ENTERS, place, v)
 
 
 def carried_values(program: Any) -> Iterator[NamedValue]:
@@ -129,7 +129,7 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
 
     Each has the name of its scan, "" outside of modules, and is last in its step.
     """
-    for own, place, _, scopes in placed_equations(program, value_programs):
+    for numbers, place, _, scopes in placed_equations(program, value_programs):
         equation = place.equation
         if not is_scan(equation):
             continue
@@ -138,7 +138,7 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
         makers = {v: e for e in body.eqns for v in e.outvars}
         for i, v in enumerate(body.outvars[: scan_counts(equation)[1]]):
             if type(v) is not Literal and v in makers and holds_floats(v):
-                position = (*own, 0, len(body.eqns), i, 0)
+                position = (*numbers, 0, len(body.eqns), i, 0)
                 at = Place(makers[v], place)
                 yield NamedValue(position, "/".join(inside), "module", at, v)
 

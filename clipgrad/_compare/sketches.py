@@ -57,8 +57,8 @@ def host_sketches(x: np.ndarray, axes: int) -> np.ndarray:
     flat = x.reshape(math.prod(lead), size)
     at_once = max(1, AT_ONCE // max(1, size))
     parts = [flat[i : i + at_once] for i in range(0, len(flat), at_once)]
-    found = [_sketch_sums(part.astype(np.float64), np) for part in parts]
-    return np.concatenate([np.zeros((0, LENGTH)), *found]).reshape(*lead, LENGTH)
+    sketches = [_sketch_sums(part.astype(np.float64), np) for part in parts]
+    return np.concatenate([np.zeros((0, LENGTH)), *sketches]).reshape(*lead, LENGTH)
 
 
 def _sketch_sums(flat: Any, xp: Any) -> Any:
