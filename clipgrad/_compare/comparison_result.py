@@ -36,7 +36,7 @@ def _notes(sides: Sides, verdict: Verdict) -> list[str]:
 
 
 def undecided(sides: Sides) -> list[str]:
-    """Notes of the rows that rounding decides, each name once."""
+    """Notes of the rows that rounding decides, each name once, with all its steps."""
     steps: dict[tuple[str, str], list[int]] = {}
     for p in sides.matching.pairs:
         row, _ = sides.rows(p)

@@ -113,7 +113,7 @@ def _by_argument(record: Record, kind: str) -> dict[str, dict[str, int]]:
 def _judged(
     a: Record, b: Record, pairs: list[Pair], rtol: float | None
 ) -> tuple[list[Pair], list[ComparisonFinding], list[str]]:
-    """The pairs with judgments; gradients of another shape; what differs between devices."""
+    """The judged pairs, findings of gradients of other shapes, texts of values without numbers."""
     judged, others, texts, starts = [], [], {}, Starts(a)
     for p in pairs:
         row, other = a.rows[p.a[0]], b.rows[p.b[0]]

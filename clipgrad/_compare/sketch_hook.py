@@ -43,15 +43,15 @@ class Sketches(ValueHook):
     What a scan carries from step to step has the name of the scan; see `carried_values`.
 
     Attributes:
-      carried: how many results of the program a scan carries.
-      sketched: whether sketches are noted; or else the values and cotangents themselves.
+      carried: how many results of the program a scan carries to its next step.
+      sketched: whether sketches are noted, or values and cotangents themselves.
     """
 
     carried: int = 0
     sketched: bool = True
 
     def value(self, seen: Seen, x: Any) -> Any:
-        """What goes on; the lines that called the line of a value have its numbers."""
+        """What the program goes on with; a line that calls others has the numbers of theirs."""
         return x if seen.position[-1] < DEPTH else super().value(seen, x)
 
     def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def seen_values(program: Any) -> list[NamedValue]:
 
 
 def note_key(position: tuple[int, ...]) -> tuple[int, ...]:
-    """The key of the note of a value: of all lines of one array that of the innermost."""
+    """The key of the note of a value; all lines of one array have the key of the innermost."""
     return (*position[:-1], max(position[-1], DEPTH))
 
 

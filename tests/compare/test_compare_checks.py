@@ -143,5 +143,5 @@ def test_a_step_without_argnums_is_told_what_to_write(result, tmp_path):
 @pytest.mark.parametrize("kind", _COMPARISON_HEADS)
 def test_each_kind_of_finding_is_in_the_docstring_and_on_a_page(kind):
     pages = [(DOCS / f"{name}.md").read_text() for name in ("two_versions", "bfloat16")]
-    for text in (ComparisonFinding.__doc__, "".join(pages)):
+    for text in (ComparisonFinding.__doc__ or "", "".join(pages)):
         assert f'"{kind}"' in text
