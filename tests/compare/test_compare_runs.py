@@ -136,6 +136,7 @@ def test_other_arguments_are_named_first(right):
     assert comparison.findings[0].path == "args[1]" and "1 of 3" in comparison.findings[0].message
 
 
+@pytest.mark.slow
 def test_the_file_is_the_table_without_the_numbers_of_arrays(right):
     record = file.load_record(right)
     assert {"clipgrad", "jax", "device", "platform", "processes"} == {*record.circumstances}
