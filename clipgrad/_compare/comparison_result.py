@@ -50,8 +50,11 @@ def undecided(sides: Sides) -> list[str]:
             notes.append(f"{name}: {what}")
             continue
         listed = f", steps {', '.join(map(str, sorted({*at})))}" if at else ""
-        it = "it" if what == "output" else f"its {what}"
-        notes.append(f"{name}{listed}: rounding decides here, so {it} is not judged")
+        subject = "this" if what == "output" else f"the {what}"
+        notes.append(
+            f"{name}{listed}: rounding decides here, so {subject} is called neither equal nor "
+            "different"
+        )
     return notes
 
 

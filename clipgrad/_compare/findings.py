@@ -247,8 +247,8 @@ def not_judged(sides: Sides) -> list[ComparisonFinding]:
         return []
     names = first_few([f"the {p.kind} {sides.rows(p)[0].label}" for p in bad], MOST_NAMES)
     farthest = max(p.judgment.difference for p in bad)
-    text = f"rounding decides {names}, up to {farthest:.2g} apart in the versions, so that is not "
-    text += "judged; "
+    text = f"rounding decides {names}, up to {farthest:.2g} apart in the versions, so they "
+    text += "are called neither equal nor different; "
     eps = [row.eps for p in bad for row in sides.rows(p) if row.eps]
     if eps and max(eps) > 2.0**-52:
         wider = "float32" if max(eps) > 2.0**-23 else "float64"

@@ -74,8 +74,9 @@ class ByPrecision:
         lost = [each for each in said if isinstance(each, ComparisonFinding)]
         notes = [each for each in said if isinstance(each, str)]
         if len(notes) == len(gradients):
-            text = "no gradient is judged: each is zero but for rounding; diagnose(fun, args) says "
-            lost.append(ComparisonFinding("not judged", text + "which operation makes it so"))
+            text = "each gradient is zero but for rounding, so nothing tells how much precision is "
+            text += "lost; diagnose(fun, args) says which operation makes it so"
+            lost.append(ComparisonFinding("not judged", text))
         growing = _growing(sides) if any(f.kind == "rounding" for f in lost) else []
         return Verdict([*growing, *lost], [*notes, *_notes_of_loss(sides, self.dtype)], self.dtype)
 
@@ -88,7 +89,8 @@ def lost_precision(
     error = judge(narrow, wide, np.zeros(narrow.shape), row.eps, most).difference
     is_odd, name = [not np.all(np.isfinite(x)) for x in (narrow, wide)], row.label
     if all(is_odd):
-        text = f"the gradient of {name} has NaN or inf in both types, so it is not judged"
+        text = f"the gradient of {name} has NaN or inf in both types, so nothing tells how much "
+        text += "precision is lost"
         return ComparisonFinding("not judged", text, path=row.name)
     if any(is_odd):
         text = f"the gradient of {name} overflows: it has NaN or inf in {dtype} only"
