@@ -66,13 +66,13 @@ class Recording:
 
     Attributes:
       record: its record, without numbers.
-      traced: returns the arrays of some rows, and by their positions the sketches of values and
-        cotangents.
-      sketched: whether it does; or else it returns values and cotangents themselves.
+      traced: returns the arrays of some rows, and by their positions values and cotangents, or the
+        sketches of these.
+      sketched: whether these are sketches.
       leaves: the inputs of the traced program.
       returned: the rows of the arrays that it returns.
       devices: the axes of a sketch that are over devices, by the row of the value.
-      given: the loss, if it is one.
+      loss: the loss, if it is one.
       remade: makes the recording again, see `recording_of`.
     """
 
@@ -82,7 +82,7 @@ class Recording:
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
     sketched: bool
-    given: TracedLoss | None = None
+    loss: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
 
     @property
@@ -95,7 +95,7 @@ class Recording:
         assert self.remade is not None
         more = self.remade(lines=True)
         more.record.argnums, more.record.notes = self.record.argnums, self.record.notes
-        return dataclasses.replace(more, given=self.given)
+        return dataclasses.replace(more, loss=self.loss)
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -114,9 +114,9 @@ class Recording:
         try:
             return run(self.leaves)
         except Exception as error:
-            if self.given is None or not is_of_callback(error):
+            if self.loss is None or not is_of_callback(error):
                 raise
-            finding = raised_finding(raised_in(self.given), error_text(error), self.given)
+            finding = raised_finding(raised_in(self.loss), error_text(error), self.loss)
             raise ValueError(
                 f"{finding.message}; clipgrad.diagnose follows its operands back"
             ) from error
@@ -128,9 +128,9 @@ class Recording:
         run = _arrays_of(run) if self._is_repetitive else jit_by_size(program)(run)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
-        own = {i: x for i, x in sketches.items() if x is not None}
-        again = ({i: run[i].numbers.sketch for i in own} for run in runs)
-        for i, x in floor_of(own, again).items():
+        known = {i: x for i, x in sketches.items() if x is not None}
+        again = ({i: run[i].numbers.sketch for i in known} for run in runs)
+        for i, x in floor_of(known, again).items():
             rows[i].numbers = rows[i].numbers._replace(moved=x)
 
     @functools.cached_property
@@ -160,13 +160,13 @@ class Recording:
             rows[i].numbers = numbers_of(x)
             if not self.record.is_loss:
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
-        for kind, own in zip(NOTED, on_host(notes), strict=True):
+        for kind, arrays in zip(NOTED, on_host(notes), strict=True):
             chosen = self.record.of(kind)
             axes = {note_key(rows[i].position): len(rows[i].shape) for i in chosen}
             if not self.sketched:
-                own = {key: host_sketches(own[key], count) for key, count in axes.items()}
+                arrays = {key: host_sketches(arrays[key], count) for key, count in axes.items()}
             for i in chosen:
-                x = own[note_key(rows[i].position)]
+                x = arrays[note_key(rows[i].position)]
                 sketch = by_steps(x, rows[i], self.devices.get(i, ()))
                 rows[i].numbers = Numbers(sketch=sketch)
         for i in self.devices:
@@ -272,8 +272,8 @@ def _evaluated(
 
     def outputs(moved: dict, taps: dict) -> tuple:
         hook = Sketches(taps=taps, lines=lines, sketched=sketched)
-        found = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
-        return found, hook.noted()
+        results = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
+        return results, hook.noted()
 
     if not moving:
         return *outputs({}, {}), {}
@@ -350,4 +350,4 @@ def device_counts(inputs: Sequence[Any], program: Any) -> tuple[int, ...]:
     holders += [x.sharding for x in inputs if isinstance(x, jax.Array)]
     meshes = (getattr(holder, "mesh", holder) for holder in holders)
     shapes = [tuple(dict(getattr(mesh, "shape", None) or {}).values()) for mesh in meshes]
-    return tuple(sorted({n for own in shapes for n in (math.prod(own), *own) if n > 1}))
+    return tuple(sorted({n for shape in shapes for n in (math.prod(shape), *shape) if n > 1}))

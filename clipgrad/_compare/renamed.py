@@ -49,28 +49,28 @@ class Renamed:
                 )
 
 
-def same_leaves(own: Sequence[str], other: Sequence[str]) -> dict[int, int]:
-    """The position in ``other`` of each leaf of ``own`` that both have.
+def same_leaves(a: Sequence[str], b: Sequence[str]) -> dict[int, int]:
+    """The position in ``b`` of each leaf of ``a`` that both have.
 
     Paths are equal, or all of one tree have one prefix more, since the tree is inside of another,
     such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``.
     """
-    inner, prefix = _wrapping(own, other)
-    wrapped = [_below(prefix, path) for path in own] if inner == 0 else list(own)
-    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(other)}
+    inner, prefix = _wrapping(a, b)
+    wrapped = [_below(prefix, path) for path in a] if inner == 0 else list(a)
+    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
     return {i: there[path] for i, path in enumerate(wrapped) if path in there}
 
 
-def _wrapping(own: Sequence[str], other: Sequence[str]) -> tuple[int, str]:
+def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:
     """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is."""
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
-    for inner, inside, around in ((0, set(own), other), (1, set(other), own)):
+    for inner, inside, around in ((0, set(a), b), (1, set(b), a)):
         for path in around:
             parts = path.split("/")
             heads = ("/".join(parts[:i]) for i in range(1, len(parts) + 1))
             counts.update((inner, head) for head in heads if path[len(head) + 1 :] in inside)
     (best, most), (_, second) = [*counts.most_common(2), ((0, ""), 0), ((0, ""), 0)][:2]
-    least = max(len(set(own) & set(other)), min(len(own), len(other)) / 2, second)
+    least = max(len(set(a) & set(b)), min(len(a), len(b)) / 2, second)
     return best if most > least else (0, "")
 
 

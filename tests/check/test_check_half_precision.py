@@ -171,6 +171,7 @@ def test_constants_of_a_right_rule_may_be_rounded_apart(dtype, a, b):
     assert failure.fault == "formula"
 
 
+@pytest.mark.slow
 def test_a_rule_in_half_precision_that_is_off_by_some_roundings_names_the_tolerance():
     off = custom(lambda x: 0.1 * x / 6, lambda r, g: (1.03 * 0.1 / 6 * g,))
     x = jnp.asarray([0.3, -1.2, 2.5], jnp.bfloat16)
@@ -192,6 +193,7 @@ def test_a_sum_that_bfloat16_loses_fails_with_its_numbers():
     assert "off by 76.01%; worst: numeric 1067 in float64, analytic 256" in str(report)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_failure_of_arithmetic():
     def backward(saved, g):
         return ((2 * saved[0].astype("bfloat16") * g.astype("bfloat16")).astype("float32"),)

@@ -95,6 +95,7 @@ def test_rtol_is_the_share_of_a_gradient_that_may_be_rounding():
     assert paths == {"w", "far", "scale", "args[1]"} and not comparison.ok
 
 
+@pytest.mark.slow
 def test_custom_rules_stay():
     """A wrong rule is the same in both types: no precision is lost there."""
 
@@ -247,6 +248,7 @@ def test_a_backward_pass_that_is_narrower_than_the_loss_is_seen():
     )
 
 
+@pytest.mark.slow
 def test_an_overflow_names_the_first_module_and_the_leaves():
     def loss(w, x):
         with jax.named_scope("fine"):

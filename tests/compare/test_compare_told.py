@@ -34,6 +34,7 @@ def without_names(params, x):
 # ---- the table of a dtype ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [in_bfloat16, pytest.param(without_names, marks=OTHERS)])
 def test_the_errors_of_low_precision_are_always_printed(loss):
     comparison = cg.compare(loss, "float32", (PARAMS, X))
