@@ -93,8 +93,9 @@ def compare(
       has_aux: ``True`` if the functions return ``(scalar, aux)``; aux is not compared.
       names: if names differ, a mapping from names in ``fun`` to names in ``other``:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for everything below.
-        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Lines are
-        names, too: ``{"model.py:8": "port.py:20"}``.
+        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Leaves that
+        have the name of a renamed module are matched, too. Lines are names:
+        ``{"model.py:8": "port.py:20"}``.
       rtol: a relative tolerance, such as 1e-3, that replaces the measured one.
 
     Returns:

@@ -84,3 +84,49 @@ def test_a_port_from_linen_to_nnx():
     assert (
         comparison.findings[0].kind == "value" and "LinenNet/out" in comparison.findings[0].message
     )
+
+
+class Renamed(linen.Module):
+    first: str
+    scale: float = 1.0
+
+    @linen.compact
+    def __call__(self, x):
+        x = self.scale * linen.Dense(3, name=self.first)(x)
+        return linen.Dense(2, name="head")(jnp.tanh(x))
+
+
+def scoped(name, scale=1.0):
+    """A loss in plain JAX whose scopes have the names of leaves."""
+
+    def loss(params, x):
+        with jax.named_scope(name):
+            x = scale * jnp.tanh(x @ params[name]["w"])
+        with jax.named_scope("head"):
+            return jnp.mean((x @ params["head"]) ** 2)
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+@pytest.mark.parametrize("name", ["linen", "scopes"])
+def test_compare_matches_the_leaves_of_modules_that_names_rename(name, scale, users_promotion):
+    x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+    if name == "linen":
+        of = lambda model: lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
+        one, two = of(Renamed("a")), of(Renamed("b", scale))
+        params = Renamed("a").init(jax.random.key(0), x)
+        leaves, names = params["params"], {"Renamed/a": "Renamed/b"}
+        others = {"params": {"b": leaves["a"], "head": leaves["head"]}}
+    else:
+        one, two, names = scoped("a"), scoped("b", scale), {"a": "b"}
+        w, head = (np.linspace(1, 2, n * k, dtype=np.float32) for n, k in ((4, 3), (3, 2)))
+        leaves = {"w": w.reshape(4, 3)}
+        params = {"a": leaves, "head": head.reshape(3, 2)}
+        others = {"b": leaves, "head": params["head"]}
+    comparison = cg.compare(one, two, (params, x), other_args=(others, x), names=names)
+    assert not any("only in" in finding.message for finding in comparison.findings)
+    assert comparison.ok == (scale == 1)
+    if scale != 1:
+        assert comparison.findings[0].kind == "value", comparison
