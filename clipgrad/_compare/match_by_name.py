@@ -4,6 +4,7 @@ import collections
 import functools
 from collections.abc import Mapping
 
+from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
 from clipgrad._compare.line_pairs import (
     check_lines,
@@ -121,6 +122,9 @@ def _judged(
     judged, others, texts, starts = [], [], {}, Starts(a)
     for p in pairs:
         row, other = a.rows[p.a[0]], b.rows[p.b[0]]
+        if p.kind == "gradient" and (turned := turned_gradients(a, b, p, rtol)):
+            judged.append(turned)
+            continue
         if p.kind == "gradient" and row.shape != other.shape:
             shapes = f"{list(row.shape)} in fun, {list(other.shape)} in other"
             text = f"gradient {row.label}, of another shape: {shapes}"

@@ -130,3 +130,45 @@ def test_compare_matches_the_leaves_of_modules_that_names_rename(name, scale, us
     assert comparison.ok == (scale == 1)
     if scale != 1:
         assert comparison.findings[0].kind == "value", comparison
+
+
+def two_products(turn, scale=1.0):
+    """A loss of two weights, which are turned before they are used."""
+
+    def loss(params, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh(scale * x @ turn(params["w"]))
+        with jax.named_scope("second"):
+            return jnp.mean((x @ turn(params["v"])) ** 2)
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+@pytest.mark.parametrize("width", [4, 3], ids=["square", "not square"])
+def test_compare_turns_gradients_as_their_parameters(width, scale, users_promotion):
+    rng = np.random.default_rng(0)
+    x, w, v = (np.float32(rng.normal(size=s)) for s in ((2, 4), (4, width), (width, 3)))
+    params = {"w": w, "v": v}
+    others = jax.tree.map(np.transpose, params)
+    plain, turned = two_products(lambda w: w), two_products(jnp.transpose, scale)
+    comparison = cg.compare(plain, turned, (params, x), other_args=(others, x))
+    assert comparison.ok == (scale == 1), comparison
+    assert scale == 1 or comparison.findings[0].module == "first"
+
+
+@jax.custom_vjp
+def turned_back(w):
+    return w
+
+
+turned_back.defvjp(lambda w: (w, None), lambda _, g: (g.T,))
+
+
+@pytest.mark.slow
+def test_compare_finds_a_gradient_that_is_turned_beside_its_parameter(users_promotion):
+    rng = np.random.default_rng(0)
+    params, x = {k: np.float32(rng.normal(size=(4, 4))) for k in "wv"}, np.ones((2, 4), "float32")
+    pair = two_products(lambda w: w), two_products(turned_back)
+    assert not cg.compare(*pair, (params, x)).ok
