@@ -13,7 +13,7 @@ import numpy as np
 
 from clipgrad._arrays import widened_leaf
 from clipgrad._compare.judge import Judgment, judge_sketches
-from clipgrad._compare.pairs import instances_of
+from clipgrad._compare.pairs import Pair, instances_of
 from clipgrad._compare.record import ENTERS, Record, Row
 from clipgrad._compare.sketches import (
     LENGTH,
@@ -117,6 +117,21 @@ class EqualRows:
         known, sketch = self.known[i], self._sketches[j][order]
         assert known is not None  # it has candidates
         return Equal(j, order, judged(self.row(i), known, self.other(j), sketch, self.rtol))
+
+
+def turned_gradients(a: Record, b: Record, pair: Pair, rtol: float | None) -> Pair | None:
+    """Two gradients in the order of axes in which their parameters are equal; None: as they are."""
+    row, other = a.rows[pair.a[0]], b.rows[pair.b[0]]
+    parameter, other_parameter = a.rows[row.node], b.rows[other.node]
+    known, unturned = numbers_at(parameter), numbers_at(other_parameter)
+    if known is None or unturned is None or np.array_equal(known[0], unturned[0]):
+        return None
+    orders = enumerate(sketches_in_orders(other_parameter))
+    equal = (k for k, x in orders if judged(parameter, known, other_parameter, x, rtol).agrees)
+    order, sketches, gradient = next(equal, 0), sketches_in_orders(other), numbers_at(row)
+    if order == 0 or order >= len(sketches) or gradient is None:
+        return None
+    return pair._replace(judgment=judged(row, gradient, other, sketches[order], rtol), order=order)
 
 
 def judged(row: Row, known: Moved, other: Row, sketch: np.ndarray, rtol: float | None) -> Judgment:

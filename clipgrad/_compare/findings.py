@@ -155,13 +155,13 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
         f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
     )
     text += f" {difference_text(pair.judgment)}; all values agree"
-    line = _line_of_user(sides, every)
+    line = line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     text += sides.rules_in(every)
     return dataclasses.replace(sides.at_line("vjp", text, module, pair, later, line.row), step=step)
 
 
-def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
+def line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
     """The line that uses a value: one that only one version has, or the first that both have."""
     if not sides.has_lines:
         return LinesAlone(None, None)
@@ -211,7 +211,7 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     every = used_by(pair, later, sides.both)
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
     text += f"; values and cotangents agree{sides.rules_in(every)}"
-    module, line = sides.module_of(pair, every) or "", _line_of_user(sides, every)
+    module, line = sides.module_of(pair, every) or "", line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     finding = sides.at_line("grads", text, module, pair, line=line.row)
     return dataclasses.replace(finding, path=row.name)
@@ -222,13 +222,19 @@ def difference_text(judgment: Judgment) -> str:
         return "is NaN, inf, nothing or of another shape in one of the versions only"
     text = f"differs by {judgment.difference:.2g}, "
     text += f"of which rounding explains {judgment.tolerance:.1g}"
+    sizes = sizes_text(judgment)
+    return f"{text} ({sizes})" if sizes else text
+
+
+def sizes_text(judgment: Judgment) -> str:
+    """The norms and the largest elements of both versions where they tell how these differ."""
     sizes = zip(("norm", "largest"), zip(*judgment.sizes, strict=True), strict=False)
     texts = [
         f"{name} {x:.3g} beside {y:.3g}"
         for name, (x, y) in sizes
         if min(x, y) > 0 and abs(x - y) > TELLING * max(x, y)
     ]
-    return f"{text} ({', '.join(texts)})" if texts else text
+    return ", ".join(texts)
 
 
 def not_judged(sides: Sides) -> list[ComparisonFinding]:

@@ -4,6 +4,7 @@ import collections
 import functools
 from collections.abc import Mapping
 
+from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
 from clipgrad._compare.line_pairs import (
     check_lines,
@@ -65,7 +66,7 @@ def match_by_name(
     values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
     pairs, findings = [*values, *cotangent_pairs(a, b, values)], []
     for kind in ("argument", "output", "gradient")[not with_arguments :]:
-        same = same_rows(a, b, kind)
+        same = same_rows(a, b, kind, names)
         of_kind = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
         pairs += sorted(of_kind, key=lambda p: a.rows[p.a[0]].time())
         only = [(i, a, "fun") for i in a.of(kind) if i not in same]
@@ -80,8 +81,12 @@ def match_by_name(
     return Matching(judged, [*findings, *others], [*unmatched, *texts], copies)
 
 
-def same_rows(a: Record, b: Record, kind: str) -> dict[int, int]:
+def same_rows(
+    a: Record, b: Record, kind: str, names: Mapping[str, str] | None = None
+) -> dict[int, int]:
     """The row in ``b`` of each row of a kind in ``a``: in the same argument, of the same path.
+
+    Or of the path that it has where modules are renamed by ``names``.
 
     If each record has one argument, these are the same. If an argument behind the first has a
     single leaf in both records, these are the same, whatever their paths.
@@ -92,7 +97,7 @@ def same_rows(a: Record, b: Record, kind: str) -> dict[int, int]:
     partners: dict[int, int] = {}
     for number, (argument, paths) in enumerate(rows[0].items()):
         others = rows[1].get(argument, {})
-        same = same_leaves([*paths], [*others])
+        same = same_leaves([*paths], [*others], names)
         if number and len(paths) == len(others) == 1:
             same = {0: 0}
         ours, theirs = [*paths.values()], [*others.values()]
@@ -117,6 +122,9 @@ def _judged(
     judged, others, texts, starts = [], [], {}, Starts(a)
     for p in pairs:
         row, other = a.rows[p.a[0]], b.rows[p.b[0]]
+        if p.kind == "gradient" and (turned := turned_gradients(a, b, p, rtol)):
+            judged.append(turned)
+            continue
         if p.kind == "gradient" and row.shape != other.shape:
             shapes = f"{list(row.shape)} in fun, {list(other.shape)} in other"
             text = f"gradient {row.label}, of another shape: {shapes}"

@@ -74,6 +74,7 @@ class Recording:
       devices: the axes of a sketch that are over devices, by the row of the value.
       loss: the loss, if it is one.
       remade: makes the recording again, see `recording_of`.
+      is_brief: whether it runs once, so that little optimization may take less than to optimize.
     """
 
     record: Record
@@ -84,6 +85,7 @@ class Recording:
     sketched: bool
     loss: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
+    is_brief: bool = False
 
     @property
     def has_lines(self) -> bool:
@@ -96,6 +98,12 @@ class Recording:
         more = self.remade(lines=True)
         more.record.argnums, more.record.notes = self.record.argnums, self.record.notes
         return dataclasses.replace(more, loss=self.loss)
+
+    def with_lines_in(self, scopes: Collection[str], with_gradients: bool) -> "Recording":
+        """The recording of the same program, with values of the lines in some scopes."""
+        assert self.remade is not None
+        more = self.remade(lines=True, scopes=scopes, with_gradients=with_gradients)
+        return dataclasses.replace(more, loss=self.loss, is_brief=True)
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -145,7 +153,8 @@ class Recording:
 
     def _jitted(self, hook: Hook) -> Callable[[list], list]:
         program = self.traced.program
-        return jax.jit(
+        compiled = jit_by_size(program) if self.is_brief else jax.jit
+        return compiled(
             lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
         )
 
@@ -187,6 +196,8 @@ def recording_of(
     with_arguments: bool,
     fixed: Sequence[Row] = (),
     lines: bool | None = None,
+    scopes: Collection[str] | None = None,
+    with_gradients: bool = True,
 ) -> Recording:
     """The recording of a program.
 
@@ -198,8 +209,12 @@ def recording_of(
       with_arguments: whether the numbers of the inputs are recorded.
       fixed: rows of what the program does not compute.
       lines: whether the values of lines are recorded; None: of a loss in which nothing has a name.
+      scopes: the modules whose lines these are, or None for all.
+      with_gradients: whether there are cotangents, and without scopes gradients.
     """
     more = program, inputs, outputs, gradients, with_arguments, fixed
+    gradients = gradients if with_gradients else {}
+    returned_gradients = gradients if scopes is None else {}
     arrays = [x for *_, x in inputs]
     record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
     for name, leaf, x in inputs:
@@ -212,12 +227,12 @@ def recording_of(
     named = [v for v in values if not _is_of_formula(v.name)]
     if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
         values = named
-    keys, of_lines = values_of_lines(program) if lines else ((), [])
+    keys, of_lines = values_of_lines(program, scopes) if lines else ((), [])
     places, devices = _add_values(record, values, of_lines, active)
     walk = Walk(program, range(len(inputs)), places, record.rows)
     copies = map(dataclasses.replace, outputs)
     returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(copies)]
-    for i, path in gradients.items():
+    for i, path in returned_gradients.items():
         row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
@@ -226,7 +241,7 @@ def recording_of(
             for i in record.of("cotangent")}  # fmt: skip
     for row in fixed:
         record.add(row)
-    evaluated = functools.partial(_evaluated, program, [*gradients], keys, sketched)
+    evaluated = functools.partial(_evaluated, program, [*returned_gradients], keys, sketched)
     traced = trace(evaluated, (arrays, taps), {})
     leaves, remade = jax.tree.leaves((arrays, taps)), functools.partial(recording_of, *more)
     return Recording(record, traced, leaves, returned, devices, sketched, remade=remade)
@@ -275,7 +290,7 @@ def _evaluated(
         results = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
         return results, hook.noted()
 
-    if not moving:
+    if not (moving or taps):
         return *outputs({}, {}), {}
     moved = {i: inputs[i] for i in moving}
     (loss,), pull_back, notes = jax.vjp(outputs, moved, taps, has_aux=True)

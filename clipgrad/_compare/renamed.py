@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from clipgrad._arrays import check_pattern, nearest, prefix_of
 
@@ -49,16 +49,47 @@ class Renamed:
                 )
 
 
-def same_leaves(a: Sequence[str], b: Sequence[str]) -> dict[int, int]:
+def same_leaves(
+    a: Sequence[str], b: Sequence[str], names: Mapping[str, str] | None = None
+) -> dict[int, int]:
     """The position in ``b`` of each leaf of ``a`` that both have.
 
     Paths are equal, or all of one tree have one prefix more, since the tree is inside of another,
-    such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``.
+    such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``. A leaf that
+    ``b`` lacks is looked for under the new name of its module.
     """
     inner, prefix = _wrapping(a, b)
     wrapped = [_below(prefix, path) for path in a] if inner == 0 else list(a)
     there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
-    return {i: there[path] for i, path in enumerate(wrapped) if path in there}
+    same = {i: there[path] for i, path in enumerate(wrapped) if path in there}
+    free = {path: j for path, j in there.items() if j not in same.values()}
+    for i, path in enumerate(wrapped) if names and free else ():
+        renamed = next((p for p in _renamed_leaves(path, names or {}) if p in free), None)
+        if i not in same and renamed is not None:
+            same[i] = free.pop(renamed)
+    return same
+
+
+def _renamed_leaves(path: str, names: Mapping[str, str]) -> Iterator[str]:
+    """The paths that a leaf may have where modules are renamed.
+
+    ``{"Net/a": "Net/b"}`` makes ``params/b/kernel`` of ``params/a/kernel``: leaves of a framework
+    are not below the name of the whole model.
+    """
+    parts = path.split("/")
+    renamed = Renamed(dict(_without_common_start(*pair) for pair in names.items()))
+    for first in range(len(parts)):
+        inside = "/".join(parts[first:])
+        if (other := renamed(inside)) != inside:
+            yield _below("/".join(parts[:first]), other)
+
+
+def _without_common_start(name: str, other: str) -> tuple[str, str]:
+    """Two names from the first segment on that differs; at least their last segments."""
+    a, b = name.split("/"), other.split("/")
+    while len(a) > 1 and len(b) > 1 and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    return "/".join(a), "/".join(b)
 
 
 def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:

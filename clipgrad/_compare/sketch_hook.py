@@ -1,7 +1,7 @@
 """The hook that sketches each named value of a program, and its cotangent."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Self
 
 import jax
@@ -166,11 +166,20 @@ def in_order(values: Iterable[NamedValue]) -> list[NamedValue]:
     return sorted(values, key=lambda v: (v.kind != "tag", -v.position[-1]))
 
 
-def values_of_lines(program: Any) -> tuple[LineKeys, list[tuple[NamedValue, LineValue]]]:
-    """The lines of a program, as `Sketches` takes them, and the values that it sees then."""
-    names = LineNames.of(program)
-    by_key = {line.key: name for name, line in names.lines.items()}
-    values = (v for v in line_values(program) if v.line.key in by_key)
-    return names.keys(names.lines), [
-        (NamedValue(v.position, by_key[v.line.key], v.kind, v.place, v.variable), v) for v in values
+def values_of_lines(
+    program: Any, scopes: Collection[str] | None = None
+) -> tuple[LineKeys, list[tuple[NamedValue, LineValue]]]:
+    """The lines of a program, as `Sketches` takes them, and the values that it sees then.
+
+    All lines, or those of which a value is computed in one of some scopes.
+    """
+    names, values = LineNames.of(program), list(line_values(program))
+    keys = {v.line.key for v in values if scopes is None or v.place.module in scopes}
+    by_key = {line.key: name for name, line in names.lines.items() if line.key in keys}
+    chosen = [v for v in values if v.line.key in by_key]
+    noted = {v.position for v in chosen}
+    return names.keys(dict.fromkeys(by_key.values())), [
+        (NamedValue(v.position, by_key[v.line.key], v.kind, v.place, v.variable), v)
+        for v in chosen
+        if note_key(v.position) in noted  # a line within it may be in no such scope
     ]
