@@ -197,8 +197,8 @@ MUTANTS = [
     ),
     *_of("compare", "compare compare_differences",
         ("_compare/judge.py",
-         "unequal = ~odd & (own != other)",
-         "unequal = ~odd & (own > other)"),
+         "unequal = ~odd & (a != b)",
+         "unequal = ~odd & (a > b)"),
         ("_compare/judge.py",
          "x / math.sqrt(max(1, count))",
          "x / max(1, count)",
@@ -208,8 +208,8 @@ MUTANTS = [
          "signed = flat * (1 - 0 * (hashes",
          "compare_sketches"),
         ("_compare/findings.py",
-         'found.append(_cotangent_finding(sides, bad["cotangent"][-1]))',
-         'found.append(_cotangent_finding(sides, bad["cotangent"][0]))'),
+         'findings.append(_cotangent_finding(sides, bad["cotangent"][-1]))',
+         'findings.append(_cotangent_finding(sides, bad["cotangent"][0]))'),
     ),
 ]
 # fmt: on

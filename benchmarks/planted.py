@@ -137,8 +137,8 @@ PLANTED = {
     ],
     "compare": [
         ("_compare/judge.py",
-         "return Judgment(found, rtol)",
-         "return Judgment(found, 10 * rtol)"),
+         "return Judgment(difference, rtol)",
+         "return Judgment(difference, 10 * rtol)"),
         ("_compare/sketches.py",
          "xp.where(flat > 0, 2, 3)",
          "xp.where(flat > 0, 2, 2)"),

@@ -26,8 +26,8 @@ def for_each(
     """
     rows = zip(static, zip(*columns, strict=True), strict=True)
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(columns)):
-        return [function(*given, *row) for given, row in rows]
-    return [_called(function, given, *row) for given, row in rows]
+        return [function(*fixed, *row) for fixed, row in rows]
+    return [_called(function, fixed, *row) for fixed, row in rows]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -131,10 +131,10 @@ class Joined(NamedTuple):
 
 def _places_by(kinds: Sequence[Hashable], part_of: Callable[[int], int]) -> list[list[int]]:
     """The places of each kind, in parts of a size that follows from their number."""
-    found: dict[Hashable, list[int]] = {}
+    by_kind: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(i)
-    sizes = [(places, part_of(len(places))) for places in found.values()]
+        by_kind.setdefault(kind, []).append(i)
+    sizes = [(places, part_of(len(places))) for places in by_kind.values()]
     return [places[i : i + n] for places, n in sizes for i in range(0, len(places), n)]
 
 

@@ -88,17 +88,17 @@ class Groups(NamedTuple):
         self,
         sums: Callable[..., Any],
         leaves: Arrays,
-        *given: Arrays,
+        *arrays: Arrays,
         static: tuple[Any, ...] = (),
     ) -> list[Any]:
-        """For each leaf on this device ``sums(*static, axes, keep, leaf, *given)``.
+        """For each leaf on this device ``sums(*static, axes, keep, leaf, *arrays)``.
 
         The function gets the axes that it sums over, whether it keeps them, the leaf in the dtype
-        of its sums, and its item of each of ``given``.
+        of its sums, and its item of each of ``arrays``.
         """
         each = zip(self.dtypes(leaves), self.axes_from_end(leaves), self.keeps(), strict=True)
         rows = [(sums, dtype, (*static, axes, keep)) for dtype, axes, keep in each]
-        return for_each(_of_wide, rows, leaves, *given)
+        return for_each(_of_wide, rows, leaves, *arrays)
 
     def wide_sums(self, leaves: Arrays) -> list[jax.Array]:
         """The sums of squares in float64, which the context allows."""
@@ -315,9 +315,9 @@ def reduced_together(
 
 
 def _of_wide(
-    sums: Callable[..., Any], dtype: str, static: tuple[Any, ...], leaf: jax.Array, *given: Any
+    sums: Callable[..., Any], dtype: str, static: tuple[Any, ...], leaf: jax.Array, *arrays: Any
 ) -> Any:
-    return sums(*static, with_real_dtype(leaf, dtype), *given)
+    return sums(*static, with_real_dtype(leaf, dtype), *arrays)
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one

@@ -310,8 +310,9 @@ def _covectors(function: CheckedFunction, log: Log) -> np.ndarray:
 def _note_half_precision(log: Log) -> None:
     if log.judged_to and precision(log.precision).is_coarse:
         log.note(
-            f"slopes in {log.precision} alone judge a gradient to {percent(log.judged_to)}; "
-            "with arguments in float32, where the function takes them, to 0.5%"
+            f"finite differences in {log.precision} alone show only errors of "
+            f"more than {percent(log.judged_to)} of a gradient; with arguments in float32, if the "
+            "function takes them, of more than 0.5%"
         )
 
 

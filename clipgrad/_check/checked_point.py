@@ -34,20 +34,22 @@ from clipgrad._check.wrong_rules import (
 
 LOOPS = '; a loop stops by its numbers: to allow for that write tolerance=..., or skip="linearity"'
 DISPUTES = (
-    "; disputed: plain autodiff has the gradient of the rule there, and the function, which is "
-    "smooth, has other slopes: where it is not meant to be differentiated, choose another point"
+    "; disputed: plain autodiff has the gradient of the rule there, but the function is smooth and "
+    "its finite differences are others: if it is not meant to be differentiated there, choose "
+    "another point"
 )
 NEITHER = (
-    "; disputed: the function, which is smooth, has the gradient neither of the rule nor of plain "
-    "autodiff there"
+    "; disputed: the function is smooth there, and its finite differences agree neither with the "
+    "rule nor with plain autodiff"
 )
 OF_JAX = (
     "; disputed: JAX's derivative of its own operations is wrong there, the function is smooth and "
-    "has other slopes: choose another point, or write a rule"
+    "its finite differences are others: choose another point, or write a rule"
 )
 STAIRCASE = (
-    "; the function is flat there (piecewise constant?), so slopes cannot judge a straight-through "
-    "rule: check the rule on its surrogate, the function whose gradient it has"
+    "; the function is flat there (piecewise constant?), so its finite differences are 0 "
+    "and cannot tell whether a straight-through rule is right: check the rule on its surrogate, "
+    "the function whose gradient it has"
 )
 
 
@@ -142,14 +144,11 @@ class CheckedPoint:
         moved = [n for j in some if (n := self.evidence.numbers.get(int(j)))]
         if moved:
             worst = max(moved, key=lambda n: abs(n.numeric - n.analytic))
-            numbers = (
-                f"slope {worst.numeric:.4g} +- {worst.error:.1g}, gradient {worst.analytic:.4g}"
-            )
-            return f" (worst: {numbers})"
+            return f" (worst: {_difference_and_gradient(worst)})"
         start = max((s for s in self.evidence.leaves if s <= some[0]), default=None)
         if start is None:
             return ""
-        return f" (along a direction: {_slope_and_gradient(self.evidence.leaves[start])})"
+        return f" (along a direction: {_difference_and_gradient(self.evidence.leaves[start])})"
 
     def failures(self, where: str = "", check: str = "value") -> list[Failure]:
         """One failure for each leaf with wrong elements: of the formula, or else its arithmetic."""
@@ -365,9 +364,9 @@ class Numbers(NamedTuple):
         return ratio_hint(self.numeric, self.analytic)
 
 
-def _slope_and_gradient(looked: Slopes | Along) -> str:
+def _difference_and_gradient(looked: Slopes | Along) -> str:
     numeric, error, analytic = looked.numeric, looked.error, looked.analytic
-    return f"slope {numeric:.4g} +- {error:.1g}, gradient {analytic:.4g}"
+    return f"finite difference {numeric:.4g} +- {error:.1g}, gradient {analytic:.4g}"
 
 
 def _count(wrong: np.ndarray, start: int, stop: int) -> str:

@@ -18,9 +18,9 @@ class Failure(NamedTuple):
 
     Of values also the numbers of the worst element, and of the elements of its leaf that were found
     wrong the indices and analytic/numeric. `fault` is "formula" or "arithmetic": the rule as it is
-    written is wrong, or what is computed is not the rule. The worst element by each witness: `rule`
-    and `plain` AD in float64, the `slope`, and the gradient that was `computed`; NaN where it is
-    not known.
+    written is wrong, or what is computed is not the rule. The worst element is here in each
+    way of computing it: `rule` and `plain` autodiff in float64, `slope` by finite differences, and
+    as it was `computed` by the program; NaN where it is not known.
     """
 
     check: str
@@ -125,7 +125,7 @@ class GradCheckReport:
         asked = self.elements - self.at_kinks
         missing = 1 - self.verified / asked if asked else 0.0
         word = "FAILED" if not self.ok else "passed"
-        word += f", judged to {percent(self.judged_to)}" if self.judged_to else ""
+        word += f", checked to {percent(self.judged_to)}" if self.judged_to else ""
         word += f", {missing:.0%} not verified" if self.ok and missing > SAID else ""
         word += f", {self.at_kinks} at kinks" if self.ok and self.at_kinks else ""
         alone = "" if self.precision in ("float64", "no precision") else " alone"

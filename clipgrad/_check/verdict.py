@@ -31,8 +31,8 @@ NOTES = {
     ROUNDING: "off by rounding: plain autodiff or the rule's operations lose as much in this "
     "precision",
     KINK: "at a kink: the gradient lies between the one-sided slopes",
-    NOISE: "not verified: the slopes are too noisy, or rounding explains the difference",
-    UNDECIDED: "not verified: JAX's own derivative does not have the function's slopes either",
+    NOISE: "not verified: finite differences are too noisy, or rounding explains the error",
+    UNDECIDED: "not verified: JAX's own derivative and the finite differences are apart too",
     UNSEEN: "not verified: not looked at one by one",
 }
 DIGITS = range(7, 18)  # of two numbers, until they are told apart

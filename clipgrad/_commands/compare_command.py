@@ -23,7 +23,7 @@ COMPARE_EXAMPLES = (
 )
 COMPARE_CODES = (
     "the versions agree; with a dtype, no leaf of the gradient has lost its precision",
-    "they differ, or nothing could be judged",
+    "they differ, or rounding decides too much to say",
 )
 COMPARISON_FIELDS = ("ok", "message", "findings", "rows", "notes")
 

@@ -21,6 +21,7 @@ from clipgrad._compare.compare_checks import (
 from clipgrad._compare.comparison_result import result
 from clipgrad._compare.file import load_record
 from clipgrad._compare.findings import by_rounding
+from clipgrad._compare.inner_lines import with_inner_line
 from clipgrad._compare.line_pairs import named_lines
 from clipgrad._compare.loss_recording import ALL
 from clipgrad._compare.match_by_name import (
@@ -93,8 +94,9 @@ def compare(
       has_aux: ``True`` if the functions return ``(scalar, aux)``; aux is not compared.
       names: if names differ, a mapping from names in ``fun`` to names in ``other``:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for everything below.
-        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Lines are
-        names, too: ``{"model.py:8": "port.py:20"}``.
+        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Leaves that
+        have the name of a renamed module are matched, too. Lines are names:
+        ``{"model.py:8": "port.py:20"}``.
       rtol: a relative tolerance, such as 1e-3, that replaces the measured one.
 
     Returns:
@@ -127,6 +129,8 @@ def compare(
       * A "value" finding is the first named value that differs, in the order of computation, scan
         steps included. The named values before it agree; the finding names the module of the
         operations in between, or a line there that only one version has.
+      * Where a "value" or "vjp" finding names a module, its lines are compared in one more run of
+        both functions, and the message says at which of them the versions first differ.
       * If the versions share code, lines are matched by statement, run by run; otherwise by their
         numbers, in any layout. A finding says up to which lines the versions are the same, and
         which lines come next.
@@ -173,7 +177,7 @@ def compare(
         sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
         if rtol is None and not _is_same(sides) and _measure(ready, (a, b)):
             sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
-        return result(sides, by_rounding(sides))
+        return result(sides, with_inner_line(by_rounding(sides), sides, ready, names))
 
 
 def _beside_itself(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:

@@ -79,7 +79,7 @@ def _check_other_arguments(other: Any, other_args: Any, kwargs: Any) -> None:
 def arguments_of(versions: tuple, args: Any, other_args: Any) -> list[Any]:
     """The arguments of each version; None for a run from a file."""
     both = args, args if other_args is None else other_args
-    return [None if is_path(run) else own for run, own in zip(versions, both, strict=True)]
+    return [None if is_path(run) else x for run, x in zip(versions, both, strict=True)]
 
 
 def check_files(records: Collection[Record], argnums: Any, names: Any) -> None:
@@ -198,10 +198,10 @@ def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any
             f"other: got {other!r} beside a run from a file, expected a function or another run; "
             "write compare(fun, dtype, args) with the function"
         )
-    for name, given in (("other_args", other_args), ("names", names)):
-        if given is not None:
+    for name, value in (("other_args", other_args), ("names", names)):
+        if value is not None:
             raise ValueError(
-                f"{name}: got {shown(given)} with other={other!r}, expected None; both runs are of "
+                f"{name}: got {shown(value)} with other={other!r}, expected None; both runs are of "
                 "fun"
             )
     if argnums is None:

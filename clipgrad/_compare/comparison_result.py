@@ -36,42 +36,45 @@ def _notes(sides: Sides, verdict: Verdict) -> list[str]:
 
 
 def undecided(sides: Sides) -> list[str]:
-    """Notes of the rows that rounding decides, each name once."""
+    """Notes of the rows that rounding decides, each name once, with all its steps."""
     steps: dict[tuple[str, str], list[int]] = {}
     for p in sides.matching.pairs:
         row, _ = sides.rows(p)
         if not p.judgment.is_judged and p.kind != "argument":
             what = "zero but for rounding" if is_nothing(sides, p) else p.kind
-            own = steps.setdefault((row.label, what), [])
-            own += [] if (step := row.step(p.own[1])) is None else [step]
-    found = []
+            indices = steps.setdefault((row.label, what), [])
+            indices += [] if (step := row.step(p.a[1])) is None else [step]
+    notes = []
     for (name, what), at in steps.items():
         if what.startswith("zero"):
-            found.append(f"{name}: {what}")
+            notes.append(f"{name}: {what}")
             continue
         listed = f", steps {', '.join(map(str, sorted({*at})))}" if at else ""
-        it = "it" if what == "output" else f"its {what}"
-        found.append(f"{name}{listed}: rounding decides here, so {it} is not judged")
-    return found
+        subject = "this" if what == "output" else f"the {what}"
+        notes.append(
+            f"{name}{listed}: rounding decides here, so {subject} is called neither equal nor "
+            "different"
+        )
+    return notes
 
 
 def _inner_differences(sides: Sides) -> list[str]:
     """Notes of what differs inside of versions whose outputs and gradients agree."""
-    found = []
+    notes = []
     for kind in ("argument", "value", "cotangent"):
         bad = [sides.rows(p)[0].label for p in sides.of(kind) if p.judgment.differs]
         if bad:
             names = first_few(list(dict.fromkeys(bad)), MOST_NAMES)
-            found.append(f"outputs and gradients agree, but the {kind}s of {names} differ")
-    return found
+            notes.append(f"outputs and gradients agree, but the {kind}s of {names} differ")
+    return notes
 
 
 def _other_types(sides: Sides) -> list[str]:
     pairs = [] if sides.a.is_loss else [sides.rows(p) for p in sides.of("output")]
     return [
-        f"{row.name}: {row.dtype} in fun, {its.dtype} in other"
-        for row, its in pairs
-        if row.dtype != its.dtype
+        f"{row.name}: {row.dtype} in fun, {other.dtype} in other"
+        for row, other in pairs
+        if row.dtype != other.dtype
     ]
 
 
@@ -79,27 +82,27 @@ def _other_circumstances(a: Record, b: Record) -> list[str]:
     """A note of what differs in versions and devices."""
     if a.framework != b.framework:
         return []
-    own, other = a.circumstances, b.circumstances
-    found = [
-        f"{name} {own.get(name)!s} in fun, {other.get(name)!s} in other"
-        for name in dict.fromkeys([*own, *other])
-        if own.get(name) != other.get(name)
+    first, second = a.circumstances, b.circumstances
+    texts = [
+        f"{name} {first.get(name)!s} in fun, {second.get(name)!s} in other"
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
     ]
-    return ["; ".join(found)] if found else []
+    return ["; ".join(texts)] if texts else []
 
 
 def _rows(sides: Sides, with_gradients: bool) -> Iterator[ComparisonRow]:
     """The values, with their cotangents; outputs of steps; beside a wider type, gradients, too."""
     nodes = sides.a.rows
-    back: dict[tuple, Pair] = {(nodes[p.own[0]].node, p.own[1]): p for p in sides.of("cotangent")}
+    back: dict[tuple, Pair] = {(nodes[p.a[0]].node, p.a[1]): p for p in sides.of("cotangent")}
     kinds = ["output"] if with_gradients or not sides.a.is_loss else []
     kinds += ["gradient"] if with_gradients else []
     for p in [*sides.of("value"), *(p for kind in kinds for p in sides.of(kind))]:
-        row, cotangent = sides.rows(p)[0], back.get(p.own)
+        row, cotangent = sides.rows(p)[0], back.get(p.a)
         if row.view == CALL:  # its numbers are those of a line that it called
             continue
-        own, its = p.judgment, cotangent and cotangent.judgment
-        numbers = own.difference, its and its.difference, own.tolerance, its and its.tolerance
-        is_value, steps = p.kind == "value", row.indices(p.own[1])
+        x, y = p.judgment, cotangent and cotangent.judgment
+        numbers = x.difference, y and y.difference, x.tolerance, y and y.tolerance
+        is_value, steps = p.kind == "value", row.indices(p.a[1])
         name, kind = (row.name, row.view) if is_value else (row.label, p.kind)
-        yield ComparisonRow(name, row.step(p.own[1]), *numbers, steps, kind)
+        yield ComparisonRow(name, row.step(p.a[1]), *numbers, steps, kind)

@@ -47,11 +47,14 @@ class Passed(NamedTuple):
 
 
 class Walk:
-    """Follows rows through a program.
+    """Follows through a program from which rows each value is computed.
 
     Args:
-      places: the rows at each place: the numbers of the operations and programs around, of the
-        operation, and of its result. Those of one array are in order.
+      program: the program.
+      inputs: the numbers of the rows of its inputs.
+      places: the numbers of the rows at each place, those of one array in order. A place has the
+        numbers of the operations and programs around, of the operation, and of its result.
+      rows: the rows of the record.
 
     Attributes:
       results: what each result of the program is computed from.
@@ -68,32 +71,32 @@ class Walk:
         self._scopes: dict[tuple, ScopePath] = {}
         arguments = [Known({(i, (), False): 0}, 0) for i in inputs]
         known = flow(program, arguments, self._step, _joined, value_programs, carry=self._carry)
-        self.results, self.ages = [own.origins for own in known], [own.age for own in known]
+        self.results, self.ages = [value.origins for value in known], [value.age for value in known]
 
     def edges(self) -> tuple[list[Edge], list[str], list[str]]:
-        """The edges, and the names of the scopes and of the custom rules that they count.
+        """The edges, and the names of the scopes and of the custom rules that they number.
 
-        To a row inside of another operation, the scopes outside of that do not count.
+        An edge to a row inside of a scan or a branch has only the scopes inside of that.
         """
         known = list(self._numbers)
         scopes: dict[str, int] = {}
         rules: dict[str, int] = {}
-        found = []
+        edges = []
         for (source, target, carried, is_stopped), bits in self._edges.items():
             inside = self._rows[target].position[:-3]
             on_the_way = [known[i] for i in range(bits.bit_length()) if bits >> i & 1]
-            within = (own for own in on_the_way if own.around[: len(inside)] == inside)
-            parts = {"/".join(own.scope) for own in within}, {own.rule for own in on_the_way} - {""}
+            within = (x for x in on_the_way if x.around[: len(inside)] == inside)
+            parts = {"/".join(x.scope) for x in within}, {x.rule for x in on_the_way} - {""}
             of_scopes, of_rules = (
                 tuple(of.setdefault(name, len(of)) for name in sorted(names))
                 for of, names in zip((scopes, rules), parts, strict=True)
             )
-            found.append(Edge(source, target, carried, of_scopes, of_rules, is_stopped))
-        return found, list(scopes), list(rules)
+            edges.append(Edge(source, target, carried, of_scopes, of_rules, is_stopped))
+        return edges, list(scopes), list(rules)
 
-    def lead(self, own: RowOrigins, row: int) -> None:
+    def lead(self, origins: RowOrigins, row: int) -> None:
         """Add the edges from origins to a row."""
-        for (source, carried, is_stopped), scopes in own.items():
+        for (source, carried, is_stopped), scopes in origins.items():
             self._edges[source, row, carried, is_stopped] |= scopes
 
     def _step(self, chain: Chain, operands: list[Known], inside: Callable) -> list[Known]:
@@ -104,7 +107,7 @@ class Walk:
             if is_cond(equation):
                 results = self._chosen(operands[0], results, Passed(chain.position[:-1], scope))
             if is_scan(equation):
-                results = [self._end_of_step(chain, i, own) for i, own in enumerate(results)]
+                results = [self._end_of_step(chain, i, value) for i, value in enumerate(results)]
         else:
             around = chain.position[:-1]
             origins, age = _joined(*operands)
@@ -113,8 +116,8 @@ class Walk:
                 origins = _stopped(origins)
             results = [Known(origins, age + 1)] * len(equation.outvars)
         here = chain.position
-        return [Known(self._through((*here, i), own.origins), own.age)
-                for i, own in enumerate(results)]  # fmt: skip
+        return [Known(self._through((*here, i), value.origins), value.age)
+                for i, value in enumerate(results)]  # fmt: skip
 
     def _scope(self, chain: Chain) -> ScopePath:
         """The scopes around an operation, within those around its program."""
@@ -123,67 +126,67 @@ class Walk:
             self._scopes[chain.position] = tuple(itertools.chain.from_iterable(paths))
         return self._scopes[chain.position]
 
-    def _chosen(self, index: Known, found: list[Known], passed: Passed) -> list[Known]:
+    def _chosen(self, index: Known, results: list[Known], passed: Passed) -> list[Known]:
         """The results of branches, which are computed from what chooses between them, too."""
         choice = Known(self._passed(index.origins, passed), index.age + 1)
-        return [_joined(choice, own) for own in found]
+        return [_joined(choice, result) for result in results]
 
-    def _carry(self, loop: Chain, number: int, own: Known) -> Known:
+    def _carry(self, loop: Chain, number: int, value: Known) -> Known:
         """What the next step of a loop begins with; a scan is as old as one step of it."""
-        end = self._end_of_step(loop, number, own) if is_scan(loop[0]) else own
+        end = self._end_of_step(loop, number, value) if is_scan(loop[0]) else value
         return Known(end.origins, 0)
 
-    def _end_of_step(self, scan: Chain, number: int, own: Known) -> Known:
+    def _end_of_step(self, scan: Chain, number: int, value: Known) -> Known:
         """A result of a step of a scan as the next step has it, or as all steps return it."""
         carried, inside = scan_counts(scan[0])[1], (*scan.position, 0)
         count, depth = len(opened(called_program(scan[0]))[0].eqns), sum(map(is_scan, scan[1:]))
         if number >= carried:
-            return own._replace(origins=self._carried(own.origins, inside, depth, 0))
-        origins = self._through((*inside, count, number), own.origins)
-        return own._replace(origins=self._carried(origins, inside, depth, carried))
+            return value._replace(origins=self._carried(value.origins, inside, depth, 0))
+        origins = self._through((*inside, count, number), value.origins)
+        return value._replace(origins=self._carried(origins, inside, depth, carried))
 
-    def _through(self, place: tuple, own: RowOrigins) -> RowOrigins:
+    def _through(self, place: tuple, origins: RowOrigins) -> RowOrigins:
         """The origins of what goes on from a place: the last of the rows there, if any."""
         for row in self._places.get(place, ()):
-            self.lead(own, row)
-            own = {(row, (), False): 0}
-        return own
+            self.lead(origins, row)
+            origins = {(row, (), False): 0}
+        return origins
 
-    def _passed(self, own: RowOrigins, passed: Passed) -> RowOrigins:
+    def _passed(self, origins: RowOrigins, passed: Passed) -> RowOrigins:
         """The origins of what an operation computes of values with these origins."""
         bit = 1 << self._numbers.setdefault(passed, len(self._numbers))
-        return {key: kinds | bit for key, kinds in own.items()}
+        return {key: kinds | bit for key, kinds in origins.items()}
 
-    def _carried(self, own: RowOrigins, inside: tuple, depth: int, most: int) -> RowOrigins:
+    def _carried(self, origins: RowOrigins, inside: tuple, depth: int, most: int) -> RowOrigins:
         """The origins of what a step of a scan carries on, or of what it returns at each step.
 
-        From one of as many places as it carries to another what is handed on comes back to none
-        after ``most`` steps; if it is returned at each step, that is 0.
+        A scan hands on as many values as it carries, so that after ``most`` steps each has been
+        everywhere, and no further step counts. Of what is returned at each step, ``most`` is 0.
         """
-        found: RowOrigins = {}
-        for (source, depths, is_stopped), scopes in own.items():
+        carried: RowOrigins = {}
+        for (source, depths, is_stopped), scopes in origins.items():
             if self._rows[source].position[: len(inside)] == inside:
                 if depths.count(depth) < most:
                     depths = tuple(sorted((*depths, depth)))
                 elif not most:
                     depths = tuple(d for d in depths if d != depth)
             key = source, depths, is_stopped
-            found[key] = found.get(key, 0) | scopes
-        return found
+            carried[key] = carried.get(key, 0) | scopes
+        return carried
 
 
 def _joined(*known: Known) -> Known:
     """What is known of a value that is one of several, or computed from all."""
     origins: RowOrigins = {}
-    for own, _ in known:
-        for key, kinds in own.items():
+    for each, _ in known:
+        for key, kinds in each.items():
             origins[key] = origins.get(key, 0) | kinds
     return Known(origins, max((age for _, age in known), default=0))
 
 
-def _stopped(own: RowOrigins) -> RowOrigins:
+def _stopped(origins: RowOrigins) -> RowOrigins:
     """The origins of a value behind a `stop_gradient`."""
-    origins: RowOrigins = {}
-    for (source, carried, _), kinds in own.items():
-        origins[source, carried, True] = origins.get((source, carried, True), 0) | kinds
-    return origins
+    stopped: RowOrigins = {}
+    for (source, carried, _), kinds in origins.items():
+        stopped[source, carried, True] = stopped.get((source, carried, True), 0) | kinds
+    return stopped

@@ -15,7 +15,10 @@ from jax.experimental import multihost_utils
 from clipgrad._compare.record import Edge, Numbers, Record, Row
 from clipgrad._compare.sketches import LENGTH, orders_of
 
+# A new field of `Row`, `Record` or `Edge` needs a new number, because older versions can't read it.
+# If the field has a default, files of the number before can be read, too.
 RECORD_FORMAT = 4
+READABLE_FORMATS = (RECORD_FORMAT,)
 _NUMBERS_OF_ROWS = ("sketch", "moved")
 
 
@@ -54,11 +57,11 @@ def load_record(path: str | os.PathLike) -> Record:
     if "header" not in names:
         raise ValueError(_sentence(path, "an archive of something else"))
     try:
-        with np.load(path, allow_pickle=False) as found:
-            header = json.loads(found["header"].tobytes())
+        with np.load(path, allow_pickle=False) as arrays:
+            header = json.loads(arrays["header"].tobytes())
             version = header["format"]
-            if version == RECORD_FORMAT:
-                return _unpacked(header, found)
+            if version in READABLE_FORMATS:
+                return _unpacked(header, arrays)
     except Exception as error:
         what = f"a damaged file ({type(error).__name__}: {error})"
         raise ValueError(_sentence(path, what)) from error

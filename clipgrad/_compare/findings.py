@@ -25,28 +25,30 @@ def by_rounding(sides: Sides) -> Verdict:
 
 
 def first(sides: Sides) -> list[ComparisonFinding]:
-    """Arguments, the first value, outputs, or else the cotangent, or else gradients; then others.
+    """The findings of two records, in this order.
 
-    If all outputs and gradients were compared, are judged and agree, there are none.
+    Arguments that differ; the first value. Then of a step all outputs that differ; of a loss whose
+    values agree the loss, or else the first cotangent, or else each gradient. At last what only one
+    record has. If all outputs and gradients were compared, are judged and agree, there are none.
     """
     bad = {k: [p for p in sides.of(k) if p.judgment.differs] for k in
            ("argument", "value", "output", "cotangent", "gradient")}  # fmt: skip
-    rest = sides.matching.alone
+    alone = sides.matching.alone
     if not bad["output"] and not bad["gradient"]:
-        return rest or not_judged(sides)
-    found = [*sides.matching.arguments, *argument_findings(sides, bad["argument"])]
+        return alone or not_judged(sides)
+    findings = [*sides.matching.arguments, *argument_findings(sides, bad["argument"])]
     is_loss = sides.a.is_loss and sides.b.is_loss
     if bad["value"]:
-        found.append(first_value(sides, bad["value"][0]))
+        findings.append(first_value(sides, bad["value"][0]))
     if not is_loss:
-        found += [_output_finding(sides, p) for p in bad["output"]]
+        findings += [_output_finding(sides, p) for p in bad["output"]]
     elif not bad["value"] and bad["output"]:
-        found.append(loss_finding(sides, bad["output"][0]))
+        findings.append(loss_finding(sides, bad["output"][0]))
     elif not bad["value"] and bad["cotangent"]:
-        found.append(_cotangent_finding(sides, bad["cotangent"][-1]))
+        findings.append(_cotangent_finding(sides, bad["cotangent"][-1]))
     elif not bad["value"]:
-        found += [_gradient_finding(sides, p) for p in bad["gradient"]]
-    return [*found, *rest]
+        findings += [_gradient_finding(sides, p) for p in bad["gradient"]]
+    return [*findings, *alone]
 
 
 def argument_findings(sides: Sides, bad: Sequence[Pair]) -> list[ComparisonFinding]:
@@ -89,16 +91,16 @@ def loss_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
 
 
 def _lines_that_agree(sides: Sides, slices: Sequence[Slice], alone: LinesAlone) -> str:
-    """Of versions that share no code: the lines up to which they are the same, and the next."""
+    """The text of the last lines that agree, and of the next ones, of two losses with lines."""
     last = _last_of(sides, slices)
     text = f"the same up to {last[0].words} and {last[1].words}" if last else "nothing is the same"
     return text + (f"; then {alone.text}" if alone.text else "")
 
 
 def _last_of(sides: Sides, slices: Sequence[Slice]) -> tuple[Row, Row] | None:
-    """The last lines that agree, of those that the slices end at."""
-    ends = [{to for _, _, to in own.steps} for own in slices]
-    agreeing = [p for p in sides.agreeing if p.own in ends[0] or p.other in ends[1]]
+    """The last line of each version that agrees, among the ends of the slices; or None."""
+    ends = [{to for _, _, to in part.steps} for part in slices]
+    agreeing = [p for p in sides.agreeing if p.a in ends[0] or p.b in ends[1]]
     rows = [sides.rows(p) for p in agreeing]
     return next((both for both in reversed(rows) if all(row.is_line for row in both)), None)
 
@@ -109,24 +111,24 @@ def called_text(row: Row) -> str:
 
 
 def _output_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
-    row, its = sides.rows(pair)
-    text, factor = _output_text(sides, pair, row, its)
+    row, other = sides.rows(pair)
+    text, factor = _output_text(sides, pair, row, other)
     module = sides.module_of(pair, sides.behind(pair)) or None
     finding = sides.at_line("output", text, module, pair)
     return dataclasses.replace(finding, path=row.name, ratio=factor)
 
 
-def _output_text(sides: Sides, pair: Pair, row: Row, its: Row) -> tuple[str, float | None]:
-    if row.shape != its.shape:
-        shapes = f"{list(row.shape)} in fun, {list(its.shape)} in other"
+def _output_text(sides: Sides, pair: Pair, row: Row, other: Row) -> tuple[str, float | None]:
+    if row.shape != other.shape:
+        shapes = f"{list(row.shape)} in fun, {list(other.shape)} in other"
         return f"{row.name}: the shape is {shapes}", None
-    kinds = [own.dtype for own in (row, its)]
+    kinds = [each.dtype for each in (row, other)]
     if TEXT in kinds and kinds[0] != kinds[1]:
         return f"{row.name} is {kinds[0]} in fun, {kinds[1]} in other", None
     if kinds[0] == TEXT:
         return f"{row.name}: its text differs", None
-    (exact, x, *_), (other, y, *_) = row.numbers, its.numbers
-    if exact and other or x is None or y is None:
+    (exact, x, *_), (other_exact, y, *_) = row.numbers, other.numbers
+    if exact and other_exact or x is None or y is None:
         return f"{row.name}: its numbers differ, which are compared exactly", None
     judgment = pair.judgment._replace(sizes=()) if row.size == 1 else pair.judgment
     text = f"{row.name} {difference_text(judgment)}"
@@ -153,13 +155,13 @@ def _cotangent_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
         f"the cotangent that {module} passes back to {to}" if module else f"the cotangent of {to}"
     )
     text += f" {difference_text(pair.judgment)}; all values agree"
-    line = _line_of_user(sides, every)
+    line = line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
     text += sides.rules_in(every)
     return dataclasses.replace(sides.at_line("vjp", text, module, pair, later, line.row), step=step)
 
 
-def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
+def line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
     """The line that uses a value: one that only one version has, or the first that both have."""
     if not sides.has_lines:
         return LinesAlone(None, None)
@@ -169,38 +171,38 @@ def _line_of_user(sides: Sides, slices: Sequence[Slice]) -> LinesAlone:
         alone = lines_of_ends(slices, ends)
     if alone.row is not None:
         return alone
-    rows = [[own.graph.record.rows[to[0]] for _, _, to in own.steps] for own in slices]
-    return LinesAlone(*(next((row for row in own if row.is_line), None) for own in rows))
+    rows = [[part.graph.record.rows[to[0]] for _, _, to in part.steps] for part in slices]
+    return LinesAlone(*(next((row for row in part if row.is_line), None) for part in rows))
 
 
 def _one_sided(sides: Sides, slices: list[Slice]) -> list[Slice]:
-    """The slices to values that send a cotangent back in one version only, if there are any.
+    """The slices cut down to values that get a cotangent in one version only, if there are any.
 
-    The other version cuts the gradient behind such a value, or before it, by a `stop_gradient` say.
+    The other version stops the gradient behind such a value, or before it, as by `stop_gradient`.
     """
     values = sides.of("value")
     rows = [{r.rows[i].node for i in r.of("cotangent")} for r in (sides.a, sides.b)]
-    behind = [p for p in values if (p.own[0] in rows[0]) != (p.other[0] in rows[1])]
-    moving = [own.differentiated for own in slices]
-    before = [p for p in values if (p.own in moving[0]) != (p.other in moving[1])]
+    behind = [p for p in values if (p.a[0] in rows[0]) != (p.b[0] in rows[1])]
+    moving = [part.differentiated for part in slices]
+    before = [p for p in values if (p.a in moving[0]) != (p.b in moving[1])]
     for one in (behind, before):
-        found = []
-        for side, own in enumerate(slices):
+        parts = []
+        for side, part in enumerate(slices):
             ends = {p.at(side) for p in one}
-            found.append(own._replace(steps=[step for step in own.steps if step[2] in ends]))
-        if any(own.steps for own in found):
-            return found
+            parts.append(part._replace(steps=[step for step in part.steps if step[2] in ends]))
+        if any(part.steps for part in parts):
+            return parts
     return slices
 
 
-def _user(own: Slice) -> tuple[str, int | None]:
+def _user(uses: Slice) -> tuple[str, int | None]:
     """The name of the first user of a value, and its step in the scans around both."""
-    if not own.steps:
+    if not uses.steps:
         return "", None
-    rows = own.graph.record.rows
-    edge, at, to = own.steps[0]
+    rows = uses.graph.record.rows
+    edge, at, to = uses.steps[0]
     name = rows[to[0]].name if rows[to[0]].kind == "value" else ""
-    return name, rows[at[0]].step(to[1][: own.graph.shared(edge)])
+    return name, rows[at[0]].step(to[1][: uses.graph.shared(edge)])
 
 
 def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
@@ -209,23 +211,30 @@ def _gradient_finding(sides: Sides, pair: Pair) -> ComparisonFinding:
     every = used_by(pair, later, sides.both)
     text = f"the gradient of {row.label} {difference_text(pair.judgment)}"
     text += f"; values and cotangents agree{sides.rules_in(every)}"
-    module, line = sides.module_of(pair, every) or "", _line_of_user(sides, every)
+    module, line = sides.module_of(pair, every) or "", line_of_user(sides, every)
     text += f"; {line.text}" if line.text else ""
-    finding = sides.at_line("grads", text, module, pair, told=line.row)
+    finding = sides.at_line("grads", text, module, pair, line=line.row)
     return dataclasses.replace(finding, path=row.name)
 
 
-def difference_text(own: Judgment) -> str:
-    if math.isinf(own.difference):
+def difference_text(judgment: Judgment) -> str:
+    if math.isinf(judgment.difference):
         return "is NaN, inf, nothing or of another shape in one of the versions only"
-    text = f"differs by {own.difference:.2g}, of which rounding explains {own.tolerance:.1g}"
-    sizes = zip(("norm", "largest"), zip(*own.sizes, strict=True), strict=False)
-    told = [
+    text = f"differs by {judgment.difference:.2g}, "
+    text += f"of which rounding explains {judgment.tolerance:.1g}"
+    sizes = sizes_text(judgment)
+    return f"{text} ({sizes})" if sizes else text
+
+
+def sizes_text(judgment: Judgment) -> str:
+    """The norms and the largest elements of both versions where they tell how these differ."""
+    sizes = zip(("norm", "largest"), zip(*judgment.sizes, strict=True), strict=False)
+    texts = [
         f"{name} {x:.3g} beside {y:.3g}"
         for name, (x, y) in sizes
         if min(x, y) > 0 and abs(x - y) > TELLING * max(x, y)
     ]
-    return f"{text} ({', '.join(told)})" if told else text
+    return ", ".join(texts)
 
 
 def not_judged(sides: Sides) -> list[ComparisonFinding]:
@@ -237,15 +246,15 @@ def not_judged(sides: Sides) -> list[ComparisonFinding]:
     bad = []
     for kind in ("output", "gradient"):
         pairs = sides.of(kind)
-        own = [p for p in pairs if not p.judgment.is_judged and not is_nothing(sides, p)]
-        far = [p for p in own if math.isinf(p.judgment.difference)]
-        bad += own if _are_many(own, pairs) else far
+        undecided = [p for p in pairs if not p.judgment.is_judged and not is_nothing(sides, p)]
+        far = [p for p in undecided if math.isinf(p.judgment.difference)]
+        bad += undecided if _are_many(undecided, pairs) else far
     if not bad:
         return []
     names = first_few([f"the {p.kind} {sides.rows(p)[0].label}" for p in bad], MOST_NAMES)
     farthest = max(p.judgment.difference for p in bad)
-    text = f"rounding decides {names}, up to {farthest:.2g} apart in the versions, so that is not "
-    text += "judged; "
+    text = f"rounding decides {names}, up to {farthest:.2g} apart in the versions, so they "
+    text += "are called neither equal nor different; "
     eps = [row.eps for p in bad for row in sides.rows(p) if row.eps]
     if eps and max(eps) > 2.0**-52:
         wider = "float32" if max(eps) > 2.0**-23 else "float64"
@@ -273,6 +282,6 @@ def is_nothing(sides: Sides, pair: Pair) -> bool:
     """
     if pair.kind != "gradient" or not pair.judgment.sizes:
         return False
-    own = max(norm for norm, _ in pair.judgment.sizes)
+    largest = max(norm for norm, _ in pair.judgment.sizes)
     whole = [norm for p in sides.of("gradient") for norm, _ in p.judgment.sizes]
-    return own <= math.sqrt(max(row.eps for row in sides.rows(pair))) * max(whole)
+    return largest <= math.sqrt(max(row.eps for row in sides.rows(pair))) * max(whole)

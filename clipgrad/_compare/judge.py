@@ -14,8 +14,8 @@ EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
 # A sum in float32 on a CPU may lose more than its terms do: right pairs differ by up to 1.8 floors.
 # Floors of a program that computes in half precision are above this one.
 FLOORS_IN_FLOAT32, MOST_IN_FLOAT32 = 4, 2.0**-13
-UNJUDGED = 0.1  # what rounding moves by more is judged only by
-CLEAR = 4  # times the floor
+UNJUDGED = 0.1  # of what rounding moves by more, only a difference of
+CLEAR = 4  # times the floor is judged
 
 
 class Judgment(NamedTuple):
@@ -44,58 +44,58 @@ class Judgment(NamedTuple):
         return self.is_judged and self.difference <= self.tolerance
 
 
-def floor_of(own: Mapping[int, Any], runs: Iterable[Mapping]) -> dict[int, np.ndarray]:
+def floor_of(numbers: Mapping[int, Any], runs: Iterable[Mapping]) -> dict[int, np.ndarray]:
     """The movement of numbers by rounding: the root mean square over runs of each."""
-    total, count = {key: np.zeros(x.shape) for key, x in own.items()}, 0
+    total, count = {key: np.zeros(x.shape) for key, x in numbers.items()}, 0
     for run in runs:
         count += 1
-        for key, x in own.items():
+        for key, x in numbers.items():
             total[key] = np.hypot(total[key], _distances(x, run[key]))
     return {key: x / math.sqrt(max(1, count)) for key, x in total.items()}
 
 
-def _distances(own: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    same = (own == moved) | (np.isnan(own) & np.isnan(moved))
+def _distances(numbers: np.ndarray, moved: np.ndarray) -> np.ndarray:
+    same = (numbers == moved) | (np.isnan(numbers) & np.isnan(moved))
     with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(moved - own)
+        distance = np.abs(moved - numbers)
         return np.where(same, 0, np.where(np.isnan(distance), np.inf, distance))
 
 
 def judge_rows(
-    own: Row,
-    other: Row,
-    at: Any,
-    its: Any,
+    a: Row,
+    b: Row,
+    at_a: Any,
+    at_b: Any,
     rtol: float | None,
     floors: float = 1,
     start: np.ndarray | None = None,
 ) -> Judgment | None:
     """Compare a row with another one, each at some steps; None where no numbers are known.
 
-    The floor is the first row's or else the other's, so many times. A row that is an update has the
-    sketch of what it started from.
+    The floor is that of ``a``, or else of ``b``, times ``floors``. If ``a`` is an update of an
+    argument, ``start`` is the sketch of that.
     """
-    ours, theirs = own.numbers, other.numbers
+    ours, theirs = a.numbers, b.numbers
     measured = ours.moved if ours.moved is not None else theirs.moved
     if ours.exact and theirs.exact:
-        is_same = ours.exact == theirs.exact and own.shape == other.shape
+        is_same = ours.exact == theirs.exact and a.shape == b.shape
         moves = rtol is None and measured is not None and bool(np.any(measured))
         return Judgment(float(not is_same), 0.0, is_same or not moves)
-    if own.kind != "value" and own.kind != "cotangent" and own.shape != other.shape:
+    if a.kind != "value" and a.kind != "cotangent" and a.shape != b.shape:
         return Judgment(math.inf, 0.0)
     if ours.sketch is None or theirs.sketch is None:
         is_known = any(x.sketch is not None or x.exact for x in (ours, theirs))
-        return Judgment(1.0, 0.0) if is_known and own.kind == "output" else None
-    x, y = ours.sketch[at], theirs.sketch[its]
+        return Judgment(1.0, 0.0) if is_known and a.kind == "output" else None
+    x, y = ours.sketch[at_a], theirs.sketch[at_b]
     moved = np.zeros(x.shape)
     if rtol is None and measured is not None:
-        moved = floors * measured[at if ours.moved is not None else its]
-    return judge_sketches(x, y, moved, max(own.eps, other.eps), rtol, start)
+        moved = floors * measured[at_a if ours.moved is not None else at_b]
+    return judge_sketches(x, y, moved, max(a.eps, b.eps), rtol, start)
 
 
 def judge_sketches(
-    own: np.ndarray,
-    other: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
     moved: np.ndarray,
     eps: float,
     rtol: float | None,
@@ -103,23 +103,22 @@ def judge_sketches(
 ) -> Judgment:
     """Compare the sketches of two versions of a value, shape (..., 515), as `judge` does."""
     sizes = tuple(
-        (float(np.linalg.norm(x[..., NORM_AT])), float(np.max(x[..., LARGEST_AT])))
-        for x in (own, other)
+        (float(np.linalg.norm(x[..., NORM_AT])), float(np.max(x[..., LARGEST_AT]))) for x in (a, b)
     )
-    if not np.array_equal(own[..., LENGTH - 1], other[..., LENGTH - 1]):
+    if not np.array_equal(a[..., LENGTH - 1], b[..., LENGTH - 1]):
         return Judgment(math.inf, 0.0, not np.any(moved[..., LENGTH - 1]), sizes)
-    start = np.zeros(own.shape) if start is None else start
-    found = []
+    start = np.zeros(a.shape) if start is None else start
+    judgments = []
     for at in (0, NUMBERS):
-        one, two, floor, before = (part_of(x, at) for x in (own, other, moved, start))
-        found.append(judge(one, two, floor, eps, rtol, before))
-    worst = max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
+        one, two, floor, before = (part_of(x, at) for x in (a, b, moved, start))
+        judgments.append(judge(one, two, floor, eps, rtol, before))
+    worst = max(judgments, key=lambda j: (j.differs, not j.is_judged, j.difference))
     return worst._replace(sizes=sizes)
 
 
 def judge(
-    own: np.ndarray,
-    other: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
     floor: np.ndarray,
     eps: float,
     rtol: float | None,
@@ -134,33 +133,33 @@ def judge(
     judged. A parameter after a step is moved by 10 % if its update is, however small that is.
 
     Args:
-      own: the numbers in the first version.
-      other: those in the second.
+      a: the numbers in the first version.
+      b: those in the second.
       floor: how far rounding moves each number; see `floor_of`.
       eps: one rounding of the dtype.
       rtol: the tolerance that replaces all this, or None.
       start: the numbers that the first version is an update of, or 0.
     """
     # With room for differences and sums of the largest numbers.
-    own, other, floor, start = (np.ravel(x) * 2.0**-4 for x in (own, other, floor, start))
-    finite = np.isfinite(own)
-    is_stable = _relative(_norm(floor[finite]), _norm((own - start)[finite])) <= UNJUDGED
-    odd = ~np.isfinite(own) | ~np.isfinite(other)
-    if not np.array_equal(own[odd], other[odd], equal_nan=True):
+    a, b, floor, start = (np.ravel(x) * 2.0**-4 for x in (a, b, floor, start))
+    finite = np.isfinite(a)
+    is_stable = _relative(_norm(floor[finite]), _norm((a - start)[finite])) <= UNJUDGED
+    odd = ~np.isfinite(a) | ~np.isfinite(b)
+    if not np.array_equal(a[odd], b[odd], equal_nan=True):
         return Judgment(math.inf, rtol or EQUAL_ROUNDINGS * eps, rtol is not None or is_stable)
-    unequal = ~odd & (own != other)
-    distance = _norm(own[unequal] - other[unequal])
-    size = _norm(other[unequal]) or _norm(own[unequal])
-    found = _relative(distance, size)
+    unequal = ~odd & (a != b)
+    distance = _norm(a[unequal] - b[unequal])
+    size = _norm(b[unequal]) or _norm(a[unequal])
+    difference = _relative(distance, size)
     if rtol is not None:
-        return Judgment(found, rtol)
+        return Judgment(difference, rtol)
     moved = _norm(floor[unequal])
     if not math.isfinite(moved):
-        return Judgment(found, math.inf, found == 0)
+        return Judgment(difference, math.inf, difference == 0)
     least = min(_relative(FLOORS_IN_FLOAT32 * moved, size), MOST_IN_FLOAT32)
     tolerance = max(EQUAL_ROUNDINGS * eps, _relative(moved, size), least)
-    is_judged = is_stable or found <= EQUAL_ROUNDINGS * eps or distance > CLEAR * moved
-    return Judgment(found, tolerance, is_judged)
+    is_judged = is_stable or difference <= EQUAL_ROUNDINGS * eps or distance > CLEAR * moved
+    return Judgment(difference, tolerance, is_judged)
 
 
 def _relative(distance: float, size: float) -> float:

@@ -24,7 +24,7 @@ FLOORS = 4  # a floor is that of one version, and a root mean square
 
 def named_lines(names: Mapping[str, str] | None) -> dict[str, str]:
     """Those of the names that are of lines."""
-    return {own: other for own, other in (names or {}).items() if is_line_pattern(own)}
+    return {name: other for name, other in (names or {}).items() if is_line_pattern(name)}
 
 
 def line_pairs(a: Record, b: Record, names: Mapping[str, str] | None) -> list[Pair]:
@@ -82,7 +82,7 @@ def _runs(a: Record, b: Record, ours: list[Instance], theirs: list[Instance]) ->
         groups, others = _by_calls(a, ours, count), _by_calls(b, theirs, count)
         same = [key for key in groups if len(groups[key]) == len(others.get(key, ()))]
         pairs += [pair for key in same for pair in _in_order(groups[key], others[key])]
-        paired = {p.own for p in pairs}, {p.other for p in pairs}
+        paired = {p.a for p in pairs}, {p.b for p in pairs}
         ours = [at for at in ours if at not in paired[0]]
         theirs = [at for at in theirs if at not in paired[1]]
     return pairs
@@ -155,7 +155,7 @@ def equal_lines(a: Record, b: Record, pairs: list[Pair], rtol: float | None) -> 
     """
     values = [p for p in pairs if p.kind == "value"]
     ours, theirs = _Sizes.of(a, lines_of(a)), _Sizes.of(b, lines_of(b))
-    left = set(ours.at) - {p.own for p in values}, set(theirs.at) - {p.other for p in values}
+    left = set(ours.at) - {p.a for p in values}, set(theirs.at) - {p.b for p in values}
     equal = []
     for i, at in enumerate(ours.at):
         if at in left[0] and (j := _equal(ours, i, theirs, rtol)) is not None:
@@ -176,8 +176,8 @@ def copied_lines(record: Record) -> list[Instance]:
     arguments = [(i, ()) for i, sketch in sketches.items() if sketch is not None]
     if not (lines and arguments):
         return []
-    values, given = _Sizes.of(record, lines), _Sizes.of(record, arguments)
-    is_copy = lambda i: values.known[i] and given.alike(values.sizes[i], SAME_NORM).any()  # noqa: E731
+    values, inputs = _Sizes.of(record, lines), _Sizes.of(record, arguments)
+    is_copy = lambda i: values.known[i] and inputs.alike(values.sizes[i], SAME_NORM).any()  # noqa: E731
     return [at for i, at in enumerate(lines) if is_copy(i)]
 
 
@@ -197,19 +197,21 @@ def _equal(values: _Sizes, i: int, others: _Sizes, rtol: float | None) -> int | 
     return min(filter(is_equal, maybe), key=distance, default=None)
 
 
-def _same_order(row: Row, other: Row, at: Any, its: Any, rtol: float | None) -> Judgment | None:
+def _same_order(
+    row: Row, other: Row, at: Any, other_at: Any, rtol: float | None
+) -> Judgment | None:
     """The judgment of two values that agree element by element; None if they do not."""
     if row.shape != other.shape:
         return None
-    judgment = judge_rows(row, other, at, its, rtol, FLOORS)
+    judgment = judge_rows(row, other, at, other_at, rtol, FLOORS)
     return judgment if judgment is not None and judgment.agrees else None
 
 
 def _judgment(a: Record, b: Record, pair: Pair, rtol: float | None, near: float) -> Judgment:
     """The judgment of two values, or cotangents, of one order of axes, or else of their sizes."""
-    rows = a.rows[pair.own[0]], b.rows[pair.other[0]]
-    if judgment := _same_order(*rows, pair.own[1], pair.other[1], rtol):
+    rows = a.rows[pair.a[0]], b.rows[pair.b[0]]
+    if judgment := _same_order(*rows, pair.a[1], pair.b[1], rtol):
         return judgment
-    x, y = (_numbers(r, at)[0][SIZES] for r, at in ((a, pair.own), (b, pair.other)))
+    x, y = (_numbers(r, at)[0][SIZES] for r, at in ((a, pair.a), (b, pair.b)))
     apart = float(np.max(np.abs(x - y) / np.maximum(np.abs(y), np.finfo(float).tiny)))
     return Judgment(apart, max(near, rtol or 0), True, ((x[0], y[0]), (x[1], y[1])))

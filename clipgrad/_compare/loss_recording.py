@@ -32,8 +32,8 @@ def recorded_loss(
     with_arguments: bool = True,
 ) -> Recording:
     """Trace a loss, and its gradient with sketches of values and cotangents."""
-    own = traced_loss(fun, args, kwargs, argnums, has_aux, otherwise=OF_STEPS)
-    return _with_gradients(own, _paths_by_position(own, argnums, len(args)), with_arguments)
+    loss = traced_loss(fun, args, kwargs, argnums, has_aux, otherwise=OF_STEPS)
+    return _with_gradients(loss, _paths_by_position(loss, argnums, len(args)), with_arguments)
 
 
 def recorded_by_all(
@@ -54,22 +54,22 @@ def recorded_by_all(
     every: dict[Argument, Any] = {key: x for key, x in enumerate(args) if _floats(x)}
     every |= {k: x for k, x in kwargs.items() if not all(map(_is_python_number, _floats(x)))}
     chosen = [key for key in every if key in among or not among] or [0]
-    own, notes = _loss_by_all(fun, args, kwargs, has_aux, chosen, every)
-    record = functools.partial(_by_all, own, with_arguments)
-    keys = list(dict.fromkeys(own.leaves[i].argument for i in own.chosen))
+    loss, notes = _loss_by_all(fun, args, kwargs, has_aux, chosen, every)
+    record = functools.partial(_by_all, loss, with_arguments)
+    keys = list(dict.fromkeys(loss.leaves[i].argument for i in loss.chosen))
     try:
-        found = record(keys)
+        recording = record(keys)
     except Exception:
         record(keys[:1])  # its own error is raised
         errors = {key: _error_of(record, [key]) for key in keys[1:]}
         if not any(errors.values()):
             raise
-        found = record([key for key in keys if not errors.get(key)])
+        recording = record([key for key in keys if not errors.get(key)])
         notes += [_left_out([key], why) for key, why in errors.items() if why]
     left = [key for key in every if key not in chosen]
     notes += [_left_out(left, "the file has none")] if left else []
-    found.record.notes[:0] = notes
-    return found
+    recording.record.notes[:0] = notes
+    return recording
 
 
 def _floats(argument: Any) -> list[Any]:
@@ -104,8 +104,8 @@ def _loss_by_all(
     except (TypeError, ValueError, IndexError) as error:  # as JAX's of what needs a number
         if not numbers:
             raise
-        found = traced([key for key in chosen if key not in numbers])
-        return found, [_left_out(numbers, f"with arrays for its numbers {first_line(error)}")]
+        loss = traced([key for key in chosen if key not in numbers])
+        return loss, [_left_out(numbers, f"with arrays for its numbers {first_line(error)}")]
 
 
 def _error_of(record: Callable, keys: list[Argument]) -> str:
@@ -122,44 +122,46 @@ def _left_out(keys: Sequence[Argument], why: str) -> str:
 
 
 def _with_gradients(
-    own: TracedLoss, gradients: Mapping[int, str], with_arguments: bool
+    loss: TracedLoss, gradients: Mapping[int, str], with_arguments: bool
 ) -> Recording:
     """The recording of a traced loss whose gradients have these paths, by the numbers of inputs."""
-    names = [gradients.get(i, name) for i, name in enumerate(own.names)]
-    leaves = [(argument_name(leaf.argument), leaf.path) for leaf in own.leaves]
-    inputs = list(zip(names, leaves, own.inputs, strict=True))
-    loss = plain_row("output", THE_LOSS, opened(own.program)[0].outvars[0].aval)
-    found = recording_of(own.program, inputs, [loss], gradients, with_arguments)
-    found.record.argnums = tuple(dict.fromkeys(own.leaves[i].argument for i in gradients))
-    return dataclasses.replace(found, given=own)
+    names = [gradients.get(i, name) for i, name in enumerate(loss.names)]
+    leaves = [(argument_name(leaf.argument), leaf.path) for leaf in loss.leaves]
+    inputs = list(zip(names, leaves, loss.inputs, strict=True))
+    output = plain_row("output", THE_LOSS, opened(loss.program)[0].outvars[0].aval)
+    recording = recording_of(loss.program, inputs, [output], gradients, with_arguments)
+    recording.record.argnums = tuple(dict.fromkeys(loss.leaves[i].argument for i in gradients))
+    return dataclasses.replace(recording, loss=loss)
 
 
-def _by_all(own: TracedLoss, with_arguments: bool, keys: Sequence[Argument]) -> Recording:
+def _by_all(loss: TracedLoss, with_arguments: bool, keys: Sequence[Argument]) -> Recording:
     """The gradients by some arguments: paths of the first are those of its gradient alone."""
-    chosen = [i for i in own.chosen if own.leaves[i].argument in keys]
+    chosen = [i for i in loss.chosen if loss.leaves[i].argument in keys]
     paths = {}
     for i in chosen:
-        key, path, name = own.leaves[i]
+        key, path, name = loss.leaves[i]
         is_first = key == keys[0]
         paths[i] = path if is_first else name
         if is_first and keys[1:] and not path:
             paths[i] = argument_name(key)
-    return _with_gradients(own._replace(chosen=chosen), _distinct(paths, own), with_arguments)
+    return _with_gradients(loss._replace(chosen=chosen), _distinct(paths, loss), with_arguments)
 
 
-def _paths_by_position(own: TracedLoss, argnums: int | Sequence[int], count: int) -> dict[int, str]:
+def _paths_by_position(
+    loss: TracedLoss, argnums: int | Sequence[int], count: int
+) -> dict[int, str]:
     """The path in the tree of the gradient of each input that is differentiated, by its number."""
     is_one = not isinstance(argnums, Sequence)
     order = [] if is_one else [i % count for i in argnums]
-    found = {}
-    for i in own.chosen:
-        number, path, _ = own.leaves[i]
+    paths = {}
+    for i in loss.chosen:
+        number, path, _ = loss.leaves[i]
         first = [] if is_one else [str(order.index(int(number)))]
-        found[i] = "/".join([*first, path]).rstrip("/")
-    return _distinct(found, own)
+        paths[i] = "/".join([*first, path]).rstrip("/")
+    return _distinct(paths, loss)
 
 
-def _distinct(paths: Mapping[int, str], own: TracedLoss) -> dict[int, str]:
+def _distinct(paths: Mapping[int, str], loss: TracedLoss) -> dict[int, str]:
     """The paths; where a key with a slash looks like two keys, the whole names."""
     counts = collections.Counter(paths.values())
-    return {i: path if counts[path] == 1 else own.names[i] for i, path in paths.items()}
+    return {i: path if counts[path] == 1 else loss.names[i] for i, path in paths.items()}

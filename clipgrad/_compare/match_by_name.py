@@ -4,6 +4,7 @@ import collections
 import functools
 from collections.abc import Mapping
 
+from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
 from clipgrad._compare.line_pairs import (
     check_lines,
@@ -63,74 +64,81 @@ def match_by_name(
     values, unmatched = _named_values(a, b, names)
     have_lines = a.has_lines and b.has_lines
     values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
-    pairs, found = [*values, *cotangent_pairs(a, b, values)], []
+    pairs, findings = [*values, *cotangent_pairs(a, b, values)], []
     for kind in ("argument", "output", "gradient")[not with_arguments :]:
-        same = same_rows(a, b, kind)
-        own = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
-        pairs += sorted(own, key=lambda p: a.rows[p.own[0]].time())
+        same = same_rows(a, b, kind, names)
+        of_kind = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
+        pairs += sorted(of_kind, key=lambda p: a.rows[p.a[0]].time())
         only = [(i, a, "fun") for i in a.of(kind) if i not in same]
         only += [(j, b, "other") for j in b.of(kind) if j not in same.values()]
         for i, record, where in only if kind != "argument" else ():
             name, path = record.rows[i].label, record.rows[i].name
-            found.append(alone(kind, path, f"{kind} {name}, only in {where}"))
+            findings.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
     if have_lines:
         judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
     copies = copied_lines(a), copied_lines(b)
-    return Matching(judged, [*found, *others], [*unmatched, *texts], copies)
+    return Matching(judged, [*findings, *others], [*unmatched, *texts], copies)
 
 
-def same_rows(a: Record, b: Record, kind: str) -> dict[int, int]:
+def same_rows(
+    a: Record, b: Record, kind: str, names: Mapping[str, str] | None = None
+) -> dict[int, int]:
     """The row in ``b`` of each row of a kind in ``a``: in the same argument, of the same path.
 
-    Where there is one argument in each, it is the same. One leaf of an argument behind the first is
-    the only leaf of that in the other, whatever its path.
+    Or of the path that it has where modules are renamed by ``names``.
+
+    If each record has one argument, these are the same. If an argument behind the first has a
+    single leaf in both records, these are the same, whatever their paths.
     """
     rows = [_by_argument(record, kind) for record in (a, b)]
-    if all(len(own) == 1 for own in rows):
+    if all(len(by_argument) == 1 for by_argument in rows):
         rows[1] = dict(zip(rows[0], rows[1].values(), strict=True))
-    found: dict[int, int] = {}
+    partners: dict[int, int] = {}
     for number, (argument, paths) in enumerate(rows[0].items()):
         others = rows[1].get(argument, {})
-        same = same_leaves([*paths], [*others])
+        same = same_leaves([*paths], [*others], names)
         if number and len(paths) == len(others) == 1:
             same = {0: 0}
-        own, its = [*paths.values()], [*others.values()]
-        found |= {own[i]: its[j] for i, j in same.items()}
-    return found
+        ours, theirs = [*paths.values()], [*others.values()]
+        partners |= {ours[i]: theirs[j] for i, j in same.items()}
+    return partners
 
 
 def _by_argument(record: Record, kind: str) -> dict[str, dict[str, int]]:
     """The numbers of the rows of a kind, by argument and by the path in it."""
-    found: dict[str, dict[str, int]] = collections.defaultdict(dict)
+    numbers: dict[str, dict[str, int]] = collections.defaultdict(dict)
     for i in record.of(kind):
         row = record.rows[i]
         argument, path = row.leaf if row.leaf[0] else ("", row.name)
-        found[argument][path if path not in found[argument] else row.name] = i
-    return found
+        numbers[argument][path if path not in numbers[argument] else row.name] = i
+    return numbers
 
 
 def _judged(
     a: Record, b: Record, pairs: list[Pair], rtol: float | None
 ) -> tuple[list[Pair], list[ComparisonFinding], list[str]]:
-    """The pairs with judgments; gradients of another shape; what differs between devices."""
-    found, others, texts, starts = [], [], {}, Starts(a)
+    """The judged pairs, findings of gradients of other shapes, texts of values without numbers."""
+    judged, others, texts, starts = [], [], {}, Starts(a)
     for p in pairs:
-        row, its = a.rows[p.own[0]], b.rows[p.other[0]]
-        if p.kind == "gradient" and row.shape != its.shape:
-            shapes = f"{list(row.shape)} in fun, {list(its.shape)} in other"
+        row, other = a.rows[p.a[0]], b.rows[p.b[0]]
+        if p.kind == "gradient" and (turned := turned_gradients(a, b, p, rtol)):
+            judged.append(turned)
+            continue
+        if p.kind == "gradient" and row.shape != other.shape:
+            shapes = f"{list(row.shape)} in fun, {list(other.shape)} in other"
             text = f"gradient {row.label}, of another shape: {shapes}"
             others.append(alone(p.kind, row.name, text))
             continue
-        judge = functools.partial(judge_rows, row, its, p.own[1], p.other[1], rtol)
+        judge = functools.partial(judge_rows, row, other, p.a[1], p.b[1], rtol)
         judgment = judge()
         if judgment is not None and p.kind == "output" and starts.may_matter(judgment, row):
             judgment = judge(start=starts.of(row))
         if judgment is not None:
-            found.append(p._replace(judgment=judgment))
+            judged.append(p._replace(judgment=judgment))
         elif p.kind == "value":
             texts[f"{row.view} {row.name}: not the same on each device, in one version"] = None
-    return found, others, list(texts)
+    return judged, others, list(texts)
 
 
 def _named_values(
@@ -138,23 +146,23 @@ def _named_values(
 ) -> tuple[list[Pair], list[str]]:
     groups = [_groups(r, renamed) for r, renamed in zip((a, b), _renamed(names), strict=True)]
     pairs, unmatched = [], []
-    for group, found in groups[0].items():
+    for group, instances in groups[0].items():
         same = groups[1].get(group, [])
-        if len(same) == len(found):
-            both = zip(found, same, strict=True)
-            pairs += [Pair("value", own, other) for own, other in both]
+        if len(same) == len(instances):
+            both = zip(instances, same, strict=True)
+            pairs += [Pair("value", x, y) for x, y in both]
         elif group[0]:  # what a scan outside of modules carries has no name
-            unmatched.append(_unmatched(a, group, found, same, "fun", "other"))
-    for group, found in groups[1].items():
+            unmatched.append(_unmatched(a, group, instances, same, "fun", "other"))
+    for group, instances in groups[1].items():
         if group not in groups[0] and group[0]:
-            unmatched.append(_unmatched(b, group, found, [], "other", "fun"))
+            unmatched.append(_unmatched(b, group, instances, [], "other", "fun"))
     return pairs, unmatched
 
 
 def _renamed(names: Mapping[str, str] | None) -> tuple[Renamed, Renamed]:
     """The names under which the values of each version are matched."""
     of_lines = named_lines(names)
-    ours = Renamed({own: other for own, other in (names or {}).items() if own not in of_lines})
+    ours = Renamed({name: other for name, other in (names or {}).items() if name not in of_lines})
     theirs = Renamed({})
     theirs.patterns = [y for x, y in ours.rules if "*" in y and "*" not in x]
     return ours, theirs
@@ -176,7 +184,9 @@ def _groups(record: Record, renamed: Renamed) -> dict[Group, list[Instance]]:
     return groups
 
 
-def _unmatched(record: Record, group: Group, found: list, same: list, here: str, there: str) -> str:
-    (name, view, shape), own = group, record.rows[found[0][0]].name
-    what = f"{view} {own}" + (f" (as {name})" if name != own else "")
-    return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
+def _unmatched(
+    record: Record, group: Group, instances: list, same: list, here: str, there: str
+) -> str:
+    (name, view, shape), row_name = group, record.rows[instances[0][0]].name
+    what = f"{view} {row_name}" + (f" (as {name})" if name != row_name else "")
+    return f"{what} {list(shape)}: {len(instances)} in {here}, {len(same)} in {there}"

@@ -29,10 +29,10 @@ def match_by_number(a: Record, b: Record, rtol: float | None = None) -> Matching
     The first value without an equal is beside the value of the other that stands in its place.
     """
     leaves, values = _Arguments(a, b), EqualRows(a, b, "value", rtol)
-    (loss,), (its,) = a.of("output"), b.of("output")
-    judgment = judge_rows(a.rows[loss], b.rows[its], (), (), rtol, floors=FLOORS)
+    (loss,), (other,) = a.of("output"), b.of("output")
+    judgment = judge_rows(a.rows[loss], b.rows[other], (), (), rtol, floors=FLOORS)
     assert judgment is not None  # of two scalars
-    output = Pair("output", (loss, ()), (its, ()), judgment)
+    output = Pair("output", (loss, ()), (other, ()), judgment)
     matched, gradients = _equal_pairs(values), leaves.gradients(rtol)
     differs = judgment.differs or any(p.judgment.differs for p in gradients)
     unequal = _first_unequal(values, matched) if differs else None
@@ -49,22 +49,22 @@ class _Arguments(EqualRows):
 
     Attributes:
       numbers: the number of each argument among them, by its row.
-      found: those of the first that are equal to one of the second, or have its numbers.
+      where: what the second record is called in messages.
     """
 
     def __init__(self, a: Record, b: Record) -> None:
         super().__init__(a, b, "argument", None)
         self.where = "other" if b.framework == JAX else b.framework
-        self._permuted = [self.permuted(i) for i in range(len(self.own))]
-        self.numbers = {row: i for i, (row, _) in enumerate(self.own)}
-        found = {self.others[j][0] for j in (*self.covered, *sum(self._permuted, []))}
+        self._permuted = [self.permuted(i) for i in range(len(self.instances))]
+        self.numbers = {row: i for i, (row, _) in enumerate(self.instances)}
+        equal = {self.others[j][0] for j in (*self.covered, *sum(self._permuted, []))}
         arguments = {row for row, _ in self.others}
         self._wholes: dict[int, set[int]] = {}  # of stacks, sums and parts of other arguments
         for source, target, *_ in b.edges:
             if target in arguments:
                 self._wholes.setdefault(target, set()).add(source)
-        self._covered = {whole for row in found for whole in self._wholes.get(row, {row})}
-        self._unequal = arguments - found
+        self._covered = {whole for row in equal for whole in self._wholes.get(row, {row})}
+        self._unequal = arguments - equal
 
     def is_known(self, i: int) -> bool:
         """Whether an argument is equal to one, or has its numbers in another order."""
@@ -73,11 +73,11 @@ class _Arguments(EqualRows):
     def gradients(self, rtol: float | None) -> list[Pair]:
         """Each gradient beside that of an equal parameter, in the same order of axes.
 
-        Of several equal parameters, such as biases of zeros, it is the one with the nearest. Where
-        a parameter is permuted, the norms of the gradients are compared.
+        Of several equal parameters, such as biases of zeros, it is the one with the nearest
+        gradient. Where a parameter is permuted, the norms of the gradients are compared.
         """
         grads = {self.b.rows[j].node: j for j in self.b.of("gradient")}
-        found = []
+        nearest = []
         for i in self.a.of("gradient"):
             at = self.numbers[self.a.rows[i].node]
             places = [(each.at, each.order) for each in self.equal[at]]
@@ -85,24 +85,24 @@ class _Arguments(EqualRows):
             of = ((grads.get(self.others[j][0]), order) for j, order in places)
             pairs = [self._gradient(i, j, order, rtol) for j, order in of if j is not None]
             key = lambda p: (p.judgment.differs, p.judgment.difference)  # noqa: E731
-            found += [min(pairs, key=key)] if pairs else []
-        return found
+            nearest += [min(pairs, key=key)] if pairs else []
+        return nearest
 
     def _gradient(self, i: int, j: int, order: int | None, rtol: float | None) -> Pair:
-        row, its = self.a.rows[i], self.b.rows[j]
-        known, sketches = numbers_at(row), sketches_in_orders(its)
+        row, other = self.a.rows[i], self.b.rows[j]
+        known, sketches = numbers_at(row), sketches_in_orders(other)
         assert known is not None  # a gradient is one array
         if order is None:
-            own, other = (x[NORM_AT : NORM_AT + 1] for x in (known[0], sketches[0]))
+            norm, other_norm = (x[NORM_AT : NORM_AT + 1] for x in (known[0], sketches[0]))
             moved = FLOORS * np.array([np.linalg.norm(known[1][:NORM_AT])])
-            judgment = judge(own, other, moved, max(row.eps, its.eps), rtol)
+            judgment = judge(norm, other_norm, moved, max(row.eps, other.eps), rtol)
         else:
-            judgment = judged(row, known, its, sketches[order], rtol)
+            judgment = judged(row, known, other, sketches[order], rtol)
         return Pair("gradient", (i, ()), (j, ()), judgment, order)
 
     def alone(self, gradients: Sequence[Pair]) -> list[ComparisonFinding]:
         """The gradients that were not compared; of a buffer of torch there is none to compare."""
-        compared, rows = {p.own[0] for p in gradients}, self.a.rows
+        compared, rows = {p.a[0] for p in gradients}, self.a.rows
         only = [
             ("JAX", rows[i].label, rows[i].name)
             for i in self.a.of("gradient")
@@ -137,10 +137,10 @@ class _Arguments(EqualRows):
 
 
 def _equal_pairs(values: EqualRows) -> list[Pair]:
-    found = [(values.partner(i), own) for i, own in enumerate(values.own)]
+    partners = [(values.partner(i), at) for i, at in enumerate(values.instances)]
     return [
-        Pair("value", own, values.others[equal.at], equal.judgment, equal.order)
-        for equal, own in found
+        Pair("value", at, values.others[equal.at], equal.judgment, equal.order)
+        for equal, at in partners
         if equal is not None
     ]
 
@@ -148,46 +148,46 @@ def _equal_pairs(values: EqualRows) -> list[Pair]:
 def _equal_cotangents(values: EqualRows, matched: Sequence[Pair]) -> list[Pair]:
     """The cotangents of values that agree; of what enters it depends on what else uses it."""
     a, b = values.a, values.b
-    leaving = [p for p in matched if ENTERS not in (a.rows[p.own[0]].view, b.rows[p.other[0]].view)]
+    leaving = [p for p in matched if ENTERS not in (a.rows[p.a[0]].view, b.rows[p.b[0]].view)]
     pairs = []
     for p in cotangent_pairs(a, b, leaving):
-        row, its = a.rows[p.own[0]], b.rows[p.other[0]]
-        known, sketches = numbers_at(row, p.own[1]), sketches_in_orders(its, p.other[1])
+        row, other = a.rows[p.a[0]], b.rows[p.b[0]]
+        known, sketches = numbers_at(row, p.a[1]), sketches_in_orders(other, p.b[1])
         if known and p.order is not None and p.order < len(sketches):
-            judgment = judged(row, known, its, sketches[p.order], values.rtol)
+            judgment = judged(row, known, other, sketches[p.order], values.rtol)
             pairs.append(p._replace(judgment=judgment))
     return pairs
 
 
 def _first_unequal(values: EqualRows, matched: Sequence[Pair]) -> Pair | None:
-    """The first value without an equal that the loss, and no value that agrees, is computed from.
+    """The first value without an equal from which the loss is computed, and no value that agrees.
 
-    The other record must have a value as large that is left. What agrees is computed from another
-    value only if the other framework cuts its modules otherwise.
+    The other record must have a value as large without an equal. Where a value that agrees is
+    computed from it, the versions do not differ there: the other framework has other modules.
     """
     graph, after = Graph(values.a), -1
-    ends = {p.own for p in matched if p.judgment.difference <= p.judgment.tolerance / 2}
+    ends = {p.a for p in matched if p.judgment.difference <= p.judgment.tolerance / 2}
     (loss,) = values.a.of("output")
-    for i, own in enumerate(values.own):
+    for i, at in enumerate(values.instances):
         if equal := values.partner(i):
             after = equal.at
         elif values.row(i).view != ENTERS and (near := values.left(i, after)):
-            if descends(graph, own, ends) or not descends(graph, own, {(loss, ())}):
+            if descends(graph, at, ends) or not descends(graph, at, {(loss, ())}):
                 continue
             if near.judgment.differs:
-                return Pair("value", own, values.others[near.at], near.judgment, near.order)
+                return Pair("value", at, values.others[near.at], near.judgment, near.order)
     return None
 
 
 def _other_arguments(
     pair: Pair, agreeing: Sequence[Pair], leaves: _Arguments
 ) -> list[ComparisonFinding]:
-    """The finding of arguments without an equal that the first value that differs is made from.
+    """The finding of arguments without an equal behind the first value that differs, at most one.
 
-    Where the other record has an array as large that is left.
+    An argument counts where the other record has an array as large without an equal.
     """
-    (own,) = made_from(pair, agreeing, [Graph(leaves.a)], with_all=True)
-    sources = dict.fromkeys(to[0] for _, _, to in own.steps)
+    (part,) = made_from(pair, agreeing, [Graph(leaves.a)], with_all=True)
+    sources = dict.fromkeys(to[0] for _, _, to in part.steps)
     bad = [i for row in sources if (i := leaves.numbers.get(row)) is not None]
     bad = [i for i in bad if not leaves.equal[i]]
     texts = {leaves.row(i).name: leaves.text(i) for i in bad if leaves.text(i)}
@@ -199,17 +199,17 @@ def _other_arguments(
 
 def _texts_alone(values: EqualRows, leaves: _Arguments) -> list[str]:
     """Texts of the values and arrays that only one of the records has."""
-    own = {values.row(i).name: None for i in range(len(values.own))}
-    theirs = {values.other(j).name: None for j in range(len(values.others))}
-    equal = {values.row(i).name for i, found in enumerate(values.equal) if found}
+    our_names = {values.row(i).name: None for i in range(len(values.instances))}
+    their_names = {values.other(j).name: None for j in range(len(values.others))}
+    equal = {values.row(i).name for i, partners in enumerate(values.equal) if partners}
     covered = {values.other(j).name for j in values.covered}
-    found = []
-    for side, names, known in (("JAX", own, equal), (leaves.where, theirs, covered)):
+    notes = []
+    for side, names, known in (("JAX", our_names, equal), (leaves.where, their_names, covered)):
         if left := [name for name in names if name and name not in known]:
-            found.append(f"values only in {side}: {first_few(left, MOST_SHOWN)}")
+            notes.append(f"values only in {side}: {first_few(left, MOST_SHOWN)}")
     ours = [leaves.row(i) for i, equal in enumerate(leaves.equal) if not equal]
     others = [leaves.b.rows[row] for row in leaves.left_whole()]
     for side, rows in (("JAX", ours), (leaves.where, others)):
         texts = [f"{row.label} {list(row.shape)}" for row in rows]
-        found += [f"arrays only in {side}: {', '.join(texts)}"] if texts else []
-    return found
+        notes += [f"arrays only in {side}: {', '.join(texts)}"] if texts else []
+    return notes

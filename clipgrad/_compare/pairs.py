@@ -15,26 +15,26 @@ class Pair(NamedTuple):
 
     Attributes:
       kind: the kind of the rows.
-      own: the row and the steps in the first record.
-      other: those in the second one.
+      a: the row and the steps in the first record.
+      b: those in the second one.
       judgment: how they differ.
       order: the number of the order of axes in the second one, where it has several.
     """
 
     kind: str
-    own: Instance
-    other: Instance
+    a: Instance
+    b: Instance
     judgment: Judgment = NO_JUDGMENT
     order: int | None = None
 
     def at(self, side: int) -> Instance:
         """The row and the steps in the first record, 0, or in the second."""
-        return self.other if side else self.own
+        return self.b if side else self.a
 
 
 def in_time(a: Record, pairs: Iterable[Pair]) -> list[Pair]:
     """The pairs in the order of time in the first record."""
-    return sorted(pairs, key=lambda p: a.rows[p.own[0]].time(p.own[1]))
+    return sorted(pairs, key=lambda p: a.rows[p.a[0]].time(p.a[1]))
 
 
 def cotangent_pairs(a: Record, b: Record, values: Iterable[Pair]) -> list[Pair]:

@@ -8,13 +8,13 @@ CLOSE = 1e-3  # a factor explains a difference if it leaves less; a mean of part
 EXPLAINED = 0.1  # of the difference; a leaf that moved a little is near to 1.00 times any other
 
 
-def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
-    r"""The factor r for which ``own`` is r times ``other``, shape (...); None if none is.
+def ratio(a: np.ndarray, b: np.ndarray, tolerance: float) -> float | None:
+    r"""The factor r for which ``a`` is r times ``b``, shape (...); None if there is none.
 
-    Of the difference of the two the factor leaves at most a tenth, and of ``own`` at most 0.001.
+    ``a - r * b`` is at most a tenth of ``a - b``, and at most 0.001 of ``a``, as norms.
     Source: the least squares fit, :math:`r = \langle b, a\rangle / \lVert b\rVert^2`.
     """
-    a, b = np.ravel(own), np.ravel(other)
+    a, b = np.ravel(a), np.ravel(b)
     scale = max(np.max(np.abs(x), initial=0) for x in (a, b))
     if not np.isfinite(scale) or not np.any(a):
         return None

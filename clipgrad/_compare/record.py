@@ -14,8 +14,15 @@ from clipgrad._names import OF_LINES
 ENTERS = "enters"  # the view of a value that enters a module
 THE_LOSS = "the loss"
 TEXT = "text"  # the dtype of what is no array
-# A framework writes a `Record` with its name and with sketches of all orders of axes, see
-# `clipgrad/torch.py`. Beside JAX it is matched by numbers; nothing else knows it.
+# A framework writes a `Record` with its name, as `clipgrad/torch.py` does. Beside JAX it is matched
+# by numbers, and nothing else here knows it. Its rows are, in any order of kinds:
+#   "argument": each argument and parameter;
+#   "value": what leaves each module, with view "module" and the class of the module as `owner`;
+#   "cotangent": that of a value, with the number of the value's row as `node`;
+#   "output": one, with the name `THE_LOSS`;
+#   "gradient": that of a parameter, with the number of the parameter's row as `node`.
+# Each has `turned="all"`, the sketches that `turned_sketches` makes, and as `position` its number
+# in the order of computation and two zeros. Edges are only for arrays made of parameters.
 JAX, TORCH = "jax", "torch"
 
 Instance = tuple[int, tuple[int, ...]]  # a row, at the steps of the scans around it
@@ -168,7 +175,7 @@ class Record:
       scopes: the names of the scopes of operations.
       rules: the functions with custom rules, with the lines of both.
       argnums: the arguments that the loss is differentiated by, by position or name.
-      framework: "jax" or "torch".
+      framework: "jax", or the name of another one that wrote the record, such as "torch".
       devices: the numbers of devices along the axes of meshes, and in all.
       circumstances: versions and devices.
       notes: what else there is to know of the run.
@@ -227,7 +234,7 @@ class Graph:
         return self._followed(at, 1)
 
     def _followed(self, at: Instance, way: int) -> list[tuple[Edge, Instance]]:
-        found = []
+        reached = []
         for edge in (self._into if way < 0 else self._out_of)[at[0]]:
             end = edge.source if way < 0 else edge.target
             if (steps := self._moved(edge, at[1], way)) is None:
@@ -237,8 +244,8 @@ class Graph:
                 last = lengths[depth] - max(1, edge.carried.count(depth))
                 steps.append(last if way < 0 else 0)
             if all(step >= 0 for step in steps):
-                found.append((edge, (end, tuple(steps))))
-        return found
+                reached.append((edge, (end, tuple(steps))))
+        return reached
 
     def _moved(self, edge: Edge, steps: tuple[int, ...], way: int) -> list[int] | None:
         """The steps of the scans around both ends, at the other one; None if it is not reached."""
@@ -247,13 +254,13 @@ class Graph:
         left = {d for d in edge.carried if d >= shared}
         if way > 0 and any(steps[d] != lengths[d] - count(d) for d in left):
             return None
-        found = [at + way * count(d) for d, at in enumerate(steps[:shared])]
-        is_there = all(0 <= at < n for at, n in zip(found, lengths, strict=False))
-        return found if is_there else None
+        moved = [at + way * count(d) for d, at in enumerate(steps[:shared])]
+        is_there = all(0 <= at < n for at, n in zip(moved, lengths, strict=False))
+        return moved if is_there else None
 
     def shared(self, edge: Edge) -> int:
         """The number of scans around both ends."""
         source, target = self.record.rows[edge.source], self.record.rows[edge.target]
         pairs = zip(source.position[:-3:2], target.position[:-3:2], source.around, strict=False)
-        same = itertools.takewhile(lambda own: own[0] == own[1], pairs)
+        same = itertools.takewhile(lambda both: both[0] == both[1], pairs)
         return sum(bool(steps) for *_, steps in same)

@@ -66,14 +66,15 @@ class Recording:
 
     Attributes:
       record: its record, without numbers.
-      traced: returns the arrays of some rows, and by their positions the sketches of values and
-        cotangents.
-      sketched: whether it does; or else it returns values and cotangents themselves.
+      traced: returns the arrays of some rows, and by their positions values and cotangents, or the
+        sketches of these.
+      sketched: whether these are sketches.
       leaves: the inputs of the traced program.
       returned: the rows of the arrays that it returns.
       devices: the axes of a sketch that are over devices, by the row of the value.
-      given: the loss, if it is one.
+      loss: the loss, if it is one.
       remade: makes the recording again, see `recording_of`.
+      is_brief: whether it runs once, so that little optimization may take less than to optimize.
     """
 
     record: Record
@@ -82,8 +83,9 @@ class Recording:
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
     sketched: bool
-    given: TracedLoss | None = None
+    loss: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
+    is_brief: bool = False
 
     @property
     def has_lines(self) -> bool:
@@ -95,7 +97,13 @@ class Recording:
         assert self.remade is not None
         more = self.remade(lines=True)
         more.record.argnums, more.record.notes = self.record.argnums, self.record.notes
-        return dataclasses.replace(more, given=self.given)
+        return dataclasses.replace(more, loss=self.loss)
+
+    def with_lines_in(self, scopes: Collection[str], with_gradients: bool) -> "Recording":
+        """The recording of the same program, with values of the lines in some scopes."""
+        assert self.remade is not None
+        more = self.remade(lines=True, scopes=scopes, with_gradients=with_gradients)
+        return dataclasses.replace(more, loss=self.loss, is_brief=True)
 
     def run(self, dtype: Any = None, floor: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -114,9 +122,9 @@ class Recording:
         try:
             return run(self.leaves)
         except Exception as error:
-            if self.given is None or not is_of_callback(error):
+            if self.loss is None or not is_of_callback(error):
                 raise
-            finding = raised_finding(raised_in(self.given), error_text(error), self.given)
+            finding = raised_finding(raised_in(self.loss), error_text(error), self.loss)
             raise ValueError(
                 f"{finding.message}; clipgrad.diagnose follows its operands back"
             ) from error
@@ -128,9 +136,9 @@ class Recording:
         run = _arrays_of(run) if self._is_repetitive else jit_by_size(program)(run)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
-        own = {i: x for i, x in sketches.items() if x is not None}
-        again = ({i: run[i].numbers.sketch for i in own} for run in runs)
-        for i, x in floor_of(own, again).items():
+        known = {i: x for i, x in sketches.items() if x is not None}
+        again = ({i: run[i].numbers.sketch for i in known} for run in runs)
+        for i, x in floor_of(known, again).items():
             rows[i].numbers = rows[i].numbers._replace(moved=x)
 
     @functools.cached_property
@@ -145,7 +153,8 @@ class Recording:
 
     def _jitted(self, hook: Hook) -> Callable[[list], list]:
         program = self.traced.program
-        return jax.jit(
+        compiled = jit_by_size(program) if self.is_brief else jax.jit
+        return compiled(
             lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
         )
 
@@ -160,13 +169,13 @@ class Recording:
             rows[i].numbers = numbers_of(x)
             if not self.record.is_loss:
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
-        for kind, own in zip(NOTED, on_host(notes), strict=True):
+        for kind, arrays in zip(NOTED, on_host(notes), strict=True):
             chosen = self.record.of(kind)
             axes = {note_key(rows[i].position): len(rows[i].shape) for i in chosen}
             if not self.sketched:
-                own = {key: host_sketches(own[key], count) for key, count in axes.items()}
+                arrays = {key: host_sketches(arrays[key], count) for key, count in axes.items()}
             for i in chosen:
-                x = own[note_key(rows[i].position)]
+                x = arrays[note_key(rows[i].position)]
                 sketch = by_steps(x, rows[i], self.devices.get(i, ()))
                 rows[i].numbers = Numbers(sketch=sketch)
         for i in self.devices:
@@ -187,6 +196,8 @@ def recording_of(
     with_arguments: bool,
     fixed: Sequence[Row] = (),
     lines: bool | None = None,
+    scopes: Collection[str] | None = None,
+    with_gradients: bool = True,
 ) -> Recording:
     """The recording of a program.
 
@@ -198,8 +209,12 @@ def recording_of(
       with_arguments: whether the numbers of the inputs are recorded.
       fixed: rows of what the program does not compute.
       lines: whether the values of lines are recorded; None: of a loss in which nothing has a name.
+      scopes: the modules whose lines these are, or None for all.
+      with_gradients: whether there are cotangents, and without scopes gradients.
     """
     more = program, inputs, outputs, gradients, with_arguments, fixed
+    gradients = gradients if with_gradients else {}
+    returned_gradients = gradients if scopes is None else {}
     arrays = [x for *_, x in inputs]
     record = Record(devices=device_counts(arrays, program), circumstances=circumstances())
     for name, leaf, x in inputs:
@@ -212,12 +227,12 @@ def recording_of(
     named = [v for v in values if not _is_of_formula(v.name)]
     if lines is None and (lines := bool(gradients) and not any(v.name for v in named)):
         values = named
-    keys, of_lines = values_of_lines(program) if lines else ((), [])
+    keys, of_lines = values_of_lines(program, scopes) if lines else ((), [])
     places, devices = _add_values(record, values, of_lines, active)
     walk = Walk(program, range(len(inputs)), places, record.rows)
     copies = map(dataclasses.replace, outputs)
     returned = [_with_output(record, walk, program, i, row) for i, row in enumerate(copies)]
-    for i, path in gradients.items():
+    for i, path in returned_gradients.items():
         row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
@@ -226,7 +241,7 @@ def recording_of(
             for i in record.of("cotangent")}  # fmt: skip
     for row in fixed:
         record.add(row)
-    evaluated = functools.partial(_evaluated, program, [*gradients], keys, sketched)
+    evaluated = functools.partial(_evaluated, program, [*returned_gradients], keys, sketched)
     traced = trace(evaluated, (arrays, taps), {})
     leaves, remade = jax.tree.leaves((arrays, taps)), functools.partial(recording_of, *more)
     return Recording(record, traced, leaves, returned, devices, sketched, remade=remade)
@@ -272,10 +287,10 @@ def _evaluated(
 
     def outputs(moved: dict, taps: dict) -> tuple:
         hook = Sketches(taps=taps, lines=lines, sketched=sketched)
-        found = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
-        return found, hook.noted()
+        results = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
+        return results, hook.noted()
 
-    if not moving:
+    if not (moving or taps):
         return *outputs({}, {}), {}
     moved = {i: inputs[i] for i in moving}
     (loss,), pull_back, notes = jax.vjp(outputs, moved, taps, has_aux=True)
@@ -350,4 +365,4 @@ def device_counts(inputs: Sequence[Any], program: Any) -> tuple[int, ...]:
     holders += [x.sharding for x in inputs if isinstance(x, jax.Array)]
     meshes = (getattr(holder, "mesh", holder) for holder in holders)
     shapes = [tuple(dict(getattr(mesh, "shape", None) or {}).values()) for mesh in meshes]
-    return tuple(sorted({n for own in shapes for n in (math.prod(own), *own) if n > 1}))
+    return tuple(sorted({n for shape in shapes for n in (math.prod(shape), *shape) if n > 1}))

@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from clipgrad._arrays import check_pattern, nearest, prefix_of
 
@@ -49,28 +49,59 @@ class Renamed:
                 )
 
 
-def same_leaves(own: Sequence[str], other: Sequence[str]) -> dict[int, int]:
-    """The position in ``other`` of each leaf of ``own`` that both have.
+def same_leaves(
+    a: Sequence[str], b: Sequence[str], names: Mapping[str, str] | None = None
+) -> dict[int, int]:
+    """The position in ``b`` of each leaf of ``a`` that both have.
 
     Paths are equal, or all of one tree have one prefix more, since the tree is inside of another,
-    such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``.
+    such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``. A leaf that
+    ``b`` lacks is looked for under the new name of its module.
     """
-    inner, prefix = _wrapping(own, other)
-    wrapped = [_below(prefix, path) for path in own] if inner == 0 else list(own)
-    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(other)}
-    return {i: there[path] for i, path in enumerate(wrapped) if path in there}
+    inner, prefix = _wrapping(a, b)
+    wrapped = [_below(prefix, path) for path in a] if inner == 0 else list(a)
+    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
+    same = {i: there[path] for i, path in enumerate(wrapped) if path in there}
+    free = {path: j for path, j in there.items() if j not in same.values()}
+    for i, path in enumerate(wrapped) if names and free else ():
+        renamed = next((p for p in _renamed_leaves(path, names or {}) if p in free), None)
+        if i not in same and renamed is not None:
+            same[i] = free.pop(renamed)
+    return same
 
 
-def _wrapping(own: Sequence[str], other: Sequence[str]) -> tuple[int, str]:
+def _renamed_leaves(path: str, names: Mapping[str, str]) -> Iterator[str]:
+    """The paths that a leaf may have where modules are renamed.
+
+    ``{"Net/a": "Net/b"}`` makes ``params/b/kernel`` of ``params/a/kernel``: leaves of a framework
+    are not below the name of the whole model.
+    """
+    parts = path.split("/")
+    renamed = Renamed(dict(_without_common_start(*pair) for pair in names.items()))
+    for first in range(len(parts)):
+        inside = "/".join(parts[first:])
+        if (other := renamed(inside)) != inside:
+            yield _below("/".join(parts[:first]), other)
+
+
+def _without_common_start(name: str, other: str) -> tuple[str, str]:
+    """Two names from the first segment on that differs; at least their last segments."""
+    a, b = name.split("/"), other.split("/")
+    while len(a) > 1 and len(b) > 1 and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    return "/".join(a), "/".join(b)
+
+
+def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:
     """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is."""
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
-    for inner, inside, around in ((0, set(own), other), (1, set(other), own)):
+    for inner, inside, around in ((0, set(a), b), (1, set(b), a)):
         for path in around:
             parts = path.split("/")
             heads = ("/".join(parts[:i]) for i in range(1, len(parts) + 1))
             counts.update((inner, head) for head in heads if path[len(head) + 1 :] in inside)
     (best, most), (_, second) = [*counts.most_common(2), ((0, ""), 0), ((0, ""), 0)][:2]
-    least = max(len(set(own) & set(other)), min(len(own), len(other)) / 2, second)
+    least = max(len(set(a) & set(b)), min(len(a), len(b)) / 2, second)
     return best if most > least else (0, "")
 
 

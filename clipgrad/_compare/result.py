@@ -15,7 +15,9 @@ _NAME_WIDTH = 56
 _MOST_LABELS = 24  # more names than this can't be read
 _CURVE_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}
 # The kinds of findings. A further one needs a head here, its name in `ComparisonFinding.kind` and
-# in the page on two versions, and a place in the order of `findings.first`, or in another judge.
+# in the page on two versions, and a place in the order of `findings.first`: where it first returns
+# if all outputs and gradients may agree, or else after that. A wider type has another judge,
+# `ByPrecision`. Without a finding a comparison is ok, so what is no fault belongs in the notes.
 _COMPARISON_HEADS = {
     "value": "the values differ from here on",
     "vjp": "the values agree, and the cotangents differ from here on",
@@ -180,7 +182,7 @@ def _written(finding: ComparisonFinding) -> str:
 
 def _largest_errors(rows: tuple[ComparisonRow, ...]) -> str:
     """The largest relative error of a value, of a cotangent and of a gradient, and where it is."""
-    found = []
+    errors = []
     for what, field, is_meant in (
         ("value", "value", lambda row: row.kind != "gradient"),
         ("cotangent", "cotangent", lambda row: row.cotangent is not None),
@@ -189,8 +191,8 @@ def _largest_errors(rows: tuple[ComparisonRow, ...]) -> str:
         chosen = [row for row in rows if is_meant(row)]
         if chosen:
             worst = max(chosen, key=lambda row: getattr(row, field))
-            found.append(f"{getattr(worst, field):.1e} of the {what} of {worst.module}")
-    return f"; the largest relative errors: {', '.join(found)}" if found else ""
+            errors.append(f"{getattr(worst, field):.1e} of the {what} of {worst.module}")
+    return f"; the largest relative errors: {', '.join(errors)}" if errors else ""
 
 
 def _row_table(rows: tuple[ComparisonRow, ...], what: str) -> list[str]:

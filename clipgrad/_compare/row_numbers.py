@@ -18,7 +18,7 @@ def digest(data: bytes) -> str:
 
 
 def host_array(x: Any) -> Any:
-    """An array on the host: the data of a key; what is no number stays as it is."""
+    """An array on the host, of a key its data; what is no number stays as it is."""
     if isinstance(x, jax.Array):
         x = jax.random.key_data(x) if is_key(x) else x
         return on_host(x)
@@ -38,10 +38,10 @@ def plain_row(kind: str, name: str, x: Any, **more: Any) -> Row:
 
 
 def numbers_of(x: Any) -> Numbers:
-    """An array and its sketch; of what is exact with a hash of its values.
+    """The numbers of an array or another object: its sketch, and of what is exact a hash.
 
-    Integers and booleans of any width have the hash of the 64 bits that they stand for. Keys and
-    what is no number have no sketch.
+    Integers and booleans of any width have the hash of their values in 64 bits. Keys and what is no
+    number have no sketch.
     """
     host = host_array(x)
     if not isinstance(host, np.ndarray) or host.dtype.kind not in "biufcV":
@@ -57,9 +57,9 @@ def numbers_of(x: Any) -> Numbers:
 
 
 def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
-    """The sketches of a row, whose axes ``devices`` are over these, as (..., devices, 515).
+    """The sketches of a row, shape (steps..., devices, 515), with steps in the order of time.
 
-    Its steps are in the order of time.
+    ``devices`` are the axes of ``x`` that are over devices.
     """
     x = np.moveaxis(np.asarray(x, np.float64), devices, range(-1 - len(devices), -1))
     lengths = [n for n in row.around if n]
@@ -68,9 +68,9 @@ def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
 
 
 def one_copy(numbers: Numbers, is_checked: bool = True) -> Numbers:
-    """The sketch on the first device that holds the row; none if that on another one differs.
+    """The sketch on the first device that holds the row.
 
-    Or else this is not checked.
+    There is none if the sketch on another device differs, where that is checked.
     """
     assert numbers.sketch is not None  # of a value
     flat = numbers.sketch.reshape(-1, *numbers.sketch.shape[-2:])

@@ -43,12 +43,12 @@ class Sides:
         return [p for p in self.matching.pairs if p.kind == kind]
 
     def rows(self, pair: Pair) -> tuple[Row, Row]:
-        return self.a.rows[pair.own[0]], self.b.rows[pair.other[0]]
+        return self.a.rows[pair.a[0]], self.b.rows[pair.b[0]]
 
     def graphs(self, pair: Pair) -> list[Graph]:
-        """The graphs that say what is behind a pair: if its names differ, that of the first."""
-        row, its = self.rows(pair)
-        return self.both if row.name == its.name else self.both[:1]
+        """The graphs behind a pair: both, or the first alone if the names of its rows differ."""
+        row, other = self.rows(pair)
+        return self.both if row.name == other.name else self.both[:1]
 
     @functools.cached_property
     def both(self) -> list[Graph]:
@@ -79,23 +79,23 @@ class Sides:
         module: str | None,
         pair: Pair,
         before: Sequence[Pair] = (),
-        told: Row | None = None,
+        line: Row | None = None,
     ) -> ComparisonFinding:
         """A finding with the lines of both versions of a pair, see `at_line`."""
-        row, its = self.rows(pair)
-        if self.a.framework == self.b.framework and its.line not in ("", row.line):
-            text += f"; in other at {_location(its)}"
-        return at_line(kind, text, row, module, pair, before, told)
+        row, other = self.rows(pair)
+        if self.a.framework == self.b.framework and other.line not in ("", row.line):
+            text += f"; in other at {_location(other)}"
+        return at_line(kind, text, row, module, pair, before, line)
 
     def place_in_other(self, pair: Pair) -> str:
         """Where a value is in another framework, and which other shape it has there."""
-        (row, its), text = self.rows(pair), ""
+        (row, other), text = self.rows(pair), ""
         if self.a.framework != self.b.framework:
-            verb = "enters" if its.view == ENTERS else "leaves"
-            text += f"; in {self.b.framework} it {verb} {its.name or 'the model'} ({its.owner}"
-            text += f", {os.path.basename(its.line)})" if its.line else ")"
-        if row.shape != its.shape:
-            text += f", of shape {list(its.shape)} beside {list(row.shape)}"
+            verb = "enters" if other.view == ENTERS else "leaves"
+            text += f"; in {self.b.framework} it {verb} {other.name or 'the model'} ({other.owner}"
+            text += f", {os.path.basename(other.line)})" if other.line else ")"
+        if row.shape != other.shape:
+            text += f", of shape {list(other.shape)} beside {list(row.shape)}"
         return text
 
     @functools.cached_property
@@ -118,9 +118,9 @@ class Sides:
     def rules_in(self, slices: Sequence[Slice]) -> str:
         """The text of the custom rules among some operations; "" if there are none."""
         versions: dict[str, list[str]] = {}
-        for own in slices:
-            where = "fun" if own.graph.record is self.a else "other"
-            for rule in own.rules:
+        for part in slices:
+            where = "fun" if part.graph.record is self.a else "other"
+            for rule in part.rules:
                 versions.setdefault(rule, []).append(where)
         texts = [
             f"{rule} in {'both' if set(where) == {'fun', 'other'} else where[0]}"
@@ -137,18 +137,18 @@ def at_line(
     module: str | None,
     pair: Pair,
     before: Sequence[Pair] = (),
-    told: Row | None = None,
+    line: Row | None = None,
 ) -> ComparisonFinding:
-    """A finding at the line of a row, or of the one that is told in its place.
+    """A finding at the line of a row, or of the row ``line`` instead.
 
-    With how much its difference is above those before.
+    Its factor is how many times its difference is that of the pairs before.
     """
-    where = _location(told or row)
+    where = _location(line or row)
     text = f"{where}: {text}" if where.file else text
     largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
     growth = pair.judgment.difference / largest if largest else math.inf
     known = growth if math.isfinite(growth) and math.isfinite(largest) else None
-    step = row.step(pair.own[1])
+    step = row.step(pair.a[1])
     return ComparisonFinding(kind, text, module, step, where.file, where.line, known)
 
 

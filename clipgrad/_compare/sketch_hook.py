@@ -1,7 +1,7 @@
 """The hook that sketches each named value of a program, and its cotangent."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Self
 
 import jax
@@ -43,15 +43,15 @@ class Sketches(ValueHook):
     What a scan carries from step to step has the name of the scan; see `carried_values`.
 
     Attributes:
-      carried: how many results of the program a scan carries.
-      sketched: whether sketches are noted; or else the values and cotangents themselves.
+      carried: how many results of the program a scan carries to its next step.
+      sketched: whether sketches are noted, or values and cotangents themselves.
     """
 
     carried: int = 0
     sketched: bool = True
 
     def value(self, seen: Seen, x: Any) -> Any:
-        """What goes on; the lines that called the line of a value have its numbers."""
+        """What the program goes on with; a line that calls others has the numbers of theirs."""
         return x if seen.position[-1] < DEPTH else super().value(seen, x)
 
     def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
@@ -116,12 +116,12 @@ def _has_entries(program: Any) -> bool:
 
 def entering_values(program: Any) -> Iterator[NamedValue]:
     """The floating values that enter modules, and leave none; they have the names of these."""
-    for own, place, jaxpr, scopes in placed_equations(program, value_programs):
+    for numbers, place, jaxpr, scopes in placed_equations(program, value_programs):
         for i, v in enumerate(place.equation.outvars):
             entered = module_entries(jaxpr).get(v)
             if entered and holds_floats(v):
                 name = "/".join((*scopes, *entered))
-                yield NamedValue((*own, i, -1), name, ENTERS, place, v)
+                yield NamedValue((*numbers, i, -1), name, ENTERS, place, v)
 
 
 def carried_values(program: Any) -> Iterator[NamedValue]:
@@ -129,7 +129,7 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
 
     Each has the name of its scan, "" outside of modules, and is last in its step.
     """
-    for own, place, _, scopes in placed_equations(program, value_programs):
+    for numbers, place, _, scopes in placed_equations(program, value_programs):
         equation = place.equation
         if not is_scan(equation):
             continue
@@ -138,7 +138,7 @@ def carried_values(program: Any) -> Iterator[NamedValue]:
         makers = {v: e for e in body.eqns for v in e.outvars}
         for i, v in enumerate(body.outvars[: scan_counts(equation)[1]]):
             if type(v) is not Literal and v in makers and holds_floats(v):
-                position = (*own, 0, len(body.eqns), i, 0)
+                position = (*numbers, 0, len(body.eqns), i, 0)
                 at = Place(makers[v], place)
                 yield NamedValue(position, "/".join(inside), "module", at, v)
 
@@ -157,7 +157,7 @@ def seen_values(program: Any) -> list[NamedValue]:
 
 
 def note_key(position: tuple[int, ...]) -> tuple[int, ...]:
-    """The key of the note of a value: of all lines of one array that of the innermost."""
+    """The key of the note of a value; all lines of one array have the key of the innermost."""
     return (*position[:-1], max(position[-1], DEPTH))
 
 
@@ -166,11 +166,20 @@ def in_order(values: Iterable[NamedValue]) -> list[NamedValue]:
     return sorted(values, key=lambda v: (v.kind != "tag", -v.position[-1]))
 
 
-def values_of_lines(program: Any) -> tuple[LineKeys, list[tuple[NamedValue, LineValue]]]:
-    """The lines of a program, as `Sketches` takes them, and the values that it sees then."""
-    names = LineNames.of(program)
-    by_key = {line.key: name for name, line in names.lines.items()}
-    values = (v for v in line_values(program) if v.line.key in by_key)
-    return names.keys(names.lines), [
-        (NamedValue(v.position, by_key[v.line.key], v.kind, v.place, v.variable), v) for v in values
+def values_of_lines(
+    program: Any, scopes: Collection[str] | None = None
+) -> tuple[LineKeys, list[tuple[NamedValue, LineValue]]]:
+    """The lines of a program, as `Sketches` takes them, and the values that it sees then.
+
+    All lines, or those of which a value is computed in one of some scopes.
+    """
+    names, values = LineNames.of(program), list(line_values(program))
+    keys = {v.line.key for v in values if scopes is None or v.place.module in scopes}
+    by_key = {line.key: name for name, line in names.lines.items() if line.key in keys}
+    chosen = [v for v in values if v.line.key in by_key]
+    noted = {v.position for v in chosen}
+    return names.keys(dict.fromkeys(by_key.values())), [
+        (NamedValue(v.position, by_key[v.line.key], v.kind, v.place, v.variable), v)
+        for v in chosen
+        if note_key(v.position) in noted  # a line within it may be in no such scope
     ]

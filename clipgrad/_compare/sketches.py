@@ -1,4 +1,4 @@
-"""Sketches: a few numbers of each value and cotangent, whose differences are as large as theirs."""
+"""Sketches: a few numbers of an array; two sketches are as far apart as their arrays, nearly."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from clipgrad._compat import to_varying, varying_axes
 from clipgrad._programs import measuring, mixed
 from clipgrad._sharding import on_every_device
 
-SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
+SHIFTS = 0x3C6EF372  # so that the hashes that turn rows are others than those of signs
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
@@ -57,8 +57,8 @@ def host_sketches(x: np.ndarray, axes: int) -> np.ndarray:
     flat = x.reshape(math.prod(lead), size)
     at_once = max(1, AT_ONCE // max(1, size))
     parts = [flat[i : i + at_once] for i in range(0, len(flat), at_once)]
-    found = [_sketch_sums(part.astype(np.float64), np) for part in parts]
-    return np.concatenate([np.zeros((0, LENGTH)), *found]).reshape(*lead, LENGTH)
+    sketches = [_sketch_sums(part.astype(np.float64), np) for part in parts]
+    return np.concatenate([np.zeros((0, LENGTH)), *sketches]).reshape(*lead, LENGTH)
 
 
 def _sketch_sums(flat: Any, xp: Any) -> Any:

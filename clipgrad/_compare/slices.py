@@ -41,10 +41,10 @@ class Slice(NamedTuple):
 
 def module_of(slices: Sequence[Slice]) -> str | None:
     """The common module of the operations; None if there are none."""
-    found = [scope for own in slices for scope in own.scopes]
-    if not found:
+    scopes = [scope for part in slices for scope in part.scopes]
+    if not scopes:
         return None
-    return "/".join(common_start(name.split("/") if name else () for name in found))
+    return "/".join(common_start(name.split("/") if name else () for name in scopes))
 
 
 def made_from(
@@ -52,10 +52,10 @@ def made_from(
 ) -> list[Slice]:
     """The operations behind a pair, up to the values that agree, in each record.
 
-    Those that compute something from arguments alone, such as a cast of a weight, are left out, if
-    there are others and not all are wanted. A row without a partner is passed.
+    Operations that compute something from arguments alone, such as a cast of a weight, are left out
+    if there are others, unless ``with_all``. A row without a partner does not end the slice.
     """
-    found = []
+    slices = []
     for side, graph in enumerate(graphs):
         ends = {graph.node(p.at(side)) for p in agreeing}
         start = graph.node(pair.at(side))
@@ -65,8 +65,8 @@ def made_from(
         while more := {at for _, at, to in every if to in fed} - fed:
             fed |= more
         kept = [step for step in every if step[2] in ends or step[2] in fed]
-        found.append(Slice(graph, every if with_all else kept or every))
-    return found
+        slices.append(Slice(graph, every if with_all else kept or every))
+    return slices
 
 
 def _inside_before(graph: Graph, inside: tuple, at: Instance) -> list[tuple[Edge, Instance]]:
@@ -81,12 +81,12 @@ def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[
     The uses at the same step if there are any, or else in the nearest later one, or else behind the
     scan.
     """
-    found = []
+    slices = []
     for side, graph in enumerate(graphs):
         ends = {graph.node(p.at(side)) for p in later}
         nearest = functools.partial(_nearest, graph)
-        found.append(Slice(graph, _walked(graph.node(pair.at(side)), ends, graph.after, nearest)))
-    return found
+        slices.append(Slice(graph, _walked(graph.node(pair.at(side)), ends, graph.after, nearest)))
+    return slices
 
 
 def descends(graph: Graph, start: Instance, ends: Set[Instance]) -> bool:
@@ -100,21 +100,21 @@ def _walked(
     follow: Callable[[Instance], list[tuple[Edge, Instance]]],
     chosen: Callable[[list], list] = lambda steps: steps,
 ) -> list[Step]:
-    found, seen, todo = [], {start}, [start]
+    steps, seen, todo = [], {start}, [start]
     while todo:
         at = todo.pop(0)
         for edge, to in chosen(follow(at)) if at == start else follow(at):
-            found.append((edge, at, to))
+            steps.append((edge, at, to))
             if to not in ends and to not in seen:
                 seen.add(to)
                 todo.append(to)
-    return found
+    return steps
 
 
 def _nearest(graph: Graph, steps: list[tuple[Edge, Instance]]) -> list[tuple[Edge, Instance]]:
     """The uses at the same step, or else in the nearest later one, or else behind the scan."""
     far = [_distance(graph, edge) for edge, _ in steps]
-    return [step for step, own in zip(steps, far, strict=True) if own == min(far)]
+    return [step for step, distance in zip(steps, far, strict=True) if distance == min(far)]
 
 
 def _distance(graph: Graph, edge: Edge) -> float:

@@ -31,10 +31,10 @@ def recorded_step(
             f"args: got an array that a function has overwritten, at {at}, expected arrays that "
             "were not donated; pass a copy to the step that donates them"
         )
-    found: list[Any] = []
+    recordings: list[Any] = []
 
     def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
-        found.append(_recording(function, args, kwargs, with_arguments))
+        recordings.append(_recording(function, args, kwargs, with_arguments))
 
     try:
         with_models(run, fun, args, dict(kwargs))
@@ -42,9 +42,9 @@ def recorded_step(
         note = f"a function can't be traced as one program ({first_line(error)}), so its outputs "
         note += "are in the order of their paths, and their rounding is not measured; give rtol="
         outputs = _outputs_of(fun, args, kwargs)
-        found.append(_recording(lambda outputs: outputs, (outputs,), {}, with_arguments=False))
-        found[0].record.notes.append(note)
-    return found[0]
+        recordings.append(_recording(lambda outputs: outputs, (outputs,), {}, with_arguments=False))
+        recordings[0].record.notes.append(note)
+    return recordings[0]
 
 
 def _recording(
@@ -53,18 +53,18 @@ def _recording(
     traced = trace(function, args, kwargs)
     jaxpr, constants = opened(traced.program)
     check_concrete("fun", constants)
-    given = output_paths({"args": args, "kwargs": kwargs})
+    arguments = output_paths({"args": args, "kwargs": kwargs})
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
     leaves = output_paths(traced.result(avals))
     outputs = {p: x for p, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)}
     rows = [plain_row("output", p, x) for p, x in outputs.items()]
-    inputs = [(p, ("", ""), x) for p, x in given.items() if is_array(x)]
+    inputs = [(p, ("", ""), x) for p, x in arguments.items() if is_array(x)]
     fixed = [("output", p, x) for p, x in leaves.items() if p not in outputs]
     if with_arguments:
         numbers = np.ndarray, np.generic, int, float, complex
-        fixed += [("argument", p, x) for p, x in given.items()
+        fixed += [("argument", p, x) for p, x in arguments.items()
                   if isinstance(x, numbers) and not is_array(x)]  # fmt: skip
-    known = [plain_row(*own, numbers=numbers_of(own[2])) for own in fixed]
+    known = [plain_row(*each, numbers=numbers_of(each[2])) for each in fixed]
     return recording_of(traced.program, inputs, rows, {}, with_arguments, known)
 
 
@@ -72,16 +72,16 @@ def output_paths(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by path, but for None; those whose paths look alike by their keys."""
     entries = leaves_with_keys(tree)
     counts = collections.Counter(path_string(path) for path, _ in entries)
-    found = {}
+    outputs = {}
     for path, leaf in entries:
         text = path_string(path)
-        found[(text if counts[text] == 1 else keystr(path)) or WHOLE_OUTPUT] = leaf
-    return found
+        outputs[(text if counts[text] == 1 else keystr(path)) or WHOLE_OUTPUT] = leaf
+    return outputs
 
 
 def _outputs_of(fun: Callable[..., Any], args: tuple, kwargs: Mapping) -> dict[str, Any]:
-    found: list[Any] = []
-    own = jax.tree.map(lambda x: x.copy() if is_array(x) else x, (args, dict(kwargs)))
-    with_models(lambda f, args, kwargs: found.append(f(*args, **kwargs)), fun, *own)
-    check_concrete("fun", found[0])
-    return output_paths(found[0])
+    outputs: list[Any] = []
+    copies = jax.tree.map(lambda x: x.copy() if is_array(x) else x, (args, dict(kwargs)))
+    with_models(lambda f, args, kwargs: outputs.append(f(*args, **kwargs)), fun, *copies)
+    check_concrete("fun", outputs[0])
+    return output_paths(outputs[0])

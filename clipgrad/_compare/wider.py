@@ -1,7 +1,7 @@
 """A loss and its gradient beside themselves in a wider type: where low precision loses.
 
-Two numbers are others than for two versions: a gradient may be off by 5 % of its own
-size, and the value told first is that at which the difference grows most.
+Two rules are others than for two versions: a gradient may be off by 5 % of its size, and the first
+finding is the value at which the error grows most, not the first value that differs.
 """
 
 import contextlib
@@ -74,21 +74,23 @@ class ByPrecision:
         lost = [each for each in said if isinstance(each, ComparisonFinding)]
         notes = [each for each in said if isinstance(each, str)]
         if len(notes) == len(gradients):
-            text = "no gradient is judged: each is zero but for rounding; diagnose(fun, args) says "
-            lost.append(ComparisonFinding("not judged", text + "which operation makes it so"))
+            text = "each gradient is zero but for rounding, so nothing tells how much precision is "
+            text += "lost; diagnose(fun, args) says which operation makes it so"
+            lost.append(ComparisonFinding("not judged", text))
         growing = _growing(sides) if any(f.kind == "rounding" for f in lost) else []
         return Verdict([*growing, *lost], [*notes, *_notes_of_loss(sides, self.dtype)], self.dtype)
 
 
 def lost_precision(
-    row: Row, its: Row, dtype: str, most: float, most_left: float, measure: Callable[[], None]
+    row: Row, other: Row, dtype: str, most: float, most_left: float, measure: Callable[[], None]
 ) -> ComparisonFinding | str | None:
     """The finding of a gradient of which more than a share is rounding; or a note; or None."""
-    own, wide = (np.ravel(widened_leaf(np.asarray(x.numbers.whole))) for x in (row, its))
-    error = judge(own, wide, np.zeros(own.shape), row.eps, most).difference
-    is_odd, name = [not np.all(np.isfinite(x)) for x in (own, wide)], row.label
+    narrow, wide = (np.ravel(widened_leaf(np.asarray(x.numbers.whole))) for x in (row, other))
+    error = judge(narrow, wide, np.zeros(narrow.shape), row.eps, most).difference
+    is_odd, name = [not np.all(np.isfinite(x)) for x in (narrow, wide)], row.label
     if all(is_odd):
-        text = f"the gradient of {name} has NaN or inf in both types, so it is not judged"
+        text = f"the gradient of {name} has NaN or inf in both types, so nothing tells how much "
+        text += "precision is lost"
         return ComparisonFinding("not judged", text, path=row.name)
     if any(is_odd):
         text = f"the gradient of {name} overflows: it has NaN or inf in {dtype} only"
@@ -98,7 +100,7 @@ def lost_precision(
         return ComparisonFinding("rounding", text, path=row.name, ratio=math.inf)
     if error <= most:
         return None
-    if error >= most_left or _is_nothing(row, its, most_left, measure):
+    if error >= most_left or _is_nothing(row, other, most_left, measure):
         return f"{name}: zero but for rounding"
     share = f"{100 * error:.{1 if error < 0.1 else 0}f}% of"
     share = share if error <= 1 else f"{error:.2g} times the size of"
@@ -106,11 +108,11 @@ def lost_precision(
     return ComparisonFinding("rounding", text, path=row.name, ratio=error)
 
 
-def _is_nothing(row: Row, its: Row, most_left: float, measure: Callable[[], None]) -> bool:
+def _is_nothing(row: Row, other: Row, most_left: float, measure: Callable[[], None]) -> bool:
     """Whether a gradient is rounding in the wider type as well, by how far rounding moves it."""
     if row.numbers.moved is None:
         measure()
-    moved, sketch = row.numbers.moved, its.numbers.sketch
+    moved, sketch = row.numbers.moved, other.numbers.sketch
     assert moved is not None and sketch is not None  # of a gradient
     moved, size = np.ravel(moved)[:NORM_AT], float(np.ravel(sketch)[NORM_AT])
     floor = float(np.linalg.norm(np.where(np.isfinite(moved), moved, 0)))
@@ -119,9 +121,9 @@ def _is_nothing(row: Row, its: Row, most_left: float, measure: Callable[[], None
 
 def _notes_of_loss(sides: Sides, dtype: str) -> list[str]:
     (pair,) = sides.of("output")
-    own, wide = (float(np.asarray(row.numbers.whole)) for row in sides.rows(pair))
-    if math.isfinite(wide) and not math.isfinite(own):
-        return [f"the loss is {own}, and {wide:.3g} in {dtype}: it overflows"]
+    narrow, wide = (float(np.asarray(row.numbers.whole)) for row in sides.rows(pair))
+    if math.isfinite(wide) and not math.isfinite(narrow):
+        return [f"the loss is {narrow}, and {wide:.3g} in {dtype}: it overflows"]
     return []
 
 
@@ -143,8 +145,8 @@ def _growing(sides: Sides) -> list[ComparisonFinding]:
         if math.isfinite(factor):
             text = f"the relative error of the {kind} of {row.label} is "
             text += f"{pair.judgment.difference:.2g}, {factor:.1f} times that before"
-        found = sides.at_line("rounding", text, row.name, pair)
-        return [dataclasses.replace(found, factor=factor)]
+        finding = sides.at_line("rounding", text, row.name, pair)
+        return [dataclasses.replace(finding, factor=factor)]
     return []
 
 
@@ -154,5 +156,5 @@ def _rounding_ratio(program: Any, dtype: str) -> float:
     Of several narrower types it is the finest, whose rounding may be all that a leaf has.
     """
     eps = float(jnp.finfo(dtype).eps)
-    found = [float(jnp.finfo(name).eps) for name in computed_types(program)]
-    return min((each for each in found if each > eps), default=eps) / eps
+    roundings = [float(jnp.finfo(name).eps) for name in computed_types(program)]
+    return min((each for each in roundings if each > eps), default=eps) / eps

@@ -12,11 +12,11 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
 from clipgrad._clip import ClipStats, asks, is_known
 from clipgrad._error_clip.cotangent import clip_of_value
+from clipgrad._error_clip.inner_grad_warning import warn_of_inner_gradients
 from clipgrad._error_clip.named_rules import Rules, check_function, checked_rules
-from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._errors import warn
 from clipgrad._frameworks import with_models
-from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
+from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Matches, resolved
 
 ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
@@ -117,7 +117,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         call = args, kwargs
         names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED, call)
         warn_of_batches(traced.program, names, caller)
-        warn_of_own_gradients(traced.program, names, caller)
+        warn_of_inner_gradients(traced.program, names, caller)
         return traced.evaluate(args, kwargs, ByName.of(traced.program, names, {}))
 
     return clipped  # type: ignore[return-value]
@@ -145,7 +145,7 @@ class ByName(_names.NamedHook):
     def of(
         cls,
         program: Any,
-        names: Resolved,
+        names: Matches,
         probes: dict[str, ClipStats],
         active: frozenset[Any] | None = None,
     ) -> "ByName":
@@ -221,7 +221,7 @@ class ByName(_names.NamedHook):
         )
 
 
-def warn_of_batches(program: Any, names: Resolved, caller: str) -> None:
+def warn_of_batches(program: Any, names: Matches, caller: str) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
     sites = _names.sites_of(program, names)
     is_mapped = lambda name: any(s.mapped and not s.within for s in sites[name])  # noqa: E731

@@ -14,8 +14,8 @@ import clipgrad._programs as _programs
 from clipgrad._arrays import explain_call
 from clipgrad._clip import asks, is_known
 from clipgrad._error_clip.cotangent import clip_of_value
+from clipgrad._error_clip.inner_grad_warning import warn_of_inner_gradients
 from clipgrad._error_clip.named_rules import check_function, rule_of_variable
-from clipgrad._error_clip.own_gradients import warn_of_own_gradients
 from clipgrad._frameworks import with_models
 
 Transformed = TypeVar("Transformed", bound=Callable[..., Any])
@@ -79,7 +79,7 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _programs.trace(fun, args, kwargs)
-        warn_of_own_gradients(traced.program, None, "error_clip_everywhere")
+        warn_of_inner_gradients(traced.program, None, "error_clip_everywhere")
         results = range(len(_programs.opened(traced.program)[0].outvars))
         ends, names = _ends(traced.program, results), _names.names_of_variables(traced.program)
         hook = _Everywhere(rule, ends, (), frozenset(names.items() if asks(rule) else ()))

@@ -25,7 +25,7 @@ from clipgrad._frameworks import (
 )
 from clipgrad._names import (
     CLIPPED,
-    Resolved,
+    Matches,
     active_variables,
     checked_watch,
     common_nest,
@@ -221,7 +221,7 @@ def _check_is_floating(position: int, arg: Any) -> None:
 
 def _named(
     program: Any, rules: Rules, watch: dict[str, Any] | None, caller: str, arguments: Any
-) -> tuple[Resolved, dict[str, ClipStats]]:
+) -> tuple[Matches, dict[str, ClipStats]]:
     """The rules for clipped and watched names, and empty statistics for each name.
 
     The statistics have an axis for each scan around all sites of the name.

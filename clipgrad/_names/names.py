@@ -9,15 +9,15 @@ import numpy as np
 from clipgrad._arrays import answers_lookups
 from clipgrad._names.line_names import LineNames
 from clipgrad._names.lines import Line, line_values, shown_calls
-from clipgrad._names.scopes import common_end
-from clipgrad._names.sites import Sites
-from clipgrad._names.wanted import (
+from clipgrad._names.name_patterns import (
     CLIPPED,
     VALUES,
     common_nest,
     sites_by_name,
     why_none,
 )
+from clipgrad._names.scopes import common_end
+from clipgrad._names.sites import Sites
 
 
 @answers_lookups("name")
@@ -117,8 +117,8 @@ def _inner_first(names: Iterable[str]) -> list[str]:
 
 
 def _name_of_sites(name: str, sites: Sites) -> Name:
-    wanted = CLIPPED if CLIPPED.lists(sites) else VALUES
-    counted = wanted.counted(sites)
+    target = CLIPPED if CLIPPED.lists(sites) else VALUES
+    counted = target.counted(sites)
     largest = max(counted, key=lambda site: math.prod(site.shape))
     rest = largest.shape, np.dtype(largest.dtype), common_nest(counted), sum(counted.values())
-    return Name(name, largest.kind, *rest, wanted is CLIPPED)
+    return Name(name, largest.kind, *rest, target is CLIPPED)

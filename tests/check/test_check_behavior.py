@@ -32,6 +32,7 @@ def test_a_check_that_is_switched_off_finds_nothing(name):
     assert check not in checks(function, args, skip=[check])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_raises_under_jit_fails_if_the_function_does_not():
     def backward(r, g):
         return (g * jnp.cos(r[0]) if float(g[0]) < 1e9 else g,)
@@ -39,6 +40,7 @@ def test_a_gradient_that_raises_under_jit_fails_if_the_function_does_not():
     assert checks(custom(lambda x: jnp.sin(x), backward)) >= {"jit", "vmap"}
 
 
+@pytest.mark.slow
 def test_outputs_differentiated_alone_must_agree_with_zero_cotangents():
     def forward(x):
         return (jnp.sin(x.value), x.value**2), x.value
@@ -67,6 +69,7 @@ def test_what_is_wrong_at_a_third_point_is_not_said_to_be_at_the_second():
     assert "at a second point" not in str(report)
 
 
+@pytest.mark.slow
 def test_the_second_order_is_not_run_after_a_failure():
     function, _, args = PAIRS["wrong_sign"][0](jnp.dtype("float32"))
     report = cg.check_grads(function, args, order=2, raise_on_failure=False)
@@ -183,6 +186,7 @@ def test_a_product_that_xla_lacks_on_this_device_is_not_run():
         assert "UNIMPLEMENTED" in report.not_run["vmap"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [10.0, 1e6])
 def test_a_clip_that_acts_is_not_linear_and_the_text_says_what_to_write(limit):
     clipped = custom(lambda x: 1.0 * x, lambda r, g: (jnp.clip(g, -limit, limit),))

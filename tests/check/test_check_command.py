@@ -77,6 +77,7 @@ def test_a_function_inside_of_a_class_is_found(folder):
     assert load("pathlib:Path.exists").__name__ == "exists"
 
 
+@pytest.mark.slow
 def test_a_wrong_one_exits_with_one_and_the_report(folder, capsys):
     assert command("check", "here:half", "--args", "f32[3]") == 1
     assert "analytic/numeric is 0.5 throughout" in capsys.readouterr().out

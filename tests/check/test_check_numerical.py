@@ -80,6 +80,7 @@ def test_complex_gradients_follow_jax():
     np.testing.assert_allclose(real, jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_keyword_arguments_are_arguments_and_have_gradients_by_their_names():
     x, y = jnp.asarray([1.0, 2.0]), jnp.asarray([3.0, 5.0])
     product = lambda x, y, scale=1: scale * x * y  # noqa: E731

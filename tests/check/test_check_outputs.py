@@ -43,6 +43,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "value"),
     some_of([(d, v) for d in MASKS for v in MASKS[d]], [("bfloat16", -1e15)]),

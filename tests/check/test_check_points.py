@@ -46,6 +46,7 @@ def test_the_garbage_of_a_padding_does_not_set_the_scale_of_its_leaf():
     assert scale_of(jnp.asarray([1.0, 1.0, 1.0, 1e30]))[0] == 1
 
 
+@pytest.mark.slow
 @given(NUMBERS, SEEDS)
 def test_a_generic_point_has_no_equal_and_no_zero_elements_and_keeps_signs(values, seed):
     (point,) = further(subject(jnp.asarray(values)), seed, keeps=False)

@@ -55,6 +55,7 @@ def half_verified(**options):
     return cg.check_grads(safe, (HALF_OF_IT,), points=1, raise_on_failure=False, **options)
 
 
+@pytest.mark.slow
 def test_fewer_elements_verified_than_asked_for_are_a_failure():
     assert "25% of the elements were verified, of 50% at least" in str(half_verified())
     report = half_verified(min_verified=0.2)
@@ -80,6 +81,7 @@ def test_a_tolerance_of_ones_own_is_that_of_the_backward():
     assert not cg.check_grads(off, (jnp.ones(3),), tolerance=1e-3, raise_on_failure=False).ok
 
 
+@pytest.mark.slow
 def test_the_text_names_check_element_count_and_both_values():
     report = wrong("missing_factor")
     (failure,) = report.failures
@@ -112,6 +114,7 @@ def test_a_transposed_gradient_is_called_that():
     assert "analytic is the transpose of numeric" in str(wrong("transposed_weight_gradient"))
 
 
+@pytest.mark.slow
 def test_a_kink_is_told_with_its_slopes():
     text = str(wrong("a_kink_outside_of_its_subdifferential"))
     assert "worst: kink: slopes 0 and " in text
@@ -149,6 +152,7 @@ def test_the_error_is_an_assertion_error_whose_text_is_the_report():
     assert not caught.value.report.ok
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_report():
     first, second = wrong("wrong_sign"), wrong("wrong_sign")
     assert [str(f) for f in first.failures] == [str(f) for f in second.failures]
@@ -223,6 +227,7 @@ def scaled(k):
     return custom(lambda params, y: jnp.sin(params["w"]) * y, backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1.0, 1.5])
 def test_the_largest_error_of_each_leaf_stands_in_the_report(k):
     args = jax.tree.map(jnp.asarray, ARGS)

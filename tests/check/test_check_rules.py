@@ -90,6 +90,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "around"), ROWS)
 def test_the_line_of_the_wrong_rule_is_named(backward, around):
     first, second, third = RIGHT

@@ -111,6 +111,7 @@ def test_a_disputed_element_is_never_verified_whatever_rounding_does():
         assert not report.ok and report.verified <= 5
 
 
+@pytest.mark.slow
 def test_a_stair_is_not_judged_by_the_slopes_of_larger_steps():
     report = checked(lambda x: jnp.round(x * 2**23) / 2**23 + 0 * x, jnp.asarray([0.3, 0.7, 1.2]))
     assert all("wrong" not in failure.detail for failure in report.failures)
@@ -121,6 +122,7 @@ def straight_through(k):
     return custom(steps, lambda r, g: (k * g,))
 
 
+@pytest.mark.slow
 def test_of_a_staircase_it_is_said_that_slopes_cannot_judge_it():
     (failure,) = checked(straight_through(1.0), jnp.asarray([0.3, -1.2, 2.4])).failures
     assert "flat there" in failure.detail and "surrogate" in failure.detail

@@ -104,6 +104,7 @@ def test_stopped_values_of_the_user_are_noted_with_their_lines():
     assert notes_of(jax.nn.softmax, X) == []  # it stops its maximum, which is nothing to a user
 
 
+@pytest.mark.slow
 def test_a_derivative_that_stops_itself_names_the_second_order():
     cube = custom(lambda x: x**3, lambda r, g: (stop(3 * r[0] ** 2 * g),))
     derivative = jax.grad(lambda x: cube(x).sum())
@@ -147,6 +148,7 @@ def test_a_rule_that_no_point_ran_is_noted_with_its_line(name):
     assert "was not tested" in note and "backward (" in note and "test_check_stops.py:" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(TESTED, "in one of two branches"))
 def test_a_rule_that_ran_is_not_noted(name):
     assert not any("not tested" in note for note in notes_of(TESTED[name](sine(1.0)), X))

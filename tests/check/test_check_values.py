@@ -149,6 +149,7 @@ def test_a_rule_that_is_as_wrong_as_plain_ad_is_disputed_and_said_so():
     )
 
 
+@pytest.mark.slow
 def test_kinks_are_counted_apart_and_disputes_are_not_verified():
     report = cg.check_grads(lambda x: jnp.abs(x).sum(), (jnp.asarray([0.0, 1.0]),), points=1)
     assert (report.verified, report.at_kinks, report.elements) == (1, 1, 2)

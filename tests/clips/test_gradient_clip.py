@@ -112,6 +112,7 @@ def test_a_schedule_is_evaluated_at_the_number_of_updates():
         assert state.threshold == schedule(step) and state.count == step + 1
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("rule", [
     lambda t: cg.ClipByValue(t), lambda t: cg.ClipByValue(1.0, min=lambda s: -t(s)),

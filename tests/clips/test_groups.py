@@ -21,6 +21,7 @@ def norm(tree):
     return np.linalg.norm(np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]))
 
 
+@pytest.mark.slow
 def test_a_history_follows_what_is_measured():
     tx = cg.clip_by_global_norm(cg.PercentileThreshold(50), where="body")
     _, state = tx.update(TREE, tx.init(TREE))

@@ -40,6 +40,7 @@ def test_a_norm_is_nan_and_not_inf_if_an_element_is(dtype):
         np.testing.assert_array_equal(by_order, [np.nan, np.nan, np.inf])
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("axis", [0, 1])
 def test_only_the_slice_that_holds_it_is_nan(axis):
@@ -75,6 +76,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_norm_clip_behind_a_value_clip_makes_the_group_nan(name):

@@ -185,6 +185,7 @@ def test_an_axis_name_outside_of_a_mapped_context_is_refused():
         cg.global_norm(jnp.ones(2), axis_name="batch")
 
 
+@pytest.mark.slow
 @first_row
 @every_order
 def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
@@ -294,6 +295,7 @@ def test_the_gradient_of_a_complex_norm_follows_jax():
     np.testing.assert_allclose(jax.grad(cg.global_norm)(z), plain, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_elements_that_are_the_largest_alike_share_the_gradient_of_the_largest_norm(count):
     x = jnp.concatenate([jnp.full(count, -3.0), jnp.array([1.0, 2.0])])

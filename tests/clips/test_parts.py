@@ -105,6 +105,7 @@ SLICES = {
 }
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("clip", SLICES.values(), ids=SLICES)
 def test_slices_warn_until_somebody_says_what_cuts_them(clip):

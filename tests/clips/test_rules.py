@@ -148,6 +148,7 @@ def test_an_auto_norm_is_the_formula_of_the_paper_at_every_size(norm):
         assert stats.clipped == (norm > 0) and stats.size == 3
 
 
+@pytest.mark.slow
 def test_numbers_of_an_auto_norm_may_be_traced_and_scheduled():
     x = jnp.array([3.0, 4.0])
     swept = jax.vmap(lambda c: cg.AutoNorm(c, gamma=5.0)(x))(jnp.arange(3.0))
@@ -240,6 +241,7 @@ def test_a_complex_element_at_its_limit_stays_bit_for_bit_at_every_angle(dtype, 
             assert np.abs(np.asarray(clipped, complex)).max() <= size * (1 + eps)
 
 
+@pytest.mark.slow
 def test_a_function_in_a_rule_is_asked_anew_in_each_call():
     """A program that is kept for a rule is not used for one whose function may have changed."""
     axes = {"now": 0}
@@ -287,6 +289,7 @@ def test_a_lower_bound_that_is_left_out_is_the_negative_of_the_upper(bound, cls)
     assert dataclasses.replace(rule, max=7.0, min=-1.0).min == -1 == cls(2.0, -1.0).min
 
 
+@pytest.mark.slow
 def test_a_lower_bound_of_a_traced_rule_follows_its_upper_one():
     rule = cg.ErrorClipByValue(2.0)
     assert jax.jit(lambda rule: rule.min)(rule) == -2

@@ -25,6 +25,7 @@ def names_below(numbers, path):
     return {name.removeprefix(path + "/") for name in numbers if name.startswith(path + "/")}
 
 
+@pytest.mark.slow
 def test_statistics_are_below_their_names():
     _, _, stats = cg.value_and_grad_with_stats(loss)(PARAMS, jnp.ones(2))
     numbers = cg.scalars(stats)
@@ -92,6 +93,7 @@ def test_the_state_of_an_optimizer_gives_its_clips_and_nothing_else():
     assert set(cg.scalars(cg.types.TrainState(PARAMS, state))) == set(numbers)
 
 
+@pytest.mark.slow
 def test_statistics_of_each_leaf_are_below_the_clip():
     clip = cg.clip_by_norm(1.0, stats="per_leaf")
     _, state = clip.update(PARAMS, clip.init(PARAMS))

@@ -203,6 +203,7 @@ def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, pla
         assert place == "sharded" or "all-gather" not in compiled.as_text()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_added_up_yet_are_refused(users_promotion):
     """Those of weights that are the same on all devices, as for an accumulation."""
     mesh = mesh_of(AxisType.Explicit)

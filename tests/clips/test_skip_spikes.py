@@ -92,6 +92,7 @@ def test_a_skipped_step_changes_nothing_but_the_counters(bad):
     chex.assert_tree_all_finite(states._replace(raw_norm=0.0))
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_shown_zeros_in_place_of_a_bad_gradient():
     shown = []
     inner = optax.stateless(lambda updates, params: (shown.append(updates), updates)[1])
@@ -129,6 +130,7 @@ def test_equal_norms_make_no_outlier_of_a_slightly_larger_one():
         assert states.skipped[-1] == skipped
 
 
+@pytest.mark.slow
 def test_a_growth_for_good_is_skipped_and_shown():
     norms = np.concatenate([noise(20), 100 * noise(10, seed=1), [np.nan] * 3])
     _, states = scan(PLAIN, norms)
@@ -150,6 +152,7 @@ def test_extra_arguments_are_passed_on():
     assert seen == {"value": 1.0, "anything": 2}
 
 
+@pytest.mark.slow
 def test_states_with_keys_integers_and_nothing_are_kept():
     key = jax.random.key(0)
     noisy = optax.GradientTransformation(
@@ -249,6 +252,7 @@ def test_a_threshold_where_a_number_belongs_is_refused(name):
 # A training that halts.
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("halt, row, at", [
     (True, [1.0, 50.0, np.nan], 2),
@@ -266,6 +270,7 @@ def test_after_the_halt_nothing_changes_but_the_count(halt, row, at):
     assert_same(last._replace(count=first.count), first)
 
 
+@pytest.mark.slow
 def test_after_resume_a_step_is_what_it_would_have_been():
     tx, twin = cg.skip_spikes(optax.adam(0.1), halt=True, **SMALL), ADAM
     grads, bad = jnp.array([0.6, 0.8]), jnp.array([jnp.nan, 1.0])

@@ -6,6 +6,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from clipgrad._arrays.trees import combine, is_clippable, is_none, map_clippable, partition
@@ -39,6 +40,7 @@ def assert_is_the_same(actual, expected):
     assert all(a is b for a, b in zip(flat(actual), flat(expected), strict=True))
 
 
+@pytest.mark.slow
 @hypothesis.given(tree=trees, data=st.data())
 def test_combine_undoes_partition(tree, data):
     number = len(flat(tree))

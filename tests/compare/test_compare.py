@@ -254,6 +254,7 @@ def test_a_value_without_a_match_has_its_own_name():
     assert "module a (as b) [4, 2]: 2 in fun, 1 in other" in str(comparison.unmatched)
 
 
+@pytest.mark.slow
 def test_has_aux_leaves_aux_out():
     comparison = cg.compare(small(aux=1), small(aux=2), ARGS, has_aux=True)
     assert comparison.ok and len(comparison.rows) == 1
@@ -261,6 +262,7 @@ def test_has_aux_leaves_aux_out():
         cg.compare(small(aux=1), small(aux=2), ARGS)
 
 
+@pytest.mark.slow
 def test_what_differs_inside_of_equal_outputs_is_a_note():
     def loss(w, x, by):
         with jax.named_scope("inside"):
@@ -321,9 +323,13 @@ def test_a_place_that_rounding_decides_is_not_judged():
     plain = functools.partial(loss, shift=0.0)
     shifted = functools.partial(loss, shift=1e-6)
     comparison = cg.compare(plain, shifted, (jnp.float32(0.3), jnp.linspace(0.1, 1.0, 7)))
-    assert "noise: rounding decides here, so its value is not judged" in comparison.notes
+    assert (
+        "noise: rounding decides here, so the value is called neither equal nor different"
+        in comparison.notes
+    )
 
 
+@pytest.mark.slow
 def test_values_in_while_loops_have_no_cotangent():
     def loss(w, x, by):
         def body(state):
@@ -414,6 +420,7 @@ def doubled(h):
     return passed(h)
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("faulty", ["second", "first", "third"])
 def test_the_message_of_a_vjp_names_the_module_that_is_wrong(faulty):

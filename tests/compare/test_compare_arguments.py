@@ -58,6 +58,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place, fault, scanned", TABLE)
 def test_a_wrong_gradient_is_found_at_every_argument(place, fault, scanned):
     wrong = loss_of(place, FAULTS[fault], scanned)
@@ -139,6 +140,7 @@ def test_another_text_as_argnums_is_told(argnums):
         cg.compare(loss_of(), loss_of(), GIVEN, K, argnums=argnums)
 
 
+@pytest.mark.slow
 def test_trees_inside_of_others_are_matched_in_every_argument():
     loss = lambda p, b: jnp.sum((b["x"] @ p["w"]) ** 2)  # noqa: E731
     batch = {"x": jnp.ones((2, 3))}
@@ -194,6 +196,7 @@ def test_the_module_behind_what_is_carried_over_several_steps(depth, scanned):
 # ---- infinite values ----
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("how", ["value", "output", "cotangent", "file"])

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._compare.result import _COMPARISON_HEADS, ComparisonFinding
 
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 TORCH_RUN = pathlib.Path(__file__).parent / "torch_runs" / "mlp.npz"
 ARGS = jnp.ones((3, 2)), jnp.ones((4, 3))
 TRACES = []
@@ -136,3 +138,10 @@ def test_a_step_without_argnums_is_told_what_to_write(result, tmp_path):
     with pytest.raises(ValueError, match="; for a whole step, .*, write argnums=None"):
         cg.save_run(step, ARGS, tmp_path / "x.npz")
     assert cg.compare(step, step, ARGS, argnums=None, rtol=1e-3).ok
+
+
+@pytest.mark.parametrize("kind", _COMPARISON_HEADS)
+def test_each_kind_of_finding_is_in_the_docstring_and_on_a_page(kind):
+    pages = [(DOCS / f"{name}.md").read_text() for name in ("two_versions", "bfloat16")]
+    for text in (ComparisonFinding.__doc__ or "", "".join(pages)):
+        assert f'"{kind}"' in text

@@ -95,6 +95,7 @@ def test_rtol_is_the_share_of_a_gradient_that_may_be_rounding():
     assert paths == {"w", "far", "scale", "args[1]"} and not comparison.ok
 
 
+@pytest.mark.slow
 def test_custom_rules_stay():
     """A wrong rule is the same in both types: no precision is lost there."""
 
@@ -247,6 +248,7 @@ def test_a_backward_pass_that_is_narrower_than_the_loss_is_seen():
     )
 
 
+@pytest.mark.slow
 def test_an_overflow_names_the_first_module_and_the_leaves():
     def loss(w, x):
         with jax.named_scope("fine"):
@@ -294,9 +296,8 @@ def test_no_gradient_that_is_judged_is_not_ok(dtype):
     (finding,) = comparison.findings
     assert not comparison.ok and finding.kind == "not judged", str(comparison)
     wider = "float64" if dtype == "float32" else "float32"
-    assert f'compare(fun, "{wider}", args)' in finding.message and "or give rtol=" in str(
-        comparison
-    )
+    assert f'compare(fun, "{wider}", args)' in finding.message
+    assert "or give rtol=" in " ".join(str(comparison).split())  # in lines of one width
     assert str(comparison).startswith("not judged: neither agreement nor a difference was found\n")
     assert cg.compare(undecided, undecided_too, (w,), rtol=1e9).ok
     assert cg.compare(undecided, undecided, (w,)).ok  # bit for bit the same
@@ -312,7 +313,10 @@ def test_a_leaf_that_is_not_judged_is_never_ok():
     assert not comparison.ok and {f.kind for f in comparison.findings} <= {"not judged", "value"}, (
         str(comparison)
     )
-    assert "w: rounding decides here, so its gradient is not judged" in comparison.notes
+    assert (
+        "w: rounding decides here, so the gradient is called neither equal nor different"
+        in comparison.notes
+    )
 
 
 @pytest.mark.slow

@@ -120,6 +120,7 @@ def test_a_type_that_is_restored_otherwise_is_a_note(saved):
     )
 
 
+@pytest.mark.slow
 def test_a_right_restart_is_silent(saved):
     through = jax.tree.map(np.asarray, saved[0] | {"key": jax.random.key_data(saved[0]["key"])})
     through["key"] = jax.random.wrap_key_data(through["key"])

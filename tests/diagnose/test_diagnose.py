@@ -296,6 +296,7 @@ def drop_lines_of_packages(text):
 W = np.ones(4, np.float32)
 
 
+@pytest.mark.slow
 def test_what_a_loss_closes_over_is_read_anew():
     closed_over = {"array": W, "function": jnp.sin}
 
@@ -317,6 +318,7 @@ class Held:
     """What a callback closes over."""
 
 
+@pytest.mark.slow
 def test_nothing_of_a_users_is_kept_alive():
     held, array = Held(), np.full(2**15, 2.0, np.float32)
     references = weakref.ref(held), weakref.ref(array)

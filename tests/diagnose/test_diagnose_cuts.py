@@ -306,6 +306,7 @@ def decaying(factor, end):
     return loss
 
 
+@pytest.mark.slow
 def test_a_decay_is_a_note_while_the_leaf_keeps_most_of_its_gradient():
     loss = decaying(0.5, lambda p: p["v"])
     lost = cg.diagnose(loss, (P, X))

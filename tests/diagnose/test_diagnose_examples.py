@@ -27,6 +27,7 @@ def batch(size=8, **changes):
     return {"x": x, "scale": scale}
 
 
+@pytest.mark.slow
 def test_the_bad_examples_are_named_and_no_others():
     bad_batch = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
     for which in ("batch", 1, -2):
@@ -121,6 +122,7 @@ def test_labels_by_keyword_and_keys_are_cut_with_the_batch():
     assert [example.index for example in diagnosis.examples] == [3]
 
 
+@pytest.mark.slow
 def test_an_argument_with_as_many_rows_that_is_not_named_stays_whole():
     x, y = inputs(4, label=2)
     inputs_with_ids = {"x": x, "ids": np.array([0, 3, 1, 2])}

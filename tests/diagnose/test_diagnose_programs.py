@@ -55,6 +55,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 @pytest.mark.parametrize("name", SPREAD)
@@ -296,6 +297,7 @@ def written_and_read(x):
     return jnp.sum(jax.freeze(ref))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", some_of(
     [with_a_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read],
     [with_a_kernel, written_and_read],

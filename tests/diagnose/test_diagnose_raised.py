@@ -22,6 +22,7 @@ def test_where_what_is_not_finite_is_from_comes_before_the_check_that_raises(bad
     assert "pure_callback raises SolverError" in report.notes[-1]
 
 
+@pytest.mark.slow
 def test_examples_that_raise_are_the_bad_ones():
     diagnosis = cg.diagnose(lambda scale, a: jax.vmap(solve)(scale * a).mean(), (1.0, SINGULAR),
                         examples="a")  # fmt: skip

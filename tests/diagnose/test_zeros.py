@@ -161,6 +161,7 @@ def layers_found(cut, wrapped="jit of checkpoint"):
     return diagnosed([(named(cut.name, WRAPPED[wrapped](cut.function)), cut.params)])
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("cut", zero_cuts.LAYERS, ids=lambda cut: cut.name)
 @pytest.mark.parametrize("wrapped", WRAPPED)
@@ -183,6 +184,7 @@ def test_messages_have_the_numbers_of_the_layers_that_are_cut():
     assert "at step" not in message("replaced_from_the_last")  # which are three
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("cut", zero_cuts.NOTED_LAYERS, ids=lambda cut: cut.name)
 def test_layers_that_may_be_meant_to_have_no_gradient_are_noted_at_most(cut):

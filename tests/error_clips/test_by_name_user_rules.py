@@ -73,6 +73,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 def test_two_patterns_may_have_equal_rules():
     """Rules are values: of a class, with equal thresholds and all else that a subclass keeps."""
     limit = jnp.full(3, 0.1)

@@ -108,6 +108,7 @@ def test_statistics_that_are_not_used_cost_nothing(model):
     assert unused.as_text().count(" fusion(") == plain.as_text().count(" fusion(")
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("model", WATCHED)
 @pytest.mark.parametrize("use", ["before", None], ids=["norms", "all"])

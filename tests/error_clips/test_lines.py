@@ -627,6 +627,7 @@ def test_lines_of_models(model):
     assert cg.with_value_stats(loss, watch=[name])(model, XS)[1][name].size == 3
 
 
+@pytest.mark.slow
 def test_lines_in_a_training_step():
     loss = lambda params, xs: plain(params["w"], xs, lambda h: h)  # noqa: E731
     step = cg.train_step(

@@ -155,6 +155,7 @@ def test_a_name_without_a_rule_changes_nothing(program):
     assert "custom_vjp_call" not in str(jax.make_jaxpr(off)(X)) or program is beside_custom_rules
 
 
+@pytest.mark.slow
 @first_row
 @programs
 def test_statistics_are_those_of_a_probe_written_by_hand(program):

@@ -163,6 +163,16 @@ def test_one_file_names_what_flax_has():
 FLAX = {"NodeStates", "DiffState", "RngState", "to_predicate", "to_flat_state", "TraceContextError"}
 
 
+def test_no_local_has_a_word_for_a_noun():
+    """A name says what a value is: not that it was found, nor whose it is."""
+    words = {"found", "own", "its", "given", "told"}
+    for path in FILES:
+        names = {n.id for n in nodes(path) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in nodes(path) if isinstance(n, ast.Attribute)}
+        names |= {n.arg for n in nodes(path) if isinstance(n, ast.arg | ast.keyword)}
+        assert not names & words, f"{path}: {names & words}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_functions_are_short(path):
     for node in nodes(path):

@@ -1,4 +1,4 @@
-"""The site: its programs run, its tables are true, and it holds every public name."""
+"""The site: its tables are true, and it holds every public name."""
 
 import json
 import pathlib
@@ -16,7 +16,6 @@ import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._errors import docs_page, docs_title
 from tests.helpers import NAMES
-from tests.package.test_guides import GUIDES
 from tests.rows import first_row
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,9 +23,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 ALL_PAGES = [*PAGES, *DOCS.glob("[ac]*/*.md")]  # without the copies that the site has
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
-WITH_PROGRAMS = [  # those of the guides run in tests/package/test_guides.py
-    page for page in PAGES if page.stem not in GUIDES and PROGRAM.search(page.read_text())
-]
 
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -37,16 +33,6 @@ def rows(page, heading):
     table = (DOCS / page).read_text().split(f"| {heading} |")[1].split("\n\n")[0]
     cells = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
     return [[cell.strip().strip("`") for cell in row] for row in cells]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda page: page.stem)
-def test_the_programs_of_a_page_run_in_one_go(page):
-    exec("\n".join(PROGRAM.findall(page.read_text())), {})
-
-
-def test_there_are_pages_with_programs():
-    assert {page.stem for page in WITH_PROGRAMS} >= {"nan", "which_clip"}
 
 
 def test_no_address_of_a_link_is_broken_over_two_lines():

@@ -1,4 +1,4 @@
-"""The pages on how to do something: programs, what they print, links, and how they are found."""
+"""The pages on how to do something: programs, links, and how they are found."""
 
 import ast
 import importlib.util
@@ -14,47 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.package.test_coming_from import assert_pages_program_prints
-
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-# Pages whose programs are run by other tests.
-ELSEWHERE = {
-    "check", "coming_from", "exploding", "my_run_blew_up", "names", "nan", "per_example", "rules",
-    "which_clip", "zero",
-}  # fmt: skip
-GUIDES = sorted(
-    page.stem
-    for page in DOCS.glob("*.md")
-    if page.stem not in ELSEWHERE and "```python\n" in page.read_text()
-)
 NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
 TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-every_guide = pytest.mark.parametrize("page", GUIDES)
 
 
 def text_of(page):
     return (DOCS / f"{page}.md").read_text()
-
-
-@pytest.mark.slow
-@every_guide
-def test_the_programs_run_and_print_what_the_page_shows(page, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert_pages_program_prints(DOCS / f"{page}.md")
-
-
-@pytest.mark.slow
-@every_guide
-def test_the_programs_run_as_they_are_copied_on_one_device(page, tmp_path):
-    program = "".join(re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL))
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(DOCS.parent)}
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,53 @@
-"""What a page shows is what its program prints, and its costs are those stored."""
+"""What a page shows is what its programs print, and its costs are those stored."""
 
+import concurrent.futures
 import json
+import multiprocessing
 import pathlib
 import re
 
 import pytest
 
 from benchmarks import report
+from tests.package import page_programs
+from tests.package.test_coming_from import assert_printed
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
+PAGES = [*DOCS.glob("*.md"), *DOCS.glob("coming_from/*.md")]  # README's are in test_readme.py
+PROGRAMS = {page.stem: text for page in PAGES if page_programs.cells(text := page.read_text())}
+# What differs from run to run; lines of JAX differ from version to version.
+VARYING = re.compile(r"\d+ evaluations, [\d.]+ s|\+- \S+|0x[0-9a-f]+|(?<=\.py:)\d+(?=\)[;,])")
+
+
+def words(text):
+    return VARYING.sub("", " ".join(text.split()))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes for one page each, forked where the libraries are imported and no array is made."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*page_programs.LIBRARIES, page_programs.__name__])
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        yield pool
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("users_promotion")
-@pytest.mark.parametrize("page", ["check", "names", "per_example"])
-def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
-    text = (DOCS / f"{page}.md").read_text()
-    program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)[1]
-    exec(compile(program, "layers.py", "exec"), {})
-    assert TIMES.sub("", capsys.readouterr().out) == TIMES.sub("", shown)
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("page", sorted(PROGRAMS))
+def test_the_programs_of_a_page_print_what_it_shows(page, devices, processes, tmp_path):
+    run = processes.submit(page_programs.printed, PROGRAMS[page], devices, str(tmp_path))
+    printed = ""
+    cells = page_programs.cells(PROGRAMS[page])
+    for (_, shown), output in zip(cells, run.result(), strict=True):
+        printed += output
+        if shown is not None:
+            assert_printed(words(printed), words(shown))
+            printed = ""
+    assert not printed, "the page does not show it"
 
 
 STORED = {

@@ -95,6 +95,7 @@ def test_it_equals_the_function_of_optax_on_float32(key):
         assert stats.clipped.sum() == number
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
@@ -380,6 +381,7 @@ NAMED = (lambda p, x: jnp.sum(p["{w}"] * x) + p["b"], {"{w}": jnp.ones(2), "b": 
 LEAVES = {"a single array": BARE, "a tree": (*NAMED, "'{w}'", " '{w}' ")}
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("method", ["auto", "direct"])
@@ -399,6 +401,7 @@ def test_a_bad_example_is_an_error_that_names_leaf_and_example(leaves, method, m
     assert jax.jit(checkify.checkify(per_example))(params, BAD[:2].repeat(3, 0))[0].get() is None
 
 
+@pytest.mark.slow
 def test_a_leaf_that_is_not_clipped_raises_no_error():
     fun, params = NAMED
     _, grads, _ = cg.clip_per_example(fun, NORM, nonfinite="error", where="b")(params, BAD)
@@ -459,6 +462,7 @@ def test_a_wrong_batch_is_refused(batch, match):
         cg.clip_per_example(lambda w, x: w, NORM, microbatch=3)(jnp.float32(1), batch)
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("leaf", [jax.random.key(0), 1, jnp.zeros(3, bool)], ids=stable_id)
 def test_parameters_that_have_no_gradient_are_passed_over(leaf, key):

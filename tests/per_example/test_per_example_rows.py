@@ -347,6 +347,7 @@ def test_a_coefficient_is_not_multiplied_with_the_constants_of_a_loss(size):
     np.testing.assert_allclose(grads["b"] * size, expected["b"] * size, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("name", [MIXED, "dense layers", "embedding tied to the head", "lstm"])
 @pytest.mark.parametrize("method", METHODS)

@@ -79,6 +79,7 @@ def loss_of(nest, **how):
     return loss
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: nest.__name__)
 def test_values_and_gradients_have_the_bits_of_jax(nest):
@@ -188,6 +189,7 @@ def test_diagnose_names_the_function_that_closes_over_a_value():
     assert not sick.ok and "test_closures.py" in str(sick) and "layer" in str(sick)
 
 
+@pytest.mark.slow
 def test_check_grads_names_what_jax_does_not_differentiate():
     loss = loss_of(solve)
     assert cg.check_grads(loss, (W, DATA), wrt=0, points=1).ok

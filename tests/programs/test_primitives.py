@@ -212,6 +212,7 @@ def answers():
 RENAMED = "scan_p while_p cond_p jit_p remat_p name_p stop_gradient_p closed_call_p tanh_p"
 
 
+@pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("name", RENAMED.split())
 def test_a_primitive_that_jax_renames_is_known_by_its_object(monkeypatch, name):
@@ -381,6 +382,7 @@ def test_facts_flow_around_loops_to_a_fixed_point():
     assert flow(never, [frozenset({"start"})], through, either) == [frozenset({"start"})]
 
 
+@pytest.mark.slow
 def test_other_facts_may_go_into_a_program_and_on_to_the_next_step():
     """Each operation has its position; of a branch that is the number of the branch, too."""
 

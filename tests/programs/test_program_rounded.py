@@ -89,6 +89,7 @@ def test_each_number_moves_by_one_rounding_of_its_own_type(dtype):
     assert 0.4 < np.mean(np.sign(steps[0]) == np.sign(steps[1])) < 0.6
 
 
+@pytest.mark.slow
 def test_what_is_no_number_or_small_and_whole_stays():
     for x in (
         jnp.arange(5.0),

@@ -62,6 +62,7 @@ def test_a_gradient_that_is_not_finite_is_counted(key):
     assert metrics["nonfinite"] > 0
 
 
+@pytest.mark.slow
 def test_without_statistics_the_state_is_that_of_optax_and_the_metrics_are_three_numbers(key):
     """So a checkpoint that was written with optax's function in the chain goes on."""
     params, batch = data(key)

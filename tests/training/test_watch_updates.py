@@ -272,6 +272,7 @@ def test_keys_of_linen_join_if_groups_have_the_class_of_the_model():
     }
 
 
+@pytest.mark.slow
 def test_layers_are_an_array_or_one_number_each():
     tx = cg.watch_updates(optax.sgd(0.1), stacked="blocks")
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -399,6 +400,7 @@ def test_inside_shard_map_the_named_axes_are_added_up():
     assert_norms(norms, {k: list(v) for k, v in expected.norms.items()})
 
 
+@pytest.mark.slow
 def test_a_scan_over_steps_and_a_map_over_seeds():
     tx = cg.watch_updates(optax.adam(0.1))
 

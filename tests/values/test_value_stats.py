@@ -222,6 +222,7 @@ def test_devices_count_together_and_what_they_share_once_where_jax_knows(check):
         assert_stats(entry(stats["net"], i), rows)
 
 
+@pytest.mark.slow
 def test_an_axis_that_is_kept_has_an_entry_for_each_index_behind_those_of_scans():
     def layer(x, scale):
         with scope("attn"):
@@ -341,6 +342,7 @@ def rule_with_a_tag(x):
 rule_with_a_tag.defjvp(lambda x, t: (rule_with_a_tag(x[0]), t[0]))
 
 
+@pytest.mark.slow
 def test_values_without_cotangents_are_listed_and_say_so_where_cotangents_are_asked():
     by_name = {name.name: name for name in cg.list_names(odd, (X,))}
     assert {n: r.cotangent for n, r in by_name.items()} == {
@@ -444,6 +446,7 @@ def test_one_more_value_of_a_shape_adds_few_operations():
     assert count(7) - count(4) <= 3 * 12
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("bad", [None, np.nan, -np.inf])

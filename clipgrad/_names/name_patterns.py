@@ -56,7 +56,7 @@ def common_nest(sites: Iterable[NamedSite]) -> tuple[int, ...]:
 _VERBS = {"tag": "tags", LINE: "computes"}
 
 
-class Wanted(NamedTuple):
+class Target(NamedTuple):
     """The variables with a name that are clipped or watched."""
 
     noun: str
@@ -75,17 +75,17 @@ class Wanted(NamedTuple):
         return {site: count for site, count in there.items() if site.used} or there
 
 
-class Chosen(NamedTuple):
+class Match(NamedTuple):
     kind: str
     rule: Any
 
 
-Resolved = dict[str, Chosen]
+Matches = dict[str, Match]
 
 
 def resolved(
-    program: Any, rules: Mapping[Any, Any], caller: str, wanted: Wanted, arguments: Any = ()
-) -> Resolved:
+    program: Any, rules: Mapping[Any, Any], caller: str, target: Target, arguments: Any = ()
+) -> Matches:
     """The rule of each name of a program that these names and patterns are, or match.
 
     What is written out wins over a pattern, and a pattern with ``!`` leaves out what those before
@@ -95,33 +95,33 @@ def resolved(
     others = sites_by_name(program)
     lines = asked_lines(program, rules, others)
     patterns = [pattern for pattern in rules if pattern not in others and is_pattern(pattern)]
-    names: Resolved = {}
+    names: Matches = {}
     origin: dict[str, Pattern] = {}
     for key in sorted(rules, key=patterns.__contains__):
         is_line = key not in others and is_line_pattern(key)
         there = lines.sites if is_line else others
         matched = lines.meant(key, caller) if is_line else _meant(key, there, patterns)
         if key in patterns and leaves_out(key):
-            _check_found(key, matched, there, caller, wanted._replace(has=lambda site: True))
+            _check_found(key, matched, there, caller, target._replace(has=lambda site: True))
             for name in matched.keys() & {name for name in names if origin[name] in patterns}:
                 del names[name], origin[name]
             if key != next(iter(rules)):
                 _check_after_a_pattern(key, patterns, caller)
                 continue
             matched = {name: sites for name, sites in there.items() if name not in matched}
-        listed = [name for name, sites in matched.items() if wanted.lists(sites)]
+        listed = [name for name, sites in matched.items() if target.lists(sites)]
         if key not in patterns or not listed:
-            _check_found(key, matched, there, caller, wanted, arguments)
+            _check_found(key, matched, there, caller, target, arguments)
         for name in listed if key in patterns else matched:
             first = origin.setdefault(name, key)
             is_double = first in patterns or is_line and key not in patterns
             if is_double and not _is_same_choice(rules[first], rules[key]):
                 raise ValueError(
-                    f"{caller}: got {first!r} and {key!r} with a {wanted.choice} each, "
-                    f"which both match {name!r}, expected one {wanted.choice} for it; add one for "
+                    f"{caller}: got {first!r} and {key!r} with a {target.choice} each, "
+                    f"which both match {name!r}, expected one {target.choice} for it; add one for "
                     f"{name!r} itself"
                 )
-            names.setdefault(name, Chosen(next(iter(there[name])).kind, rules[key]))
+            names.setdefault(name, Match(next(iter(there[name])).kind, rules[key]))
     return names
 
 
@@ -155,7 +155,7 @@ def _check_found(
     matched: dict[str, Sites],
     there: dict[str, Sites],
     caller: str,
-    wanted: Wanted,
+    target: Target,
     arguments: Any = (),
 ) -> None:
     """Raises an error unless what a name or a pattern matches can be clipped or watched."""
@@ -174,15 +174,15 @@ def _check_found(
             f"{'' if there else _of_merged(caller)}"
         )
     got = f"{caller}: got {name!r}, which {_VERBS.get(all_sites[0].kind, 'names')}"
-    closed = next(filter(None, map(wanted.barrier, all_sites)), None)
+    closed = next(filter(None, map(target.barrier, all_sites)), None)
     if closed:
-        inside = [n for n, sites in there.items() if closed in map(wanted.barrier, sites)]
-        advice = "" if wanted is VALUES else ", or write clip_cotangent in its backward pass"
+        inside = [n for n, sites in there.items() if closed in map(target.barrier, sites)]
+        advice = "" if target is VALUES else ", or write clip_cotangent in its backward pass"
         raise ValueError(
-            f"{got} a variable inside of {closed}, expected one whose {wanted.noun} can be reached "
+            f"{got} a variable inside of {closed}, expected one whose {target.noun} can be reached "
             f"from outside, unlike those of {inside}; name an input or an output of it{advice}"
         )
-    _check_has(got, all_sites, wanted)
+    _check_has(got, all_sites, target)
 
 
 def _of_leaf(name: Pattern, arguments: Any) -> str:
@@ -196,12 +196,12 @@ def _of_leaf(name: Pattern, arguments: Any) -> str:
     )
 
 
-def _check_has(got: str, all_sites: Sequence[NamedSite], wanted: Wanted) -> None:
-    """Raises an error that says why none of these sites has what is wanted."""
-    if any(map(wanted.has, all_sites)):
+def _check_has(got: str, all_sites: Sequence[NamedSite], target: Target) -> None:
+    """Raises an error that says why none of these sites has what the target needs."""
+    if any(map(target.has, all_sites)):
         return
     if not any(site.is_differentiable for site in all_sites):
-        reason = "" if wanted is VALUES else "; others have no cotangents"
+        reason = "" if target is VALUES else "; others have no cotangents"
         raise TypeError(
             f"{got} {all_sites[0].dtype} values, expected floating or complex values{reason}"
         )
@@ -210,7 +210,7 @@ def _check_has(got: str, all_sites: Sequence[NamedSite], wanted: Wanted) -> None
             f"{got} an unused value, expected one that the result depends on; with a tag write "
             "x = checkpoint_name(x, name), and use that x; with_value_stats measures the value"
         )
-    if wanted.in_loops:
+    if target.in_loops:
         return
     raise ValueError(
         f"{got} a value in a while loop, expected one with a cotangent, which JAX does not "
@@ -219,7 +219,7 @@ def _check_has(got: str, all_sites: Sequence[NamedSite], wanted: Wanted) -> None
     )
 
 
-CLIPPED = Wanted(
+CLIPPED = Target(
     "cotangents",
     "rule",
     has=lambda site: site.has_cotangent,
@@ -227,12 +227,12 @@ CLIPPED = Wanted(
 )
 # Where nothing need be differentiated: such a loop runs, and differentiates forwards.
 CLIPPED_IF_DIFFERENTIATED = CLIPPED._replace(in_loops=True)
-VALUES = Wanted(
+VALUES = Target(
     "values", "choice", has=lambda site: site.has_value, barrier=lambda site: site.sealed
 )
 
 
-def sites_of(program: Any, names: Resolved) -> dict[str, Sites]:
+def sites_of(program: Any, names: Matches) -> dict[str, Sites]:
     """The sites of some names of a program."""
     lines = _lines_among(names)
     there = sites_by_name(program)
@@ -240,13 +240,13 @@ def sites_of(program: Any, names: Resolved) -> dict[str, Sites]:
     return {name: of_lines[name] if name in lines else there[name] for name in names}
 
 
-def line_keys(program: Any, names: Resolved) -> LineKeys:
+def line_keys(program: Any, names: Matches) -> LineKeys:
     """The keys of the lines among some names of a program, each with its name."""
     lines = _lines_among(names)
     return asked_lines(program, lines, {}).keys(lines)
 
 
-def _lines_among(names: Resolved) -> Resolved:
+def _lines_among(names: Matches) -> Matches:
     return {name: chosen for name, chosen in names.items() if chosen.kind == LINE}
 
 
@@ -254,27 +254,27 @@ def watched_names(
     program: Any,
     watch: Mapping[str, Any] | None,
     caller: str,
-    wanted: Wanted,
-    clipped: Resolved | None = None,
-) -> Resolved:
+    target: Target,
+    clipped: Matches | None = None,
+) -> Matches:
     """The names that are watched; without a choice all tags, or if none has any all modules.
 
     A program of which lines alone are ``clipped`` needs no other names.
     """
     if watch is not None:
-        return resolved(program, watch, caller, wanted)
+        return resolved(program, watch, caller, target)
     all_sites = sites(program)
     tags = (site for site in all_sites if site.kind == "tag")
-    with_values = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
-    if not with_values and not any(map(wanted.has, all_sites)):
+    with_values = dict.fromkeys(s.name for s in tags if target.barrier(s) or target.has(s))
+    if not with_values and not any(map(target.has, all_sites)):
         if clipped:
             return {}
-        got = f"whose names have no {wanted.noun} to watch" if all_sites else "without tags"
+        got = f"whose names have no {target.noun} to watch" if all_sites else "without tags"
         more = _of_merged(caller)
         raise ValueError(
             f"{caller}: got a function {got}, expected {_WITH_NAMES}{_WITH_LINES}{more}"
         )
-    return resolved(program, with_values or {"**": None}, caller, wanted)
+    return resolved(program, with_values or {"**": None}, caller, target)
 
 
 def _of_merged(caller: str) -> str:

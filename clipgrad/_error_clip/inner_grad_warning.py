@@ -1,4 +1,4 @@
-"""Functions that compute gradients themselves, which a clip from outside does not reach."""
+"""The warning of gradients inside of a function, which a clip from outside does not reach."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import clipgrad._names as _names
 import clipgrad._programs as _programs
 from clipgrad._errors import warn
-from clipgrad._names import Resolved
+from clipgrad._names import Matches
 
 
-def warn_of_own_gradients(program: Any, names: Resolved | None, caller: str) -> None:
+def warn_of_inner_gradients(program: Any, names: Matches | None, caller: str) -> None:
     """Warns if the program itself differentiates the clipped values, as `jax.grad(loss)` does.
 
     Such a gradient is a value like any other, and no cotangent passes the clips. For a loss with
@@ -53,7 +53,7 @@ def _is_loss(program: Any, result: int = 0) -> bool:
     return not is_call or _is_loss(_programs.called_program(e), place)
 
 
-def _inside_of_gradients(program: Any, names: Resolved) -> list[str]:
+def _inside_of_gradients(program: Any, names: Matches) -> list[str]:
     """For each variable, the names by which the program differentiates it."""
     plain: set[str] = set()
     lines = dict(_names.line_keys(program, names))
