@@ -75,8 +75,20 @@ def docs_pages() -> dict[str, pathlib.Path]:
 
 
 def docs_found_by() -> dict[str, list[str]]:
-    """The words that a page is to be found by, besides its own."""
-    return {page: entry["words"] for page, entry in _docs_json("keywords").items()}
+    """The names and the users' words that a page is to be found by, besides its own."""
+    return {
+        page: entry.get("words", []) + entry.get("asked", [])
+        for page, entry in _docs_json("keywords").items()
+    }
+
+
+def docs_sections_found_by() -> dict[tuple[str, str], list[str]]:
+    """The users' words that a section is to be found by, by page and heading."""
+    return {
+        (page, heading): words
+        for page, entry in _docs_json("keywords").items()
+        for heading, words in entry.get("sections", {}).items()
+    }
 
 
 def docs_synonyms() -> list[str]:

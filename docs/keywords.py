@@ -25,9 +25,9 @@ class AddKeywords(SphinxTransform):
 
     def apply(self) -> None:
         """Adds to this document."""
-        if self.env.docname not in FOUND_BY:
+        page = FOUND_BY.get(self.env.docname, {})
+        if "words" not in page:
             return
-        page = FOUND_BY[self.env.docname]
         keywords = page["words"]
         section = next(self.document.findall(nodes.section))
         entries = [("single", word, section["ids"][0], "main", None) for word in keywords]

@@ -7,12 +7,19 @@ docs/_static/search.js looks words up in it.
 import collections
 import functools
 import math
+import os.path
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from clipgrad._errors import docs_found_by, docs_pages, docs_synonyms, docs_text
+from clipgrad._errors import (
+    docs_found_by,
+    docs_pages,
+    docs_sections_found_by,
+    docs_synonyms,
+    docs_text,
+)
 
 K = TypeVar("K")
 
@@ -38,8 +45,8 @@ WEAK = frozenset(
 )
 # How much a word counts in the heading of a section, in the title of its page, among the words that
 # the page is to be found by, and at most in the text; and a whole phrase that is one of these.
-_IN_HEADING, _IN_TITLE, _IN_WORDS, _IN_TEXT = 4.5, 5.0, 7.0, 2.2
-IS_FOUND_BY = 10.0
+_IN_HEADING, _IN_TITLE, _IN_WORDS, _IN_TEXT = 4.5, 5.0, 5.0, 2.2
+IS_FOUND_BY = 20.0
 # Where the text of a section holds a word often, and is long (Robertson and Zaragoza, The
 # Probabilistic Relevance Framework: BM25 and Beyond, 2009).
 _SATURATION, _LENGTH, _AVERAGE = 1.2, 0.7, 150
@@ -49,6 +56,7 @@ OF_SYNONYMS = 0.6  # and a word of the same meaning
 OF_PAGE = 0.5  # how much the page of a section counts
 OF_WEAK = 0.3  # and a word that says little
 OF_LACKING = 1.5  # the power of the share of the question that a section has
+OF_PHRASE = 1.5  # and of the share that a phrase is
 # What is for the second reading.
 _PRIORS = {
     "notebooks": 0.8,
@@ -77,7 +85,7 @@ class Section(NamedTuple):
     lines: Sequence[str]
     in_heading: frozenset[str]
     in_title: frozenset[str]
-    in_words: frozenset[str]
+    in_words: Mapping[str, float]
     counts: collections.Counter[str]
 
     def prior(self) -> float:
@@ -87,11 +95,11 @@ class Section(NamedTuple):
     def weights(self) -> dict[str, float]:
         """How much each of its words counts, were all words as rare."""
         length = 1 - _LENGTH + _LENGTH * self.counts.total() / _AVERAGE
-        words = self.in_heading | self.in_title | self.in_words | self.counts.keys()
+        words = self.in_heading | self.in_title | self.in_words.keys() | self.counts.keys()
         return {
             word: _IN_HEADING * (word in self.in_heading)
             + _IN_TITLE * (word in self.in_title)
-            + _IN_WORDS * (word in self.in_words)
+            + _IN_WORDS * self.in_words.get(word, 0.0)
             + _IN_TEXT * self.counts[word] / (self.counts[word] + _SATURATION * length)
             for word in words
         }
@@ -172,9 +180,23 @@ def _split(words: str) -> list[str]:
 
 
 def _alike(word: str, index: Index) -> list[str]:
-    """The words that begin as this one, whatever their last letters are."""
-    start = stem(word)[: -(len(word) // 3)]
-    return [form for form in index.places if len(start) >= LEAST and form.startswith(start)]
+    """The most frequent of the words that differ by one slip, or else that begin as this one."""
+    whole = stem(word)
+    start = whole[: -(len(word) // 3)]
+    near = [form for form in index.places if len(whole) >= LEAST and _is_a_slip(whole, form)]
+    near = near or [form for form in index.places if len(start) >= LEAST and form.startswith(start)]
+    return [max(near, key=lambda form: len(index.places[form]))] if near else []
+
+
+def _is_a_slip(one: str, other: str) -> bool:
+    """Whether one letter is missing, too much or another, or two neighbors are swapped."""
+    if abs(len(one) - len(other)) > 1:
+        return False
+    same = len(os.path.commonprefix([one, other]))
+    one, other = one[same:][::-1], other[same:][::-1]
+    same = len(os.path.commonprefix([one, other]))
+    one, other = one[same:], other[same:]
+    return max(len(one), len(other)) <= 1 or (len(one) == 2 and one == other[::-1])
 
 
 def _scores(words: str, terms: Sequence[Term], index: Index) -> dict[int, float]:
@@ -236,7 +258,7 @@ def _of_term(term: Term, index: Index) -> dict[int, tuple[float, float]]:
 
 
 def _phrases(words: str, index: Index) -> dict[str, float]:
-    """The pages to be found by a phrase whose words a question has: what share of it that is."""
+    """The pages to be found by a phrase whose words a question has, by what share of it that is."""
     asked = {
         stem(word): {stem(word), *index.synonyms.get(stem(word), ())} for word in _split(words)
     }
@@ -251,7 +273,7 @@ def _phrases(words: str, index: Index) -> dict[str, float]:
             exact = sum(1.0 if part in asked else OF_SYNONYMS for part in parts)
             share = exact / len(content.union(matched.values()))
             for page in pages:
-                shares[page] = max(shares[page], share)
+                shares[page] = max(shares[page], share**OF_PHRASE)
     return shares
 
 
@@ -272,18 +294,21 @@ def _place(section: Section, wanted: dict[str, float]) -> PageLine:
 @functools.cache
 def whole_index() -> Index:
     """The index of all pages."""
-    found_by = docs_found_by()
+    found_by, of_sections = docs_found_by(), docs_sections_found_by()
     sections = [
         section
         for page, path in docs_pages().items()
-        for section in _sections(page, docs_text(path), found_by.get(page, ()))
+        for section in _sections(page, docs_text(path), found_by.get(page, ()), of_sections)
     ]
     places: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for number, section in enumerate(sections):
         for word, weight in section.weights().items():
             places[word][number] = round(weight, 2)
     phrases: dict[str, list[str]] = collections.defaultdict(list)
-    for page, each in found_by.items():
+    for page, each in [
+        *found_by.items(),
+        *((page, of_sections[page, h]) for page, h in of_sections),
+    ]:
         for phrase in each:
             phrases[" ".join(map(stem, _split(phrase)))].append(page)
     return Index(sections, places, phrases, _synonyms())
@@ -320,27 +345,43 @@ def as_json(index: Index, anchors: Mapping[tuple[str, str], str]) -> dict[str, A
         "ofParts": OF_PARTS,
         "ofSynonyms": OF_SYNONYMS,
         "ofLacking": OF_LACKING,
+        "ofPhrase": OF_PHRASE,
         "least": LEAST,
     }
 
 
-def _sections(page: str, text: str, found_by: Sequence[str]) -> Iterator[Section]:
+def _sections(
+    page: str,
+    text: str,
+    found_by: Sequence[str],
+    of_sections: Mapping[tuple[str, str], Sequence[str]],
+) -> Iterator[Section]:
     lines = text.splitlines()
     starts = _headings(lines)
     title = _HEADING.fullmatch(lines[0])
     for first, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         heading = _HEADING.fullmatch(lines[first])
         name = heading[1] if heading else page
+        shown = name.replace("`", "")
         yield Section(
             page,
-            name.replace("`", ""),
+            shown,
             first + 1,
             lines[first:end],
             frozenset(_words(name)),
             frozenset(_words(f"{title[1] if title else ''} {page}")),
-            frozenset(_words(" ".join(found_by))),
+            _shares([*found_by, *of_sections.get((page, shown), ())]),
             collections.Counter(word for line in lines[first + 1 : end] for word in _words(line)),
         )
+
+
+def _shares(phrases: Sequence[str]) -> dict[str, float]:
+    """Of each word the share of the shortest phrase that has it: alone it says more."""
+    shares: dict[str, float] = {}
+    for phrase in phrases:
+        share = 1 / len(_asked(phrase))
+        shares |= {word: max(share, shares.get(word, 0.0)) for word in _words(phrase)}
+    return shares
 
 
 def _headings(lines: Sequence[str]) -> list[int]:

@@ -23,6 +23,28 @@ function formsOf(name) {
 
 const split = (words) => words.match(/[^\s,;:?!()[\]{}"'`=]+/g) || [];
 
+// Whether one letter is missing, too much or another, or two neighbors are swapped.
+function isASlip(one, other) {
+  if (Math.abs(one.length - other.length) > 1) return false;
+  const least = Math.min(one.length, other.length);
+  let first = 0, last = 0;
+  while (first < least && one[first] === other[first]) first++;
+  while (last < least - first && one.at(-1 - last) === other.at(-1 - last)) last++;
+  const [a, b] = [one, other].map((word) => word.slice(first, word.length - last));
+  return Math.max(a.length, b.length) <= 1 || (a.length === 2 && a[0] === b[1] && a[1] === b[0]);
+}
+
+// The most frequent of the words that differ by one slip, or else that begin as this one.
+function alike(word, index) {
+  const whole = [...stem(word)], all = Object.keys(index.places);
+  const start = whole.slice(0, Math.max(0, whole.length - Math.floor([...word].length / 3)));
+  const slips = all.filter((form) => whole.length >= index.least && isASlip(whole, [...form]));
+  const near = slips.length ? slips : all.filter(
+    (form) => start.length >= index.least && form.startsWith(start.join("")));
+  const count = (form) => index.places[form].length;
+  return near.length ? [near.reduce((best, form) => (count(form) > count(best) ? form : best))] : [];
+}
+
 function asked(words, index) {
   const all = split(words);
   const some = all.filter((word) => !index.stop.includes(word.toLowerCase()));
@@ -35,10 +57,7 @@ function termOf(word, index) {
   let forms = formsOf(word).filter(has);
   const same = (Object.hasOwn(index.synonyms, stem(word)) ? index.synonyms[stem(word)] : []).filter(has);
   if (!forms.length && !same.length) {
-    const letters = [...stem(word)];
-    const start = letters.slice(0, letters.length - Math.floor([...word].length / 3)).join("");
-    forms = Object.keys(index.places).filter(
-      (form) => [...start].length >= index.least && form.startsWith(start));
+    forms = alike(word, index);
   }
   const whole = forms.find((form) => wholes(word).includes(form));
   const isWeak = index.weak.includes(word.toLowerCase()) || index.weak.includes(stem(word));
@@ -103,7 +122,7 @@ function phraseShares(words, index) {
     const matched = parts.map((part) => stems.find((word) => word === part || sameAs(word).includes(part)));
     if (matched.includes(undefined)) continue;
     const exact = parts.reduce((sum, part) => sum + (stems.includes(part) ? 1 : index.ofSynonyms), 0);
-    const share = exact / new Set([...content, ...matched]).size;
+    const share = (exact / new Set([...content, ...matched]).size) ** index.ofPhrase;
     for (const page of pages) {
       shares.set(page, Math.max(shares.get(page) || 0, share));
     }

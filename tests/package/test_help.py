@@ -283,10 +283,25 @@ def line_of(place):
 def test_each_word_of_the_index_finds_its_page_among_the_first():
     missed = {}
     for page, entry in json.loads((ROOT / "docs" / "keywords.json").read_text()).items():
-        for word in entry["words"]:
+        for word in [*entry.get("words", ()), *entry.get("asked", ())]:
             if page not in [place.page for place in search(word)[:12]]:
                 missed[word] = page
     assert not missed
+
+
+@pytest.mark.slow
+def test_the_words_of_a_section_lead_to_its_page_among_the_first():
+    headings, missed = {(each.page, each.heading) for each in whole_index().sections}, []
+    for (page, heading), words in _errors.docs_sections_found_by().items():
+        assert (page, heading) in headings
+        missed += [w for w in words if page not in [place.page for place in search(w)[:12]]]
+    assert not missed
+
+
+@pytest.mark.parametrize("words", ["exploding gradiants", "explodng gradients"])
+def test_a_word_with_a_slip_is_found_as_the_word_that_was_meant(words):
+    assert search(words)[0].page == "exploding"
+    assert search("xqzvwk") == []
 
 
 def test_a_page_is_printed_by_its_name_with_and_without_its_folder(capsys):
