@@ -309,10 +309,12 @@ def _folded_bits(x: Any) -> Any:
     """The bits of each number of 32 bits or more, folded to 32."""
     if jnp.iscomplexobj(x):
         return _folded_bits(jnp.real(x)) + jnp.uint32(0x85EBCA6B) * _folded_bits(jnp.imag(x))
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
     if jnp.finfo(x.dtype).bits == 32:
-        return bits
-    return bits[..., 0] ^ bits[..., 1] * jnp.uint32(0x85EBCA6B)
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    # In one number: of two, XLA computes all that comes before each of them again.
+    bits = lax.bitcast_convert_type(x, jnp.uint64)
+    high = (bits >> jnp.uint64(32)).astype(jnp.uint32)
+    return bits.astype(jnp.uint32) ^ high * jnp.uint32(0x85EBCA6B)
 
 
 def mixed(bits: Any) -> Any:
