@@ -166,7 +166,8 @@ def test_custom_jvp_rules_close_over_values_too():
     clipped = cg.error_clip_by_name(loss, {"h": WIDE})
     for argnums in (0, 2):
         expected = jax.grad(loss, argnums)(W, DATA, 1.0)
-        np.testing.assert_array_equal(jax.grad(clipped, argnums)(W, DATA, 1.0), expected)
+        # Other programs, which XLA may round differently.
+        np.testing.assert_allclose(jax.grad(clipped, argnums)(W, DATA, 1.0), expected, rtol=1e-6)
     with pytest.raises(ValueError, match=r"jax\.custom_jvp function .*test_closures\.py:\d+"):
         jax.grad(clipped, argnums=1)(W, DATA)
 
