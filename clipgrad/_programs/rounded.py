@@ -94,8 +94,10 @@ def rounded_in_float64(
     """Evaluate a program in float64, with each rounded number moved by these parts of a rounding.
 
     As `rounded`, but a moved number does not vanish in the next rounding: results spread about the
-    exact ones, in proportion to the roundings. Call this where JAX has 64 bits. ``platform`` is
-    where the program itself runs; this evaluation may run elsewhere.
+    exact ones, in proportion to the roundings. The sign depends on the operation, too: two equal
+    numbers of which a gradient takes the difference, as at a minimum, are off by what each lost.
+    Call this where JAX has 64 bits. ``platform`` is where the program itself runs; this evaluation
+    may run elsewhere.
     """
     number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
     mixed_seed, wide = mixed(jnp.asarray(seed, jnp.uint32)), Widen(jnp.float64)
@@ -107,7 +109,7 @@ def rounded_in_float64(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Rounding(Hook):
-    """Moves results and terms; `numbers` counts the operations inside of a `while`."""
+    """Moves results and terms; `numbers` counts operations, in float64 and inside of a `while`."""
 
     seed: Any
     platform: Any
@@ -183,10 +185,10 @@ class _Rounding(Hook):
         if self.wide is not None:
             part = self.parts.results if part is None else part
             eps, least = eps * part + float(jnp.finfo(x.dtype).eps), least * part
-        if not self.in_while:
-            return _to_neighbors(x, self.seed, eps, NEIGHBOR * least, by_bits=True)
-        seed = mixed(self.seed + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32))
-        return _to_neighbors(x, seed, eps, NEIGHBOR * least, by_bits=False)
+        seed = self.seed
+        if self.in_while or self.wide is not None:
+            seed = mixed(seed + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32))
+        return _to_neighbors(x, seed, eps, NEIGHBOR * least, by_bits=not self.in_while)
 
     def _all(self, equation: JaxprEqn, values: Sequence, eps: Any = None) -> list:
         return [
