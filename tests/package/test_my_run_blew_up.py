@@ -35,7 +35,7 @@ def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monke
 
 
 def test_a_climb_of_one_percent_a_step_is_no_spike():
-    assert "does not see a climb of one percent a step" in PAGE
+    assert "does not detect a slow climb, such as one percent per step" in PAGE
     tx = cg.skip_spikes(optax.sgd(1.0))
 
     def step(state, i):
