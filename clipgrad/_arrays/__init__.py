@@ -102,6 +102,7 @@ from clipgrad._arrays.trees import map_clippable as map_clippable
 from clipgrad._arrays.trees import parameters_like as parameters_like
 from clipgrad._arrays.trees import partition as partition
 from clipgrad._arrays.trees import parts_below as parts_below
+from clipgrad._arrays.trees import parts_that as parts_that
 from clipgrad._arrays.trees import path_string as path_string
 from clipgrad._arrays.trees import shown as shown
 from clipgrad._arrays.trees import wide_dtype as wide_dtype

@@ -206,8 +206,12 @@ def combine(tree: Any, rest: Sequence[Any]) -> Any:
 
 
 def instances(tree: Any, kind: Any) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+    return parts_that(tree, lambda x: isinstance(x, kind))
+
+
+def parts_that(tree: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+    """The parts of a tree for which this holds, the outermost of parts in parts."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_one) if is_one(leaf)]
 
 
 def clippable_leaves(tree: Any) -> list[jax.Array]:

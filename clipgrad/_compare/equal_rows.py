@@ -124,11 +124,14 @@ def turned_gradients(a: Record, b: Record, pair: Pair, rtol: float | None) -> Pa
     row, other = a.rows[pair.a[0]], b.rows[pair.b[0]]
     parameter, other_parameter = a.rows[row.node], b.rows[other.node]
     known, unturned = numbers_at(parameter), numbers_at(other_parameter)
-    if known is None or unturned is None or np.array_equal(known[0], unturned[0]):
+    if known is None or unturned is None:
+        return None
+    is_equal = lambda x: judged(parameter, known, other_parameter, x, rtol).agrees  # noqa: E731
+    if is_equal(unturned[0]):  # its other orders take time
         return None
     orders = enumerate(sketches_in_orders(other_parameter))
-    equal = (k for k, x in orders if judged(parameter, known, other_parameter, x, rtol).agrees)
-    order, sketches, gradient = next(equal, 0), sketches_in_orders(other), numbers_at(row)
+    order, sketches = next((k for k, x in orders if is_equal(x)), 0), sketches_in_orders(other)
+    gradient = numbers_at(row)
     if order == 0 or order >= len(sketches) or gradient is None:
         return None
     return pair._replace(judgment=judged(row, gradient, other, sketches[order], rtol), order=order)

@@ -62,22 +62,34 @@ def same_leaves(
     wrapped = [_below(prefix, path) for path in a] if inner == 0 else list(a)
     there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
     same = {i: there[path] for i, path in enumerate(wrapped) if path in there}
-    free = {path: j for path, j in there.items() if j not in same.values()}
-    for i, path in enumerate(wrapped) if names and free else ():
-        renamed = next((p for p in _renamed_leaves(path, names or {}) if p in free), None)
-        if i not in same and renamed is not None:
-            same[i] = free.pop(renamed)
-    return same
+    return same if names is None else same | _same_if_renamed(wrapped, there, same, names)
 
 
-def _renamed_leaves(path: str, names: Mapping[str, str]) -> Iterator[str]:
-    """The paths that a leaf may have where modules are renamed.
+def _same_if_renamed(
+    paths: Sequence[str],
+    there: Mapping[str, int],
+    same: Mapping[int, int],
+    names: Mapping[str, str],
+) -> dict[int, int]:
+    """The partners of leaves that have none, under the new names of their modules.
 
     ``{"Net/a": "Net/b"}`` makes ``params/b/kernel`` of ``params/a/kernel``: leaves of a framework
     are not below the name of the whole model.
     """
-    parts = path.split("/")
     renamed = Renamed(dict(_without_common_start(*pair) for pair in names.items()))
+    taken = {*same.values()}
+    free = {path: j for path, j in there.items() if j not in taken}
+    partners: dict[int, int] = {}
+    for i in (i for i in range(len(paths)) if i not in same):
+        path = next((p for p in _renamed_leaves(paths[i], renamed) if p in free), None)
+        if path is not None:
+            partners[i] = free.pop(path)
+    return partners
+
+
+def _renamed_leaves(path: str, renamed: Renamed) -> Iterator[str]:
+    """The paths that a leaf may have, if its end from some segment on has a new name."""
+    parts = path.split("/")
     for first in range(len(parts)):
         inside = "/".join(parts[first:])
         if (other := renamed(inside)) != inside:

@@ -81,11 +81,20 @@ class Sides:
         before: Sequence[Pair] = (),
         line: Row | None = None,
     ) -> ComparisonFinding:
-        """A finding with the lines of both versions of a pair, see `at_line`."""
+        """A finding with the lines of both versions of a pair, or at the row ``line`` instead.
+
+        Its factor is how many times its difference is that of the pairs before.
+        """
         row, other = self.rows(pair)
         if self.a.framework == self.b.framework and other.line not in ("", row.line):
             text += f"; in other at {_location(other)}"
-        return at_line(kind, text, row, module, pair, before, line)
+        where = _location(line or row)
+        text = f"{where}: {text}" if where.file else text
+        largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
+        growth = pair.judgment.difference / largest if largest else math.inf
+        known = growth if math.isfinite(growth) and math.isfinite(largest) else None
+        step = row.step(pair.a[1])
+        return ComparisonFinding(kind, text, module, step, where.file, where.line, known)
 
     def place_in_other(self, pair: Pair) -> str:
         """Where a value is in another framework, and which other shape it has there."""
@@ -128,28 +137,6 @@ class Sides:
         ]
         kind = "a custom rule" if len(texts) == 1 else "custom rules"
         return f"; {kind} there: {first_few(texts, MOST_NAMES)}" if texts else ""
-
-
-def at_line(
-    kind: str,
-    text: str,
-    row: Row,
-    module: str | None,
-    pair: Pair,
-    before: Sequence[Pair] = (),
-    line: Row | None = None,
-) -> ComparisonFinding:
-    """A finding at the line of a row, or of the row ``line`` instead.
-
-    Its factor is how many times its difference is that of the pairs before.
-    """
-    where = _location(line or row)
-    text = f"{where}: {text}" if where.file else text
-    largest = max((p.judgment.difference for p in before if p.judgment.is_judged), default=0.0)
-    growth = pair.judgment.difference / largest if largest else math.inf
-    known = growth if math.isfinite(growth) and math.isfinite(largest) else None
-    step = row.step(pair.a[1])
-    return ComparisonFinding(kind, text, module, step, where.file, where.line, known)
 
 
 def _location(row: Row) -> Location:

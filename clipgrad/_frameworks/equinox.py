@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._arrays import combine, instances, is_float_array, partition
+from clipgrad._arrays import combine, instances, is_float_array, partition, parts_that
 
 
 def equinox_module_class() -> Any:
@@ -19,7 +19,7 @@ def is_equinox(x: Any) -> bool:
 
 
 def has_modules(tree: Any) -> bool:
-    return any(map(is_equinox, jax.tree.leaves(tree, is_leaf=is_equinox)))
+    return bool(parts_that(tree, is_equinox))
 
 
 def equinox_value_and_grad(args: Any) -> Callable[..., Any]:

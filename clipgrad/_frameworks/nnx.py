@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import clipgrad._flax as flax
-from clipgrad._arrays import check_tree, leaves_with_keys
+from clipgrad._arrays import check_tree, leaves_with_keys, parts_that
 from clipgrad._frameworks.attribute_names import with_names
 from clipgrad._frameworks.equinox import equinox_value_and_grad
 
@@ -79,12 +79,12 @@ def explained() -> Iterator[None]:
 
 
 def models_in(tree: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=flax.is_model) if flax.is_model(x)]
+    return parts_that(tree, flax.is_model)
 
 
 def objects_in(tree: Any) -> list[Any]:
     """The models of NNX in a tree; variables alone, as in an `nnx.State`, are none."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=flax.is_object) if flax.is_object(x)]
+    return parts_that(tree, flax.is_object)
 
 
 def paths_of_arrays(tree: Any) -> list[tuple[Any, Any]]:
@@ -109,13 +109,12 @@ def _as_attribute(key: Any) -> Any:
 
 def without_variables(tree: Any) -> Any:
     """The tree with arrays instead of NNX variables, which hold the state of `nnx.Optimizer`."""
-    leaves = jax.tree.leaves(tree, is_leaf=flax.is_variable)
-    return flax.as_arrays(tree) if any(map(flax.is_variable, leaves)) else tree
+    return flax.as_arrays(tree) if parts_that(tree, flax.is_variable) else tree
 
 
 def _models_apart(tree: Any) -> list[Any]:
     """What stands instead of models in a tree that is taken apart."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=flax.is_apart) if flax.is_apart(x)]
+    return parts_that(tree, flax.is_apart)
 
 
 def _contents(tree: Any) -> tuple[list[Any], Any]:

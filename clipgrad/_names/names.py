@@ -120,5 +120,5 @@ def _name_of_sites(name: str, sites: Sites) -> Name:
     target = CLIPPED if CLIPPED.lists(sites) else VALUES
     counted = target.counted(sites)
     largest = max(counted, key=lambda site: math.prod(site.shape))
-    rest = largest.shape, np.dtype(largest.dtype), common_nest(counted), sum(counted.values())
-    return Name(name, largest.kind, *rest, target is CLIPPED)
+    facts = largest.shape, np.dtype(largest.dtype), common_nest(counted), sum(counted.values())
+    return Name(name, largest.kind, *facts, target is CLIPPED)

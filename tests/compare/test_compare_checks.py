@@ -97,8 +97,8 @@ def test_nothing_is_traced_before_paths_and_types_are_checked(name, tmp_path):
 
 
 def test_the_other_version_may_take_other_arguments():
-    given = {"other_args": (*ARGS, jnp.zeros(())), "argnums": (0, 1), "rtol": 1e-3}
-    assert cg.compare(loss, of_three, ARGS, **given).ok
+    options = {"other_args": (*ARGS, jnp.zeros(())), "argnums": (0, 1), "rtol": 1e-3}
+    assert cg.compare(loss, of_three, ARGS, **options).ok
 
 
 NAMES = {"h": "missing"}, {"missing": "h"}, {"model.py:999": "model.py:1"}

@@ -84,12 +84,12 @@ def test_a_loop_of_python_is_compared_by_operations_that_are_compiled_once(monke
     assert is_repetitive(jax.make_jaxpr(jax.grad(unrolled))(W, X))
     assert not is_repetitive(jax.make_jaxpr(jax.grad(scanned))(W, X))
     other = lambda w, x: unrolled(w, x, 1.02)  # noqa: E731
-    found = cg.compare(unrolled, other, (W, X))
+    comparison = cg.compare(unrolled, other, (W, X))
     monkeypatch.setattr(recording, "is_repetitive", lambda program: False)
     compiled = cg.compare(unrolled, other, (W, X))
-    assert not found.ok
-    assert [f.line for f in found.findings] == [f.line for f in compiled.findings]
-    for own, its in zip(found.rows, compiled.rows, strict=True):
+    assert not comparison.ok
+    assert [f.line for f in comparison.findings] == [f.line for f in compiled.findings]
+    for own, its in zip(comparison.rows, compiled.rows, strict=True):
         assert (own.module, own.step) == (its.module, its.step)
         np.testing.assert_allclose(own.value, its.value, rtol=0.1, atol=1e-6)
         np.testing.assert_allclose(own.value_tolerance, its.value_tolerance, rtol=1, atol=1e-6)

@@ -143,8 +143,8 @@ def test_a_finding_of_a_module_tells_the_line_inside(kind, fault):
     finding = cg.compare(fun, other, args).findings[0]
     assert finding.kind == ("vjp" if fault in ("a rule", "a cut") else "value")
     assert finding.module is not None and finding.module.endswith(MODULES[kind])
-    told = f"inside, {pathlib.Path(__file__).name}:{line_of(fault)}, "
-    assert told in finding.message or finding.line == line_of(fault), finding.message
+    text = f"inside, {pathlib.Path(__file__).name}:{line_of(fault)}, "
+    assert text in finding.message or finding.line == line_of(fault), finding.message
 
 
 def test_no_line_is_recorded_where_a_module_has_one_or_nothing_differs(monkeypatch):
@@ -158,5 +158,5 @@ def test_no_line_is_recorded_where_a_module_has_one_or_nothing_differs(monkeypat
 
     monkeypatch.setattr(inner_lines, "match_by_name", forbidden)
     assert cg.compare(loss, loss, (W[0], X)).ok
-    found = cg.compare(loss, lambda w, x: loss(w, x, 1.1), (W[0], X))
-    assert found.findings[0].module == "layer" and "inside" not in found.message
+    comparison = cg.compare(loss, lambda w, x: loss(w, x, 1.1), (W[0], X))
+    assert comparison.findings[0].module == "layer" and "inside" not in comparison.message

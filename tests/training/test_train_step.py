@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_close
 from tests.rows import first_row
+from tests.training.wrappers import AROUND
 
 
 @pytest.fixture(autouse=True)
@@ -182,12 +183,7 @@ WRAPPERS = {
         optax.identity(),
         optax.MultiSteps(optax.apply_if_finite(tx, 3), 1).gradient_transformation(),
     ),
-    "masked": lambda tx: optax.masked(tx, {"w": True, "v": False}),
-    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "v": "b"}),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
-        lambda rate: optax.chain(tx, optax.scale(rate))
-    )(rate=1.0),
-    "skip_spikes": lambda tx: cg.skip_spikes(tx),
+    **AROUND,
     "named_chain": lambda tx: optax.named_chain(("clip", tx), ("rest", optax.identity())),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step >= 0),
     "of a user": without_extra_arguments,

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_close
 from tests.rows import each_value
+from tests.training.wrappers import AROUND
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 PARAMS = {"w": jnp.array([3.0, 4.0]), "v": jnp.array([1.0, 2.0])}
@@ -32,12 +33,7 @@ WRAPPERS = {
     "named_chain": lambda tx: optax.named_chain(("first", tx), ("second", optax.identity())),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "masked": lambda tx: optax.masked(tx, {"w": True, "v": False}),
-    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "v": "b"}),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
-        lambda rate: optax.chain(tx, optax.scale(rate))
-    )(rate=1.0),
-    "skip_spikes": lambda tx: cg.skip_spikes(tx),
+    **AROUND,
     "skip_spikes twice": lambda tx: cg.skip_spikes(cg.skip_spikes(tx)),
     "skip_spikes of MultiSteps": lambda tx: cg.skip_spikes(optax.MultiSteps(tx, 2)),
 }
