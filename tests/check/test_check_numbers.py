@@ -228,7 +228,7 @@ def test_what_cancels_in_half_precision_is_a_note(dtype):
 
     args = X.astype(dtype), X.astype(dtype)
     checked = passed(beside(one), *args, points=1)
-    assert "rounding explains the difference" in str(checked)
+    assert "rounding explains the error" in str(checked)
     assert checked.verified == 3
     failed(beside(custom(one, lambda r, g: (g * jnp.ones_like(r[0]),))), *args)
 
