@@ -13,6 +13,7 @@
 
 from clipgrad._arrays.by_leaf import for_each as for_each
 from clipgrad._arrays.by_leaf import in_one_kernel as in_one_kernel
+from clipgrad._arrays.by_leaf import looped as looped
 from clipgrad._arrays.calls import explain_call as explain_call
 from clipgrad._arrays.lookups import Findings as Findings
 from clipgrad._arrays.lookups import answers_lookups as answers_lookups
