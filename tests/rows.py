@@ -4,7 +4,8 @@ A row is slow if it costs more than 0.3 seconds of the processor, or shows in an
 what rows that run by default show. ``pytest`` leaves slow rows out, ``pytest -m ""`` runs all.
 
 * `some_of`: a table as two lists, all rows and those that run by default.
-* `first_row`, `each_value` and `in_turn` stand above the ``parametrize`` of a test, one or several.
+* `first_row`, `first_rows(n)`, `each_value`, `crossed(n)` and `in_turn` stand above the
+  ``parametrize`` of a test, one or several.
 """
 
 import itertools
@@ -37,12 +38,30 @@ def in_turn(test: Callable) -> Any:
 
 def first_row(test: Callable) -> Any:
     """The rows of `in_turn`, of which the first runs by default."""
-    return _with_rows(test, lambda sizes: [(row, not any(row)) for row in _side_by_side(sizes)])
+    return first_rows(1)(test)
+
+
+def first_rows(count: int) -> Callable[[Callable], Any]:
+    """The rows of `in_turn`, of which the first ones run by default."""
+
+    def choose(sizes: Sequence[int]) -> Rows:
+        return [(row, i < count) for i, row in enumerate(_side_by_side(sizes))]
+
+    return lambda test: _with_rows(test, choose)
 
 
 def each_value(test: Callable) -> Any:
     """Those of `in_turn`; slow: the two longest parameters crossed, with the others in turn."""
     return _with_rows(test, _crossed)
+
+
+def crossed(count: int) -> Callable[[Callable], Any]:
+    """The rows of `each_value`, of which the first ones run by default."""
+
+    def choose(sizes: Sequence[int]) -> Rows:
+        return [(row, i < count) for i, (row, _) in enumerate(_crossed(sizes))]
+
+    return lambda test: _with_rows(test, choose)
 
 
 # Positions in each parameter, and whether the row runs by default.

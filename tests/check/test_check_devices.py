@@ -17,6 +17,7 @@ from clipgrad._check.checked_function import checked_function
 from clipgrad._check.report import GradCheckReport
 from clipgrad._check.slopes import progress_bar
 from clipgrad._check.tolerances import LONG
+from tests.rows import each_value
 
 X = jnp.asarray([0.5, 1.5])
 
@@ -75,6 +76,7 @@ WRONG_ON = {"the first": {"gpu"}, "the second": {"cpu"}, "both": {"gpu", "cpu"},
 OPTIONS = {"by three witnesses": {}, "by Paddle's rule": {"max_relative_error": 0.005}}
 
 
+@each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("where", WRONG_ON)
 def test_each_device_is_held_against_the_numeric_gradient(monkeypatch, where, options):

@@ -1,5 +1,7 @@
 """Kernels in half precision and below, a wrong factor in their gradient, and what is said of it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.experimental import pallas as pl
 
 import clipgrad as cg
 from tests.check.check_zoo import custom, normal
+from tests.rows import crossed
 
 
 def in_a_kernel(function, dtype):
@@ -118,15 +121,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5])
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        pytest.param(p, d, marks=() if (p, d) == ("output", FLOAT8[0]) else pytest.mark.slow)
-        for p in PLACES
-        for d in FEW_BITS
-    ],
-)
+@crossed(1)
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+@pytest.mark.parametrize(("place", "dtype"), itertools.product(PLACES, FEW_BITS))
 def test_a_function_with_numbers_of_few_bits_is_judged_in_float64(place, dtype, factor):
     function, of = PLACES[place](jnp.dtype(dtype))
 

@@ -14,6 +14,7 @@ import clipgrad as cg
 from clipgrad._check import CHECKS
 from clipgrad._check.options import Check
 from tests.check.check_zoo import custom
+from tests.rows import crossed
 
 X = jnp.asarray([0.5, 1.5])
 
@@ -198,6 +199,7 @@ def test_a_gradient_of_zero_everywhere_is_noted():
     assert "the gradient is zero everywhere: does the output depend on the inputs?" in report.notes
 
 
+@crossed(2)
 @pytest.mark.parametrize("function", [jnp.square, lambda x: jnp.sum(x**3), jnp.cosh])
 @pytest.mark.parametrize("rule", [1.0, 0.0])
 def test_a_stationary_point_is_not_called_independent(function, rule):

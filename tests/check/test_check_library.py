@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 
 CHECK = pathlib.Path(cg.__file__).parent / "_check"
 CASES = {case.name: case for case in selftest.cases()}
-LAWS = {law.name: law for law in selftest.laws()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -24,12 +23,10 @@ def test_every_vjp_of_the_library_passes(name):
     cg.check_grads(function, args, order=order)
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_a_clipped_vjp_is_the_composition_of_vjp_and_rule(name):
-    law = LAWS[name]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), law.left, law.right
-    )
+def test_a_clipped_vjp_is_the_composition_of_vjp_and_rule():
+    for law in selftest.laws():
+        for a, b in zip(*map(jax.tree.leaves, (law.left, law.right)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=law.name)
 
 
 @pytest.mark.parametrize("path", sorted(CHECK.glob("*.py")), ids=lambda path: path.name)

@@ -7,7 +7,7 @@ import pytest
 
 from clipgrad._check import check_grads
 from tests.check.check_zoo import custom
-from tests.rows import some_of
+from tests.rows import first_row, some_of
 
 NUMBER = jnp.asarray(0.7, jnp.float32)
 SUMS = {
@@ -21,6 +21,7 @@ def run(function, *args, **options):
     return check_grads(function, args, raise_on_failure=False, **options)
 
 
+@first_row
 @pytest.mark.parametrize("name", SUMS)
 def test_a_number_that_is_in_several_outputs_is_verified(name):
     report = run(SUMS[name], NUMBER, order=2)

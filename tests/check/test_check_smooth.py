@@ -36,7 +36,7 @@ def checked(function, *args, **options):
     return cg.check_grads(function, args, raise_on_failure=False, **{"points": 1, **options})
 
 
-CORE = {("smooth", False), ("smooth", True), ("kink", False), ("jump", False)}
+CORE = {("smooth", False), ("kink", False)}
 
 
 @pytest.mark.parametrize(

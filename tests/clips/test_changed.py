@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.rows import first_rows, some_of
 
 GRADS = {
     "a": np.float32([100, 1e-3, 0]),
@@ -71,12 +72,11 @@ def in_each_place(rule):
     return jax.jit(run)(GRADS)
 
 
-CORE = {"tree, 1", "tree, 2", "tree within, 2", "row, 1", "unit", "value", "function"}
-SPELLINGS = [
-    pytest.param(name, spelling, marks=() if name in CORE else pytest.mark.slow)
-    for name, (spellings, _) in RULES.items()
-    for spelling in spellings
-]
+BY_DEFAULT = {
+    ("tree, 1", ""), ("tree, 2", ""), ("tree, 2", "plain"), ("tree within, 2", ""),
+    ("row, 1", "own"), ("unit", ""), ("value", "own"), ("function", ""),
+}  # fmt: skip
+SPELLINGS = some_of([(name, each) for name, (own, _) in RULES.items() for each in own], BY_DEFAULT)
 
 
 @pytest.mark.parametrize(("name", "spelling"), SPELLINGS)
@@ -88,8 +88,9 @@ def test_one_number_of_changed_elements(name, spelling):
     assert [stats.size for stats in places] == [11] * 4
 
 
+SPREAD_BY_DEFAULT = {(name, "", "zero") for name in ("tree, 2", "leaf, 2", "unit", "value")}
 SPREAD = [
-    pytest.param(name, *more, marks=() if more == ("", "zero") else pytest.mark.slow)
+    pytest.param(name, *more, marks=() if (name, *more) in SPREAD_BY_DEFAULT else pytest.mark.slow)
     for name in ("tree, 2", "tree, 3", "row, 2", "row, 1", "leaf, 2", "rms", "unit", "value")
     for more in itertools.product(("", "own"), ("propagate", "zero"))
 ]
@@ -136,6 +137,7 @@ OF_DEVICES = {
 }
 
 
+@first_rows(2)
 @pytest.mark.parametrize("name", OF_DEVICES)
 def test_statistics_by_name_on_devices_count_the_elements_of_all(name):
     mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))

@@ -23,7 +23,7 @@ from tests.helpers import (
     float64,
     tree_of,
 )
-from tests.rows import each_value, first_row
+from tests.rows import crossed, each_value, first_row, first_rows
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_limit = pytest.mark.parametrize("case", LIMITING, ids=lambda case: case.name)
@@ -83,7 +83,7 @@ def test_a_tree_of_any_scales_equals_the_reference(case, seed, exponents, limit)
     assert_close(clipped, expected, rtol=3e-6, atol=1e-30 * limit)
 
 
-@each_value
+@crossed(6)
 @everywhere
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -162,7 +162,7 @@ def subnormal_like(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1e-39, np.float32)), tree)
 
 
-@each_value
+@first_row
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
@@ -258,7 +258,7 @@ def derivatives_through(make, apply):
     return jax.jit(jax.grad(total, argnums=(0, 1)))
 
 
-@each_value
+@crossed(4)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
@@ -363,7 +363,7 @@ def test_clipping_twice_is_clipping_once(case, key):
     assert_close(twice, once, rtol=1e-6)
 
 
-@each_value
+@crossed(3)
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
@@ -383,7 +383,7 @@ def test_a_rule_is_a_pytree_of_its_thresholds(case):
     assert jax.tree.leaves(negative)[0] == -LIMIT
 
 
-@each_value
+@crossed(3)
 @everywhere
 @every_case
 def test_new_thresholds_retrace_nothing(case, apply, key):
@@ -406,6 +406,7 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     assert clipped == {"a": 1.0}
 
 
+@first_rows(2)
 @every_case
 def test_squares_out_of_range_raise_nothing_under_debug_infs(case):
     grads = {"w": jnp.array([[3e25, 4e25]])}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import assert_close
-from tests.rows import first_row
+from tests.rows import first_row, first_rows
 
 GRADS = jnp.array([3.0, 4.0, 12.0, 0.0])
 LEAF = "got leaves that vary over 'd', a mapped axis that axis_name does not name.*axis_name='d'.*"
@@ -231,6 +231,7 @@ UNTRACKED = {
 }
 
 
+@first_rows(2)
 @pytest.mark.parametrize("caller", UNTRACKED)
 def test_where_nothing_tracks_what_varies_a_name_warns_until_a_spec_says_that_all_does(caller):
     """A leaf that is the same on all devices is counted once for each of them."""

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.rows import first_row
+from tests.rows import each_value, first_row
 
 
 def pytorch(path, w):
@@ -144,6 +144,7 @@ TREE, WEIGHTS = ({"a": jnp.asarray(x), "b": jnp.asarray(x[0])} for x in (G, W))
 UNITS = {None: 0, -1: 1, pytorch: 1}  # the axis of a matrix that a unit spans
 
 
+@each_value
 @pytest.mark.parametrize("axis", UNITS)
 @pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
 def test_the_transformation_is_the_function_of_one_call(kind, axis):

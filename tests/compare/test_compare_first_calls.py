@@ -52,6 +52,7 @@ def remade(fun, monkeypatch, most):
     return made, [row for row in record.rows if row.kind in recording.NOTED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [scanned, branching, on_devices])
 def test_values_that_leave_a_program_have_the_sketches_that_it_makes_of_larger_ones(
     fun, monkeypatch
@@ -79,10 +80,14 @@ def test_nothing_is_rounded_where_two_versions_agree(monkeypatch):
         cg.compare(scanned, lambda w, x: scanned(w, x) * 1.01, (W, X))
 
 
-def test_a_loop_of_python_is_compared_by_operations_that_are_compiled_once(monkeypatch):
-    """With the findings and the numbers of one program."""
+def test_a_loop_of_python_is_repetitive_and_a_scan_is_not():
     assert is_repetitive(jax.make_jaxpr(jax.grad(unrolled))(W, X))
     assert not is_repetitive(jax.make_jaxpr(jax.grad(scanned))(W, X))
+
+
+@pytest.mark.slow
+def test_a_loop_of_python_is_compared_by_operations_that_are_compiled_once(monkeypatch):
+    """With the findings and the numbers of one program."""
     other = lambda w, x: unrolled(w, x, 1.02)  # noqa: E731
     comparison = cg.compare(unrolled, other, (W, X))
     monkeypatch.setattr(recording, "is_repetitive", lambda program: False)
@@ -95,6 +100,7 @@ def test_a_loop_of_python_is_compared_by_operations_that_are_compiled_once(monke
         np.testing.assert_allclose(own.value_tolerance, its.value_tolerance, rtol=1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_check_of_a_shard_map_compiles_no_operation_alone():
     """As one in `jax.jit`; 450 programs otherwise."""
     compiled = []

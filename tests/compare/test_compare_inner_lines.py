@@ -129,7 +129,7 @@ def line_of(fault):
 
 MODULES = {unrolled: "layer_1", scanned: "layer", linen: "second", of_nnx: "second"}
 MODULES[equinox] = "second"
-DEFAULT = {(unrolled, "a factor"), (scanned, "a line more"), (unrolled, "a rule")}
+DEFAULT = {(scanned, "a line more")}
 ROWS = [
     pytest.param(kind, fault, marks=() if (kind, fault) in DEFAULT else pytest.mark.slow)
     for kind in MODULES

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.rows import first_rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -105,6 +106,7 @@ LOST = {
 }  # fmt: skip
 
 
+@first_rows(4)
 @pytest.mark.parametrize("name", LOST)
 def test_what_a_restart_loses_is_named_by_its_path(name, saved):
     restore, paths = LOST[name]

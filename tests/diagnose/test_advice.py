@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import clipgrad as cg
-from tests.rows import each_value, first_row
+from tests.rows import crossed, first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -59,7 +59,7 @@ def loss_of(program, function):
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
-@each_value
+@crossed(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_finding_has_the_fix(name, dtype):

@@ -6,24 +6,28 @@ import pytest
 
 import clipgrad as cg
 from tests.diagnose import diagnose_crossed as crossed
+from tests.helpers import SEED
+from tests.rows import some_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-SURROUNDINGS = [*crossed.AROUND, *crossed.MODELS]
+PLAIN, *SURROUNDINGS = [*crossed.AROUND, *crossed.MODELS]
 # What bfloat16 does not overflow, underflow or round as float32 does.
 OTHERWISE = {("divided_by_what_overflows", "in_bfloat16"), ("small_cotangents", "in_bfloat16")}
 
 
 def rows(functions):
-    """All pairs; by default each surrounding with one function, and each function with one."""
-    names = list(functions)
-    pairs = [
-        (function, surrounding, i % len(SURROUNDINGS) == j or j % len(names) == i)
-        for i, function in enumerate(names)
-        for j, surrounding in enumerate(SURROUNDINGS)
-        if (function, surrounding) not in OTHERWISE
-    ]
-    marks = {True: (), False: pytest.mark.slow}
-    return [pytest.param(*pair, marks=marks[is_default]) for *pair, is_default in pairs]
+    """Each function in one surrounding by default, in turn, another one with another seed.
+
+    Slow: as it is, and in two more.
+    """
+
+    def turn(step):
+        places = [SURROUNDINGS[(i + step) % len(SURROUNDINGS)] for i in range(len(functions))]
+        return set(zip(functions, places, strict=True)) - OTHERWISE
+
+    drawn = turn(SEED)
+    more = turn(SEED + 3) | turn(SEED + 6) | {(name, PLAIN) for name in functions}
+    return some_of(sorted(drawn | more), drawn)
 
 
 def said(diagnosis):

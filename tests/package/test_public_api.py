@@ -19,13 +19,13 @@ from tests.helpers import NAMES, public
 from tests.package.test_architecture import ROOMS
 
 ROOT = pathlib.Path(__file__).parents[2]
-# These need orbax, which README's command does not install, or compile for seconds.
-EXTRA = {
-    *("clipgrad._recorder.capture", "clipgrad._recorder.recorder"),
-    *("clipgrad._per_example.clip_per_example", "clipgrad._per_example.per_example_norms"),
-}
+# Examples that compile for longer than .3 seconds.
+DEAR = """_check.check_grads _check.report _clip.clip_grads _clip.composer _clip.rules.adaptive
+_clip.skip_spikes _clip.thresholds.ema _clip.thresholds.history _clip.thresholds.z_score
+_clip.transformations _compare.compare _per_example.clip_per_example _per_example.per_example_norms
+_recorder.capture _recorder.recorder _values.with_value_stats""".split()
 EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.slow if name in EXTRA else ())
+    pytest.param(name, marks=[pytest.mark.slow] * (name.removeprefix("clipgrad.") in DEAR))
     for path in sorted((ROOT / "clipgrad").rglob("*.py"))
     if ">>> " in path.read_text() and path.name != "torch.py"  # which needs torch
     for name in [".".join(path.relative_to(ROOT).with_suffix("").parts)]

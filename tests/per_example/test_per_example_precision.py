@@ -12,7 +12,7 @@ import clipgrad as cg
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
 from clipgrad._programs import Hook, bind, equations, evaluate, held_programs, opened
-from tests.rows import first_row
+from tests.rows import crossed, first_row
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
 GPU, TPU = 10, 7  # TF32, and one pass of bfloat16
@@ -147,7 +147,8 @@ def test_no_example_adds_more_than_the_limit_whatever_a_backend_rounds(key, bits
         assert LIMIT * (1 - 1e-3) < size <= LIMIT * (1 + 4e-7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@first_row
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_coefficient_meets_products_and_no_cotangent(dtype):
     """Of an example that is predicted well a cotangent is what is left of 1 - p.
 
@@ -257,6 +258,7 @@ def test_one_more_dense_layer_is_few_operations(rows):
     assert count(5) - count(2) <= 3 * 130
 
 
+@crossed(1)
 @pytest.mark.parametrize("bits", [GPU, TPU])
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits):

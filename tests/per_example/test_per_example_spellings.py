@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from tests.rows import each_value
+from tests.rows import crossed, each_value
 
 SIDE, SIZE, STEPS, ROWS, EXAMPLES = 12, 144, 2, 2, 3
 
@@ -229,7 +229,7 @@ OPTIONS = {
 }
 
 
-@each_value
+@crossed(3)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", UNPACKED)
@@ -300,7 +300,7 @@ CALLS = {
 }
 
 
-@each_value
+@crossed(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_an_operation_without_results_changes_nothing(saying, call, capfd):

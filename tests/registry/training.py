@@ -95,12 +95,17 @@ def weight(batch):
     return jnp.sum(batch["x"])
 
 
+def made(value):
+    """A value, or what a function makes that is called when a row runs."""
+    return value() if callable(value) else value
+
+
 def resumed(make, tree):
-    return make(tree)
+    return make(made(tree))
 
 
 def flat(make, tree, **arguments):
-    return make(tree, **arguments)
+    return make(made(tree), **arguments)
 
 
 HALTING = cg.skip_spikes(optax.sgd(1.0), halt=True)
@@ -156,7 +161,7 @@ def recording(make, state=None, batch=NAN, **more):
     """What the capture of one step holds, if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = cg.FlightRecorder(folder)
-        state = after([BATCH, NAN]) if state is None else state  # a recorder keeps no state
+        state = after([BATCH, NAN]) if state is None else made(state)  # a recorder keeps no state
         try:
             make(recorder, state, batch, **more)
             recorder.close()
@@ -180,6 +185,7 @@ class Weights(NamedTuple):
 
 
 def loaded(make, factor=1.0, path=None, **arguments):
+    arguments = {name: made(value) for name, value in arguments.items()}
     return make(a_capture(1.0) if path is None else a_capture(path), **arguments).state
 
 
@@ -205,24 +211,25 @@ ROWS = {
         dict(has_aux=True, loss_fn=with_aux),
         dict(donate=False), dict(wrt=nnx.BatchStat, loss_fn=of_model, weights=Model()),
     ),
-    "resume": (resumed, {}, dict(tree=halted())),
+    "resume": (resumed, {}, dict(tree=halted)),
     "FlightRecorder": (
         recorded, {}, dict(directory="runs"), dict(max_captures=1), dict(raise_on_halt=False),
     ),
     "FlightRecorder.record": (
-        recording, {}, dict(state=after([BATCH, NAN], 2.0)), dict(batch=NAN | {"y": 2 * NAN["y"]}),
+        recording, {}, dict(state=lambda: after([BATCH, NAN], 2.0)),
+        dict(batch=NAN | {"y": 2 * NAN["y"]}),
         dict(key=jax.random.key(3)), dict(step=7),
-        dict(bad=True, state=after([BATCH]), batch=BATCH),
+        dict(bad=True, state=lambda: after([BATCH]), batch=BATCH),
         dict(extra=np.float32(1)),
     ),
-    "load_capture": (loaded, {}, dict(path=2.0), dict(like=after([BATCH, NAN]))),
+    "load_capture": (loaded, {}, dict(path=2.0), dict(like=lambda: after([BATCH, NAN]))),
     "Capture.restore": (
         restored, {}, dict(like=Weights(WEIGHTS["w"])),
         dict(name="batch", like=BATCH),
     ),
-    "scalars": (flat, dict(tree=layered()), dict(tree=halted()), dict(layers=True)),
+    "scalars": (flat, dict(tree=layered), dict(tree=halted), dict(layers=True)),
 }  # fmt: skip
 WITHOUT = {
     ("skip_spikes", "max_norm"): dict(window=None, min_history=None),
-    ("resume", "tree"): dict(tree=HALTING.init(PARAMS)),
+    ("resume", "tree"): dict(tree=lambda: HALTING.init(PARAMS)),
 }

@@ -1,7 +1,5 @@
 """The training step and skip_spikes, crossed: optimizers, wrappers, frameworks and arguments."""
 
-import inspect
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -46,6 +44,7 @@ def clips(kept):
     return optax.chain(*(cg.clip_by_norm(limit, stats=stats) for stats in kept), optax.sgd(0.1))
 
 
+@each_value
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_one_clip_has_the_same_keys_from_metrics_and_from_the_state(wrap, kept):
@@ -481,157 +480,3 @@ def test_an_average_that_asks_before_it_adds_may_have_skip_spikes_inside():
     for value in (1.0, jnp.nan, 1.0):
         state, _ = step(state, jnp.full(2, value))
     np.testing.assert_array_equal(state.params["w"], [-1.0, -1.0])
-
-
-# ---- every argument of every public function changes the result, or the message
-
-
-def outcome(call):
-    """What a call gives, or its error, as text."""
-    try:
-        result = call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return str(jax.tree.map(np.asarray, result))
-
-
-def trained(loss=linear, optimizer=None, batch=None, params=None, **options):
-    """The parameters and the metrics after a step of training, as text has them."""
-    optimizer = optax.sgd(0.5) if optimizer is None else optimizer
-    params = {"w": jnp.ones(2)} if params is None else params
-    step = cg.train_step(loss, optimizer, **options)
-    first = step.init(params)
-    state, metrics = step(first, jnp.arange(8.0).reshape(4, 2) if batch is None else batch)
-    alive = [not x.is_deleted() for x in jax.tree.leaves(first)]
-    return jax.tree.leaves(state.params), sorted(metrics), metrics["loss"], alive
-
-
-def scoped(params, x):
-    with jax.named_scope("layer"):
-        h = 2 * params["w"] * x
-    return jnp.sum(h)
-
-
-def skipping(norms=(1.0, 1.0, 50.0), optimizer=None, value=None, **options):
-    """What is skipped of gradients with these norms, and the flags."""
-    tx = cg.skip_spikes(optax.sgd(1.0) if optimizer is None else optimizer, **options)
-    params = {"w": jnp.ones(1), "meta": jnp.ones(1)}
-    state, skipped = tx.init(params), []
-    for norm in norms:
-        grads = {"w": jnp.array([norm]), "meta": jnp.zeros(1)}
-        updates, state = tx.update(grads, state, params, value=jnp.float32(value or 1.0))
-        skipped.append((bool(state.skipped), float(updates["w"][0])))
-    return skipped, state.halted
-
-
-def mapped(axis_name):
-    """A step on two devices, of which one has a large gradient."""
-    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=4.0, axis_name=axis_name)
-    state = tx.init(jnp.ones(1))
-    update = lambda g: tx.update(g, state)[0]  # noqa: E731
-    return jax.jit(jax.vmap(update, axis_name="d"))(jnp.array([[3.0], [3.0]]))
-
-
-class Lora(nnx.Module):
-    def __init__(self):
-        self.w, self.a = nnx.Param(jnp.ones(2)), nnx.LoRAParam(jnp.ones(2))
-
-
-def lora(model, x):
-    return jnp.sum(model.w[...] * model.a[...] * x)
-
-
-def with_aux(params, x):
-    return linear(params, x), x.sum()
-
-
-def watched(fun=scoped, *args, **options):
-    run = cg.value_and_grad_with_stats(fun, *args, **options)
-    value, grads, stats = run({"w": jnp.ones(2)}, jnp.ones(2))
-    return value, grads, {name: s.norm for name, s in stats.items()}
-
-
-STEPS, SKIPS, WATCHED = "train_step", "skip_spikes", "value_and_grad_with_stats"
-MEAN = lambda p, x: jnp.sum(p["w"] * x) / jnp.sum(x)  # noqa: E731
-# For each argument a call without it, or with another, and one with it.
-ARGUMENTS = {
-    (STEPS, "loss_fn"): (trained, lambda: trained(scoped)),
-    (STEPS, "optimizer"): (trained, lambda: trained(optimizer=optax.adam(0.5))),
-    (STEPS, "error_clip"): (
-        lambda: trained(scoped),
-        lambda: trained(scoped, error_clip={"layer": cg.ErrorClipByValue(0.5)}),
-    ),
-    (STEPS, "watch_values"): (
-        lambda: trained(scoped),
-        lambda: trained(scoped, watch_values=["layer"]),
-    ),
-    (STEPS, "accumulate"): (trained, lambda: trained(accumulate=2)),
-    (STEPS, "weight"): (
-        lambda: trained(MEAN, accumulate=2),
-        lambda: trained(MEAN, accumulate=2, weight=jnp.sum),
-    ),
-    (STEPS, "has_aux"): (trained, lambda: trained(with_aux, has_aux=True)),
-    (STEPS, "donate"): (trained, lambda: trained(donate=False)),
-    (STEPS, "wrt"): (
-        lambda: trained(lora, params=Lora()),
-        lambda: trained(lora, params=Lora(), wrt=nnx.LoRAParam),
-    ),
-    (SKIPS, "inner"): (skipping, lambda: skipping(optimizer=optax.sgd(2.0))),
-    (SKIPS, "max_norm"): (skipping, lambda: skipping(max_norm=9.0)),
-    (SKIPS, "window"): (skipping, lambda: skipping(window=2)),
-    (SKIPS, "sigma"): (
-        lambda: skipping(window=2),
-        lambda: skipping(window=2, sigma=1e6),
-    ),
-    (SKIPS, "min_history"): (skipping, lambda: skipping(min_history=2)),
-    (SKIPS, "where"): (
-        lambda: skipping(max_norm=9.0),
-        lambda: skipping(max_norm=9.0, where="meta"),
-    ),
-    (SKIPS, "axis_name"): (lambda: mapped(None), lambda: mapped(jax.P("d"))),
-    (SKIPS, "halt"): (
-        lambda: skipping((jnp.nan, 1.0)),
-        lambda: skipping((jnp.nan, 1.0), halt=True),
-    ),
-    (SKIPS, "judge"): (
-        lambda: skipping(max_norm=9.0),
-        lambda: skipping(max_norm=9.0, optimizer=optax.sgd(0.1), judge="update"),
-    ),
-    (WATCHED, "fun"): (watched, lambda: watched(lambda p, x: 2 * scoped(p, x))),
-    (WATCHED, "argnums"): (watched, lambda: watched(scoped, 1)),
-    (WATCHED, "has_aux"): (
-        watched,
-        lambda: watched(lambda p, x: (scoped(p, x), x), has_aux=True),
-    ),
-    (WATCHED, "error_clip"): (
-        watched,
-        lambda: watched(error_clip={"layer": cg.ErrorClipByValue(0.5)}),
-    ),
-    (WATCHED, "watch"): (watched, lambda: watched(error_clip={"layer": None}, watch=["lay"])),
-    ("scalars", "tree"): (lambda: cg.scalars({"a": 1.0}), lambda: cg.scalars({"b": 1.0})),
-    ("scalars", "layers"): (
-        lambda: cg.scalars({"a": jnp.ones(2)}),
-        lambda: cg.scalars({"a": jnp.ones(2)}, layers=True),
-    ),
-    ("resume", "tree"): (lambda: cg.resume({"a": 1.0}), lambda: cg.resume({"a": halted()})),
-}
-
-
-def halted():
-    tx = cg.skip_spikes(optax.sgd(1.0), halt=True)
-    return tx.update(jnp.full(2, jnp.nan), tx.init(jnp.ones(2)))[1]
-
-
-@pytest.mark.parametrize("function, argument", ARGUMENTS)
-def test_every_argument_changes_the_result(function, argument):
-    without, with_it = map(outcome, ARGUMENTS[function, argument])
-    assert without != with_it
-    both = ("resume", "watch", "argnums")
-    assert "Error" not in with_it or argument in both or function in both, with_it
-
-
-def test_every_argument_has_a_row():
-    functions = {name for name, _ in ARGUMENTS}
-    assert functions == {STEPS, SKIPS, WATCHED, "scalars", "resume"}
-    expected = {(f, a) for f in functions for a in inspect.signature(getattr(cg, f)).parameters}
-    assert set(ARGUMENTS) == expected
