@@ -363,7 +363,7 @@ def test_clipping_twice_is_clipping_once(case, key):
     assert_close(twice, once, rtol=1e-6)
 
 
-@crossed(3)
+@crossed(1)
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):

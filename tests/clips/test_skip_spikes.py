@@ -303,7 +303,7 @@ def test_states_with_a_flag_and_without_are_not_mixed_up():
     with pytest.raises(ValueError, match=r"tree: got tuple without a state of skip_spikes\(halt="):
         cg.resume((plain.init(jnp.ones(1)),))
     inside = cg.skip_spikes(halting)
-    _, state = inside.update(jnp.array([jnp.nan]), inside.init(jnp.ones(1)))
+    _, state = jax.jit(inside.update)(jnp.array([jnp.nan]), inside.init(jnp.ones(1)))
     assert cg.resume(state).inner_state.halted.dtype == bool
     for wrong in ("nan", 1, None):
         with pytest.raises(ValueError, match=f'halt: got {wrong!r}, expected True .*"spike"'):

@@ -94,10 +94,21 @@ def without(name, argument):
     """The result of the call without the argument, or the message that it is needed."""
     change = next(change for row, first, change in CALLS if (row, first) == (name, argument))
     others = {key: value for key, value in change.items() if key != argument}
+    others |= WITHOUT.get((name, argument), {})
+    return result_or_message(name, others) if others else plain(name)
+
+
+def result_or_message(name, changes):
     try:
-        return called(name, others | WITHOUT.get((name, argument), {}))
+        return called(name, changes)
     except (TypeError, ValueError, UserWarning) as error:
         return str(error)
+
+
+@functools.cache
+def plain(name):
+    """The call that most arguments of a function are left out of, once for all of them."""
+    return result_or_message(name, {})
 
 
 def marked(name, argument, change):

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import clipgrad as cg
+from tests.rows import each_value
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 X, VALUE = jnp.ones(2), cg.ErrorClipByValue(1.0)
@@ -68,6 +69,7 @@ def _stepped(f, model):
     return step(step.init(params), X)
 
 
+@each_value
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("framework", MODELS)

@@ -78,7 +78,7 @@ def edge_program(nonfinite, is_padding, method, reduce, positions):
             nonfinite=nonfinite,
             method=method,
         )
-        plain = jax.grad(repeated)(PARAMS, BATCH[0], positions)
+        plain = jax.grad(repeated)(PARAMS, example[1][0], positions)
         return clip(PARAMS, example, is_padding_example=np.array([is_padding])), plain
 
     return run

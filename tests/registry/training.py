@@ -112,15 +112,17 @@ HALTING = cg.skip_spikes(optax.sgd(1.0), halt=True)
 LAYERED = cg.watch_updates(optax.sgd(1.0), stacked="net")
 
 
+def state_after(tx, grads, params):
+    return jax.jit(lambda grads: tx.update(grads, tx.init(params), params)[1])(grads)
+
+
 def halted():
-    return HALTING.update(jax.tree.map(lambda g: g * np.nan, GRADS), HALTING.init(PARAMS), PARAMS)[
-        1
-    ]
+    return state_after(HALTING, jax.tree.map(lambda g: g * np.nan, GRADS), PARAMS)
 
 
 def layered():
     params = {"net": np.ones((3, 2), np.float32)}
-    return LAYERED.update(params, LAYERED.init(params), params)[1]
+    return state_after(LAYERED, params, params)
 
 
 NAN = {"x": BATCH["x"] * np.float32(np.nan), "y": BATCH["y"]}
