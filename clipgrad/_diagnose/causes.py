@@ -83,6 +83,23 @@ CAUSES = (
         precedes=("overwritten", "integers", "not read"),
     ),
     Cause(
+        name="out of range",
+        holds=lambda cut: cut.dropped,
+        text="{label} reads or writes nothing of it: the indices, {outside}, are out of range",
+        step="correct the indices, or make the array larger",
+        # what is not written at all is not overwritten
+        precedes=(
+            "overwritten",
+            "index",
+            "integers",
+            "overflow",
+            "not read",
+            "stationary",
+            "saturated",
+        ),
+        is_excused=True,
+    ),
+    Cause(
         name="overwritten",
         holds=lambda cut: cut.way is Way.CARRY or cut.is_written_over,
         text="what {label} puts there is overwritten before it is read",

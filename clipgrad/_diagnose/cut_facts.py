@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
-from clipgrad._diagnose.finding_texts import operation_at
+from clipgrad._diagnose.finding_texts import array_type, operation_at
 from clipgrad._diagnose.guilty import (
     chooses_derivative,
     is_of_users_rule,
     origin,
     runs_once,
 )
+from clipgrad._diagnose.index_ranges import Indices, all_dropped
 from clipgrad._diagnose.levels import INF, holds_zeros, range_of, wide
 from clipgrad._diagnose.opened_loops import InScan
 from clipgrad._diagnose.origins import Argument, Constant, Cut, Operation, Origin, Way
@@ -154,6 +155,11 @@ class CutFacts:
     def is_written(self) -> bool:
         """Whether the operation puts one operand into another."""
         return self.back in (Back.WRITTEN, Back.OVERWRITTEN)
+
+    @functools.cached_property
+    def dropped(self) -> Indices | None:
+        """The indices of a gather or a scatter that uses nothing of it, since all are outside."""
+        return all_dropped(self.entry, self.operand) if self.way is Way.OPERATION else None
 
     @property
     def is_written_over(self) -> bool:
@@ -295,6 +301,13 @@ class CutFacts:
     @property
     def _source(self) -> str:
         return self.factor.source
+
+    @property
+    def _outside(self) -> str:
+        """The indices that are out of range, and the array: "9 on axis 0 of float32[5, 4]"."""
+        assert self.dropped is not None
+        array = array_type(self.entry.equation.invars[0])
+        return f"{self.dropped.ranges_outside} of {array}"
 
     @property
     def _infinite(self) -> str:

@@ -11,7 +11,8 @@ from jax.extend.core.primitives import reduce_max_p
 
 from clipgrad._diagnose.advice import MASKED_INPUT, Suspect, is_lookup, next_step, suspect
 from clipgrad._diagnose.guilty import MASKING, is_of_users_rule
-from clipgrad._diagnose.levels import INF, NAN, level, levels, wide
+from clipgrad._diagnose.index_ranges import indices_of
+from clipgrad._diagnose.levels import INF, NAN, level, levels
 from clipgrad._diagnose.origins import (
     Argument,
     Carry,
@@ -221,7 +222,8 @@ def _values(entry: Entry, bad: Sequence[Any], of_itself: bool = False) -> list[f
     Of a gather these are the index that is out of range, and its axis.
     """
     if is_lookup(entry.equation) and not of_itself:
-        return _index_out_of_range(entry)
+        indices = indices_of(entry)
+        return [float(number) for number in indices and indices.first_outside or ()]
     if of_itself:
         pairs = [(x, _bad_elements(b)) for x, b in zip(entry.ins, bad, strict=True) if level(b)]
     else:
@@ -236,19 +238,6 @@ def _bad_elements(x: Any) -> Any:
     return jnp.isnan(x) if level(x) == NAN else jnp.isinf(x)
 
 
-def _index_out_of_range(entry: Entry) -> list[float]:
-    params, axes_of_devices = entry.equation.params, entry.tape.runs.axes
-    indices = wide(entry.ins[1]).astype(np.int64)
-    shape = entry.ins[0].shape[axes_of_devices:]
-    axes = params["dimension_numbers"].start_index_map
-    last = np.array([shape[axis] - params["slice_sizes"][axis] for axis in axes])
-    bad = (indices < 0) | (indices > last)
-    if not bad.any():
-        return []
-    first = tuple(np.argwhere(bad)[0])
-    return [float(indices[first]), float(axes[first[-1]])]
-
-
 def operation_at(entry: Entry) -> str:
     """The operation that made a value that is not finite, with the numbers of its operands."""
     return _operation_at(entry, _values(entry, entry.outs))
@@ -257,7 +246,7 @@ def operation_at(entry: Entry) -> str:
 def _operation_at(entry: Entry, values: Sequence[float]) -> str:
     """Such as "sqrt at 0", or "gather of index 14 on axis 0 of float32[10,4]"."""
     if is_lookup(entry.equation) and len(values) == 2:
-        array = _type(entry.equation.invars[0])
+        array = array_type(entry.equation.invars[0])
         return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
     numbers = ", ".join(f"{np.float64(value):.4g}" for value in values)
     return f"{_op(entry)} at {numbers}" if numbers else _op(entry)
@@ -267,7 +256,8 @@ def _op(entry: Entry) -> str:
     return entry.place.operation
 
 
-def _type(x: Any) -> str:
+def array_type(x: Any) -> str:
+    """The type and shape of a variable, such as "float32[5, 4]"."""
     return f"{x.aval.dtype}{list(x.aval.shape)}"
 
 
@@ -295,7 +285,7 @@ def _masked_axis(entry: Entry) -> str:
     if package.partition(" ")[0] not in MASKING or not maxima:
         return ""
     axes = ", ".join(map(str, maxima[-1].params["axes"]))
-    return f"; the softmax is over axis {axes} of {_type(maxima[-1].invars[0])}"
+    return f"; the softmax is over axis {axes} of {array_type(maxima[-1].invars[0])}"
 
 
 # -- The advice.

@@ -163,7 +163,7 @@ NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
         Numeric(Does.COPIES, Back.READ): (
             *_named_by_jax(
                 """concatenate cummax cummin pad reduce_max reduce_min reduce_window_max
-                reduce_window_min select_and_gather_add"""
+                reduce_window_min scatter_max scatter_min select_and_gather_add"""
             ),
             TracedOnce("stack", lambda x: jnp.stack([x, x])),
         ),
@@ -183,8 +183,8 @@ NUMERIC: PrimitiveTable[Numeric] = PrimitiveTable(
         Numeric(Does.COPIES): (
             *_named_by_jax(
                 """abs all_gather all_to_all complex conj device_put empty2 get imag name neg pmax
-                pmin ppermute ragged_all_to_all real rev scatter_max scatter_min
-                sharding_constraint stop_gradient swap"""
+                pmin ppermute ragged_all_to_all real rev sharding_constraint stop_gradient
+                swap"""
             ),
             TracedOnce("empty", lambda x: jnp.empty(2)),
             TracedOnce("barrier", lax.optimization_barrier),

@@ -117,6 +117,7 @@ def without_tangent(w):
 
 without_tangent.defjvp(lambda primals, tangents: (without_tangent(*primals), tangents[0] * 0.0))
 FIRST, LAST = np.eye(4, dtype=np.float32)[[0, 3]]
+PAIR, BEYOND, FILL = np.array([1, 2]), np.array([4, 6]), {"mode": "fill", "fill_value": 0.0}
 SEGMENTS = {"segment_ids": np.array([7, 8, 9, 10]), "num_segments": 4}
 
 # Cuts of structure.
@@ -151,7 +152,17 @@ cuts(
     disjoint_masks=("zero factor", lambda w, x: (w * FIRST) * LAST),
     another_part=("not read", lambda w, x, v: jnp.concatenate([w, v])[4 + jnp.argsort(x)]),
     never_largest=("not read", lambda w, x, v: jnp.max(jnp.stack([w - 50.0, v]), axis=0) * x),
-    dropped_segments=("not read", lambda w, x: jax.ops.segment_sum(w, **SEGMENTS) @ x),
+    smaller_than_all=("not read", lambda w, x: jnp.ones(4).at[PAIR].max(w[:2] - 9) * x),
+    clamped_start=("not read", lambda w, x: lax.dynamic_update_slice(x, w[:2], (9,))[:2]),
+    dropped_segments=("out of range", lambda w, x: jax.ops.segment_sum(w, **SEGMENTS) @ x),
+    filled_with_zeros=("out of range", lambda w, x: w.at[BEYOND].get(**FILL) * x[:2], {"w": NONE}),
+    filled_where_it_counts=(
+        "out of range",
+        lambda w, x: w.at[np.array([0, 7])].get(**FILL) @ LAST[2:],
+    ),
+    column_taken=("out of range", lambda w, x: jnp.take(w, 4, 1, **FILL) * x, {"w": MATRIX}),
+    written_beyond=("out of range", lambda w, x: x.at[BEYOND].set(w[:2], mode="drop")),
+    largest_beyond=("out of range", lambda w, x: x.at[BEYOND].max(w[:2] * 9) * x),
     branch_not_taken=("branch", lambda w, x: lax.cond(x[0] > 9.0, lambda: w * x, lambda: x)),
     half_cast=("underflow", lambda w, x: 1e-12 * w.astype(jnp.float16).astype(jnp.float32)),
     single_product=("underflow", lambda w, x: w * 1e-30 * 1e-30),
@@ -337,6 +348,8 @@ right(
     rnn=(lambda w, x, v: scanned(lambda w, t: jnp.tanh(w @ (x * t)))(w, x) @ v, BOTH),
     straight_through_rule=lambda w, x: through_rule(w) * x,
     absent_rows=(lambda w, x: w[np.array([1, 5])] * x[None], ROWS),
+    one_row_beyond=lambda w, x: w.at[np.array([1, 7])].get(**FILL) * x[:2],
+    one_written_beyond=lambda w, x: x.at[np.array([1, 7])].set(w[:2], mode="drop") ** 2,
     some_dead_units=(lambda w, x: jax.nn.relu(w @ x + UNITS), SQUARE),
     layer_norm=(lambda w, x, v: jnp.tanh(centred(w @ x) * v) * x, SQUARE),
     scan_that_forgets=lambda w, x: lax.scan(lambda h, k: (h * k + w, None), x, KEEP)[0] * x,
