@@ -24,6 +24,7 @@ from clipgrad._diagnose.origins import (
     Sum,
 )
 from clipgrad._diagnose.records import GradientFinding
+from clipgrad._diagnose.rule_faults import fault_in_rule, place_in_rule
 from clipgrad._diagnose.tape import Entry
 from clipgrad._errors import docs_page, first_line
 from clipgrad._losses import TracedLoss
@@ -74,6 +75,9 @@ def vjp_finding(fault: Operation, hidden: Operation | None = None) -> GradientFi
     rule = "rule" if has_custom_rule(entry.equation) else "VJP"
     at = f"the {rule} of {_operation_at(entry, values)}"
     what = f"{at} turns finite cotangents into NaN or inf"
+    if hidden is None and (inside := fault_in_rule(entry)):
+        where = place_in_rule(entry, inside)
+        what += f", since its {operation_at(inside.entry)} ({where}) is not finite"
     advice = _advice(("vjp",), entry, values)
     if _suspect("vjp", entry, values) is None:
         if hidden:

@@ -8,8 +8,10 @@ import numpy as np
 from clipgrad._diagnose.measure import Measured
 from clipgrad._diagnose.program_units import SCAN, Unit, ancestors
 from clipgrad._diagnose.records import GradientFinding, GradientRow
+from clipgrad._diagnose.state_products import state_products
+from clipgrad._errors import first_few
 from clipgrad._losses import TracedLoss
-from clipgrad._names import dependence
+from clipgrad._names import Place, dependence
 from clipgrad._programs import scan_counts
 
 # Measured on MLPs, CNNs, LSTMs, GRUs and transformers of flax in float32 and bfloat16, at their
@@ -28,6 +30,7 @@ _STEADY = 0.8  # the share of the variance that a trend explains; the models abo
 # Sums of equal contributions of T steps grow T-fold at most, so that more than that is a factor;
 # LSTMs and GRUs with a loss at each step reach 3, the demo's `char-rnn` 50 to 2000 of 40 steps.
 _LONG = 16
+_SHOWN_LINES = 3
 
 
 class Trend(NamedTuple):
@@ -89,7 +92,7 @@ def trend_findings(
         series = trend(over_steps(row)[::-1]) if row.operation == SCAN else None
         if series and series.growth_in_time:
             where = f"at each of the {series.entries} steps of the scan"
-            finding = _trend_finding(row, series, series.growth_in_time, where)
+            finding = _trend_finding(row, series, series.growth_in_time, where, unit.place)
             leaves = _begins_with(unit, traced) if series.factor < 1 else []
             largest = float(np.nanmax(row.norm))
             is_lost = _has_lost(traced, measured, leaves, row.scans[-1], largest)
@@ -104,6 +107,13 @@ def trend_findings(
         largest = max(float(row.norm) for row in deep)
         is_lost = _has_lost(traced, measured, traced.chosen, len(deep), largest)
         yield finding if series.growth > 1 or is_lost else _note(finding, all_keep)
+
+
+def _products(scan: Place) -> str:
+    """The lines inside of a scan that multiply its state, if they are other lines than its own."""
+    lines = dict.fromkeys(map(str, state_products(scan)))
+    others = [line for line in lines if line != str(scan.location)]
+    return f"; its state is multiplied at {first_few(others, _SHOWN_LINES)}" if others else ""
 
 
 def _note(finding: GradientFinding, all_keep: bool) -> str:
@@ -161,7 +171,9 @@ def _has_lost(
     return is_lost or any(np.shape(traced.inputs[i])[:1] == (count,) for i in leaves)
 
 
-def _trend_finding(row: GradientRow, series: Trend, factor: float, where: str) -> GradientFinding:
+def _trend_finding(
+    row: GradientRow, series: Trend, factor: float, where: str, scan: Place | None = None
+) -> GradientFinding:
     kind = "grows" if factor > 1 else "shrinks"
     cures = {
         "grows": "clip the cotangent with cg.error_clip or cg.error_clip_by_name, and the gradient "
@@ -172,6 +184,7 @@ def _trend_finding(row: GradientRow, series: Trend, factor: float, where: str) -
         f"{row.location}: the norm of the cotangent changes by a factor of {factor:.3g} {where}, "
         f"{series.ratio:.2g} in all"
         + (f", in module {row.module}" if row.module else "")
+        + (_products(scan) if scan and factor > 1 else "")
         + f"; {cures[kind]}"
     )
     return GradientFinding(

@@ -106,12 +106,40 @@ def bad_rule(x):
     return x
 
 
-bad_rule.defvjp(lambda x: (x, x), lambda x, g: (g / (x - x),))
+def bad_backward(x, g):  # the rule
+    return (jnp.sin(g) / (x - x),)
 
 
-@sick("vjp", "bad_rule", ONES, says="cg.check_grads compares it with numerical slopes")
+bad_rule.defvjp(lambda x: (x, x), bad_backward)
+
+
+@jax.custom_jvp
+def bad_tangent(x):
+    return x * x
+
+
+@bad_tangent.defjvp
+def rule_of_bad_tangent(primals, tangents):
+    slope = 1 / (primals[0] - 2)  # the rule
+    return bad_tangent(*primals), slope * tangents[0]
+
+
+def by_rule_of(rule, operands):
+    where = f"tests/diagnose/diagnose_numbers.py:{line_of(rule, '# the rule')}"
+    return f"into NaN or inf, since its div at {operands} ({where}) is not finite"
+
+
+@sick("vjp", "bad_rule", ONES, says=(by_rule_of(bad_backward, "0.8415, 0"),
+      "cg.check_grads compares it with numerical slopes"))  # fmt: skip
 def rule_of_the_users(x):
     return jnp.sum(bad_rule(2 * x))  # here
+
+
+@sick("vjp", "bad_tangent", ONES, jnp.ones((3, 1)), step=2, good=(3 * ONES, jnp.ones((3, 1))),
+      says=by_rule_of(rule_of_bad_tangent, "1, 0"))  # fmt: skip
+def rule_of_a_tangent_in_a_scan(x, steps):
+    step = lambda total, k: (total + jnp.sum(bad_tangent(2 * k * x)), None)  # noqa: E731
+    return jax.lax.scan(step, 0.0, steps)[0]
 
 
 # -- What the numbers tell.

@@ -17,6 +17,7 @@ import clipgrad as cg
 from tests.helpers import line_of
 
 LOW = jnp.float16
+FILE = "tests/diagnose/diagnose_zoo.py"  # as findings name it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,6 +371,19 @@ def growth_between_the_scans_inside(w, x):
         return jax.lax.scan(lambda h, x: (h + x, None), w * h, x)[0], None
 
     return jax.lax.scan(outer, 0.0, x)[0]
+
+
+def recurrent_step(h, x_and_w):
+    x, w = x_and_w
+    return jnp.tanh(h @ w) + x, jnp.sum(x * x)  # in the step
+
+
+@sick("grows", None, 2 * jnp.eye(4), jnp.zeros((24, 4)), good=(jnp.eye(4), jnp.zeros((24, 4))),
+      says=f"; its state is multiplied at {FILE}:{line_of(recurrent_step, '# in the step')}; clip",
+      **near(2))  # fmt: skip
+def growth_inside_of_a_step(w, x):
+    step = jax.checkpoint(lambda h, x: recurrent_step(h, (x, w)))
+    return jnp.sum(jax.lax.scan(step, jnp.zeros(4), x)[0])  # here
 
 
 @sick("grows", None, jnp.full((3,), 1e-6), says="parts of the model")
