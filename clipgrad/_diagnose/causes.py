@@ -87,7 +87,8 @@ CAUSES = (
         holds=lambda cut: cut.dropped,
         text="{label} reads or writes nothing of it: the indices, {outside}, are out of range",
         step="correct the indices, or make the array larger",
-        # what is not written at all is not overwritten
+        # What is dropped is not overwritten; nor does it matter that `bincount` counts, or what the
+        # numbers are.
         precedes=(
             "overwritten",
             "index",

@@ -1,7 +1,7 @@
 """The indices of gathers and scatters, and which of them are outside of the array.
 
-By default `x.at[i].set` and `jnp.take` drop what is outside, and by `mode="fill"` or "drop" all do;
-what clamps its indices, as `lax.dynamic_slice` does, always finds an element.
+A scatter drops what is outside, and a gather with `mode="fill"` has its fill value there. What
+clamps its indices instead, as `lax.dynamic_slice` does, always finds an element.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,25 @@ from clipgrad._diagnose.tape import Entry
 
 
 class Indices(NamedTuple):
-    """What a gather or a scatter takes for indices; the last axis of both arrays is over `axes`."""
+    """The indices of a gather or a scatter.
 
-    axes: tuple[int, ...]  # of the array, that are indexed
+    Attributes:
+      axes: the axes of the array that are indexed.
+      numbers: the indices; their last axis has one for each of ``axes``.
+      is_outside: for each number whether it is out of range.
+    """
+
+    axes: tuple[int, ...]
     numbers: np.ndarray
     is_outside: np.ndarray
 
     @property
     def first_outside(self) -> tuple[int, int] | None:
         """The first index that is outside, and its axis."""
-        places = np.argwhere(self.is_outside)
-        return (self.numbers[tuple(places[0])], self.axes[places[0][-1]]) if len(places) else None
+        if not self.is_outside.any():
+            return None
+        first = tuple(np.argwhere(self.is_outside)[0])
+        return int(self.numbers[first]), self.axes[first[-1]]
 
     @property
     def ranges_outside(self) -> str:
@@ -49,15 +57,15 @@ def indices_of(entry: Entry) -> Indices | None:
 
 
 def all_dropped(entry: Entry, operand: int) -> Indices | None:
-    """The indices of an operation that uses nothing of an operand since they are all outside.
+    """The indices of a gather or a scatter that uses nothing of an operand: all are outside.
 
-    Of a gather those count at which a result has a cotangent.
+    Of a gather those count at which its result has a cotangent.
     """
     indices = indices_of(entry) if _drops(entry.equation) else None
     if indices is None or not indices.is_outside.size:
         return None
-    is_dropped = indices.is_outside.any(-1)
-    is_used = np.ones_like(is_dropped)
+    is_dropped: Any = indices.is_outside.any(-1)
+    is_used: Any = np.ones_like(is_dropped)
     numbers = entry.equation.params["dimension_numbers"]
     if isinstance(numbers, lax.GatherDimensionNumbers):
         cotangent = entry.out_cotangents[0]

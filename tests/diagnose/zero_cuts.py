@@ -163,6 +163,7 @@ cuts(
     column_taken=("out of range", lambda w, x: jnp.take(w, 4, 1, **FILL) * x, {"w": MATRIX}),
     written_beyond=("out of range", lambda w, x: x.at[BEYOND].set(w[:2], mode="drop")),
     largest_beyond=("out of range", lambda w, x: x.at[BEYOND].max(w[:2] * 9) * x),
+    one_beyond=("not read", lambda w, x: x.at[np.array([3, 7])].set(w[:2], mode="drop")[:2]),
     branch_not_taken=("branch", lambda w, x: lax.cond(x[0] > 9.0, lambda: w * x, lambda: x)),
     half_cast=("underflow", lambda w, x: 1e-12 * w.astype(jnp.float16).astype(jnp.float32)),
     single_product=("underflow", lambda w, x: w * 1e-30 * 1e-30),
