@@ -237,7 +237,11 @@ EXPLAINED = {  # functions of three numbers, and what `diagnose` says that knows
     "mask": (lambda x: lax.select(x < -1, x, ZERO + 1), "takes the other side"),
     "read": (lambda x: jnp.concatenate([x, ZERO + 1])[3:], "reads or writes no element"),
     "written": (lambda x: lax.dynamic_update_slice(x, ZERO + 1, (0,)), "is overwritten before"),
-    "added": (lambda x: (ZERO + 1).at[5].add(x[0], mode="drop"), "reads or writes no element"),
+    "added": (lambda x: (ZERO + 1).at[0].add(x[0])[1:], "reads or writes no element"),
+    "dropped": (
+        lambda x: (ZERO + 1).at[5].add(x[0], mode="drop"),
+        "5 on axis 0 of float32[3], are",
+    ),
     "factor": (lambda x: x * jnp.where(x > 9, x, 0.0) + 1, "it is multiplied by values that are 0"),
     "sum": (lambda x: lax.broadcast_in_dim(x, (2, 3), (1,)) * TWICE, "nothing is wrong"),
     "power": (lambda x: (x * 1e-25) ** 2, "rounds to 0 in float32"),
