@@ -77,7 +77,7 @@ def test_norms_of_leaves_are_right_over_the_whole_range():
 def test_the_leaf_that_is_not_finite_is_named(nonfinite):
     tree = {"a": jnp.array([jnp.nan, jnp.inf]), "b": jnp.array([3.0]), "i": jnp.array([1])}
     tx = cg.clip_by_global_norm(1.0, stats="per_leaf", nonfinite=nonfinite)
-    _, state = tx.update(tree, tx.init(tree))
+    _, state = jax.jit(tx.update)(tree, tx.init(tree))
     assert {p: int(s.nonfinite) for p, s in state.leaf_stats.items()} == {"a": 2, "b": 0}
     assert state.nonfinite_count == 1
 

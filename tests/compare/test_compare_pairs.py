@@ -7,13 +7,12 @@ import pytest
 import clipgrad as cg
 from tests.compare.compare_models import MIXED, MIXED_FAULTS, make_args, model
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
+from tests.rows import in_turn
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
 CORE = ("advantage not stopped", "rows over devices", "masks")
-DTYPES = pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)]
-)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 def rows(table):
@@ -27,8 +26,9 @@ def compared(pair, dtype):
 
 
 @pytest.mark.slow
+@in_turn
 @DTYPES
-@pytest.mark.parametrize("name", rows(PLANTED))
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_difference_is_named(name, dtype):
     comparison = compared(PLANTED[name], dtype)
     assert not comparison.ok and len(comparison.findings) == 1, str(comparison)
@@ -37,8 +37,9 @@ def test_a_planted_difference_is_named(name, dtype):
 
 
 @pytest.mark.slow
+@in_turn
 @DTYPES
-@pytest.mark.parametrize("name", rows(EQUAL))
+@pytest.mark.parametrize("name", EQUAL)
 def test_equal_pairs_have_no_findings(name, dtype):
     comparison = compared(EQUAL[name], dtype)
     assert comparison.ok and not comparison.findings, str(comparison)

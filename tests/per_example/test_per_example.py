@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import CASES, RELEASED, assert_close, assert_same, float64, stable_id
-from tests.rows import each_value, first_row
+from tests.rows import crossed, each_value, first_row
 
 NORM = cg.ClipByGlobalNorm(1.0)
 
@@ -381,8 +381,7 @@ NAMED = (lambda p, x: jnp.sum(p["{w}"] * x) + p["b"], {"{w}": jnp.ones(2), "b": 
 LEAVES = {"a single array": BARE, "a tree": (*NAMED, "'{w}'", " '{w}' ")}
 
 
-@pytest.mark.slow
-@each_value
+@crossed(1)
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("method", ["auto", "direct"])
 @pytest.mark.parametrize("leaves", LEAVES)

@@ -220,12 +220,12 @@ def by_train_step_of_equinox(tx):
 
 
 LOOPS = [
-    by_nnx_optimizer,
     by_train_step_of_nnx,
+    by_train_step_of_equinox,
+    by_nnx_optimizer,
     by_flax_train_state,
     by_flax_with_collection,
     by_equinox,
-    by_train_step_of_equinox,
 ]
 
 
@@ -372,7 +372,7 @@ def test_under_shardings_there_is_one_all_reduce(axes, stacked):
     kind = getattr(jax.sharding.AxisType, axes)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     tx = cg.watch_updates(optax.adam(0.1), stacked=stacked)
-    updates, expected = tx.update(SHARDED, tx.init(SHARDED), SHARDED)
+    updates, expected = jax.jit(tx.update)(SHARDED, tx.init(SHARDED), SHARDED)
     with jax.set_mesh(mesh):
         tree = {
             name: jax.device_put(x, jax.sharding.NamedSharding(mesh, MESH_SPECS[name]))
