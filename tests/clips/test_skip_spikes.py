@@ -452,7 +452,7 @@ def test_an_update_that_is_not_finite_is_skipped_before_it_spoils_anything(halt,
         flags = {path: bool(x) for path, x in state.opt_state.nonfinite_leaves.items()}
         assert flags == {"w": True, "v": False}
         resumed = cg.resume(state)
-        assert not resumed.opt_state.halted
+        assert not resumed.opt_state.halted and resumed.opt_state.halted_at == -1
     if judge == "update":
         assert np.isnan(metrics["skip_spikes"]["judged"])
 

@@ -357,12 +357,13 @@ def test_what_where_leaves_out_is_summed_as_it_is(key):
     assert not grads["v"].any() and (stats.size == 16).all()
 
 
-@pytest.mark.slow
+@first_row
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_an_example_that_is_nan(nonfinite):
     batch = [jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [0.3, 0.4]])]
     per_example = cg.clip_per_example(linear, NORM, nonfinite=nonfinite, reduce="sum")
-    error, (_, (grad,), stats) = checkify.checkify(per_example)([jnp.zeros(2)], batch)
+    checked = jax.jit(checkify.checkify(per_example))
+    error, (_, (grad,), stats) = checked([jnp.zeros(2)], batch)
     # A norm says that an element is bad; where it is an error, they are counted.
     bad = 1 if nonfinite == "error" else 2
     assert (stats.nonfinite == np.float32([0, bad, 0])).all()

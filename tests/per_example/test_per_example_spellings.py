@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from tests.rows import crossed, each_value
+from tests.rows import crossed, first_rows
 
 SIDE, SIZE, STEPS, ROWS, EXAMPLES = 12, 144, 2, 2, 3
 
@@ -156,13 +156,19 @@ def right_gradients(loss, params, batch):
         return {k: np.asarray(g).reshape(EXAMPLES, -1) for k, g in each.items()}
 
 
+# In a scan each pair of ways; elsewhere each way with another one.
+SPELLED = [
+    (every_pair, "vector", "in a scan", False, "float32"),
+    (every_pair, "matrix", "in a scan", True, "bfloat16"),
+    (across, "vector", "once", True, "bfloat16"),
+    (across, "matrix", "once", False, "float32"),
+    (across, "vector", "along a scan", False, "bfloat16"),
+    (across, "matrix", "along a scan", True, "float32"),
+]
+
+
 @pytest.mark.slow
-@each_value
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_tied", [False, True], ids=["plain", "tied"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("pairs", [across, pytest.param(every_pair, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("pairs", "shape", "place", "is_tied", "dtype"), SPELLED)
 def test_a_weight_that_is_spelled_twice_adds_what_one_example_may(
     pairs, shape, place, is_tied, dtype
 ):
@@ -300,7 +306,7 @@ CALLS = {
 }
 
 
-@crossed(2)
+@first_rows(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_an_operation_without_results_changes_nothing(saying, call, capfd):

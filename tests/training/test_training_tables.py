@@ -317,7 +317,8 @@ def test_train_step_counts_the_statistics_of_a_microbatch_by_its_weight():
         accumulate=2,
         weight=jnp.sum,
     )
-    _, metrics = step(step.init(jnp.ones(1)), jnp.array([[1.0], [3.0]]))
+    state, metrics = step(step.init(jnp.ones(1)), jnp.array([[1.0], [3.0]]))
+    np.testing.assert_allclose(state.params, 1 - 0.1 * (0.25 * 1 + 0.75 * 3), rtol=1e-6)
     shares = np.linalg.norm([0.25, 0.75])
     stats = metrics["error_clip"]["h"]
     np.testing.assert_allclose([stats.norm, stats.clipped_norm], [3 * shares, shares], rtol=1e-6)
