@@ -164,6 +164,16 @@ def test_paddles_rule_is_its_published_one_at_every_element(part, ok):
     assert report.ok == ok, str(report)
 
 
+def test_a_tolerance_that_is_stated_is_a_part_of_an_element_or_of_its_leaf():
+    """The last element is off by twice its size, which is a hundredth of the others."""
+    off = jnp.array([0, 0, 0, 0.01])
+    square = custom(lambda x: x * x / 2, lambda r, g: (g * (r[0] + off),))
+    options = {"points": 1, "cotangent": jnp.ones(4), "raise_on_failure": False}
+    args = (jnp.array([1, 1, 1, 0.005]),)
+    assert cg.check_grads(square, args, tolerance=0.05, **options).ok
+    assert not cg.check_grads(square, args, tolerance=0.001, **options).ok
+
+
 # -- Outputs that cancel in a cotangent, and those that hold a mask.
 
 
