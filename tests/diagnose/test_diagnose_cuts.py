@@ -10,6 +10,7 @@ from jax.extend import source_info_util
 
 import clipgrad as cg
 from tests.helpers import line_of
+from tests.rows import some_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 P = {"w": jnp.array([0.3, -0.7, 1.1]), "v": jnp.ones(3)}
@@ -317,6 +318,24 @@ def test_a_decay_is_a_note_while_the_leaf_keeps_most_of_its_gradient():
 
     diagnosis = cg.diagnose(kept, (P, X))
     assert diagnosis.ok and "all leaves keep a gradient" in diagnosis.notes[0], diagnosis
-    beside = cg.diagnose(lambda p, x: kept(p, x) + jnp.sum(jnp.round(p["u"])), (P | {"u": X}, X))
-    assert [finding.leaf for finding in beside.findings] == ["args[0]['u']"]
-    assert not any("all leaves keep a gradient" in note for note in beside.notes)
+
+
+def test_a_decay_beside_a_leaf_without_a_gradient_is_a_note_that_does_not_say_all_keep_one():
+    decays = decaying(0.5, lambda p: p["v"])
+
+    def loss(p, x):
+        return decays(p, x) + 1e-2 * jnp.sum(p["w"]) + jnp.sum(jnp.round(p["u"]))
+
+    diagnosis = cg.diagnose(loss, (P | {"u": X}, X))
+    assert [finding.leaf for finding in diagnosis.findings] == ["args[0]['u']"]
+    assert not any("all leaves keep a gradient" in note for note in diagnosis.notes)
+
+
+@pytest.mark.parametrize("reverse", some_of([True, False], [True]))
+def test_what_grows_in_a_scan_grows_in_a_reversed_one(reverse):
+    def loss(p, x):
+        h = lax.scan(lambda h, _: (3.0 * h, None), p["w"], None, length=24, reverse=reverse)[0]
+        return jnp.sum(h * p["v"])
+
+    (finding,) = cg.diagnose(loss, (P, X)).findings
+    assert finding.kind == "grows", finding

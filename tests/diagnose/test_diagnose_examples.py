@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.rows import first_row
+from tests.rows import first_row, some_of
 
 W = {"w": jnp.array([1.0, 2.0])}
 
@@ -27,13 +27,18 @@ def batch(size=8, **changes):
     return {"x": x, "scale": scale}
 
 
-@pytest.mark.slow
-def test_the_bad_examples_are_named_and_no_others():
+@pytest.mark.parametrize("which", some_of(["batch", 1, -2], [-2]))
+def test_the_bad_examples_are_named_and_no_others(which):
     bad_batch = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
-    for which in ("batch", 1, -2):
-        times = lambda params, batch, factor: factor * roots(params, batch)  # noqa: E731
-        diagnosis = cg.diagnose(times, (W, bad_batch, 1.0), examples=which)
-        assert [example.index for example in diagnosis.examples] == [2, 5, 7]
+    times = lambda params, batch, factor: factor * roots(params, batch)  # noqa: E731
+    diagnosis = cg.diagnose(times, (W, bad_batch, 1.0), examples=which)
+    assert [example.index for example in diagnosis.examples] == [2, 5, 7]
+
+
+@pytest.mark.slow
+def test_of_a_bad_example_its_loss_and_its_norm_are_told():
+    bad_batch = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
+    diagnosis = cg.diagnose(roots, (W, bad_batch), examples="batch")
     vanishing, negative, far = diagnosis.examples
     assert vanishing.loss == 0 and not np.isfinite(vanishing.norm)
     assert np.isnan(negative.loss) and negative.device == ""
