@@ -241,6 +241,9 @@ def test_an_argument_that_is_not_finite_is_named_behind_a_mask(args, leaf):
     finding = cg.diagnose(masked, args).findings[0]
     assert (finding.kind, finding.operation) == ("value", "argument")
     assert f"1 of 3 elements of {leaf} are not finite" in finding.message
+    assert ("the step that made them so is an earlier one" in finding.message) == (
+        leaf == "args[0]['w']"  # which is trained
+    )
 
 
 @pytest.mark.parametrize("constant", [
