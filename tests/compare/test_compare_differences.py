@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._compare import judge as judging
 from clipgrad._compare.judge import judge
-from clipgrad._compare.ratios import ratio
+from clipgrad._compare.ratios import factor_text, ratio
 from clipgrad._compare.save_run import recorded
 
 EPS = float(np.finfo(np.float32).eps)
@@ -107,6 +107,13 @@ def test_the_floor_is_the_root_mean_square_of_each_number():
 def test_a_factor_is_found(factor):
     b = np.random.default_rng(0).normal(size=10)
     assert math.isclose(ratio(factor * b, b, 1e-6), factor, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [8.0, -0.125])
+def test_a_factor_that_is_the_number_of_devices_is_said_to_be_it_either_way(factor):
+    assert factor_text(factor, (2, 8)) == (
+        f"; fun is {factor:g} times other; 8 is the number of devices"
+    )
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ def test_values_that_are_not_finite_are_compared_exactly(other):
     z = x.copy()
     z[3, 4], z[5, 6] = z[5, 6], z[3, 4]
     assert judge_sketches(sketched(x), sketched(z), none, EPS, None).differs
+    y[3, 4], z = np.inf, y.copy()
+    z[3, 4] = -np.inf
+    assert judge_sketches(sketched(y), sketched(z), none, EPS, None).differs
 
 
 def test_the_cotangent_of_a_tap_is_the_sketch_of_the_cotangent():
