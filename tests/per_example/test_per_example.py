@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import CASES, RELEASED, assert_close, assert_same, float64, stable_id
-from tests.rows import crossed, each_value, first_row
+from tests.rows import each_value, first_row
 
 NORM = cg.ClipByGlobalNorm(1.0)
 
@@ -382,7 +382,15 @@ NAMED = (lambda p, x: jnp.sum(p["{w}"] * x) + p["b"], {"{w}": jnp.ones(2), "b": 
 LEAVES = {"a single array": BARE, "a tree": (*NAMED, "'{w}'", " '{w}' ")}
 
 
-@crossed(1)
+def test_the_first_bad_example_is_told_though_a_later_one_has_more_bad_elements():
+    fun, params, *_ = LEAVES["a single array"]
+    per_example = cg.clip_per_example(fun, NORM, nonfinite="error")
+    error, _ = jax.jit(checkify.checkify(per_example))(params, BAD)
+    assert "in 2 of 6 examples, the first with index 2" in error.get()
+
+
+@pytest.mark.slow
+@each_value
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("method", ["auto", "direct"])
 @pytest.mark.parametrize("leaves", LEAVES)

@@ -260,9 +260,6 @@ EXPLAINED = {  # functions of three numbers, and what `diagnose` says that knows
 }
 
 
-SLOW = ("solve", "eigh", "softmax")
-
-
 @pytest.fixture(scope="module")
 def forgotten():
     """What was compiled of renamed primitives says their names: later tests have their own."""
@@ -277,11 +274,9 @@ def renamed(monkeypatch, forgotten):
         monkeypatch.setattr(primitive, "name", f"renamed_{primitive.name}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion", "renamed")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXPLAINED],
-)
+@pytest.mark.parametrize("name", EXPLAINED)
 def test_diagnose_knows_what_it_explains_by_the_object_of_a_primitive(name):
     function, says = EXPLAINED[name]
     diagnosis = cg.diagnose(lambda x: jnp.sum(function(x)), (jnp.array([0.5, -0.25, 2.0]),))
