@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
+from clipgrad._compare.leaf_pairs import RESULTS, leaf_pairs, same_rows
 from clipgrad._compare.line_pairs import (
     check_lines,
     copied_lines,
@@ -16,11 +17,10 @@ from clipgrad._compare.line_pairs import (
 from clipgrad._compare.matching import MOST_NAMES, Matching, alone
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
 from clipgrad._compare.record import Instance, Record
-from clipgrad._compare.renamed import Renamed, same_leaves
+from clipgrad._compare.renamed import Renamed
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.starts import Starts
 
-_RESULTS = "output", "gradient"
 Group = tuple[str, str, tuple[int, ...]]
 
 
@@ -38,9 +38,9 @@ def check_names(a: Record, b: Record, names: Mapping[str, str] | None) -> None:
 
 def check_common(a: Record, b: Record) -> None:
     """Raise `ValueError` if two records have no output and no gradient in common."""
-    if not any(same_rows(a, b, kind) for kind in _RESULTS):
+    if not any(same_rows(a, b, kind) for kind in RESULTS):
         ours, theirs = (
-            [r.rows[i].name for kind in _RESULTS for i in r.of(kind)][:MOST_NAMES] for r in (a, b)
+            [r.rows[i].name for kind in RESULTS for i in r.of(kind)][:MOST_NAMES] for r in (a, b)
         )
         raise ValueError(
             f"other: got outputs {theirs}, expected the outputs of fun, {ours}; return trees with "
@@ -65,12 +65,11 @@ def match_by_name(
     have_lines = a.has_lines and b.has_lines
     values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
     pairs, findings = [*values, *cotangent_pairs(a, b, values)], []
-    for kind in ("argument", "output", "gradient")[not with_arguments :]:
-        same = same_rows(a, b, kind, names)
-        of_kind = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
-        pairs += sorted(of_kind, key=lambda p: a.rows[p.a[0]].time())
-        only = [(i, a, "fun") for i in a.of(kind) if i not in same]
-        only += [(j, b, "other") for j in b.of(kind) if j not in same.values()]
+    for kind in ("argument", *RESULTS)[not with_arguments :]:
+        pairs += (same := leaf_pairs(a, b, kind, names))
+        known = [{p.at(side)[0] for p in same} for side in range(2)]
+        only = [(i, a, "fun") for i in a.of(kind) if i not in known[0]]
+        only += [(j, b, "other") for j in b.of(kind) if j not in known[1]]
         for i, record, where in only if kind != "argument" else ():
             name, path = record.rows[i].label, record.rows[i].name
             findings.append(alone(kind, path, f"{kind} {name}, only in {where}"))
@@ -79,40 +78,6 @@ def match_by_name(
         judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
     copies = copied_lines(a), copied_lines(b)
     return Matching(judged, [*findings, *others], [*unmatched, *texts], copies)
-
-
-def same_rows(
-    a: Record, b: Record, kind: str, names: Mapping[str, str] | None = None
-) -> dict[int, int]:
-    """The row in ``b`` of each row of a kind in ``a``: in the same argument, of the same path.
-
-    Or of the path that it has where modules are renamed by ``names``.
-
-    If each record has one argument, these are the same. If an argument behind the first has a
-    single leaf in both records, these are the same, whatever their paths.
-    """
-    rows = [_by_argument(record, kind) for record in (a, b)]
-    if all(len(by_argument) == 1 for by_argument in rows):
-        rows[1] = dict(zip(rows[0], rows[1].values(), strict=True))
-    partners: dict[int, int] = {}
-    for number, (argument, paths) in enumerate(rows[0].items()):
-        others = rows[1].get(argument, {})
-        same = same_leaves([*paths], [*others], names)
-        if number and len(paths) == len(others) == 1:
-            same = {0: 0}
-        ours, theirs = [*paths.values()], [*others.values()]
-        partners |= {ours[i]: theirs[j] for i, j in same.items()}
-    return partners
-
-
-def _by_argument(record: Record, kind: str) -> dict[str, dict[str, int]]:
-    """The numbers of the rows of a kind, by argument and by the path in it."""
-    numbers: dict[str, dict[str, int]] = collections.defaultdict(dict)
-    for i in record.of(kind):
-        row = record.rows[i]
-        argument, path = row.leaf if row.leaf[0] else ("", row.name)
-        numbers[argument][path if path not in numbers[argument] else row.name] = i
-    return numbers
 
 
 def _judged(
