@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
@@ -16,9 +16,10 @@ from clipgrad._compare.line_pairs import (
 )
 from clipgrad._compare.matching import MOST_NAMES, Matching, alone
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
-from clipgrad._compare.record import Instance, Record
+from clipgrad._compare.record import ENTERS, Graph, Instance, Record
 from clipgrad._compare.renamed import Renamed
 from clipgrad._compare.result import ComparisonFinding
+from clipgrad._compare.slices import next_of
 from clipgrad._compare.starts import Starts
 
 Group = tuple[str, str, tuple[int, ...]]
@@ -58,12 +59,12 @@ def match_by_name(
     """Match and judge the rows of two records; arguments if they should be equal.
 
     As many values of the second record as of the first are matched one by one, in the order of
-    time: n calls of a module with n steps of a scan. Lines are matched by their statements, and
-    those left by their numbers.
+    time: n calls of a module with n steps of a scan. Of other counts the last ones are, see
+    `_without_others`. Lines are matched by their statements, and those left by their numbers.
     """
-    values, unmatched = _named_values(a, b, names)
+    values, last, unmatched = _named_values(a, b, names)
     have_lines = a.has_lines and b.has_lines
-    values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
+    values = in_time(a, [*values, *last, *(line_pairs(a, b, names) if have_lines else ())])
     pairs, findings = [*values, *cotangent_pairs(a, b, values)], []
     for kind in ("argument", *RESULTS)[not with_arguments :]:
         pairs += (same := leaf_pairs(a, b, kind, names))
@@ -74,6 +75,7 @@ def match_by_name(
             name, path = record.rows[i].label, record.rows[i].name
             findings.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
+    judged = _without_others(a, judged, last)
     if have_lines:
         judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
     copies = copied_lines(a), copied_lines(b)
@@ -106,22 +108,43 @@ def _judged(
     return judged, others, list(texts)
 
 
+def _without_others(a: Record, judged: list[Pair], last: Sequence[Pair]) -> list[Pair]:
+    """The judged pairs without those of last calls that compute something else in each version.
+
+    A module may leave a scan as its last step, or contain a scan of its own: then its last value is
+    the same. It is not if it differs, and of the values computed from it the next ones agree.
+    """
+    ends = {p.a: p.judgment for p in judged if p.kind in ("value", "output")}
+    doubtful = {p.a for p in last if p.a in ends and ends[p.a].differs}
+    if not doubtful:
+        return judged
+    graph, known = Graph(a), {*ends} - doubtful
+    others = {
+        at for at in doubtful if not any(ends[to].differs for to in next_of(graph, at, known))
+    }
+    return [p for p in judged if (a.rows[p.a[0]].node, p.a[1]) not in others]
+
+
 def _named_values(
     a: Record, b: Record, names: Mapping[str, str] | None
-) -> tuple[list[Pair], list[str]]:
+) -> tuple[list[Pair], list[Pair], list[str]]:
+    """The values of equal names: of equal counts, the last ones of other counts, and texts."""
     groups = [_groups(r, renamed) for r, renamed in zip((a, b), _renamed(names), strict=True)]
-    pairs, unmatched = [], []
+    are_losses = a.is_loss and b.is_loss
+    pairs, last, unmatched = [], [], []
     for group, instances in groups[0].items():
         same = groups[1].get(group, [])
         if len(same) == len(instances):
             both = zip(instances, same, strict=True)
             pairs += [Pair("value", x, y) for x, y in both]
         elif group[0]:  # what a scan outside of modules carries has no name
+            if same and are_losses and group[1] != ENTERS:
+                last.append(Pair("value", instances[-1], same[-1]))
             unmatched.append(_unmatched(a, group, instances, same, "fun", "other"))
     for group, instances in groups[1].items():
         if group not in groups[0] and group[0]:
             unmatched.append(_unmatched(b, group, instances, [], "other", "fun"))
-    return pairs, unmatched
+    return pairs, last, unmatched
 
 
 def _renamed(names: Mapping[str, str] | None) -> tuple[Renamed, Renamed]:

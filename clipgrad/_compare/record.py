@@ -76,7 +76,7 @@ class Row:
       is_copy: of a line whether it only moves numbers, as an index or a transpose does.
       owner: the class of torch's module.
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
-        first axis; `LAYERS` if it is a stack with a sketch for each layer, and has the shape of one.
+        first axis; `LAYERS` if it is a stack that has a sketch for each layer, and one's shape.
       numbers: what was seen of it.
     """
 

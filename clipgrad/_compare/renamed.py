@@ -59,7 +59,8 @@ def same_leaves(
     ``b`` lacks is looked for under the new name of its module.
     """
     leads = _led_by_names(a, b, names or {})
-    return _same_paths(a, b) | {group[0]: j for j, group in leads.items() if len(group) == 1}
+    same = _same_paths(a, b, _wrapping(a, b))
+    return same | {group[0]: j for j, group in leads.items() if len(group) == 1}
 
 
 def stacked_leaves(
@@ -73,9 +74,9 @@ def stacked_leaves(
     return {j: group for j, group in leads.items() if len(group) > 1}
 
 
-def _same_paths(a: Sequence[str], b: Sequence[str]) -> dict[int, int]:
+def _same_paths(a: Sequence[str], b: Sequence[str], wrapping: tuple[int, str]) -> dict[int, int]:
     """The position in ``b`` of each path of ``a``, but for the prefix of one of the trees."""
-    inner, prefix = _wrapping(a, b)
+    inner, prefix = wrapping
     wrapped = [_below(prefix, path) for path in a] if inner == 0 else a
     there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
     return {i: there[path] for i, path in enumerate(wrapped) if path in there}
@@ -88,17 +89,16 @@ def _led_by_names(
 
     Of the names of leaves that the names of modules may stand for, those that lead to most leaves.
     """
-    same = _same_paths(a, b)
+    same = _same_paths(a, b, _wrapping(a, b))
     left = [i for i in range(len(a)) if i not in same]
     free = {path for j, path in enumerate(b) if j not in {*same.values()}}
     led: dict[int, int] = {}
     for renamed in _names_of_leaves(names) if left and free else ():
-        paths = list(a)
-        for i in left:
-            options = [*_renamed_leaves(a[i], renamed), a[i]]
-            paths[i] = next((path for path in options if path in free), options[0])
-        pairs = {i: j for i, j in _same_paths(paths, b).items() if i not in same and b[j] in free}
-        led = max(led, pairs, key=len)
+        options = {i: paths for i in left if (paths := [*_renamed_leaves(a[i], renamed)])}
+        new = {i: next((p for p in paths if p in free), paths[0]) for i, paths in options.items()}
+        everywhere = [new.get(i, path) for i, path in enumerate(a)]
+        pairs = _same_paths(everywhere, b, _wrapping([*new.values()], b, 0)).items()
+        led = max(led, {i: j for i, j in pairs if i not in same and b[j] in free}, key=len)
     leads: dict[int, list[int]] = collections.defaultdict(list)
     for i in sorted(led, key=lambda i: _numbered(a[i])):
         leads[led[i]].append(i)
@@ -140,8 +140,11 @@ def _without_common_start(name: str, other: str) -> tuple[str, str]:
     return "/".join(a), "/".join(b)
 
 
-def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:
-    """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is."""
+def _wrapping(a: Sequence[str], b: Sequence[str], least_part: float = 0.5) -> tuple[int, str]:
+    """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is.
+
+    More than a part of the leaves must be the same there.
+    """
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
     for inner, inside, around in ((0, set(a), b), (1, set(b), a)):
         for path in around:
@@ -149,7 +152,7 @@ def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:
             heads = ("/".join(parts[:i]) for i in range(1, len(parts) + 1))
             counts.update((inner, head) for head in heads if path[len(head) + 1 :] in inside)
     (best, most), (_, second) = [*counts.most_common(2), ((0, ""), 0), ((0, ""), 0)][:2]
-    least = max(len(set(a) & set(b)), min(len(a), len(b)) / 2, second)
+    least = max(len(set(a) & set(b)), least_part * min(len(a), len(b)), second)
     return best if most > least else (0, "")
 
 
