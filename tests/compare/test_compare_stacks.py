@@ -1,4 +1,4 @@
-"""Layers one by one beside the stack of a scan, and leaves that have another name in a module."""
+"""Layers and calls one by one beside a scan, and leaves that have another name in a module."""
 
 import functools
 
@@ -158,3 +158,94 @@ def test_layers_are_in_the_order_of_their_numbers(prefix, new_prefix):
     for names in ({"layers_*": "layers"}, {"Net/layers_*": "Net/layers"}):
         assert stacked_leaves(paths, others, names) == {1: [2, 3, 1, 0]}
         assert same_leaves(paths, others, names) == {4: 0}
+
+
+WEIGHTS = {"w": np.stack([layer["w"] for layer in LAYERS])}
+
+
+def calls(params, x, scale=1.0, scan=False):
+    """Layers of a stack, in modules of one name: one value leaves them, or one for each step."""
+
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return x + jnp.tanh(x @ w) * scale, None
+
+    if scan:
+        x, _ = lax.scan(layer, x, params["w"])
+    for w in () if scan else params["w"]:
+        x, _ = layer(x, w)
+    with jax.named_scope("head"):
+        return jnp.mean(x**2)
+
+
+def added_up(params, x, scale=1.0, scan=False, inside=True):
+    """A module that adds up rows, also by a scan of its own; the scale may be behind it."""
+    with jax.named_scope("sum"):
+        rows = x @ params["w"][0]
+        if scan:
+            total, _ = lax.scan(lambda total, row: (total + row, None), 0 * rows[0], rows)
+        else:
+            total = rows.sum(0)
+        total = total * scale if inside else total
+    with jax.named_scope("head"):
+        return jnp.mean((total if inside else total * scale) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+@pytest.mark.parametrize("loss, module", [(calls, "layer"), (added_up, "sum")])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_last_of_more_values_of_a_module_is_compared(loss, module, scale, is_first):
+    pair = loss, functools.partial(loss, scale=scale, scan=True)
+    comparison = cg.compare(*(pair[::-1] if is_first else pair), (WEIGHTS, X))
+    assert comparison.ok is (scale == 1) and module in {row.module for row in comparison.rows}
+    if scale != 1:
+        assert [(f.kind, f.module) for f in comparison.findings] == [("value", module)], comparison
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+def test_the_last_values_are_not_compared_if_they_are_something_else(scale):
+    def loss(x, chunks, scale=1.0):
+        with jax.named_scope("sum"):
+            parts = [part.sum(0) for part in jnp.split(x, chunks)]
+            total, _ = lax.scan(lambda total, part: (total + part, None), parts[0],
+                                jnp.stack(parts[1:]))  # fmt: skip
+            total = total if chunks > 3 else total / len(x)
+        with jax.named_scope("mean"):
+            mean = total / len(x) if chunks > 3 else total + 0
+        with jax.named_scope("head"):
+            return jnp.mean((mean * scale) ** 2)
+
+    x = np.float32(RNG.normal(size=(12, 4)))
+    fun, other = functools.partial(loss, chunks=3), functools.partial(loss, chunks=6, scale=scale)
+    comparison = cg.compare(fun, other, (x,))
+    assert comparison.ok is (scale == 1) and not [n for n in comparison.notes if "differ" in n]
+    assert [f.module for f in comparison.findings] == ["head"][: scale != 1], comparison
+
+
+def dense(names, kinds, scale=1.0):
+    """A loss of layers whose modules and leaves have these names."""
+
+    def loss(params, x):
+        for name in names:
+            weight, bias, factor = (params[name][kind] for kind in kinds)
+            with jax.named_scope(name):
+                x = scale * jnp.tanh(x @ weight + bias) * factor
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize("scale", [1.0, pytest.param(1.1, marks=pytest.mark.slow)])
+def test_leaves_with_another_name_in_their_module_are_matched(scale):
+    """By their size there."""
+    leaves = [(layer["w"], layer["b"], X[:, :1]) for layer in LAYERS]
+    sides = [(("a", "b"), ("kernel", "bias", "factor")), (("c", "d"), ("weight", "bias", "by"))]
+    trees = [{name: dict(zip(kinds, leaf, strict=True)) for name, leaf in zip(*of, strict=True)}
+             for names, kinds in sides for of in [(names, leaves)]]  # fmt: skip
+    one, two = dense(*sides[0]), dense(*sides[1], scale)
+    names = {"a": "c", "b": "d"}
+    comparison = cg.compare(one, two, (trees[0], X), other_args=(trees[1], X), names=names)
+    assert comparison.ok is (scale == 1), comparison
+    assert not [text for text in comparison.unmatched if "gradient" in text]
