@@ -90,9 +90,10 @@ def compare(
       has_aux: ``True`` if the functions return ``(scalar, aux)``; aux is not compared.
       names: if names differ, a mapping from names in ``fun`` to names in ``other``:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for everything below.
-        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Leaves that
-        have the name of a renamed module are matched, too. Lines are names:
-        ``{"model.py:8": "port.py:20"}``.
+        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order, and the
+        gradients of their parameters with the layers of a stack. Leaves of a renamed module are
+        matched, too, also if one has another name there, such as kernel and weight. Lines are
+        names: ``{"model.py:8": "port.py:20"}``.
       rtol: a relative tolerance, such as 1e-3, that replaces the measured one.
 
     Returns:
@@ -143,8 +144,8 @@ def compare(
         the earlier one is the first "output" finding. If a constant factor explains the difference,
         the finding says so.
       * If a saved run had other arguments, the first finding has the kind "argument".
-      * If the parameters have no path in common, as with a torch run, values are matched by their
-        numbers, in any order of axes.
+      * If the parameters have no path in common, also not by ``names``, as with a torch run, values
+        are matched by their numbers, in any order of axes.
       * With a dtype as ``other``, findings have the kind "rounding": the value at which the error
         grows most, and each leaf whose gradient has a rounding error above ``rtol`` (0.05). Custom
         rules stay, because the gradient is traced before it is widened. The table of relative
@@ -240,7 +241,10 @@ def _matched(
 
 
 def _is_by_number(a: Record, b: Record, names: Mapping[str, str] | None) -> bool:
-    """Whether two losses are of two frameworks, or have no leaf of the first argument in common."""
+    """Whether two losses are of two frameworks, or have no leaf of the first argument in common.
+
+    Neither by their paths nor under new names of modules.
+    """
     if not a.is_loss or not b.is_loss:
         return False
     return a.framework != b.framework or not have_leaves_in_common(a, b, names)

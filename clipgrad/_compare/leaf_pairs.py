@@ -23,8 +23,8 @@ def leaf_pairs(a: Record, b: Record, kind: str, names: Names = None) -> list[Pai
         if (a, b)[side].rows[stack].turned != LAYERS:
             continue
         for layer, part in enumerate(parts):
-            ends = (part, ()), (stack, (layer,))
-            pairs.append(Pair(kind, *(ends if side else ends[::-1])))
+            alone, stacked = (part, ()), (stack, (layer,))
+            pairs.append(Pair(kind, alone, stacked) if side else Pair(kind, stacked, alone))
     return sorted(pairs, key=lambda p: a.rows[p.a[0]].time())
 
 
@@ -84,9 +84,9 @@ def mark_stacks(versions: Sequence[Record | Recording], names: Names) -> None:
 
     Those of a file have their numbers, and stay as they are.
     """
-    records = [x if isinstance(x, Record) else x.record for x in versions]
+    a, b = records = [x if isinstance(x, Record) else x.record for x in versions]
     for kind in RESULTS:
-        for side, stack, parts in _stacks(*records, kind, names):
+        for side, stack, parts in _stacks(a, b, kind, names):
             row, layers = records[side].rows[stack], [records[1 - side].rows[i] for i in parts]
             fit = all(row.shape == (len(layers), *layer.shape) for layer in layers)
             if fit and row.eps and isinstance(versions[side], Recording):
@@ -97,9 +97,9 @@ def _stacks(a: Record, b: Record, kind: str, names: Names) -> Iterator[tuple[int
     """Of what may be a stack the record, 0 or 1, its row, and the layers in the other record."""
     ours, theirs = dict(names or {}), {new: name for name, new in (names or {}).items()}
     for side, layers, stacked, renaming in ((1, a, b, ours), (0, b, a, theirs)):
-        for trees in _by_argument(layers, stacked, kind) if names else ():
-            rows = [[*tree.values()] for tree in trees]
-            for j, group in stacked_leaves(*map(list, trees), renaming).items():
+        for alone, stacks in _by_argument(layers, stacked, kind) if names else ():
+            rows = [*alone.values()], [*stacks.values()]
+            for j, group in stacked_leaves([*alone], [*stacks], renaming).items():
                 yield side, rows[1][j], [rows[0][i] for i in group]
 
 
