@@ -1,6 +1,7 @@
 """Names in two versions: patterns between them, and paths of leaves in two trees."""
 
 import collections
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -58,7 +59,7 @@ def same_leaves(
     such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``. A leaf that
     ``b`` lacks is looked for under the new name of its module.
     """
-    leads = _led_by_names(a, b, names or {})
+    leads = _led_by_names((*a,), (*b,), tuple((names or {}).items()))
     same = _same_paths(a, b, _wrapping(a, b))
     return same | {group[0]: j for j, group in leads.items() if len(group) == 1}
 
@@ -70,7 +71,7 @@ def stacked_leaves(
 
     With ``{"layers_*": "layers"}``, ``layers/kernel`` may be the stack of ``layers_0/kernel``, ....
     """
-    leads = _led_by_names(a, b, names)
+    leads = _led_by_names((*a,), (*b,), (*names.items(),))
     return {j: group for j, group in leads.items() if len(group) > 1}
 
 
@@ -82,9 +83,10 @@ def _same_paths(a: Sequence[str], b: Sequence[str], wrapping: tuple[int, str]) -
     return {i: there[path] for i, path in enumerate(wrapped) if path in there}
 
 
+@functools.lru_cache(maxsize=16)  # one comparison asks several times
 def _led_by_names(
-    a: Sequence[str], b: Sequence[str], names: Mapping[str, str]
-) -> dict[int, list[int]]:
+    a: tuple[str, ...], b: tuple[str, ...], names: tuple[tuple[str, str], ...]
+) -> Mapping[int, list[int]]:
     """For leaves of ``b`` without a partner those of ``a`` whose modules have new names there.
 
     Of the names of leaves that the names of modules may stand for, those that lead to most leaves.
@@ -93,7 +95,7 @@ def _led_by_names(
     left = [i for i in range(len(a)) if i not in same]
     free = {path for j, path in enumerate(b) if j not in {*same.values()}}
     led: dict[int, int] = {}
-    for renamed in _names_of_leaves(names) if left and free else ():
+    for renamed in _names_of_leaves(dict(names)) if names and left and free else ():
         options = {i: paths for i in left if (paths := [*_renamed_leaves(a[i], renamed)])}
         new = {i: next((p for p in paths if p in free), paths[0]) for i, paths in options.items()}
         everywhere = [new.get(i, path) for i, path in enumerate(a)]
