@@ -22,14 +22,10 @@ from clipgrad._compare.comparison_result import result
 from clipgrad._compare.file import load_record
 from clipgrad._compare.findings import by_rounding
 from clipgrad._compare.inner_lines import with_inner_line
+from clipgrad._compare.leaf_pairs import have_leaves_in_common, mark_stacks
 from clipgrad._compare.line_pairs import named_lines
 from clipgrad._compare.loss_recording import ALL
-from clipgrad._compare.match_by_name import (
-    check_common,
-    check_names,
-    match_by_name,
-    same_rows,
-)
+from clipgrad._compare.match_by_name import check_common, check_names, match_by_name
 from clipgrad._compare.match_by_number import match_by_number
 from clipgrad._compare.matching import Matching
 from clipgrad._compare.record import JAX, Record
@@ -94,9 +90,10 @@ def compare(
       has_aux: ``True`` if the functions return ``(scalar, aux)``; aux is not compared.
       names: if names differ, a mapping from names in ``fun`` to names in ``other``:
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for everything below.
-        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order. Leaves that
-        have the name of a renamed module are matched, too. Lines are names:
-        ``{"model.py:8": "port.py:20"}``.
+        With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order, and the
+        gradients of their parameters with the layers of a stack. Leaves of a renamed module are
+        matched, too, also if one has another name there, such as kernel and weight. Lines are
+        names: ``{"model.py:8": "port.py:20"}``.
       rtol: a relative tolerance, such as 1e-3, that replaces the measured one.
 
     Returns:
@@ -147,8 +144,8 @@ def compare(
         the earlier one is the first "output" finding. If a constant factor explains the difference,
         the finding says so.
       * If a saved run had other arguments, the first finding has the kind "argument".
-      * If the parameters have no path in common, as with a torch run, values are matched by their
-        numbers, in any order of axes.
+      * If the parameters have no path in common, also not by ``names``, as with a torch run, values
+        are matched by their numbers, in any order of axes.
       * With a dtype as ``other``, findings have the kind "rounding": the value at which the error
         grows most, and each leaf whose gradient has a rounding error above ``rtol`` (0.05). Custom
         rules stay, because the gradient is traced before it is widened. The table of relative
@@ -204,9 +201,10 @@ def _checked(
 ) -> list[Record | Recording]:
     """The versions, one of JAX first; `ValueError` if they can't be matched."""
     a, b = (x if isinstance(x, Record) else x.record for x in versions)
-    if not _is_by_number(a, b):
+    if not _is_by_number(a, b, names):
         check_names(a, b, names)
         check_common(a, b)
+        mark_stacks(versions, names)
     else:
         check_nothing_named(names)
     return versions[::-1] if a.framework != JAX == b.framework else versions
@@ -237,16 +235,16 @@ def _matched(
     with_arguments: bool,
 ) -> Matching:
     """Rows matched by names, or by numbers where the two name nothing alike."""
-    if _is_by_number(a, b):
+    if _is_by_number(a, b, names):
         return match_by_number(a, b, rtol)
     return match_by_name(a, b, names, rtol, with_arguments)
 
 
-def _is_by_number(a: Record, b: Record) -> bool:
-    """Whether two losses are of two frameworks, or have no leaf of the first argument in common."""
-    gradients = [a.rows[i] for i in a.of("gradient")]
-    if not gradients or not b.is_loss:
+def _is_by_number(a: Record, b: Record, names: Mapping[str, str] | None) -> bool:
+    """Whether two losses are of two frameworks, or have no leaf of the first argument in common.
+
+    Neither by their paths nor under new names of modules.
+    """
+    if not a.is_loss or not b.is_loss:
         return False
-    same = same_rows(a, b, "gradient")
-    is_one_tree = any(a.rows[i].leaf[0] == gradients[0].leaf[0] for i in same)
-    return a.framework != b.framework or not is_one_tree
+    return a.framework != b.framework or not have_leaves_in_common(a, b, names)

@@ -13,6 +13,7 @@ from clipgrad._programs import (
     detaches,
     flow,
     is_cond,
+    is_move,
     is_scan,
     opened,
     scan_counts,
@@ -111,7 +112,8 @@ class Walk:
         else:
             around = chain.position[:-1]
             origins, age = _joined(*operands)
-            origins = self._passed(origins, Passed(around, scope, custom_rule(equation)))
+            if not (is_move(equation) and self._are_arguments(origins)):
+                origins = self._passed(origins, Passed(around, scope, custom_rule(equation)))
             if detaches(equation):
                 origins = _stopped(origins)
             results = [Known(origins, age + 1)] * len(equation.outvars)
@@ -151,6 +153,14 @@ class Walk:
             self.lead(origins, row)
             origins = {(row, (), False): 0}
         return origins
+
+    def _are_arguments(self, origins: RowOrigins) -> bool:
+        """Whether a value is an argument, such as the weight of a layer out of a stack of layers.
+
+        To take it out, or to cast it, belongs to the module that uses it.
+        """
+        rows = self._rows
+        return all(not on and rows[i].kind == "argument" for (i, *_), on in origins.items())
 
     def _passed(self, origins: RowOrigins, passed: Passed) -> RowOrigins:
         """The origins of what an operation computes of values with these origins."""

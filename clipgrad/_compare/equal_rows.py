@@ -124,7 +124,7 @@ def turned_gradients(a: Record, b: Record, pair: Pair, rtol: float | None) -> Pa
     row, other = a.rows[pair.a[0]], b.rows[pair.b[0]]
     parameter, other_parameter = a.rows[row.node], b.rows[other.node]
     known, unturned = numbers_at(parameter), numbers_at(other_parameter)
-    if known is None or unturned is None:
+    if known is None or unturned is None or parameter.size != other_parameter.size:
         return None
     is_equal = lambda x: judged(parameter, known, other_parameter, x, rtol).agrees  # noqa: E731
     if is_equal(unturned[0]):  # its other orders take time

@@ -130,6 +130,7 @@ def _output_text(sides: Sides, pair: Pair, row: Row, other: Row) -> tuple[str, f
     (exact, x, *_), (other_exact, y, *_) = row.numbers, other.numbers
     if exact and other_exact or x is None or y is None:
         return f"{row.name}: its numbers differ, which are compared exactly", None
+    x, y = x[pair.a[1]], y[pair.b[1]]
     judgment = pair.judgment._replace(sizes=()) if row.size == 1 else pair.judgment
     text = f"{row.name} {difference_text(judgment)}"
     if row.size == 1:

@@ -2,10 +2,11 @@
 
 import collections
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
+from clipgrad._compare.leaf_pairs import RESULTS, leaf_pairs, same_rows
 from clipgrad._compare.line_pairs import (
     check_lines,
     copied_lines,
@@ -15,12 +16,12 @@ from clipgrad._compare.line_pairs import (
 )
 from clipgrad._compare.matching import MOST_NAMES, Matching, alone
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
-from clipgrad._compare.record import Instance, Record
-from clipgrad._compare.renamed import Renamed, same_leaves
+from clipgrad._compare.record import ENTERS, Graph, Instance, Record
+from clipgrad._compare.renamed import Renamed
 from clipgrad._compare.result import ComparisonFinding
+from clipgrad._compare.slices import next_of
 from clipgrad._compare.starts import Starts
 
-_RESULTS = "output", "gradient"
 Group = tuple[str, str, tuple[int, ...]]
 
 
@@ -38,9 +39,9 @@ def check_names(a: Record, b: Record, names: Mapping[str, str] | None) -> None:
 
 def check_common(a: Record, b: Record) -> None:
     """Raise `ValueError` if two records have no output and no gradient in common."""
-    if not any(same_rows(a, b, kind) for kind in _RESULTS):
+    if not any(same_rows(a, b, kind) for kind in RESULTS):
         ours, theirs = (
-            [r.rows[i].name for kind in _RESULTS for i in r.of(kind)][:MOST_NAMES] for r in (a, b)
+            [r.rows[i].name for kind in RESULTS for i in r.of(kind)][:MOST_NAMES] for r in (a, b)
         )
         raise ValueError(
             f"other: got outputs {theirs}, expected the outputs of fun, {ours}; return trees with "
@@ -58,61 +59,27 @@ def match_by_name(
     """Match and judge the rows of two records; arguments if they should be equal.
 
     As many values of the second record as of the first are matched one by one, in the order of
-    time: n calls of a module with n steps of a scan. Lines are matched by their statements, and
-    those left by their numbers.
+    time: n calls of a module with n steps of a scan. Of other counts the last ones are, see
+    `_without_others`. Lines are matched by their statements, and those left by their numbers.
     """
-    values, unmatched = _named_values(a, b, names)
+    values, last, unmatched = _named_values(a, b, names)
     have_lines = a.has_lines and b.has_lines
-    values = in_time(a, [*values, *(line_pairs(a, b, names) if have_lines else ())])
+    values = in_time(a, [*values, *last, *(line_pairs(a, b, names) if have_lines else ())])
     pairs, findings = [*values, *cotangent_pairs(a, b, values)], []
-    for kind in ("argument", "output", "gradient")[not with_arguments :]:
-        same = same_rows(a, b, kind, names)
-        of_kind = [Pair(kind, (i, ()), (j, ())) for i, j in same.items()]
-        pairs += sorted(of_kind, key=lambda p: a.rows[p.a[0]].time())
-        only = [(i, a, "fun") for i in a.of(kind) if i not in same]
-        only += [(j, b, "other") for j in b.of(kind) if j not in same.values()]
+    for kind in ("argument", *RESULTS)[not with_arguments :]:
+        pairs += (same := leaf_pairs(a, b, kind, names))
+        known = [{p.at(side)[0] for p in same} for side in range(2)]
+        only = [(i, a, "fun") for i in a.of(kind) if i not in known[0]]
+        only += [(j, b, "other") for j in b.of(kind) if j not in known[1]]
         for i, record, where in only if kind != "argument" else ():
             name, path = record.rows[i].label, record.rows[i].name
             findings.append(alone(kind, path, f"{kind} {name}, only in {where}"))
     judged, others, texts = _judged(a, b, pairs, rtol)
+    judged = _without_others(a, judged, last)
     if have_lines:
         judged = in_time(a, [*judged, *equal_lines(a, b, judged, rtol)])
     copies = copied_lines(a), copied_lines(b)
     return Matching(judged, [*findings, *others], [*unmatched, *texts], copies)
-
-
-def same_rows(
-    a: Record, b: Record, kind: str, names: Mapping[str, str] | None = None
-) -> dict[int, int]:
-    """The row in ``b`` of each row of a kind in ``a``: in the same argument, of the same path.
-
-    Or of the path that it has where modules are renamed by ``names``.
-
-    If each record has one argument, these are the same. If an argument behind the first has a
-    single leaf in both records, these are the same, whatever their paths.
-    """
-    rows = [_by_argument(record, kind) for record in (a, b)]
-    if all(len(by_argument) == 1 for by_argument in rows):
-        rows[1] = dict(zip(rows[0], rows[1].values(), strict=True))
-    partners: dict[int, int] = {}
-    for number, (argument, paths) in enumerate(rows[0].items()):
-        others = rows[1].get(argument, {})
-        same = same_leaves([*paths], [*others], names)
-        if number and len(paths) == len(others) == 1:
-            same = {0: 0}
-        ours, theirs = [*paths.values()], [*others.values()]
-        partners |= {ours[i]: theirs[j] for i, j in same.items()}
-    return partners
-
-
-def _by_argument(record: Record, kind: str) -> dict[str, dict[str, int]]:
-    """The numbers of the rows of a kind, by argument and by the path in it."""
-    numbers: dict[str, dict[str, int]] = collections.defaultdict(dict)
-    for i in record.of(kind):
-        row = record.rows[i]
-        argument, path = row.leaf if row.leaf[0] else ("", row.name)
-        numbers[argument][path if path not in numbers[argument] else row.name] = i
-    return numbers
 
 
 def _judged(
@@ -141,22 +108,43 @@ def _judged(
     return judged, others, list(texts)
 
 
+def _without_others(a: Record, judged: list[Pair], last: Sequence[Pair]) -> list[Pair]:
+    """The judged pairs without those of last calls that compute something else in each version.
+
+    A module may leave a scan as its last step, or contain a scan of its own: then its last value is
+    the same. It is not if it differs, and of the values computed from it the next ones agree.
+    """
+    ends = {p.a: p.judgment for p in judged if p.kind in ("value", "output")}
+    doubtful = {p.a for p in last if p.a in ends and ends[p.a].differs}
+    if not doubtful:
+        return judged
+    graph, known = Graph(a), {*ends} - doubtful
+    others = {
+        at for at in doubtful if not any(ends[to].differs for to in next_of(graph, at, known))
+    }
+    return [p for p in judged if (a.rows[p.a[0]].node, p.a[1]) not in others]
+
+
 def _named_values(
     a: Record, b: Record, names: Mapping[str, str] | None
-) -> tuple[list[Pair], list[str]]:
+) -> tuple[list[Pair], list[Pair], list[str]]:
+    """The values of equal names: of equal counts, the last ones of other counts, and texts."""
     groups = [_groups(r, renamed) for r, renamed in zip((a, b), _renamed(names), strict=True)]
-    pairs, unmatched = [], []
+    are_losses = a.is_loss and b.is_loss
+    pairs, last, unmatched = [], [], []
     for group, instances in groups[0].items():
         same = groups[1].get(group, [])
         if len(same) == len(instances):
             both = zip(instances, same, strict=True)
             pairs += [Pair("value", x, y) for x, y in both]
         elif group[0]:  # what a scan outside of modules carries has no name
+            if same and are_losses and group[1] != ENTERS:
+                last.append(Pair("value", instances[-1], same[-1]))
             unmatched.append(_unmatched(a, group, instances, same, "fun", "other"))
     for group, instances in groups[1].items():
         if group not in groups[0] and group[0]:
             unmatched.append(_unmatched(b, group, instances, [], "other", "fun"))
-    return pairs, unmatched
+    return pairs, last, unmatched
 
 
 def _renamed(names: Mapping[str, str] | None) -> tuple[Renamed, Renamed]:

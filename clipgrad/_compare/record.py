@@ -24,6 +24,7 @@ TEXT = "text"  # the dtype of what is no array
 # Each has `turned="all"`, the sketches that `turned_sketches` makes, and as `position` its number
 # in the order of computation and two zeros. Edges are only for arrays made of parameters.
 JAX, TORCH = "jax", "torch"
+LAYERS = "layers"  # as `Row.turned`
 
 Instance = tuple[int, tuple[int, ...]]  # a row, at the steps of the scans around it
 
@@ -75,7 +76,7 @@ class Row:
       is_copy: of a line whether it only moves numbers, as an index or a transpose does.
       owner: the class of torch's module.
       turned: "all" if it has a sketch for each order of its axes, "stack" if for each but the
-        first axis.
+        first axis; `LAYERS` if it is a stack that has a sketch for each layer, and one's shape.
       numbers: what was seen of it.
     """
 
@@ -127,7 +128,9 @@ class Row:
         return self.name or ("what the scan carries" if is_inside else "the argument")
 
     def indices(self, steps: tuple[int, ...]) -> tuple[int, ...]:
-        """The indices in the scans at some steps, which are in the order of time."""
+        """The indices in the scans at some steps, which are in the order of time; or the layer."""
+        if self.turned == LAYERS:
+            return steps
         lengths = (n for n in self.around if n)
         return tuple(-n - 1 - at if n < 0 else at for n, at in zip(lengths, steps, strict=False))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from clipgrad._compare.edges import Walk
 from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.record import NO_NUMBERS, Numbers, Record, Row
+from clipgrad._compare.record import LAYERS, NO_NUMBERS, Numbers, Record, Row
 from clipgrad._compare.row_numbers import (
     by_steps,
     numbers_of,
@@ -166,7 +166,7 @@ class Recording:
         results, *notes = self.traced.result(outputs)
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in zip(self.returned, results, strict=True):
-            rows[i].numbers = numbers_of(x)
+            rows[i].numbers = numbers_of(x, rows[i].turned == LAYERS)
             if not self.record.is_loss:
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
         for kind, arrays in zip(NOTED, on_host(notes), strict=True):

@@ -1,6 +1,7 @@
 """Names in two versions: patterns between them, and paths of leaves in two trees."""
 
 import collections
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -58,33 +59,65 @@ def same_leaves(
     such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``. A leaf that
     ``b`` lacks is looked for under the new name of its module.
     """
-    inner, prefix = _wrapping(a, b)
-    wrapped = [_below(prefix, path) for path in a] if inner == 0 else list(a)
-    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
-    same = {i: there[path] for i, path in enumerate(wrapped) if path in there}
-    return same if names is None else same | _same_if_renamed(wrapped, there, same, names)
+    leads = _led_by_names((*a,), (*b,), tuple((names or {}).items()))
+    same = _same_paths(a, b, _wrapping(a, b))
+    return same | {group[0]: j for j, group in leads.items() if len(group) == 1}
 
 
-def _same_if_renamed(
-    paths: Sequence[str],
-    there: Mapping[str, int],
-    same: Mapping[int, int],
-    names: Mapping[str, str],
-) -> dict[int, int]:
-    """The partners of leaves that have none, under the new names of their modules.
+def stacked_leaves(
+    a: Sequence[str], b: Sequence[str], names: Mapping[str, str]
+) -> dict[int, list[int]]:
+    """For each leaf of ``b`` to which several of ``a`` lead, these in the order of their numbers.
 
-    ``{"Net/a": "Net/b"}`` makes ``params/b/kernel`` of ``params/a/kernel``: leaves of a framework
-    are not below the name of the whole model.
+    With ``{"layers_*": "layers"}``, ``layers/kernel`` may be the stack of ``layers_0/kernel``, ....
     """
-    renamed = Renamed(dict(_without_common_start(*pair) for pair in names.items()))
-    taken = {*same.values()}
-    free = {path: j for path, j in there.items() if j not in taken}
-    partners: dict[int, int] = {}
-    for i in (i for i in range(len(paths)) if i not in same):
-        path = next((p for p in _renamed_leaves(paths[i], renamed) if p in free), None)
-        if path is not None:
-            partners[i] = free.pop(path)
-    return partners
+    leads = _led_by_names((*a,), (*b,), (*names.items(),))
+    return {j: group for j, group in leads.items() if len(group) > 1}
+
+
+def _same_paths(a: Sequence[str], b: Sequence[str], wrapping: tuple[int, str]) -> dict[int, int]:
+    """The position in ``b`` of each path of ``a``, but for the prefix of one of the trees."""
+    inner, prefix = wrapping
+    wrapped = [_below(prefix, path) for path in a] if inner == 0 else a
+    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(b)}
+    return {i: there[path] for i, path in enumerate(wrapped) if path in there}
+
+
+@functools.lru_cache(maxsize=16)  # one comparison asks several times
+def _led_by_names(
+    a: tuple[str, ...], b: tuple[str, ...], names: tuple[tuple[str, str], ...]
+) -> Mapping[int, list[int]]:
+    """For leaves of ``b`` without a partner those of ``a`` whose modules have new names there.
+
+    Of the names of leaves that the names of modules may stand for, those that lead to most leaves.
+    """
+    same = _same_paths(a, b, _wrapping(a, b))
+    left = [i for i in range(len(a)) if i not in same]
+    free = {path for j, path in enumerate(b) if j not in {*same.values()}}
+    led: dict[int, int] = {}
+    for renamed in _names_of_leaves(dict(names)) if names and left and free else ():
+        options = {i: paths for i in left if (paths := [*_renamed_leaves(a[i], renamed)])}
+        new = {i: next((p for p in paths if p in free), paths[0]) for i, paths in options.items()}
+        everywhere = [new.get(i, path) for i, path in enumerate(a)]
+        pairs = _same_paths(everywhere, b, _wrapping([*new.values()], b, 0)).items()
+        led = max(led, {i: j for i, j in pairs if i not in same and b[j] in free}, key=len)
+    leads: dict[int, list[int]] = collections.defaultdict(list)
+    for i in sorted(led, key=lambda i: _numbered(a[i])):
+        leads[led[i]].append(i)
+    return leads
+
+
+def _names_of_leaves(names: Mapping[str, str]) -> Iterator[Renamed]:
+    """The names by which leaves may be renamed.
+
+    Leaves of flax Linen are not below the name of the whole model: ``{"Net/a": "Net/b"}`` makes
+    ``params/b/kernel`` of ``params/a/kernel``, and so do ``{"Net/a": "b"}`` and ``{"a": "Net/b"}``.
+    """
+    below_first = lambda name: name.partition("/")[2] or name  # noqa: E731
+    as_is = lambda name: name  # noqa: E731
+    yield Renamed(dict(_without_common_start(*pair) for pair in names.items()))
+    for one, two in ((below_first, as_is), (as_is, below_first), (below_first, below_first)):
+        yield Renamed({one(name): two(new) for name, new in names.items()})
 
 
 def _renamed_leaves(path: str, renamed: Renamed) -> Iterator[str]:
@@ -96,6 +129,11 @@ def _renamed_leaves(path: str, renamed: Renamed) -> Iterator[str]:
             yield _below("/".join(parts[:first]), other)
 
 
+def _numbered(path: str) -> list[str | int]:
+    """The texts and numbers of a path, by which ``layers_2`` comes before ``layers_10``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
+
+
 def _without_common_start(name: str, other: str) -> tuple[str, str]:
     """Two names from the first segment on that differs; at least their last segments."""
     a, b = name.split("/"), other.split("/")
@@ -104,8 +142,11 @@ def _without_common_start(name: str, other: str) -> tuple[str, str]:
     return "/".join(a), "/".join(b)
 
 
-def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:
-    """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is."""
+def _wrapping(a: Sequence[str], b: Sequence[str], least_part: float = 0.5) -> tuple[int, str]:
+    """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is.
+
+    More than a part of the leaves must be the same there.
+    """
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
     for inner, inside, around in ((0, set(a), b), (1, set(b), a)):
         for path in around:
@@ -113,7 +154,7 @@ def _wrapping(a: Sequence[str], b: Sequence[str]) -> tuple[int, str]:
             heads = ("/".join(parts[:i]) for i in range(1, len(parts) + 1))
             counts.update((inner, head) for head in heads if path[len(head) + 1 :] in inside)
     (best, most), (_, second) = [*counts.most_common(2), ((0, ""), 0), ((0, ""), 0)][:2]
-    least = max(len(set(a) & set(b)), min(len(a), len(b)) / 2, second)
+    least = max(len(set(a) & set(b)), least_part * min(len(a), len(b)), second)
     return best if most > least else (0, "")
 
 

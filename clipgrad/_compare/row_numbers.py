@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._arrays import widened_leaf
 from clipgrad._compare.record import TEXT, Numbers, Row
-from clipgrad._compare.sketches import LENGTH, host_sketch
+from clipgrad._compare.sketches import LENGTH, host_sketch, host_sketches
 from clipgrad._programs import holds_floats, on_host
 
 
@@ -37,8 +37,10 @@ def plain_row(kind: str, name: str, x: Any, **more: Any) -> Row:
     return Row(kind, name, tuple(host.shape), str(host.dtype), **more)
 
 
-def numbers_of(x: Any) -> Numbers:
+def numbers_of(x: Any, by_layer: bool = False) -> Numbers:
     """The numbers of an array or another object: its sketch, and of what is exact a hash.
+
+    By layer, there is a sketch for each element of the first axis of a floating array.
 
     Integers and booleans of any width have the hash of their values in 64 bits. Keys and what is no
     number have no sketch.
@@ -49,7 +51,8 @@ def numbers_of(x: Any) -> Numbers:
     if is_key(x):
         return Numbers(digest(np.ascontiguousarray(host).tobytes()), whole=host)
     if holds_floats(host):
-        return Numbers("", host_sketch(widened_leaf(host))[None], whole=host)
+        sketches = host_sketches(widened_leaf(host), host.ndim - by_layer)
+        return Numbers("", sketches[..., None, :], whole=host)
     is_large = host.dtype == np.uint64 and bool(np.any(host >> np.uint64(63)))
     wide = np.ascontiguousarray(host.astype(np.uint64 if is_large else np.int64))
     exact = digest(f"{is_large}".encode() + wide.tobytes())

@@ -91,7 +91,12 @@ def used_by(pair: Pair, later: Sequence[Pair], graphs: Sequence[Graph]) -> list[
 
 def descends(graph: Graph, start: Instance, ends: Set[Instance]) -> bool:
     """Whether one of some instances is computed from another."""
-    return any(to in ends for _, _, to in _walked(start, ends, graph.after))
+    return bool(next_of(graph, start, ends))
+
+
+def next_of(graph: Graph, start: Instance, ends: Set[Instance]) -> set[Instance]:
+    """Those of some instances that are computed from another without one of them between."""
+    return {to for _, _, to in _walked(start, ends, graph.after) if to in ends}
 
 
 def _walked(
