@@ -34,12 +34,10 @@ from clipgrad._losses import TracedLoss
 from clipgrad._names import Line, LineKeys, LineValue, Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
-    Does,
     Hook,
     Inlined,
     Traced,
     Widen,
-    does,
     equations,
     evaluate,
     is_repetitive,
@@ -334,7 +332,7 @@ def _value_row(kind: str, v: NamedValue, line: LineValue | None) -> Row:
     if line is not None:
         words, calls = line.named(v.name.rpartition(":")[0]), tuple(c.call for c in line.calls)
         more |= {"words": words, "calls": calls, "statement": _statement(line.line)}
-        more["is_copy"] = does(v.place.equation) is Does.COPIES
+        more["is_copy"] = line.is_copy
     where = _line_of(v.place) if line is None else line.line.key
     return plain_row(kind, v.name, v.variable.aval, line=where, **more)
 
