@@ -76,9 +76,9 @@ class Log:
         if self.options.time_budget is not None or self.options.seconds <= LONG:
             return []
         text = (
-            f"the check took {self.options.seconds:.0f} s; with time_budget={LONG}, it stops after "
+            f"the check took {self.options.seconds:.0f} s; with time_budget={LONG}, it stops after"
         )
-        return [f"{text}{LONG} s, and what is left then counts as not verified"]
+        return [f"{text} {LONG} s, and what is left then counts as not verified"]
 
     def report(self) -> GradCheckReport:
         """The report; too few verified elements are a failure."""

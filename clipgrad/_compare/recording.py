@@ -108,7 +108,7 @@ class Recording:
 
         The gradient is traced before it is widened, so that custom rules stay. With a floor, also
         how far rounding moves the numbers: in eight runs of one compiled program. ``whole`` keeps
-        the arrays of outputs and gradients, too.
+        the arrays of a loss and of its gradients, too.
         """
         run = self._compiled if dtype is None else self._jitted(Widen(dtype))
         record = dataclasses.replace(self.record, rows=self._rows(self._called(run), whole=whole))
@@ -166,7 +166,7 @@ class Recording:
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in zip(self.returned, results, strict=True):
             rows[i].numbers = numbers_of(x)
-            if not whole:
+            if not (whole and self.record.is_loss):
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
         for kind, arrays in zip(NOTED, on_host(notes), strict=True):
             chosen = self.record.of(kind)
@@ -255,7 +255,7 @@ def _size_of_notes(record: Record) -> int:
 def _most_whole(record: Record) -> int:
     """The bytes of values that may leave a program: half of what inputs and gradients have anyway.
 
-    So a recording takes at most half again of the memory of the gradient.
+    So a recording takes at most half more memory than the gradient; of small ones 32 MiB.
     """
     arguments = record.of("argument")
     sizes = {i: getattr(record.rows[i].numbers.whole, "nbytes", 0) for i in arguments}
