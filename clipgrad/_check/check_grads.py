@@ -102,8 +102,8 @@ def check_grads(
         values converge.
       min_verified: the share of elements, from 0 to 1, that must be verified; ``None``: a half. A
         smaller share is a failure. Elements at kinks do not count.
-      time_budget: a limit in seconds; ``None``: no limit. The report lists the elements that were
-        not verified by then, and the checks that did not run.
+      time_budget: a limit in seconds; ``None``: no limit, and a note after more than a minute. The
+        report lists the elements that were not verified by then, and the checks that did not run.
       devices: the kinds of device to compute the gradient on, such as ``("cpu", "gpu")``; ``None``:
         every kind that your machine has. A kind is reported as not run if your machine lacks it, or
         if ``fun`` holds arrays on other devices.

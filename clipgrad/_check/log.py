@@ -15,6 +15,7 @@ from clipgrad._check.tolerances import LEAST_VERIFIED
 from clipgrad._check.verdict import KINK, NOISE, UNDECIDED, VERIFIED
 
 REASON = 200  # characters of a note, which is whole below
+LONG = 60  # seconds after which a check says how to limit them
 
 
 @dataclasses.dataclass
@@ -70,6 +71,15 @@ class Log:
         is_seen = (self.kinds == NOISE) & np.isin(checked.kinds, VERIFIED)
         self.kinds = np.where(is_seen, checked.kinds, self.kinds)
 
+    def _note_of_time(self) -> list[str]:
+        """What to write where a check without a limit took long."""
+        if self.options.time_budget is not None or self.options.seconds <= LONG:
+            return []
+        text = (
+            f"the check took {self.options.seconds:.0f} s; with time_budget={LONG}, it stops after"
+        )
+        return [f"{text} {LONG} s, and what is left then counts as not verified"]
+
     def report(self) -> GradCheckReport:
         """The report; too few verified elements are a failure."""
         verified = int(np.isin(self.kinds, VERIFIED).sum())
@@ -90,7 +100,7 @@ class Log:
         return GradCheckReport(
             # Those first that explain others: what is random is wrong in many ways.
             failures=tuple(sorted(self.failures, key=lambda f: f.check != "determinism")),
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._note_of_time()),
             not_run=self.not_run,
             evaluations=self.evaluations,
             seconds=self.options.seconds,

@@ -164,13 +164,14 @@ def compare(
         files = {i: load_record(versions[i]) for i in range(2) if arguments[i] is None}
         check_files(files.values(), argnums, names)
         among = next((record.argnums for record in files.values()), ())
-        more: Any = bool(files) or other_args is not None, among
+        has_others = bool(files) or other_args is not None  # which may be in other orders of axes
+        more: Any = has_others, among
         traced = [
             files[i] if i in files else recorded(versions[i], arguments[i], *call, *more)
             for i in range(2)
         ]
         ready = _checked(_with_lines_alike(traced, names), names)
-        a, b = (run.run() if isinstance(run, Recording) else run for run in ready)
+        a, b = (x.run(whole=has_others) if isinstance(x, Recording) else x for x in ready)
         sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
         if rtol is None and not _is_same(sides) and _measure(ready, (a, b)):
             sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
@@ -181,7 +182,7 @@ def _beside_itself(recording: Recording, dtype: str, rtol: float | None) -> Grad
     """The comparison of a loss with itself in a wider type."""
     if not is_narrower(recording, dtype):
         return nothing_narrower(recording, dtype)
-    narrow, wide = recording.run(), run_in(recording, dtype)
+    narrow, wide = recording.run(whole=True), run_in(recording, dtype)
     judge = ByPrecision(recording, dtype, MOST_ROUNDING if rtol is None else rtol)
     sides = Sides(narrow, wide, match_by_name(narrow, wide, rtol=math.inf))
     return result(sides, judge(sides))

@@ -34,12 +34,10 @@ from clipgrad._losses import TracedLoss
 from clipgrad._names import Line, LineKeys, LineValue, Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
-    Does,
     Hook,
     Inlined,
     Traced,
     Widen,
-    does,
     equations,
     evaluate,
     is_repetitive,
@@ -55,8 +53,8 @@ from clipgrad._values import NamedValue
 
 NOTED = "value", "cotangent"  # the kinds of rows that the hook notes
 MEASURED = "value", "cotangent", "output", "gradient"  # the kinds of rows that rounding moves
-# The bytes of values and cotangents that leave a program as they are. A sketch in the program takes
-# longer to compile than the operation that it follows; of more, sketches alone leave it.
+# The bytes of values and cotangents that always leave a program as they are: a sketch in it takes
+# longer to compile than the operation that it follows.
 MOST_WHOLE = 2**25
 
 
@@ -105,14 +103,15 @@ class Recording:
         more = self.remade(lines=True, scopes=scopes, with_gradients=with_gradients)
         return dataclasses.replace(more, loss=self.loss, is_brief=True)
 
-    def run(self, dtype: Any = None, floor: bool = False) -> Record:
+    def run(self, dtype: Any = None, floor: bool = False, whole: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
 
         The gradient is traced before it is widened, so that custom rules stay. With a floor, also
-        how far rounding moves the numbers: in eight runs of one compiled program.
+        how far rounding moves the numbers: in eight runs of one compiled program. ``whole`` keeps
+        the arrays of a loss and of its gradients, too.
         """
         run = self._compiled if dtype is None else self._jitted(Widen(dtype))
-        record = dataclasses.replace(self.record, rows=self._rows(self._called(run)))
+        record = dataclasses.replace(self.record, rows=self._rows(self._called(run), whole=whole))
         if floor:
             self.measure(record)
         return record
@@ -158,8 +157,8 @@ class Recording:
             lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
         )
 
-    def _rows(self, outputs: Sequence, is_checked: bool = True) -> list[Row]:
-        """The rows with the numbers of a run; of a loss with the arrays themselves, too.
+    def _rows(self, outputs: Sequence, is_checked: bool = True, whole: bool = False) -> list[Row]:
+        """The rows with the numbers of a run.
 
         Of several devices the numbers on one, which are or were checked to be the same on each.
         """
@@ -167,7 +166,7 @@ class Recording:
         rows = [dataclasses.replace(row) for row in self.record.rows]
         for i, x in zip(self.returned, results, strict=True):
             rows[i].numbers = numbers_of(x, rows[i].turned == LAYERS)
-            if not self.record.is_loss:
+            if not (whole and self.record.is_loss):
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
         for kind, arrays in zip(NOTED, on_host(notes), strict=True):
             chosen = self.record.of(kind)
@@ -236,15 +235,14 @@ def recording_of(
         row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
-    sketched = _size_of_notes(record) > MOST_WHOLE
-    taps = {note_key(record.rows[i].position): _tap(record.rows[i], sketched)
-            for i in record.of("cotangent")}  # fmt: skip
+    sketched = _size_of_notes(record) > _most_whole(record)
+    taps = [record.rows[i] for i in record.of("cotangent")]
     for row in fixed:
         record.add(row)
-    evaluated = functools.partial(_evaluated, program, [*returned_gradients], keys, sketched)
-    traced = trace(evaluated, (arrays, taps), {})
-    leaves, remade = jax.tree.leaves((arrays, taps)), functools.partial(recording_of, *more)
-    return Recording(record, traced, leaves, returned, devices, sketched, remade=remade)
+    moving, remade = [*returned_gradients], functools.partial(recording_of, *more)
+    evaluated = functools.partial(_evaluated, program, moving, keys, sketched, taps)
+    traced = trace(evaluated, (arrays,), {})
+    return Recording(record, traced, arrays, returned, devices, sketched, remade=remade)
 
 
 def _size_of_notes(record: Record) -> int:
@@ -252,6 +250,17 @@ def _size_of_notes(record: Record) -> int:
     rows = {(row.kind, note_key(row.position)): row for row in record.rows}
     chosen = (row for (kind, _), row in rows.items() if kind in NOTED)
     return sum(math.prod(row.steps) * row.size * jnp.dtype(row.dtype).itemsize for row in chosen)
+
+
+def _most_whole(record: Record) -> int:
+    """The bytes of values that may leave a program: half of what inputs and gradients have anyway.
+
+    So a recording takes at most half more memory than the gradient; of small ones 32 MiB.
+    """
+    arguments = record.of("argument")
+    sizes = {i: getattr(record.rows[i].numbers.whole, "nbytes", 0) for i in arguments}
+    gradients = [sizes[record.rows[i].node] for i in record.of("gradient")]
+    return max(MOST_WHOLE, (sum(sizes.values()) + sum(gradients)) // 2)
 
 
 def _tap(row: Row, sketched: bool) -> jax.Array:
@@ -281,9 +290,15 @@ def _add_values(
 
 
 def _evaluated(
-    program: Any, moving: Sequence[int], lines: LineKeys, sketched: bool, inputs: list, taps: dict
+    program: Any,
+    moving: Sequence[int],
+    lines: LineKeys,
+    sketched: bool,
+    cotangents: Sequence[Row],
+    inputs: list,
 ) -> tuple:
     """The outputs, the gradients of the first one, and the notes of values and cotangents."""
+    taps = {note_key(row.position): _tap(row, sketched) for row in cotangents}
 
     def outputs(moved: dict, taps: dict) -> tuple:
         hook = Sketches(taps=taps, lines=lines, sketched=sketched)
@@ -317,7 +332,7 @@ def _value_row(kind: str, v: NamedValue, line: LineValue | None) -> Row:
     if line is not None:
         words, calls = line.named(v.name.rpartition(":")[0]), tuple(c.call for c in line.calls)
         more |= {"words": words, "calls": calls, "statement": _statement(line.line)}
-        more["is_copy"] = does(v.place.equation) is Does.COPIES
+        more["is_copy"] = line.is_copy
     where = _line_of(v.place) if line is None else line.line.key
     return plain_row(kind, v.name, v.variable.aval, line=where, **more)
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._arrays import widened_leaf
 from clipgrad._compare.record import TEXT, Numbers, Row
 from clipgrad._compare.sketches import LENGTH, host_sketch, host_sketches
 from clipgrad._programs import holds_floats, on_host
@@ -51,7 +50,7 @@ def numbers_of(x: Any, by_layer: bool = False) -> Numbers:
     if is_key(x):
         return Numbers(digest(np.ascontiguousarray(host).tobytes()), whole=host)
     if holds_floats(host):
-        sketches = host_sketches(widened_leaf(host), host.ndim - by_layer)
+        sketches = host_sketches(host, host.ndim - by_layer)
         return Numbers("", sketches[..., None, :], whole=host)
     is_large = host.dtype == np.uint64 and bool(np.any(host >> np.uint64(63)))
     wide = np.ascontiguousarray(host.astype(np.uint64 if is_large else np.int64))

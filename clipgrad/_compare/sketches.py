@@ -1,5 +1,6 @@
 """Sketches: a few numbers of an array; two sketches are as far apart as their arrays, nearly."""
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._programs import measuring, mixed
@@ -19,8 +21,10 @@ SCALE = 2.0**-64  # sums of the largest float32 would overflow
 NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
 SIZES = slice(NORM_AT, LARGEST_AT + 1)
 LENGTH = 2 * NUMBERS + 3
+CODE_BITS = np.uint32(0xFFFFFF)  # float32 has each number of 24 bits
 MOST_AXES = 4  # 24 orders
-AT_ONCE = 2**18  # the elements that are sketched at once on the host
+AT_ONCE = 2**16  # the elements of which a sketch is made at once, where there are more
+MOST_PARTS = 64  # of an array in a program
 
 
 def sketch_dtype(dtype: Any) -> Any:
@@ -41,7 +45,26 @@ def sketch(x: jax.Array) -> jax.Array:
     """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    return _sketch_sums(on_every_device(x).ravel().astype(sketch_dtype(x.dtype)), jnp)
+    flat, dtype = on_every_device(x).ravel(), sketch_dtype(x.dtype)
+    if flat.size <= AT_ONCE:
+        return _sketch_sums(flat.astype(dtype), np.uint32(0), jnp)
+    return _sketch_of_parts(flat, dtype)
+
+
+def _sketch_of_parts(flat: jax.Array, dtype: Any) -> jax.Array:
+    """The sketch of a large array, whose sums need as much memory as a part of it."""
+    rows = -(-flat.size // NUMBERS)
+    count = max(n for n in range(1, MOST_PARTS + 1) if rows % n == 0)
+    count = count if count > MOST_PARTS // 4 else MOST_PARTS
+    size = -(-rows // count) * NUMBERS
+    padded = jnp.pad(flat, (0, count * size - flat.size))  # zeros change no sketch
+    first = to_varying(jnp.zeros(LENGTH, dtype), varying_axes(flat))
+
+    def step(before: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        part = lax.dynamic_slice(padded, (start,), (size,)).astype(dtype)
+        return _joined(before, _sketch_sums(part, start, jnp), jnp), None
+
+    return lax.scan(step, first, jnp.arange(count, dtype=np.uint32) * np.uint32(size))[0]
 
 
 def host_sketch(x: np.ndarray) -> np.ndarray:
@@ -56,26 +79,44 @@ def host_sketches(x: np.ndarray, axes: int) -> np.ndarray:
         x, size = np.stack([np.real(x), np.imag(x)], axis=-1), 2 * size
     flat = x.reshape(math.prod(lead), size)
     at_once = max(1, AT_ONCE // max(1, size))
-    parts = [flat[i : i + at_once] for i in range(0, len(flat), at_once)]
-    sketches = [_sketch_sums(part.astype(np.float64), np) for part in parts]
+    sketches = [_host_parts(flat[i : i + at_once]) for i in range(0, len(flat), at_once)]
     return np.concatenate([np.zeros((0, LENGTH)), *sketches]).reshape(*lead, LENGTH)
 
 
-def _sketch_sums(flat: Any, xp: Any) -> Any:
+def _host_parts(flat: np.ndarray) -> np.ndarray:
+    """The sketches in NumPy of arrays, shape (n, size), from their parts."""
+    starts = range(0, max(1, flat.shape[-1]), AT_ONCE)
+    parts = ((i, flat[:, i : i + AT_ONCE].astype(np.float64)) for i in starts)
+    sketches = (_sketch_sums(part, np.uint32(i), np) for i, part in parts)
+    return functools.reduce(lambda a, b: _joined(a, b, np), sketches)
+
+
+def _joined(a: Any, b: Any, xp: Any) -> Any:
+    """The sketch of an array from those of two parts."""
+    norm = xp.hypot(a[..., NORM_AT], b[..., NORM_AT])
+    largest = xp.maximum(a[..., LARGEST_AT], b[..., LARGEST_AT])
+    code = a[..., -1].astype(np.uint32) + b[..., -1].astype(np.uint32) & CODE_BITS
+    sizes = xp.stack([norm, largest, code.astype(a.dtype)], axis=-1)
+    return xp.concatenate([a[..., :NORM_AT] + b[..., :NORM_AT], sizes], axis=-1)
+
+
+def _sketch_sums(flat: Any, start: Any, xp: Any) -> Any:
     """The numbers of the sketches of arrays, shape (..., size), in NumPy or in JAX.
 
     Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a
-    column of a matrix come into one bucket.
+    column of a matrix come into one bucket. Those of a part begin at the position ``start``, with
+    which a row begins.
     """
     lead, size = flat.shape[:-1], flat.shape[-1]
-    hashes = hashes_of(xp.arange(size, dtype=np.uint32))
+    hashes = hashes_of(xp.arange(size, dtype=np.uint32) + start)
     finite, large = xp.isfinite(flat), xp.abs(flat) >= MASKED
     signed = flat * (1 - 2 * (hashes >> np.uint32(13) & np.uint32(1)).astype(flat.dtype))
     parts = [xp.where(finite & ~large, signed, 0), xp.where(finite & large, signed * SCALE, 0)]
     count = -(-size // NUMBERS)
     room = [(0, 0)] * (len(lead) + 1)
     padded = xp.pad(xp.stack(parts, axis=-2), [*room, (0, count * NUMBERS - size)])
-    shifts = hashes_of(xp.arange(count, dtype=np.uint32), SHIFTS)[:, None]
+    numbers = xp.arange(count, dtype=np.uint32) + start // np.uint32(NUMBERS)
+    shifts = hashes_of(numbers, SHIFTS)[:, None]
     columns = xp.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
     rows = padded.reshape(*lead, 2, count, NUMBERS)
     columns = columns.astype(np.int32).reshape(*[1 for _ in lead], 1, count, NUMBERS)
@@ -83,7 +124,7 @@ def _sketch_sums(flat: Any, xp: Any) -> Any:
     kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
     odd = hashes | np.uint32(1)  # of the first position it is 0, and would hide what is there
     sums = xp.sum(kinds.astype(np.uint32) * odd, axis=-1, keepdims=True, dtype=np.uint32)
-    code = (sums & np.uint32(0xFFFFFF)).astype(flat.dtype)
+    code = (sums & CODE_BITS).astype(flat.dtype)
     sizes = _sizes(xp.where(finite, flat, 0), xp)
     buckets = xp.sum(turned, axis=-2).reshape(*lead, 2 * NUMBERS)
     return xp.concatenate([buckets, *sizes, code], axis=-1)

@@ -48,7 +48,7 @@ def nothing_narrower(recording: Recording, dtype: str) -> GradientComparison:
 def run_in(recording: Recording, dtype: str) -> Record:
     """The record of a run in a wider type."""
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        return recording.run(jnp.dtype(dtype))
+        return recording.run(jnp.dtype(dtype), whole=True)
 
 
 @dataclasses.dataclass(frozen=True)

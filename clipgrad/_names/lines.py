@@ -32,7 +32,9 @@ from clipgrad._programs import (
     CALLS,
     JIT,
     REMAT,
+    Does,
     called_program,
+    does,
     held_programs,
     holds_floats,
     kind_of,
@@ -93,6 +95,7 @@ class LineValue(NamedTuple):
       runs: how often it ran; a scan's steps are one run.
       place: the equation that computes it, and those around.
       variable: the result of the equation.
+      is_copy: whether the run only moves numbers, as an index or a transpose does.
     """
 
     position: tuple[int, ...]
@@ -103,6 +106,7 @@ class LineValue(NamedTuple):
     runs: int
     place: Place
     variable: Var
+    is_copy: bool
 
     @property
     def led_by(self) -> str:
@@ -231,6 +235,7 @@ class Run:
       is_backward: whether it is of the backward pass of a gradient that the program computes.
       last: the number of its last equation.
       floats: the floating values that it computes, and the kinds of the line by each.
+      is_copy: whether it only moves numbers.
     """
 
     frame: _Frame
@@ -238,6 +243,7 @@ class Run:
     is_backward: bool = False
     last: int = -1
     floats: list[tuple[Var, str]] = dataclasses.field(default_factory=list)
+    is_copy: bool = True
 
     @property
     def line(self) -> Line:
@@ -289,10 +295,21 @@ def lines_of_program(jaxpr: Any) -> LinesOfProgram:
         for run in reversed(present):
             run.last = number
             run.floats += [(v, kind) for v in floats]
+            run.is_copy = run.is_copy and _only_copies(equation)
             kind = CALL
     pairs = zip(jaxpr.eqns, stacks, strict=True)
     calls = {id(equation): tuple(frame.line for frame in stack) for equation, stack in pairs}
     return LinesOfProgram(calls, _by_value(runs, _last_uses(jaxpr)))
+
+
+def _only_copies(equation: JaxprEqn) -> bool:
+    """Whether an equation computes no floating numbers from others, but moves or makes them."""
+    read = [v for v in equation.invars if not isinstance(v, Literal)]
+    if not (any(map(holds_floats, read)) and any(map(holds_floats, equation.outvars))):
+        return True
+    if programs := held_programs(equation):
+        return all(_only_copies(e) for program in programs for e in opened(program)[0].eqns)
+    return does(equation) is Does.COPIES
 
 
 def _by_value(runs: Sequence[Run], last_uses: dict[Var, int]) -> dict[Var, list[tuple[Run, str]]]:
@@ -486,4 +503,4 @@ def _line_values(
             for i, (run, kind) in enumerate(lines.runs.get(variable, ())):
                 position = (*around, number, output, DEPTH - i)
                 whole = (*calls, *run.calls)
-                yield LineValue(position, run.line, kind, whole, 1, 1, place, variable)
+                yield LineValue(position, run.line, kind, whole, 1, 1, place, variable, run.is_copy)

@@ -12,6 +12,8 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._check.checked_point import ratio_hint
+from clipgrad._check.log import Log
+from clipgrad._check.options import Options
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.verdict import told_apart
 from clipgrad._errors import first_line
@@ -71,6 +73,16 @@ def test_what_is_left_when_the_time_is_spent_is_not_verified():
     assert report.verified == 0 and not report.ok
     assert "the time budget of 1e-06 s is spent" in str(report)
     assert cg.check_grads(square, (jnp.ones(3),), time_budget=1e6).verified == 3
+
+
+@pytest.mark.parametrize(
+    "seconds, budget, says", [(75, None, True), (59, None, False), (75, 90, False)]
+)
+def test_a_check_of_over_a_minute_says_what_a_time_budget_does(seconds, budget, says, monkeypatch):
+    monkeypatch.setattr(Options, "seconds", property(lambda options: seconds))
+    log = Log(Options(1, "auto", None, None, 0.0, budget, 1, 0, ()))
+    text = "the check took 75 s; with time_budget=60, it stops after 60 s, and what is left then"
+    assert any(text in note for note in log.report().notes) is says
 
 
 @pytest.mark.slow

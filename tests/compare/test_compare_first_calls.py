@@ -46,7 +46,7 @@ def on_devices(w, x):
 
 
 def remade(fun, monkeypatch, most):
-    monkeypatch.setattr(recording, "MOST_WHOLE", most)
+    monkeypatch.setattr(recording, "_most_whole", lambda record: most)
     made = recorded_loss(fun, (W, X), {}, 0, False)
     record = made.with_lines().run(floor=True) if not made.has_lines else made.run(floor=True)
     return made, [row for row in record.rows if row.kind in recording.NOTED]

@@ -189,3 +189,34 @@ def test_a_file_knows_a_statement_whose_line_has_moved(tmp_path):
     after, (line,) = loss_of(text, "before", tmp_path)
     finding = cg.compare(tmp_path / "before.npz", after, arguments()).findings[0]
     assert finding.line == line and "only in other" in finding.message
+
+
+WINDOWS = (
+    HEAD
+    + """
+def loss(w, x):
+    axes = ("NWC", "WIO", "NWC")
+    y = lax.conv_general_dilated(x[None], w, (1,), "SAME", dimension_numbers=axes)[0]  # here
+    y = jax.nn.relu(y)
+    return jnp.mean(y ** 2)
+"""
+)
+PRODUCTS = (
+    HEAD
+    + """
+def loss(w, x):
+    padded = jnp.pad(x, ((1, 1), (0, 0)))
+    windows = jnp.stack([padded[i : i + x.shape[0]] for i in range(3)], 1)
+    out = jnp.einsum("tkc,kco->to", windows, w[::-1])  # here
+    return jnp.mean(jnp.maximum(out, 0) ** 2)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_line_that_ends_with_an_index_computes_and_one_that_pads_only_moves(tmp_path):
+    loss, (line,) = loss_of(WINDOWS, "model", tmp_path)
+    other, (other_line,) = loss_of(PRODUCTS, "port", tmp_path)
+    args = arguments()[0][:, :, :3], arguments()[1]
+    (finding,) = cg.compare(loss, other, args).findings
+    assert finding.line == line and f"port.py:{other_line}" in finding.message

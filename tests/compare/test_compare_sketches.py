@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from clipgrad._compare import recording
+from clipgrad._compare import recording, sketches
 from clipgrad._compare.judge import floor_of, judge_sketches
-from clipgrad._compare.loss_recording import recorded_loss
+from clipgrad._compare.loss_recording import recorded_by_all, recorded_loss
 from clipgrad._compare.sketches import (
     LARGEST_AT,
     LENGTH,
     NORM_AT,
+    NUMBERS,
     host_sketch,
     orders_of,
     scalar_of,
@@ -20,7 +21,7 @@ from clipgrad._compare.sketches import (
     tapped,
     turned_sketches,
 )
-from clipgrad._programs import rounded, trace
+from clipgrad._programs import Hook, rounded, trace
 from tests.helpers import RELEASED
 from tests.rows import first_row
 
@@ -140,7 +141,7 @@ def test_rounding_moves_a_value_and_leaves_its_sketch_whole(by, moves):
 @pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body])
 def test_a_comparison_takes_the_memory_of_a_gradient(wrap, monkeypatch):
     """Of a scan of 32 steps: what the backward pass needs, and no value for its sketch."""
-    monkeypatch.setattr(recording, "MOST_WHOLE", 0)  # or else the values leave the program
+    monkeypatch.setattr(recording, "_most_whole", lambda record: 0)  # or else values leave whole
 
     def loss(w, x):
         def body(h, _):
@@ -157,6 +158,52 @@ def test_a_comparison_takes_the_memory_of_a_gradient(wrap, monkeypatch):
     ours = lowered.compile(RELEASED).memory_analysis()
     value = 1024 * 64 * 4
     assert ours.temp_size_in_bytes < plain.temp_size_in_bytes + 20 * value  # 16 on JAX 0.10
+
+
+@pytest.mark.slow
+def test_a_comparison_by_lines_takes_at_most_half_more_memory_than_a_gradient(monkeypatch):
+    """The program, and the one of its rounding; 2 times with sketches made at once."""
+    monkeypatch.setattr(recording, "_most_whole", lambda record: 0)
+
+    def loss(ws, x):
+        for w in ws:
+            h = x @ w
+            h = jnp.tanh(h)
+            x = x + h
+        return jnp.mean(x**2)
+
+    args = list(jnp.ones((8, 128, 128)) / 128), jnp.ones((2048, 128))
+    plain = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args)
+    made = recorded_by_all(loss, args, {}, False)
+    assert made.has_lines and made.sketched
+    program, leaves = made.traced.program, made.leaves
+    moved = jax.jit(lambda leaves, seed: rounded(program, leaves, seed))
+    forms = made._jitted(Hook()).lower(leaves), moved.lower(leaves, jnp.uint32(1))
+    most = 1.5 * memory_of(plain) + 2048 * len(made.record.rows)
+    for form in forms:
+        assert memory_of(form) < most
+
+
+def memory_of(lowered):
+    """The bytes of arguments, results and temporaries, optimized as users' programs are."""
+    sizes = lowered.compile(RELEASED).memory_analysis()
+    results = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    return sizes.temp_size_in_bytes + results
+
+
+@pytest.mark.parametrize("shape", [(2**16 + 1,), (300, 300), (1000, 256)])
+def test_the_sketch_of_a_large_array_is_made_of_parts(shape, monkeypatch):
+    """With the numbers of a sketch that is made at once."""
+    x = normal(*shape).astype(np.float32)
+    x[5, ...], x[-1, ...] = 3e8, np.nan
+    in_parts, on_host = np.asarray(sketch(jnp.asarray(x))), host_sketch(x)
+    monkeypatch.setattr(sketches, "AT_ONCE", x.size)
+    at_once = host_sketch(x)
+    for part in slice(NUMBERS), slice(NUMBERS, 2 * NUMBERS), slice(NORM_AT, LENGTH):
+        most = np.max(at_once[part])
+        np.testing.assert_allclose(on_host[part], at_once[part], atol=1e-13 * most, rtol=1e-12)
+        np.testing.assert_allclose(in_parts[part], at_once[part], atol=1e-5 * most, rtol=1e-5)
+    assert in_parts[-1] == on_host[-1] == at_once[-1] != 0
 
 
 @pytest.mark.parametrize("number", [0.0, 1.5, -2e-30, 3e7, -1e30])
