@@ -71,6 +71,10 @@ COSTS = {
     "clip by global norm, 10M": [("norm", "10M elements in one leaf", "torch")],
     "error clip by value, LSTM": [("error_clip", "LSTM, scan of 256", "plain")],
     "error clip by value, unrolled": [("names", "unrolled transformer, all modules", "plain")],
+    "step with `watch_updates`": [
+        ("updates", "scanned transformer, donated", "not watched"),
+        ("updates", "unrolled transformer, donated", "not watched"),
+    ],
     "flight recorder": [
         ("recorder", "six layers", "not recorded"),
         ("recorder", "two layers", "not recorded"),
