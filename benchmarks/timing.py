@@ -17,7 +17,7 @@ PAUSE = 0.01
 
 
 class Clock:
-    """The clock by which programs are timed: that on the wall, or the CPU seconds of all threads."""
+    """What programs are timed by: the clock on the wall, or the CPU seconds of all threads."""
 
     read = staticmethod(time.perf_counter)
 
