@@ -13,6 +13,7 @@ run: ``pip install ".[benchmarks]"``.
 
 import argparse
 import json
+import os
 import pathlib
 import shlex
 import sys
@@ -125,6 +126,7 @@ def main(arguments: list[str]) -> None:
     options = parsed(arguments)
     if options.cpu:
         timing.Clock.read = time.process_time
+        os.environ["OMP_WAIT_POLICY"] = "passive"  # threads of PyTorch that wait would count
     origin = {
         "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
         "machine": machine.facts(),

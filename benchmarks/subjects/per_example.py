@@ -128,7 +128,7 @@ def rows(scale: Scale) -> list[Row]:
             f"{name}, batch {size}",
             lambda m=model, b=size: sides(lambda: m(scale), b),
             rtol,
-            20.0,
+            10.0,
         )
         for name, model, sizes, rtol in WORK
         for size in sizes
