@@ -90,6 +90,14 @@ COSTS = {
             "jax-privacy",
         )
     ],
+    "the same in a language model": [
+        (
+            "per_example",
+            "language model, 32k tokens, tied, batch 16",
+            "optax, all at once",
+            "jax-privacy",
+        )
+    ],
     "check of the gradient": [
         ("checker", "MLP of 5k", "jax.test_util.check_grads", "torch gradcheck, slow")
     ],
@@ -115,6 +123,7 @@ EACH_EXAMPLE = {
     "CNN": "CNN of 56k, batch 16",
     "transformer": "transformer of 0.8M, scan + remat, batch 16",
     "LSTM": "LSTM of 0.13M, scan of 64, batch 16",
+    "language model": "language model, 32k tokens, tied, batch 16",
 }
 
 
