@@ -6,12 +6,14 @@ Each row first proves that its programs give the same numbers; then they take tu
 are a JSON file for each subject, a table in Markdown and a picture. By default they go to
 benchmarks/results and between the markers of benchmarks/RESULTS.md, where results of subjects
 that are not run again stay, and with ``--rows`` those of other rows. ``--quick`` does a small part
-of the work and writes nothing, unless ``--out`` says where. What is not installed is named as not
+of the work and writes nothing, unless ``--out`` says where. ``--cpu`` measures CPU seconds of one
+thread, for a machine on which other programs run. What is not installed is named as not
 run: ``pip install ".[benchmarks]"``.
 """
 
 import argparse
 import json
+import os
 import pathlib
 import shlex
 import sys
@@ -21,7 +23,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import machine, plot, report
+from benchmarks import machine, plot, report, timing
 from benchmarks.rows import Row, Scale, left_out, measure
 from benchmarks.subjects import SUBJECTS
 
@@ -110,6 +112,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--rows", nargs="+", help="only rows with one of these in their name")
     parser.add_argument("--quick", action="store_true", help="small sizes, in one to two minutes")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU seconds of a thread, for a busy machine"
+    )
     parser.add_argument("--long", action="store_true", help="rows that take minutes, too")
     parser.add_argument("--out", type=pathlib.Path, help="folder for JSON, table and picture")
     options = parser.parse_args(arguments)
@@ -118,9 +123,20 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def use_cpu_seconds() -> None:
+    """Times CPU seconds, of one thread: others wait actively, and that would count."""
+    timing.Clock.read = time.process_time
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    )
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def main(arguments: list[str]) -> None:
     """Runs the subjects; each is written as soon as it is known."""
     options = parsed(arguments)
+    if options.cpu:
+        use_cpu_seconds()
     origin = {
         "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
         "machine": machine.facts(),

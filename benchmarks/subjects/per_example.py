@@ -74,7 +74,7 @@ def in_torch(model: Model, batch: Any) -> list[Side | Absent]:
 def sides(
     make: Callable[[], Model], size: int, microbatch: int | None = None
 ) -> list[Side | Absent]:
-    """Ours, optax's without microbatches, the gradient without a clip, and all other peers."""
+    """Our clip and norms, optax's without microbatches, the plain gradient, and all other peers."""
     model = make()
     batch = model.batch(size)
 
@@ -83,6 +83,7 @@ def sides(
 
     return [
         side("clipgrad", OURS, clipped(model, microbatch)),
+        side("clipgrad, norms", OURS, cg.per_example_norms(model.loss), None),
         side("optax, all at once", PEER, optax_sum(model)),
         side("no clip", FLOOR, unclipped(model), None),
         privacy(model, batch, microbatch),
@@ -127,7 +128,7 @@ def rows(scale: Scale) -> list[Row]:
             f"{name}, batch {size}",
             lambda m=model, b=size: sides(lambda: m(scale), b),
             rtol,
-            20.0,
+            10.0,
         )
         for name, model, sizes, rtol in WORK
         for size in sizes

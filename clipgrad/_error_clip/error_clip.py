@@ -34,14 +34,14 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
 
     Args:
       inputs: a rule for all inputs, or a mapping from parameter names to rules, whether you pass
-        these arguments by position or by name; ``None`` instead of a rule: off. The name of
-        ``*args`` or ``**kwargs`` stands for each argument among them. Instead of a rule you may
-        write a tree of rules that is a prefix of the argument's tree, as in
+        these arguments by position or by name; ``None`` as a rule: off. The name of ``*args``
+        or ``**kwargs`` stands for each argument among them. In the place of a rule you may write
+        a tree that holds rules and is a prefix of the argument's tree, as in
         ``{"params": {"w": rule, "b": None}}``.
-      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix of
-        the result's tree. A function as a rule may have the keyword-only parameters ``name``, here
-        the path of the input, such as ``"params/w"``, or of the result's part, and ``operation``,
-        here ``""``.
+      outputs: a rule for the whole result's cotangent, or a tree that holds rules and is a prefix
+        of the result's tree. A function as a rule may have the keyword-only parameters ``name``,
+        here the path of the input, such as ``"params/w"``, or of the result's part, and
+        ``operation``, here ``""``.
 
     Returns:
       The decorator.

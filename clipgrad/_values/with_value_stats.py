@@ -63,8 +63,9 @@ def with_value_stats(
 
     Returns:
       A function with the arguments of ``fun`` that returns ``(result, stats)``, or with ``has_aux``
-      ``(result, (aux, stats))``. ``stats`` is a dictionary from names to `ValueStats`, with one
-      entry for each name that a pattern matches.
+      ``(result, (aux, stats))``. So for the gradient write ``has_aux=True``, as above; without it
+      JAX raises "Gradient only defined for scalar-output functions". ``stats`` is a dictionary
+      from names to `ValueStats`, with one entry for each name that a pattern matches.
 
     Raises:
       TypeError: if ``fun`` is not a function, ``watch`` not a collection of names, or an axis not

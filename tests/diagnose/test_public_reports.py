@@ -148,15 +148,16 @@ def is_named_by_jax(loss, args):
 
 README = " ".join((pathlib.Path(__file__).parents[2] / "README.md").read_text().split())
 COUNTED = re.search(
-    r"names the line in (\d+) of (\d+); under `jit`, it does in (\d+) of (\d+)", README
+    r"the line in (\d+) of (\d+) public reports of NaN, under `jit`; `diagnose` in (\d+) of (\d+)",
+    README,
 )
 
 
 def test_the_readme_counts_these_reports():
-    assert COUNTED and COUNTED[1] == COUNTED[2] == str(len(REPORTS))
+    assert COUNTED and COUNTED[3] == COUNTED[4] == str(len(REPORTS))
 
 
 @pytest.mark.slow
 def test_the_readme_says_in_how_many_of_these_the_trace_of_jax_has_the_line():
     named = [is_named_by_jax(loss, args) for loss, args in REPORTS.values()]
-    assert [named.count(True), len(named) - named.count(None)] == [int(COUNTED[3]), int(COUNTED[4])]
+    assert [named.count(True), len(named) - named.count(None)] == [int(COUNTED[1]), int(COUNTED[2])]

@@ -1,11 +1,15 @@
 """The benchmarks: rows run, and a peer with other numbers is refused. Nothing is timed here."""
 
+import os
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import report, rows
-from benchmarks.rows import OURS, PEER, DifferentNumbersError, Row, Scale
+from benchmarks import report, rows, timing
+from benchmarks.__main__ import use_cpu_seconds
+from benchmarks.rows import FLOOR, OURS, PEER, DifferentNumbersError, Row, Scale
 from benchmarks.subjects import SUBJECTS, per_example
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
@@ -38,6 +42,29 @@ def test_a_row_of_equal_sides_is_measured():
 def test_a_row_whose_sides_differ_is_refused(wrong):
     with pytest.raises(DifferentNumbersError, match="doubled: ours and theirs differ by"):
         rows.measure(pair(wrong))
+
+
+def test_a_side_of_ours_that_does_less_is_compared_with_what_does_less_alone():
+    x = jnp.ones(4)
+    sides = [rows.jitted("ours", OURS, lambda x: 2 * x, x)]
+    sides += [rows.jitted("part of it", OURS, jnp.sum, x, numbers=None)]
+    sides += [rows.jitted("theirs", PEER, lambda x: x + x, x)]
+    sides += [rows.jitted("floor", FLOOR, lambda x: x, x, numbers=None)]
+    compared = rows.measure(Row("doubled", lambda: sides, budget=0))["ratios"]
+    assert [(pair["ours"], pair["theirs"]) for pair in compared] == [
+        ("ours", "theirs"),
+        ("ours", "floor"),
+        ("part of it", "floor"),
+    ]
+
+
+def test_a_busy_machine_is_timed_in_cpu_seconds_of_one_thread(monkeypatch):
+    monkeypatch.setattr(timing.Clock, "read", timing.Clock.read)
+    monkeypatch.setenv("XLA_FLAGS", "--others")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    use_cpu_seconds()
+    assert timing.Clock.read is time.process_time and os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.environ["XLA_FLAGS"] == "--others --xla_cpu_multi_thread_eigen=false"
 
 
 CHEAP = {"norm": -1, "clips": 1, "per_example": 0, "compilation": 0, "error_clip": -1}

@@ -161,6 +161,28 @@ def test_the_tables_of_measured_tasks_are_those_of_the_file():
         assert cells == [measured(way, task["metric"]) if way else "" for way in ways], name
 
 
+def test_the_picture_of_clips_has_the_counts_of_the_file():
+    shown = [task["ways"] for task in MEASURED.values() if "error clip + norm" in task["ways"]]
+    assert len(shown) == 10
+
+    def all_five(way):
+        return sum(all(ways[way]["metrics"]["reached"]) for ways in shown)
+
+    counted = {4: "four", 7: "seven", 9: "nine"}
+    text = (DOCS / "which_clip.md").read_text()
+    (description,) = re.findall(r"!\[([^\]]+)\]\(which_clip.png\)", text)
+    assert [counted[all_five(way)] for way in ("norm", "error clip + norm", "no clip")] == [
+        word for word in re.findall(r"\w+", description) if word in counted.values()
+    ]
+
+
+def test_the_error_of_the_clipped_arccos_is_the_one_on_the_page():
+    text = (DOCS / "nan.md").read_text()
+    shown = re.search(r"by up to (\S+) in float32, (\S+) in float16 and (\S+) in b", text)
+    for text, dtype in zip(shown.groups(), (jnp.float32, jnp.float16, jnp.bfloat16), strict=True):
+        assert float(text) == pytest.approx(np.arccos(1 - float(jnp.finfo(dtype).eps)), rel=0.05)
+
+
 def test_the_table_of_convolutions_is_that_of_the_file():
     for size, *cells in rows("which_clip.md", "batches"):
         ways = MEASURED[f"convolutions, {size.split()[0]} batches"]["ways"]

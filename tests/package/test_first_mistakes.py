@@ -18,6 +18,7 @@ import clipgrad as cg
 from clipgrad._arrays import answers_lookups
 from clipgrad._arrays.calls import ELSEWHERE as WORDS
 from clipgrad._arrays.lookups import FIELDS_ELSEWHERE
+from clipgrad._commands.help_search import search
 from clipgrad._lazily import INSTEAD
 from tests.helpers import NAMES
 from tests.rows import first_row
@@ -903,6 +904,19 @@ def test_a_transformation_that_is_called_says_what_clips_gradients_once(clip):
             CLIPS[clip]()({"w": W}, *more)
     with pytest.raises(TypeError, match=r"rule: got an optax.GradientTransformation"):
         cg.clip_cotangent(X, CLIPS[clip]())
+
+
+def test_a_gradient_of_values_without_has_aux_is_refused_by_jax_in_the_words_of_the_docstring():
+    """JAX speaks before anything of this library can: what it says must lead to `has_aux=True`."""
+    said = "Gradient only defined for scalar-output functions"
+    watched = cg.with_value_stats(loss)
+    for gradient in (jax.grad, jax.value_and_grad):
+        with pytest.raises(TypeError, match=said):
+            gradient(watched)(W, X)
+        assert gradient(watched, has_aux=True)(W, X)
+    text = " ".join(inspect.getdoc(cg.with_value_stats).split())
+    assert f'write ``has_aux=True``, as above; without it JAX raises "{said}"' in text
+    assert search(said)[0].page == "names"
 
 
 @pytest.mark.parametrize("names", ["w", "w b", "dense/w dense/b", "0 1"])

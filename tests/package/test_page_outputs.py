@@ -71,6 +71,10 @@ COSTS = {
     "clip by global norm, 10M": [("norm", "10M elements in one leaf", "torch")],
     "error clip by value, LSTM": [("error_clip", "LSTM, scan of 256", "plain")],
     "error clip by value, unrolled": [("names", "unrolled transformer, all modules", "plain")],
+    "step with `watch_updates`": [
+        ("updates", "scanned transformer, donated", "not watched"),
+        ("updates", "unrolled transformer, donated", "not watched"),
+    ],
     "flight recorder": [
         ("recorder", "six layers", "not recorded"),
         ("recorder", "two layers", "not recorded"),
@@ -81,7 +85,15 @@ COSTS = {
     "the same in a transformer": [
         (
             "per_example",
-            "transformer of 0.8M, scan + remat, batch 256",
+            "transformer of 0.8M, scan + remat, batch 16",
+            "optax, all at once",
+            "jax-privacy",
+        )
+    ],
+    "the same in a language model": [
+        (
+            "per_example",
+            "language model, 32k tokens, tied, batch 16",
             "optax, all at once",
             "jax-privacy",
         )
@@ -104,6 +116,33 @@ def test_a_cost_on_the_page_is_the_one_that_was_stored(start):
         if quartiles[0]:
             ends = ratio["low"], ratio["high"]
             assert list(map(float, quartiles)) == pytest.approx(ends, abs=0.006)
+
+
+EACH_EXAMPLE = {
+    "MLP": "MLP of 0.67M, batch 64",
+    "CNN": "CNN of 56k, batch 16",
+    "transformer": "transformer of 0.8M, scan + remat, batch 16",
+    "LSTM": "LSTM of 0.13M, scan of 64, batch 16",
+    "language model": "language model, 32k tokens, tied, batch 16",
+}
+
+
+@pytest.mark.parametrize("start", EACH_EXAMPLE)
+def test_the_time_and_memory_of_each_example_are_those_that_were_stored(start):
+    (row,) = [r for r in STORED["per_example"]["rows"] if r["name"] == EACH_EXAMPLE[start]]
+    sides = {side["name"]: side for side in row["sides"]}
+
+    def measured(name):
+        return sides[name]["seconds"]["run"]["median"], sides[name]["facts"]["temporaries"]
+
+    plain = measured("no clip")
+    lines = (DOCS / "per_example.md").read_text().splitlines()
+    (cells,) = [line.split(" | ")[1:] for line in lines if line.startswith(f"| {start} of ")]
+    names = "clipgrad", "clipgrad, norms", "optax, all at once"
+    for cell, name in zip(cells, names, strict=True):
+        shown = [float(number) for number in cell.strip(" |").split(", ")]
+        ratios = [value / one for value, one in zip(measured(name), plain, strict=True)]
+        assert shown == pytest.approx(ratios, rel=0.05), name
 
 
 def test_the_readme_has_the_ratio_and_its_quartiles():

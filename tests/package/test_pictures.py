@@ -96,3 +96,18 @@ def test_the_pictures_of_a_cut_three_witnesses_and_two_versions_show_these(pictu
         True,
         True,
     ]
+
+
+@pytest.mark.slow
+def test_the_descriptions_of_curves_have_the_numbers_of_the_curves(pictures):
+    """Exploding, bfloat16, port and the coordinate check: what their descriptions say."""
+    grows, stays, falls = (line.get_ydata() for line in pictures.exploding().axes[0].lines)
+    assert 1e9 < grows[0] < 3e9 and np.ptp(stays) < 1e-4 and 5e-15 < falls[0] < 3e-14
+    (value, *_), names = (panel := pictures.precision().axes[0]).lines, panel.get_xticklabels()
+    error, norm = value.get_ydata(), [name.get_text() for name in names].index("4/norm")
+    assert max(error[:norm]) < 0.01 < 0.1 < error[norm]
+    assert "0.9% apart" in [text.get_text() for text in pictures.port().axes[0].texts]
+    standard, mup = pictures.coordinates().axes
+    ends = [tuple(line.get_ydata()[[0, -1]]) for line in standard.lines[1:]]
+    assert [(round(a, 1), round(b)) for a, b in ends] == [(1.1, 9), (2.5, 22)]
+    assert all(0.95 < y < 1.25 for line in mup.lines for y in line.get_ydata())
