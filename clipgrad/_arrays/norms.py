@@ -495,7 +495,7 @@ def _of_one_wide_sum(total: jax.Array) -> Norm:
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:
-    return Norm.of(*narrow_root(_mean(count, total)))
+    return Norm(*narrow_root(_mean(count, total)))
 
 
 def _of_scaled(count: float, plain: jax.Array, scaled: jax.Array) -> Norm:
@@ -514,7 +514,7 @@ def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
 
 
 def _mean(count: Any, total: jax.Array) -> jax.Array:
-    return total / jnp.asarray(count, total.dtype)
+    return total if isinstance(count, float) and count == 1 else total / jnp.asarray(count, total.dtype)
 
 
 def _nothing(total: jax.Array) -> float:

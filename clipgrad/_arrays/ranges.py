@@ -132,12 +132,22 @@ def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> j
     return 1 / inverse
 
 
-def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The root of a float64 sum of float32 squares, and a scale that brings it into float32."""
-    rule, one = _RANGES["float32"], jnp.ones_like(total)
-    is_large, is_small = total > 2.0 ** (2 * rule.high), total < 2.0 ** (2 * rule.low)
-    scale = if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
-    return (jnp.sqrt(total) * scale).astype(jnp.float32), scale.astype(jnp.float32)
+# Where it is added, the root of 0 is a number to divide by, and no other sum of squares of float32,
+# which are from 2 ** -252 on, changes in float32.
+_LEAST_SQUARE = 2.0**-300
+
+
+def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Root, scale and divisor (see `Norm`) in float32 of a float64 sum of float32 squares.
+
+    The scale is a power of two near the inverse root of the norm, so that the root is near the root
+    of the norm: both are in the middle of the range. At inf it is 0, and makes the divisor NaN.
+    """
+    safe = jnp.sqrt(total + _LEAST_SQUARE)
+    scale = 1 / jax.lax.reduce_precision(jnp.sqrt(safe), jnp.finfo(total.dtype).nexp, 0)
+    root = jnp.sqrt(total)
+    root = if_else(scale > 0, root * scale, root)
+    return tuple(x.astype(jnp.float32) for x in (root, scale, safe * scale))
 
 
 def scale_of_plain(plain: jax.Array) -> jax.Array:
