@@ -41,6 +41,7 @@ from clipgrad._arrays.numbers import (
 )
 from clipgrad._arrays.ranges import (
     in_range,
+    is_in_range,
     is_root_in_range,
     narrow_root,
     root_in_range,
@@ -371,30 +372,33 @@ def _norms_of_squares(
 def _of_plain_sums(
     groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
 ) -> list[Norm]:
-    return _in_range(groups, counts, as_optax, _plain_sums(groups, leaves), leaves)
-
-
-def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
+    if not as_optax:
+        return _in_range(groups, counts, (), leaves)
     # Not in calls, whose operations XLA writes out late: it would round differently than in optax.
     squares = map(square, map(with_real_dtype, leaves, groups.dtypes(leaves)))
     rows = zip(squares, groups.axes_from_end(leaves), groups.keeps(), strict=True)
-    return groups.totals([jnp.sum(x, axes, keepdims=keep) for x, axes, keep in rows], leaves)
+    sums = [jnp.sum(x, axes, keepdims=keep) for x, axes, keep in rows]
+    return _in_range(groups, counts, groups.totals(sums, leaves), leaves)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _in_range(
-    groups: Groups,
-    counts: tuple[float, ...],
-    as_optax: bool,
-    plain: list[jax.Array],
-    leaves: Arrays,
+    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
-    """The norms, from the plain sums where these are in range."""
+    """The norms, from the plain sums where these are in range; without them each form sums up."""
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
-        return for_each(_of_plain, [(n,) for n in counts], plain)
-    forms = _by_branch if as_optax else _by_size, _of_columns_on_gpu
+        return for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
+    forms = _by_branch if plain else _by_size, _of_columns_on_gpu
     cpu, gpu = (functools.partial(form, groups, counts) for form in forms)
     return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts)
+
+
+def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
+    return groups.totals(groups.sums_of(_plain_sum, leaves), leaves)
+
+
+def _plain_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
+    return jnp.sum(square(leaf), axis=axes, keepdims=keep)
 
 
 # Up to so many elements a float32 leaf is added up in float64 in about the time that a plain sum
@@ -402,19 +406,16 @@ def _in_range(
 _FEW = 2**11
 
 
-def _by_size(
-    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
-) -> list[Norm]:
+def _by_size(groups: Groups, counts: tuple[float, ...], _: Arrays, leaves: Arrays) -> list[Norm]:
     """The norms of slices of leaves on a CPU: of small leaves in float64, else by a branch."""
     norms: dict[int, Norm] = {}
-    pairs = zip(plain, leaves, strict=True)
-    is_small = [x.dtype == jnp.float32 and leaf.size <= _FEW for x, leaf in pairs]
+    pairs = zip(groups.dtypes(leaves), leaves, strict=True)
+    is_small = [dtype == "float32" and leaf.size <= _FEW for dtype, leaf in pairs]
     for small, form in ((True, _by_wide_sums), (False, _by_branch)):
         if places := [i for i, x in enumerate(is_small) if x is small]:
             some = Groups.slices([groups.axes[i] for i in places], groups.names)
-            each = [counts[i] for i in places]
-            sums, arrays = [plain[i] for i in places], [leaves[i] for i in places]
-            norms |= zip(places, form(some, each, sums, arrays), strict=True)
+            each, arrays = [counts[i] for i in places], [leaves[i] for i in places]
+            norms |= zip(places, form(some, each, (), arrays), strict=True)
     return [norms[i] for i in range(len(leaves))]
 
 
@@ -435,12 +436,27 @@ def _wide_norm(count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array)
 def _by_branch(
     groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
-    """The plain sums, and only if one of them is out of range another pass over the leaves."""
-    each = [(n,) for n in counts]
+    """The roots of plain sums, and only if one of them is out of range another pass."""
     if groups.joint:  # one norm, whose scalars each leaf would compute again
         return _one_by_branch(groups, plain[0], leaves)
-    again = functools.partial(_scaled_sums, groups, plain, leaves)
-    return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
+    plain, each = plain or _plain_sums(groups, leaves), [(n,) for n in counts]
+    # Before the branch: XLA takes the roots where it adds up, as in optax.
+    roots = for_each(_root_of_mean, each, plain)
+
+    def ordinary() -> list[Norm]:
+        return [Norm(root, jnp.ones_like(root), root) for root in roots]
+
+    def again() -> list[Norm]:
+        if any(x.dtype != jnp.float32 for x in plain):
+            return for_each(_of_scaled, each, plain, _scaled_sums(groups, plain, leaves))
+        with jax.enable_x64(True):
+            return for_each(_of_plain_or_wide, each, plain, groups.wide_sums(leaves))
+
+    return unless_out_of_range(plain, ordinary, again)
+
+
+def _root_of_mean(count: float, plain: jax.Array) -> jax.Array:
+    return jnp.sqrt(_mean(count, plain))
 
 
 def _one_by_branch(groups: Groups, plain: jax.Array, leaves: Arrays) -> list[Norm]:
@@ -469,7 +485,7 @@ def _of_columns_on_gpu(
 
     A branch would be one that the host decides, which waits for the device.
     """
-    if any(x.dtype != jnp.float32 for x in plain):
+    if any(dtype != "float32" for dtype in groups.dtypes(leaves)):
         each = {"groups": groups, "finish": _of_three, "counts": counts}
         return added_up_apart(three_squares, plain, leaves, launched=True, **each)
     with jax.enable_x64(True):
@@ -492,6 +508,12 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
 @jax.jit
 def _of_one_wide_sum(total: jax.Array) -> Norm:
     return _of_wide_sum(1.0, total)
+
+
+def _of_plain_or_wide(count: float, plain: jax.Array, total: jax.Array) -> Norm:
+    # A sum in range stays as it is if another is not.
+    mean = _mean(count, plain).astype(total.dtype)
+    return Norm(*narrow_root(if_else(is_in_range(plain), mean, _mean(count, total))))
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:

@@ -14,6 +14,7 @@ from clipgrad._arrays import (
     at_least,
     clippable_leaves,
     finite_product,
+    for_each,
     if_else,
     parameters_like,
     slice_norms,
@@ -118,11 +119,9 @@ class AdaptiveClip(MeasuringRule):
             )
         warn_of_parts("AdaptiveClip", clippable_leaves(grads), self.axis_name, slices=True)
         pairs = unit_norms(grads, params, self.group_axes(grads), self.axis_name)
-        least = limits_of([self.eps] * len(pairs), [norm for norm, _ in pairs])
-        return [
-            UnitNorms(norm, at_least(weights.value.astype(norm.root.dtype), eps))
-            for (norm, weights), eps in zip(pairs, least, strict=True)
-        ]
+        norms, weights = zip(*pairs, strict=True) if pairs else ((), ())
+        least = limits_of([self.eps] * len(pairs), norms)
+        return for_each(_with_weights, [()] * len(pairs), norms, weights, least)
 
     def group_axes(self, grads: Any) -> list[Axes]:
         """The axes of a unit of each leaf."""
@@ -130,9 +129,11 @@ class AdaptiveClip(MeasuringRule):
 
     def norms_and_limits(self, norms: Sequence["UnitNorms"]) -> list[Limit]:
         """The norms of the units of each leaf, and ``clipping`` times those of their weights."""
-        limits = limits_by_leaf(self, [units.norm for units in norms])
-        pairs = zip(norms, limits, strict=True)
-        return [(units.norm, finite_product(limit, units.weights)) for units, limit in pairs]
+        found = [units.norm for units in norms]
+        weights = [units.weights for units in norms]
+        thresholds = limits_by_leaf(self, found)
+        limits = for_each(finite_product, [()] * len(norms), thresholds, weights)
+        return list(zip(found, limits, strict=True))
 
 
 def unit_norms(
@@ -143,6 +144,10 @@ def unit_norms(
     both = [*leaves, *map(jnp.asarray, weights)]
     norms = slice_norms(both, [*axes, *axes], axis_name=axis_name)
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
+
+
+def _with_weights(norm: Norm, weights: Norm, eps: jax.Array) -> "UnitNorms":
+    return UnitNorms(norm, at_least(weights.value.astype(norm.root.dtype), eps))
 
 
 class UnitNorms(NamedTuple):
