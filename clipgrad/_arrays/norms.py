@@ -41,7 +41,6 @@ from clipgrad._arrays.numbers import (
 )
 from clipgrad._arrays.ranges import (
     in_range,
-    is_in_range,
     is_root_in_range,
     narrow_root,
     root_in_range,
@@ -436,27 +435,12 @@ def _wide_norm(count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array)
 def _by_branch(
     groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
-    """The roots of plain sums, and only if one of them is out of range another pass."""
+    """The plain sums, and only if one of them is out of range another pass over the leaves."""
     if groups.joint:  # one norm, whose scalars each leaf would compute again
         return _one_by_branch(groups, plain[0], leaves)
     plain, each = plain or _plain_sums(groups, leaves), [(n,) for n in counts]
-    # Before the branch: XLA takes the roots where it adds up, as in optax.
-    roots = for_each(_root_of_mean, each, plain)
-
-    def ordinary() -> list[Norm]:
-        return [Norm(root, jnp.ones_like(root), root) for root in roots]
-
-    def again() -> list[Norm]:
-        if any(x.dtype != jnp.float32 for x in plain):
-            return for_each(_of_scaled, each, plain, _scaled_sums(groups, plain, leaves))
-        with jax.enable_x64(True):
-            return for_each(_of_plain_or_wide, each, plain, groups.wide_sums(leaves))
-
-    return unless_out_of_range(plain, ordinary, again)
-
-
-def _root_of_mean(count: float, plain: jax.Array) -> jax.Array:
-    return jnp.sqrt(_mean(count, plain))
+    again = functools.partial(_scaled_sums, groups, plain, leaves)
+    return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
 
 
 def _one_by_branch(groups: Groups, plain: jax.Array, leaves: Arrays) -> list[Norm]:
@@ -508,12 +492,6 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
 @jax.jit
 def _of_one_wide_sum(total: jax.Array) -> Norm:
     return _of_wide_sum(1.0, total)
-
-
-def _of_plain_or_wide(count: float, plain: jax.Array, total: jax.Array) -> Norm:
-    # A sum in range stays as it is if another is not.
-    mean = _mean(count, plain).astype(total.dtype)
-    return Norm(*narrow_root(if_else(is_in_range(plain), mean, _mean(count, total))))
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:
