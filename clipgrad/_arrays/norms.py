@@ -31,6 +31,7 @@ from clipgrad._arrays.numbers import (
     if_else,
     in_one_program,
     nan_unless,
+    one_program_if_eager,
     over,
     real_or_absolute,
     real_product,
@@ -105,8 +106,8 @@ class Norm(NamedTuple):
         return _is_at_most(self.divisor, self.scale, limit)
 
 
-# One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
-@functools.partial(jax.jit, inline=True)
+# Under jax_debug_infs the scaled limit may be inf in it.
+@one_program_if_eager
 def _is_at_most(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
     return root <= limit * scale
 

@@ -91,8 +91,23 @@ def in_one_program(function: Callable[..., Any], *static: int) -> Callable[..., 
     return jax.jit(function, static_argnums=static) if is_checked else function
 
 
-# One program also when called eagerly: under jax_debug_nans a NaN of its own would raise.
-@functools.partial(jax.jit, inline=True)
+def one_program_if_eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled as a whole outside of programs: JAX checks and rounds one result.
+
+    Within a program it is no call, which would take longer to trace.
+    """
+    compiled = jax.jit(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+        return function(*args) if is_traced else compiled(*args)
+
+    return call
+
+
+# Under jax_debug_nans a NaN of its own would raise.
+@one_program_if_eager
 def nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
     """NaN where the condition is false."""
     return if_else(condition, x, jnp.nan)

@@ -6,13 +6,12 @@ Program to Find the Euclidean Norm of a Vector, 1978; Anderson, Algorithm 978, 2
 that leave room for sums of very many elements.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._arrays.numbers import if_else, real_or_absolute
+from clipgrad._arrays.numbers import if_else, one_program_if_eager, real_or_absolute
 
 
 class _Range(NamedTuple):
@@ -39,10 +38,6 @@ class _Range(NamedTuple):
 _RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
 
 
-# What is done for each leaf is traced once for all leaves of a shape and dtype.
-_traced_once = functools.partial(jax.jit, inline=True)
-
-
 def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
     """A product to be squared: of that alone XLA would make ``(x * x) * (c * c)``.
 
@@ -51,7 +46,7 @@ def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.maximum(size * scale, jnp.finfo(size.dtype).min)
 
 
-@_traced_once
+@one_program_if_eager
 def scaled_squares(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Squares of a leaf scaled down, and scaled up, which stop where they are not used.
 
@@ -66,7 +61,7 @@ def scaled_squares(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
 
 
-@_traced_once
+@one_program_if_eager
 def bounded_square(size: jax.Array) -> jax.Array:
     """The plain square, which stops at a large number where it is not used."""
     rule = _RANGES[size.dtype.name]
@@ -76,7 +71,7 @@ def bounded_square(size: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
 
 
-@_traced_once
+@one_program_if_eager
 def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of three sums of squares the one that is in range, and the scale of its elements."""
     rule = _RANGES[plain.dtype.name]
@@ -98,7 +93,7 @@ def is_root_in_range(root: jax.Array) -> jax.Array:
     return (root >= 2.0**rule.low) & (root <= 2.0**rule.high)
 
 
-@_traced_once
+@one_program_if_eager
 def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
     """All three sums of squares, from a plain one that is in range."""
     rule = _RANGES[plain.dtype.name]
@@ -107,7 +102,7 @@ def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
     return jnp.minimum(plain * down, high * down) * down, plain, jnp.zeros_like(plain)
 
 
-@_traced_once
+@one_program_if_eager
 def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
     """A sum of squares scaled up, 0 where the plain sum is large enough to be read.
 
