@@ -515,7 +515,9 @@ def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
 
 
 def _mean(count: Any, total: jax.Array) -> jax.Array:
-    return total if isinstance(count, float) and count == 1 else total / jnp.asarray(count, total.dtype)
+    if isinstance(count, float) and count == 1:
+        return total
+    return total / jnp.asarray(count, total.dtype)
 
 
 def _nothing(total: jax.Array) -> float:
