@@ -129,11 +129,11 @@ class AdaptiveClip(MeasuringRule):
 
     def norms_and_limits(self, norms: Sequence["UnitNorms"]) -> list[Limit]:
         """The norms of the units of each leaf, and ``clipping`` times those of their weights."""
-        found = [units.norm for units in norms]
+        of_units = [units.norm for units in norms]
         weights = [units.weights for units in norms]
-        thresholds = limits_by_leaf(self, found)
+        thresholds = limits_by_leaf(self, of_units)
         limits = for_each(finite_product, [()] * len(norms), thresholds, weights)
-        return list(zip(found, limits, strict=True))
+        return list(zip(of_units, limits, strict=True))
 
 
 def unit_norms(
